@@ -1,7 +1,6 @@
-// Package codec turns stored chunks into logical bytes and back. Each codec is
-// a package below this one with a Decode and an Encode over byte slices, chosen by
-// the switches here: no codec registers itself. The bytes of codec 0, raw, are the
-// logical bytes.
+// Package codec turns stored chunks into logical bytes and back. Each codec is a package below this one with a
+// Decode and an Encode over byte slices. The switches here choose among them; no codec registers itself. The
+// bytes of codec 0, raw, are the logical bytes.
 package codec
 
 import (
@@ -19,8 +18,8 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // Sum returns the checksum of stored bytes: CRC-32C (Castagnoli).
 func Sum(p []byte) uint32 { return sumBytes(p) }
 
-// Known reports whether this build decodes chunks of a codec and transform,
-// and whether the format allows them for a tensor of type d.
+// Known reports whether this build can decode chunks of a codec and transform, and whether the format allows them
+// for a tensor of type d.
 func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 	switch c {
 	case tensor.CodecRaw:
@@ -61,9 +60,9 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 	return errs.New(errs.ErrNotSupported, "codec %d", uint8(c.Codec))
 }
 
-// Use chooses the decoder by name: "scalar", "neon", "avx2", "avx512". Any other name, or one
-// that the machine lacks, chooses the best that it has. Call it at the start of a
-// process: it is not safe while Decode runs.
+// Use chooses the decoder by name: "scalar", "neon", "avx2", "avx512". For any other name, or one that the
+// machine lacks, it chooses the best available. Call it at the start of a process: it is not safe while Decode
+// runs.
 func Use(name string) {
 	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
 		"avx512": x16.AVX512}[name]

@@ -1,7 +1,6 @@
 package codec
 
-// Encodes chunks, each by the codec that makes it smallest, and names what
-// it chose.
+// Encodes each chunk with the codec that makes it smallest, and names the codec.
 
 import (
 	"slices"
@@ -23,8 +22,7 @@ func Name(c tensor.Chunk) string {
 	return c.Codec.String()
 }
 
-// Names names the codings of a tensor's chunks, joined by "+", raw the last; "plain"
-// if all are raw.
+// Names names the codings of a tensor's chunks, joined by "+" with raw last; "plain" if all are raw.
 func Names(chunks []tensor.Chunk) string {
 	var names []string
 	raw := ""
@@ -41,24 +39,22 @@ func Names(chunks []tensor.Chunk) string {
 	return strings.Join(names, "+") + raw
 }
 
-// worth is the share of a chunk, 1/worth, that codec 6 must save over X16, which
-// decodes several times as fast, and on a GPU.
+// Codec 6 must save 1/worth of a chunk over X16, which decodes several times as fast and also on a GPU.
 const worth = 1024
 
-// Ways are how a chunk may be encoded: by a transform of each codec, 0 for not by it.
+// Ways says how a chunk may be encoded: by a transform of each codec, 0 if not by that codec.
 type Ways struct{ X16, Planes uint8 }
 
-// An Encoder has the encoders of all codecs, and their memory. The zero value is
-// ready; one goroutine uses it at a time.
+// An Encoder holds the encoders of all codecs and their memory. The zero value is ready to use. Only one
+// goroutine may use it at a time.
 type Encoder struct {
 	x16    x16.Encoder
 	planes planes.Encoder
 	spare  []byte
 }
 
-// Encode encodes data in the given ways, and notes the shortest in the record, raw
-// among them. It returns data itself for a raw chunk, else bytes in buf or in a new
-// array.
+// Encode encodes data in each of the given ways, and records the shortest result, which may be raw. It returns
+// data itself for a raw chunk, else bytes in buf or in a new array.
 func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []byte {
 	out := data
 	record.Codec, record.Transform, record.SegTiles = tensor.CodecRaw, 0, 0
@@ -85,7 +81,7 @@ func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []by
 		}
 	}
 	take(ways.Planes)
-	// Bytes that repeat in another rhythm than elements, and packed integers.
+	// Also try bytes, for data that repeats with another period than its elements, and for packed integers.
 	if ways.Planes != planes.Bytes && (planes.Integers(ways.Planes) || e.planes.Zipped()) {
 		take(planes.Bytes)
 	}

@@ -1,14 +1,13 @@
 package codec
 
-// This file gives hashes the byte order of docs/format.md.
-
 import (
 	"encoding/binary"
 
 	"github.com/zeebo/xxh3"
 )
 
-// HashOf is an XXH3-128 as files have it: the high half first, each half little-endian.
+// HashOf is an XXH3-128 in the byte order of files (docs/format.md): the high half first, each half
+// little-endian.
 func HashOf(sum xxh3.Uint128) (out [16]byte) {
 	binary.LittleEndian.PutUint64(out[:], sum.Hi)
 	binary.LittleEndian.PutUint64(out[8:], sum.Lo)

@@ -12,16 +12,15 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// Folding: 256 bytes of state are carried 2,048 bits ahead by two carry-less
-// multiplications a lane. (V. Gopal et al., "Fast CRC computation for generic
-// polynomials using PCLMULQDQ", Intel, 2009; bit-reflected, for CRC-32C.)
-// What is left at the end is 256 bytes that have the same remainder as all
-// that was folded into them, and they are summed as bytes.
+// Folding carries 256 bytes of state 2,048 bits ahead by two carry-less multiplications per lane. (V. Gopal et
+// al., "Fast CRC computation for generic polynomials using PCLMULQDQ", Intel, 2009; bit-reflected, for CRC-32C.)
+// The 256 bytes at the end have the same remainder as everything that was folded into them, and are summed as
+// bytes.
 const (
 	foldLow  = 0x0dcb17aa4 // x^(2048+32) mod P, reflected and shifted
 	foldHigh = 0x0b9e02b86 // x^(2048-32) mod P
 	block    = 256
-	folded   = 4 * block // from here on it is worth the last step
+	folded   = 4 * block // from this length on the last step pays off
 )
 
 var (
@@ -36,7 +35,7 @@ func sumBytes(p []byte) uint32 {
 	}
 	var tail [block]byte
 	n := foldBlocks(&tail, p)
-	// Update inverts before and after: a state of 0 is ^0 to it.
+	// Update inverts before and after, so a state of 0 is passed as ^0.
 	return crc32.Update(crc32.Update(^uint32(0), castagnoli, tail[:]), castagnoli, p[n:])
 }
 

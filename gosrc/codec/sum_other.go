@@ -2,7 +2,7 @@
 
 package codec
 
-// Computes CRC-32C where there is no AVX-512.
+// Computes CRC-32C without AVX-512.
 
 import "hash/crc32"
 

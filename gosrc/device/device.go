@@ -1,5 +1,5 @@
-// Package device defines memory of a device, decode tasks by codec id, and the
-// queues that run them. It knows nothing of files.
+// Package device defines the memory of a device, decode tasks by codec id, and the queues that run them. It knows
+// nothing of files.
 package device
 
 import (
@@ -11,9 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Block is the shared ownership of one allocation: the last holder frees it. It
-// lies outside Go's heap, because the last holder is often a tensor of Python's,
-// released by the C deleter in gosrc/dlpack, which reads this very layout.
+// A Block is the shared ownership of one allocation: the last holder frees it. It is outside Go's heap, because
+// the last holder is often a Python tensor. The C deleter in gosrc/dlpack releases that and reads this very
+// layout.
 type Block struct {
 	refs   int64
 	base   unsafe.Pointer
@@ -24,28 +24,28 @@ type Block struct {
 // The kinds of Block.
 const (
 	KindMap    = 0 // munmap(base, length) when the last holder is gone
-	KindRegion = 1 // as KindMap, and each holder that goes also returns its own whole pages at once
+	KindRegion = 1 // like KindMap, and each holder that goes returns its own whole pages at once
 	KindCUDA   = 2 // a Listed: put on its list, and freed by the list's owner
-	KindArena  = 3 // a Listed: put on its FreeList for the next use, or, if that is full, as KindMap
+	KindArena  = 3 // a Listed: put on its FreeList for the next use, or handled like KindMap if the list is full
 )
 
 // Hold adds a holder. The caller must be one.
 func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
 
-// Alone reports whether the caller, which is a holder, is the only one.
+// Alone reports whether the caller is the only holder. The caller must be one.
 func (b *Block) Alone() bool { return atomic.LoadInt64(&b.refs) == 1 }
 
-// A Listed is a Block that its last holder puts on a list, without a lock: memory that cannot
-// be freed on any thread at any time (KindCUDA) and has its header outside, or that is kept
-// for the next use (KindArena) and has its header inside. The C deleter knows the layout.
+// A Listed is a Block that its last holder puts on a list, without a lock. It is for memory that cannot be freed
+// on any thread at any time (KindCUDA; the header is outside the memory), and for memory that is kept for the
+// next use (KindArena; the header is inside). The C deleter knows the layout.
 type Listed struct {
 	Block
 	next *Listed
-	list **Listed // the head of the list; of KindArena it is the first field of a FreeList
+	list **Listed // head of the list; for KindArena it is the first field of a FreeList
 }
 
-// NewListed writes a Listed of KindCUDA or KindArena with n holders at p, which is C memory of
-// unsafe.Sizeof(Listed{}) bytes; list, the head or the FreeList, is also C memory.
+// NewListed writes a Listed of KindCUDA or KindArena with n holders at p. p is C memory of
+// unsafe.Sizeof(Listed{}) bytes. list, which is the head or the FreeList, is also C memory.
 func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kind int64,
 	list unsafe.Pointer) *Listed {
 	b := (*Listed)(p)
@@ -53,14 +53,14 @@ func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, ki
 	return b
 }
 
-// A FreeList has blocks of KindArena without a holder. It lies in C memory; the C deleter knows the layout.
+// A FreeList holds blocks of KindArena without a holder. It is in C memory; the C deleter knows the layout.
 type FreeList struct {
 	head *Listed // first: Listed.list points to it
-	Room int64   // how many bytes more it takes
+	Room int64   // how many more bytes it takes
 }
 
-// TakeBlock removes the block that came last; nil: there is none. Only one caller at a time may take, or a
-// block could be gone and back between a look at it and its removal.
+// TakeBlock removes the block that was added last, or returns nil. Only one caller at a time may take; otherwise
+// a block could be removed and added again between reading the head and removing it.
 func (l *FreeList) TakeBlock() *Listed {
 	head := (*unsafe.Pointer)(unsafe.Pointer(&l.head))
 	for {
@@ -103,8 +103,7 @@ func (b *Listed) push() {
 	}
 }
 
-// NewBlock writes a Block with n holders at p, which lies inside
-// [base, base+length).
+// NewBlock writes a Block with n holders at p, which is inside [base, base+length).
 func NewBlock(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kind int64) *Block {
 	b := (*Block)(p)
 	*b = Block{refs: n, base: base, length: length, kind: kind}
@@ -117,22 +116,21 @@ type Memory struct {
 	Ptr   unsafe.Pointer
 	Bytes int64
 	Block *Block
-	CUDA  int32 // 1 + the CUDA device that Ptr is an address of; 0: host memory
+	CUDA  int32 // 1 + the CUDA device that Ptr belongs to; 0 means host memory
 }
 
-// Pointer is the pointer of an address outside Go's heap, which its collector ignores.
+// Pointer converts an address outside Go's heap, which the garbage collector ignores, to a pointer.
 func Pointer(at uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&at)) }
 
-// Bytes are n bytes of host memory at an address.
+// Bytes is n bytes of host memory at an address.
 func Bytes(at uint64, n int64) []byte {
 	return unsafe.Slice((*byte)(Pointer(uintptr(at))), n)
 }
 
-// Slice is host memory as bytes. It is valid until Release.
+// Slice is host memory as bytes, valid until Release.
 func (m Memory) Slice() []byte { return unsafe.Slice((*byte)(m.Ptr), m.Bytes) }
 
-// Release ends one hold. The C deleter does the same for tensors that were exported
-// to Python.
+// Release ends one hold. The C deleter does the same for tensors exported to Python.
 func (m Memory) Release() {
 	b := m.Block
 	if b == nil {
@@ -169,18 +167,16 @@ func ReturnPages(p unsafe.Pointer, n int64) {
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, up)), whole), unix.MADV_DONTNEED)
 }
 
-// A View says which bytes of a chunk land where, unless all of them land
-// contiguously. The chunk contains bytes [At, At+logical) of a matrix with rows of
-// Row bytes (its column part). Its first column is column Col of the tensor's
-// rows. Wanted are rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor,
-// packed.
+// A View says which bytes of a chunk land where if they do not all land contiguously. The chunk contains bytes
+// [At, At+logical) of a matrix with rows of Row bytes (its column part). Its first column is column Col of the
+// tensor's rows. Rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor are wanted, packed.
 type View struct {
 	At, Row, Col           int64
 	Row0, Row1, Col0, Col1 int64
 }
 
-// within is which bytes of the matrix a chunk of the given logical size has of the wanted
-// rows, and which columns of its rows are wanted.
+// within returns which bytes of the matrix a chunk of the given logical size has in the wanted rows, and which
+// columns of its rows are wanted.
 func (v *View) within(logical int64) (lo, hi, c0, c1 int64) {
 	return max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row), max(v.Col0, v.Col) - v.Col,
 		min(v.Col1, v.Col+v.Row) - v.Col
@@ -225,12 +221,12 @@ func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
 type DecodeTask struct {
 	Chunk tensor.Chunk
 	Src   uint32 // offset in the piece
-	// Summed: the chunk's Sum is that of its stored bytes. Bytes of plain files have none.
+	// Summed says that the chunk's Sum is the checksum of its stored bytes. Bytes of plain files have none.
 	Summed bool
 	Dst    unsafe.Pointer // destination of the chunk's first byte, or of the View's
-	View   *View          // nil: the whole chunk, contiguous
-	// Cast converts the chunk's elements to another dtype on their way to Dst, if
-	// the device supports it; the zero value converts nothing.
+	View   *View          // nil for the whole chunk, contiguous
+	// Cast converts the chunk's elements to another dtype on their way to Dst, if the device supports it. The
+	// zero value converts nothing.
 	Cast Cast
 }
 

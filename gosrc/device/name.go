@@ -1,6 +1,6 @@
 package device
 
-// Names of devices.
+// This file parses names of devices.
 
 import (
 	"strconv"
@@ -9,13 +9,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Of what Number returns: the host, and whichever GPU is current.
+// Results of Number: the host, and the GPU that is current.
 const (
 	Host   = -2
 	AnyGPU = -1
 )
 
-// Number reads torch's name of a device: "cpu", "cuda", "cuda:1".
+// Number parses torch's name of a device: "cpu", "cuda", "cuda:1".
 func Number(name string) (int64, error) {
 	kind, number, hasNumber := strings.Cut(name, ":")
 	n, err := strconv.ParseUint(number, 10, 16)

@@ -1,8 +1,8 @@
-// Package dlpack exports tensors: it describes our element types in DLPack's terms, and
-// creates C structures that live as long as the tensors.
+// Package dlpack exports tensors. It describes our element types in DLPack's terms and creates C structures that
+// live as long as the tensors.
 //
-// The structures are in C memory because any thread of the Python process may drop the
-// last reference at any time; see managed.c.
+// The structures are in C memory because any thread of the Python process may drop the last reference at any
+// time; see managed.c.
 package dlpack
 
 import (

@@ -1,7 +1,6 @@
-// Tensors in C memory: one allocation each, freed with the last reference, on
-// any thread, without Go and without Python. A forked child frees nothing: it
-// shares the pages with the parent, and must be able to exit without touching
-// the engine.
+// Makes tensors in C memory: one allocation each, freed with the last reference, on any thread, without Go and
+// without Python. A forked child frees nothing: it shares the pages with the parent and must be able to exit
+// without touching the engine.
 #include "managed.h"
 
 #include <pthread.h>
@@ -33,7 +32,7 @@ static void push_listed(struct ow_listed *l)
 
 void ow_block_release(struct ow_block *block, void *data, int64_t n)
 {
-	// Twins of Memory.Release and ReturnPages in the package device.
+	// Keep equal to Memory.Release and ReturnPages of package device.
 	const uintptr_t page = 4096, least = 64 << 10;
 
 	if (block == NULL || forked)
@@ -44,15 +43,15 @@ void ow_block_release(struct ow_block *block, void *data, int64_t n)
 		if (hi > lo && hi - lo >= least)
 			madvise((void *)lo, hi - lo, MADV_DONTNEED);
 	}
-	// Release, so that writes through the tensor are over before the unmap;
-	// acquire, so that the unmap comes after those of the other holders.
+	// Release, so that writes through the tensor finish before the unmap; acquire, so that the unmap comes after
+	// the writes of the other holders.
 	if (__atomic_sub_fetch(&block->refs, 1, __ATOMIC_ACQ_REL) == 0) {
 		struct ow_listed *l = (struct ow_listed *)block;
-		if (block->kind == OW_KIND_CUDA) { // work on it may be queued still: only listed
+		if (block->kind == OW_KIND_CUDA) { // work on it may still be queued: only put it on the list
 			push_listed(l);
 			return;
 		}
-		void *base = block->base; // the block lies inside what goes away
+		void *base = block->base; // the block itself is in the memory that goes away
 		int64_t length = (int64_t)block->length;
 		if (block->kind == OW_KIND_ARENA) {
 			int64_t *room = &((struct ow_free_list *)l->list)->room;
@@ -66,7 +65,7 @@ void ow_block_release(struct ow_block *block, void *data, int64_t n)
 	}
 }
 
-// A managed tensor and what follows it in the same allocation.
+// A managed tensor and the data that follows it in the same allocation.
 struct whole {
 	struct ow_managed m;
 	int64_t bytes;
@@ -89,7 +88,7 @@ static struct ow_managed *managed(const struct ow_wanted *of, const int64_t *sha
 	if (w == NULL)
 		return NULL;
 	int64_t *strides = w->dims + ndim;
-	uint64_t step = 1; // unsigned: a tensor without elements may have huge other dimensions
+	uint64_t step = 1; // unsigned, because a tensor without elements may have huge other dimensions
 	for (int32_t i = ndim - 1; i >= 0; i--) {
 		w->dims[i] = shape[i];
 		strides[i] = (int64_t)step;

@@ -13,9 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Batch creates DLManagedTensors in C memory. Each describes a tensor and takes over
-// its reference, which the deleter releases. One C call creates all, because one call
-// each would cost as much as the work.
+// A Batch creates DLManagedTensors in C memory. Each describes a tensor and takes over its reference, which the
+// deleter releases. One C call creates all of them, because one call for each would cost as much as the work.
 type Batch struct {
 	all  []C.struct_ow_wanted
 	dims []int64

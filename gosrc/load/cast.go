@@ -1,6 +1,6 @@
 package load
 
-// Casts of floats to another dtype as they land on a GPU.
+// This file casts floats to another dtype as they land on a GPU.
 
 import (
 	"context"
@@ -14,8 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// castsOf says which requests become another dtype as they land: those with a
-// pair of dtypes that the GPU has a kernel for.
+// castsOf says which requests are cast as they land: those with a pair of dtypes that the GPU has a kernel for.
 func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil
@@ -34,18 +33,17 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	return casts, nil
 }
 
-// castBytes is how many bytes n bytes of whole elements occupy after a cast.
+// castBytes is the size after a cast of n bytes of whole elements.
 func castBytes(n int64, c device.Cast) int64 {
 	return n / int64(c.From.Bits()/8) * int64(c.To.Bits()/8)
 }
 
-// wholeCasts are the requests that cannot be cast chunk by chunk, because their
-// chunks hold parts of rows, or of elements: they land whole in memory of their
-// own, and are cast to their destination after that.
+// wholeCasts are the requests that cannot be cast chunk by chunk, because their chunks contain parts of rows or
+// of elements. They land completely in memory of their own and are then cast to their destination.
 type wholeCasts struct {
 	l    *Loading
 	dest []unsafe.Pointer
-	mem  []device.Memory // by request; nil: none
+	mem  []device.Memory // by request; nil means none
 
 	mu     sync.Mutex
 	landed []int32
@@ -92,8 +90,8 @@ func plantCasts(l *Loading, p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, e
 	return t, nil
 }
 
-// wrapLand wraps land: it calls land for requests at their destination, and notes those
-// that are still to be cast.
+// wrapLand wraps land. It calls land for requests at their destination, and records those that are still to be
+// cast.
 func (t *wholeCasts) wrapLand(land func(int32)) func(int32) {
 	if t.mem == nil {
 		return land
@@ -113,7 +111,7 @@ func (t *wholeCasts) castLanded(ctx context.Context, queue *queue.Queue, land fu
 	for _, i := range t.landed {
 		c := t.l.casts[i]
 		dst := device.Memory{Ptr: t.dest[i], Bytes: t.l.landingBytes(int(i))}
-		if uintptr(dst.Ptr) == pending { // it is known once the request has landed
+		if uintptr(dst.Ptr) == pending { // known once the request has landed
 			dst.Ptr = device.Pointer(t.l.dests.known[i].Load())
 		}
 		if err := queue.CastAndWait(ctx, dst, t.mem[i], c.From, c.To); err != nil {

@@ -1,6 +1,6 @@
 package load
 
-// Destinations that become known while a load runs.
+// This file sets destinations that become known while a load runs.
 
 import (
 	"context"
@@ -13,38 +13,36 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Allocating GPU memory takes the driver some 50 us a tensor, so most of it is
-// allocated while the first bytes are on their way. Plans and tasks then have a
-// placeholder plus an offset for a destination, until pipeline.Task.Destination
-// resolves it.
+// The driver takes some 50 us to allocate a tensor's GPU memory, so most of it is allocated while the first bytes
+// are on their way. Until pipeline.Task.Destination resolves a destination, plans and tasks hold a placeholder
+// plus an offset.
 const (
 	// BindLater as the Dest of a Request says that Loading.Bind will set it.
 	BindLater = 1
-	// pending is the placeholder; no memory has this address.
+	// pending is the placeholder. No memory has this address.
 	pending = uintptr(1) << 62
 )
 
-// spare is how many bytes of a GPU must stay free for memory to be allocated during
-// a load, allotment how many are allocated at once. Tests on the fake driver make
-// them smaller.
+// spare is how many bytes of a GPU must stay free for allocating memory during a load. allotment is how many
+// bytes are allocated at once. Tests on the fake driver make them smaller.
 var spare, allotment int64 = 1 << 30, 256 << 20
 
-// destinations are those of a load that become known while it runs.
+// destinations are a load's destinations that become known while it runs.
 type destinations struct {
-	later []int64          // by request: bytes that allocatePostponed allocates for it; nil: none
-	bound []bool           // by request: the caller binds it; nil: none
-	known []atomic.Uintptr // by request; 0: not yet
+	later []int64          // by request: bytes that allocatePostponed allocates for it; nil means none
+	bound []bool           // by request: the caller binds it; nil means none
+	known []atomic.Uintptr // by request; 0 means not yet
 
 	mu    sync.Mutex
-	moved chan struct{} // closed and renewed when some become known
-	err   error         // why no more will become known
+	moved chan struct{} // closed and renewed when destinations become known
+	err   error         // why no more destinations will become known
 }
 
 func newDestinations(n int) *destinations {
 	return &destinations{known: make([]atomic.Uintptr, n), moved: make(chan struct{})}
 }
 
-// isPending reports whether a request's destination becomes known later; p may be nil.
+// isPending reports whether a request's destination becomes known later. p may be nil.
 func (p *destinations) isPending(i int) bool {
 	return p != nil && (p.isBound(i) || p.later != nil && p.later[i] > 0)
 }
@@ -52,8 +50,7 @@ func (p *destinations) isPending(i int) bool {
 // isBound reports whether the caller binds a request's destination.
 func (p *destinations) isBound(i int) bool { return p.bound != nil && p.bound[i] }
 
-// wake wakes the waiting workers; err, if not nil, says why no more destinations
-// will become known.
+// wake wakes the waiting workers. err, if not nil, says why no more destinations will become known.
 func (p *destinations) wake(err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -64,8 +61,7 @@ func (p *destinations) wake(err error) {
 	p.moved = make(chan struct{})
 }
 
-// resolveTask returns the destination of a task that was planned at dst. It waits until
-// it is known.
+// resolveTask waits for and returns the destination of a task that was planned at dst.
 func (p *destinations) resolveTask(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error) {
 	at := uintptr(dst)
 	if at < pending {
@@ -89,9 +85,8 @@ func (p *destinations) resolveTask(ctx context.Context, want int32, dst unsafe.P
 	}
 }
 
-// isPostponed reports whether the memory of these sizes is allocated while the load
-// runs. It is not when little is left, so that a caller that is out of memory
-// learns it before the load begins.
+// isPostponed reports whether memory of these sizes is allocated while the load runs. If little memory is left it
+// is not, so that a caller learns that it is out of memory before the load begins.
 func isPostponed(gpu *cuda.Device, sizes []int64) bool {
 	if gpu == nil {
 		return false
@@ -107,9 +102,8 @@ func isPostponed(gpu *cuda.Device, sizes []int64) bool {
 	return err == nil && unused >= total+total/8+spare
 }
 
-// allocatePostponed allocates the postponed memory of the load, allotment by allotment in the
-// order of the requests, until all is there or the load ends. It closes ended when
-// it stops.
+// allocatePostponed allocates the load's postponed memory in the order of the requests, one allotment at a time,
+// until everything is allocated or the load ends. It closes ended when it stops.
 func allocatePostponed(ctx context.Context, l *Loading) (ended chan struct{}) {
 	ended = make(chan struct{})
 	spawn.Go("load memory", func() {

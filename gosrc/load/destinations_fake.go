@@ -2,9 +2,9 @@
 
 package load
 
-// Tests postpone small allocations.
+// This file lets tests postpone small allocations.
 
-// FakeAllotment lets a test postpone memory of few bytes, until it calls restore.
+// FakeAllotment lets a test postpone allocations of a few bytes, until it calls restore.
 func FakeAllotment(part, left int64) (restore func()) {
 	a, s := allotment, spare
 	allotment, spare = part, left

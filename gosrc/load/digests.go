@@ -1,6 +1,6 @@
 package load
 
-// Digests of a model's tensors, computed on a GPU.
+// This file computes digests of a model's tensors on a GPU.
 
 import (
 	"context"
@@ -16,16 +16,15 @@ import (
 // larger.
 const digestBytes = 256 << 20
 
-// Digests loads tensors onto a GPU, batch by batch, and computes their digests there; the
-// memory goes back after each batch. Tensors that are stored once are read once. Each sum
-// is passed to done as it comes, by the tensor's number. An error that is
-// errs.ErrMemory says that the GPU has no space for what comes next.
+// Digests loads tensors onto a GPU in batches and computes their digests there. It frees the memory after each
+// batch. Tensors that are stored once are read once. done gets each sum with the tensor's number. An
+// errs.ErrMemory says that the GPU has no space for the next batch.
 func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i int, sum digest.Sum)) error {
 	d, err := cuda.Open(gpu)
 	if err != nil {
 		return err
 	}
-	names := map[int][]int{} // of the tensor that has the bytes
+	names := map[int][]int{} // by the tensor that has the bytes
 	var holders []int
 	for _, i := range tensors {
 		holder := i

@@ -1,7 +1,7 @@
 package load
 
-// Estimates of what a load would take, which refuse what is over a budget. They
-// allocate nothing and touch no GPU.
+// This file estimates what a load would take, and refuses loads over a budget. It allocates nothing and touches
+// no GPU.
 
 import (
 	"strings"
@@ -15,46 +15,45 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Prospect is a load that may come.
+// A Prospect describes a possible load.
 type Prospect struct {
 	Device string `json:"device"`
-	// DType is what floating tensors become, "" where the engine has no name for it, and
-	// Item the bytes of its elements; 0: they stay as they are. A GPU casts as they land
-	// what it has a kernel for, unless Late; the caller casts the rest afterwards.
+	// DType is the dtype that floating tensors are cast to, "" if the engine has no name for it. Item is the size
+	// of its elements in bytes; 0 means no cast. Unless Late is set, a GPU casts tensors as they land if it has a
+	// kernel for it. The caller casts the rest afterwards.
 	DType string `json:"dtype"`
 	Item  int64  `json:"item"`
 	Late  bool   `json:"late"`
-	// Unpack: the caller gives each F4 a byte.
+	// Unpack says that the caller gives each F4 a byte of its own.
 	Unpack bool `json:"unpack"`
-	// Budget is the most bytes that tensors may take, 0 for any number.
+	// Budget is the most bytes that tensors may take; 0 means any number.
 	Budget int64 `json:"max_memory"`
-	// Stream: not all at once but in windows within the budget.
+	// Stream says that tensors load in windows within the budget and not all at once.
 	Stream bool `json:"stream"`
-	// Keep is how many bytes of blocks an offload would keep on the device; nil: none is
-	// planned.
+	// Keep is how many bytes of blocks an offload would keep on the device; nil means no offload.
 	Keep *int64 `json:"keep"`
 }
 
 // An Estimate is what a load would take.
 type Estimate struct {
-	Bytes []int64 `json:"bytes"` // of each tensor, when all is done
+	Bytes []int64 `json:"bytes"` // of each tensor, at the end
 	Peak  int64   `json:"peak"`  // of all tensors, at any moment
-	// Staging is the memory on the device that stored bytes pass through, at most: a
-	// coherent GPU has none. Pinned is the host memory that a GPU's load has for them.
+	// Staging is the most memory on the device that stored bytes pass through; a coherent GPU needs none. Pinned
+	// is the host memory that a load to a GPU uses for them.
 	Staging int64         `json:"staging"`
 	Pinned  int64         `json:"pinned"`
 	Windows []plan.Window `json:"windows"` // of a stream
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
-// A Part is as plan has it.
+// A Part is plan's.
 type Part = plan.Part
 
-// KeptBlocks is as plan has it.
+// KeptBlocks is plan's.
 func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nbytes, keep) }
 
-// Estimate tells what loading parts of tensors would take, all tensors for nil. What is
-// over the budget is an ErrMemory.
+// Estimate returns what loading parts of tensors would take; nil means all tensors. A load over the budget is an
+// errs.ErrMemory.
 func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	if q.Budget < 0 || q.Item < 0 || q.Stream && q.Budget == 0 {
 		return o, errs.New(errs.ErrArgument, "max_memory %d, elements of %d bytes", q.Budget, q.Item)
@@ -103,8 +102,8 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	return o, nil
 }
 
-// overBudget is the error of a tensor that is over the budget, or the largest of those that
-// together are.
+// overBudget is the error of a tensor that exceeds the budget, or of the largest of those that exceed it
+// together.
 func (m *Model) overBudget(verb string, at int64, format string, n int64, q Prospect, more ...any) error {
 	t := &m.ix.Tensors[at]
 	args := append([]any{t.Name, n, q.Device, n - q.Budget, q.Budget}, more...)
@@ -126,7 +125,7 @@ func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	return plan.Costs(m.ix, parts, then)
 }
 
-// countStaging counts the slots that whole tensors are read into.
+// countStaging counts the slots that tensors are read into.
 func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
 	gpu := q.onGPU()
 	reqs := make([]Request, len(parts))
@@ -164,8 +163,7 @@ func (m *Model) mapped() []bool {
 	return maps
 }
 
-// inFile is whether a want may be mapped where it lies in its file, one of those that
-// maps says.
+// inFile reports whether a want may be mapped in its file. maps is the result of mapped.
 func (m *Model) inFile(w *plan.Want, maps []bool) bool {
 	t := &m.ix.Tensors[w.Data]
 	off, row := w.SourceRange(m.ix)

@@ -1,6 +1,6 @@
 package load
 
-// Reads of a load's local files by GPUDirect Storage.
+// This file reads a load's local files by GPUDirect Storage.
 
 import (
 	"context"
@@ -15,19 +15,19 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// gdsReads is GPUDirect Storage for one load.
+// gdsReads is the GPUDirect Storage of one load.
 type gdsReads struct {
-	by    []device.Reader // by source; nil: read through the host
+	by    []device.Reader // by source; nil means through the host
 	files []*gds.File
-	undo  func() // of the staging's registration
+	undo  func() // ends the staging's registration
 	gpu   *cuda.Device
 	base  unsafe.Pointer // of the staging
 	bytes atomic.Int64   // read by it
-	why   string         // why some sources are read through the host; "": none is
+	why   string         // why some sources are read through the host, "" if none are
 }
 
-// openGDS prepares the load's local files for GPUDirect Storage. What it cannot reach
-// is read through the host.
+// openGDS prepares the load's local files for GPUDirect Storage. Files that it cannot reach are read through the
+// host.
 func openGDS(l *Loading, q *queue.Queue) (*gdsReads, error) {
 	base, n, err := q.StagingMemory()
 	if err != nil {
@@ -67,7 +67,7 @@ func openGDS(l *Loading, q *queue.Queue) (*gdsReads, error) {
 	return d, err
 }
 
-// closeReads ends it, after the last read. d may be nil.
+// closeReads ends GPUDirect Storage after the last read. d may be nil.
 func (d *gdsReads) closeReads() {
 	if d == nil {
 		return

@@ -1,6 +1,6 @@
 package load
 
-// The handoff of a GPU's queue from a load to the one that follows it.
+// This file hands a GPU's queue from a load to the one that follows it.
 
 import (
 	"context"
@@ -10,24 +10,24 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A queueHandoff is a load's queue, which the load that follows it may take. The second begins to read when the first
-// has submitted everything, and fills slots while those of the first are being copied and decoded: the device's link
-// has no pause in between.
+// A queueHandoff is a load's queue, which the following load may take. The second load begins to read when the
+// first has submitted everything, and fills slots while the first one's are copied and decoded, so the device's
+// link has no pause in between.
 type queueHandoff struct {
-	submitted chan struct{} // closed when the load that follows may take the queue
+	submitted chan struct{} // closed when the following load may take the queue
 
 	mu    sync.Mutex
-	queue *queue.Queue // nil: the host, not there yet, or the following load's
+	queue *queue.Queue // nil for the host, before it is made, and after the following load has taken it
 }
 
-// set makes the queue that of the load.
+// set stores the load's queue.
 func (h *queueHandoff) set(q *queue.Queue) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.queue = q
 }
 
-// give returns the queue, which is the caller's to close then; nil: there is none.
+// give returns the queue, which the caller then closes, or nil if there is none.
 func (h *queueHandoff) give() *queue.Queue {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -36,7 +36,7 @@ func (h *queueHandoff) give() *queue.Queue {
 	return q
 }
 
-// follow has the queue, if there is one, wait for what is queued on a stream.
+// follow makes the queue, if there is one, wait for the work queued on a stream.
 func (h *queueHandoff) follow(stream uintptr) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -46,15 +46,15 @@ func (h *queueHandoff) follow(stream uintptr) error {
 	return h.queue.FollowStream(stream)
 }
 
-// handsOffQueue reports whether the load that follows may have the queue before this one has ended: if this one needs
-// it neither for times of the device, nor to read by GPUDirect Storage, nor for casts at its end, and it has slots of
-// the usual size.
+// handsOffQueue reports whether the following load may have the queue before this load has ended. This load must
+// not need it to measure device times, to read by GPUDirect Storage, or for casts at its end, and its slots must
+// have the usual size.
 func handsOffQueue(l *Loading, p *plan.Plan, how string, trace bool) bool {
 	return l.target.GPU != nil && !trace && how != "gds" && l.casts == nil && p.Slot <= l.machine.SlotBytes
 }
 
-// followLoad waits until the load before this one has submitted everything, and takes its queue if it suits and is
-// there, or until it has ended, however that was.
+// followLoad waits until the load before this one has submitted everything, and takes its queue if that exists
+// and suits. If the load before ends first, in whatever way, followLoad returns without a queue.
 func followLoad(ctx context.Context, l, before *Loading, p *plan.Plan, how string, trace bool) error {
 	if handsOffQueue(l, p, how, trace) && before.target == l.target && before.machine.SlotBytes == l.machine.SlotBytes {
 		select {

@@ -1,6 +1,6 @@
 package load
 
-// Loads of tensors and slices, and what has landed.
+// This file defines loads of tensors and slices, and collects what has landed.
 
 import (
 	"context"
@@ -24,16 +24,16 @@ type Request = plan.Request
 // Options of one load. The zero value is the best default.
 type Options struct {
 	Device string `json:"device"` // "" or "cpu", "cuda", "cuda:1"
-	Stream uint64 `json:"stream"` // CUDA: the caller's; work that is queued there precedes the load; 0: none
-	// CUDA: the dtype that floats become as they land, where there is a kernel for it; "": none
+	Stream uint64 `json:"stream"` // CUDA: the caller's stream; work queued there precedes the load; 0 means none
+	// CUDA: the dtype that floats are cast to as they land if there is a kernel for it; "" means none
 	Cast    string `json:"cast"`
-	Threads int    `json:"threads"`  // 0: one per core
-	InPlace bool   `json:"coherent"` // tests only: a GPU reads slots as over a coherent link
-	Read    string `json:"read"`     // a value of OVERWIRE_READ; "": the setting's own
-	Trace   string `json:"trace"`    // path for a Chrome trace; "": the setting's own
+	Threads int    `json:"threads"`  // 0 means one per core
+	InPlace bool   `json:"coherent"` // tests only: a GPU reads slots as it would over a coherent link
+	Read    string `json:"read"`     // a value of OVERWIRE_READ; "" means the setting's own
+	Trace   string `json:"trace"`    // path for a Chrome trace; "" means the setting's own
 
-	// After is a load that this one follows: it reads nothing before that one has
-	// submitted everything to its GPU, or has ended, however it ends. nil: none.
+	// After is a load that this one follows, nil for none. This load reads nothing until that one has submitted
+	// everything to its GPU or has ended in any way.
 	After *Loading `json:"-"`
 }
 
@@ -41,13 +41,11 @@ type Options struct {
 type Report struct {
 	Bytes   int64 `json:"bytes"` // of tensors
 	Tensors int64 `json:"tensors"`
-	Mapped  int64 `json:"mapped"` // bytes that are mapped, not read
-	// DirectIO is the bytes read by direct I/O (O_DIRECT), GDS those read by
-	// GPUDirect Storage.
+	Mapped  int64 `json:"mapped"` // bytes that were mapped, not read
+	// DirectIO counts bytes read by direct I/O (O_DIRECT), GDS those read by GPUDirect Storage.
 	DirectIO int64 `json:"direct"`
 	GDS      int64 `json:"gds"`
-	// NoGDS says why files were not read by GPUDirect Storage although it was asked
-	// for; else "".
+	// NoGDS says why files were not read by GPUDirect Storage although it was requested, else "".
 	NoGDS   string          `json:"no_gds,omitempty"`
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
@@ -55,28 +53,28 @@ type Report struct {
 	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
 
-// A Loading is a load that runs or has ended. Tensors can be taken as soon as
-// they are ready. It is safe for concurrent use.
+// A Loading is a running or ended load. Its tensors can be taken as soon as they are ready. It is safe for
+// concurrent use.
 type Loading struct {
 	job     *job.Job
 	model   *Model
 	target  Target
 	wants   []plan.Want
-	casts   []device.Cast // by request; nil: none
+	casts   []device.Cast // by request; nil means none
 	machine plan.Machine
 	queue   queueHandoff
 	files   fileViews
-	dests   *destinations // that become known during the load; nil: none
+	dests   *destinations // destinations that become known during the load; nil means none
 	arrived *job.Landings
 	out     results
 }
 
-// results are the memory of the requests.
+// results holds the memory of the requests.
 type results struct {
 	mu    sync.Mutex
 	mem   []device.Memory // by request; zero once taken
 	taken []bool
-	over  bool // the job has ended: nothing writes to the memory
+	over  bool // the job has ended: nothing writes to the memory any more
 	shut  bool // Close was called: nothing is exported any more
 }
 
@@ -87,8 +85,8 @@ func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
 		out:   results{mem: make([]device.Memory, len(wants)), taken: make([]bool, len(wants))}}
 }
 
-// allocateRequests gives every request without a destination its memory: a view of a mapped
-// file where that is possible, fresh memory otherwise.
+// allocateRequests gives every request without a destination its memory: a view of a mapped file if possible,
+// else fresh memory.
 func (l *Loading) allocateRequests(reqs []Request) error {
 	ix := l.model.ix
 	sizes := make([]int64, len(reqs))
@@ -120,7 +118,7 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 		for _, r := range copies {
 			sizes[r.request] = r.n
 		}
-		if totalBytes(copies) < little { // else as what is not mapped
+		if totalBytes(copies) < little { // else treat them like requests that are not mapped
 			l.files.copies = append(l.files.copies, copies...)
 		}
 	}
@@ -143,15 +141,15 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 	return nil
 }
 
-// isShort reports whether the caller reads what it asks for: it has the work of one worker, and no file
-// lies where a read may take long, which must not keep the caller from being interrupted. Slices count as
-// the tensors that have them, but for those that are contiguous in a plain file: a column of a tensor may
-// take all of its bytes, and a row a whole chunk.
+// isShort reports whether the load runs on the calling thread: it is only work for one worker, and no file is
+// where a read may take long, since the caller could not be interrupted meanwhile. A slice counts as its whole
+// tensor unless it is contiguous in a plain file: a column may need all of a tensor's bytes, and a row a whole
+// chunk.
 func (l *Loading) isShort() bool {
 	if l.target.GPU != nil {
 		return false
 	}
-	ix, total := l.model.held, int64(0) // as it is stored: what ix presents as plain may be chunks
+	ix, total := l.model.held, int64(0) // stored index: what the other presents as plain may have chunks
 	for i := range l.wants {
 		n := l.wants[i].Bytes
 		if _, isContiguous := l.wants[i].SourceRange(ix); !isContiguous && n > 0 {
@@ -167,7 +165,7 @@ func (l *Loading) isShort() bool {
 	})
 }
 
-// noteWaiting notes the requests with a destination that the caller binds later.
+// noteWaiting records the requests with a destination that the caller binds later.
 func (l *Loading) noteWaiting(reqs []Request) error {
 	for i := range reqs {
 		if reqs[i].Dest != BindLater || l.wants[i].Bytes == 0 {
@@ -186,7 +184,7 @@ func (l *Loading) noteWaiting(reqs []Request) error {
 	return nil
 }
 
-// landForeign is land for memory that another load allocated.
+// landForeign lands memory that another load allocated.
 func (l *Loading) landForeign(i int, mem device.Memory) {
 	l.out.mu.Lock()
 	l.out.mem[i] = mem
@@ -195,7 +193,7 @@ func (l *Loading) landForeign(i int, mem device.Memory) {
 	l.landRequest(int32(i))
 }
 
-// landingBytes is how many bytes a request occupies at its destination.
+// landingBytes is the number of bytes that a request occupies at its destination.
 func (l *Loading) landingBytes(i int) int64 {
 	n := l.wants[i].Bytes
 	if l.casts != nil && l.casts[i].To != 0 {
@@ -204,9 +202,8 @@ func (l *Loading) landingBytes(i int) int64 {
 	return n
 }
 
-// bindsMeanwhile reports whether the job should wait for the load's queue, and not Start:
-// one is being made, the caller can make destinations meanwhile, and enough memory is free
-// for the queue.
+// bindsMeanwhile reports whether the job, and not Start, should wait for the load's queue. It should if a queue
+// is being made, the caller can make destinations meanwhile, and enough memory is free for the queue.
 func (l *Loading) bindsMeanwhile() bool {
 	if l.dests == nil || l.dests.bound == nil || !l.target.GPU.IsMakingQueue() {
 		return false
@@ -215,8 +212,9 @@ func (l *Loading) bindsMeanwhile() bool {
 	return err == nil && room >= spare
 }
 
-// Bind sets destinations of requests with BindLater: request, address, request, address. Work that is queued on the
-// stream now precedes what lands there; 0: none. It may be called while the load runs and after it.
+// Bind sets destinations of requests with BindLater. pairs is request, address, request, address and so on. Work
+// that is queued on the stream now precedes what lands there; stream 0 means none. Bind may be called while the
+// load runs and after it.
 func (l *Loading) Bind(pairs []int64, stream uint64) error {
 	l.out.mu.Lock()
 	defer l.out.mu.Unlock()
@@ -251,7 +249,7 @@ func (l *Loading) landRequest(i int32) {
 // afterWorkers runs after the last worker: nothing writes to the memory any more.
 func (l *Loading) afterWorkers() {
 	l.out.mu.Lock()
-	l.out.over = true // no one may use the queue after this
+	l.out.over = true // the queue must not be used after this
 	if l.out.shut {
 		cpu.Release(l.out.mem)
 	}
@@ -268,16 +266,14 @@ func (l *Loading) Job() *job.Job { return l.job }
 // Len is the number of requests.
 func (l *Loading) Len() int { return len(l.wants) }
 
-// Ready returns the requests that have landed since the last call, in order of
-// arrival, at most limit of them; it waits up to d for the first. more is false
-// when the load has ended and everything was returned.
+// Ready returns at most limit requests that have landed since the last call, in order of arrival. It waits up to
+// d for the first one. more is false when the load has ended and everything was returned.
 func (l *Loading) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	return l.arrived.Next(l.job.Done(), limit, d)
 }
 
-// Take passes the memory of a request, with its shape and dtype, to the caller, who
-// owns it from then on. ok is false if the request has not landed, was taken
-// before, or had a destination of its own.
+// Take passes the memory of a request, with its shape and dtype, to the caller, who then owns it. ok is false if
+// the request has not landed, was taken before, or had a destination of its own.
 func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DType, ok bool) {
 	if i < 0 || i >= len(l.wants) {
 		return mem, nil, 0, false
@@ -297,7 +293,7 @@ func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DT
 	return mem, w.Shape, dtype, true
 }
 
-// AwaitEnd waits for the end of the load, which the end of ctx cancels.
+// AwaitEnd waits for the end of the load. It cancels the load when ctx ends.
 func (l *Loading) AwaitEnd(ctx context.Context) error {
 	defer context.AfterFunc(ctx, l.job.Cancel)()
 	<-l.job.Done()
@@ -307,8 +303,7 @@ func (l *Loading) AwaitEnd(ctx context.Context) error {
 	return errs.Cause(ctx)
 }
 
-// Close cancels a running load, and frees what was not taken as soon as nothing
-// writes to it. It does not wait.
+// Close cancels a running load and frees untaken memory as soon as nothing writes to it. It does not wait.
 func (l *Loading) Close() {
 	l.job.Cancel()
 	l.out.mu.Lock()

@@ -1,12 +1,11 @@
 package load
 
-// Mappings of plain files, and the loads that share one.
+// This file maps plain files. Loads share a mapping.
 //
-// A process may have only some 65,000 mappings, and a model may have more tensors, and
-// rows that are taken one by one. So one mapping of a file serves all loads of a model:
-// each byte of it has one owner at a time. What a load cannot have there it copies, or, if
-// that is much, it maps the file for itself, which a model's loads do a limited number of
-// times.
+// A process may only have some 65,000 mappings. A model may have more tensors, and rows are also loaded one by
+// one. So one mapping of a file serves all loads of a model, and each byte of it has one owner at a time. Bytes
+// that a load cannot have there it copies; if they are many, it maps the file for itself, which a model's loads
+// may do a limited number of times.
 
 import (
 	"context"
@@ -22,11 +21,10 @@ import (
 )
 
 const (
-	// little is what a load rather copies than maps a file for, which takes longer. A
-	// model is mapped after all if its loads do so again and again: from then on nothing
-	// is to be done for a tensor.
+	// little is the size below which copying takes less time than mapping a file. After littleLoads such loads
+	// the model is mapped anyway: from then on a tensor costs nothing.
 	little, littleLoads = 64 << 10, 16
-	// ownMappings is how many mappings loads of a model may have for themselves.
+	// ownMappings is how many mappings of their own the loads of a model may have.
 	ownMappings = 1000
 	mostSpans   = 1 << 18
 )
@@ -37,18 +35,18 @@ type mapped struct {
 	block *device.Block
 }
 
-// A fileMapping is what the loads of a model share of one source. The model's mu guards
-// it.
+// A fileMapping is the state of one source that the loads of a model share. The model's mu guards it.
 type fileMapping struct {
-	mapped              // held by the model; no block: not yet
-	owned         spans // bytes that have, or had, an owner
-	littles, owns int   // loads that copied instead, and that have a mapping of their own
+	mapped              // held by the model; its block is nil before the file is mapped
+	owned         spans // bytes that have or had an owner
+	littles, owns int   // loads that copied instead, and loads with a mapping of their own
 }
 
-// spans are ranges of bytes [from, to), in order, with something between any two.
+// spans are ascending ranges of bytes [from, to) that do not touch.
 type spans [][2]int64
 
-// addRange adds a range and returns true, unless some of it is there, or there are too many.
+// addRange adds a range and returns true. It returns false if a part of the range is there already or there are
+// too many ranges.
 func (s *spans) addRange(from, to int64) bool {
 	all := *s
 	i := sort.Search(len(all), func(i int) bool { return all[i][1] > from })
@@ -85,8 +83,8 @@ func totalBytes(runs []run) (n int64) {
 	return n
 }
 
-// divideRuns says of the requests of one source which are views of the mapping that all loads
-// share, which of one of the load's own, and which are copied. The caller holds the model.
+// divideRuns divides the requests of one source into views of the shared mapping, views of a mapping of the
+// load's own, and copies. The caller holds the model.
 func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
 	slices.SortFunc(runs, func(a, b run) int { return int(min(1, max(-1, a.off-b.off))) })
 	m.mu.Lock()
@@ -124,12 +122,11 @@ func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
 
 // fileViews are the requests of a load that the pipeline does not read.
 type fileViews struct {
-	mapped []bool // by request: it lies in a mapped file
-	copies []run  // requests that the job copies out of their files, before all else
+	mapped []bool // by request: it is in a mapped file
+	copies []run  // requests that the job copies from their files, before everything else
 }
 
-// mapFile gives requests of one source their memory in mappings, and returns those that
-// are copied.
+// mapFile gives requests of one source their memory in mappings, and returns the requests that are copied.
 func (v *fileViews) mapFile(m *Model, source int, runs []run, mem []device.Memory) (copies []run, err error) {
 	shared, own, copies := m.divideRuns(source, runs)
 	if err := v.view(shared, mem, func(holders int64) (mapped, error) {
@@ -158,7 +155,7 @@ func (v *fileViews) view(runs []run, mem []device.Memory, mapping func(holders i
 	return nil
 }
 
-// copyLittle reads the requests that are copied by the job itself.
+// copyLittle reads the requests that the job itself copies.
 func (v *fileViews) copyLittle(ctx context.Context, l *Loading) error {
 	for _, r := range v.copies {
 		t := &l.model.ix.Tensors[l.wants[r.request].Data]

@@ -1,5 +1,4 @@
-// Package load is the verb: open a model, and bring its tensors, or slices of
-// them, into memory.
+// Package load opens a model and loads its tensors, or slices of them, into memory.
 package load
 
 import (
@@ -24,10 +23,10 @@ import (
 
 // A Spec says what to open.
 type Spec struct {
-	// URIs are files, folders or index.json files, one or many shards.
+	// URIs are files, folders or index.json files; a model may be one file or many shards.
 	URIs []string `json:"uris"`
-	// Map says whether plain tensors of files are mapped instead of read; nil:
-	// except on network file systems.
+	// Map says whether plain tensors of files are mapped instead of read. nil means that they are, except on
+	// network file systems.
 	Map *bool `json:"map"`
 	// Lenient accepts headers that only other safetensors parsers accept.
 	Lenient bool `json:"lenient"`
@@ -35,43 +34,42 @@ type Spec struct {
 	Parts bool `json:"parts"`
 	// Storage says how to reach remote files.
 	Storage format.Access `json:"storage"`
-	// Opened is the one source, if it is open already; the model closes it.
+	// Opened is the only source if it is open already; the model closes it.
 	Opened source.Source `json:"-"`
-	// Keys are the names that will be requested; nil: all. Of a model with an
-	// index.json, only the shards that contain one of them are opened.
+	// Keys are the names that will be requested; nil means all. If a model has an index.json, only shards with at
+	// least one of them are opened.
 	Keys []string `json:"keys"`
 }
 
 // A Model is an opened model: its index is in memory, its sources are open.
 // It is safe for concurrent use.
 type Model struct {
-	ix   *tensor.Index // as loads see it: see package unpack
+	ix   *tensor.Index // as loads see it; see package unpack
 	held *tensor.Index // as it is stored
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
-	key  string // of how its files were reached: format.Access.Key
-	// The models that own these sources, which it holds; nil: the sources are its own.
+	key  string // format.Access.Key of the way to its files
+	// The models that own these sources; this model holds them. nil means that it owns the sources itself.
 	parts []*Model
 	// When Open began and ended, for traces.
 	opened [2]time.Time
 
 	mu   sync.Mutex
-	refs int // 1 for the handle, 1 for each running load
+	refs int // 1 for the handle plus 1 for each running load
 	shut bool
 
-	mappings []fileMapping // by source; nil: none yet
+	mappings []fileMapping // by source; nil before the first
 
-	preloaded []attached // by file: what was preloaded of it; nil: nothing
+	preloaded []attached // by file: the preloaded tensors; nil means none
 
-	pinning bool    // Pin runs: no load may start
-	pin     *pinned // nil: not pinned
+	pinning bool    // Pin is running: no load may start
+	pin     *pinned // nil if not pinned
 }
 
-// headers caches those of the files that were opened last.
+// headers caches the headers of recently opened files.
 var headers format.Cache
 
-// Open opens and indexes a model. Everything its headers say has been
-// validated when it returns.
+// Open opens and indexes a model. When it returns, everything that the headers say has been validated.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
 	m := &Model{mapp: knob.MMap.Get(), key: spec.Storage.Key(), refs: 1}
@@ -96,32 +94,32 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	return m, nil
 }
 
-// IsBrief reports whether to open these takes less than to wake another thread: one small local file,
-// not encrypted, that nothing keeps waiting.
+// IsBrief reports whether opening takes less time than waking another thread: a single small local file that is
+// not encrypted and that cannot make the caller wait.
 func IsBrief(uris []string, access format.Access) bool {
 	return len(uris) == 1 && len(access.Decrypt) == 0 && !strings.Contains(uris[0], "://") &&
 		!strings.HasSuffix(uris[0], ".json") && regular.IsQuick(uris[0], plan.StepPiece)
 }
 
-// Of is the model of an index that has been validated and the one source of its bytes.
+// Of makes a model of a validated index and the only source of its bytes.
 func Of(ix *tensor.Index, src source.Source) *Model {
 	return &Model{ix: ix, held: ix, srcs: []source.Source{src}, mapp: "off", refs: 1}
 }
 
-// Names returns the tensors listed in index.json files, without opening a shard; ok
-// is false when some of the files have no index.
+// Names returns the tensors that index.json files list, without opening a shard. ok is false if some of the files
+// have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
 	stores := open.With(spec.Storage.Options)
 	return format.Names(ctx, spec.URIs, stores.Open, format.Options{List: stores.List})
 }
 
-// Index is the model's index, as it is stored.
+// Index is the model's index as it is stored.
 func (m *Model) Index() *tensor.Index { return m.held }
 
 // Seen is the model's index as loads see it: see package unpack.
 func (m *Model) Seen() *tensor.Index { return m.ix }
 
-// Sources are the model's sources, for who holds it.
+// Sources are the model's sources, for callers that hold the model.
 func (m *Model) Sources() []source.Source { return m.srcs }
 
 // Close ends the handle. Running loads continue; the sources are closed after the
@@ -136,8 +134,7 @@ func (m *Model) Close() {
 	}
 }
 
-// LocateError adds the model, by its first source, to an error that is not about one
-// tensor.
+// LocateError adds the model, by its first source, to an error that does not concern one tensor.
 func (m *Model) LocateError(verb string, err error) error {
 	at := &errs.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
 	if len(m.ix.Sources) > 0 {
@@ -146,7 +143,7 @@ func (m *Model) LocateError(verb string, err error) error {
 	return at
 }
 
-// Hold keeps the sources open until drop; it fails on a closed model.
+// Hold keeps the sources open until Drop. It fails on a closed model.
 func (m *Model) Hold() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -182,9 +179,8 @@ func (m *Model) Drop() {
 	}
 }
 
-// Uncut refuses files that were cut or written to since they were opened: what was read of
-// them, or will be of a mapping, may be of both states. Reading a mapping of a file that
-// was truncated may give zeros and no error.
+// Uncut refuses files that were truncated or written to since they were opened, because bytes read from them, or
+// from a mapping, may mix both states. Reading a mapping of a truncated file may give zeros without an error.
 func (m *Model) Uncut() error {
 	for _, s := range m.srcs {
 		err := source.Unwritten(s)
@@ -200,9 +196,8 @@ func (m *Model) Uncut() error {
 	return nil
 }
 
-// maps reports whether plain tensors of a source are mapped. Files on a network are
-// only if that was asked for: a page at a time is the slowest way to read them, and
-// a server that fails would end the process.
+// maps reports whether plain tensors of a source are mapped. Files on a network file system only are if that was
+// requested: reading page by page is the slowest way, and a failing server would kill the process.
 func (m *Model) maps(s source.Source) bool {
 	f := s.Facts()
 	return f.File != nil && (m.mapp == "on" || m.mapp == "auto" && !f.Remote)

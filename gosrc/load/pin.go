@@ -1,6 +1,6 @@
 package load
 
-// A model's stored bytes, kept in host memory: Pin.
+// This file keeps a model's stored bytes in host memory: Pin.
 
 import (
 	"cmp"
@@ -25,8 +25,8 @@ type pinned struct {
 	bytes [][]byte
 
 	mu         sync.Mutex
-	gpu        *cuda.Device // the GPU through which the memory is registered; nil: not yet
-	registered int          // how many of bytes are registered
+	gpu        *cuda.Device // the GPU through which the memory is registered; nil before that
+	registered int          // number of elements of bytes that are registered
 }
 
 // A PinReport says what pinning a model cost.
@@ -35,14 +35,12 @@ type PinReport struct {
 	Seconds float64 `json:"seconds"`
 }
 
-// Pin reads the files of a model, as they are stored, into host memory, compares
-// every checksum there, and closes the files. Later loads read nothing: a GPU
-// copies straight out of that memory. It is registered with the driver for
-// opt.Device, or else by the first load to a GPU, and freed after Close and the
-// last load.
+// Pin reads the files of a model, in stored form, into host memory, compares every checksum there, and closes the
+// files. Later loads read nothing: a GPU copies directly from that memory. The memory is registered with the
+// driver for opt.Device, or else by the first load to a GPU. It is freed after Close and the last load.
 //
-// The job's bytes are those of the files. No load of the model may run, and none
-// may start, before it has ended. If it fails, the model is unchanged.
+// The job's bytes are those of the files. No load of the model may be running, and none may start before the job
+// has ended. If it fails, the model is unchanged.
 func (m *Model) Pin(opt Options) (*job.Job, error) {
 	tgt, err := TargetOf(opt.Device)
 	if err != nil {
@@ -101,7 +99,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 		if err != nil {
 			return m.LocateError("stage", err)
 		}
-		p.bytes = append(p.bytes, unsafe.Slice((*byte)(base), length)[:size]) // its capacity is what is mapped
+		p.bytes = append(p.bytes, unsafe.Slice((*byte)(base), length)[:size]) // the capacity is the mapping's length
 		for off := int64(0); off < size; off += step {
 			parts = append(parts, part{i, off, min(step, size-off)})
 		}
@@ -115,7 +113,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 	err := spawn.Each(reading, "pin", cmp.Or(mc.Threads, max(cores, plan.Feeders)), len(parts), func(i int) error {
 		x := parts[i]
 		if err := m.srcs[x.source].ReadAt(reading, p.bytes[x.source][x.off:x.off+x.n], x.off); err != nil {
-			cancel(err) // only the first cause stays
+			cancel(err) // only the first cause is kept
 			return err
 		}
 		j.Bytes.Add(x.n)
@@ -146,9 +144,8 @@ func (m *Model) compareSums(p *pinned, i int) error {
 	return nil
 }
 
-// registerPinned registers the memory for all GPUs, through the first that needs it.
-// After an error, the memory registered so far stays registered, and the next try
-// continues there.
+// registerPinned registers the memory for all GPUs, through the first one that needs it. After an error, the
+// memory registered so far stays registered, and the next try continues from there.
 func (m *Model) registerPinned(p *pinned, gpu *cuda.Device) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -161,7 +158,7 @@ func (m *Model) registerPinned(p *pinned, gpu *cuda.Device) error {
 	return nil
 }
 
-// freeSource unregisters and frees the memory of a source; no copy from it is in flight.
+// freeSource unregisters and frees the memory of a source. No copy from it may be in flight.
 func (p *pinned) freeSource(i int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

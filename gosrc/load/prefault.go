@@ -1,6 +1,6 @@
 package load
 
-// Pages of mapped tensors, brought in before they are touched.
+// This file populates pages of mapped tensors before they are accessed.
 
 import (
 	"runtime"
@@ -12,13 +12,12 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-const populateStep = 32 << 20 // what is populated at once
+const populateStep = 32 << 20 // bytes that one call populates
 
-// prefaultPages populates the pages of mapped tensors while their owner is already at
-// work; the job does not wait for it. Neighbours in one mapping are populated by one
-// call. It only takes cores that the process leaves unused: an owner that reads at once,
-// on all of them, is faster without it. It holds a mapping until its pages are populated, the
-// owner has released it, or no core was free for a second.
+// prefaultPages populates the pages of mapped tensors while their owner is already at work; the job does not wait
+// for it. Neighbours in one mapping are populated by one call. It only uses cores that the process leaves idle,
+// because an owner that immediately reads on all cores is faster without it. It holds a mapping until its pages
+// are populated, the owner has released it, or no core was free for a second.
 func prefaultPages(mem []device.Memory, maps []int) {
 	runs := make([]device.Memory, 0, len(maps))
 	for _, i := range maps {
@@ -51,7 +50,7 @@ func prefaultPages(mem []device.Memory, maps []int) {
 				if !cores.Wait(r.Block.Alone) {
 					break
 				}
-				// An error here recurs when the page is accessed.
+				// An error here occurs again when the page is accessed.
 				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(populateStep, r.Bytes-at))
 			}
 			if i+1 == len(runs) || runs[i+1].Block != r.Block {

@@ -1,6 +1,6 @@
 package load
 
-// Preloaded tensors: models that were loaded before anything asked for their tensors.
+// This file gives loads tensors of models that were preloaded.
 
 import (
 	"context"
@@ -16,13 +16,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Preloaded is all tensors of a model, loaded before anything asks for them. Loads of
-// other models of the same files (see Model.Attach) take tensors out of it: each
-// tensor is given once, and what is missing is read from the file. An error of
-// preloading is not an error of the loads that use it.
+// A Preloaded holds all tensors of a model that is loaded before anything asks for them. Loads of other models of
+// the same files (see Model.Attach) take tensors from it. Each tensor is given once; missing tensors are read
+// from the file. An error of preloading is not an error of the loads that use it.
 type Preloaded struct {
 	model *Model
-	l     *Loading // request k is tensor k, whole
+	l     *Loading // request k is the whole tensor k
 	names []map[string]int32
 
 	mu     sync.Mutex
@@ -30,7 +29,7 @@ type Preloaded struct {
 	over   bool          // no more tensors will land
 	wake   chan struct{} // closed and renewed when a field above changes
 	files  []preloadedFile
-	left   int  // files that are not gone
+	left   int  // files that are not gone yet
 	drop   bool // free files when no model uses them
 }
 
@@ -40,7 +39,7 @@ type preloadedFile struct {
 	gone  bool
 }
 
-// NewPreloaded begins to load all of a model, and owns the model from then on.
+// NewPreloaded starts to load all of a model, and then owns the model.
 func NewPreloaded(m *Model, opt Options) (*Preloaded, error) {
 	l, err := m.Start(nil, opt)
 	if err != nil {
@@ -66,13 +65,13 @@ func NewPreloaded(m *Model, opt Options) (*Preloaded, error) {
 	return s, nil
 }
 
-// Job is the load that fills it.
+// Job is the job of the load that fills it.
 func (s *Preloaded) Job() *job.Job { return s.l.Job() }
 
-// Model is the model, which Preloaded owns.
+// Model is the model that Preloaded owns.
 func (s *Preloaded) Model() *Model { return s.model }
 
-// Spent reports whether every file of it is gone.
+// Spent reports whether all its files are gone.
 func (s *Preloaded) Spent() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -93,7 +92,7 @@ func (s *Preloaded) Gone(file int) bool {
 	return s.files[file].gone
 }
 
-// Drop frees the files that no model uses, and the others as soon as none does.
+// Drop frees the files that no model uses now, and the others as soon as no model uses them.
 func (s *Preloaded) Drop() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -123,7 +122,7 @@ func (s *Preloaded) freeTensor(k int) {
 	}
 }
 
-// useFile adds n (1 or -1) to a file's users; false: the file is gone.
+// useFile adds n (1 or -1) to a file's users. It returns false if the file is gone.
 func (s *Preloaded) useFile(file, n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -165,7 +164,7 @@ func (s *Preloaded) findTensor(m *Model, tensor int32, file int) (k int32, ok bo
 		slices.Equal(t.Shape, u.Shape)
 }
 
-// claimFile notes that a tensor of a file will be taken.
+// claimFile records that a tensor of a file will be taken.
 func (s *Preloaded) claimFile(file int) {
 	s.mu.Lock()
 	s.files[file].taken = true
@@ -194,16 +193,15 @@ func (s *Preloaded) takeTensor(ctx context.Context, k int32) (mem device.Memory,
 	}
 }
 
-// attached is the file of a preloaded model that a model's file is.
+// An attached is the preloaded file that equals a file of the model.
 type attached struct {
 	preloaded *Preloaded
 	file      int
-	id        source.Identity // of both
+	id        source.Identity // of both files
 }
 
-// FileIdentities are the identities of the model's files when they were opened. known is
-// false if one has none; settled is false if one could have changed without a new
-// identity.
+// FileIdentities are the identities of the model's files when they were opened. known is false if a file has
+// none. settled is false if a file could have changed without a new identity.
 func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
 	settled, known = true, true
 	for _, s := range m.srcs {
@@ -216,10 +214,9 @@ func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
 // Reached is format.Access.Key of the way to the model's files.
 func (m *Model) Reached() string { return m.key }
 
-// Attach lets loads of the model take what is preloaded of the model's file i, which
-// is number `file` there, until the model ends. id is the file's identity when the
-// preloading began. If the model's file has another one, or has been written to since,
-// Attach returns false and does nothing.
+// Attach lets loads of the model take the preloaded tensors of the model's file i, which is number `file` in s,
+// until the model ends. id is the file's identity when preloading began. If the model's file has another
+// identity, or has been written to since, Attach returns false and does nothing.
 func (m *Model) Attach(i int, s *Preloaded, file int, id source.Identity) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -239,7 +236,7 @@ func (m *Model) Attach(i int, s *Preloaded, file int, id source.Identity) bool {
 	return true
 }
 
-// detachPreloaded undoes Attach, when the model ends.
+// detachPreloaded undoes Attach when the model ends.
 func (m *Model) detachPreloaded() {
 	for _, j := range m.preloaded {
 		if j.preloaded != nil {
@@ -248,8 +245,8 @@ func (m *Model) detachPreloaded() {
 	}
 }
 
-// MapsAs reports whether two models treat a file alike, one's file i and the
-// other's k: both map its plain tensors, or neither does.
+// MapsAs reports whether file i of this model and file k of the other are treated alike: plain tensors of both
+// are mapped, or of neither.
 func (m *Model) MapsAs(i int, other *Model, k int) bool {
 	return m.ix.Sources[i].Overwire() || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
 }
@@ -261,19 +258,18 @@ func (s *Preloaded) Mapped(file int) bool {
 	})
 }
 
-// due is a request that preloaded tensors serve.
+// A due is a request that preloaded tensors serve.
 type due struct {
 	at   int // request
 	from attached
 	k    int32
-	// reread: the preloaded tensor is in a mapping, but the request has a
-	// destination. Bytes of a mapping are never copied, since reading a truncated
-	// file's mapping ends the process. The tensor is read again instead, and the
-	// preloaded one freed.
+	// reread says that the preloaded tensor is in a mapping but the request has a destination. Bytes of a mapping
+	// are never copied, since reading the mapping of a truncated file kills the process. Instead the tensor is
+	// read again and the preloaded one is freed.
 	reread bool
 }
 
-// servedByPreloaded says which requests preloaded tensors serve; nil: none.
+// servedByPreloaded returns the requests that preloaded tensors serve, nil if there are none.
 func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
 	m.mu.Lock()
 	sources := slices.Clone(m.preloaded) // others may attach meanwhile
@@ -282,7 +278,7 @@ func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target,
 		return nil
 	}
 	var all []*due
-	same := make([]int8, len(sources)) // by file: whether it is unchanged since Attach; 0: not checked
+	same := make([]int8, len(sources)) // by file: whether it is unchanged since Attach; 0 means not checked
 	for i, r := range reqs {
 		if r.Dest == BindLater {
 			return nil
@@ -316,8 +312,8 @@ func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target,
 	return all
 }
 
-// startFromPreloaded is Start for requests that preloaded tensors serve in part; the others, and
-// those that cannot be given, are loads of their own.
+// startFromPreloaded is Start when preloaded tensors serve some of the requests. It loads the others separately,
+// and also those that turn out not to be available.
 func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options,
 	all []*due) (*Loading, error) {
 	if err := m.Hold(); err != nil {
@@ -382,7 +378,7 @@ func pickSome[T any](all []T, at []int) []T {
 	return some
 }
 
-// takePreloaded takes what is due of preloaded tensors, and returns what was missing.
+// takePreloaded takes the due preloaded tensors, and returns the requests that are missing.
 func takePreloaded(ctx context.Context, l *Loading, reqs []Request, all []*due, rep *Report) (missing []int) {
 	var mapped int64
 	for _, d := range all {
@@ -407,8 +403,8 @@ func takePreloaded(ctx context.Context, l *Loading, reqs []Request, all []*due, 
 	return missing
 }
 
-// forwardLanded passes on what another load of the model brings; at maps its requests to
-// this load's. It returns when that load has ended; a nil load is empty.
+// forwardLanded passes on what another load of the model lands. at maps its requests to this load's. It returns
+// when that load has ended; from may be nil.
 func forwardLanded(ctx context.Context, l, from *Loading, at []int, rep *Report) error {
 	if from == nil {
 		return nil

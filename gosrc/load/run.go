@@ -1,6 +1,6 @@
 package load
 
-// A load from its start to its end: plan, run, report.
+// This file runs a load: plan, run, report.
 
 import (
 	"cmp"
@@ -21,8 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Machine describes, for the planner, what a load of the model to the host, or to a GPU,
-// runs on and reads from; stepped says whether ranges may be read in steps.
+// Machine describes, for the planner, the machine and sources of a load to the host or to a GPU. stepped says
+// whether ranges may be read in steps.
 func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	mc := plan.Machine{Cores: runtime.GOMAXPROCS(0), Threads: cmp.Or(max(0, threads), max(0, knob.Threads.Get()))}
 	for _, s := range m.srcs {
@@ -41,9 +41,8 @@ func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	return mc
 }
 
-// Start checks the requests, allocates their memory and begins to load; nil asks
-// for every tensor. Destinations named by a request must stay valid until the job
-// has ended.
+// Start checks the requests, allocates their memory and starts to load. nil asks for every tensor. Destinations
+// named by a request must stay valid until the job has ended.
 func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if reqs == nil {
 		reqs = make([]Request, len(m.ix.Tensors))
@@ -87,8 +86,7 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 	if err = l.allocateRequests(reqs); err != nil {
 		return nil, err
 	}
-	// Allocate here and not in the job: a caller that is out of memory may be able
-	// to free some and try again.
+	// Allocate here and not in the job: a caller that is out of memory can free some and try again.
 	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
 	if opt.After == nil && !l.bindsMeanwhile() {
 		if l.queue.queue, err = tgt.Queue(0, l.machine); err != nil {
@@ -106,8 +104,7 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 	return l, nil
 }
 
-// LoadWhole loads whole tensors, by their numbers, nil: all, and returns the memory of each, which is
-// the caller's to release.
+// LoadWhole loads whole tensors by number, nil for all, and returns the memory of each. The caller releases it.
 func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
 	var reqs []Request
 	for _, i := range tensors {
@@ -132,7 +129,7 @@ func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]de
 	return mem, nil
 }
 
-// An execution is what a load does: which bytes are read, and where they go.
+// An execution holds which bytes a load reads and where they go.
 type execution struct {
 	l              *Loading
 	opt            Options
@@ -143,7 +140,8 @@ type execution struct {
 	begun, planned time.Time
 }
 
-// newExecution gives every request its destination and plans the reads of what is not mapped. It reads nothing.
+// newExecution gives every request its destination and plans the reads of all that are not mapped. It reads
+// nothing.
 func newExecution(l *Loading, reqs []Request, opt Options) *execution {
 	s := &execution{l: l, opt: opt, dest: make([]unsafe.Pointer, len(reqs))}
 	for i := range reqs {
@@ -190,7 +188,7 @@ func runLoad(ctx context.Context, j *job.Job, l *Loading, reqs []Request, opt Op
 	if err != nil {
 		return err
 	}
-	defer cpu.Release(late.mem) // what is never cast
+	defer cpu.Release(late.mem) // memory of casts that did not happen
 	if err := l.files.copyLittle(ctx, l); err != nil {
 		return err
 	}
@@ -247,9 +245,8 @@ func runLoad(ctx context.Context, j *job.Job, l *Loading, reqs []Request, opt Op
 
 func traceFile(opt Options) string { return cmp.Or(opt.Trace, knob.Trace.Get()) }
 
-// landMapped lands the requests that the pipeline does not read: those without bytes, and
-// those that are mapped or were copied. That another one has no decode task is a mistake of
-// the plan.
+// landMapped lands the requests that the pipeline does not read: those without bytes, and those that were mapped
+// or copied. Any other request without a decode task is a bug in the plan.
 func (s *execution) landMapped(j *job.Job) error {
 	l := s.l
 	apart := slices.Clone(l.files.mapped)
@@ -281,8 +278,8 @@ func (s *execution) landMapped(j *job.Job) error {
 	return nil
 }
 
-// prepareQueue makes the GPU's queue fit the plan, after the work of the caller's
-// stream; nil: the host.
+// prepareQueue makes the GPU's queue suit the plan, after the work on the caller's stream. For the host it
+// returns nil.
 func (s *execution) prepareQueue() (*queue.Queue, error) {
 	l := s.l
 	if l.target.GPU == nil {
@@ -303,8 +300,8 @@ func (s *execution) prepareQueue() (*queue.Queue, error) {
 	return queue, nil
 }
 
-// chooseQueue returns the load's queue: one with slots for the largest piece of the plan takes the place of another.
-// Bind need not wait while it is made.
+// chooseQueue returns the load's queue. If its slots are too small for the largest piece of the plan, another
+// queue replaces it. Bind does not wait meanwhile.
 func (s *execution) chooseQueue() (*queue.Queue, error) {
 	l := s.l
 	queue, room := l.queue.give(), int64(0)
@@ -356,10 +353,10 @@ func (s *execution) pipelineTask(queue *queue.Queue, depth int) *pipeline.Task {
 	return t
 }
 
-// AnnouncePlan announces the plan to its files; host says that it fills the host's memory.
-// It returns them, and how many reads in flight suit them best.
+// AnnouncePlan announces the plan to its files. host says that it fills host memory. It returns the files, and
+// how many reads in flight suit them best.
 func AnnouncePlan(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
-	asked := make([]bool, len(srcs)) // a relay of several files comes to each again and again
+	asked := make([]bool, len(srcs)) // a relay of several files returns to each repeatedly
 	for i := range p.Pieces {
 		s := p.Pieces[i].Source
 		if asked[s] {

@@ -1,16 +1,15 @@
 package load
 
-// One model made of several that are open.
+// This file combines several open models into one.
 
 import (
 	"github.com/overwire/overwire/gosrc/format"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Several is one model of several open ones, with the very files that they have open: it
-// has their tensors and sources, one model behind the other, so their numbers tell tensors
-// of the same name apart. It takes nothing that was preloaded. Until it is closed, and its
-// loads have ended, the models' files stay open.
+// Several makes one model of several open models and the files that they have open. It lists their tensors and
+// sources one model after the other, so numbers distinguish tensors of the same name. It does not use preloaded
+// tensors. The models' files stay open until it is closed and its loads have ended.
 func Several(models []*Model) (_ *Model, err error) {
 	m := &Model{mapp: "off", refs: 1}
 	defer func() {

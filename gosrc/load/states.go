@@ -1,7 +1,6 @@
 package load
 
-// File identities: they tell the files of a model from others, for ranks that open them
-// at different times.
+// This file computes file identities. Ranks that open a model's files at different times compare them.
 
 import (
 	"crypto/sha256"
@@ -12,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A State tells a file of a model from others. Of a local file the first five are those of
-// fstat when it was opened; Pin is of remote objects. All are zero where nothing is known.
+// A State identifies a file of a model. For a local file the first five fields are fstat's when it was opened.
+// Pin is set for remote objects. All are zero if nothing is known.
 type State struct {
 	Device   uint64 `json:"device"`
 	Inode    uint64 `json:"inode"`
@@ -21,11 +20,11 @@ type State struct {
 	Modified int64  `json:"modified"`
 	Changed  int64  `json:"changed"`
 	Pin      string `json:"pin"`
-	// Network: it lies on a file system of several hosts, where inodes may be made up.
+	// Network says that the file is on a file system of several hosts, which may make up inode numbers.
 	Network bool `json:"network"`
-	// Layout is a digest of where the file has which bytes, and of their checksums.
+	// Layout is a digest of the offsets of all bytes in the file, and of their checksums.
 	Layout string `json:"layout"`
-	// Sealed: all bytes of its tensors have checksums, which Layout covers.
+	// Sealed says that all bytes of the file's tensors have checksums, which Layout covers.
 	Sealed bool `json:"sealed"`
 }
 

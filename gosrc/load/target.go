@@ -1,6 +1,6 @@
 package load
 
-// The device that a load lands on, and its queue.
+// This file selects the device that a load lands on, and its queue.
 
 import (
 	"cmp"
@@ -39,12 +39,11 @@ var preparing sync.WaitGroup
 // AwaitPreparations waits for all calls of Prepare to finish, before the process ends.
 func AwaitPreparations() { preparing.Wait() }
 
-// ExchangeBatches is how many batches of shares a GPU decodes or sums at a time where ranks exchange.
+// ExchangeBatches is how many batches of shares a GPU decodes or sums at a time if ranks exchange.
 const ExchangeBatches = 10
 
-// Prepare prepares a device, in the background, for a load while its files are being
-// opened, by one process or by ranks that exchange what they read. It reports no error:
-// the load will.
+// Prepare prepares a device in the background for a load while its files are being opened, by one process or by
+// ranks that exchange what they read. It reports no error, because the load will.
 func Prepare(name string, exchange bool) {
 	spawn.GoFor(&preparing, "load prepare", func() {
 		_ = spawn.Guard("load prepare", func() error {
@@ -67,8 +66,8 @@ func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 	return cpu.Alloc(sizes)
 }
 
-// Ring is the number of a GPU queue's slots and their bytes: finer ones for ranges that
-// are read in steps and where ranks exchange what they read, the finest for OwnSlots.
+// Ring is the number of slots of a GPU's queue, and their size. Slots are smaller for ranges that are read in
+// steps and for ranks that exchange what they read, and smallest for OwnSlots.
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
@@ -83,8 +82,8 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 	return queue.DefaultRing()
 }
 
-// Queue makes the GPU's queue for pieces of at most `largest` bytes. On the host it
-// returns nil: the pipeline makes its own.
+// Queue makes the GPU's queue for pieces of at most `largest` bytes. For the host it returns nil: the pipeline
+// makes its own.
 func (t Target) Queue(largest int64, m plan.Machine) (*queue.Queue, error) {
 	if t.GPU == nil {
 		return nil, nil

@@ -1,6 +1,6 @@
 package peers
 
-// The flags by which processes tell each other how far they are, and how to wait for them.
+// This file lets processes tell each other their progress by flags, and wait for each other.
 
 import (
 	"cmp"
@@ -19,48 +19,48 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// lineBytes is the space of a process's flags: no two share a line of a cache.
+// lineBytes is the space of a process's flags, so that no two processes share a cache line.
 const lineBytes = 128
 
-// A processFlags is a process's flags. Only it writes them, and its numbers only rise. It rings
-// the bell after those that others sleep for: joined, trouble, ended.
+// processFlags are one process's flags. Only that process writes them, and the numbers only rise. It rings the
+// bell after changing a flag that others sleep for: joined, trouble, ended.
 type processFlags struct {
 	bell      atomic.Uint32
-	joined    atomic.Uint64 // 1: it has joined; 2: it has mapped the memory of the others
-	published atomic.Uint64 // how many pieces of its memory are complete
+	joined    atomic.Uint64 // 1: it has joined; 2: it has mapped the others' memory
+	published atomic.Uint64 // number of complete pieces in its memory
 	trouble   atomic.Uint64 // it has failed
-	ended     atomic.Uint64 // it uses no memory of the others any more
-	alive     atomic.Uint64 // a sign of life
+	ended     atomic.Uint64 // it no longer uses memory of the others
+	alive     atomic.Uint64 // heartbeat
 }
 
-// A Board is the flags of all processes, in memory that they share, and how this one watches the others.
+// A Board holds the flags of all processes, in memory that they share, and watches the other processes.
 type Board struct {
 	rank, ranks int
 	flags       *sharedMemory
-	lines       []*processFlags // nil: not joined
-	processes   []*process      // by rank; nil: this one, or not joined
+	lines       []*processFlags // nil before joining
+	processes   []*process      // by rank; nil for this process, or before joining
 
-	stop chan struct{} // ends the signs of life
+	stop chan struct{} // ends the heartbeat
 	beat sync.WaitGroup
 
 	mu     sync.Mutex
-	seen   []uint64 // the last sign of life of each
+	seen   []uint64 // last heartbeat of each process
 	since  []time.Time
 	lost   []int
-	looked time.Time // for life, by CheckOthers; not guarded
+	looked time.Time // last time CheckOthers checked for life; not guarded
 }
 
-// lifeEvery is how often those that wait ask for a process's life, and look for what rings
-// no bell of theirs. A test makes it longer.
+// lifeEvery is how often waiting processes check that others are alive, and check for changes that ring no bell.
+// A test makes it longer.
 var lifeEvery = 20 * time.Millisecond
 
-// The operations of futex(2). The memory is that of several processes.
+// Operations of futex(2), on memory shared by several processes.
 const (
 	futexWait = 0 // FUTEX_WAIT
 	futexWake = 1 // FUTEX_WAKE
 )
 
-// connect connects this process with those that have made these offers.
+// connect connects this process with the processes that made these offers.
 func (b *Board) connect(offers []Offer) error {
 	if b.flags == nil {
 		f, err := openShared(&offers[0], offers[0].Flags, flagBytes(b.ranks))
@@ -79,7 +79,7 @@ func (b *Board) connect(offers []Offer) error {
 		}
 		var err error
 		if b.processes[rank], err = watchProcess(offers[rank].Process); err != nil {
-			b.lines = nil // it says nothing to anyone
+			b.lines = nil // this process must not signal anything
 			return err
 		}
 	}
@@ -90,22 +90,21 @@ func (b *Board) connect(offers []Offer) error {
 	return nil
 }
 
-// ringBell wakes those that wait for a bell.
+// ringBell wakes everyone who waits for a bell.
 func ringBell(bell *atomic.Uint32) {
 	bell.Add(1)
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
-// waitForBell waits until a bell is not `heard`, or for lifeEvery. time.Sleep would be
-// late by up to a millisecond: in a process where all goroutines wait, Go's timers are as
-// coarse as epoll_wait's.
+// waitForBell waits until a bell's value differs from heard, or for lifeEvery. time.Sleep would be up to a
+// millisecond late: in a process where all goroutines wait, Go's timers are as coarse as epoll_wait's.
 func waitForBell(bell *atomic.Uint32, heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard),
 		uintptr(unsafe.Pointer(&most)), 0, 0)
 }
 
-// showLife gives signs of life until Close.
+// showLife sends heartbeats until Close.
 func (b *Board) showLife(own *processFlags) {
 	spawn.GoFor(&b.beat, "peers", func() {
 		tick := time.NewTicker(beat)
@@ -121,28 +120,28 @@ func (b *Board) showLife(own *processFlags) {
 	})
 }
 
-// Publish says that the first pieces of this process's memory are complete. It rings no bell: the
-// others ask again and again.
+// Publish announces that the first pieces of this process's memory are complete. It does not ring the bell,
+// because the others poll.
 func (b *Board) Publish(pieces int) { b.lines[b.rank].published.Store(uint64(pieces)) }
 
 // CountPublished is how many pieces of a process's memory are complete.
 func (b *Board) CountPublished(rank int) int { return int(b.lines[rank].published.Load()) }
 
-// takenBytes is the space for what one process has taken of each.
+// takenBytes is the space for one process's counts of the pieces it has taken from each process.
 func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
 
-// flagBytes is the space of all flags: the lines, and behind them what each takes of each.
+// flagBytes is the space of all flags: the lines, and after them each process's counts of taken pieces.
 func flagBytes(ranks int) int64 { return int64(ranks) * int64(lineBytes+takenBytes(ranks)) }
 
-// takenOf is how many pieces of an owner's memory a process needs no more. Only that process writes it.
+// takenOf is how many pieces of an owner's memory a process no longer needs. Only that process writes it.
 func (b *Board) takenOf(owner, by int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Add(b.flags.base, b.ranks*lineBytes+by*takenBytes(b.ranks)+8*owner))
 }
 
-// ReleasePieces says that this process needs the first pieces of another's memory no more.
+// ReleasePieces announces that this process no longer needs the first pieces of another's memory.
 func (b *Board) ReleasePieces(owner, pieces int) { b.takenOf(owner, b.rank).Store(uint64(pieces)) }
 
-// CountTaken is how many pieces of this process's memory no other needs.
+// CountTaken is how many pieces of this process's memory no other process needs.
 func (b *Board) CountTaken() int {
 	least := uint64(math.MaxInt)
 	for rank := range b.lines {
@@ -153,8 +152,7 @@ func (b *Board) CountTaken() int {
 	return int(least)
 }
 
-// CheckOthers returns an error if another process has failed, or is gone, for which it looks every
-// lifeEvery.
+// CheckOthers returns an error if another process has failed or is gone. It checks every lifeEvery.
 func (b *Board) CheckOthers() error {
 	now := time.Now()
 	if now.Sub(b.looked) < lifeEvery {
@@ -183,7 +181,7 @@ func (b *Board) findTrouble() error {
 	return nil
 }
 
-// ReportFailure says that this process has failed: those that wait for it stop.
+// ReportFailure announces that this process has failed, so that those that wait for it stop.
 func (b *Board) ReportFailure() {
 	if b.lines != nil {
 		own := b.lines[b.rank]
@@ -192,8 +190,8 @@ func (b *Board) ReportFailure() {
 	}
 }
 
-// AwaitJoined waits until every process has begun to map the others: from then on End of
-// one waits for it.
+// AwaitJoined waits until every process has begun to map the others. From then on, another process's End waits
+// for this one.
 func (b *Board) AwaitJoined(ctx context.Context) error {
 	for _, l := range b.lines {
 		if err := l.awaitReady(ctx, func() bool { return l.joined.Load() > 0 }, b.checkAll); err != nil {
@@ -203,8 +201,8 @@ func (b *Board) AwaitJoined(ctx context.Context) error {
 	return nil
 }
 
-// AwaitMapTurn waits until the process before this one has ended its turn to map the memory of others.
-// The driver lets one process map at a time, and while another waits for that, its copies also wait.
+// AwaitMapTurn waits until the process before this one has finished mapping the others' memory. The driver lets
+// one process map at a time, and the copies of a process that waits for it are also delayed.
 func (b *Board) AwaitMapTurn(ctx context.Context) error {
 	if b.rank == 0 {
 		return nil
@@ -213,15 +211,15 @@ func (b *Board) AwaitMapTurn(ctx context.Context) error {
 	return l.awaitReady(ctx, func() bool { return l.joined.Load() > 1 }, b.checkAll)
 }
 
-// EndMapTurn says that this process has mapped the memory of the others.
+// EndMapTurn announces that this process has mapped the others' memory.
 func (b *Board) EndMapTurn() {
 	own := b.lines[b.rank]
 	own.joined.Store(2)
 	ringBell(&own.bell)
 }
 
-// awaitReady waits until the process is ready, which rings its bell then, for the end of ctx, or for an error of
-// check, which it calls at least every lifeEvery.
+// awaitReady waits until the process is ready, which it announces by its bell, until ctx ends, or until check
+// returns an error. It calls check at least every lifeEvery.
 func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check func() error) error {
 	for {
 		heard := l.bell.Load()
@@ -232,7 +230,7 @@ func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check 
 			return context.Cause(ctx)
 		}
 		if err := check(); err != nil {
-			if ready() { // as its last act
+			if ready() { // it became ready as its last act
 				return nil
 			}
 			return err
@@ -241,8 +239,8 @@ func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check 
 	}
 }
 
-// checkLife returns an error if a process is gone, or has shown no sign of life for too long. One that has
-// not joined, or has ended, is not missed.
+// checkLife returns an error if a process is gone, or has sent no heartbeat for too long. It ignores processes
+// that have not joined or have ended.
 func (b *Board) checkLife(rank int) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -268,8 +266,7 @@ func (b *Board) checkLife(rank int) error {
 	return errs.New(errs.ErrIO, "rank %d of this host is gone: %s", rank, why)
 }
 
-// awaitEnded waits until all others have ended; it returns the error of the first that is
-// gone.
+// awaitEnded waits until all others have ended. It returns the error of the first that is gone.
 func (b *Board) awaitEnded(ctx context.Context) (first error) {
 	for rank, l := range b.lines {
 		hasEnded := func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }
@@ -279,7 +276,7 @@ func (b *Board) awaitEnded(ctx context.Context) (first error) {
 	return first
 }
 
-// Lost lists those that are gone without having ended.
+// Lost lists the processes that are gone without having ended.
 func (b *Board) Lost() []int {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -1,17 +1,14 @@
-// Package peers connects processes of a host that load together: each has memory
-// that the others read, of a GPU or of the host, and they tell each other by flags in
-// shared memory how far they are.
+// Package peers connects processes of a host that load together. Each has GPU or host memory that the others
+// read, and they tell each other their progress by flags in shared memory.
 //
-// New makes one process's part, and its Offer says how to reach it. The caller brings every
-// process's offer to every other; Join connects them by their flags, and MapMemoryOf maps the
-// memory of one. A process that ends early,
-// dies or hangs is noticed by all that wait for it. End is the last step of all: it
-// returns when none uses another's memory any more, or, where this process has failed or is
-// cancelled, soon; the rest then goes on in the background. Nothing of it has a name in a
-// file system, so a process that dies leaves nothing behind.
+// New makes one process's part, and its Offer says how to reach it. The caller brings every process's offer to
+// every other. Join connects the processes by their flags, and MapMemoryOf maps the memory of one. All waiting
+// processes notice when another ends early, dies or hangs. End is the last step: it returns when no process uses
+// another's memory any more. If this process has failed or is cancelled, End returns soon and finishes in the
+// background. Nothing has a name in a file system, so a process that dies leaves nothing there.
 //
-// The methods are safe for concurrent use, except New, Join, End and Close, which never run
-// along with another, and MapMemoryOf of one process, and CheckOthers, each for one caller at a time.
+// The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run at the
+// same time as another method; MapMemoryOf for the same process, and CheckOthers, may have one caller at a time.
 package peers
 
 import (
@@ -34,22 +31,22 @@ import (
 type Offer struct {
 	Rank    int    `json:"rank"`
 	Process int    `json:"process"`
-	Token   string `json:"token"` // what its files begin with
+	Token   string `json:"token"` // first bytes of its files
 	Flags   int    `json:"flags"` // descriptor of the flags; only rank 0 has them
-	File    int    `json:"file"`  // descriptor of memory of the host; -1: it is a GPU's
+	File    int    `json:"file"`  // descriptor of host memory; -1 if it is a GPU's
 	Memory  string `json:"memory"`
 	Bytes   int64  `json:"bytes"`
 }
 
-// ErrOther is the class of what CheckOthers and the Await methods return when another process has failed: its
-// own error says more.
+// ErrOther is the class of errors of CheckOthers and the Await methods when another process has failed. That
+// process's own error says more.
 var ErrOther = errors.New("another process of the group has failed")
 
-// silence is how long a living process may show no sign of life before the others
-// give it up, and beat how often it shows one. Tests make them shorter.
+// silence is how long a living process may send no heartbeat before the others give it up. beat is the interval
+// of heartbeats. Tests make them shorter.
 var silence, beat = 30 * time.Second, 200 * time.Millisecond
 
-// grace is how long a process that has failed, or is cancelled, waits for the others.
+// grace is how long a process that has failed or is cancelled waits for the others.
 const grace = 500 * time.Millisecond
 
 // A Peers is one process's part.
@@ -61,14 +58,13 @@ type Peers struct {
 
 	memory device.Memory    // of the GPU
 	file   *sharedMemory    // memory of the host
-	at     []unsafe.Pointer // by rank: its memory, mapped here; atomic
+	at     []unsafe.Pointer // by rank: address of its memory in this process; atomic
 	files  []*sharedMemory
 	ended  bool
-	late   bool // End has returned before the others have ended
+	late   bool // End returned before the others had ended
 }
 
-// New makes this process's part: n bytes of memory, on a GPU or, if that is nil, of
-// the host.
+// New makes this process's part with n bytes of memory, on a GPU, or on the host if gpu is nil.
 func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	if rank < 0 || rank >= ranks || n <= 0 {
 		return nil, errs.New(errs.ErrArgument, "peer %d of %d, with %d bytes", rank, ranks, n)
@@ -84,7 +80,7 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	return p, nil
 }
 
-// makeOffer makes the memory, and rank 0 the flags.
+// makeOffer makes the memory, and on rank 0 the flags.
 func (p *Peers) makeOffer(n int64) (err error) {
 	token := make([]byte, tokenBytes)
 	_, _ = rand.Read(token) // never fails
@@ -111,15 +107,14 @@ func (p *Peers) makeOffer(n int64) (err error) {
 	return err
 }
 
-// Offer is for the others.
+// Offer is this process's offer to the others.
 func (p *Peers) Offer() Offer { return p.mine }
 
-// Memory is the address of a process's memory in this one; all but one's own are only
-// read.
+// Memory is the address of a process's memory in this process. The memory of other processes is only read.
 func (p *Peers) Memory(rank int) unsafe.Pointer { return atomic.LoadPointer(&p.at[rank]) }
 
-// Join connects this process with those that have made these offers: from then on each hears
-// of what the others publish. An error of ErrNotSupported says that they cannot reach each other.
+// Join connects this process with the processes that made these offers. From then on each sees what the others
+// publish. An errs.ErrNotSupported says that they cannot reach each other.
 func (p *Peers) Join(offers []Offer) error {
 	if len(offers) != p.Board.ranks {
 		return errs.New(errs.ErrArgument, "%d offers to one of %d peers", len(offers), p.Board.ranks)
@@ -140,9 +135,9 @@ func (p *Peers) Join(offers []Offer) error {
 	return nil
 }
 
-// MapMemoryOf maps the memory of another process, after Join; Memory then has it. An error of
-// ErrNotSupported says that this process or its device cannot reach it; of one that is gone the
-// error says that.
+// MapMemoryOf maps the memory of another process, after Join; Memory then returns its address. An
+// errs.ErrNotSupported says that this process or its device cannot reach the memory. If the other process is
+// gone, the error says so.
 func (p *Peers) MapMemoryOf(rank int) (err error) {
 	o, at := &p.offers[rank], unsafe.Pointer(nil)
 	if p.gpu != nil {
@@ -160,10 +155,10 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 	return nil
 }
 
-// End says that this process uses no memory of the others any more, after all work
-// that did has ended, and waits until they have said so, or are gone. It returns the
-// error of one that is gone without having said so. good: it has got what it wanted.
-// If not, or if ctx ends, it waits no longer than grace: others may be stopped, or hang.
+// End announces that this process no longer uses the others' memory, and waits until they have announced the same
+// or are gone. The caller ends its work on that memory first. End returns the error of a process that is gone
+// without having announced its end. good says that this process has succeeded. If it has not, or ctx ends, End
+// waits no longer than grace, since others may be stopped or hang.
 func (p *Peers) End(ctx context.Context, good bool) error {
 	if p.Board.lines == nil || p.ended {
 		return nil
@@ -208,8 +203,8 @@ func (p *Peers) unmapOthers() {
 	}
 }
 
-// Close frees everything, or, where End could not wait for the others, lets it be freed
-// when they have ended. Unless all went well, it is End(false) first.
+// Close frees everything. If End could not wait for the others, the memory is freed when they have ended. Unless
+// all went well, Close first calls End with good false.
 func (p *Peers) Close() {
 	_ = p.End(context.Background(), false)
 	if !p.late {

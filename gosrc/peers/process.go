@@ -1,7 +1,7 @@
 package peers
 
-// A watch on the processes of the others. A child that one of them has forked does
-// not count: it has the memory and the descriptors of its parent, and outlives it.
+// This file watches the processes of the other ranks. A forked child of such a process does not count: it has its
+// parent's memory and descriptors, and outlives it.
 
 import (
 	"bytes"
@@ -12,11 +12,11 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A process is one that is watched: its /proc/PID/stat, which stays that process's when its
-// number is given to another. nil is none.
+// A process is a watched process. It holds /proc/PID/stat open, which keeps referring to that process even when
+// its number is reused. nil is none.
 type process struct{ fd int }
 
-// watchProcess begins to watch a process.
+// watchProcess starts to watch a process.
 func watchProcess(number int) (*process, error) {
 	fd, err := unix.Open(fmt.Sprintf("/proc/%d/stat", number), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -25,7 +25,7 @@ func watchProcess(number int) (*process, error) {
 	return &process{fd}, nil
 }
 
-// isAlive reports whether it has not ended. A zombie counts as ended.
+// isAlive reports whether the process has not ended. A zombie counts as ended.
 func (p *process) isAlive() bool {
 	b := make([]byte, 256)
 	for {
@@ -36,7 +36,7 @@ func (p *process) isAlive() bool {
 		if err != nil || n <= 0 {
 			return err != unix.ESRCH && n != 0
 		}
-		// The state comes behind the name, which is in parentheses and may have others.
+		// The state follows the name, which is in parentheses and may contain parentheses.
 		at := bytes.LastIndex(b[:n], []byte(") "))
 		return at < 0 || at+2 >= n || (b[at+2] != 'Z' && b[at+2] != 'X')
 	}

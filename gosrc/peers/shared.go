@@ -1,7 +1,6 @@
 package peers
 
-// Memory that processes share: files without a name, which others open
-// by their descriptor.
+// This file shares memory between processes: files without a name, which others open by their descriptor.
 
 import (
 	"bytes"
@@ -19,13 +18,14 @@ import (
 
 const (
 	tokenBytes = 16
-	pageBytes  = 4096 // the file's first page has the token, the memory follows
+	pageBytes  = 4096 // the file's first page holds the token, the memory follows
 
-	// lasting: a process that shrank the file would end those that have it mapped, at their next look.
+	// lasting prevents that the file shrinks, which would kill the processes that have it mapped at their next
+	// access.
 	lasting = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 )
 
-// A sharedMemory is such memory, mapped here. nil is none.
+// A sharedMemory is shared memory, mapped here. nil is none.
 type sharedMemory struct {
 	fd   int
 	raw  unsafe.Pointer
@@ -61,12 +61,12 @@ func mapShared(fd int, size int64) (*sharedMemory, error) {
 		_ = unix.Close(fd)
 		return nil, errs.New(errs.ErrIO, "shared memory of %d bytes: %v", size, err)
 	}
-	// A forked child has no use for it.
+	// A forked child does not need it.
 	_ = unix.Madvise(unsafe.Slice((*byte)(raw), size), unix.MADV_DONTFORK)
 	return &sharedMemory{fd: fd, raw: raw, base: unsafe.Add(raw, pageBytes), n: size}, nil
 }
 
-// openShared maps n bytes of another process's, or of this one's again.
+// openShared maps n bytes of another process's memory, or of this one's again.
 func openShared(o *Offer, number int, n int64) (*sharedMemory, error) {
 	refuse := func(why any) (*sharedMemory, error) {
 		return nil, errs.New(errs.ErrNotSupported, "the shared memory of process %d cannot be reached: %v", o.Process,
@@ -77,7 +77,7 @@ func openShared(o *Offer, number int, n int64) (*sharedMemory, error) {
 	if err != nil {
 		return refuse(err)
 	}
-	// In another PID namespace the number may be that of another process: so the token is compared.
+	// In another PID namespace the number may belong to another process, so the token is compared.
 	var st unix.Stat_t
 	token := make([]byte, tokenBytes)
 	if err = unix.Fstat(fd, &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != pageBytes+n) {

@@ -1,6 +1,6 @@
 package pipeline
 
-// The next pieces of workers, as reads or as ranges.
+// This file gives workers their next pieces, as reads or as ranges.
 
 import (
 	"context"
@@ -9,37 +9,34 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A batch is the shares that one worker does one after the other:
-// Shares[first:end]. If they are one range of a source's Ranges, n is its length,
-// with the gaps between them; else 0.
+// A batch is a sequence of shares for one worker: Shares[first:end]. If they form one range of a source's Ranges,
+// n is its length including the gaps; otherwise n is 0.
 type batch struct {
 	first, end int32
 	n          int64
 }
 
-// gap is up to how many bytes are read and discarded rather than skipped by a new
-// range.
+// gap is the most bytes that are read and discarded instead of starting a new range.
 const gap = 256 << 10
 
-// A feed gives out the worker shares in order.
+// A feed hands out shares to workers, in order.
 type feed struct {
 	task    *Task
 	facts   []source.Facts  // by source
-	permits context.Context // ends when none are left
+	permits context.Context // ends when no shares are left
 	empty   context.CancelFunc
 
 	mu      sync.Mutex
-	next    int   // share
+	next    int   // next share
 	skipped int64 // bytes of gaps in ranges
 }
 
-// takeBatch returns the next work: one share, or, for a source with ranges that are read in
-// steps, as many pieces as fit one range. For the latter, permit must be one of
-// that source; if it is nil or another's, the batch is empty and from says where to
-// get a permit. ok is false when no shares are left.
+// takeBatch returns the next work: one share or, for a source with ranges that are read in steps, as many pieces
+// as fit one range. For such a source, permit must be its own. If permit is nil or another source's, the batch is
+// empty and from says where to get a permit. ok is false when no shares are left.
 //
-// A worker with an open range waits for slots; a worker with a slot waits for no
-// range. One slot is therefore enough for any number of workers.
+// A worker with an open range may wait for slots, but a worker with a slot never waits for a range. One slot is
+// therefore enough for any number of workers.
 func (q *feed) takeBatch(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -1,7 +1,6 @@
-// Package pipeline runs a plan: it reads pieces, checks and decodes their chunks,
-// and lands the bytes in the tensors. Only this package starts workers for loading.
-// The first error wins and cancels the rest; when Run returns, no worker is left
-// and every slot is back.
+// Package pipeline runs a plan: it reads pieces, checks and decodes their chunks, and writes the bytes into the
+// tensors. Only this package starts workers for loading. The first error wins and cancels the rest. When Run
+// returns, all workers have ended and every slot has been returned.
 package pipeline
 
 import (
@@ -27,7 +26,7 @@ import (
 // slot, the kernel receives its bytes.
 const rangeSlots = 16
 
-// ahead is how many bytes are announced before the readers.
+// ahead is how many bytes are announced ahead of the readers.
 const ahead = 64 << 20
 
 // A Task is a plan and what it needs to run.
@@ -36,44 +35,43 @@ type Task struct {
 	Sources []source.Source // by Tensor.Source
 	Wants   []plan.Want
 	Plan    *plan.Plan
-	// Queue is the device's; nil: the host. The pipeline does not close it.
+	// Queue is the device's queue, nil for the host. The pipeline does not close it.
 	Queue device.Queue
-	// GDS, by source, reads plain tensors' bytes straight into device memory; nil:
-	// not from that source. Bytes with a checksum go through slots.
+	// GDS, by source, reads plain tensors' bytes straight into device memory; nil if a source does not support
+	// it. Bytes with a checksum go through slots.
 	GDS     []device.Reader
 	Workers int          // 0: one per core
-	Near    *nodes.Place // where the workers run; nil: anywhere
-	// Range, if not nil, says how many bytes a worker should request of a source's
-	// Ranges at once, to read them in steps. It excludes Gate.
+	Near    *nodes.Place // where the workers run; nil for anywhere
+	// Range, if not nil, says how many bytes a worker should request at once from a source's Ranges, to read them
+	// in steps. It excludes Gate.
 	Range func() int64
 	Trace *Trace
 
-	// Destination, if not nil, resolves a decode task's destination right before it
-	// is submitted to the device; it may wait.
+	// Destination, if not nil, resolves a decode task's destination right before the task is submitted to the
+	// device. It may wait.
 	Destination func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
 
-	// Gate, if not nil, is called before a piece is read, with its first decode
-	// task: it waits until there is space for the piece, or until ctx ends. Pieces
-	// may wait for earlier ones only.
+	// Gate, if not nil, is called before a piece is read, with its first decode task. It waits until there is
+	// space for the piece or ctx ends. Pieces may only wait for earlier ones.
 	Gate func(ctx context.Context, task int32) error
-	// Landed is called once for each want when its last byte is in place, by any
-	// worker. Progress gets the tensor bytes of each finished decode task.
+	// Landed is called once for each want, by any worker, when its last byte is in place. Progress gets the
+	// tensor bytes of each finished decode task.
 	Landed   func(want int32)
 	Progress func(bytes int64)
 
-	// Submitted, if not nil, is called once everything has been submitted without an
-	// error: from then on the queue may have other users, and Run waits for its own work.
+	// Submitted, if not nil, is called when everything has been submitted without an error. From then on the
+	// queue may have other users, and Run only waits for its own work.
 	Submitted func()
 }
 
 // Stages says what a run cost, summed over its workers, in nanoseconds and bytes.
 type Stages struct {
 	Pieces    int64 `json:"pieces"`
-	ReadBytes int64 `json:"read_bytes"` // stored bytes, with the gaps between them
+	ReadBytes int64 `json:"read_bytes"` // stored bytes, including gaps between them
 	LandBytes int64 `json:"land_bytes"`
 	WaitNS    int64 `json:"wait_ns"`   // for a free slot, or for space at the destination
 	PermitNS  int64 `json:"permit_ns"` // for a permit to open a range
-	AnswerNS  int64 `json:"answer_ns"` // for the beginning of responses
+	AnswerNS  int64 `json:"answer_ns"` // for responses to begin
 	ReadNS    int64 `json:"read_ns"`
 	CheckNS   int64 `json:"check_ns"`
 	DecodeNS  int64 `json:"decode_ns"`
@@ -83,8 +81,8 @@ type Stages struct {
 	RingBytes int64 `json:"ring_bytes"`
 }
 
-// HostSlots is how many slots a run on the host makes for its workers: each
-// has a range open or asks for each piece.
+// HostSlots is how many slots a run on the host makes for its workers: each worker has a range open, or asks for
+// a slot for each piece.
 func HostSlots(workers int, ranges bool) int {
 	if ranges {
 		return min(workers, max(rangeSlots, runtime.GOMAXPROCS(0)))
@@ -126,7 +124,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 	r.feed.permits, r.feed.empty = context.WithCancel(r.ctx)
 	defer r.feed.empty()
 	var mu sync.Mutex
-	spawn.Workers("pipeline worker", workers, r.cancel, func(n int) error { // only the first cause stays
+	spawn.Workers("pipeline worker", workers, r.cancel, func(n int) error { // only the first cause is kept
 		w := worker{run: r, task: t, n: n}
 		err := t.Near.Run(w.runLoop)
 		if t.Trace != nil {
@@ -188,7 +186,7 @@ func (st *Stages) addTimes(w *Stages) {
 	st.DecodeNS += w.DecodeNS
 }
 
-// run is what the workers of one Run share.
+// run is the state that the workers of one Run share.
 type run struct {
 	task    *Task
 	feed    feed
@@ -198,23 +196,22 @@ type run struct {
 	staged  []staged       // by piece
 	landed  atomic.Int64   // bytes
 	pending sync.WaitGroup // submitted tasks, until their done call has returned
-	last    string         // the name in traces of a worker's share in decoding
+	last    string         // the trace name of a worker's decoding
 	checks  bool           // workers compare checksums
 
-	prefetches bool // some source has Prefetch
+	prefetches bool // a source has Prefetch
 	prefetch   sync.Mutex
 	announced  int64 // pieces announced to their sources; guarded by prefetch
 }
 
-// A staged piece is filled by several workers: the first gets the slot, the last
-// submits it.
+// A staged piece is filled by several workers: the first one gets the slot, the last one submits it.
 type staged struct {
 	mu   sync.Mutex
-	slot device.Slot // nil before it is there, and again once it was submitted or returned
-	left int         // shares to come
+	slot device.Slot // nil before the slot is there and after it was submitted or returned
+	left int         // shares still to come
 }
 
-// last counts a share as filled. The worker that fills the last one owns the slot.
+// last counts a share as filled. The worker that fills the last share owns the slot.
 func (s *staged) last() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -225,8 +222,8 @@ func (s *staged) last() bool {
 	return true
 }
 
-// announcePieces announces the next pieces to their sources. One worker at a time does
-// it; the others skip it.
+// announcePieces announces the next pieces to their sources. Only one worker does it at a time; the others skip
+// it.
 func (r *run) announcePieces(piece int64) {
 	if !r.prefetches || !r.prefetch.TryLock() {
 		return
@@ -269,8 +266,8 @@ func (r *run) landTask(task int32) {
 	}
 }
 
-// locateError adds tensor, chunk and offset to an error. One that another error or the
-// caller caused stays as it is.
+// locateError adds tensor, chunk and offset to an error. An error caused by another error or by the caller stays
+// unchanged.
 func (r *run) locateError(verb string, task int32, err error) error {
 	if r.ctx.Err() != nil {
 		return context.Cause(r.ctx)
@@ -281,7 +278,7 @@ func (r *run) locateError(verb string, task int32, err error) error {
 		Offset: r.task.Plan.Tasks[task].Chunk.Off, Err: err}
 	var inner *errs.At
 	if errors.As(err, &inner) { // a source names itself and the exact offset
-		if inner.Tensor != "" { // one that decodes names all; a read may be of several tensors
+		if inner.Tensor != "" { // a decode error names everything; a read may be for several tensors
 			return inner
 		}
 		at.Source, at.Err = inner.Source, inner.Err

@@ -1,6 +1,6 @@
 package pipeline
 
-// Traces: when each stage of each piece ran.
+// This file records when each stage of each piece ran.
 
 import (
 	"bufio"
@@ -29,8 +29,7 @@ type Trace struct {
 	spans []span
 }
 
-// The place of a span: on a worker or a stream of the device, by number, or in
-// the verb itself.
+// The place of a span: a worker or a stream of the device, by number, or the verb itself.
 type place uint8
 
 const (
@@ -67,17 +66,16 @@ func (t *Trace) addSpans(spans []span) {
 	t.mu.Unlock()
 }
 
-// A Summary is a trace in a few numbers. Seconds of a stage are summed over
-// workers: 16 workers can read for 16 seconds in one.
+// A Summary sums up a trace. Seconds of a stage are summed over workers: 16 workers can read for 16 seconds
+// within one.
 type Summary struct {
 	Seconds float64    `json:"seconds"` // from the start of the load to its last span
-	Stages  []StageSum `json:"stages"`  // in the order in which bytes pass them
+	Stages  []StageSum `json:"stages"`  // in the order in which bytes pass through them
 	Copy    *Gaps      `json:"copy_stream,omitempty"`
 }
 
-// A StageSum sums the spans of one stage. "stage" is the wait for a free slot;
-// "permit" and "answer" are the waits for a permit and for the beginning of a
-// response, of ranges that are read in steps.
+// A StageSum sums the spans of one stage. "stage" is the wait for a free slot. "permit" and "answer" are the
+// waits for a permit and for the beginning of a response, in ranges that are read in steps.
 type StageSum struct {
 	Verb    string  `json:"verb"`
 	Spans   int     `json:"spans"`
@@ -86,9 +84,8 @@ type StageSum struct {
 	Bytes   int64   `json:"bytes"`
 }
 
-// Gaps are the times between the device's first copy and its last when its copy
-// stream was idle. Lead and Tail are the times before the first and after the last:
-// what the start and the end of the load cost the bus.
+// Gaps are the times between the device's first and last copy in which its copy stream was idle. Lead and Tail
+// are the times before the first copy and after the last.
 type Gaps struct {
 	Busy    float64 `json:"busy"`
 	Gaps    int     `json:"gaps"`
@@ -135,7 +132,7 @@ func (t *Trace) Summary() Summary {
 	return s
 }
 
-// findGaps finds them among the copies of one stream, which run one after the other.
+// findGaps finds the gaps among the copies of one stream, which run one after the other.
 func findGaps(copies []*span, first, last time.Time) *Gaps {
 	if len(copies) == 0 {
 		return nil
@@ -165,9 +162,8 @@ func laterOf(a, b time.Time) time.Time {
 	return b
 }
 
-// WriteFile writes the trace in Chrome's trace event format, which Perfetto opens,
-// in place of an existing file: the host's workers are one process in it, the
-// device's streams another.
+// WriteFile writes the trace in Chrome's trace event format, which Perfetto opens, and replaces an existing file.
+// The host's workers are one process in it, the device's streams another.
 func (t *Trace) WriteFile(path string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -185,7 +181,7 @@ func (t *Trace) writeTrace(f *os.File) error {
 	named := map[line]bool{}
 	zero := t.start
 	for _, s := range t.spans {
-		if s.begin.Before(zero) { // the model was opened before
+		if s.begin.Before(zero) { // the model was opened before the trace began
 			zero = s.begin
 		}
 	}

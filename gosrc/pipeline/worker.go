@@ -1,6 +1,6 @@
 package pipeline
 
-// Workers, which take shares through all stages.
+// This file defines the workers, which take shares through all stages.
 
 import (
 	"context"
@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A worker does batches one after the other. It takes each share through all
-// stages, while its bytes are in that core's cache.
+// A worker does batches one after the other. It takes each share through all stages while its bytes are in that
+// core's cache.
 type worker struct {
 	run   *run
 	task  *Task
@@ -24,7 +24,7 @@ type worker struct {
 	st    Stages
 	spans []span
 
-	// The open range, nil if there is none; its offset; a buffer for gaps.
+	// The open range, nil if none; its offset; a buffer for gaps.
 	steps source.Range
 	at    int64
 	waste []byte
@@ -51,8 +51,8 @@ func (w *worker) runLoop() error {
 	}
 }
 
-// readRange waits for a permit and does the next batch with it, unless other workers
-// have done them all; task says where an error happened.
+// readRange waits for a permit and does the next batch with it, unless other workers have done all batches. task
+// locates an error.
 func (w *worker) readRange(from source.Ranges, task int32) error {
 	t0 := time.Now()
 	steps, err := from.OpenRange(w.run.feed.permits)
@@ -74,7 +74,7 @@ func (w *worker) readRange(from source.Ranges, task int32) error {
 	share := &w.task.Plan.Shares[b.first]
 	p := &w.task.Plan.Pieces[share.Piece]
 	w.at = p.Off + share.From
-	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // keep no slot while waiting for the response
+	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // hold no slot while waiting for the response
 		return w.run.locateError("read", p.First, err)
 	}
 	w.subtractWaits(&t0)
@@ -95,7 +95,7 @@ func (w *worker) runBatch(b batch) error {
 	return nil
 }
 
-// readBytes fills b from off of a source, or of the open range.
+// readBytes fills b from off of a source or of the open range.
 func (w *worker) readBytes(src source.Source, b []byte, off int64) error {
 	if w.steps == nil {
 		return src.ReadAt(w.run.ctx, b, off)
@@ -147,8 +147,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 	w.st.WaitNS += w.lapTime("stage", &t0, 0)
 	switch {
 	case w.byGDS(p):
-		// Read the whole piece at once: shares exist for decoding on several cores,
-		// which this does not need.
+		// Read the whole piece at once: shares exist to decode on several cores, which is not needed here.
 		if share.From == 0 {
 			if err := w.task.GDS[p.Source].ReadInto(w.run.ctx, slot.ViewMirror(), p.Len, p.Off); err != nil {
 				return w.run.locateError("read", p.First, err)
@@ -170,8 +169,8 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 	return w.submitSlot(slot, view, p, &t0)
 }
 
-// submitSlot gives a filled slot to the device, and after an error or a panic back to the
-// queue: its Close waits for every slot.
+// submitSlot gives a filled slot to the device. After an error or a panic it returns the slot to the queue, since
+// the queue's Close waits for every slot.
 func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, error), p *plan.Piece,
 	t0 *time.Time) error {
 	mine := true
@@ -198,13 +197,13 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 	err := w.run.queue.Submit(slot, p.Len, w.task.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		defer w.run.pending.Done()
 		if err != nil {
-			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // only the first cause stays
+			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // only the first cause is kept
 			return
 		}
 		w.run.landTask(p.First + int32(i))
 	})
 	w.st.DecodeNS += w.lapTime(w.run.last, t0, p.Len)
-	if err != nil { // an error of the device: none of the piece's tasks began
+	if err != nil { // an error of the device: none of the piece's tasks has begun
 		w.run.pending.Add(-int(p.Count))
 		return w.run.locateError("copy", p.First, err)
 	}
@@ -227,8 +226,8 @@ func (w *worker) bindTasks(p *plan.Piece, t0 *time.Time) error {
 	return nil
 }
 
-// byGDS reports whether a piece goes from its source to the device without the
-// host: if there is a reader, and no checksum to compare.
+// byGDS reports whether a piece goes from its source to the device without passing through the host. That
+// requires a reader and no checksum to compare.
 func (w *worker) byGDS(p *plan.Piece) bool {
 	if w.task.GDS == nil || w.task.GDS[p.Source] == nil {
 		return false
@@ -241,8 +240,8 @@ func (w *worker) byGDS(p *plan.Piece) bool {
 	return true
 }
 
-// stagePiece returns the slot of a piece; the first worker that asks waits for a free
-// one, and the others for that worker.
+// stagePiece returns the slot of a piece. The first worker that asks waits for a free slot, and the others wait
+// for that worker.
 func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -258,9 +257,9 @@ func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 	return slot, err
 }
 
-// fillShare reads a share of a piece into its slot, at once, and compares its checksums. A
-// share is small enough for the core's cache; reads of a quarter of it, each summed
-// before the next, summed faster and read slower.
+// fillShare reads a share of a piece into its slot with one read, and compares its checksums. A share is small
+// enough for the core's cache. Reading quarters, each summed before the next, made summing faster and reading
+// slower.
 func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
 	if err := w.readBytes(src, b[share.From:share.To], p.Off+share.From); err != nil {
 		return w.run.locateError("read", w.taskAt(p, share, err), err)
@@ -270,14 +269,14 @@ func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, 
 	return w.checkShare(share, b, t0)
 }
 
-// taskAt is the task of a share that could not be read, or, where the error does not say
-// at which byte, the first one.
+// taskAt is the task of a share that could not be read. If the error does not say at which byte, it is the first
+// task.
 func (w *worker) taskAt(p *plan.Piece, share *plan.Share, err error) int32 {
 	at := share.From
 	if inner, ok := errors.AsType[*errs.At](err); ok {
 		at = max(at, inner.Offset-p.Off)
 	}
-	i := max(p.First, share.First-1) // an earlier share's may reach into this one
+	i := max(p.First, share.First-1) // a chunk of an earlier share may extend into this one
 	for i+1 < share.First+share.Count && int64(w.task.Plan.Tasks[i+1].Src) <= at {
 		i++
 	}
@@ -294,7 +293,7 @@ func (w *worker) lapTime(verb string, t *time.Time, bytes int64) int64 {
 	return now.Sub(begin).Nanoseconds()
 }
 
-// subtractWaits moves a range's waiting times out of the time since *t.
+// subtractWaits subtracts a range's waiting times from the time since *t.
 func (w *worker) subtractWaits(t *time.Time) {
 	if w.steps == nil {
 		return
@@ -313,14 +312,14 @@ func (w *worker) subtractWaits(t *time.Time) {
 	}
 }
 
-// comparesSums reports whether checksums of a piece are compared: of what was read, and of bytes
-// in memory that may have changed.
+// comparesSums reports whether checksums of a piece are compared. They are for bytes that were read, and for
+// bytes in memory that may have changed.
 func (w *worker) comparesSums(p *plan.Piece) bool {
 	f := &w.run.feed.facts[p.Source]
 	return f.View == nil || f.Compare
 }
 
-// compareSums compares the checksums of a share where it lies in memory.
+// compareSums compares the checksums of a share in memory.
 func (w *worker) compareSums(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share,
 	t0 *time.Time) error {
 	b, err := view(p.Off, p.Len)
@@ -343,7 +342,7 @@ func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
 		}
 		n += int64(j.Chunk.Stored)
 	}
-	if n > 0 { // bytes without checksums cost no time here
+	if n > 0 { // bytes without checksums take no time here
 		w.st.CheckNS += w.lapTime("check", t0, n)
 	}
 	return nil

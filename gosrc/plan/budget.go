@@ -1,6 +1,6 @@
 package plan
 
-// The memory that tensors take, and its windows.
+// This file computes the memory that tensors take, and divides loads into windows.
 
 import (
 	"math"
@@ -10,24 +10,24 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Conversion is what the caller makes of tensors that have landed, one after the other;
-// a tensor then lies in memory twice.
+// A Conversion is what the caller does to tensors that have landed, one after the other. While it converts a
+// tensor, the tensor is in memory twice.
 type Conversion struct {
-	// To is what floating tensors become, Invalid where that has no name here, and Item
-	// the bytes of its elements; 0: they stay as they are.
+	// To is the dtype that floating tensors are converted to, Invalid if it has no name here. Item is the size of
+	// its elements in bytes; 0 means no conversion.
 	To   tensor.DType
 	Item int64
-	// Unpack gives each F4 a byte.
+	// Unpack says that each F4 gets a byte of its own.
 	Unpack bool
-	// OnTheWay says which dtypes become To as they land; nil: none.
+	// OnTheWay says which dtypes are converted to To as they land; nil means none.
 	OnTheWay func(from tensor.DType) bool
 }
 
-// A Part is a tensor, or a number of its elements; all of them: Whole.
+// A Part is a tensor or a number of its elements; Whole means all of them.
 type Part struct{ Tensor, Elements int64 }
 
-// A Cost is the bytes that a tensor takes where it lands, and those of what the caller
-// makes of it; Twice: it makes something else of it.
+// A Cost is the bytes that a tensor takes where it lands, and the bytes after conversion. Twice says that the
+// conversion makes a second copy.
 type Cost struct {
 	Lands, Stays int64
 	Twice        bool
@@ -70,8 +70,7 @@ func costOf(d tensor.DType, n int64, then Conversion) Cost {
 	return Cost{n, cast, true}
 }
 
-// Peak is the most that tensors take at any moment, if all land before the
-// first becomes another.
+// Peak is the most bytes that tensors take at any moment, if all land before the first is converted.
 func Peak(costs []Cost) int64 {
 	var now int64
 	for _, c := range costs {
@@ -87,15 +86,15 @@ func Peak(costs []Cost) int64 {
 	return peak
 }
 
-// A Window is neighbours that load together, and the most bytes that they take.
+// A Window is a run of neighbouring tensors that load together, and the most bytes that they take.
 type Window struct {
 	Tensors int   `json:"tensors"`
 	Bytes   int64 `json:"bytes"`
 }
 
-// Windows divides tensors into windows of half a budget each, so that one loads
-// while another is taken; a larger tensor has a window of its own. No tensor may take more than the
-// budget: over is the first that does, -1 if none.
+// Windows divides tensors into windows of half a budget each, so that one loads while another is in use. A larger
+// tensor has a window of its own. No tensor may take more than the budget: over is the first that does, -1 if
+// none.
 func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	for i := range costs {
 		n := Peak(costs[i : i+1])
@@ -111,7 +110,7 @@ func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	return ws, -1
 }
 
-// addSaturating and mulSaturating end at the largest number: headers may promise more than that.
+// addSaturating and mulSaturating stop at the largest number, since a header may promise more than that.
 func addSaturating(a, b int64) int64 {
 	if a > math.MaxInt64-b {
 		return math.MaxInt64

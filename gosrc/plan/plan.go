@@ -1,6 +1,5 @@
-// Package plan turns an index and a list of wanted tensors into read pieces
-// and decode tasks, in the order in which they should be read. It is pure: no
-// I/O, no clock, no goroutine, no randomness.
+// Package plan turns an index and a list of wanted tensors into read pieces and decode tasks, in reading order.
+// It is pure: no I/O, no clock, no goroutine, no randomness.
 package plan
 
 import (
@@ -14,13 +13,12 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Whole as Hi0 or Hi1 of a Request means: to the end.
+// Whole as Hi0 or Hi1 of a Request means to the end.
 const Whole = -1
 
-// A Request asks for a tensor, or for rows [Lo0, Hi0) of dim 0 and [Lo1, Hi1) of
-// dim 1 of it. Dest, if not 0, is the caller's memory for exactly the requested
-// bytes; it must stay valid until the load has ended. Python passes a Request as
-// six int64 in this order.
+// A Request asks for a tensor, or for rows [Lo0, Hi0) of dim 0 and [Lo1, Hi1) of dim 1. Dest, if not 0, is the
+// caller's memory for exactly the requested bytes. It must stay valid until the load has ended. Python passes a
+// Request as six int64 in this order.
 type Request struct {
 	Tensor             int64
 	Dest               uintptr
@@ -34,7 +32,7 @@ type Want struct {
 	Shape  []int64 // bytes at the destination
 	Bytes  int64
 
-	rowBytes               int64 // of the whole tensor's matrix of dim 0 x rest
+	rowBytes               int64 // of the whole tensor, seen as a matrix of dim 0 x rest
 	row0, row1, col0, col1 int64 // requested rows and byte columns
 }
 
@@ -42,22 +40,20 @@ type Want struct {
 type Limits struct {
 	Piece int64 // the most bytes that one read should have
 	Gap   int64 // gaps up to this many bytes are cheaper to read than to skip
-	Share int64 // the least bytes of a piece that deserve a worker of their own; 0: one worker does a whole piece
-	// Align, if over 1, is a power of two: pieces begin and end at multiples of it
-	// where the file is large enough, so that sources that read whole blocks need
-	// no extra copy.
+	Share int64 // the least bytes of a piece that are worth a worker of their own; 0 means one worker per piece
+	// Align, if over 1, is a power of two. Pieces begin and end at multiples of it where the file is large
+	// enough, so that sources that read whole blocks need no extra copy.
 	Align int64
 	// InPlace allows raw runs to be read straight to their destination, which must
 	// be host memory.
 	InPlace bool
-	// Cut lets pieces of PlanStored end anywhere in a stored chunk; the caller
-	// compares where its bytes have come together.
+	// Cut lets pieces of PlanStored end anywhere in a stored chunk. The caller compares the checksum when all
+	// bytes of the chunk have come together.
 	Cut bool
 }
 
-// A Piece is one contiguous read, which contains Tasks[First:First+Count]. If
-// InPlace is set, the bytes go straight there: there is at most one task, and it is
-// raw.
+// A Piece is one contiguous read. It contains Tasks[First:First+Count]. If InPlace is set, the bytes go straight
+// to their destination; there is at most one task then, and it is raw.
 type Piece struct {
 	Source       int32
 	First, Count int32
@@ -65,30 +61,30 @@ type Piece struct {
 	InPlace      unsafe.Pointer
 }
 
-// A Share is what one worker does of a piece: it reads bytes [From, To) of it and
-// compares the checksums of Tasks[First:First+Count], which lie in them whole.
+// A Share is one worker's part of a piece. The worker reads bytes [From, To) of the piece and compares the
+// checksums of Tasks[First:First+Count], which are completely inside.
 type Share struct {
 	Piece        int32
 	First, Count int32
 	From, To     int64
 }
 
-// A Ref says which want a decode task serves. N is the chunk's number in its
-// tensor, or -1 for bytes of a plain tensor, which have no checksum.
+// A Ref names the want that a decode task serves. N is the chunk's number in its tensor, or -1 for bytes of a
+// plain tensor, which have no checksum.
 type Ref struct{ Want, N int32 }
 
 // A Plan is what a pipeline runs.
 type Plan struct {
 	Pieces []Piece
-	Shares []Share // in the order of the pieces; every byte of a piece is in one
+	Shares []Share // in the order of the pieces; every byte of a piece is in one share
 	Tasks  []device.DecodeTask
 	Refs   []Ref   // of each task
-	Left   []int32 // per want: the number of its tasks; a want with none is complete at once
-	Slot   int64   // bytes of the largest piece that needs a slot
-	Read   int64   // sum of all pieces
+	Left   []int32 // per want: its number of tasks; a want without tasks is complete at once
+	Slot   int64   // size of the largest piece that needs a slot
+	Read   int64   // bytes of all pieces
 }
 
-// Check validates requests against an index and returns what each wants.
+// Check validates requests against an index and returns their wants.
 func Check(ix *tensor.Index, reqs []Request) ([]Want, error) {
 	wants := make([]Want, len(reqs))
 	for i, r := range reqs {
@@ -128,7 +124,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	}
 	w.Shape = t.Shape
 	w.Bytes = t.Bytes
-	if d0 == 0 || t.Bytes == 0 { // no bytes, but perhaps a slice of a dim
+	if d0 == 0 || t.Bytes == 0 { // no bytes, but the range of a dim must still be checked
 		w.Shape = sliced(t.Shape, hi0-lo0, hi1-lo1)
 		w.Bytes = 0
 		return nil
@@ -155,7 +151,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 		w.rowBytes, w.row0, w.row1 = rowBits/8, lo0, hi0
 		w.col0, w.col1 = lo1*cellBits/8, hi1*cellBits/8
 	case lo1 == 0 && hi1 == d1 && lo0*rowBits%8 == 0 && hi0*rowBits%8 == 0:
-		// Rows end inside a byte: treat the whole rows as a run of bytes.
+		// Rows end inside a byte: treat all rows as one run of bytes.
 		w.rowBytes, w.row0, w.row1, w.col1 = 1, lo0*rowBits/8, hi0*rowBits/8, 1
 	default:
 		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of %v %v does not begin and end on whole bytes", lo0,
@@ -184,8 +180,8 @@ func sliced(shape []int64, n0, n1 int64) []int64 {
 	return s
 }
 
-// SourceRange is the byte range [Off, Off+Bytes) of a plain tensor's source that is the
-// want; ok is false if the want is scattered or stored in chunks.
+// SourceRange is the byte range [Off, Off+Bytes) in a plain tensor's source that equals the want. ok is false if
+// the want is scattered or stored in chunks.
 func (w *Want) SourceRange(ix *tensor.Index) (off int64, ok bool) {
 	t := &ix.Tensors[w.Data]
 	if t.Count != 0 || (w.col1-w.col0 != w.rowBytes && w.row1-w.row0 > 1) {
@@ -194,8 +190,7 @@ func (w *Want) SourceRange(ix *tensor.Index) (off int64, ok bool) {
 	return t.Off + w.row0*w.rowBytes + w.col0, true
 }
 
-// Make plans how to read wants into their destinations. It leaves out a want if its
-// destination is nil.
+// Make plans how to read wants into their destinations. It leaves out a want with a nil destination.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := newMaker(ix, wants, tasksOf(ix, wants, dest), lim)
 	for i := range wants {
@@ -223,8 +218,8 @@ type maker struct {
 	pos   []place // of each task, sorted with it
 }
 
-// tasksOf is how many tasks the wants have that have a destination: a lower bound, unless
-// slices leave some out.
+// tasksOf is the number of tasks of the wants that have a destination. It is a lower bound, unless slices leave
+// some out.
 func tasksOf(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) int {
 	tasks := 0
 	for i := range wants {
@@ -235,13 +230,13 @@ func tasksOf(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) int {
 	return tasks
 }
 
-// newMaker makes a maker with space for that number of tasks.
+// newMaker makes a maker with space for a number of tasks.
 func newMaker(ix *tensor.Index, wants []Want, tasks int, lim Limits) *maker {
 	p := &Plan{Tasks: make([]device.DecodeTask, 0, tasks), Refs: make([]Ref, 0, tasks), Left: make([]int32, len(wants))}
 	return &maker{ix: ix, lim: lim, wants: wants, p: p, pos: make([]place, 0, tasks)}
 }
 
-// A place is where the stored bytes of a task are.
+// A place is the location of a task's stored bytes.
 type place struct {
 	source   int32
 	task     int32
@@ -257,8 +252,8 @@ func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.Dec
 	m.p.Left[want]++
 }
 
-// addChunkTasks adds the tasks of a tensor that is stored in chunks: only for chunks that
-// contain wanted bytes.
+// addChunkTasks adds the tasks of a tensor that is stored in chunks, one for each chunk that contains wanted
+// bytes.
 func (m *maker) addChunkTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	w.each(m.ix, func(n int32, to int64, v *device.View) {
 		if v != nil {
@@ -271,8 +266,8 @@ func (m *maker) addChunkTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe
 	})
 }
 
-// Tasks is a plan without pieces, for bytes that are read by another plan: the decode tasks
-// of wants of tensors that are stored in chunks, in the order of the wants.
+// Tasks is a plan without pieces, for bytes that another plan reads: the decode tasks of wants of tensors that
+// are stored in chunks, in the order of the wants.
 func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	m := newMaker(ix, wants, tasksOf(ix, wants, dest), Limits{})
 	for i := range wants {
@@ -281,15 +276,14 @@ func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	return m.p
 }
 
-// EachChunk calls do with the number of each chunk of the want's tensor, which is stored
-// in chunks, that contains wanted bytes.
+// EachChunk calls do with the number of each chunk that contains wanted bytes. The want's tensor is stored in
+// chunks.
 func (w *Want) EachChunk(ix *tensor.Index, do func(n int32)) {
 	w.each(ix, func(n int32, _ int64, _ *device.View) { do(n) })
 }
 
-// each calls do for each chunk that contains wanted bytes: with its number, and, where
-// all of it is wanted, contiguous, how far behind the destination's begin; else with a
-// view, which is valid until do returns.
+// each calls do for each chunk that contains wanted bytes, with the chunk's number. If all of the chunk is wanted
+// and contiguous at the destination, to is its offset there; else v is a view, which is valid until do returns.
 func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)) {
 	t := &ix.Tensors[w.Data]
 	if w.Bytes == 0 || t.Count == 0 {
@@ -320,13 +314,11 @@ func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)
 	}
 }
 
-// inPlaceMin is the size from which a raw run is read straight to its destination
-// rather than through a slot.
+// inPlaceMin is the size from which a raw run is read directly to its destination rather than through a slot.
 const inPlaceMin = 128 << 10
 
-// addPlainTasks adds the tasks of a plain tensor. A contiguous run is cut at the piece
-// size; scattered columns are read row by row where rows are long, and by whole
-// bands of rows where they are short.
+// addPlainTasks adds the tasks of a plain tensor. A contiguous run is cut at the piece size. Scattered columns
+// are read row by row if rows are long, and by whole bands of rows if they are short.
 func (m *maker) addPlainTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	raw := func(off, n int64) tensor.Chunk {
 		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
@@ -363,7 +355,7 @@ func (m *maker) addPlainTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe
 // block is the tensor's block size, unless that is too large for a piece.
 func (m *maker) block(t *tensor.Tensor) int64 {
 	most := m.lim.Piece
-	if m.lim.InPlace { // it takes no slot
+	if m.lim.InPlace { // no slot is needed
 		most = max(most, tensor.MaxChunkBytes)
 	}
 	if t.Block > most {
@@ -372,8 +364,8 @@ func (m *maker) block(t *tensor.Tensor) int64 {
 	return t.Block
 }
 
-// bytesToCut is how many bytes from off on one piece takes of a tensor, so that it ends
-// with a block or at a multiple of Align.
+// bytesToCut is how many of a tensor's bytes one piece takes from off on, so that it ends with a block or at a
+// multiple of Align.
 func (m *maker) bytesToCut(off int64, t *tensor.Tensor) int64 {
 	if b := m.block(t); b > 0 {
 		return max(1, m.lim.Piece/b)*b - (off-t.Off)%b
@@ -418,7 +410,7 @@ func (m *maker) joinIntoPieces(from, to int) {
 	for i := from; i < to; i++ {
 		at := &m.pos[i]
 		begin, end := m.alignDown(at.off), m.alignUp(at.off+at.len, at.source)
-		if end-begin > m.lim.Piece { // alignment must not need a larger slot
+		if end-begin > m.lim.Piece { // alignment must not require a larger slot
 			begin, end = at.off, at.off+at.len
 		}
 		alone := m.lim.InPlace && at.inPlace && !(i > 0 && m.pos[i-1].off == at.off &&
@@ -447,8 +439,8 @@ func (m *maker) joinIntoPieces(from, to int) {
 	}
 }
 
-// splitPieces divides pieces among workers. A share begins with a task, so that one
-// worker computes each checksum; only bytes without a checksum are cut anywhere.
+// splitPieces divides pieces among workers. A share begins with a task, so that one worker computes each
+// checksum. Only bytes without a checksum are cut anywhere.
 func (m *maker) splitPieces() {
 	p := m.p
 	p.Shares = make([]Share, 0, len(p.Pieces))

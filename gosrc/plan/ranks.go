@@ -1,7 +1,7 @@
 package plan
 
-// Stored chunks, divided among the ranks of a group: from what each rank needs
-// follows which rank reads what, and in which piece it travels.
+// This file divides stored chunks among the ranks of a group. From what each rank needs it decides which rank
+// reads which chunk, and in which piece the chunk travels.
 
 import (
 	"github.com/overwire/overwire/gosrc/errs"
@@ -11,14 +11,14 @@ import (
 // A ChunkOf names a chunk: the tensor that contains it, and its number there.
 type ChunkOf struct{ Data, N int32 }
 
-// Ranks that need a chunk; other numbers are the only rank that does.
+// Values that say which ranks need a chunk. Other values are the number of the only rank that needs it.
 const (
 	NoRank  = -1
 	Several = -2
 )
 
-// NeededBy says of each chunk of an index which rank needs it. needs: the blocks
-// that the ranks need, with the number of the rank in the place of the address.
+// NeededBy says of each chunk of an index which rank needs it. needs are the blocks that the ranks need, with the
+// rank's number in place of the address.
 func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	by := make([]int32, len(ix.Chunks))
 	for i := range by {
@@ -47,22 +47,22 @@ func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	return by, nil
 }
 
-// A RankShare is what one rank reads of a piece: first what several ranks need, then what
-// only it needs. Bytes: the most that it takes of a buffer.
+// A RankShare is what one rank reads of a piece: first the chunks that several ranks need, then those that only
+// it needs. Bytes is the most that it takes in a buffer.
 type RankShare struct {
 	Chunks []ChunkOf
 	Common int
 	Bytes  int64
 }
 
-// Divide divides chunks, in the order of the files, into pieces in which each rank reads as
-// much as every other: what several need is read by any of them, what only one needs by that
-// rank, and what no rank needs by none. needed and room say who needs a chunk, and how many
-// bytes it takes of a share at most. A share has full bytes at most; a sixteenth stays free,
-// unless a chunk needs it: shares then fill slots of a power of two in size.
+// Divide divides chunks, in the order of the files, into pieces in which all ranks read the same amount. A chunk
+// that several ranks need is read by any one of them, a chunk that only one needs by that rank, and a chunk that
+// no rank needs by none. needed says who needs a chunk, and room how many bytes it takes in a share at most. A
+// share has at most full bytes. A sixteenth of it stays free unless a chunk needs it, so that shares fill slots
+// with a power of two as size.
 func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 	room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
-	stacks := make([]stack, ranks+1) // the last is of all
+	stacks := make([]stack, ranks+1) // the last one is for any rank
 	for _, c := range chunks {
 		k := needed(c)
 		switch n := room(c); {
@@ -86,7 +86,7 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 		if remaining == 0 {
 			return pieces, nil
 		}
-		level := (remaining + int64(ranks) - 1) / int64(ranks) // for each rank, until all is read
+		level := (remaining + int64(ranks) - 1) / int64(ranks) // for each rank, until everything is read
 		now := min(level, most)
 		shares, over := make([]RankShare, ranks), int64(0)
 		for rank := range shares {
@@ -101,15 +101,14 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 	}
 }
 
-// A stack is chunks that go to one rank, or to any of them.
+// A stack holds chunks for one rank, or for any rank.
 type stack struct {
 	chunks []ChunkOf
 	takes  []int64
 	bytes  int64
 }
 
-// fill moves chunks to a share until it has that many bytes, `most` at most unless it is one
-// chunk.
+// fill moves chunks to a share until it has `until` bytes. It never exceeds `most`, except for a single chunk.
 func (s *RankShare) fill(from *stack, until, most int64) {
 	n := 0
 	for ; n < len(from.chunks) && s.Bytes < until; n++ {

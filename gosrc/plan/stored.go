@@ -1,6 +1,6 @@
 package plan
 
-// Plans of reads of stored bytes.
+// This file plans reads of stored bytes.
 
 import (
 	"unsafe"
@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A ChunkRead is a stored chunk to read, and its destination. Data is the tensor that contains it, N its
-// number there; Bare: it has no checksum. A piece has reads of one group only.
+// A ChunkRead is a stored chunk to read, and its destination. Data is the tensor that contains it, N its number
+// there. Bare means that it has no checksum. A piece only has reads of one group.
 type ChunkRead struct {
 	Data, N int32
 	Group   int32
@@ -18,9 +18,9 @@ type ChunkRead struct {
 	Dst     unsafe.Pointer
 }
 
-// PlanStored plans how to read chunks to their destinations as they are stored: checksums are
-// compared, unless lim.Cut leaves them to the caller, and nothing is decoded. Each read has
-// a want of its own. Reads are in the order of their groups, and in each of sources and offsets.
+// PlanStored plans how to read chunks to their destinations in stored form: nothing is decoded. Checksums are
+// compared, unless lim.Cut leaves them to the caller. Each read has a want of its own. Reads are ordered by
+// group, then by source and offset.
 func PlanStored(ix *tensor.Index, reads []ChunkRead, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(reads))
 	m := newMaker(ix, wants, len(reads), lim)
@@ -56,9 +56,8 @@ func PlanStored(ix *tensor.Index, reads []ChunkRead, lim Limits) (*Plan, []Want)
 // Pieces that cut chunks end at multiples of pageBytes, so that the next read begins with a page.
 const pageBytes = 4096
 
-// addCutTasks adds a task for each part of a chunk, which is cut where pieces end: all pieces of a
-// contiguous run but the last have almost lim.Piece bytes. growing is the last piece, as
-// joinIntoPieces will join it.
+// addCutTasks adds a task for each part of a chunk, which is cut where pieces end. All pieces of a contiguous run
+// except the last have almost lim.Piece bytes. growing is the last piece, as joinIntoPieces will join it.
 func (m *maker) addCutTasks(growing *Piece, want, number, source int32, task device.DecodeTask) {
 	begin := task.Chunk.Off
 	for off, end := begin, begin+int64(task.Chunk.Stored); off < end; {
@@ -72,8 +71,8 @@ func (m *maker) addCutTasks(growing *Piece, want, number, source int32, task dev
 	}
 }
 
-// endOfPiece is where the piece ends at the latest that has the byte at off: the growing one, or
-// else the next, which then grows.
+// endOfPiece is the latest possible end of the piece that will contain the byte at off. That is the growing piece
+// or the next one, which then grows.
 func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
 	p := growing
 	if p.Len == 0 || p.Source != source || off < p.Off || off-(p.Off+p.Len) > m.lim.Gap || off >= m.endOf(p) {
@@ -82,7 +81,7 @@ func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
 	return m.endOf(p)
 }
 
-// endOf is where a piece ends at the latest; that may be inside a chunk.
+// endOf is the latest possible end of a piece. It may be inside a chunk.
 func (m *maker) endOf(p *Piece) int64 {
 	end := p.Off + m.lim.Piece
 	if pages := end &^ (pageBytes - 1); pages > p.Off {

@@ -1,13 +1,11 @@
-// Package preload runs loads that start by themselves, when overwire is imported
-// with a preload variable set. They need neither Python nor its lock: they open,
-// read and decode while the interpreter imports other modules.
+// Package preload runs loads that start automatically when overwire is imported with a preload variable set. They
+// need neither Python nor its lock: they open, read and decode while the interpreter imports other modules.
 //
-// A load joins a preload file by file, and only for the very bytes that it would
-// read itself: it opens its files, and does not read those with an identity that is that
-// of a preloaded file (device, inode, size, times; of a store's object its ETag or
-// date). Each tensor is given once. A preload is dropped if its file was replaced
-// or written to, or if its tensors differ from what the load asks for. A preload
-// that failed is forgotten: the load then gets its own error, or none.
+// A load takes over a preload file by file, and only for exactly the bytes that it would read itself. It opens
+// its files and skips reading those whose identity equals that of a preloaded file (device, inode, size and
+// times; for an object of a store its ETag or date). Each tensor is given out once. A preload is dropped if its
+// file was replaced or written to, or if its tensors differ from what the load asks for. A preload that failed is
+// forgotten: the load then gets its own error, or none.
 package preload
 
 import (
@@ -40,7 +38,7 @@ type Preload struct {
 	read    string // a value of OVERWIRE_READ
 	cancel  context.CancelFunc
 
-	paused chan struct{} // closed when it waits for a file that is being written
+	paused chan struct{} // closed when it waits for a file to become old enough
 	pauses sync.Once     // of paused
 	opened chan struct{} // closed when the fields below are set
 	model  *load.Preloaded
@@ -51,7 +49,7 @@ type Preload struct {
 type preloaded struct {
 	id    source.Identity
 	uri   string
-	names []string // that stand for it
+	names []string // names that stand for it
 }
 
 var (
@@ -60,7 +58,7 @@ var (
 	notes []Note // notes of dropped preloads, until Join reports them
 )
 
-// A Note says why a preload was dropped. Routine: the program did it on purpose.
+// A Note says why a preload was dropped. Routine means that the program did it on purpose.
 type Note struct {
 	Text    string `json:"text"`
 	Routine bool   `json:"routine"`
@@ -68,9 +66,8 @@ type Note struct {
 
 var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
-// Start starts to load everything that spec names. A second Start of the same files
-// to the same device returns the first, unless the files were replaced or taken
-// since.
+// Start starts to load everything that spec names. A second Start of the same files to the same device returns
+// the first preload, unless the files were replaced or the tensors taken since.
 func Start(spec load.Spec, opt load.Options) *Preload {
 	p := &Preload{uris: normalizeURIs(spec.URIs), reached: spec.Storage.Key(), device: deviceName(opt.Device),
 		read:   readingMode(opt.Read),
@@ -124,24 +121,24 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 	return err
 }
 
-// unknownState is the error for an object that a later load could not identify: only the
-// load itself may read it, once.
+// unknownState is the error for an object that a later load could not identify. Only the load itself may read it,
+// once.
 func unknownState(uri, who string) error {
 	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
 		Err: errs.New(errs.ErrNotSupported,
 			"%s neither an ETag nor a date that a load could compare: only the load reads it", who)}
 }
 
-// Times of a file system are as coarse as a tick of the kernel's clock; without
-// fractions of a second, as two seconds.
+// Time stamps of a file system are as coarse as a tick of the kernel's clock, or two seconds if they have no
+// fractions of a second.
 const (
 	tick   = 40 * time.Millisecond
 	coarse = 2100 * time.Millisecond
 	looks  = 50
 )
 
-// whenSettled opens files with a last change so old that the next one will show
-// in their times. For a file that was saved just now it waits until then.
+// whenSettled opens files after their last change is old enough that another change would show in their times.
+// For a file that was saved just now it waits until then.
 func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
 	for look := range looks {
@@ -167,8 +164,8 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		Err: errs.New(errs.ErrIO, "it is being written to")}
 }
 
-// pauseForClock waits until a change of files would show in their times. A later load does not
-// wait for one that pauses long, or again.
+// pauseForClock waits until a change of the files would show in their times. A later load does not wait for a
+// preload that pauses long or repeatedly.
 func (p *Preload) pauseForClock(ctx context.Context, look int, ids []source.Identity) error {
 	pause := tick
 	if slices.ContainsFunc(ids, func(id source.Identity) bool {
@@ -187,7 +184,7 @@ func (p *Preload) pauseForClock(ctx context.Context, look int, ids []source.Iden
 	}
 }
 
-// Drop forgets the preload and cancels it. Loads keep what they have joined.
+// Drop forgets the preload and cancels it. Loads keep what they have taken over.
 func (p *Preload) Drop() {
 	mu.Lock()
 	defer mu.Unlock()
@@ -218,14 +215,14 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 	}
 }
 
-// pruneEmpty forgets preloads that have given all their tensors. mu is held.
+// pruneEmpty forgets preloads that have given out all their tensors. mu is held.
 func pruneEmpty() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
 		return job.IsClosed(p.opened) && (p.model == nil || p.model.Spent())
 	})
 }
 
-// isWhole reports whether a load can still get everything of it. mu is held.
+// isWhole reports whether all tensors are still available to a load. mu is held.
 func (p *Preload) isWhole() bool {
 	s, done, err := p.Opened(0)
 	return !done || err == nil && s.Whole() && p.replacedFile() == ""
@@ -247,8 +244,8 @@ func (p *Preload) replacedFile() string {
 	return ""
 }
 
-// Sweep drops the preloads of what a save has just replaced: local files, or
-// objects of a store at or below a URI.
+// Sweep drops the preloads of files that a save has just replaced: local files, or objects of a store at or below
+// a URI.
 func Sweep(uri string) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -267,7 +264,7 @@ func Sweep(uri string) {
 	}
 }
 
-// Said returns why preloads were dropped, each once.
+// Said returns why preloads were dropped. Each note is returned once.
 func Said() []Note {
 	mu.Lock()
 	defer mu.Unlock()
@@ -278,18 +275,16 @@ func Said() []Note {
 
 // An Answer is the result of Join.
 type Answer struct {
-	// Device is where tensors land that loads of the model take from preloads; nil:
-	// it joins none.
+	// Device is where the preloaded tensors for loads of the model are; nil if there are none.
 	Device *string `json:"device"`
 	// Notes say why preloads were dropped, since the last Answer.
 	Notes []Note `json:"notes"`
 }
 
-// Join lets loads of a model to a device take what was preloaded of its files. It
-// drops preloads of these files that it cannot use: those of other bytes, on
-// another device, or read in another way; with alone, all of them. It waits up to d
-// until preloads that may be of the same files have opened theirs; done is false if
-// that did not suffice.
+// Join lets loads of a model to a device take the preloaded tensors of its files. It drops preloads of these
+// files that it cannot use: those of other bytes, on another device, or read in another mode; with alone set, all
+// of them. It waits up to d until preloads that may be of the same files have opened theirs; done is false if d
+// was too short.
 func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answer, done bool) {
 	srcs := m.Index().Sources
 	if !waitForOpened(srcs, d) {
@@ -345,7 +340,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 // given to a load. other is a file of the preload that was replaced.
 func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
 	for i, id := range ids {
-		if id == (source.Identity{}) { // of memory, or of a server that reports no identity
+		if id == (source.Identity{}) { // in memory, or from a server that reports no identity
 			continue
 		}
 		k := slices.IndexFunc(p.files, func(f preloaded) bool { return f.id == id })
@@ -365,8 +360,7 @@ func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs
 	return pairs, other
 }
 
-// reasonUnfit says why the tensors of a preload are not what a load of a model to a
-// device needs; "" if they are.
+// reasonUnfit says why a preload's tensors do not fit a load of a model to a device, "" if they fit.
 func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string) (why string, routine bool) {
 	if p.device != "" && p.device != device {
 		return "it is on " + p.device + ", and the load goes to " + cmp.Or(device, "the host"), false
@@ -385,8 +379,8 @@ func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string
 	return "", false
 }
 
-// waitForOpened waits until every preload has opened the files that may be those of a
-// model: local ones, or those of the same server.
+// waitForOpened waits until every preload has opened its files that may be those of a model: local files, or
+// files of the same server.
 func waitForOpened(srcs []tensor.Source, d time.Duration) bool {
 	mu.Lock()
 	waiting := slices.Clone(live)
@@ -412,7 +406,7 @@ func waitForOpened(srcs []tensor.Source, d time.Duration) bool {
 	return true
 }
 
-// originOf is the server of a URI; "" is this machine.
+// originOf is the server of a URI, "" for this machine.
 func originOf(uri string) string {
 	if _, ok := source.Local(uri); ok {
 		return ""
@@ -422,7 +416,7 @@ func originOf(uri string) string {
 	return strings.ToLower(scheme + "://" + server)
 }
 
-// normalizeURIs normalizes URIs, whichever way their paths were written.
+// normalizeURIs brings URIs into one form, however their paths were written.
 func normalizeURIs(uris []string) []string {
 	all := make([]string, len(uris))
 	for i, u := range uris {
@@ -432,8 +426,7 @@ func normalizeURIs(uris []string) []string {
 	return all
 }
 
-// namesOf are the names of a file: for a local one its absolute path, and the path
-// that this leads to through links.
+// namesOf are the names of a file. For a local file these are its absolute path and the path that it resolves to.
 func namesOf(uri string) []string {
 	path, ok := source.Local(uri)
 	if !ok {
@@ -448,8 +441,8 @@ func namesOf(uri string) []string {
 	return []string{path}
 }
 
-// names reports whether the preload was asked for one of a model's files, by its
-// own name, its folder's, or that of an index.json in the same folder.
+// names reports whether the preload was asked for one of a model's files, by its own name, by its folder's, or by
+// that of an index.json in the same folder.
 func (p *Preload) names(srcs []tensor.Source) bool {
 	for _, s := range srcs {
 		for _, n := range namesOf(s.URI) {
@@ -475,11 +468,11 @@ func deviceName(device string) string {
 	return device
 }
 
-// readingMode is the way of reading that an option selects.
+// readingMode is the reading mode that an option selects.
 func readingMode(read string) string { return cmp.Or(read, knob.Read.Get()) }
 
-// Opened waits up to d (for ever if negative) until the files are open and the load
-// runs, and returns what it preloads. done is false if d has passed first.
+// Opened waits up to d (without limit if negative) until the files are open and the load runs, and returns what
+// it preloads. done is false if d has passed first.
 func (p *Preload) Opened(d time.Duration) (s *load.Preloaded, done bool, err error) {
 	if !job.Within(p.opened, d) {
 		return nil, false, nil

@@ -1,6 +1,6 @@
 package relay
 
-// The decoding of the pieces of a relay, to where this rank's requests want them.
+// This file decodes the pieces of a relay into the destinations of this rank's requests.
 
 import (
 	"context"
@@ -26,25 +26,25 @@ type decoder struct {
 	lay      *layout
 	prog     *progress
 	counts   *profile
-	queue    *queue.Queue // nil: the host decodes
+	queue    *queue.Queue // nil if the host decodes
 	threads  int          // of the host
 	landings *job.Landings
 
-	aimed  chan struct{}       // closed when the rest is set
-	tasks  []device.DecodeTask // by piece, and in that by the rank that reads the chunk
+	aimed  chan struct{}       // closed by setRequests, when the fields below are set
+	tasks  []device.DecodeTask // by piece, and within a piece by the rank that reads the chunk
 	refs   []plan.Ref          // of each task
 	wants  []plan.Want
-	coming []int32 // by request: decode tasks that have not ended
+	coming []int32 // by request: decode tasks that have not finished
 }
 
-// noTask is the number of a task that decodes nothing.
+// noTask is the task number of a chunk that is not decoded here.
 const noTask = -1
 
-// setRequests sets what is decoded to where. progress.mu is held.
+// setRequests sets what is decoded and its destinations. progress.mu is held.
 func (d *decoder) setRequests(p *plan.Plan, wants []plan.Want) {
 	d.tasks, d.refs, d.coming, d.wants = p.Tasks, p.Refs, p.Left, wants
 	for i, n := range p.Left {
-		if n == 0 { // it has no bytes
+		if n == 0 { // a tensor without bytes
 			d.job.Tensors.Add(1)
 			d.landings.Add(i)
 		}
@@ -56,12 +56,12 @@ func (d *decoder) setRequests(p *plan.Plan, wants []plan.Want) {
 	close(d.aimed)
 }
 
-// tasksOf are this rank's decode tasks of shares: [first, end).
+// tasksOf returns the range [first, end) of this rank's decode tasks in shares.
 func (d *decoder) tasksOf(of shares) (first, end int) {
 	return d.lay.partOf(of.piece, of.firstRank).firstTask, d.lay.partOf(of.piece, of.endRank-1).endTask
 }
 
-// decodeOnHost decodes shares on as many cores as are this rank's, and waits.
+// decodeOnHost decodes shares on this rank's cores, and waits.
 func (d *decoder) decodeOnHost(of shares) error {
 	first, end := d.tasksOf(of)
 	tasks, base := d.tasks[first:end], d.lay.ringOf(of.piece, of.firstRank).base
@@ -82,12 +82,12 @@ func (d *decoder) decodeOnHost(of shares) error {
 	return nil
 }
 
-// queueDecoding queues the decoding of a batch of shares, which lie in one memory, behind the work that is on the
+// queueDecoding queues the decoding of a batch of shares that are in one memory, after the work that is on the
 // streams now. It takes the slot.
 func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uintptr) error {
 	isSubmitted := false
 	defer func() {
-		if !isSubmitted { // a panic: Close waits for every slot
+		if !isSubmitted { // after a panic: Close waits for every slot
 			d.queue.Put(slot)
 		}
 	}()
@@ -103,7 +103,7 @@ func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uint
 			numbers = append(numbers, n)
 		}
 	}
-	if len(tasks) == 0 { // this rank wants nothing of it: the buffer is free after the exchange
+	if len(tasks) == 0 { // this rank needs nothing of the batch: its buffer is free after the exchange
 		tasks, numbers = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}, []int{noTask}
 	}
 	left := len(tasks)
@@ -132,7 +132,7 @@ func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uint
 	return nil
 }
 
-// countTask counts a decode task that has ended. A request lands with its last task.
+// countTask counts a decode task that has finished. A request lands with its last task.
 func (d *decoder) countTask(task int) {
 	if task == noTask {
 		return
@@ -159,7 +159,7 @@ func (d *decoder) locateError(task int, err error) error {
 	return errorAt(d.model, "decode", w.Tensor, n, d.tasks[task].Chunk.Off, err)
 }
 
-// errorAt is an error of a tensor's chunk; -1: of its bytes.
+// errorAt is an error of a tensor's chunk. chunk -1 means the tensor's bytes.
 func errorAt(m *load.Model, verb string, tensor int32, chunk, off int64, err error) error {
 	t := &m.Seen().Tensors[tensor]
 	return &errs.At{Verb: verb, Source: m.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: chunk,

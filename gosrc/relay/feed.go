@@ -1,6 +1,6 @@
 package relay
 
-// The queue through which this rank's shares go to its GPU. moveOnce feeds it.
+// This file queues this rank's shares for its GPU. moveOnce drives the queue.
 
 import (
 	"cmp"
@@ -16,32 +16,33 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// mostGroups is how many groups of slots are on their way to the GPU at a time. What readers fill meanwhile goes in the
-// next group: a group costs the driver not much more than a slot, and with two the link has always one to copy.
+// mostGroups is how many groups of slots are on their way to the GPU at a time. Slots that readers fill meanwhile
+// go in the next group. A group costs the driver little more than a slot, and with two groups the link always has
+// one to copy.
 const mostGroups = 2
 
-// A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU, each behind the
-// decoding of the piece that the buffer had before. The readers do not wait for the driver, which serves one
-// thread at a time: moveOnce submits all slots that wait as one group, and asks for its end.
+// A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU. Each copy waits for
+// the decoding of the piece that had the buffer before. The readers do not wait for the driver, which serves one
+// thread at a time: moveOnce submits all waiting slots as one group and polls for its end.
 type feedQueue struct {
 	*queue.Queue
 	lay     *layout
 	prog    *progress
 	counts  *profile
 	ask     func(ctx context.Context, ready func() bool) error // mover.askUntil
-	todo    chan submission                                    // has space for all slots: no reader waits
-	waiting atomic.Int64                                       // filled slots that were not submitted to the driver
+	todo    chan submission                                    // has space for all slots, so no reader waits
+	waiting atomic.Int64                                       // filled slots not yet submitted to the driver
 	mu      sync.Mutex                                         // held in submitAndFinish
-	all     []submission                                       // those that submitAndFinish submits; mu guards it
+	all     []submission                                       // the submissions that submitAndFinish submits; guarded by mu
 }
 
-// A submission is a filled slot, and the piece that has the buffer it goes to.
+// A submission is a filled slot and the piece that now has its buffer.
 type submission struct {
 	queue.FilledSlot
 	piece int
 }
 
-// GetFor waits for a slot by asking: moveOnce, which frees them, has no time to wake readers.
+// GetFor waits for a slot by polling, because moveOnce, which frees the slots, has no time to wake readers.
 func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	var slot *queue.Slot
 	err := q.ask(ctx, func() bool {
@@ -54,15 +55,15 @@ func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error)
 	return slot, nil
 }
 
-// submitAndFinish submits the slots that wait unless mostGroups are on their way, finishes those that the GPU has
-// copied, and reports whether there were any of these or those. It does nothing while another goroutine is in it.
+// submitAndFinish submits the waiting slots unless mostGroups are on their way, and finishes those that the GPU
+// has copied. It reports whether it did either. It does nothing while another goroutine runs it.
 func (q *feedQueue) submitAndFinish() bool {
 	if !q.mu.TryLock() {
 		return false
 	}
 	defer q.mu.Unlock()
 	q.all = q.all[:0]
-	for q.CountFlying() < mostGroups && len(q.todo) > 0 { // only the holder of mu takes them
+	for q.CountFlying() < mostGroups && len(q.todo) > 0 { // only the holder of mu takes from todo
 		q.all = append(q.all, <-q.todo)
 	}
 	if len(q.all) > 0 {
@@ -72,7 +73,7 @@ func (q *feedQueue) submitAndFinish() bool {
 }
 
 // submitSafely submits slots together. After a panic each of their tasks gets its error, even one that has
-// ended: only the first error counts.
+// finished: only the first error counts.
 func (q *feedQueue) submitSafely(all []submission) {
 	defer q.waiting.Add(int64(-len(all)))
 	err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
@@ -83,11 +84,11 @@ func (q *feedQueue) submitSafely(all []submission) {
 	}
 }
 
-// Submit leaves a filled slot to moveOnce, and returns at once; what goes wrong later is an error of each task.
-// The tasks are some of lay.fetch.Tasks, in place: their position there says which piece they are of.
+// Submit hands a filled slot to moveOnce and returns at once. Later failures become errors of each task. tasks is
+// a subslice of lay.fetch.Tasks, so its position there tells which piece it is of.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	all := q.lay.fetch.Tasks
-	first := cap(all) - cap(tasks) // of those in all
+	first := cap(all) - cap(tasks) // position in all
 	if len(tasks) == 0 || first < 0 || first >= len(all) || &all[first] != &tasks[0] {
 		q.Put(s)
 		return errs.New(errs.ErrEngine, "relay: tasks that are not the fetch's")
@@ -106,19 +107,19 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	return nil
 }
 
-// submitSlots submits slots together, those of the first pieces first: the other ranks wait for these.
+// submitSlots submits slots together, those of the first pieces first, because the other ranks wait for them.
 func (q *feedQueue) submitSlots(all []submission) {
 	isSubmitted := false
 	defer q.counts.countDriverTime(time.Now())
 	defer func() {
-		for i := 0; i < len(all) && !isSubmitted; i++ { // a panic: Close waits for every slot
+		for i := 0; i < len(all) && !isSubmitted; i++ { // after a panic: Close waits for every slot
 			q.Put(all[i].Slot)
 		}
 	}()
 	for i := range all {
 		s := &all[i]
 		s.Slot.FollowEvent(q.prog.eventBeforeFill(s.piece, q.lay.spec.Rank))
-		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and what is between them belongs to no rank
+		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and the bytes between them belong to no rank
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
 	slots := make([]queue.FilledSlot, len(all))
@@ -129,7 +130,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	q.SubmitAll(slots)
 }
 
-// Drain submits what waits, and waits until all has ended.
+// Drain submits the waiting slots, and waits until all have finished.
 func (q *feedQueue) Drain(ctx context.Context) error {
 	var pace pacer
 	for q.waiting.Load() > 0 || q.CountFlying() > 0 {
@@ -138,8 +139,8 @@ func (q *feedQueue) Drain(ctx context.Context) error {
 	return q.Queue.Drain(ctx)
 }
 
-// Close submits what waits, then closes the queue.
+// Close submits the waiting slots, then closes the queue.
 func (q *feedQueue) Close() {
-	_ = q.Drain(context.Background()) // a broken queue was reported
+	_ = q.Drain(context.Background()) // a broken queue was reported already
 	q.Queue.Close()
 }

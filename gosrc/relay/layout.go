@@ -1,6 +1,6 @@
 package relay
 
-// The layout of a group's load in buffers.
+// This file lays out a group's load in buffers.
 
 import (
 	"cmp"
@@ -15,63 +15,64 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A layout is what travels in which piece, and where in its buffer. Once it is made only the arrivals and decodings in
-// it change.
+// A layout says which chunks travel in which piece, and where in its buffer. After it is made, only its arrivals
+// and decodings change.
 type layout struct {
 	spec      *Spec
 	seen      *tensor.Index // the model's
 	onGPU     bool
-	transport *transport // nil: the caller exchanges the shares
+	transport *transport // nil if the caller exchanges the shares
 
-	ix         *tensor.Index // an index in which all shared tensors have chunks
-	bare       []bool        // by tensor: it has chunks there only, without checksums
+	ix         *tensor.Index // the index with chunks for all shared tensors
+	bare       []bool        // by tensor: its chunks exist only in ix, without checksums
 	offsets    []chunkOffset // by number of a chunk in ix
 	pieces     []loadPiece
-	parts      []rankPart       // by piece, and in that by rank
-	reads      []plan.ChunkRead // what this rank reads: chunks, and where in its buffers they go; by piece
-	fetch      *plan.Plan       // of these reads
-	fetchWants []plan.Want      // of fetch: a read each
+	parts      []rankPart       // by piece, and within a piece by rank
+	reads      []plan.ChunkRead // this rank's reads: chunks, and their offsets in its buffers; by piece
+	fetch      *plan.Plan       // plan of these reads
+	fetchWants []plan.Want      // wants of fetch, one for each read
 }
 
-// A loadPiece is what the ranks read at about the same time: a share each. In this package a piece is one of
-// these; a plan's pieces are smaller: each fills one slot, with bytes of one of these.
+// A loadPiece consists of one share for each rank, which the ranks read at about the same time. In this package a
+// piece is a loadPiece. A plan's pieces are smaller: each fills one slot, with bytes of one loadPiece.
 type loadPiece struct {
-	share              int64 // the space that a buffer has for each rank's share
-	firstRead, endRead int   // what this rank reads: reads[firstRead:endRead]
+	share              int64 // space in a buffer for each rank's share
+	firstRead, endRead int   // this rank's reads: reads[firstRead:endRead]
 	arrival
 }
 
-// An arrival is how far this rank's share of a piece is. The relay's mu guards it.
+// An arrival is the progress of reading this rank's share of a piece. The relay's mu guards it.
 type arrival struct {
 	chunksLeft int32         // that have not arrived
-	checked    chan struct{} // closed when the share is there, and right: the others may read it
+	checked    chan struct{} // closed when the share has arrived and was checked, so the others may read it
 }
 
-// A rankPart is a rank's share of a piece, and this rank's decode tasks of it: tasks[firstTask:endTask].
+// A rankPart is a rank's share of a piece, and this rank's decode tasks for it: tasks[firstTask:endTask].
 type rankPart struct {
 	firstTask, endTask int
-	used               int64 // bytes that other ranks copy: behind them is what only its reader needs
+	used               int64 // bytes that other ranks copy; only the share's reader needs those after them
 	decoding
 }
 
-// A decoding is how far that of a share is on this rank. The relay's mu guards it.
+// A decoding is the progress of decoding a share on this rank. The relay's mu guards it.
 type decoding struct {
 	isQueued  bool         // also true if nothing is to be decoded
-	decodeEnd *queue.Event // once it is queued; nil: there is nothing to wait for
+	decodeEnd *queue.Event // set once it is queued; nil if there is nothing to wait for
 	isDecoded bool
 }
 
 // partOf is a rank's share of a piece.
 func (l *layout) partOf(piece, rank int) *rankPart { return &l.parts[piece*l.spec.Ranks+rank] }
 
-// chunkOffset is where a chunk travels: in which of the parts, -1 if it is not shared, and where in that.
+// A chunkOffset is the location of a chunk: the number of its part, -1 if it is not shared, and its offset in the
+// part.
 type chunkOffset struct {
 	part int
 	off  int64
 }
 
-// RoomForChunk is the most that one chunk of a model takes of a buffer for each rank: a smaller
-// share holds not every chunk.
+// RoomForChunk is the most space that one chunk of a model takes in a rank's share. A smaller share cannot hold
+// every chunk.
 func RoomForChunk(m *load.Model) int64 {
 	most := int64(plainChunkBytes)
 	for i := range m.Seen().Tensors {
@@ -82,13 +83,12 @@ func RoomForChunk(m *load.Model) int64 {
 	return most + 2*chunkAlign + shareAlign
 }
 
-// indexWithPlainChunks is the model's index with chunks also for plain tensors: raw ones without
-// a checksum.
+// indexWithPlainChunks is the model's index with added chunks for plain tensors: raw ones without a checksum.
 func (l *layout) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	ix := l.seen
 	out := &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors)}
 	l.bare = make([]bool, len(ix.Tensors))
-	most := len(wants) // chunks of plain tensors, about
+	most := len(wants) // roughly the number of chunks of plain tensors
 	for i := range wants {
 		if t := &ix.Tensors[wants[i].Data]; t.Count == 0 && t.Bytes > 0 {
 			most += int(t.Bytes / plainChunkBytes)
@@ -104,8 +104,8 @@ func (l *layout) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	return out
 }
 
-// layOut divides the stored chunks of the tensors into pieces and shares, in the
-// order of the files. All ranks that exchange compute the same pieces and shares.
+// layOut divides the stored chunks of the tensors into pieces and shares, in the order of the files. All ranks of
+// an exchange compute the same pieces and shares.
 func (l *layout) layOut(limits plan.Limits) error {
 	spec := l.spec
 	reqs := make([]plan.Request, len(spec.Tensors))
@@ -138,7 +138,7 @@ func (l *layout) layOut(limits plan.Limits) error {
 		needed = func(c plan.ChunkOf) int32 { return by[l.ix.Tensors[c.Data].First+c.N] }
 	}
 	pieces, err := plan.Divide(all, spec.Ranks, l.spec.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 {
-		return int64(l.chunkAt(c).Stored) + 2*chunkAlign // the most that it takes of a share
+		return int64(l.chunkAt(c).Stored) + 2*chunkAlign // the most space that it takes in a share
 	})
 	if err != nil {
 		return err
@@ -166,8 +166,8 @@ func (l *layout) offsetInPart(c plan.ChunkOf) *chunkOffset {
 	return &l.offsets[l.ix.Tensors[c.Data].First+c.N]
 }
 
-// gapBefore is the space before a chunk in a share, behind the last one, which ends at
-// pos; nil: there is none.
+// gapBefore is the space before a chunk in a share, after the previous chunk, which ends at pos. last is nil for
+// the first chunk.
 func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 	gap := int64(-1)
 	if last != nil {
@@ -179,10 +179,10 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 	return gap
 }
 
-// addPiece adds the piece that has these shares. What is contiguous in the file stays contiguous in
-// the buffer. All shares have the same space: where the caller exchanges, that of the largest,
-// so that one collective gathers them; else all that there is, since those of several pieces
-// are in their buffers at the same time.
+// addPiece adds the piece that has these shares. Bytes that are contiguous in the file stay contiguous in the
+// buffer. All shares of a piece have the same space. If the caller exchanges, it is the size of the largest
+// share, so that one collective gathers them; otherwise it is all available space, since shares of several pieces
+// are in the buffers at the same time.
 func (l *layout) addPiece(rankShares []plan.RankShare) {
 	number, own := len(l.pieces), rankShares[l.spec.Rank].Chunks
 	piece := loadPiece{firstRead: len(l.reads), endRead: len(l.reads) + len(own),
@@ -217,7 +217,7 @@ func (l *layout) addPiece(rankShares []plan.RankShare) {
 	}
 }
 
-// chunkPlainTensor cuts a plain tensor into raw chunks without checksums, behind chunks.
+// chunkPlainTensor cuts a plain tensor into raw chunks without checksums, and appends them to chunks.
 func chunkPlainTensor(chunks []tensor.Chunk, t *tensor.Tensor) []tensor.Chunk {
 	const size = plainChunkBytes
 	t.First, t.ChunkBytes, t.Parts = int32(len(chunks)), size, 1
@@ -230,12 +230,12 @@ func chunkPlainTensor(chunks []tensor.Chunk, t *tensor.Tensor) []tensor.Chunk {
 	return chunks
 }
 
-// sortTasksByPart sorts a plan's tasks by the parts that they are in; `where` has the number of each.
+// sortTasksByPart sorts a plan's tasks by their parts. `where` has the part number of each task.
 func (l *layout) sortTasksByPart(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
 		return
 	}
-	next := make([]int, len(l.parts)+1) // by part: where its next task goes
+	next := make([]int, len(l.parts)+1) // by part: index of its next task
 	for _, k := range where {
 		next[k+1]++
 	}
@@ -250,20 +250,20 @@ func (l *layout) sortTasksByPart(p *plan.Plan, where []int) {
 	}
 }
 
-// A shareRing is memory in which this rank has shares of a rank, of a piece each, until they are decoded.
+// A shareRing is memory in which this rank keeps shares of one rank, one for each piece, until they are decoded.
 type shareRing struct {
 	base  unsafe.Pointer
 	bytes int64
-	first int64 // where the first share begins
-	step  int64 // from share to share
-	count int   // of shares
+	first int64 // offset of the first share
+	step  int64 // distance between shares
+	count int   // number of shares
 }
 
-// ringOf is where this rank finds a rank's share of a piece.
+// ringOf is the ring in which this rank finds a rank's share of a piece.
 func (l *layout) ringOf(piece, rank int) shareRing {
 	s, share := l.spec, l.spec.shareSpace()
 	switch {
-	case l.transport == nil: // a buffer for all ranks
+	case l.transport == nil: // one buffer holds the shares of all ranks
 		b := shareRing{base: device.Pointer(uintptr(s.Ring[piece%len(s.Ring)])), bytes: s.Size, count: len(s.Ring)}
 		if piece < len(l.pieces) {
 			b.first = int64(rank) * l.pieces[piece].share
@@ -277,22 +277,22 @@ func (l *layout) ringOf(piece, rank int) shareRing {
 		s.Stages}
 }
 
-// ownersRing is where a rank itself has its shares, if the engine exchanges them.
+// ownersRing is the ring in which a rank itself keeps its shares, if the engine exchanges them.
 func (l *layout) ownersRing(rank int) shareRing {
 	share, n := l.spec.shareSpace(), l.spec.Buffers
 	return shareRing{l.transport.Memory(rank), int64(n) * share, 0, share, n}
 }
 
-// offsetOf is where the share of a piece begins, from base.
+// offsetOf is the offset of a piece's share, from base.
 func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.count)*b.step }
 
-// addressOf is the address of the share of a piece.
+// addressOf is the address of a piece's share.
 func (b shareRing) addressOf(piece int) unsafe.Pointer { return unsafe.Add(b.base, b.offsetOf(piece)) }
 
-// pieceOfTask is the piece that a task of the fetch is for.
+// pieceOfTask is the piece that a task of fetch belongs to.
 func (l *layout) pieceOfTask(task int32) int { return int(l.reads[l.fetch.Refs[task].Want].Group) }
 
-// countBuffers is how many pieces have a buffer for this rank's share at a time.
+// countBuffers is the number of pieces that have a buffer for this rank's share at the same time.
 func (l *layout) countBuffers() int {
 	if l.transport != nil {
 		return l.spec.Buffers
@@ -300,8 +300,8 @@ func (l *layout) countBuffers() int {
 	return len(l.spec.Ring)
 }
 
-// planRequests plans what this rank wants: requests of shared tensors, each with a destination. where has the part of
-// each task.
+// planRequests plans this rank's requests, which are for shared tensors and each have a destination. where has
+// the part of each task.
 func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.Want, where []int, err error) {
 	dest := make([]unsafe.Pointer, len(reqs))
 	for i := range reqs {
@@ -314,7 +314,7 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 	for _, t := range l.spec.Tensors {
 		shared[t] = true
 	}
-	for i := range wants { // the chunks of an alias travel as the rows of its tensor want it
+	for i := range wants { // the chunks of an alias travel in the rows of its tensor
 		if !shared[wants[i].Tensor] {
 			return nil, nil, nil, errNotShared(i)
 		}
@@ -340,7 +340,7 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 		where[i] = at.part
 	}
 	for i, n := range p.Left {
-		if n == 0 && wants[i].Bytes > 0 { // plain, so without chunks
+		if n == 0 && wants[i].Bytes > 0 { // plain, so it has no chunks
 			return nil, nil, nil, errNotShared(i)
 		}
 	}
@@ -348,7 +348,8 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 	return p, wants, where, nil
 }
 
-// assignTasks gives each part its tasks, also where those are none: pieces are decoded as a whole. progress.mu is held.
+// assignTasks gives each part its tasks, even if it has none, because pieces are decoded as a whole. progress.mu
+// is held.
 func (l *layout) assignTasks(where []int) {
 	next := 0
 	for k := range l.parts {

@@ -1,6 +1,6 @@
 package relay
 
-// One goroutine a rank moves its pieces: it asks the readers, the GPU and the other ranks again and again.
+// This file moves the pieces of a rank. One goroutine polls the readers, the GPU and the other ranks.
 
 import (
 	"context"
@@ -24,19 +24,19 @@ type mover struct {
 	dec    *decoder
 	sums   *summer
 	counts *profile
-	feed   *feedQueue // copies what this rank reads to the GPU; nil: the host reads into place
+	feed   *feedQueue // copies this rank's reads to the GPU; nil if the host reads into place
 
-	running   sync.WaitGroup // goroutines of begin
-	lastRound atomic.Int64   // when movePieces began its last round, in nanoseconds; 0: it has not begun
+	running   sync.WaitGroup // goroutines started by begin
+	lastRound atomic.Int64   // when movePieces began its last round, in nanoseconds; 0 before the first
 
 	turn        sync.Mutex      // held in moveOnce; guards the rest while movePieces and readers run
 	next        []int           // by rank: the next piece to take
-	own, others []shares        // this rank's and the others', which wait for a slot of the queue that decodes
-	lastLook    time.Time       // when it last looked for pieces; zero: never
-	waits       []time.Duration // by rank: the time in which no share of it was taken
+	own, others []shares        // shares of this rank and of others that wait for a slot of the decoding queue
+	lastLook    time.Time       // when it last looked for pieces; zero before the first time
+	waits       []time.Duration // by rank: how long no share of it was taken
 }
 
-// begin begins work in the background, and has its error end the job.
+// begin starts work in the background. Its error ends the job.
 func (m *mover) begin(ctx context.Context, work func(context.Context) error) {
 	spawn.GoFor(&m.running, "relay move", func() {
 		err := spawn.Guard("relay move", func() error { return work(ctx) })
@@ -50,11 +50,11 @@ func (m *mover) fail(err error) {
 	m.prog.failWith(m.dec.model.LocateError("stage", err), !errors.Is(err, peers.ErrOther))
 }
 
-// movePieces moves pieces (moveOnce), again and again, until this rank has decoded all, and no other needs what it has
+// movePieces calls moveOnce repeatedly until this rank has decoded everything and no other rank needs what it has
 // read.
 func (m *mover) movePieces(ctx context.Context) error {
 	if m.dec.queue != nil {
-		runtime.LockOSThread() // it makes most of the driver's calls: no other goroutine takes this thread
+		runtime.LockOSThread() // it makes most of the driver's calls, so no other goroutine should take this thread
 		defer runtime.UnlockOSThread()
 	}
 	var pace pacer
@@ -74,16 +74,17 @@ func (m *mover) movePieces(ctx context.Context) error {
 	return nil
 }
 
-// steps are those of moveOnce; each reports whether there was something to do.
+// steps are the steps of moveOnce. Each reports whether it did any work.
 var steps = []func(*mover) (bool, error){
 	func(m *mover) (bool, error) { return m.sums.sumArrived() },
 	(*mover).recycleTakenBuffers, (*mover).carryShares, (*mover).decodeWaiting}
 
-// moveOnce asks the GPU, the readers and the other ranks once: it submits the slots that readers have filled, finishes
-// what the GPU has done, and has this rank's shares summed, those of others copied, and all decoded; on the host it
-// decodes by itself. What the caller exchanges is decoded by DecodePiece. It leaves out what another goroutine does
-// just now, and reports whether there was something to do. Its error, also that of a panic, ends the job before
-// another goroutine has the turn, and then no step is taken again: what a failed one has decoded would count twice.
+// moveOnce polls the GPU, the readers and the other ranks once. It submits the slots that readers have filled and
+// finishes what the GPU has done. It has this rank's shares summed, copies those of others, and has all of them
+// decoded; on the host it decodes them itself. If the caller exchanges, DecodePiece decodes instead. moveOnce
+// skips what another goroutine is doing, and reports whether it did any work. An error or a panic in it ends the
+// job before another goroutine gets the turn. No step runs after that: what a failed step has decoded would be
+// counted twice.
 func (m *mover) moveOnce() bool {
 	hasMoved := m.feed != nil && m.feed.submitAndFinish()
 	if !m.turn.TryLock() {
@@ -112,15 +113,15 @@ func (m *mover) moveOnce() bool {
 	return hasMoved && err == nil
 }
 
-// moveIfLate is moveOnce for readers that wait, where movePieces has begun no round for lateAfter: the system has given
-// its core to something else, or it is in a long step, or rests since nothing was to be done.
+// moveIfLate is moveOnce for waiting readers. It acts only if movePieces has not begun a round for lateAfter:
+// because the system has given its core to something else, it is in a long step, or it rests because there was no
+// work.
 func (m *mover) moveIfLate() bool {
 	round := m.lastRound.Load()
 	return round != 0 && time.Now().UnixNano()-round > lateAfter.Nanoseconds() && m.moveOnce()
 }
 
-// askUntil calls ready again and again until it is true, or until ctx has ended. Meanwhile it moves pieces where
-// movePieces is late.
+// askUntil polls ready until it is true or ctx has ended. Meanwhile it moves pieces if movePieces is late.
 func (m *mover) askUntil(ctx context.Context, ready func() bool) error {
 	var pace pacer
 	for !ready() {
@@ -132,19 +133,20 @@ func (m *mover) askUntil(ctx context.Context, ready func() bool) error {
 	return nil
 }
 
-// awaitBuffersUpTo waits, by asking, until the buffers of the pieces [0, pieces) may be filled again.
+// awaitBuffersUpTo polls until the buffers of the pieces [0, pieces) may be filled again.
 func (m *mover) awaitBuffersUpTo(ctx context.Context, pieces int) error {
 	return m.askUntil(ctx, func() bool { return m.prog.recycled.Load() >= int64(pieces) })
 }
 
-// recycleTakenBuffers asks which of this rank's shares no other rank needs any more, and recycles their buffers.
+// recycleTakenBuffers checks which of this rank's shares no other rank needs any more, and recycles their
+// buffers.
 func (m *mover) recycleTakenBuffers() (bool, error) {
 	t := m.lay.transport
 	return t != nil && job.IsClosed(t.joined) && m.prog.recycleTaken(t.Board.CountTaken()), nil
 }
 
-// carryShares takes the next piece of each rank that has its share ready to be read, once the ranks have met and this
-// one's requests are known.
+// carryShares takes the next piece of each rank whose share can be read, once the ranks have met and this rank's
+// requests are known.
 func (m *mover) carryShares() (worked bool, err error) {
 	t, spec, now := m.lay.transport, m.lay.spec, time.Now()
 	if t == nil || !job.IsClosed(t.joined) || !job.IsClosed(m.dec.aimed) {
@@ -152,7 +154,7 @@ func (m *mover) carryShares() (worked bool, err error) {
 	}
 	if m.lastLook.IsZero() {
 		m.lastLook = now
-		if spec.Stream != 0 && m.dec.queue != nil { // what is decoded goes where the work on that stream was
+		if spec.Stream != 0 && m.dec.queue != nil { // decoding waits for the work that was on that stream
 			err = m.dec.queue.FollowStream(uintptr(spec.Stream))
 		}
 	}
@@ -167,13 +169,13 @@ func (m *mover) carryShares() (worked bool, err error) {
 	return worked, err
 }
 
-// carryShare takes the next piece of a rank, if its share can be read and there is space for it. On the host it
-// decodes it; on a GPU it queues its copy, and leaves its decoding to decodeWaiting. An own share is waited for
-// also if nothing of it is wanted: its buffer may be filled again then.
+// carryShare takes the next piece of a rank if its share can be read and there is space for it. On the host it
+// decodes the share. On a GPU it queues the copy and leaves decoding to decodeWaiting. It also waits for an own
+// share of which nothing is wanted, because its buffer may be filled again afterwards.
 func (m *mover) carryShare(from int) (bool, error) {
 	t, own := m.lay.transport, from == m.lay.spec.Rank
 	k := m.next[from]
-	if k == len(m.lay.pieces) || t.Memory(from) == nil { // it is not mapped
+	if k == len(m.lay.pieces) || t.Memory(from) == nil { // it is not mapped yet
 		return false, nil
 	}
 	of, part := shares{k, from, from + 1}, m.lay.partOf(k, from)
@@ -202,8 +204,8 @@ func (m *mover) carryShare(from int) (bool, error) {
 	return true, nil
 }
 
-// decodeWaiting queues the decoding on the GPU of what waits for it, as one batch of this rank's shares and one
-// of others', if slots are free: the last ones are for sums.
+// decodeWaiting queues the decoding of waiting shares on the GPU, as one batch of this rank's shares and one of
+// the others', if slots are free. It leaves the last slots for sums.
 func (m *mover) decodeWaiting() (worked bool, err error) {
 	t, q := m.lay.transport, m.dec.queue
 	if t == nil || q == nil {
@@ -215,7 +217,7 @@ func (m *mover) decodeWaiting() (worked bool, err error) {
 		}
 		batch := slices.Clone((*waiting)[:min(len(*waiting), mostReads)])
 		*waiting = slices.Delete(*waiting, 0, len(batch))
-		var behind []uintptr // streams that copy what it decodes
+		var behind []uintptr // streams that copy the shares to decode
 		for _, of := range batch {
 			if s := t.streams[of.firstRank]; s != 0 && !slices.Contains(behind, s) {
 				behind = append(behind, s)
@@ -229,7 +231,7 @@ func (m *mover) decodeWaiting() (worked bool, err error) {
 	return worked, nil
 }
 
-// pullShare queues the copy of a rank's share to staging, behind the decoding of the share that is there.
+// pullShare queues the copy of a rank's share to staging, after the decoding of the share that is there.
 func (m *mover) pullShare(piece, from int) error {
 	t, part := m.lay.transport, m.lay.partOf(piece, from)
 	defer m.counts.countDriverTime(time.Now())

@@ -1,9 +1,8 @@
 package relay
 
-// The pace of goroutines that ask again and again for what comes every few microseconds, from
-// readers, the device and other ranks. One that sleeps until it is woken is late by some hundred
-// microseconds in a virtual machine, and to wake one costs the waker as much: if
-// movePieces woke the readers, it would not feed the GPU meanwhile.
+// This file paces goroutines that poll for events that readers, the device and other ranks produce every few
+// microseconds. A goroutine that sleeps until it is woken is some hundred microseconds late in a virtual machine,
+// and waking it costs the waker as much: if movePieces woke the readers, it could not feed the GPU meanwhile.
 
 import (
 	"time"
@@ -13,21 +12,21 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 )
 
-// A pacer rests between two looks for work, longer the longer there was none. The zero value is ready for use.
-type pacer struct{ idle time.Time } // since when nothing was to be done; zero: there was something
+// A pacer rests between two polls, longer the longer there was no work. The zero value is ready to use.
+type pacer struct{ idle time.Time } // when work ran out; zero while there is work
 
 const (
-	// spinTime is how long a pacer keeps its core while nothing is to be done.
+	// spinTime is how long a pacer keeps its core without work.
 	spinTime = 200 * time.Microsecond
-	// longestRest is the longest that a pacer then sleeps between two looks.
+	// longestRest is the longest sleep between two polls after that.
 	longestRest = time.Millisecond
-	// landingPause is how long Ready waits before it looks again: nothing that lands wakes it.
+	// landingPause is how long Ready waits before it polls again: landed requests do not wake it.
 	landingPause = time.Millisecond
-	// lateAfter is how long readers that wait leave all to movePieces, which comes round every few microseconds.
+	// lateAfter is how long waiting readers rely on movePieces, which usually comes round every few microseconds.
 	lateAfter = 300 * time.Microsecond
 )
 
-// restUnless is called after each look for work; worked says that there was some.
+// restUnless is called after each poll. worked says that there was work.
 func (p *pacer) restUnless(worked bool) {
 	if worked {
 		p.idle = time.Time{}
@@ -43,5 +42,5 @@ func (p *pacer) restUnless(worked bool) {
 		return
 	}
 	nap := unix.NsecToTimespec(min(idle/8, longestRest).Nanoseconds())
-	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be late by a millisecond
+	_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &nap, nil) // time.Sleep may be a millisecond late
 }

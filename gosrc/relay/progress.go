@@ -1,6 +1,6 @@
 package relay
 
-// How far the pieces of a group's load are on this rank.
+// This file tracks the progress of a group load's pieces on this rank.
 
 import (
 	"sync"
@@ -11,23 +11,24 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// progress is how far a relay is. mu guards everything but recycled, and the arrivals and decodings of the layout.
+// progress is the progress of a relay. mu guards everything except recycled, and also the layout's arrivals and
+// decodings.
 type progress struct {
 	job        *job.Job
 	lay        *layout
 	mu         sync.Mutex
-	recycled   atomic.Int64  // pieces with a buffer that may be filled again: [0, recycled); readers ask without mu
-	queued     []int         // by rank: pieces for which the decoding of that rank's share is queued: [0, queued)
-	decoded    []int         // by rank: pieces with that rank's share decoded: [0, decoded)
-	sharesLeft int           // that were not decoded
+	recycled   atomic.Int64  // the buffers of the pieces [0, recycled) may be filled again; readers read it without mu
+	queued     []int         // by rank: the decoding of its shares of the pieces [0, queued) is queued
+	decoded    []int         // by rank: its shares of the pieces [0, decoded) are decoded
+	sharesLeft int           // shares not decoded yet
 	lastDecode chan struct{} // closed when sharesLeft is 0
-	published  int           // pieces with a share of this rank that can be read: [0, published)
-	taken      int           // pieces with a share of this rank that no other rank needs: [0, taken)
-	err        error         // the first
+	published  int           // this rank's shares of the pieces [0, published) can be read
+	taken      int           // this rank's shares of the pieces [0, taken) are no longer needed by other ranks
+	err        error         // the first error
 	ours       bool          // err is not about bytes that another rank has read
 }
 
-// begin begins with the pieces of the layout.
+// begin sets the counts for the pieces of the layout.
 func (p *progress) begin() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -45,7 +46,8 @@ func (p *progress) firstError() error {
 	return p.err
 }
 
-// failWith records the first error and ends the job. ours: it is not about bytes that another rank has read.
+// failWith records the first error and ends the job. ours says that the error is not about bytes that another
+// rank has read.
 func (p *progress) failWith(err error, ours bool) {
 	p.mu.Lock()
 	if p.err == nil {
@@ -58,7 +60,7 @@ func (p *progress) failWith(err error, ours bool) {
 	p.job.Cancel()
 }
 
-// markJoined says that the ranks are connected, and what of this one they may read.
+// markJoined records that the ranks are connected, and publishes what they may already read of this one.
 func (p *progress) markJoined() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -70,7 +72,7 @@ func (p *progress) markJoined() {
 	}
 }
 
-// countChunk counts a chunk of this rank's share of a piece that has arrived, and reports whether it is the last.
+// countChunk counts an arrived chunk of this rank's share of a piece, and reports whether it is the last one.
 func (p *progress) countChunk(piece int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -96,8 +98,9 @@ func (p *progress) makeReadable(piece int) {
 	}
 }
 
-// eventBeforeFill is the event after which a rank's share of a piece may be written to where this rank has it: the
-// end of the decoding of the share that was there before, which is queued. nil: there is nothing to wait for.
+// eventBeforeFill is the event to wait for before a rank's share of a piece may be written to its memory on this
+// rank: the end of the decoding of the share that was there before, which is queued. nil means that there is
+// nothing to wait for.
 func (p *progress) eventBeforeFill(piece, rank int) *queue.Event {
 	buffers := p.lay.ringOf(piece, rank).count
 	if piece < buffers {
@@ -105,22 +108,23 @@ func (p *progress) eventBeforeFill(piece, rank int) *queue.Event {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if part := p.lay.partOf(piece-buffers, rank); !part.isDecoded { // else its slot may have a later batch by now
+	if part := p.lay.partOf(piece-buffers, rank); !part.isDecoded { // else its slot may belong to a later batch
 		return part.decodeEnd
 	}
 	return nil
 }
 
-// hasStagingFor reports whether a rank's share of a piece may be pulled behind the decoding of the earlier share
-// that has its staging: whether that decoding is queued.
+// hasStagingFor reports whether a rank's share of a piece may be pulled. That requires that the decoding of the
+// earlier share in the same staging memory is queued.
 func (p *progress) hasStagingFor(piece, from int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.queued[from] > piece-p.lay.spec.Stages
 }
 
-// markQueued says that the decoding of shares, which ends with the event, is queued; nil: there is nothing
-// to wait for. If this rank's share is among them, its buffer may be filled again unless other ranks need it.
+// markQueued records that the decoding of shares is queued; it ends with the event. end is nil if there is
+// nothing to wait for. If this rank's share is among them, its buffer may be filled again unless other ranks need
+// it.
 func (p *progress) markQueued(of shares, end *queue.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -134,8 +138,8 @@ func (p *progress) markQueued(of shares, end *queue.Event) {
 	p.recycleOwnBuffers()
 }
 
-// recycleOwnBuffers lets the readers fill again those of this rank's buffers that have their decoding queued and that
-// no other rank needs. p.mu is held.
+// recycleOwnBuffers lets the readers refill this rank's buffers if their decoding is queued and no other rank
+// needs them. p.mu is held.
 func (p *progress) recycleOwnBuffers() {
 	free := p.queued[p.lay.spec.Rank]
 	if p.lay.transport != nil {
@@ -144,8 +148,8 @@ func (p *progress) recycleOwnBuffers() {
 	p.recycled.Store(int64(free))
 }
 
-// recycleTaken says that the other ranks need no share of this rank of the pieces [0, taken), and reports whether that
-// is new.
+// recycleTaken records that the other ranks no longer need this rank's shares of the pieces [0, taken), and
+// reports whether that is new.
 func (p *progress) recycleTaken(taken int) bool {
 	taken = min(taken, len(p.lay.pieces))
 	p.mu.Lock()
@@ -158,7 +162,8 @@ func (p *progress) recycleTaken(taken int) bool {
 	return true
 }
 
-// markDecoded says that the decoding of shares has ended, and tells their owners that this rank needs them no more.
+// markDecoded records that the decoding of shares has ended, and tells their owners that this rank no longer
+// needs them.
 func (p *progress) markDecoded(of shares) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -177,7 +182,7 @@ func (p *progress) markDecoded(of shares) {
 	}
 }
 
-// hasMovedAll reports whether this rank has decoded everything, and no other needs what it has read.
+// hasMovedAll reports whether this rank has decoded everything and no other rank needs what it has read.
 func (p *progress) hasMovedAll() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -185,18 +190,18 @@ func (p *progress) hasMovedAll() bool {
 	return p.sharesLeft == 0 && (t == nil || job.IsClosed(t.joined) && p.taken == len(p.lay.pieces))
 }
 
-// profile is what a relay counts of its own work.
+// profile counts a relay's own work.
 type profile struct {
 	pulled     atomic.Int64 // bytes copied from other ranks
-	driver     atomic.Int64 // nanoseconds in calls of the driver that submit fetches, copies and decodes
-	flight     atomic.Int64 // bytes submitted for fetching that have not arrived
+	driver     atomic.Int64 // nanoseconds in driver calls that submit fetches, copies and decodes
+	flight     atomic.Int64 // bytes submitted for fetching that have not arrived yet
 	mostFlight atomic.Int64
 }
 
-// countDriverTime counts the time of calls of the driver since began.
+// countDriverTime adds the time of driver calls since began.
 func (p *profile) countDriverTime(began time.Time) { p.driver.Add(int64(time.Since(began))) }
 
-// countFlight counts bytes that are submitted for fetching, or have arrived if n is negative.
+// countFlight adds bytes submitted for fetching; a negative n subtracts bytes that have arrived.
 func (p *profile) countFlight(n int64) {
 	now := p.flight.Add(n)
 	for most := p.mostFlight.Load(); now > most && !p.mostFlight.CompareAndSwap(most, now); most = p.mostFlight.Load() {

@@ -1,5 +1,4 @@
-// Package relay is the verb of loads by the ranks of a group together: each reads a
-// share, and all decode.
+// Package relay loads a model on all ranks of a group together: each rank reads a share, and all decode.
 package relay
 
 import (
@@ -22,27 +21,25 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Relay is one rank's part in a group's load: each rank reads a share of the
-// stored bytes, and these travel. The bytes come in pieces, and each rank has a
-// share of each; reading begins before the destinations are known (Aim). The job ends when every
-// piece was decoded, or with the first error; after that nothing writes to its memory or
-// the destinations.
+// A Relay is one rank's part in a group load. Each rank reads a share of the stored bytes, and the shares travel
+// between the ranks. The bytes are divided into pieces, and each rank has a share of each piece. Reading begins
+// before the destinations are known (Aim). The job ends when every piece was decoded, or with the first error.
+// After that nothing writes to its memory or the destinations.
 //
-// A transport brings the shares of mapped ranks. Else the caller does: a piece occupies one
-// buffer of the ring, which has equal space for each rank's share, one after the other. The
-// caller waits for this rank's share, which was checked then (AwaitOwnShare), exchanges it
-// for the others', and has the whole piece decoded to where the requests want it
-// (DecodePiece). On a GPU that is queued behind the exchange, and the next fill of the buffer
-// behind it.
+// If the ranks are mapped, a transport moves the shares. Otherwise the caller does: a piece occupies one buffer
+// of the ring, which has equal space for each rank's share, in rank order. The caller waits until this rank's
+// share has arrived and was checked (AwaitOwnShare), exchanges it for the others', and has the whole piece
+// decoded to where the requests want it (DecodePiece). On a GPU the decoding is queued after the exchange, and
+// the next fill of the buffer after the decoding.
 //
-// Its methods are safe for concurrent use, except DecodePiece.
+// The methods are safe for concurrent use, except DecodePiece.
 type Relay struct {
 	job       *job.Job
 	model     *load.Model
 	target    load.Target
 	machine   plan.Machine
 	start     time.Time
-	layoutEnd chan struct{} // closed when the layout and the queues are there, or the job has an error
+	layoutEnd chan struct{} // closed when layout and queues exist, or the job has an error
 	lay       *layout
 	prog      *progress
 	dec       *decoder
@@ -50,25 +47,24 @@ type Relay struct {
 	move      *mover
 	counts    profile
 	shut      bool           // guarded by prog.mu
-	busy      sync.WaitGroup // calls of DecodePiece and Join
+	busy      sync.WaitGroup // calls of DecodePiece and Join in progress
 }
 
 // A Report says what a relay did and what it cost.
 type Report struct {
 	load.Report
-	// Ours: the error is not about bytes of another rank. Its own error may say
-	// more.
+	// Ours says that the error is not about another rank's bytes. Otherwise that rank's own error may say more.
 	Ours   bool      `json:"ours"`
 	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
-	Waited []float64 `json:"waited,omitempty"` // seconds, by rank, in which this rank took no share of it
-	Driver float64   `json:"driver,omitempty"` // seconds in submitting fetches, copies and decoding
-	Flight int64     `json:"flight,omitempty"` // the most bytes that were on their way to the GPU
+	Waited []float64 `json:"waited,omitempty"` // by rank: seconds in which this rank took none of its shares
+	Driver float64   `json:"driver,omitempty"` // seconds spent submitting fetches, copies and decoding
+	Flight int64     `json:"flight,omitempty"` // the most bytes that were on their way to the GPU at a time
 	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that are gone
-	// Unmapped: the error is that this rank cannot map another's memory.
+	// Unmapped says that the error is that this rank cannot map another rank's memory.
 	Unmapped bool `json:"unmapped,omitempty"`
 }
 
-// Start starts a relay of a model. Its layout and reading begin in the background.
+// Start starts a relay of a model. It lays out the load and begins to read in the background.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
 		len(spec.Ring) == 0 && !spec.Mapped ||
@@ -114,7 +110,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	return r, nil
 }
 
-// newRelay makes the parts of a relay, which know each other.
+// newRelay makes the parts of a relay and connects them.
 func newRelay(m *load.Model, tgt load.Target, machine plan.Machine, spec *Spec) *Relay {
 	r := &Relay{job: job.New("relay"), model: m, target: tgt, machine: machine, start: time.Now(),
 		layoutEnd: make(chan struct{})}
@@ -129,8 +125,8 @@ func newRelay(m *load.Model, tgt load.Target, machine plan.Machine, spec *Spec) 
 	return r
 }
 
-// makeLayoutAndQueues lays out the load and makes its queues, while the ranks exchange their offers. Its error is the
-// job's, also that of a panic, before those that wait for the layout go on.
+// makeLayoutAndQueues lays out the load and makes its queues while the ranks exchange their offers. An error or a
+// panic in it ends the job before those that wait for the layout continue.
 func (r *Relay) makeLayoutAndQueues() error {
 	defer close(r.layoutEnd)
 	err := spawn.Guard("relay layout", func() error {
@@ -157,7 +153,7 @@ func (r *Relay) awaitLayout() error {
 	return r.prog.firstError()
 }
 
-// awaitPiece is awaitLayout; it refuses a number that no piece has.
+// awaitPiece is awaitLayout and also refuses a piece number that is out of range.
 func (r *Relay) awaitPiece(piece int) error {
 	err := r.awaitLayout()
 	if err == nil && (piece < 0 || piece >= len(r.lay.pieces)) {
@@ -166,7 +162,7 @@ func (r *Relay) awaitPiece(piece int) error {
 	return err
 }
 
-// makeQueues makes what a GPU needs: a queue that copies what this rank reads, and one that sums and decodes.
+// makeQueues makes the queues of a GPU: one that copies this rank's reads, and one that sums and decodes.
 func (r *Relay) makeQueues() error {
 	gpu := r.target.GPU
 	if gpu == nil {
@@ -201,7 +197,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer r.model.Drop()
 	isLeaving := false
 	defer func() {
-		if !isLeaving { // a panic: the other ranks wait
+		if !isLeaving { // after a panic: the other ranks wait
 			r.prog.failWith(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
 			r.closeExchange(ctx)
 		}
@@ -247,7 +243,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	return r.prog.err
 }
 
-// readShares reads this rank's shares, and has what it reads copied to the GPU.
+// readShares reads this rank's shares and has them copied to the GPU.
 func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline.Stages, _ error) {
 	files, depth := load.AnnouncePlan(r.model.Sources(), r.lay.fetch, false, cmp.Or(r.lay.spec.Read, knob.Read.Get()))
 	ahead, buffers := r.piecesAhead(), r.lay.countBuffers()
@@ -274,15 +270,15 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 	return files, st, err
 }
 
-// piecesAhead is how many pieces beyond the buffers may be read into slots of the queue,
-// where they wait for a buffer. They leave one slot free, for a piece that has its buffer: it must
-// be read before the others get theirs.
+// piecesAhead is how many pieces beyond the buffers may be read into slots of the queue, where they wait for a
+// buffer. It leaves one slot free for a piece that has its buffer, since that piece must be read before the
+// others get theirs.
 func (r *Relay) piecesAhead() int {
 	slots, size := load.Ring(r.machine)
 	if r.move.feed == nil || r.lay.fetch.Slot > size {
 		return 0
 	}
-	counts := make([]int, len(r.lay.pieces)) // of slots that a piece fills
+	counts := make([]int, len(r.lay.pieces)) // slots that each piece fills
 	for i := range r.lay.fetch.Pieces {
 		counts[r.lay.pieceOfTask(r.lay.fetch.Pieces[i].First)]++
 	}
@@ -313,7 +309,7 @@ func (r *Relay) endTransport(ctx context.Context) {
 }
 
 // Ready returns at most limit requests that have landed since the last call, and whether more may follow. It
-// waits up to d for the first of them, and looks every landingPause: what lands them wakes no one.
+// waits up to d for the first one and polls every landingPause, because landed requests do not wake it.
 func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	for until := time.Now().Add(d); ; job.Within(r.job.Done(), landingPause) {
 		reqs, more = r.dec.landings.Next(r.job.Done(), limit, 0)
@@ -326,8 +322,8 @@ func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 // Job is the relay's job.
 func (r *Relay) Job() *job.Job { return r.job }
 
-// ShareSizes returns, for each piece, the space of each rank's share in a buffer of the ring: that of
-// rank r begins at r times this size. It waits for the layout.
+// ShareSizes returns, for each piece, the space of each rank's share in a buffer of the ring. The share of rank r
+// begins at r times this size. It waits for the layout.
 func (r *Relay) ShareSizes() ([]int64, error) {
 	if err := r.awaitLayout(); err != nil {
 		return nil, err
@@ -363,8 +359,8 @@ func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
 	return job.IsClosed(checked), nil
 }
 
-// Aim sets what this rank wants: requests as those of a load, of shared tensors, each with a destination. It is called
-// once, before anything is decoded; an error leaves the relay as it was.
+// Aim sets this rank's requests. They are like those of a load, for shared tensors, and each has a destination.
+// Aim is called once, before anything is decoded. An error leaves the relay unchanged.
 func (r *Relay) Aim(reqs []plan.Request) error {
 	if err := r.awaitLayout(); err != nil {
 		return err
@@ -383,7 +379,7 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	return nil
 }
 
-// Offer is what the other ranks need to reach this one's memory; see Join.
+// Offer says how the other ranks reach this one's memory; see Join.
 func (r *Relay) Offer() (peers.Offer, error) {
 	if r.lay.transport == nil {
 		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: the caller exchanges the shares, and gets no offer")
@@ -391,9 +387,9 @@ func (r *Relay) Offer() (peers.Offer, error) {
 	return r.lay.transport.Offer(), nil
 }
 
-// Join connects the relay with those of the other ranks, by their offers in order; it then maps
-// their memory in the background. An error of either ends the job. Report.Unmapped says whether it is that the ranks
-// cannot reach each other's memory.
+// Join connects the relay with those of the other ranks, by their offers in rank order. It then maps their memory
+// in the background. An error of either step ends the job. Report.Unmapped says whether the reason is that the
+// ranks cannot reach each other's memory.
 func (r *Relay) Join(offers []peers.Offer) error {
 	t := r.lay.transport
 	r.prog.mu.Lock()
@@ -415,10 +411,10 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
-// DecodePiece decodes a piece with every rank's share in its buffer, and then frees the
-// buffer, for a caller that exchanges the shares. On a GPU it queues the decoding after the
-// work that is on a stream now (0: none); errors end the job. Each piece is
-// decoded once, in their order, and not before AwaitOwnShare has reported this rank's share.
+// DecodePiece decodes a piece with every rank's share in its buffer, and then frees the buffer. It serves callers
+// that exchange the shares. On a GPU it queues the decoding after the work that is on a stream now (0 for none).
+// Errors end the job. Each piece is decoded once, in order, and only after AwaitOwnShare has reported this rank's
+// share.
 func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if err := r.awaitPiece(piece); err != nil {
 		return err
@@ -431,7 +427,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if r.dec.queue == nil {
 		return r.dec.decodeOnHost(of)
 	}
-	slot, err := r.dec.queue.Get(r.job.RunContext()) // while this context lives, moveOnce brings slots back
+	slot, err := r.dec.queue.Get(r.job.RunContext()) // moveOnce returns slots while this context lives
 	if err != nil {
 		return err
 	}
@@ -442,7 +438,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	return r.dec.queueDecoding(slot.(*queue.Slot), []shares{of}, behind)
 }
 
-// beginDecoding keeps the relay from ending, until busy is done, while the caller has a piece decoded that is next.
+// beginDecoding checks that a piece is the next one, and keeps the relay from ending until busy is done.
 func (r *Relay) beginDecoding(piece int) error {
 	p := r.prog
 	p.mu.Lock()

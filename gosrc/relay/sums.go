@@ -1,6 +1,6 @@
 package relay
 
-// Sums of the shares that this rank has read, on its GPU.
+// This file compares checksums of this rank's shares on its GPU.
 
 import (
 	"github.com/overwire/overwire/gosrc/device"
@@ -11,19 +11,19 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A summer says when others may read what this rank has read. Where SumsShares of plan.Machine is set a share's
-// checksums are compared on the GPU first, since a slot may end within a chunk.
+// A summer decides when other ranks may read this rank's shares. If SumsShares of plan.Machine is set, the GPU
+// compares a share's checksums first, since a slot may end within a chunk.
 type summer struct {
 	model    *load.Model
 	lay      *layout
 	prog     *progress
 	sums     bool         // SumsShares
 	queue    *queue.Queue // nil: the host
-	arrivals chan int     // pieces with a share of this rank that has arrived, to be summed
+	arrivals chan int     // pieces with an arrived share of this rank, to be summed
 }
 
-// countArrival counts a chunk of this rank's share of a piece that has arrived. The last of them makes the share
-// readable, or first has sumArrived sum it.
+// countArrival counts an arrived chunk of this rank's share of a piece. The last one makes the share readable, or
+// hands it to sumArrived first.
 func (s *summer) countArrival(piece int) {
 	switch {
 	case !s.prog.countChunk(piece):
@@ -34,9 +34,9 @@ func (s *summer) countArrival(piece int) {
 	}
 }
 
-// sumArrived has the shares summed that have arrived, as far as slots are free. The mover's turn is held.
+// sumArrived has arrived shares summed as long as slots are free. The mover's turn is held.
 func (s *summer) sumArrived() (worked bool, err error) {
-	for len(s.arrivals) > 0 { // only the holder of turn takes them
+	for len(s.arrivals) > 0 { // only the holder of turn takes from arrivals
 		slot := s.queue.TryGet()
 		if slot == nil {
 			return worked, nil
@@ -49,18 +49,18 @@ func (s *summer) sumArrived() (worked bool, err error) {
 	return worked, nil
 }
 
-// sumShare queues the comparison of the checksums of this rank's share of a piece, which becomes readable after it. It
-// takes the slot.
+// sumShare queues the comparison of this rank's share of a piece with its checksums. The share becomes readable
+// afterwards. sumShare takes the slot.
 func (s *summer) sumShare(piece int, slot *queue.Slot) error {
 	isSubmitted := false
 	defer func() {
-		if !isSubmitted { // there is nothing to sum, or a panic: Close waits for every slot
+		if !isSubmitted { // nothing to sum, or a panic: Close waits for every slot
 			s.queue.Put(slot)
 		}
 	}()
 	ring := s.lay.ringOf(piece, s.lay.spec.Rank)
 	var tasks []device.DecodeTask
-	var reads []*plan.ChunkRead // of each task
+	var reads []*plan.ChunkRead // the read of each task
 	for i := s.lay.pieces[piece].firstRead; i < s.lay.pieces[piece].endRead; i++ {
 		read := &s.lay.reads[i]
 		if read.Bare {

@@ -1,6 +1,6 @@
 package relay
 
-// The transport of shares between ranks, over memory that the processes of a host map of each other.
+// This file transports shares between ranks, over memory that the processes of a host map of each other.
 
 import (
 	"context"
@@ -13,25 +13,26 @@ import (
 	"github.com/overwire/overwire/gosrc/peers"
 )
 
-// A transport brings the shares of a relay from rank to rank. No rank decodes what was not compared with its checksum
-// where it was read.
+// A transport moves the shares of a relay between ranks. No rank decodes a share before its reader has compared
+// it with its checksums.
 //
-// A rank reads its shares into memory that the other ranks map, one by one, while the first shares are read. It
-// publishes a piece when its share was checked and has arrived there. Each other rank waits for that by itself, copies
-// the share to memory of its own (staging), on a stream for each rank, and decodes after the copy. On the host it
-// decodes where the bytes are. Then it says that it does not need the share any more. A rank fills its memory again
-// when all others have said so, whatever they have of other ranks: one that reads late delays only what it reads.
+// A rank reads its shares into memory that the other ranks map, one after the other, while the first shares are
+// read. It publishes a piece when its share has arrived there and was checked. Each other rank polls for that,
+// copies the share to memory of its own (staging), on one stream for each rank, and decodes after the copy; on
+// the host it decodes the bytes in place. Then it announces that it no longer needs the share. A rank refills its
+// memory when all others have announced that, independently of shares from other ranks, so a slow reader delays
+// only what it reads.
 type transport struct {
 	*peers.Peers
 	gpu      *cuda.Device  // nil: the host
 	staging  device.Memory // on a GPU: Spec.Stages shares of each other rank
-	streams  []uintptr     // on a GPU, by rank; its own: 0
+	streams  []uintptr     // on a GPU, by rank; 0 for this rank
 	joined   chan struct{} // closed when the ranks are connected
 	asked    bool          // Join was called; guarded by the relay's mu
 	unmapped atomic.Bool   // the error is that another rank's memory cannot be mapped
 }
 
-// newTransport makes what the transport of a Spec needs. After an error close frees what there is.
+// newTransport makes the transport of a Spec. After an error, close frees what was made.
 func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	if spec.Buffers < 1 || spec.Buffers > maxBuffers || gpu != nil && spec.Stages < 1 || spec.Stages > maxBuffers ||
 		len(spec.Ring) > 0 {
@@ -47,7 +48,7 @@ func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	if gpu == nil {
 		return t, nil
 	}
-	staging, err := gpu.Alloc([]int64{int64(spec.Stages*(spec.Ranks-1)) * spec.shareSpace()}) // of one rank: none
+	staging, err := gpu.Alloc([]int64{int64(spec.Stages*(spec.Ranks-1)) * spec.shareSpace()}) // none for a single rank
 	if err != nil {
 		return t, err
 	}
@@ -61,7 +62,7 @@ func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	return t, err
 }
 
-// join connects this rank with the others, by their offers in order.
+// join connects this rank with the others, by their offers in rank order.
 func (t *transport) join(offers []peers.Offer) error {
 	err := t.Join(offers)
 	if err != nil {
@@ -70,8 +71,8 @@ func (t *transport) join(offers []peers.Offer) error {
 	return err
 }
 
-// mapOthers maps the other ranks' memory once they are connected, when it is this rank's turn, and waits until
-// all ranks have done so.
+// mapOthers maps the other ranks' memory once they are connected and it is this rank's turn. It waits until all
+// ranks have done so.
 func (t *transport) mapOthers(ctx context.Context, rank, ranks int) error {
 	if err := awaitChannel(ctx, t.joined); err != nil {
 		return err
@@ -86,11 +87,11 @@ func (t *transport) mapOthers(ctx context.Context, rank, ranks int) error {
 		}
 	}
 	t.Board.EndMapTurn()
-	return t.Board.AwaitJoined(ctx) // also a relay without pieces does not end before the others have found it
+	return t.Board.AwaitJoined(ctx) // even a relay without pieces must not end before the others have found it
 }
 
-// end waits for the pulls in flight, and for the other ranks to end theirs; when ctx has ended, not long. good: this
-// rank has no error. fail is called with the error of another.
+// end waits for the pulls in flight, and for the other ranks to end theirs; after ctx has ended, only briefly.
+// good reports that this rank has no error. end calls fail with the error of another rank.
 func (t *transport) end(ctx context.Context, good func() bool, fail func(error)) {
 	if t == nil {
 		return

@@ -1,33 +1,32 @@
 package source
 
-// This file defines how objects of stores are written: as a Draft, by offset.
+// This file defines Draft, an object of a store while it is being written.
 
-// A Draft is an object of a store while it is written; readers see it only once it
-// is published. The context that it was created with ends every call but Drop.
+// A Draft is an object of a store while it is being written. Readers see it only once it is published. Cancelling
+// the context that it was created with ends every call except Drop.
 //
-// Write and Skip are safe in parallel; the other calls follow them, one at a time.
-// Memory is bounded: parts are sent while the rest is still being written.
+// Write and Skip may run in parallel; the other calls follow them, one at a time. Memory is bounded: parts are
+// sent while the rest is still being written.
 type Draft interface {
 	// URI names the object as the user wrote it.
 	URI() string
-	// Write writes bytes at an offset, each offset at most once. It does not keep
-	// p. It waits while the store is slower.
+	// Write writes bytes at an offset, each offset at most once. It does not keep p. It blocks while the store is
+	// slower than the caller.
 	Write(p []byte, off int64) error
-	// WriteView is Write of bytes that stay as they are until the draft has ended, or StopSends has
-	// returned: a store sends them from where they are.
+	// WriteView is Write for bytes that do not change until the draft has ended or StopSends has returned. The
+	// store sends them without a copy.
 	WriteView(p []byte, off int64) error
-	// Skip says that [lo, hi) will not be written: it is zero.
+	// Skip declares that [lo, hi) will not be written and is zero.
 	Skip(lo, hi int64) error
-	// Finish sets the object's size and returns when the store has all of it; what
-	// was neither written nor skipped is zero.
+	// Finish sets the object's size and returns when the store has all of it. Ranges that were neither written
+	// nor skipped are zero.
 	Finish(size int64) error
-	// Publish makes the finished object visible, in place of the one before,
-	// in one step.
+	// Publish makes the finished object visible in one step. It replaces any earlier object of that name.
 	Publish() error
-	// StopSends ends what is being sent, at once; only Drop may follow. Afterwards the draft reads no
-	// bytes of WriteView any more.
+	// StopSends aborts all sends at once. Only Drop may follow. The draft no longer reads the bytes of WriteView
+	// afterwards.
 	StopSends()
-	// Drop ends the draft and removes from the store what was not published. It may
-	// be called more than once.
+	// Drop ends the draft and removes from the store everything that was not published. It may be called more
+	// than once.
 	Drop()
 }

@@ -1,9 +1,7 @@
 package source
 
-// This file has what folders of stores list.
-
-// An Entry is a file of a folder in a store, or of a folder below it.
+// An Entry is a file in a folder of a store, or in a folder below it.
 type Entry struct {
-	Name string // below the folder, with slashes
-	Size int64  // -1: the store does not say
+	Name string // relative to the folder, with slashes
+	Size int64  // -1 if the store does not say
 }

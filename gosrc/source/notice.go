@@ -1,23 +1,23 @@
 package source
 
-// This file keeps what people should know of how sources were opened.
+// This file collects warnings about how sources were opened.
 
 import (
 	"slices"
 	"sync"
 )
 
-// notices are those that no one has taken yet.
+// notices are the warnings that nobody has taken yet.
 var notices struct {
 	sync.Mutex
 	texts []string
 }
 
-// maxNotices bounds those that no one takes.
+// maxNotices bounds them.
 const maxNotices = 64
 
-// Notice adds a sentence, without secrets, to what the next call of Notices returns: a
-// program shows it, once, as a warning.
+// Notice adds a sentence, without secrets, that the next call of Notices returns. A program shows it once, as a
+// warning.
 func Notice(text string) {
 	notices.Lock()
 	defer notices.Unlock()
@@ -26,7 +26,7 @@ func Notice(text string) {
 	}
 }
 
-// Notices takes the sentences that have been added since the last call.
+// Notices returns the sentences that were added since the last call.
 func Notices() []string {
 	notices.Lock()
 	defer notices.Unlock()

@@ -1,6 +1,6 @@
 package source
 
-// This file has the options of stores: what a caller passes as storage_options=.
+// This file defines the options of stores, which callers pass as storage_options=.
 
 import (
 	"maps"
@@ -11,25 +11,23 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Options says how to reach a store. The zero value means the store's defaults and
-// an empty environment. Values may be secrets: they never appear in messages, and
-// errors name keys only.
+// Options says how to reach a store. The zero value means the store's defaults and an empty environment. Values
+// may be secrets: they never appear in messages. Errors name only keys.
 type Options struct {
-	// Storage is storage_options= of the caller, all values as text. Headers of
-	// HTTP are entries "header.NAME".
+	// Storage is the caller's storage_options=, with all values as text. HTTP headers are entries "header.NAME".
 	Storage map[string]string `json:"storage"`
-	// Env holds the variables named by EnvNames, as Python's os.environ has them:
-	// Go's own environment is that of the process's start.
+	// Env holds the variables named by EnvNames, as Python's os.environ has them now. Go's own environment is
+	// from the start of the process.
 	Env map[string]string `json:"env"`
-	// Once makes an object that is written appear only where none is: see open.PutOnce.
+	// Once makes a write fail if the object exists already: see open.PutOnce.
 	Once bool `json:"-"`
 }
 
 // HeaderPrefix begins the entries of Options.Storage that are HTTP headers.
 const HeaderPrefix = "header."
 
-// EnvNames are the variables that a store may need; a name that ends in * stands
-// for all that begin so. Names of proxies are read in lower case too.
+// EnvNames are the variables that a store may need. A name that ends in * stands for all names with that prefix.
+// Names of proxies are also read in lower case.
 var EnvNames = []string{
 	"AWS_*", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
 	"HF_TOKEN_PATH",
@@ -67,7 +65,7 @@ func (o Options) Flag(name string) (bool, error) {
 	return on, nil
 }
 
-// Number reads a number of Storage from lo to hi, def if it is not given.
+// Number reads a number from lo to hi in Storage, def if it is not given.
 func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	text, ok := o.Storage[name]
 	if !ok {
@@ -80,11 +78,11 @@ func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	return n, nil
 }
 
-// Whole is Key with the environment: equal for options that mean the same.
+// Whole is Key plus the environment. It is equal for options that mean the same.
 func (o Options) Whole() string { return o.Key() + "\x00" + quotePairs(o.Env) }
 
-// Key is equal for equal Storage and equal stores: what was reached with one set of credentials must
-// not be given to a caller with another. It contains the values.
+// Key is equal for equal Storage and equal stores. What was reached with one set of credentials must not be given
+// to a caller with another. Key contains the values.
 func (o Options) Key() string {
 	if len(o.Storage) == 0 && len(o.Env) == 0 { // local files
 		return ""
@@ -104,8 +102,8 @@ func quotePairs(values map[string]string) string {
 	return b.String()
 }
 
-// choices are, by scheme, the options and variables that say where the objects of a URI are, or
-// whether it is certain who sends them. None is a secret.
+// choices are the options and variables of each scheme that say where a URI's objects are, or how the sender is
+// authenticated. None is a secret.
 var choices = map[string]struct{ storage, env []string }{
 	"s3": {[]string{"endpoint_url", "aws_endpoint_url", "endpoint", "profile", "profile_name", "region", "region_name",
 		"aws_region"}, []string{"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL",
@@ -117,8 +115,8 @@ var choices = map[string]struct{ storage, env []string }{
 	"rediss": {[]string{"db"}, nil},
 }
 
-// StoreOf is what chooses the store that a URI of a scheme names, beside the URI: what one store has
-// or said is not another's, whatever ETag it gives. It contains no secret.
+// StoreOf returns everything besides the URI that determines which store a URI of this scheme names. Data of one
+// store is never used for another, even if the ETags are equal. It contains no secret.
 func (o Options) StoreOf(scheme string) string {
 	values := map[string]string{}
 	for _, name := range choices[scheme].storage {

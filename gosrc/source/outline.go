@@ -1,31 +1,29 @@
 package source
 
-// This file tells a source what its reader knows of the object before it is opened.
+// This file tells a source what its reader expects of an object before it is opened.
 
 import "context"
 
-// An Outline is what a reader expects of an object: a source that has to bring it from its
-// beginning on, and whose store does not state a size, stops where the object cannot be
-// what is expected. The zero value expects nothing.
+// An Outline is what a reader expects of an object. It lets a source that reads from the beginning, from a store
+// that does not state a size, stop when the object cannot be the expected one. The zero value expects nothing.
 type Outline struct {
-	// Most is how many bytes the object may have; 0: any number.
+	// Most is the largest size that the object may have, in bytes; 0 means any size.
 	Most int64
-	// Size tells from the first bytes of an object how many it has, -1 if they do not say;
-	// or, if need is more than len(head), that it needs that number to tell. nil: nothing
-	// is known.
+	// Size returns the object's size as its first bytes state it, -1 if they do not. If need exceeds len(head),
+	// it needs that many bytes to tell. nil means that nothing is known.
 	Size func(uri string, head []byte) (size, need int64, err error)
-	// Longer: the object may have more bytes, which are not wanted.
+	// Longer says that the object may have more bytes, which are not wanted.
 	Longer bool
 }
 
 type outlineKey struct{}
 
-// In returns a context with which objects of this outline are opened.
+// In returns a context that opens objects with this outline.
 func (o Outline) In(ctx context.Context) context.Context {
 	return context.WithValue(ctx, outlineKey{}, o)
 }
 
-// OutlineOf is the outline of the objects that are opened with a context.
+// OutlineOf returns the outline of a context.
 func OutlineOf(ctx context.Context) Outline {
 	o, _ := ctx.Value(outlineKey{}).(Outline)
 	return o

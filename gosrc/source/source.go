@@ -13,83 +13,77 @@ import (
 //
 // It is safe for concurrent use: ReadAt calls run in parallel.
 type Source interface {
-	// URI names the source as the user wrote it. It may hold secrets: errs.RedactURI
-	// it before it is shown.
+	// URI names the source as the user wrote it. It may hold secrets: apply errs.RedactURI before showing it.
 	URI() string
 	// Size is the number of bytes, fixed when the source was opened.
 	Size() int64
-	// ReadAt fills p from offset off, all of it, or returns an error: never a
-	// partial result. Reading past Size, or a medium that gives fewer bytes
-	// than Size promised, is errs.ErrCorrupt ("truncated"); a failing medium
-	// is errs.ErrIO with the system's words. It returns soon after ctx is
-	// cancelled, with errs.ErrCancelled.
+	// ReadAt fills all of p from offset off or returns an error; it never returns a partial result. Reading past
+	// Size, or a medium that has fewer bytes than Size promised, is errs.ErrCorrupt ("truncated"). A failing
+	// medium is errs.ErrIO with the system's text. ReadAt returns soon after ctx is cancelled, with
+	// errs.ErrCancelled.
 	ReadAt(ctx context.Context, p []byte, off int64) error
-	// Facts says what else callers may rely on. It is cheap, and most of it never
-	// changes while the source is open.
+	// Facts says what else callers may rely on. It is cheap. Most of it never changes while the source is open.
 	Facts() Facts
 	// Close releases what the source holds. ReadAt calls in flight finish or fail;
 	// later ones fail. Close may be called more than once.
 	Close() error
 }
 
-// Facts describe a source beyond its bytes. The zero value describes a source that
-// has ReadAt only, whose reads cost no round trip, and whose state nothing
-// identifies. A source that wraps another passes on only the facts that hold for
-// both: see ReadAtOnly.
+// Facts describe a source beyond its bytes. The zero value describes a source that only has ReadAt, with reads
+// that cost no round trip and a state that nothing identifies. A source that wraps another one passes on only the
+// facts that hold for both: see ReadAtOnly.
 type Facts struct {
-	// Remote: the bytes cross a network or come from another program. Network file
-	// systems count as remote.
+	// Remote says that the bytes cross a network or come from another program. Network file systems count as
+	// remote.
 	Remote bool
-	// Quick: no read waits longer than a disk takes, since the kernel serves the file by
-	// itself. A file system that is not known may wait for a server, and is neither.
+	// Quick says that no read waits longer than a disk takes, because the kernel itself serves the file. An
+	// unknown file system is neither Remote nor Quick, since it may wait for a server.
 	Quick bool
-	// Concurrency is the most reads in flight that the source can use; each costs a
-	// round trip, so few large reads are better than many small ones. 1: the bytes
-	// come in order. 0: no limit, and reads of any size.
+	// Concurrency is the most reads in flight that the source can use. Each costs a round trip, so few large
+	// reads are better than many small ones. 1 means that the bytes come in order, 0 that there is no limit and
+	// reads may have any size.
 	Concurrency int
-	// RangeBytes is the best size of a range: large enough to hide a round trip. 0:
-	// use ReadAt, and Ranges is nil.
+	// RangeBytes is the best size of a range: large enough to hide a round trip. If it is 0, use ReadAt; Ranges
+	// is nil.
 	RangeBytes int64
 	Ranges     Ranges
-	// Identity tells the state in which the source was opened from every other; the
-	// zero value: nothing does. While Settled is false, the bytes could change
-	// without a change of Identity.
+	// Identity distinguishes the state in which the source was opened from every other. The zero value means that
+	// nothing does. While Settled is false, the bytes could change without a change of Identity.
 	Identity Identity
 	Settled  bool
-	// Now returns the current Identity, since a file may have been written to; nil:
-	// the source cannot change while it is open.
+	// Now returns the current Identity, since a file may have been written to. nil means that the source cannot
+	// change while it is open.
 	Now func() (Identity, error)
-	// File is the local file that holds these bytes; nil: there is none.
+	// File is the local file that holds these bytes, nil if there is none.
 	File File
-	// View returns n bytes from off without a copy, for a source in memory. They
-	// belong to the source, are read-only and stay valid until Close. nil: the source
-	// is not in memory. Compare: every load compares their checksums; otherwise that
-	// was done once for all.
+	// View returns n bytes from off without a copy, for a source in memory; nil for all other sources. The bytes
+	// belong to the source, are read-only and stay valid until Close. With Compare, every load compares their
+	// checksums; otherwise that was done once for all loads.
 	View    func(off, n int64) ([]byte, error)
 	Compare bool
-	// Coding names how the bytes at an offset are stored below, for example
-	// "encrypted"; nil: as they are.
+	// Coding names how the bytes at an offset are stored underneath, for example "encrypted". nil means that they
+	// are stored as they are.
 	Coding func(off int64) string
-	// Headers are those of the response that opened the source, unverified; nil:
-	// there was no such response.
+	// Headers are those of the response that opened the source, unverified. nil means that there was no such
+	// response.
 	Headers map[string][]string
-	// Prefetch announces a range that will be read soon, where that makes reads
-	// faster. It does not wait and cannot fail. nil: announcing would not help.
+	// Prefetch announces a range that will be read soon, which makes some reads faster. It neither waits nor
+	// fails. nil means that announcing would not help.
 	Prefetch func(off, n int64)
 }
 
-// HeadBytes is how much of a file is read first: the whole header of most. Opening an
-// object brings these bytes with it.
+// HeadBytes is how much of a file is read first. It covers the whole header of most files. Opening an object
+// brings these bytes with it.
 const HeadBytes = 256 << 10
 
-// Head reads the first bytes of a source, as many as HeadBytes if it has them.
+// Head reads the first HeadBytes bytes of a source, or all of a shorter one.
 func Head(ctx context.Context, src Source) ([]byte, error) {
 	b := make([]byte, max(0, min(src.Size(), HeadBytes)))
 	return b, src.ReadAt(ctx, b, 0)
 }
 
-// ReadAtOnly returns the facts of a source that wraps this one and checks or
-// changes its bytes, so that they can be had by ReadAt only.
+// ReadAtOnly returns the facts of a source that wraps this one and checks or changes its bytes, so they are only
+// available by ReadAt.
 func (f Facts) ReadAtOnly() Facts {
 	f.RangeBytes, f.Ranges, f.File, f.View = 0, nil, nil, nil
 	return f
@@ -99,28 +93,26 @@ func (f Facts) ReadAtOnly() Facts {
 type File interface {
 	// WithFD calls fn with the open descriptor, which stays open meanwhile.
 	WithFD(fn func(fd int) error) error
-	// Expect announces a load that will read total bytes, of this file and others,
-	// in the way that a value of OVERWIRE_READ names; host: it fills memory of the
-	// host with its tensors. It returns how many ReadAt calls in flight suit the file
-	// best; 0: any number.
+	// Expect announces a load that will read total bytes, of this file and others, in the mode that
+	// OVERWIRE_READ=how names. host says that its tensors fill host memory. Expect returns how many ReadAt calls
+	// in flight suit the file best; 0 means any number.
 	Expect(total int64, host bool, how string) (depth int)
-	// DirectBytes is how many bytes were read by direct I/O since Expect.
+	// DirectBytes is the number of bytes read by direct I/O since Expect.
 	DirectBytes() int64
 }
 
-// An Identity tells one state of a file or object from every other: equal
-// identities mean equal bytes.
+// An Identity distinguishes one state of a file or object from every other: equal identities mean equal bytes.
 type Identity struct {
 	Device, Inode uint64
 	Size          int64
 	Modified      int64 // ns since 1970
 	Changed       int64 // ns since 1970
-	// Of remote sources: Object is the URI, and Pin identifies the state at its
-	// store: an ETag, a date, or a key that is used once.
+	// Object and Pin are set for remote sources. Object is the URI. Pin identifies the state at its store: an
+	// ETag, a date, or a key that is used once.
 	Object, Pin string
 }
 
-// Pinned is the Identity of an object of a store; without a pin it has none.
+// Pinned returns the Identity of an object of a store. Without a pin there is none.
 func Pinned(s Source, pin string) (id Identity, settled bool) {
 	if pin == "" {
 		return Identity{}, false
@@ -143,21 +135,20 @@ func (f Facts) Unchanged(id Identity) bool {
 	return now.Known() && now == id
 }
 
-// RuleNotCached is the rule of an errs.ErrNotFound that a cache decides, without its store.
+// RuleNotCached is the rule of an errs.ErrNotFound that a cache returns without asking its store.
 const RuleNotCached = "NotCached"
 
-// RuleRefused is the rule of an errs.ErrIO by which a store refuses a request that another try would not change.
+// RuleRefused is the rule of an errs.ErrIO when a store refuses a request and another try would not help.
 const RuleRefused = "Refused"
 
-// Changed is the error of bytes that are no longer those that were opened.
+// Changed returns the error for bytes that have changed since the source was opened.
 func Changed() error {
 	return errs.New(errs.ErrCorrupt, "changed while it was read: it was replaced or written to; load it again")
 }
 
-// Unwritten refuses a source that was written to since it was opened: what was read of it
-// may be of both states. It costs a call of fstat. A change of a file's name or mode is no
-// write: a file that a save replaces is still whole. Writes
-// within one tick of the file system's clock leave no trace.
+// Unwritten refuses a source that was written to since it was opened: data read from it may mix both states. It
+// costs one fstat call. Changing a file's name or mode does not count: a file that a save replaces is still
+// whole. Writes within one tick of the file system's clock cannot be seen.
 func Unwritten(s Source) error {
 	f := s.Facts()
 	if f.Now == nil {
@@ -170,28 +161,26 @@ func Unwritten(s Source) error {
 	return err
 }
 
-// Ranges are read in steps, in order: while a caller works on one step, the next is
-// on its way. It asks for enough to hide a round trip and keeps one step in memory.
+// Ranges are read in steps, in order: while a caller works on one step, the next is on its way. A range requests
+// enough to hide a round trip and keeps one step in memory.
 type Ranges interface {
-	// AtOnce is how many ranges to read at once now; a source that measures its
-	// link may change the number at any time.
+	// AtOnce is how many ranges to read at once now. A source that measures its link may change the number at any
+	// time.
 	AtOnce() int
-	// OpenRange waits for a permit and returns a range that has requested nothing
-	// yet, so that the caller chooses its bytes as late as possible.
+	// OpenRange waits for a permit and returns a range that has not requested anything yet. That lets the caller
+	// choose its bytes as late as possible.
 	OpenRange(ctx context.Context) (Range, error)
 }
 
 // A Range is read by one goroutine at a time. Between Begin and its end it waits
 // for no other range.
 type Range interface {
-	// Begin requests n bytes from off, and waits until they are on their way. It is
-	// called once.
+	// Begin requests n bytes from off and waits until they start to arrive. It is called once.
 	Begin(ctx context.Context, off, n int64) error
 	// Next fills p with the bytes after those of the last step, as Source.ReadAt
 	// does. After an error there is no further step.
 	Next(p []byte) error
-	// Waited returns for how long the steps since the last call waited for a
-	// permit, and for the beginning of a response.
+	// Waited returns how long the steps since the last call waited for a permit, and for a response to begin.
 	Waited() (permit, answer time.Duration)
 	// Close abandons what was not read.
 	Close() error

@@ -7,23 +7,21 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// This file takes URIs apart, so that formats can find the shards beside an index
-// without knowing any store.
+// This file parses URIs, so that formats can find the shards next to an index without knowing any store.
 
-// A Location is a path or URI, taken apart once.
+// A Location is a parsed path or URI.
 type Location struct {
-	URI    string // as it was written
-	Scheme string // in lower case; "": a path
-	Path   string // local: the file's on this host; remote: see Path
+	URI    string // as the user wrote it
+	Scheme string // in lower case; "" for a path
+	Path   string // local: the file's path on this host; remote: see Path
 	Remote bool
-	// Of a remote one: its last name, as Beside takes it; whether it names a folder; the
-	// URI of that folder.
+	// For a remote URI: its last name, as Beside takes it; whether it names a folder; the URI of that folder.
 	Name      string
 	Folder    bool
 	Directory string
 }
 
-// LocationOf takes a path or URI apart.
+// LocationOf parses a path or URI.
 func LocationOf(uri string) Location {
 	l := Location{URI: uri, Scheme: Scheme(uri), Path: uri, Remote: Remote(uri)}
 	if l.Remote {
@@ -43,7 +41,7 @@ func Scheme(uri string) string {
 	return strings.ToLower(s)
 }
 
-// WithoutScheme is the path of a file:// URI that is valid; all else stays.
+// WithoutScheme returns the path of a valid file:// URI, and anything else unchanged.
 func WithoutScheme(uri string) string {
 	if path, ok := Local(uri); ok {
 		return path
@@ -69,9 +67,8 @@ func Local(uri string) (path string, ok bool) {
 	return "", false
 }
 
-// FilePath is the path of a file:// URI on this host, with the escapes %XX replaced
-// by their bytes. A bare ? or # is refused: some readers end the path there, others
-// take it for a part of the name.
+// FilePath is the path of a file:// URI on this host, with the escapes %XX replaced by their bytes. A bare ? or #
+// is refused: some readers end the path there, others treat it as part of the name.
 func FilePath(uri string) (string, error) {
 	path, ok := pathOfFile(uri)
 	if !ok {
@@ -90,15 +87,14 @@ func pathOfFile(uri string) (path string, ok bool) {
 	return u.Path, true
 }
 
-// Path is the part of a URI that ends in the object's name: without query,
-// fragment and, of hf://, the revision.
+// Path is the part of a URI that ends in the object's name. It has no query, no fragment, and for hf:// no
+// revision.
 func Path(uri string) string {
 	head, _ := splitURI(uri)
 	return head
 }
 
-// Folder reports whether a URI names a folder: it ends in a slash, or is a bucket, or a
-// whole repository of hf://.
+// Folder reports whether a URI names a folder: it ends in a slash, or is a bucket or a whole hf:// repository.
 func Folder(uri string) bool {
 	if r, ok := ParseHF(uri); ok {
 		return r.File == "" || strings.HasSuffix(r.File, "/")
@@ -106,8 +102,7 @@ func Folder(uri string) bool {
 	return strings.HasSuffix(Path(uri), "/") || isBucket(uri)
 }
 
-// Directory is the URI of a remote folder, which ends in a slash where its scheme has no
-// other sign of one.
+// Directory is the URI of a remote folder. It ends in a slash if its scheme cannot mark a folder otherwise.
 func Directory(uri string) string {
 	if Folder(uri) && !isBucket(uri) {
 		return uri
@@ -120,7 +115,7 @@ func Directory(uri string) string {
 	return head + "/" + tail
 }
 
-// Below is the URI of a folder below a remote one; "" is that one itself.
+// Below is the URI of a folder below a remote one; for "" it is dir itself.
 func Below(dir, name string) string {
 	if name == "" {
 		return dir
@@ -128,7 +123,7 @@ func Below(dir, name string) string {
 	return Beside(dir, name+"/")
 }
 
-// isBucket reports whether a URI of S3 names a bucket, without a slash behind it.
+// isBucket reports whether an S3 URI names a bucket, without a slash after it.
 func isBucket(uri string) bool { return Scheme(uri) == "s3" && strings.Count(uri, "/") == 2 }
 
 // Name is the last name of a URI, as Beside takes it.
@@ -141,9 +136,8 @@ func Name(uri string) string {
 	return name
 }
 
-// Beside is the URI of another name in the folder of uri, or in uri itself if
-// that is a folder. The name may have slashes. A query stays: signatures of a whole
-// folder live there.
+// Beside is the URI of another name in the same folder as uri, or in uri itself if that is a folder. The name may
+// have slashes. A query stays, since signatures of a whole folder are in it.
 func Beside(uri, name string) string {
 	if r, ok := ParseHF(uri); ok {
 		r.File = r.File[:strings.LastIndexByte(r.File, '/')+1] + name
@@ -161,15 +155,14 @@ func EscapePath(path string) string {
 	return strings.ReplaceAll(url.PathEscape(path), "%2F", "/")
 }
 
-// EscapeGlob keeps a path from being read as a pattern by filepath.Glob.
+// EscapeGlob escapes a path so that filepath.Glob does not read it as a pattern.
 func EscapeGlob(path string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 
 func isWeb(uri string) bool { return Scheme(uri) == "http" || Scheme(uri) == "https" }
 
-// splitURI cuts what follows the path of http:// and https://. Keys of other
-// stores may hold ? and #.
+// splitURI cuts off what follows the path of http:// and https://. Keys of other stores may contain ? and #.
 func splitURI(uri string) (head, tail string) {
 	if r, ok := ParseHF(uri); ok {
 		r.Rev = ""
@@ -178,7 +171,7 @@ func splitURI(uri string) (head, tail string) {
 	if !isWeb(uri) {
 		return uri, ""
 	}
-	// A user's password may have any of these marks; it ends before the host.
+	// A user's password may contain any of these characters; it ends before the host.
 	path := strings.Index(uri, "://") + 3
 	if host := strings.IndexByte(uri[path:], '/'); host >= 0 && strings.Contains(uri[path:path+host], "@") {
 		path += host
@@ -222,8 +215,8 @@ func ParseHF(uri string) (HF, bool) {
 	if !hasRevision {
 		return r, true
 	}
-	// After the file everything is the revision; after the repository, up to
-	// the next slash, but for refs/pr/1 and refs/convert/parquet.
+	// After the file, everything is the revision. After the repository, the revision ends at the next slash,
+	// except in refs/pr/1 and refs/convert/parquet.
 	r.Rev = rev
 	if len(all) <= names {
 		words := 1
@@ -253,7 +246,7 @@ func (r HF) String() string {
 	}
 	rev := strings.ReplaceAll(r.Rev, "%", "%25")
 	if r.File == "" && !strings.HasPrefix(rev, "refs/") {
-		rev = strings.ReplaceAll(rev, "/", "%2F") // else what follows would be the file
+		rev = strings.ReplaceAll(rev, "/", "%2F") // or the rest would be read as the file
 	}
 	return s + "@" + rev
 }

@@ -1,7 +1,6 @@
-// Package unpack presents tensors that only the host can decode as plain ones, so that
-// every load, also to a GPU, can read them without knowing how they are stored. These
-// are tensors with chunks of codec 6, and tensors in column parts that have an alias
-// with rows of another size.
+// Package unpack presents tensors that only the host can decode as plain ones. Every load, also to a GPU, can
+// then read them without knowing how they are stored. These are tensors with chunks of codec 6, and tensors in
+// column parts that have an alias with rows of another size.
 package unpack
 
 import (
@@ -20,8 +19,8 @@ import (
 )
 
 const (
-	// beyond is the offset from which decoded tensors appear in their source: so far
-	// after its end that no read covers both.
+	// beyond is the offset at which decoded tensors appear in their source. It is so far after the source's end
+	// that no read covers both.
 	beyond = 1 << 61
 	// mostStored is how many stored bytes one read covers.
 	mostStored = 8 << 20
@@ -70,8 +69,8 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 	return out, srcs
 }
 
-// otherRows returns the tensors in column parts that have an alias with rows of another
-// size, whose columns the parts do not fit; nil if there are none.
+// otherRows returns the tensors in column parts that have an alias with rows of another size, which do not match
+// the columns of the parts. It returns nil if there are none.
 func otherRows(ix *tensor.Index) (holders map[int32]bool) {
 	for i := range ix.Tensors {
 		t := &ix.Tensors[i]
@@ -182,7 +181,7 @@ func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off i
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
 	for len(p) > 0 {
-		// As many chunks as one read covers.
+		// Read as many chunks as one read covers.
 		first := int32(off / int64(t.ChunkBytes))
 		last := int32((off + int64(len(p)) - 1) / int64(t.ChunkBytes))
 		c := s.ix.Chunks[t.First+first:]

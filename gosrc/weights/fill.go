@@ -10,12 +10,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// spread is the standard deviation of log2 of the rows' scales. A normal
-// distribution alone has 2.545 bits of exponent entropy; this much spread
-// makes 2.60 of it.
+// spread is the standard deviation of log2 of the rows' scales. A normal distribution without it has 2.545 bits
+// of exponent entropy; this spread makes it 2.60.
 const spread = 0.32
 
-// A rng is wyrand: 64 good bits for one multiplication.
+// A rng is the generator wyrand: 64 good bits for one multiplication.
 type rng uint64
 
 func (r *rng) next() uint64 {
@@ -35,10 +34,9 @@ func seedWith(words ...uint64) rng {
 	return r
 }
 
-// normal is the upper half of the normal distribution in cells of equal
-// probability: a value is a cell's start plus a uniform part of its width, so
-// that two table reads make a sample whose low bits are random too. The last
-// cell ends at 5.
+// normal is the upper half of the normal distribution, in cells of equal probability. A value is the start of a
+// cell plus a uniform part of its width, so two table reads make a sample with random low bits. The last cell
+// ends at 5.
 const cells = 2048
 
 var normal = func() (t [cells][2]float32) {
@@ -54,15 +52,15 @@ var normal = func() (t [cells][2]float32) {
 	return t
 }()
 
-// gaussOf makes a normal value of 32 random bits: sign, cell, 20 bits inside it.
+// gaussOf makes a normal value from 32 random bits: sign, cell, and 20 bits inside the cell.
 func gaussOf(u uint32) float32 {
 	c := &normal[u>>20&(cells-1)]
 	v := c[0] + c[1]*(float32(u&(1<<20-1))*(1.0/(1<<20)))
 	return math.Float32frombits(math.Float32bits(v) | u&(1<<31))
 }
 
-// fillBlock makes one block of a part: values into scratch, then the dtype's bits
-// into dst (the whole tensor).
+// fillBlock makes one block of a part. It writes values into scratch, then the dtype's bits into dst (the whole
+// tensor).
 func fillBlock(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
 	r := seedWith(seed, uint64(b.part), uint64(b.first))
 	width := int64(p.dtype.Bits()) / 8
@@ -97,8 +95,8 @@ func fillBlock(k Kind, p part, seed uint64, b block, dst []byte, scratch []float
 	putValues(p, &r, dst, scratch)
 }
 
-// fillRows fills scratch with normal values times their row's scale; values of
-// quantised dtypes are in units of their own range.
+// fillRows fills scratch with normal values times the scale of their row. Values of quantised dtypes are in units
+// of their own range.
 func fillRows(p part, seed uint64, b block, r *rng, scratch []float32) {
 	cols := p.rowLength()
 	for i := int64(0); i < b.n; {
@@ -132,8 +130,7 @@ func rowScale(seed uint64, part int, row int64) float32 {
 	return float32(math.Exp2(spread * float64(gaussOf(uint32(r.next())))))
 }
 
-// putValues writes values in a dtype. A U8 is two 4-bit integers; put makes the second
-// of each pair.
+// putValues writes values in a dtype. A U8 holds two 4-bit integers; put makes the second one of each pair.
 func putValues(p part, r *rng, dst []byte, vals []float32) {
 	switch p.dtype {
 	case tensor.BF16:
@@ -193,7 +190,7 @@ func toBF16(v float32) uint16 {
 
 func absOf(v float32) float32 { return math.Float32frombits(math.Float32bits(v) &^ (1 << 31)) }
 
-// toF16 rounds to the nearest F16; too large values become infinite.
+// toF16 rounds to the nearest F16. Values that are too large become infinite.
 func toF16(v float32) uint16 {
 	u := math.Float32bits(v)
 	sign := uint16(u >> 16 & 0x8000)

@@ -11,9 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// hostileTensors returns tensors that break weak codecs: values at the edges of every
-// float, sizes around every boundary, shapes without elements or dimensions, names
-// that need escapes.
+// hostileTensors returns tensors that break weak codecs: values at the edges of every float, sizes around every
+// boundary, shapes without elements or dimensions, and names that need escapes.
 func hostileTensors(seed uint64) []Tensor {
 	r := seedWith(seed, 0x6057)
 	var out []Tensor
@@ -21,7 +20,7 @@ func hostileTensors(seed uint64) []Tensor {
 		out = append(out, Tensor{"hostile." + name, d, shape, data})
 	}
 	random := func(n int64) []byte { b := make([]byte, n); fillNoise(&r, b); return b }
-	// Whole bytes in every dtype: 8 elements are enough for 4 and 6 bits.
+	// 8 elements make whole bytes in every dtype, including those of 4 and 6 bits.
 	for d := tensor.DType(1); int(d) <= tensor.NumDTypes; d++ {
 		bytes := func(n int64) int64 { return n * int64(d.Bits()) / 8 }
 		any := func(n int64) []byte {
@@ -61,7 +60,7 @@ func addFloats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 	}{{tensor.BF16, 8, 7}, {tensor.F16, 5, 10}, {tensor.F32, 8, 23}, {tensor.F64, 11, 52},
 		{tensor.F8E4M3, 4, 3}, {tensor.F8E5M2, 5, 2}} {
 		width := 1 + int(f.exp+f.man)
-		code := func(exp uint64) uint64 { // random sign and mantissa under an exponent
+		code := func(exp uint64) uint64 { // random sign and mantissa with an exponent
 			return exp<<f.man | r.next()&(1<<f.man-1) | r.next()&1<<(f.exp+f.man)
 		}
 		top := uint64(1)<<f.exp - 1
@@ -73,7 +72,7 @@ func addFloats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 			{"subnormals", func(int) uint64 { return code(0) }},
 			{"infinities", func(i int) uint64 { return top<<f.man | uint64(i&1)<<(f.exp+f.man) }},
 			{"signed zeros", func(int) uint64 { return r.next() & 1 << (f.exp + f.man) }},
-			// One more than the alphabet: whatever is left out is as common as the rest.
+			// One more than the alphabet, so an exponent is left out that is as common as the others.
 			{"17 exponents", func(int) uint64 { return code(top/4 + r.next()%min(17, top+1)) }},
 			{"16 exponents", func(int) uint64 { return code(r.next() % 16) }},
 			{"every exponent", func(int) uint64 { return code(r.next() & top) }},

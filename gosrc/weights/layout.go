@@ -14,8 +14,8 @@ type part struct {
 	dtype tensor.DType
 	shape []int64
 	role  role
-	sigma float32 // of a matrix: the middle of its rows' scales
-	same  int     // 1 + the number of the part whose bytes these are, 0 for none
+	sigma float32 // of a matrix: the median of its rows' scales
+	same  int     // 1 + the number of the part with the same bytes, 0 for none
 }
 
 type role uint8
@@ -34,7 +34,7 @@ func (p part) elementCount() int64 {
 	return n
 }
 
-// rowLength returns the length of a row, whose elements share a scale.
+// rowLength returns the length of a row. The elements of a row share a scale.
 func (p part) rowLength() int64 {
 	if len(p.shape) < 2 {
 		return max(1, p.elementCount())
@@ -79,9 +79,8 @@ func (b *builder) norm(name string, n int64) {
 	b.addPart(part{name: name, dtype: d, shape: []int64{n}, role: norm})
 }
 
-// llama lists the tensors of Llama 3 8B that take about size bytes: first with
-// fewer layers, then with everything narrower, and the vocabulary makes up
-// the rest.
+// llama lists tensors like those of Llama 3 8B that take about size bytes. Smaller sizes first have fewer layers,
+// then everything is narrower; the vocabulary makes up the rest.
 func llama(k Kind, size int64) []part {
 	const layers, hidden, vocab = 32, 4096, 128256
 	list := func(layers, hidden, vocab int64) *builder {
@@ -105,7 +104,7 @@ func llama(k Kind, size int64) []part {
 		return b
 	}
 	l, h, v := int64(layers), int64(hidden), int64(vocab)
-	// The vocabulary is about an eighth of the whole model's bytes.
+	// The vocabulary takes about an eighth of the model's bytes.
 	for l > 2 && list(l, h, 64).bytes > size*7/8 {
 		l--
 	}
@@ -123,8 +122,8 @@ func tied(k Kind, size int64) []part {
 	return parts
 }
 
-// moe lists the tensors of Qwen3-30B-A3B, all 18,867 of them at any size:
-// rows and columns shrink, the number of tensors does not.
+// moe lists the tensors of Qwen3-30B-A3B, all 18,867 of them at any size: rows and columns shrink, but not the
+// number of tensors.
 func moe(k Kind, size int64) []part {
 	const layers, experts, hidden, inner, vocab = 48, 128, 2048, 768, 151936
 	list := func(shrink float64, vocab int64) *builder {
@@ -154,7 +153,7 @@ func moe(k Kind, size int64) []part {
 		b.addMatrix("lm_head.weight", 0.02, vocab, h)
 		return b
 	}
-	// Widths are multiples of 8: the widest hidden size that fits.
+	// Find the widest hidden size that fits. Widths are multiples of 8.
 	lo, hi := 1, hidden/8
 	for lo < hi {
 		mid := (lo + hi + 1) / 2
@@ -168,7 +167,7 @@ func moe(k Kind, size int64) []part {
 	return rest(func(v int64) *builder { return list(shrink, v) }, size, vocab).parts
 }
 
-// rest chooses the vocabulary for which all tensors take size bytes.
+// rest chooses the vocabulary size with which all tensors take size bytes.
 func rest(list func(vocab int64) *builder, size, most int64) *builder {
 	low := list(64)
 	perRow := (list(128).bytes - low.bytes) / 64

@@ -1,10 +1,9 @@
-// Package weights makes realistic model weights from a seed, for demos, benchmarks
-// and tests that should not download gigabytes.
+// Package weights makes realistic model weights from a seed, for demos, benchmarks and tests that should not
+// download gigabytes.
 //
-// The same kind, size and seed give the same bytes on every machine and for any
-// number of threads. For a codec, the distribution of exponents makes weights
-// realistic: values are normal around zero, with a scale for every row, which
-// gives 2.55 to 2.65 bits of exponent entropy, as real checkpoints have.
+// The same kind, size and seed give the same bytes on every machine and for any number of threads. What matters
+// to a codec is a realistic distribution of exponents. Values are normal around zero, with a scale for every row.
+// That gives 2.55 to 2.65 bits of exponent entropy, as in real checkpoints.
 package weights
 
 import (
@@ -17,7 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Tensor is a generated tensor: Data has exactly its bytes.
+// A Tensor is a generated tensor. Data has exactly its bytes.
 type Tensor struct {
 	Name  string
 	DType tensor.DType
@@ -28,9 +27,9 @@ type Tensor struct {
 // Options of Make. The zero value gives the smallest set of the first kind.
 type Options struct {
 	Kind    string // a Kind's name; "" is the first
-	Size    int64  // bytes of all tensors, to about 1 %; 0: the default of the kind
+	Size    int64  // of all tensors, to about 1 %; 0 means the kind's default
 	Seed    uint64
-	Threads int // 0: one for each CPU
+	Threads int // 0 means one for each CPU
 }
 
 // A Kind is a kind of model.
@@ -38,7 +37,7 @@ type Kind struct {
 	Name string
 	Doc  string
 	Size int64 // the default, in bytes
-	// layout lists tensors that take about size bytes; hostile has none.
+	// layout lists tensors that take about size bytes; nil for hostile.
 	layout func(k Kind, size int64) []part
 	dtype  tensor.DType
 	change func(*float32) // changes each value; may be nil
@@ -125,8 +124,8 @@ func Make(o Options) ([]Tensor, error) {
 	return out, nil
 }
 
-// A block is a run of elements of one tensor. It has a seed of its own, so the
-// bytes do not depend on the number of threads.
+// A block is a run of elements of one tensor. Each block has a seed of its own, so the bytes do not depend on the
+// number of threads.
 type block struct {
 	part     int
 	first, n int64

@@ -205,7 +205,7 @@ def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
         for block in model.layers:
             with torch.no_grad(), torch.enable_grad():
                 inputs.append(torch.ones(3, 256, device="cuda", requires_grad=True))
-            block.act = lambda block: torch.enable_grad()(lambda: torch.tanh(inputs[-1] @ block.weight).sum())()
+            block.act = torch.enable_grad()(lambda block, one=inputs[-1]: torch.tanh(one @ block.weight).sum())
         with torch.no_grad():
             for block in model.layers:
                 block(torch.ones(3, 256, device="cuda"))

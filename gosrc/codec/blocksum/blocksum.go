@@ -1,9 +1,9 @@
-// Package blocksum computes XXH3-128 from the sums of its blocks, which a GPU makes where
-// the bytes are (cuda/hash.cuh), and from the bytes of its tail.
+// Package blocksum computes XXH3-128 from sums of blocks, which a GPU computes where the bytes are
+// (cuda/hash.cuh), and from the bytes of the tail.
 //
-// The hash is public: github.com/Cyan4973/xxHash, doc/xxhash_spec.md. Of each block of
-// 1 KiB, what its 16 stripes add to the eight accumulators is a sum of terms that depend
-// on nothing before them; only the scramble at the end of a block does.
+// The hash is public: github.com/Cyan4973/xxHash, doc/xxhash_spec.md. What the 16 stripes of a 1 KiB block add to
+// the eight accumulators is a sum of terms that do not depend on earlier bytes; only the scramble at the end of a
+// block does.
 package blocksum
 
 import (
@@ -14,9 +14,9 @@ import (
 )
 
 const (
-	// Block is the unit of a sum, and Sum the bytes of one.
+	// Block is the number of bytes that a sum covers, and Sum the size of a sum.
 	Block, Sum = 1024, 64
-	// MaxTail is the most bytes of a tail.
+	// MaxTail is the longest tail.
 	MaxTail = Block + stripe
 
 	stripe = 64
@@ -27,7 +27,7 @@ const (
 	prime64e, avalanche = 0x27D4EB2F165667C5, 0x165667919E3779F9
 )
 
-// secret is the hash's own, in words of eight bytes.
+// secret is the hash's own secret, in words of eight bytes.
 var secret = [24]uint64{
 	0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
 	0x2172ffcc7dd05a82,
@@ -48,23 +48,23 @@ func at(i int) uint64 {
 	return secret[w]>>s | secret[w+1]<<(64-s)
 }
 
-// A State is the hash of bytes; their sums come in order. Not safe for concurrent use.
+// A State computes the hash of bytes from sums that arrive in order. It is not safe for concurrent use.
 type State struct {
 	acc    [8]uint64
 	total  uint64 // bytes in all
-	blocks int64  // sums that are still to come
+	blocks int64  // sums still to come
 }
 
-// blocksOf is how many blocks are scrambled: all but the last, however long that is.
+// blocksOf is how many blocks are scrambled: all except the last one, whatever its length.
 func blocksOf(total int64) int64 { return max(0, total-1) / Block }
 
-// Tail is how many bytes at the end of `total` ones Finish needs.
+// Tail is how many of the last bytes Finish needs, for `total` bytes.
 func Tail(total int64) int {
 	n := total - blocksOf(total)*Block
 	return int(min(total, n+stripe))
 }
 
-// New begins the hash of that number of bytes.
+// New starts the hash of that number of bytes.
 func New(total int64) State {
 	return State{
 		acc:   [8]uint64{prime32c, prime64a, prime64b, prime64c, prime64d, prime32b, prime64e, prime32a},
@@ -72,13 +72,13 @@ func New(total int64) State {
 	}
 }
 
-// Add adds the sums of whole blocks, as the kernel writes them. A sum of the last block is
-// ignored: Finish has its bytes.
+// Add adds the sums of whole blocks, as the kernel writes them. It ignores a sum of the last block, since Finish
+// gets its bytes.
 func (s *State) Add(sums []byte) {
 	n := min(s.blocks, int64(len(sums)/Sum))
 	s.blocks -= n
 	a, b, c, d, e, f, g, h := s.acc[0], s.acc[1], s.acc[2], s.acc[3], s.acc[4], s.acc[5], s.acc[6], s.acc[7]
-	for ; n > 0; n-- { // in registers: eight chains; each waits for its multiplication
+	for ; n > 0; n-- { // in registers: eight chains that each wait for their multiplication
 		p := (*[Sum]byte)(sums)
 		a = scramble(a+binary.LittleEndian.Uint64(p[0:]), 0)
 		b = scramble(b+binary.LittleEndian.Uint64(p[8:]), 1)
@@ -95,19 +95,18 @@ func (s *State) Add(sums []byte) {
 
 func scramble(x uint64, k int) uint64 { return (x ^ x>>47 ^ secret[16+k]) * prime32a }
 
-// Finish is the hash, given the tail; low and high are its halves. ok says that all sums
-// and the tail have come.
+// Finish returns the two halves of the hash, given the tail. ok says that all sums and the tail were complete.
 func (s *State) Finish(tail []byte) (high, low uint64, ok bool) {
 	if s.blocks != 0 || len(tail) != Tail(int64(s.total)) {
 		return 0, 0, false
 	}
-	if uint64(len(tail)) == s.total { // also what is too short for accumulators
+	if uint64(len(tail)) == s.total { // also if it is too short for accumulators
 		h := xxh3.Hash128(tail)
 		return h.Hi, h.Lo, true
 	}
 	acc := s.acc
 	last := tail[len(tail)-stripe:]
-	rest := tail[stripe:] // from the block's begin
+	rest := tail[stripe:] // from the start of the block
 	for i := 0; i < (len(rest)-1)/stripe; i++ {
 		add(&acc, rest[i*stripe:], 8*i)
 	}

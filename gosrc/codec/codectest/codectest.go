@@ -1,5 +1,5 @@
-// Package codectest is the suite that every codec passes: decoding gives back the encoded bytes, writes nothing outside
-// the destination, and answers bad bytes with an error of class Corrupt, never with a panic.
+// Package codectest is the test suite that every codec must pass: decoding returns the encoded bytes, writes
+// nothing outside the destination, and answers bad bytes with an error of class Corrupt, never with a panic.
 package codectest
 
 import (
@@ -15,10 +15,10 @@ import (
 // guard is the number of bytes around every buffer that must not change.
 const guard = 128
 
-// A Codec is one codec, or one twin of a codec, with one set of parameters.
+// A Codec is one codec, or one implementation of it, with one set of parameters.
 type Codec struct {
-	// Encode appends the chunk of src to dst; ok is false if that gains nothing. note is what the index would store for
-	// Decode.
+	// Encode appends the chunk of src to dst. ok is false if that gains nothing. note is what the index stores
+	// for Decode.
 	Encode func(dst, src []byte) (out []byte, note uint16, ok bool)
 	Decode func(dst, src []byte, note uint16) error
 }
@@ -63,8 +63,8 @@ func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 	}
 }
 
-// Decode runs c.Decode with guard bytes around dst and src, and fails on any
-// write outside dst, any write to src, and any error but Corrupt.
+// Decode runs c.Decode with guard bytes around dst and src. It fails on any write outside dst, any write to src,
+// and any error other than Corrupt.
 func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	room := bytes.Repeat([]byte{0xa5}, size+2*guard)
 	dst := room[guard : guard+size : guard+size]
@@ -85,8 +85,7 @@ func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	return dst, err
 }
 
-// mutateChunk changes a chunk in many ways. A change may give other bytes or an error,
-// and nothing else.
+// mutateChunk changes a chunk in many ways. A change must give other bytes or an error, and nothing else.
 func mutateChunk(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note uint16) {
 	t.Helper()
 	check := func(what string, p []byte, size int, note uint16, mayPass bool) {

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 )
 
-// AnyView makes a random view of data, which has at least 64 KiB, and its contiguous copy. Some views are contiguous,
-// some overlap themselves, some are empty, and some have unaligned elements.
+// AnyView makes a random view of data, which has at least 64 KiB, and its contiguous copy. Some views are
+// contiguous, some overlap themselves, some are empty, and some have unaligned elements.
 func AnyView(r *rand.Rand, data []byte) (v digest.View, copied []byte) {
 	for {
 		v = anyShape(r)

@@ -1,19 +1,17 @@
-// Package delta is codec 5: what changed between two equally long chunks, as the gaps
-// between changed elements and the XOR of each. Apply XORs it into memory, in place,
-// and undoes itself.
+// Package delta is codec 5: the changes between two equally long chunks, as the gaps between changed elements and
+// the XOR of each. Apply XORs them into memory in place; applying them again undoes that.
 //
 // A chunk (docs/format.md 7.2) is
 //
 //	u8 mode | u8 k | u8 s | u8 0 | u4 length[24] | body
 //
-// Mode 1: the body is the XOR of all bytes. Mode 0: the chunk is cut into runs of
-// 512 << s bytes; the body has u16 bits[runs], zeros to a multiple of 4, and the bits of
-// all runs one after the other, lowest bit first, and zeros to a multiple of 4. A run
-// has for each changed element its distance from the one before it (Golomb-Rice with k
-// low bits), the class of its XOR by a canonical prefix code, and the rest of the XOR.
+// In mode 1 the body is the XOR of all bytes. In mode 0 the chunk is cut into runs of 512 << s bytes. The body is
+// u16 bits[runs], zeros to a multiple of 4, then the bits of all runs one after the other, lowest bit first, and
+// zeros to a multiple of 4. For each changed element, a run has its distance from the one before it (Golomb-Rice
+// with k low bits), the class of its XOR by a canonical prefix code, and the rest of the XOR.
 //
-// Nothing else writes this layout. Sources: S. Golomb, "Run-length encodings" (1966);
-// R. Rice, "Some practical universal noiseless coding techniques" (1979).
+// Nothing else writes this layout. Sources: S. Golomb, "Run-length encodings" (1966); R. Rice, "Some practical
+// universal noiseless coding techniques" (1979).
 package delta
 
 import (
@@ -26,8 +24,8 @@ import (
 const (
 	// MaxBytes is the most logical bytes of a chunk.
 	MaxBytes = 16 << 20
-	// Head is the size of a stored chunk's header: no chunk is longer than its
-	// logical bytes, rounded up to a multiple of 4, and this.
+	// Head is the size of a stored chunk's header. A chunk is at most this long plus its logical bytes, rounded
+	// up to a multiple of 4.
 	Head = 16
 
 	modeCoded = 0
@@ -41,7 +39,7 @@ const (
 	maxCode  = 8 // bits of a class
 	aim      = 24
 	maxBits  = 1<<16 - 1 // of a run
-	skip     = 64        // bytes that are compared at once
+	skip     = 64        // bytes that are compared at a time
 )
 
 var le = binary.LittleEndian
@@ -49,7 +47,7 @@ var le = binary.LittleEndian
 // Room is the most bytes that Encode appends for a chunk of n bytes.
 func Room(n int) int { return Head + (n+3)&^3 }
 
-// log2Width is log2 of the bytes of an element: 0 to 3.
+// log2Width is log2 of an element's size in bytes: 0 to 3.
 func log2Width(width int) (int, error) {
 	if width != 1 && width != 2 && width != 4 && width != 8 {
 		return 0, errs.New(errs.ErrArgument, "elements of %d bytes", width)
@@ -57,11 +55,10 @@ func log2Width(width int) (int, error) {
 	return bits.TrailingZeros(uint(width)), nil
 }
 
-// log2Group is log2 of the bit lengths that share a class.
+// log2Group is log2 of the number of bit lengths that share a class.
 func log2Group(lg int) int { return max(0, lg-1) }
 
-// classOf returns the class of an XOR that is not 0, and how many of its low bits
-// follow the class.
+// classOf returns the class of a nonzero XOR, and how many of its low bits follow the class.
 func classOf(x uint64, lg int) (class, rest int) {
 	n := bits.Len64(x)
 	if x&(x+1) == 0 && n <= ones {
@@ -83,7 +80,7 @@ func restOf(class, lg int) int {
 	}
 }
 
-// valueOf is the XOR of a class and the bits that followed it.
+// valueOf is the XOR made of a class and the bits that follow it.
 func valueOf(class int, rest uint64, lg int) uint64 {
 	switch {
 	case class < ones:
@@ -94,9 +91,8 @@ func valueOf(class int, rest uint64, lg int) uint64 {
 	return rest
 }
 
-// codeLengths gives each class that occurs a code length of at most maxCode bits; the codes
-// are complete, but for a single class, which has one bit. Integers only: every encoder
-// finds the same.
+// codeLengths gives each class that occurs a code length of at most maxCode bits. The codes are complete, except
+// for a single class, which has one bit. It only uses integers, so every encoder finds the same lengths.
 func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 	total, kinds, sum := uint64(0), 0, 0
 	for _, c := range count {
@@ -128,7 +124,7 @@ func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 		length[at]++
 		sum -= 1 << (maxCode - length[at])
 	}
-	for sum < full { // shorten the most frequent that fits
+	for sum < full { // shorten the most frequent one that fits
 		at := -1
 		for i, c := range count {
 			if c > 0 && length[i] > 1 && 1<<(maxCode-length[i]) <= full-sum && (at < 0 || c > count[at]) {
@@ -141,8 +137,8 @@ func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 	return length
 }
 
-// codeStarts returns the place of each class among the 256 values of maxCode bits, highest
-// bit first, and their sum.
+// codeStarts returns the start of each class among the 256 values of maxCode bits, highest bit first, and their
+// sum.
 func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	for n := uint8(1); n <= maxCode; n++ {
 		for i := range length {
@@ -155,12 +151,12 @@ func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	return start, sum
 }
 
-// riceParameter is the parameter k for n elements when c of them changed, at least one.
+// riceParameter is the parameter k for n elements of which c have changed, at least one.
 func riceParameter(n, c int) int {
 	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
 }
 
-// runOf is the s for a chunk of n bytes with c changes: about `aim` changes to a run.
+// runOf is s for a chunk of n bytes with c changes. It gives a run about `aim` changes.
 func runOf(n, c int) int {
 	s := 0
 	for s < maxS && uint64(c)*(runBytes<<s) < aim*uint64(n) {
@@ -169,7 +165,7 @@ func runOf(n, c int) int {
 	return s
 }
 
-// loadElement returns element i of p, with elements of 1 << lg bytes.
+// loadElement returns element i of p. Elements have 1 << lg bytes.
 func loadElement(p []byte, i, lg int) uint64 {
 	switch lg {
 	case 0:
@@ -223,7 +219,7 @@ func Changed(now, base []byte, width int) (n int64, err error) {
 	return n, nil
 }
 
-// A writer appends bits, the lowest first.
+// A writer appends bits, lowest first.
 type writer struct {
 	p    []byte
 	acc  uint64
@@ -243,9 +239,9 @@ func (w *writer) putBits(v uint64, n int) {
 	}
 }
 
-// Encode appends the delta from base to now, which have the same length of at most
-// MaxBytes, a multiple of the width of an element (1, 2, 4 or 8); nothing if they are
-// equal. The same bytes give the same delta, on every machine.
+// Encode appends the delta from base to now, or nothing if they are equal. They have the same length of at most
+// MaxBytes, which is a multiple of the element's width (1, 2, 4 or 8). The same bytes give the same delta on
+// every machine.
 func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 || len(now) > MaxBytes {
@@ -276,8 +272,7 @@ func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	return dst, nil
 }
 
-// appendCoded appends a chunk of mode 0, and reports whether there is one that is shorter
-// than mode 1.
+// appendCoded appends a chunk of mode 0 if it is shorter than mode 1, and reports whether it did.
 func appendCoded(dst, now, base []byte, lg int, count *[classes]uint32, changed int) ([]byte, bool) {
 	n := len(now) >> lg
 	k, s := riceParameter(n, changed), runOf(len(now), changed)

@@ -9,11 +9,10 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// share is what a worker sums at a time.
+// share is how many bytes a worker sums at a time.
 const share = 4 << 20
 
-// All gives the digest of each view of host memory, which must not change meanwhile,
-// by several workers.
+// All computes the digest of each view of host memory with several workers. The memory must not change meanwhile.
 func All(ctx context.Context, views []View, workers int) ([]Sum, error) {
 	type task struct {
 		view  int

@@ -1,9 +1,8 @@
-// Package digest computes the digest of a tensor's bytes: 128 bits that are the same
-// on the CPU and on the GPU (cuda/digest.cuh), in whatever order the bytes are read.
+// Package digest computes the digest of a tensor's bytes: 128 bits that are the same on the CPU and on the GPU
+// (cuda/digest.cuh), whatever the order in which the bytes are read.
 //
-// The bytes are those of the contiguous tensor in row-major order, as little-endian
-// words w[0], w[1], ... of 64 bits, the last one filled up with zeros. All arithmetic
-// is modulo 2^64:
+// The bytes are those of the contiguous tensor in row-major order. They form little-endian words w[0], w[1], ...
+// of 64 bits; the last one is padded with zeros. All arithmetic is modulo 2^64:
 //
 //	mix(x)  x ^= x >> 32; x *= M1; x ^= x >> 32; x *= M2; x ^= x >> 32
 //	t[i]    mix(w[i] + (i + 1) * A)
@@ -12,7 +11,7 @@
 //	high    mix(a + (bytes + 1) * B)
 //	low     mix(b + high)
 //
-// docs/format.md section 6 says what it promises. It is not cryptographic.
+// docs/format.md section 6 says what the digest promises. It is not cryptographic.
 //
 // Everything here is safe for concurrent use unless it says otherwise.
 package digest
@@ -22,8 +21,7 @@ import (
 	"fmt"
 )
 
-// The constants are fractional parts times 2^64: of the golden ratio, and of the
-// square roots of 7, 3 and 5.
+// The constants are fractional parts times 2^64, of the golden ratio and of the square roots of 7, 3 and 5.
 const (
 	stepA = 0x9e3779b97f4a7c15
 	mulM1 = 0xa54ff53a5f1d36f1
@@ -31,7 +29,7 @@ const (
 	sizeB = 0x3c6ef372fe94f82b
 )
 
-// WordBytes is the unit of a digest: parts are cut at its multiples.
+// WordBytes is the unit of a digest: parts are cut at multiples of it.
 const WordBytes = 8
 
 func mixWord(x uint64) uint64 {
@@ -42,18 +40,18 @@ func mixWord(x uint64) uint64 {
 	return x ^ x>>32
 }
 
-// A Sum is the digest of a tensor. Two are compared with ==.
+// A Sum is the digest of a tensor. Compare two with ==.
 type Sum struct{ High, Low uint64 }
 
 // String is the digest as 32 hex digits, the high half first.
 func (s Sum) String() string { return fmt.Sprintf("%016x%016x", s.High, s.Low) }
 
-// A State is what has been summed of a tensor. The zero State is nothing; States of
-// disjoint parts add up. A State is not safe for concurrent use.
+// A State is the sum of a part of a tensor. The zero State is empty. States of disjoint parts add up. A State is
+// not safe for concurrent use.
 type State struct{ A, B uint64 }
 
-// Add sums the bytes p, which begin at byte `at` of the tensor, a multiple of
-// WordBytes. Their number is also one, unless they are the tensor's last.
+// Add sums the bytes p, which begin at byte `at` of the tensor. at is a multiple of WordBytes, and so is len(p)
+// unless p ends the tensor.
 func (s *State) Add(at int64, p []byte) {
 	n := len(p) / WordBytes
 	first := uint64(at) / WordBytes
@@ -66,20 +64,19 @@ func (s *State) Add(at int64, p []byte) {
 	}
 }
 
-// Merge adds what has been summed of another part.
+// Merge adds the sum of another part.
 func (s *State) Merge(other State) {
 	s.A += other.A
 	s.B += other.B
 }
 
-// Sum is the digest of a tensor of n bytes, after all of them were added.
+// Sum is the digest of a tensor of n bytes, once all of them were added.
 func (s State) Sum(n int64) Sum {
 	high := mixWord(s.A + (uint64(n)+1)*sizeB)
 	return Sum{high, mixWord(s.B + high)}
 }
 
-// sumScalar sums whole words; the first is word i of the tensor. It is the slow
-// twin of the others.
+// sumScalar sums whole words; the first is word i of the tensor. The faster functions must give the same result.
 func sumScalar(s *State, i uint64, p []byte) {
 	x := (i + 1) * stepA
 	var a, b uint64

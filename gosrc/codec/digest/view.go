@@ -9,9 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A View is a tensor in memory: of the host, or, for a GPU's kernel, of that. Strides
-// are bytes; they may be negative, or zero. Item is the size of an element: 1, 2, 4, 8
-// or 16 bytes.
+// A View is a tensor in host memory or, for a GPU's kernel, in that GPU's memory. Strides are in bytes and may be
+// negative or zero. Item is the size of an element: 1, 2, 4, 8 or 16 bytes.
 type View struct {
 	Address        uint64
 	Item           int64
@@ -26,7 +25,7 @@ func Contiguous(address uint64, bytes int64) View {
 // MaxRank is the most dimensions of a view.
 const MaxRank = 64
 
-// Bytes is the size of the contiguous tensor; an error if the view is none.
+// Bytes is the size of the contiguous tensor. It returns an error if the view is not valid.
 func (v *View) Bytes() (int64, error) {
 	if v.Item < 1 || v.Item > 16 || v.Item&(v.Item-1) != 0 || len(v.Shape) != len(v.Strides) || len(v.Shape) > MaxRank {
 		return 0, errs.New(errs.ErrArgument, "a tensor of %d dimensions, %d strides and elements of %d bytes",
@@ -54,8 +53,8 @@ func (v *View) Bytes() (int64, error) {
 	return n, nil
 }
 
-// Merged is the same view with as few dimensions as possible, none of them of size 1;
-// a contiguous tensor has one, and its elements are its bytes. The view has bytes.
+// Merged is the same view with as few dimensions as possible, none of them of size 1. A contiguous tensor gets
+// one dimension, with its bytes as elements. The view must not be empty.
 func (v *View) Merged() View {
 	m := View{Address: v.Address, Item: v.Item}
 	for i, d := range v.Shape {
@@ -82,7 +81,7 @@ func (v *View) Merged() View {
 // IsContiguous reports whether a merged view is bytes in order.
 func (v *View) IsContiguous() bool { return len(v.Shape) == 1 && v.Strides[0] == 1 && v.Item == 1 }
 
-// hostPointer is an address of the host; Go's collector ignores it.
+// hostPointer converts a host address to a pointer, which Go's garbage collector ignores.
 func hostPointer(a uint64) unsafe.Pointer {
 	p := uintptr(a)
 	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
@@ -90,8 +89,8 @@ func hostPointer(a uint64) unsafe.Pointer {
 
 const gathered = 32 << 10
 
-// addBytes sums bytes [at, at+n) of a merged view; at is a multiple of 16, and so is n
-// unless they are the last.
+// addBytes sums bytes [at, at+n) of a merged view. at is a multiple of 16, and so is n unless the bytes are the
+// last ones.
 func (v *View) addBytes(s *State, at, n int64) {
 	if v.IsContiguous() {
 		s.Add(at, unsafe.Slice((*byte)(hostPointer(v.Address+uint64(at))), n))
@@ -107,14 +106,14 @@ func (v *View) addBytes(s *State, at, n int64) {
 	}
 }
 
-// A walker is a place in a view.
+// A walker is a position in a view.
 type walker struct {
 	v    *View
 	at   uint64 // address of the element
 	coor [MaxRank]int64
 }
 
-// walkFrom begins at an element of the view.
+// walkFrom starts at an element of the view.
 func (v *View) walkFrom(element int64) *walker {
 	w := &walker{v: v, at: v.Address}
 	for i := len(v.Shape) - 1; i >= 0; i-- {
@@ -125,7 +124,7 @@ func (v *View) walkFrom(element int64) *walker {
 	return w
 }
 
-// readElements copies the next elements, which fill p.
+// readElements copies the next elements until p is full.
 func (w *walker) readElements(p []byte) {
 	v, last := w.v, len(w.v.Shape)-1
 	item, stride := v.Item, v.Strides[last]

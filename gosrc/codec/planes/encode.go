@@ -8,12 +8,11 @@ import (
 	"math/bits"
 )
 
-// minZip is the share of a plane, 1/minZip, that a Zstandard frame must save over
-// blocks, which decode faster.
+// A Zstandard frame must save 1/minZip of a plane over blocks, which decode faster.
 const minZip = 1024
 
-// An Encoder encodes chunks and keeps its memory. The zero value is ready; one
-// goroutine uses it at a time.
+// An Encoder encodes chunks and keeps its memory. The zero value is ready to use. Only one goroutine may use it
+// at a time.
 type Encoder struct {
 	memory [maxPlanes][]byte
 	words  []byte
@@ -27,8 +26,8 @@ type Encoder struct {
 // Zipped reports whether a plane of the last chunk became a Zstandard frame.
 func (e *Encoder) Zipped() bool { return e.zipped }
 
-// Encode appends the chunk of src to dst. ok is false, and dst unchanged, if that is
-// not shorter than src. The same src gives the same chunk on every machine.
+// Encode appends the chunk of src to dst. If it is not shorter than src, ok is false and dst unchanged. The same
+// src gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool) {
 	e.zipped = false
 	if !isKnown(transform) || len(src) == 0 || len(src)%transforms[transform].width != 0 {
@@ -78,8 +77,8 @@ func (e *Encoder) plane(out, p []byte) []byte {
 	return append(append(out, formRaw), p...)
 }
 
-// mayRepeat reports whether a Zstandard frame may be worth its time: whether one of four
-// samples of a long plane has what order-0 coding does not see.
+// mayRepeat reports whether a Zstandard frame may be worth its time: whether one of four samples of a long plane
+// has redundancy that order-0 coding does not see.
 func (e *Encoder) mayRepeat(p []byte) bool {
 	const samples, size = 4, 32 << 10
 	if len(p) <= 2*samples*size {
@@ -89,7 +88,7 @@ func (e *Encoder) mayRepeat(p []byte) bool {
 		s := p[i*(len(p)-size)/(samples-1):][:size]
 		h := countValues(s)
 		if bytes.Count(s, s[:1]) == len(s) {
-			continue // a constant says nothing of its neighbours
+			continue // a constant says nothing about its neighbours
 		}
 		t := fitTable(&h, size)
 		e.frame = appendFrame(e.frame[:0], s)
@@ -102,7 +101,7 @@ func (e *Encoder) mayRepeat(p []byte) bool {
 	return false
 }
 
-// appendBlocks appends a plane as blocks, without the form.
+// appendBlocks appends a plane as blocks, without the byte for the form.
 func (e *Encoder) appendBlocks(out, p []byte) []byte {
 	n := (len(p) + blockBytes - 1) / blockBytes
 	e.hists, e.kinds = e.hists[:0], e.kinds[:0]
@@ -115,8 +114,7 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 		}
 		e.kinds = append(e.kinds, kind)
 	}
-	// The blocks that gain nothing from the shared table leave it, and it is fitted
-	// to the others.
+	// Blocks that gain nothing from the shared table leave it, and it is fitted to the others.
 	sharedTable := e.fitSharedTable()
 	e.chooseKinds(p, &sharedTable)
 	sharedTable = e.fitSharedTable()
@@ -147,7 +145,7 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 
 func blockOf(p []byte, i int) []byte { return p[i*blockBytes : min(len(p), (i+1)*blockBytes)] }
 
-// fitSharedTable fits a table to the blocks that share it, if there are any.
+// fitSharedTable fits a table to the blocks that share it, if any.
 func (e *Encoder) fitSharedTable() (t table) {
 	var sum histogram
 	n := uint32(0)
@@ -176,7 +174,7 @@ func (e *Encoder) chooseKinds(p []byte, shared *table) {
 		common := blockHead + shared.costOf(h)
 		own := fitTable(h, uint32(raw))
 		alone := blockHead + uint64(own.encodedSize()) + own.costOf(h)
-		// A few bytes of certainty: costs are rounded.
+		// Require a few bytes of advantage, since costs are rounded.
 		switch {
 		case raw <= min(common, alone)+8:
 			e.kinds[i] = kindRaw
@@ -186,8 +184,8 @@ func (e *Encoder) chooseKinds(p []byte, shared *table) {
 	}
 }
 
-// countValues counts the values of a block; four tables keep equal neighbours from waiting
-// for each other.
+// countValues counts the values of a block. It uses four tables so that equal neighbours do not wait for each
+// other.
 func countValues(p []byte) (out histogram) {
 	var h [4]histogram
 	for ; len(p) >= 4; p = p[4:] {

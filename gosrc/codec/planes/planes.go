@@ -1,19 +1,16 @@
-// Package planes is codec 6, for level "smaller": the bytes of elements are divided
-// into planes, and each plane is stored by what is shortest: as it is, by rANS over
-// all 256 values with 12-bit probabilities, or as a Zstandard frame. It decodes on
-// the CPU only.
+// Package planes is codec 6, for level "smaller". The bytes of elements are divided into planes. Each plane is
+// stored in its shortest form: unchanged, by rANS over all 256 values with 12-bit probabilities, or as a
+// Zstandard frame. It only decodes on the CPU.
 //
-// A chunk is its logical size, then one plane after the other, the lowest byte of the
-// elements first:
+// A chunk is its logical size followed by its planes, with the plane of the lowest bytes first:
 //
 //	u32 logical bytes
 //	u8 form | raw: the bytes
 //	        | Zstandard: u32 length, a frame
 //	        | blocks: u8 kind of each, a table if blocks share one, the blocks
 //
-// as docs/format.md section 3.6 lays down to the bit; nothing else writes this
-// layout. Sources: J. Duda, "Asymmetric numeral systems" (2013), the public-domain
-// ryg_rans, RFC 8878.
+// docs/format.md section 3.6 specifies it to the bit. Nothing else writes this layout. Sources: J. Duda,
+// "Asymmetric numeral systems" (2013), the public-domain ryg_rans, RFC 8878.
 package planes
 
 import (
@@ -27,7 +24,7 @@ import (
 )
 
 const (
-	// blockBytes of a plane have one kind; the last block may be shorter.
+	// blockBytes is the size of a block, which has one kind. The last block of a plane may be shorter.
 	blockBytes = 64 << 10
 	maxPlanes  = 8
 
@@ -43,8 +40,8 @@ const (
 	kindShared   = 3 // coded with a table that at least two blocks of the plane share
 )
 
-// The transforms: the bytes of an element, and whether it is rotated left by a bit,
-// which puts the exponent of a bf16 or fp32 into one plane.
+// The transforms: the size of an element in bytes, and whether it is rotated left by a bit, which puts the
+// exponent of a bf16 or fp32 into one plane.
 var transforms = [...]struct {
 	name   string
 	width  int
@@ -59,12 +56,12 @@ var transforms = [...]struct {
 	7: {"float64", 8, true},
 }
 
-// Bytes is the transform that every type may have: elements of one byte.
+// Bytes is the transform that every type may use: elements of one byte.
 const Bytes = 1
 
 func isKnown(t uint8) bool { return t >= 1 && int(t) < len(transforms) }
 
-// Name returns a transform's name for people ("float16").
+// Name returns a transform's name for display ("float16").
 func Name(transform uint8) string {
 	if !isKnown(transform) {
 		return fmt.Sprintf("transform %d", transform)
@@ -85,7 +82,7 @@ var transformOf = map[tensor.DType]uint8{
 	tensor.F16: 5, tensor.BF16: 5, tensor.F32: 6, tensor.C64: 6, tensor.F64: 7,
 }
 
-// Integers reports whether a transform is that of integers of several bytes.
+// Integers reports whether a transform is for integers of several bytes.
 func Integers(transform uint8) bool { return transform >= 2 && transform <= 4 }
 
 // Allowed reports whether the format allows a transform for a type.
@@ -97,11 +94,11 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
-// A decoder has the memory that decoding a chunk takes.
+// A decoder holds the memory needed to decode a chunk.
 type decoder struct {
-	src         []byte // what is left of the chunk
+	src         []byte // remaining bytes of the chunk
 	own, shared slots
-	planes      [maxPlanes][]byte // as they are, in memory or in the chunk
+	planes      [maxPlanes][]byte // decoded, in memory or in the chunk
 	memory      [maxPlanes][]byte
 }
 
@@ -109,9 +106,8 @@ var decoders = sync.Pool{New: func() any { return new(decoder) }}
 
 // Decode fills dst with the logical bytes of the chunk src.
 //
-// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode
-// reads nothing outside src, writes nothing outside dst, takes memory for dst once
-// more, and is safe for concurrent use.
+// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode reads nothing outside src,
+// writes nothing outside dst, allocates as much memory as dst has, and is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8) error {
 	if !isKnown(transform) {
 		return corruptError("planes with transform %d", transform)
@@ -171,7 +167,7 @@ func (d *decoder) takeBytes(n int) ([]byte, error) {
 	return p, nil
 }
 
-// plane decodes the next plane: to dst, or as it lies in the chunk.
+// plane decodes the next plane into dst, or returns it from the chunk if it is raw.
 func (d *decoder) plane(dst []byte) ([]byte, error) {
 	form, err := d.takeBytes(1)
 	if err != nil {

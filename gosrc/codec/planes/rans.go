@@ -1,7 +1,7 @@
 package planes
 
-// Codes a block: rANS over 256 values, four interleaved states of 32 bits,
-// words of 16 bits, probabilities of 12.
+// Codes a block by rANS over 256 values, with four interleaved states of 32 bits, words of 16 bits, and
+// probabilities of 12 bits.
 
 import (
 	"encoding/binary"
@@ -11,21 +11,21 @@ import (
 
 const (
 	lanes     = 4
-	start     = 1 << 16 // the state that encoders begin with and decoders end with
+	start     = 1 << 16 // encoders begin with this state and decoders end with it
 	scaleBits = 12
 	scale     = 1 << scaleBits
-	// blockHead is what a coded block has in addition to its words.
+	// blockHead is the size of a coded block in addition to its words.
 	blockHead = 4*lanes + 2
 )
 
-// A table is the frequencies of the values; they sum to scale, and none has all.
+// A table holds the frequencies of the values. They sum to scale, and no single value has all of it.
 type table struct{ freq [256]uint16 }
 
-// slots are a table, expanded: value | frequency << 8 | rank << 20.
+// slots are an expanded table: value | frequency << 8 | rank << 20.
 type slots [scale]uint32
 
-// appendTable appends a table: a bit for each value that occurs, then the frequency of
-// each, in one byte below 128, in two from there: 128 + its high bits, its low 8.
+// appendTable appends a table: a bit for each value that occurs, then the frequency of each, in one byte if it is
+// below 128, else in two: 128 + its high bits, then its low 8 bits.
 func (t *table) appendTable(dst []byte) []byte {
 	var set [32]byte
 	for v, f := range t.freq {
@@ -45,7 +45,7 @@ func (t *table) appendTable(dst []byte) []byte {
 	return dst
 }
 
-// encodedSize is the bytes of append.
+// encodedSize is the number of bytes that appendTable appends.
 func (t *table) encodedSize() int {
 	n := 32
 	for _, f := range t.freq {
@@ -96,7 +96,7 @@ func (t *table) readTable(src []byte) (int, error) {
 	return at, nil
 }
 
-// expandSlots makes the slots of a table that read has accepted.
+// expandSlots makes the slots of a valid table.
 func (t *table) expandSlots(s *slots) {
 	at := 0
 	for v, f := range t.freq {
@@ -107,8 +107,8 @@ func (t *table) expandSlots(s *slots) {
 	}
 }
 
-// decodeValues fills dst: value i by state i mod 4. All words are used, and every state
-// ends where encoders begin.
+// decodeValues fills dst; value i uses state i mod 4. It checks that all words are used and that every state ends
+// where encoders begin.
 func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 	x0, x1, x2, x3 := x[0], x[1], x[2], x[3]
 	at := 0
@@ -147,8 +147,8 @@ func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 	return nil
 }
 
-// decodeStep decodes a value. Whether a state needs a word is a coin toss: it does not
-// branch.
+// decodeStep decodes a value. It does not branch on whether the state needs a word, because that is
+// unpredictable.
 func decodeStep(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, state uint32, now int) {
 	e := s[x%scale]
 	x = e>>8&(scale-1)*(x>>scaleBits) + e>>20
@@ -157,7 +157,7 @@ func decodeStep(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, s
 	return byte(e), x, used + int(2*need)
 }
 
-// encodeBlock appends a coded block of src; every value of src has a frequency.
+// encodeBlock appends a coded block of src. Every value in src must have a frequency.
 func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 	var first [256]uint32
 	sum := uint32(0)
@@ -165,7 +165,7 @@ func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 		first[v] = sum
 		sum += uint32(f)
 	}
-	// A value makes at most one word; one more may be written in front of the last.
+	// A value makes at most one word, and one more may be written before the last one.
 	if cap(e.words) < 2*blockBytes+2 {
 		e.words = make([]byte, 2*blockBytes+2)
 	}
@@ -175,7 +175,7 @@ func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 	for i := len(src) - 1; i >= 0; i-- {
 		v, s := src[i], x[i%lanes]
 		f := uint32(t.freq[v])
-		// The word is always written, and kept if at moves.
+		// The word is always written; it is kept if at moves.
 		binary.LittleEndian.PutUint16(words[at-2:], uint16(s))
 		full := 1 - uint32((uint64(s>>(32-scaleBits))-uint64(f))>>63)
 		at -= int(2 * full)
@@ -189,8 +189,8 @@ func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 	return append(dst, words[at:]...)
 }
 
-// logs are the logarithms of 2048..4095, base 2, less 11, in units of 2^-16: whole
-// numbers, so that every machine makes the same choices.
+// logs are the base-2 logarithms of 2048..4095, less 11, in units of 2^-16. They are integers, so that every
+// machine makes the same choices.
 var logs = func() (t [2048]uint32) {
 	for i := range t {
 		t[i] = uint32(math.Round(65536 * (math.Log2(float64(2048+i)) - 11)))
@@ -198,18 +198,17 @@ var logs = func() (t [2048]uint32) {
 	return
 }()
 
-// logOf is the logarithm of x, from 1 to 4095, base 2, in units of 2^-16.
+// logOf is the base-2 logarithm of x, from 1 to 4095, in units of 2^-16.
 func logOf(x uint32) uint64 {
 	n := bits.Len32(x)
 	return uint64(n-1)<<16 + uint64(logs[x<<(12-n)-2048])
 }
 
-// A histogram counts the values of a block, or of several.
+// A histogram counts the values of one or more blocks.
 type histogram [256]uint32
 
-// fitTable shares the slots among the values of a histogram of n; at least two of them
-// occur. The coded size is a sum of convex functions of each share: moving single
-// slots while that helps ends near the optimum.
+// fitTable distributes the slots among the values of a histogram of n, in which at least two occur. The coded
+// size is a sum of convex functions of each share, so moving single slots while that helps ends near the optimum.
 func fitTable(h *histogram, n uint32) (t table) {
 	sum := 0
 	for v, c := range h {
@@ -219,7 +218,7 @@ func fitTable(h *histogram, n uint32) (t table) {
 			sum += int(t.freq[v])
 		}
 	}
-	more := func() (at int) { // where one more slot gains most
+	more := func() (at int) { // the value that gains most from one more slot
 		at, best := -1, uint64(0)
 		for v, f := range t.freq {
 			if f > 0 && f < scale-1 {
@@ -230,7 +229,7 @@ func fitTable(h *histogram, n uint32) (t table) {
 		}
 		return at
 	}
-	less := func() (at int) { // where one slot less costs least
+	less := func() (at int) { // the value that loses least by one slot less
 		at, best := -1, uint64(0)
 		for v, f := range t.freq {
 			if f > 1 {
@@ -250,8 +249,8 @@ func fitTable(h *histogram, n uint32) (t table) {
 	return t
 }
 
-// costOf is the bytes of a histogram's values, coded with a table; more than can be if
-// one of them has no frequency.
+// costOf is the size in bytes of a histogram's values, coded with a table. If one of them has no frequency, it is
+// larger than any real size.
 func (t *table) costOf(h *histogram) uint64 {
 	sum := uint64(0)
 	for v, c := range h {

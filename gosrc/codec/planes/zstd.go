@@ -8,15 +8,15 @@ import (
 	"github.com/klauspost/compress/zstd"
 )
 
-// maxWindow is the largest chunk, in bytes.
+// maxWindow is the size of the largest chunk, in bytes.
 const maxWindow = 16 << 20
 
 var (
 	zippers = sync.Pool{New: func() any {
-		// No checksum: chunks have one.
+		// No checksum, because chunks have one.
 		w, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false),
 			zstd.WithWindowSize(maxWindow),
-			zstd.WithSingleSegment(true), // which says how many bytes it has
+			zstd.WithSingleSegment(true), // the frame states its size
 			zstd.WithEncoderLevel(zstd.SpeedBetterCompression))
 		if err != nil {
 			return err
@@ -35,7 +35,7 @@ var (
 )
 
 func appendFrame(dst, src []byte) []byte {
-	w := zippers.Get().(*zstd.Encoder) // the options are right: a test makes one
+	w := zippers.Get().(*zstd.Encoder) // the options are valid: a test makes one
 	defer zippers.Put(w)
 	return w.EncodeAll(src, dst)
 }
@@ -49,7 +49,7 @@ func decodeFrame(dst, frame []byte) error {
 	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS || h.FrameContentSize != uint64(len(dst)) {
 		return corruptError("a Zstandard frame of %d bytes where %d belong", h.FrameContentSize, len(dst))
 	}
-	// The library would read on: frames of nothing, and frames to skip.
+	// The library would read on through empty and skippable frames.
 	if n := frameBytes(frame, &h); n != len(frame) {
 		return corruptError("a Zstandard frame that ends at byte %d of %d", n, len(frame))
 	}
@@ -65,13 +65,13 @@ func decodeFrame(dst, frame []byte) error {
 	return nil
 }
 
-// frameBytes is where the frame with header h ends, by the heads of its blocks; beyond the
-// end of p if the frame is cut.
+// frameBytes is the length of the frame with header h, from the headers of its blocks. It is more than len(p) if
+// the frame is truncated.
 func frameBytes(p []byte, h *zstd.Header) int {
 	const (
-		last, sizeShift = 1, 3 // of a block's head
+		last, sizeShift = 1, 3 // of a block's header
 		headBytes       = 3
-		oneValue        = 1 // the kind of block that has one byte
+		oneValue        = 1 // kind of a block that stores one repeated byte
 		checksum        = 4
 	)
 	at := h.HeaderSize

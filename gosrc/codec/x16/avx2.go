@@ -10,18 +10,16 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The AVX2 kernel looks slots up by VPSHUFB, with tables of 16 bytes, in
-// dwords that have the index in the low byte. A bucket gives its divider
-// and its alias, the symbol its frequency. As in the AVX-512 kernel, the unit
-// of work is one register of states, here 8 lanes, of two segments.
+// The AVX2 kernel looks slots up with VPSHUFB, in tables of 16 bytes, with the index in the low byte of a dword.
+// A bucket gives its divider and its alias, and the symbol gives its frequency. As in the AVX-512 kernel, the
+// unit of work is one register of states, here 8 lanes, for two segments.
 
 type (
 	v8  = archsimd.Uint32x8
 	tab = archsimd.Uint8x32
 )
 
-// tables256 are a chunk's tables for this kernel, each twice: by bucket, and
-// then by symbol.
+// tables256 are a chunk's tables for this kernel, first by bucket and then by symbol. Each is stored twice.
 type tables256 struct {
 	divider, alias, bias [32]uint8 // bias is 16 too large
 	freq, values         [32]uint8
@@ -47,9 +45,8 @@ func lookUp256(t tab, index v8) v8 {
 	return t.PermuteOrZeroGrouped(index.AsUint8x32().AsInt8x32()).AsUint32x8()
 }
 
-// step256 decodes one symbol in 8 lanes: the new states, and the symbols.
-// byte0 has 0x80 in the bytes of a dword that are no index; by8 moves bytes
-// down by one.
+// step256 decodes one symbol in 8 lanes. It returns the new states and the symbols. byte0 has 0x80 in the bytes
+// of a dword that are not an index; by8 moves bytes down by one.
 func step256(x, low4, byte0, c16 v8, by8 archsimd.Int8x32, divider, alias, bias, freq tab) (v8, v8) {
 	b := x.AsInt32x8().ShiftAllRight(4).AsUint32x8().And(low4)
 	r := x.And(low4)
@@ -62,8 +59,8 @@ func step256(x, low4, byte0, c16 v8, by8 archsimd.Int8x32, divider, alias, bias,
 	return f.Mul(high).Add(r.Add(up)), k
 }
 
-// expand256 says, for each set of lanes that need a word, which word each
-// gets; wordBytes how many bytes they take.
+// expand256 says, for each set of lanes that need a word, which word each lane gets. wordBytes is how many bytes
+// they take.
 var expand256 = func() (t [256][8]uint32) {
 	for m := range t {
 		n := uint32(0)
@@ -75,8 +72,8 @@ var expand256 = func() (t [256][8]uint32) {
 	return
 }()
 
-// refill256 gives the lanes below 2^16 their next words. There are 8
-// at p, and says how many bytes they took.
+// refill256 gives the lanes below 2^16 their next words. There are 8 words at p. It returns how many bytes were
+// taken.
 func refill256(x v8, p *[8]uint16) (v8, int) {
 	var none archsimd.Int32x8
 	need := x.AsInt32x8().ShiftAllRight(16).Equal(none)
@@ -85,14 +82,13 @@ func refill256(x v8, p *[8]uint16) (v8, int) {
 	return x.ShiftAllLeft(16).Or(w).Merge(x, need), int(wordBytes[m])
 }
 
-// kernel256 decodes the tiles wanted of all segments of run, side by side, as
-// long as all may go on.
+// kernel256 decodes the wanted tiles of all segments of run in parallel, as long as all of them can continue.
 func (d *decoder) kernel256(run []*segment) {
 	st, acc := &d.lanes.states, &d.lanes.symbols
 	var cursor [4]int
 	want := batch
 	for i := range st {
-		s := run[0] // one that is missing is the first again
+		s := run[0] // a missing segment is replaced by the first
 		if i < len(run) {
 			s = run[i]
 		}
@@ -159,8 +155,8 @@ var shift8 = func() (s [32]int8) {
 
 var order256 = [8]uint32{0, 1, 4, 5, 2, 3, 6, 7}
 
-// tile256 turns the symbols of a tile, two a lane for each pair of steps, into
-// 256 symbol values in natural order, and counts the escapes.
+// tile256 turns the symbols of a tile, two per lane for each pair of steps, into 256 symbol values in natural
+// order, and counts the escapes.
 func (d *decoder) tile256(acc *[4][lanes]uint32, out *[tileSyms]byte) (escs int) {
 	values := archsimd.LoadUint8x32(&d.fast.narrow.values)
 	order := archsimd.LoadUint32x8(&order256)
@@ -190,8 +186,8 @@ func (d *decoder) tile256(acc *[4][lanes]uint32, out *[tileSyms]byte) (escs int)
 
 type pair256 struct{ lo, hi archsimd.Uint32x8 }
 
-// gather256 gives the values of 8 lanes: 8 bytes a lane, of the first two
-// lanes of each four in lo and of the others in hi.
+// gather256 gives the values of 8 lanes, 8 bytes per lane: of the first two lanes of each four in lo, and of the
+// others in hi.
 func gather256(acc *[4][lanes]uint32, h int, values tab) pair256 {
 	a := archsimd.LoadUint32x8((*[8]uint32)(acc[1][h:])).ShiftAllLeft(16).Or(
 		archsimd.LoadUint32x8((*[8]uint32)(acc[0][h:])))

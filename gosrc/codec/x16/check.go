@@ -8,13 +8,12 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// target is a destination that is measured but never touched: it takes addresses,
-// not memory.
+// target stands for a destination that is measured but never touched: it takes addresses, not memory.
 var target [tensor.MaxChunkBytes]byte
 
-// Check checks what Decode checks before it decodes a word: the header, the table,
-// the directory and the segments' first states of a chunk of c. So a GPU never gets
-// inconsistent tables. Any error is errs.ErrCorrupt. It is safe for concurrent use.
+// Check checks everything that Decode checks before it decodes a word: the header, the table, the directory and
+// the segments' first states of a chunk of c. So a GPU never gets inconsistent tables. Any error is
+// errs.ErrCorrupt. It is safe for concurrent use.
 func Check(src []byte, c tensor.Chunk) error {
 	if c.Logical > tensor.MaxChunkBytes || uint64(len(src)) != uint64(c.Stored) {
 		return corruptError("chunk of %d -> %d bytes in %d", c.Stored, c.Logical, len(src))
@@ -37,8 +36,8 @@ func Check(src []byte, c tensor.Chunk) error {
 	return err
 }
 
-// Segments returns the number of segments of a chunk of c, the work items of a GPU.
-// It is at least one: its warp copies the tail. The chunk has passed Check.
+// Segments returns the number of segments of a chunk of c, which are the work items of a GPU. It is at least one,
+// because a warp must copy the tail. The chunk must have passed Check.
 func Segments(c tensor.Chunk) int {
 	tiles := int(c.Logical) * 8 / forms[c.Transform].bits / tileSyms
 	return max(1, (tiles+int(c.SegTiles)-1)/int(c.SegTiles))

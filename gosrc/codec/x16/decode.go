@@ -1,6 +1,6 @@
 package x16
 
-// Decodes a chunk, by the fastest decoder that this machine has.
+// Decodes a chunk with the fastest decoder of this machine.
 
 import (
 	"slices"
@@ -23,15 +23,14 @@ const (
 // String returns the level's name ("AVX-512").
 func (l Level) String() string { return [...]string{"scalar", "NEON", "AVX2", "AVX-512"}[l] }
 
-// levels are those of this machine and build, from slow to fast; level is the one in
-// use.
+// levels are the levels of this machine and build, from slow to fast. level is the one in use.
 var (
 	levels = detectLevels()
 	best   = levels[len(levels)-1]
 	level  = best
 )
 
-// Levels returns those of this machine and build, from slow to fast.
+// Levels returns the levels of this machine and build, from slow to fast.
 func Levels() []Level { return slices.Clone(levels) }
 
 // Best returns the highest level of this machine and build.
@@ -40,8 +39,8 @@ func Best() Level { return best }
 // Using returns the level that Decode and Encode use.
 func Using() Level { return level }
 
-// Use sets the level that Decode and Encode use; one that is not among Levels stands
-// for Best. Call it at the start of a process: it is not safe while Decode or Encode runs.
+// Use sets the level of Decode and Encode. A level that is not among Levels means Best. Call it at the start of a
+// process: it is not safe while Decode or Encode runs.
 func Use(l Level) {
 	if !slices.Contains(levels, l) {
 		l = best
@@ -51,18 +50,17 @@ func Use(l Level) {
 
 var decoders = sync.Pool{New: func() any { return &decoder{lanes: new(laneMemory)} }}
 
-// Decode fills dst with the logical bytes of the chunk src. The transform and the
-// tiles per segment are those of the index.
+// Decode fills dst with the logical bytes of the chunk src. The transform and the tiles per segment come from the
+// index.
 //
-// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode
-// reads nothing outside src, writes nothing outside dst, and is safe for concurrent
-// use.
+// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode reads nothing outside src,
+// writes nothing outside dst, and is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
 	return DecodeAt(level, dst, src, transform, segTiles)
 }
 
-// DecodeAt is Decode by one of the twins, for tests and benchmarks; one that is not
-// among Levels is errs.ErrNotSupported.
+// DecodeAt is Decode at a given level, for tests and benchmarks. A level that is not among Levels is
+// errs.ErrNotSupported.
 func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) error {
 	if !slices.Contains(levels, level) {
 		return errs.New(errs.ErrNotSupported, "%v on this machine", level)
@@ -88,8 +86,7 @@ func (d *decoder) decodeChunk(dst, src []byte, transform uint8, segTiles uint16)
 	if d.level > Scalar {
 		d.fast.build(d)
 	}
-	// Several segments are decoded together, so that the latencies of one hide
-	// behind the work of the others.
+	// Several segments are decoded together to hide the latencies of one by the work of the others.
 	for seg := 0; seg < d.segs; {
 		n := min(len(d.run), d.segs-seg)
 		run := d.run[:n]
@@ -118,7 +115,7 @@ func (d *decoder) decodeSegments(run []segment) error {
 		for i := range run {
 			run[i].want, run[i].got = min(batch, run[i].tiles), 0
 		}
-		d.decodeFast(run) // leaves the rest to the scalar twin
+		d.decodeFast(run) // leaves the rest to the scalar decoder
 		for i := range run {
 			s := &run[i]
 			if !d.decodeScalar(s, s.vals[s.got*tileSyms:s.want*tileSyms]) {
@@ -132,7 +129,7 @@ func (d *decoder) decodeSegments(run []segment) error {
 	return nil
 }
 
-// decodeOne decodes a chunk with one symbol.
+// decodeOne decodes a chunk with a single symbol.
 func (d *decoder) decodeOne() {
 	v := d.palette[d.symbol]
 	vals := d.vals[0][:fillTiles*tileSyms]

@@ -7,21 +7,18 @@ import (
 	"math/bits"
 )
 
-// gain is the size, as a share of the logical bytes, above which a chunk is stored
-// raw.
+// gain is the stored size, as a share of the logical bytes, above which a chunk is stored raw.
 const gain = 0.99
 
-// defaultSegTiles is the longest segment that encoders make: 64 Ki symbols.
-// Half of it costs 0.13 % more bytes for 4 % more speed on the CPU. On an H200
-// it makes no difference to large launches, and 64 MiB by themselves still decode at
-// 0.49 TB/s, six times the rate of the link.
+// defaultSegTiles is the longest segment that encoders make: 64 Ki symbols. Half of it costs 0.13 % more bytes
+// for 4 % more speed on the CPU. On an H200 it makes no difference to large launches, and a single launch of 64
+// MiB still decodes at 0.49 TB/s, six times the rate of the link.
 const defaultSegTiles = 256
 
-// An Encoder encodes chunks. It keeps its scratch memory, so that the next chunk of
-// the same size allocates nothing. The zero value is ready; one goroutine uses it at
-// a time.
+// An Encoder encodes chunks. It keeps its scratch memory, so that the next chunk of the same size allocates
+// nothing. The zero value is ready to use. Only one goroutine may use it at a time.
 type Encoder struct {
-	vals  []byte            // symbol values, later symbols
+	vals  []byte            // symbol values, later replaced by symbols
 	plane [maxPlanes][]byte // one each
 	words [4][]byte         // of four segments, filled from the end
 	escs  []escape
@@ -39,19 +36,19 @@ type Encoder struct {
 }
 
 type escape struct {
-	at    int // in the chunk
+	at    int // offset in the chunk
 	value byte
 }
 
-// A coder is what encoding a symbol takes.
+// A coder holds what is needed to encode a symbol.
 type coder struct {
 	inverse uint64 // ceil(2^56 / freq): exact for every x < 2^32
 	freq    uint32
 }
 
-// Encode appends the chunk of src to dst. Store the number of tiles per segment in
-// the index. ok is false, and dst unchanged, if that would gain too little: then
-// store the bytes raw. The same src gives the same chunk on every machine.
+// Encode appends the chunk of src to dst. The caller stores the number of tiles per segment in the index. If
+// encoding gains too little, ok is false and dst is unchanged; the caller then stores the bytes raw. The same src
+// gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles uint16, ok bool) {
 	if !isTransform(transform) {
 		return dst, 0, false
@@ -110,7 +107,7 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles
 	return out, uint16(s), true
 }
 
-// isRepeated says whether a byte of a plane repeats one element.
+// isRepeated reports whether a byte of a plane repeats one element.
 func isRepeated(v byte, bits int) bool {
 	switch bits {
 	case 4:
@@ -121,13 +118,12 @@ func isRepeated(v byte, bits int) bool {
 	return true
 }
 
-// minSegTiles is the shortest segment that encoders make to have four of them.
-// Shorter ones would decode faster, in small chunks, but the states of four
-// segments are 13 % of a bf16 tensor of 4 KB.
+// minSegTiles is the shortest segment into which encoders divide to get four segments. Shorter ones would decode
+// faster in small chunks, but the states of four segments are 13 % of a bf16 tensor of 4 KB.
 const minSegTiles = 32
 
-// segmentGrid divides tiles into equal segments of at most longest tiles, a multiple of
-// four of them where there are enough, since decoders run four at a time.
+// segmentGrid divides tiles into equal segments of at most `longest` tiles. If there are enough tiles, the number
+// of segments is a multiple of four, since decoders run four at a time.
 func segmentGrid(tiles, longest int) (segTiles, segs int) {
 	if longest == 0 {
 		longest = defaultSegTiles
@@ -157,8 +153,7 @@ func (e *Encoder) splitElements(transform uint8, src []byte, n int) {
 	}
 }
 
-// histogram counts values; four tables keep equal neighbours from waiting for
-// each other.
+// histogram counts values. It uses four tables so that equal neighbours do not wait for each other.
 func (e *Encoder) histogram() (out [256]int) {
 	h := &e.hist
 	*h = [4][256]uint32{}
@@ -179,8 +174,7 @@ func (e *Encoder) histogram() (out [256]int) {
 	return
 }
 
-// appendSegments appends the directory and all segments to a chunk that begins at
-// base.
+// appendSegments appends the directory and all segments to a chunk that begins at base.
 func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []byte {
 	e.prepareTables(m)
 	e.turnIntoSymbols(m)
@@ -196,7 +190,7 @@ func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []
 		for i := range n {
 			first := (seg + i) * s * tileSyms
 			syms[i] = e.vals[first:min(first+s*tileSyms, len(e.vals))]
-			// Two symbols make at most one word; vectors need room behind.
+			// Two symbols make at most one word. Vectors need room after the words.
 			e.words[i] = withLength(e.words[i], len(syms[i])+64)[:len(syms[i])]
 		}
 		if e.level == Scalar || !e.groupFast(syms[:n]) {
@@ -223,7 +217,7 @@ func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []
 	return out
 }
 
-// appendSegment appends what part i of the group has become.
+// appendSegment appends the coded part i of the group.
 func (e *Encoder) appendSegment(out []byte, i, first int, escs []escape) []byte {
 	g := &e.group[i]
 	for _, x := range g.states {
@@ -263,7 +257,7 @@ func (e *Encoder) prepareTables(m *model) {
 	}
 }
 
-// turnIntoSymbols turns e.vals from values into symbols, listing the escapes.
+// turnIntoSymbols turns the values in e.vals into symbols, and lists the escapes.
 func (e *Encoder) turnIntoSymbols(m *model) {
 	e.escs = e.escs[:0]
 	from := 0
@@ -280,8 +274,7 @@ func (e *Encoder) turnIntoSymbols(m *model) {
 	}
 }
 
-// A coding is a segment that has been encoded, or is being: the states, and
-// where in its words the last one was put.
+// A coding is the state of encoding a segment: the lanes' states, and the position of the last word.
 type coding struct {
 	states [lanes]uint32
 	at     int
@@ -303,7 +296,7 @@ func (e *Encoder) codeSegment(syms []byte, i int) {
 				k0, k1 := tile[u]&15, tile[u+1]&15
 				c0, c1 := &e.coder[k0], &e.coder[k1]
 				v := x[l]
-				// The word is always written, and kept if at moves.
+				// The word is always written; it is kept if at moves.
 				binary.LittleEndian.PutUint16(words[at-2:], uint16(v))
 				full := uint(0)
 				if v >= c0.freq*c1.freq<<16 {
@@ -322,9 +315,8 @@ func (e *Encoder) codeSegment(syms []byte, i int) {
 	e.group[i].at = at
 }
 
-// Estimate gives the expected stored size of a tensor as a share of its
-// logical size, from a sample of it: 1 if nothing can be gained. It allocates,
-// and reads the sample once.
+// Estimate returns the expected stored size of a tensor, as a share of its logical size, from a sample. It is 1
+// if nothing can be gained. It allocates, and reads the sample once.
 func Estimate(sample []byte, transform uint8) float64 {
 	if !isTransform(transform) {
 		return 1
@@ -338,8 +330,7 @@ func Estimate(sample []byte, transform uint8) float64 {
 	e.splitElements(transform, sample[:n/8*f.bits], n)
 	hist := e.histogram()
 	m := fitModel(&hist, n, f.identity)
-	// The states and padding of segments of full length, whatever the
-	// sample's length.
+	// Count the states and padding of segments of full length, whatever the sample's length.
 	size := m.bits / 8
 	if m.one < 0 {
 		size += float64(n) / (defaultSegTiles * tileSyms) * (stateBytes + 16)

@@ -11,16 +11,16 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The AVX-512 encoder does what the scalar one does, to the bit: the states of
-// four segments go side by side, 16 lanes a register, from the last tile to
-// the first. It divides by frequencies in two exact steps (divide512).
+// The AVX-512 encoder gives exactly the same bits as the scalar one. It processes the states of four segments in
+// parallel, 16 lanes per register, from the last tile to the first. It divides by frequencies in two exact steps
+// (divide512).
 
 type (
 	b64 = archsimd.Uint8x64
 	f16 = archsimd.Float32x16
 )
 
-// fastCoder has the tables by symbol, and slot by cumulated frequency + rank.
+// fastCoder has the tables by symbol, and slot by cumulative frequency + rank.
 type fastCoder struct {
 	freq, small, first [16]uint32
 	inverse            [16]float32
@@ -41,8 +41,8 @@ func (e *Encoder) prepareFast(m *model) {
 		}
 		c.freq[k] = uint32(f)
 		c.small[k] = (1<<20 + uint32(f) - 1) / uint32(f)
-		// Too small by 1.6 to 1.7 x 2^-23 of itself, rounding included, so
-		// that all roundings of divide512 together cannot make it too large.
+		// This is too small by 1.6 to 1.7 x 2^-23 of itself, rounding included, so that all roundings of
+		// divide512 together cannot make it too large.
 		c.inverse[k] = float32(1 / float64(f) * (1 - 1.65*math.Pow(2, -23)))
 		for r := range int(f) {
 			c.slot[(first+r)/64][(first+r)%64] = e.slots[k][r]
@@ -59,7 +59,7 @@ func lookup256(t0, t1, t2, t3, i, half b64) b64 {
 	return t2.ConcatPermute(t3, i).Merge(t0.ConcatPermute(t1, i), i.GreaterEqual(half))
 }
 
-// symbolsFast is the vector part of symbols; it gives how many it has done.
+// symbolsFast is the vector part of turnIntoSymbols. It returns how many values it has done.
 func (e *Encoder) symbolsFast(m *model) int {
 	if e.level != AVX512 {
 		return 0
@@ -68,7 +68,7 @@ func (e *Encoder) symbolsFast(m *model) int {
 	t0, t1 := archsimd.LoadUint8x64(&t[0]), archsimd.LoadUint8x64(&t[1])
 	t2, t3 := archsimd.LoadUint8x64(&t[2]), archsimd.LoadUint8x64(&t[3])
 	half := archsimd.BroadcastUint8x64(128)
-	esc := archsimd.BroadcastUint8x64(uint8(m.escape)) // 255, never met: none
+	esc := archsimd.BroadcastUint8x64(uint8(m.escape)) // 255, which never occurs, if there is no escape
 	for i := 0; i < len(e.vals); i += 64 {
 		p := (*[64]uint8)(e.vals[i:])
 		k := lookup256(t0, t1, t2, t3, archsimd.LoadUint8x64(p), half)
@@ -82,12 +82,11 @@ func (e *Encoder) symbolsFast(m *model) int {
 	return len(e.vals)
 }
 
-// divide512 gives x / f and the remainder, for x < f << 24.
+// divide512 returns x / f and the remainder, for x < f << 24.
 //
-// The product in floating point is too small by at most 7: x and the product
-// are off by 2^-24 of themselves each, inverse by 1.7 x 2^-23, which makes
-// 3.2 x 2^-23 of less than 2^24. What is left is less than 8 f, and
-// ceil(2^20 / f) divides that exactly, since 8 f x f < 2^20.
+// The floating-point product is too small by at most 7. x and the product are each off by 2^-24 of themselves,
+// and inverse by 1.7 x 2^-23, which together is 3.2 x 2^-23 of less than 2^24. The rest is less than 8 f, and
+// ceil(2^20 / f) divides it exactly, since 8 f x f < 2^20.
 func divide512(x, f, small v16, inverse f16) (q, r v16) {
 	q = x.ConvertToFloat32().Mul(inverse).ConvertToUint32()
 	r = x.Sub(q.Mul(f))
@@ -96,8 +95,7 @@ func divide512(x, f, small v16, inverse f16) (q, r v16) {
 	return q.Add(more), r.Sub(more.Mul(f))
 }
 
-// pack512 gives, for half a tile of symbols, 8 nibbles in each of 16 lanes,
-// the first symbol lowest.
+// pack512 packs half a tile of symbols into 8 nibbles in each of 16 lanes, the first symbol lowest.
 func pack512(p *[128]byte, weights archsimd.Int8x64, order v16) v16 {
 	a := archsimd.LoadUint8x64((*[64]uint8)(p[:64])).DotProductPairsSaturated(weights)
 	b := archsimd.LoadUint8x64((*[64]uint8)(p[64:])).DotProductPairsSaturated(weights)
@@ -121,8 +119,8 @@ var (
 	}()
 )
 
-// groupFast encodes up to four segments; part i has the symbols
-// syms[i]; e.group[i] and e.words[i] get the results.
+// groupFast encodes up to four segments. Part i has the symbols syms[i]; e.group[i] and e.words[i] get the
+// results.
 func (e *Encoder) groupFast(syms [][]byte) bool {
 	if e.level != AVX512 {
 		return false
@@ -158,8 +156,7 @@ func (e *Encoder) groupFast(syms [][]byte) bool {
 	return true
 }
 
-// pair512 encodes a pair of steps of a segment. Its symbols are the highest
-// two nibbles, and rotates those away.
+// pair512 encodes a pair of steps of a segment. Its symbols are the two highest nibbles, which it rotates away.
 func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16]uint32) {
 	freq, first := archsimd.LoadUint32x16(&c.freq), archsimd.LoadUint32x16(&c.first)
 	small, inverse := archsimd.LoadUint32x16(&c.small), archsimd.LoadFloat32x16(&c.inverse)
@@ -173,8 +170,7 @@ func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16
 	fa, fb := freq.Permute(na), freq.Permute(nb)
 	ha, hb := freq.Permute(ma), freq.Permute(mb)
 
-	// Words of lanes that are full: compressed, lowest lane first, to end
-	// where the last ones began.
+	// Compress the words of full lanes, lowest lane first, to end where the earlier ones began.
 	fullA := xa.GreaterEqual(fa.Mul(ha).ShiftAllLeft(16))
 	fullB := xb.GreaterEqual(fb.Mul(hb).ShiftAllLeft(16))
 	var low archsimd.Uint16x32
@@ -187,8 +183,8 @@ func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16
 		low.Compress(archsimd.Mask16x32FromBits(full)).StoreMasked(out,
 			archsimd.Mask16x32FromBits(^uint32(0)>>((32-n)&31)))
 	}
-	// By a register of counts: the compiler makes an invalid instruction of a
-	// masked shift by a constant.
+	// Shift by a register of counts, because the compiler makes an invalid instruction of a masked shift by a
+	// constant.
 	sixteen := archsimd.BroadcastUint32x16(16)
 	xa = xa.ShiftRight(sixteen).Merge(xa, fullA)
 	xb = xb.ShiftRight(sixteen).Merge(xb, fullB)

@@ -2,7 +2,7 @@
 
 package x16
 
-// Without GOEXPERIMENT=simd on amd64 the scalar twin encodes.
+// Without GOEXPERIMENT=simd on amd64, the scalar encoder is used.
 
 type fastCoder struct{}
 

@@ -4,25 +4,23 @@ package x16
 
 import "math"
 
-// escapeBits is what one escape costs in addition to its symbol: u16 + u8.
+// escapeBits is the cost of one escape in addition to its symbol: u16 + u8.
 const escapeBits = 24
 
-// A model is how an encoder will code a chunk: which values get symbols and
-// what share of the slots each has.
+// A model says how a chunk will be coded: which values get symbols, and how many slots each symbol gets.
 type model struct {
 	palette [16]byte
 	freq    [16]uint8
 	escape  int // symbol, or -1
 	one     int // the only symbol, or -1
-	// bits is what the symbols and escapes of the histogram will take.
+	// bits is the size of the symbols and escapes of the histogram.
 	bits float64
 }
 
 // fitModel finds the cheapest model for a histogram of n > 0 values.
 //
-// The best m values to keep are the m most frequent, so that trying every m
-// is exact; a value is kept only if that is cheaper than escaping it, which
-// counts the slot that it takes from the others.
+// The best m values to keep are the m most frequent, so trying every m finds the optimum. A value is only kept if
+// that is cheaper than escaping it. Its cost includes the slot that it takes from the others.
 func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	var order [256]uint8
 	kinds := 0
@@ -65,7 +63,7 @@ func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	}
 	for m := min(15, kinds-1); m >= 1; m-- {
 		if float64(escapeCount)*escapeBits >= best.bits {
-			break // and fewer values only escape more
+			break // fewer values would only escape more
 		}
 		if c := modelOf(order[:m], hist, n, escapeCount); c.bits < best.bits {
 			best = c
@@ -75,7 +73,7 @@ func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	return best
 }
 
-// selectTop sorts the top most frequent values to the front, ties by value.
+// selectTop sorts the most frequent values to the front; ties are sorted by value.
 func selectTop(order []uint8, hist *[256]int, top int) {
 	for i := range top {
 		b := i
@@ -114,12 +112,11 @@ var log2 = func() (t [257]float64) {
 	return
 }()
 
-// fitFreq shares 256 slots among counts that sum to n, at least two of them
-// not zero, so that the coded size is the smallest there is; it gives that
-// size in bits.
+// fitFreq distributes 256 slots among counts that sum to n, with at least two of them not zero, so that the coded
+// size is minimal. It returns that size in bits.
 //
-// The size is a sum of convex functions of each share, so that moving single
-// slots while that helps ends at the optimum.
+// The size is a sum of convex functions of each share, so moving single slots while that helps ends at the
+// optimum.
 func fitFreq(counts *[16]int, n int) (freq [16]uint8, bits float64) {
 	var f [16]int
 	var c [16]float64
@@ -131,7 +128,7 @@ func fitFreq(counts *[16]int, n int) (freq [16]uint8, bits float64) {
 			sum += f[k]
 		}
 	}
-	more := func() (at int) { // where one more slot gains most
+	more := func() (at int) { // the symbol that gains most from one more slot
 		at, best := -1, -1.0
 		for k := range f {
 			if c[k] > 0 && f[k] < 255 {
@@ -142,7 +139,7 @@ func fitFreq(counts *[16]int, n int) (freq [16]uint8, bits float64) {
 		}
 		return at
 	}
-	less := func() (at int) { // where one slot less costs least
+	less := func() (at int) { // the symbol that loses least by one slot less
 		at, best := -1, math.Inf(1)
 		for k := range f {
 			if f[k] > 1 {

@@ -1,20 +1,18 @@
-// Package x16 is codec 1, the weight codec: static rANS over 16 symbols (the
-// frequent exponents of floats and an escape, or nibbles) with 32 interleaved
-// lanes, 8-bit probabilities in an alias layout, and the other bits of each
-// element stored raw in planes next to it.
+// Package x16 is codec 1, the weight codec: static rANS over 16 symbols (the frequent exponents of floats and an
+// escape, or nibbles) with 32 interleaved lanes, 8-bit probabilities in an alias layout, with the other bits of
+// each element stored raw in separate planes.
 //
 // A chunk is
 //
 //	header 96 bytes | segment directory | segments | planes | tail
 //
-// as docs/format.md section 3 lays down to the bit; nothing else writes this
-// layout. Sources: J. Duda, "Asymmetric numeral systems" (2013); F. Giesen,
-// "Interleaved entropy coders" (2014) and the public-domain ryg_rans.
+// docs/format.md section 3 specifies it to the bit. Nothing else writes this layout. Sources: J. Duda,
+// "Asymmetric numeral systems" (2013); F. Giesen, "Interleaved entropy coders" (2014) and the public-domain
+// ryg_rans.
 //
-// There are four decoders, scalar, NEON, AVX2 and AVX-512, which accept and reject
-// exactly the same input and give the same bytes. What they share is here and
-// in parse.go, so that a kernel has only states, words and symbols to get
-// right.
+// There are four decoders: scalar, NEON, AVX2 and AVX-512. They accept and reject exactly the same input and give
+// the same bytes. Code that they share is here and in parse.go, so that a kernel only has to handle states, words
+// and symbols.
 package x16
 
 import (
@@ -26,7 +24,7 @@ import (
 const (
 	tileSyms    = 256
 	lanes       = 32
-	start       = 1 << 16 // the state that encoders begin with and decoders end with
+	start       = 1 << 16 // encoders begin with this state and decoders end with it
 	headerBytes = 96
 	stateBytes  = 4 * lanes
 	maxSegTiles = 256
@@ -68,7 +66,7 @@ var forms = [9]form{
 // isTransform reports whether t is a transform of this codec.
 func isTransform(t uint8) bool { return t >= BF16 && t <= Bytes }
 
-// Name returns a transform's name for people ("bf16").
+// Name returns a transform's name for display ("bf16").
 func Name(transform uint8) string {
 	if !isTransform(transform) {
 		return fmt.Sprintf("transform %d", transform)
@@ -76,8 +74,8 @@ func Name(transform uint8) string {
 	return forms[transform].name
 }
 
-// TransformsFor lists the transforms that the format allows for a type, the
-// likeliest first; nil means store raw. The result must not be changed.
+// TransformsFor lists the transforms that the format allows for a type, the likeliest first. nil means that the
+// type is stored raw. The caller must not change the result.
 func TransformsFor(d tensor.DType) []uint8 {
 	if !d.Valid() {
 		return nil
@@ -94,17 +92,17 @@ var transforms = [tensor.NumDTypes + 1][]uint8{
 	tensor.U64: integers,
 }
 
-// Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed
-// bytes, and small numbers, with high bytes of zero.
+// Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed bytes, and small numbers with high
+// bytes of zero.
 var integers = []uint8{Nibbles, Int8, Bytes}
 
-// unitStart is the first symbol, inside its tile, of the 8 that lane l owns.
+// unitStart is the first symbol, within its tile, of the 8 symbols of lane l.
 func unitStart(l int) int {
 	h, g, q := l/16, l%16/4, l%4
 	return 128*h + 8*(4*q+g)
 }
 
-// units is unit as a table, in the order of lanes.
+// units is unitStart as a table, in the order of lanes.
 var units = func() (u [lanes]uint8) {
 	for l := range u {
 		u[l] = uint8(unitStart(l))

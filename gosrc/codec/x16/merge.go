@@ -1,11 +1,11 @@
 package x16
 
-// Joins symbol values and planes into elements: the scalar reference.
+// Joins symbol values and planes into elements. This is the scalar reference.
 
 import "encoding/binary"
 
-// mergeScalar puts symbol values and planes together: the inverse of split.
-// Lengths fit by the caller's word; vals has whole tiles.
+// mergeScalar joins symbol values and planes: the inverse of splitScalar. The caller guarantees the lengths. vals
+// has whole tiles.
 func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 	le := binary.LittleEndian
 	switch transform {
@@ -13,7 +13,7 @@ func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 		pl := p[0][:len(vals)]
 		dst = dst[:2*len(vals)]
 		for i := 0; i+4 <= len(vals); i += 4 {
-			// Four at a time: bytes to words, then a rotation by 1 in each.
+			// Process four at a time: bytes to words, then a rotation by 1 in each.
 			w := spreadBytes(le.Uint32(vals[i:]))<<8 | spreadBytes(le.Uint32(pl[i:]))
 			le.PutUint64(dst[2*i:], w>>1&0x7fff7fff7fff7fff|w<<15&0x8000800080008000)
 		}
@@ -61,10 +61,10 @@ func bitAt(p []byte, i int) uint16 { return uint16(p[i>>3]>>(i&7)) & 1 }
 
 func nibbleAt(p []byte, i int) byte { return p[i>>1] >> (i & 1 << 2) & 15 }
 
-// patchEscape replaces the sentinel of element i by v; false: there is none.
+// patchEscape replaces the sentinel of element i by v. It returns false if there is no sentinel.
 func (d *decoder) patchEscape(i int, v byte) bool {
 	le := binary.LittleEndian
-	x := v ^ d.sentinel // turns the one into the other
+	x := v ^ d.sentinel // turns one into the other
 	switch d.transform {
 	case BF16:
 		w := le.Uint16(d.dst[2*i:])

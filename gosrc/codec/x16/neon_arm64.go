@@ -2,20 +2,18 @@
 
 package x16
 
-// Decodes by NEON, which every 64-bit Arm has. The work is done on the low
-// bytes of 16 states at a time, since TBL looks 16 bytes up in tables of 16.
+// Decodes with NEON, which every 64-bit Arm processor has. The kernel works on the low bytes of 16 states at a
+// time, since TBL looks up 16 bytes in a table of 16.
 
 import (
 	"bytes"
 )
 
-// slack is how many bytes of the chunk must lie ahead of the cursor for the kernel to
-// decode one tile without looking: 4 pairs of steps read at most 256 bytes, and the
-// last load of 8 words reaches 16 bytes on.
+// slack is how many bytes of the chunk must follow the cursor for the kernel to decode one tile without checks: 4
+// pairs of steps read at most 256 bytes, and the last load of 8 words reaches 16 bytes on.
 const slack = 272
 
-// tablesNEON are a chunk's tables by bucket, and then by symbol. The assembly knows
-// their order.
+// tablesNEON are a chunk's tables, first by bucket and then by symbol. The assembly relies on their order.
 type tablesNEON struct {
 	divider, alias, bias [16]uint8 // bias is modulo 256, as ranks are
 	freq, values         [16]uint8
@@ -33,8 +31,8 @@ func (f *fastTables) build(d *decoder) {
 
 func detectLevels() []Level { return []Level{Scalar, NEON} }
 
-// ordersNEON are the constants of the kernel: four orders that make dwords of 4 of 16
-// bytes, a bit for each of 8 lanes, and the order of units of 16 lanes.
+// ordersNEON are the constants of the kernel: four orders that make dwords of 4 of 16 bytes, a bit for each of 8
+// lanes, and the order of units of 16 lanes.
 var ordersNEON = func() (o [6][16]uint8) {
 	for i := range 4 {
 		for j := range o[i] {
@@ -53,8 +51,8 @@ var ordersNEON = func() (o [6][16]uint8) {
 	return
 }()
 
-// expandNEON says, for each set of 8 lanes that need a word, which bytes each gets, and
-// bytesNEON how many they take.
+// expandNEON says, for each set of 8 lanes that need a word, which bytes each lane gets. bytesNEON is how many
+// bytes they take.
 var expandNEON, bytesNEON = func() (t [256][16]uint8, n [256]uint8) {
 	for m := range t {
 		for l := range 8 {
@@ -86,7 +84,7 @@ func (d *decoder) decodeFast(run []segment) {
 	}
 }
 
-// mergeFast is mergeScalar for the transforms that it knows, else false.
+// mergeFast is mergeScalar for the transforms that it supports; for others it returns false.
 func mergeFast(_ Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
 	if n == 0 {
@@ -105,8 +103,8 @@ func mergeFast(_ Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 	return true
 }
 
-// tileNEON decodes a tile of one segment. Its words are followed by slack bytes or
-// more, and says how many bytes of words it took.
+// tileNEON decodes a tile of one segment and returns how many bytes of words it took. At least slack bytes must
+// follow its words.
 //
 //go:noescape
 func tileNEON(states *[lanes]uint32, words *byte, t *tablesNEON, out *[tileSyms]byte) (used int)

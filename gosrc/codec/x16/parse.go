@@ -8,44 +8,41 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// batch is how many tiles of a segment are decoded into symbol values before
-// they are put together with their planes: a whole segment as encoders make
-// them. Long runs let the processor prefetch planes and destination; with 8
-// tiles, decoding to memory that is not in the cache took half as long again.
+// batch is how many tiles of a segment are decoded into symbol values before they are joined with their planes.
+// It is a whole segment as encoders make them. Long runs let the processor prefetch planes and destination: with
+// 8 tiles, decoding to memory that is not in the cache took half as long again.
 const batch = defaultSegTiles
 
-// fillTiles is how many tiles are put together at once where a plane is
-// constant, and so has to be made.
+// fillTiles is how many tiles are joined at a time if a plane is constant, because its bytes must be made first.
 const fillTiles = 8
 
-// A segment is one run of tiles while it is decoded.
+// A segment is the state of decoding one run of tiles.
 type segment struct {
 	x      [lanes]uint32
-	vals   *[batch * tileSyms]byte // what a batch is decoded into
-	cur    int                     // in the chunk, of the next word
+	vals   *[batch * tileSyms]byte // destination of a batch
+	cur    int                     // offset of the next word in the chunk
 	escs   int                     // escape symbols seen
-	tile   int                     // in the chunk, of the next tile to merge
-	tiles  int                     // that are left to merge
+	tile   int                     // number of the next tile to merge in the chunk
+	tiles  int                     // tiles left to merge
 	want   int                     // tiles of this batch
-	got    int                     // of them decoded
+	got    int                     // decoded tiles of this batch
 	first  int                     // tile
 	total  int                     // tiles
-	begin  int                     // in the chunk
+	begin  int                     // offset in the chunk
 	end    int
-	listed int // escapes that the directory announces
+	listed int // number of escapes by the directory
 }
 
-// A laneMemory is what the vector kernels keep in memory. It has no pointers,
-// so that the allocator puts it on a cache line's boundary: a state that
-// crosses one costs twice.
+// A laneMemory is what the vector kernels keep in memory. It has no pointers, so that the allocator aligns it to
+// a cache line: a state that crosses a line costs twice as much.
 type laneMemory struct {
 	states  [4][lanes]uint32
-	labels  [4][lanes]uint32    // AVX-512: 8 nibbles a lane
-	symbols [4][4][lanes]uint32 // AVX2: two bytes a lane for each pair of steps
+	labels  [4][lanes]uint32    // AVX-512: 8 nibbles per lane
+	symbols [4][4][lanes]uint32 // AVX2: two bytes per lane for each pair of steps
 }
 
-// A decoder is all that is known of one chunk while it is decoded. Decoders
-// are pooled: at some 150 KB they are too large for every goroutine's stack.
+// A decoder is the state of decoding one chunk. Decoders are pooled: they take some 150 KB, too much for every
+// goroutine's stack.
 type decoder struct {
 	form      *form
 	transform uint8
@@ -57,15 +54,15 @@ type decoder struct {
 	one       bool
 	symbol    uint8 // mode 1
 	escape    int   // symbol, or -1
-	sentinel  byte  // value that stands for an escape: no other symbol has it
+	sentinel  byte  // value that stands for an escape; no other symbol has it
 	palette   [16]byte
 	values    [16]byte // palette with the sentinel
 	table     table
-	planeAt   [maxPlanes]int // in src; constant planes have their own copy
+	planeAt   [maxPlanes]int // offset in src; constant planes have their own copy
 	constant  [maxPlanes]bool
 	tailAt    int
 
-	fills  [maxPlanes][fillTiles * tileSyms]byte // what a constant plane reads as
+	fills  [maxPlanes][fillTiles * tileSyms]byte // bytes of a constant plane
 	vals   [4][batch * tileSyms]byte             // symbol values, in natural order
 	run    [4]segment
 	lanes  *laneMemory
@@ -78,8 +75,8 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
-// parseChunk checks everything that can be checked before a word is decoded.
-// Afterwards every offset in d lies inside src and every count inside dst.
+// parseChunk checks everything that can be checked before a word is decoded. Afterwards every offset in d is
+// inside src and every count is inside dst.
 func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) error {
 	if !isTransform(transform) {
 		return corruptError("X16 transform %d", transform)
@@ -124,7 +121,7 @@ func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) 
 
 func (d *decoder) tileBytes() int { return d.form.bits * (tileSyms / 8) }
 
-// parseHeader reads the 96 bytes but for the tile count.
+// parseHeader reads the 96 bytes except the tile count.
 func (d *decoder) parseHeader() error {
 	h, f := d.src[:headerBytes], d.form
 	if h[0] > 1 {
@@ -165,7 +162,7 @@ func (d *decoder) parseHeader() error {
 	}
 	copy(d.palette[:], h[16:32])
 	for k, v := range d.palette {
-		limit := 0 // what does not occur has no value
+		limit := 0 // a symbol that does not occur has no value
 		switch {
 		case f.identity && int(v) != k:
 			limit = -1
@@ -190,7 +187,7 @@ func (d *decoder) parseHeader() error {
 	return nil
 }
 
-// unusedValue finds a value that no symbol but k has; 16 of at least 32 are taken.
+// unusedValue finds a value that no symbol except k has. 16 of at least 32 values are taken.
 func unusedValue(palette *[16]byte, k int) byte {
 	var isTaken [32]bool
 	for i, v := range palette {
@@ -206,7 +203,7 @@ func unusedValue(palette *[16]byte, k int) byte {
 	return 0
 }
 
-// fillConstant makes the bytes that constant plane i reads as.
+// fillConstant makes the bytes of constant plane i.
 func (d *decoder) fillConstant(i int, v byte) {
 	switch d.form.planes[i] {
 	case 4:
@@ -241,7 +238,7 @@ func isUniform(p []byte, v byte) bool {
 
 func isZero(p []byte) bool { return isUniform(p, 0) }
 
-// parseDirectory checks the segments' places and gives the end of the last.
+// parseDirectory checks the segments' offsets and returns the end of the last segment.
 func (d *decoder) parseDirectory() (end int, err error) {
 	first := up16(headerBytes + 8*(d.segs+1))
 	if first > len(d.src) {
@@ -278,7 +275,7 @@ func (d *decoder) segmentOffset(seg int) int {
 	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg:]))
 }
 
-// tilesOf is the number of tiles of a segment; 0 for the one past the last.
+// tilesOf is the number of tiles of a segment, 0 for the one past the last.
 func (d *decoder) tilesOf(seg int) int {
 	return max(0, min(d.segTiles, d.tiles-seg*d.segTiles))
 }
@@ -301,8 +298,7 @@ func (d *decoder) beginSegment(s *segment, seg int) error {
 	return nil
 }
 
-// finishSegment checks what a decoded segment must end with, and puts the escapes'
-// values where sentinels stand.
+// finishSegment checks the end of a decoded segment, and replaces sentinels by the escapes' values.
 func (d *decoder) finishSegment(s *segment) error {
 	for l, x := range s.x {
 		if x != start {

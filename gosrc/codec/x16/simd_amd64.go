@@ -2,41 +2,37 @@
 
 package x16
 
-// What the AVX2 and AVX-512 decoders share.
+// Holds the code that the AVX2 and AVX-512 decoders share.
 
 import (
 	"simd/archsimd"
 	"unsafe"
 )
 
-// slack is how many bytes of the chunk must lie ahead of the cursor for the
-// vector kernels to decode one tile without looking: 4 pairs of steps read at
-// most 256 bytes, and the last load of 16 words reaches 32 bytes on.
+// slack is how many bytes of the chunk must follow the cursor for the vector kernels to decode one tile without
+// checks: 4 pairs of steps read at most 256 bytes, and the last load of 16 words reaches 32 bytes on.
 const slack = 320
 
-// escapeLabel is the nibble that kernels give the escape symbol: the largest,
-// so that one unsigned maximum finds it.
+// escapeLabel is the label that kernels give the escape symbol. It is the largest, so that one unsigned maximum
+// finds it.
 const escapeLabel = 15
 
-// fastTables are a chunk's tables as the vector twins want them. A kernel
-// emits labels, which are symbols renumbered so that the escape has the
-// largest; values turns labels into symbol values.
+// fastTables are a chunk's tables for the vector decoders. A kernel emits labels, which are symbols renumbered so
+// that the escape is the largest. values turns labels into symbol values.
 type fastTables struct {
-	// entry holds two dwords a bucket: what positions below the divider are,
-	// then what the others are:
+	// entry holds two dwords per bucket, the first for positions below the divider and the second for the others:
 	// freq | bias + 16 << 8 | label << 28, where rank = position + bias.
 	entry [32]uint32
-	// above is (bucket << 5) + 32 - divider: position - 16 added to it carries
-	// into bit 4 if the position is the alias's, so that bits 4..8 are an index
-	// into entry.
+	// above is (bucket << 5) + 32 - divider. Adding position - 16 to it carries into bit 4 if the position
+	// belongs to the alias, so bits 4..8 are an index into entry.
 	above  [16]uint32
 	values [64]byte // by label, four times
-	limit  uint8    // labels from here on are escapes; 255: there are none
+	limit  uint8    // labels from here on are escapes; 255 if there are none
 	narrow tables256
 }
 
-// detectLevels gives the levels of this machine. AVX512 is asked along with VBMI2, which stays
-// true under GODEBUG=cpu.avx512f=off, when the kernel of Go does not save ZMM registers.
+// detectLevels returns the levels of this machine. It checks AVX512 along with VBMI2, which stays true under
+// GODEBUG=cpu.avx512f=off, when Go's kernel does not save ZMM registers.
 func detectLevels() []Level {
 	levels := []Level{Scalar}
 	x := archsimd.X86
@@ -86,9 +82,9 @@ func (t *fastTables) build(d *decoder) {
 	}
 }
 
-// decodeFast decodes as many of the wanted tiles of each segment as it safely can.
-// Each call of a vector kernel does at least one tile of each segment that it
-// is given; those that are done, or too near the end of the chunk, drop out.
+// decodeFast decodes as many of the wanted tiles of each segment as it safely can. Each call of a vector kernel
+// decodes at least one tile of each of its segments. Segments that are done, or too near the end of the chunk,
+// drop out.
 func (d *decoder) decodeFast(run []segment) {
 	if d.level < AVX2 {
 		return
@@ -112,11 +108,11 @@ func (d *decoder) decodeFast(run []segment) {
 	}
 }
 
-// at is a pointer to byte i of a chunk: the caller has checked slack.
+// at is a pointer to byte i of a chunk. The caller has checked slack.
 func at[T any](base unsafe.Pointer, i int) *T { return (*T)(unsafe.Add(base, i)) }
 
-// planePointers are those to elements, and to the values and planes that they consist of; ok
-// is false if these are not whole tiles, or have not the same number.
+// planePointers returns pointers to elements and to the values and planes that they consist of. ok is false if
+// these are not whole tiles or their numbers differ.
 func planePointers(transform uint8, elements, vals []byte, p *[maxPlanes][]byte) (e, v unsafe.Pointer,
 	q [maxPlanes]unsafe.Pointer, ok bool) {
 	n, f := len(vals), &forms[transform]

@@ -1,12 +1,11 @@
 package x16
 
-// Divides elements into symbol values and planes: the scalar reference.
+// Divides elements into symbol values and planes. This is the scalar reference.
 
 import "encoding/binary"
 
-// splitScalar takes elements apart into symbol values and planes. vals has
-// whole tiles, and the planes are as long as that makes them; src holds
-// exactly that many elements.
+// splitScalar divides elements into symbol values and planes. vals has whole tiles, and the planes have the
+// matching length. src holds exactly that many elements.
 func splitScalar(transform uint8, src, vals []byte, p *[maxPlanes][]byte) {
 	le := binary.LittleEndian
 	switch transform {

@@ -19,7 +19,7 @@ var unzip512 = func() (z [2][64]uint8) {
 	return
 }()
 
-// splitFast is splitScalar in vectors, where there is AVX-512.
+// splitFast is splitScalar in vectors, if there is AVX-512.
 func splitFast(l Level, transform uint8, src, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
 	s, v, q, ok := planePointers(transform, src, vals, p)
@@ -48,8 +48,7 @@ func splitFast(l Level, transform uint8, src, vals []byte, p *[maxPlanes][]byte)
 	return true
 }
 
-// In all of these n is a multiple of 256, and the pointers are to as many
-// bytes as n symbols have there.
+// In all of these, n is a multiple of 256, and each pointer is to as many bytes as n symbols have there.
 
 func splitBF16(s, v, p unsafe.Pointer, n int) {
 	odd, even := archsimd.LoadUint8x64(&unzip512[0]), archsimd.LoadUint8x64(&unzip512[1])
@@ -82,7 +81,7 @@ func splitFP32(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-// bitPlane gives the bit plane of a bit of 32 words.
+// bitPlane returns the bit plane of a bit of 32 words.
 func bitPlane(w, bit archsimd.Uint16x32) uint32 { return w.And(bit).Equal(bit).ToBits() }
 
 func splitFP16(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
@@ -110,8 +109,7 @@ func splitE5M2(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-// shiftDown shifts right, in words: what comes into a byte's top is for the caller
-// to mask.
+// shiftDown shifts right, in words. The caller masks the bits that come into the top of a byte.
 func shiftDown(b b64, by uint8) b64 {
 	w := b.AsUint16x32()
 	return w.ShiftAllRightConcat(by, w).AsUint8x64()

@@ -4,20 +4,19 @@ package x16
 
 import "github.com/overwire/overwire/gosrc/errs"
 
-// A table is the probability model of a chunk as it is stored: what each of
-// the 16 buckets of 16 slots holds (docs/format.md 3.4).
+// A table is the stored probability model of a chunk: it says what each of the 16 buckets of 16 slots holds
+// (docs/format.md 3.4).
 type table struct {
 	freq    [16]uint8
 	divider [16]uint8 // positions of bucket b below this are symbol b
 	alias   [16]uint8 // the others are this symbol
 }
 
-// A slot is what a decoder does with the low 8 bits of a state.
+// A slot says what a decoder does with the low 8 bits of a state.
 type slot struct{ symbol, rank uint8 }
 
-// checkParts says whether the three parts agree: every symbol gets exactly freq
-// slots, and a bucket that is all its symbol's own is written in one way only.
-// Nothing may be expanded before this has passed.
+// checkParts checks that the three parts agree: every symbol gets exactly freq slots, and a bucket that belongs
+// completely to its own symbol has a single encoding. Nothing may be expanded before this check.
 func (t *table) checkParts() error {
 	sum := 0
 	var slots [16]int
@@ -41,9 +40,8 @@ func (t *table) checkParts() error {
 	return nil
 }
 
-// aliasBias gives, for each bucket, the rank of its alias at position 0 (which is
-// negative when position 0 is not the alias's). The table must have passed
-// check.
+// aliasBias returns, for each bucket, the rank of its alias at position 0, which is negative if position 0 does
+// not belong to the alias. The table must have passed checkParts.
 func (t *table) aliasBias() (out [16]int) {
 	next := [16]int{}
 	for k, d := range t.divider {
@@ -73,18 +71,17 @@ func (t *table) expandSlots() (out [256]slot) {
 	return
 }
 
-// newTable lays frequencies out as 16 buckets of two symbols, as A. J. Walker
-// and M. Vose do: each bucket that its own symbol does not fill takes the rest
-// from the lowest-numbered symbol that still has more than it can hold.
+// newTable arranges frequencies as 16 buckets of two symbols, by the method of A. J. Walker and M. Vose: each
+// bucket that its own symbol does not fill takes the rest from the lowest-numbered symbol that still has more
+// than it can hold.
 func newTable(freq [16]uint8) (t table) {
 	t.freq = freq
 	remaining := [16]int{}
 	for k, f := range freq {
 		remaining[k] = int(f)
 	}
-	// Buckets are closed one at a time. A giver that falls below 16 is closed
-	// next, so a bucket above 16 exists while any is
-	// below (their mean is 16).
+	// Buckets are closed one at a time. A giver that falls below 16 is closed next, so a bucket above 16 exists
+	// while any is below (their mean is 16).
 	var isClosed [16]bool
 	for range 16 {
 		b := -1

@@ -1,8 +1,8 @@
 package cpu
 
-// Small arenas that tensors have left are kept for the next ones: to map memory and to unmap it
-// takes longer than to read what it is for, and makes all that the thread does next slower, since the
-// processor forgets where its pages lie.
+// This file keeps small arenas that tensors have left for later ones. Mapping and unmapping memory takes longer
+// than reading its contents, and slows down the thread afterwards, since the processor's page translations are
+// lost.
 
 import (
 	"math/bits"
@@ -13,19 +13,19 @@ import (
 )
 
 const (
-	// Arenas that are kept have 2^k bytes, from leastArena to mostArena; of each size, mostArena bytes are kept.
+	// Arenas have 2^k bytes, from leastArena to mostArena. Up to mostArena bytes of each size are kept.
 	leastArena, mostArena = 8 << 10, 512 << 10
 	arenaSizes            = 7
 )
 
-// free are the arenas without a tensor, by size. The lists lie in memory that is never unmapped, since
-// tensors may outlive all else. To take an arena needs the lock; to leave one does not.
+// free holds the arenas without a tensor, by size. The lists are in memory that is never unmapped, since tensors
+// may outlive everything else. Taking an arena needs the lock; leaving one does not.
 var free struct {
 	sync.Mutex
-	lists *[arenaSizes]device.FreeList // nil: not there yet
+	lists *[arenaSizes]device.FreeList // nil before the first use
 }
 
-// allocateBlock returns n zeroed bytes and the block that owns them, which is of a kind, or an arena.
+// allocateBlock returns n zeroed bytes and the block that owns them, which is of the given kind or an arena.
 func allocateBlock(n, holders, kind int64) (unsafe.Pointer, *device.Block, error) {
 	if kind != device.KindMap || n+Align > mostArena {
 		base, length, err := Map(n + Align)
@@ -52,7 +52,7 @@ func allocateBlock(n, holders, kind int64) (unsafe.Pointer, *device.Block, error
 	return base, &arena.Block, nil
 }
 
-// takeArena returns the list of arenas of a length, and the memory of one of them; nil: the list is empty.
+// takeArena returns the list of arenas of a length, and the memory of one of them, or nil if the list is empty.
 func takeArena(length int64) (*device.FreeList, unsafe.Pointer, error) {
 	free.Lock()
 	defer free.Unlock()

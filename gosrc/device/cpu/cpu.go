@@ -1,5 +1,5 @@
-// Package cpu is the host as a device: tensors land in anonymous memory on huge
-// pages, and the calling goroutine decodes chunks.
+// Package cpu implements the host as a device: tensors land in anonymous memory on huge pages, and the calling
+// goroutine decodes chunks.
 package cpu
 
 import (
@@ -18,17 +18,16 @@ const (
 
 	huge = 2 << 20
 	page = 4096
-	// Fresh memory costs eight times as much by 4 KiB pages as by huge ones, so
-	// tensors share regions that are large enough for huge pages; each returns its
-	// own pages when it is freed. Smaller tensors share small arenas, so that one
-	// that stays alive keeps little memory.
+	// Fresh memory on 4 KiB pages costs eight times as much as on huge pages, so tensors share regions that are
+	// large enough for huge pages. Each tensor returns its own pages when it is freed. Smaller tensors share
+	// small arenas, so that one that stays alive keeps little memory.
 	regionBytes = 1 << 30
 	small       = 256 << 10
 	arenaBytes  = 4 << 20
 )
 
-// Alloc returns zeroed memory for tensors of the given sizes, each aligned to Align
-// and with one holder, the caller: all of it or none.
+// Alloc returns zeroed memory for tensors of the given sizes, or none of it if it fails. Each is aligned to Align
+// and has one holder, the caller.
 func Alloc(sizes []int64) ([]device.Memory, error) {
 	mem := make([]device.Memory, len(sizes))
 	if err := pack(mem, sizes); err != nil {
@@ -38,7 +37,7 @@ func Alloc(sizes []int64) ([]device.Memory, error) {
 	return mem, nil
 }
 
-// pack sets the memory of tensors: large ones share regions, small ones arenas.
+// pack sets the memory of tensors: large ones share regions, and small ones share arenas.
 func pack(mem []device.Memory, sizes []int64) error {
 	big, little := packer{limit: regionBytes}, packer{limit: arenaBytes}
 	for i, n := range sizes {
@@ -100,7 +99,7 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	if p.limit == arenaBytes {
 		kind = device.KindMap
 	}
-	// The Block lies after the tensors, so that they begin on a huge page.
+	// The Block comes after the tensors, so that they begin on a huge page.
 	base, block, err := allocateBlock(p.used, int64(len(p.pending)), kind)
 	if err != nil {
 		return err
@@ -114,9 +113,8 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	return nil
 }
 
-// Map returns fresh anonymous memory of at least n bytes and its true length, on
-// huge pages where it is large enough. The caller frees it with Unmap, or makes it
-// a Block.
+// Map returns fresh anonymous memory of at least n bytes and its true length, on huge pages if it is large
+// enough. The caller frees it with Unmap or makes it a Block.
 func Map(n int64) (unsafe.Pointer, int64, error) {
 	if n <= 0 || n > 1<<46 {
 		return nil, 0, &errs.Memory{Where: "host", Asked: n, Free: -1, Total: -1}
@@ -132,8 +130,8 @@ func Map(n int64) (unsafe.Pointer, int64, error) {
 	return p, length, nil
 }
 
-// reserve maps length bytes of anonymous memory, whole pages, which begin where a huge
-// page may begin if there is room for one.
+// reserve maps length bytes of anonymous memory, in whole pages. If it has room for a huge page, it begins at the
+// boundary of one.
 func reserve(length int64) (unsafe.Pointer, error) {
 	slack := int64(0)
 	if length >= huge {
@@ -158,8 +156,8 @@ func reserve(length int64) (unsafe.Pointer, error) {
 // Unmap frees memory of Map.
 func Unmap(p unsafe.Pointer, length int64) { _ = unix.MunmapPtr(p, uintptr(length)) }
 
-// A Decoder runs decode tasks for one goroutine. The zero value is ready; it keeps
-// scratch for chunks that do not land contiguously.
+// A Decoder runs decode tasks for one goroutine. The zero value is ready to use. It keeps scratch memory for
+// chunks that do not land contiguously.
 type Decoder struct{ scratch []byte }
 
 // Run decodes the chunk of one task from its stored bytes.

@@ -1,6 +1,6 @@
 package cpu
 
-// Mappings of plain files.
+// This file maps plain files.
 
 import (
 	"errors"
@@ -12,17 +12,16 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// MapFile maps a whole file of the given size, private and writable: writes stay in
-// memory and never reach the file. The mapping has n holders; Memory of parts of it
-// refers to the returned block. It survives closing and unlinking the file. It does
-// not survive truncation by another program: reading lost pages is then fatal
-// (SIGBUS), as for any mapping.
+// MapFile maps a whole file of the given size, private and writable: writes stay in memory and never reach the
+// file. The mapping has n holders; Memory of parts of it refers to the returned block. It survives closing and
+// unlinking the file. If another program truncates the file, reading the lost pages is fatal (SIGBUS), as with
+// any mapping.
 //
-// A file of at least a huge page begins where one may begin, so that the kernel maps
-// large folios of the page cache whole: a tenth of the page faults.
+// The mapping of a file of at least a huge page begins at the boundary of one, so that the kernel maps large
+// folios of the page cache as a whole. That takes a tenth of the page faults.
 //
-// With alone, every byte has at most one holder, and a holder that goes drops its
-// pages, changed ones included.
+// If alone is set, every byte has at most one holder, and a holder that goes drops its pages, including changed
+// ones.
 func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.Block, error) {
 	if err := StillHas(fd, size); err != nil {
 		return nil, nil, err
@@ -46,15 +45,15 @@ func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.B
 	return base, block, nil
 }
 
-// Announce asks the kernel to start reading the pages of [p, p+n) of a mapped file.
-// It is advice, and does not wait.
+// Announce asks the kernel to start reading the pages of [p, p+n) of a mapped file. It is only advice and does
+// not wait.
 func Announce(p unsafe.Pointer, n int64) {
 	head := int64(uintptr(p) & (page - 1))
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, -head)), n+head), unix.MADV_WILLNEED)
 }
 
-// StillHas refuses a file that has become shorter than size; the error is an
-// errs.At with the offset of its present end.
+// StillHas refuses a file that has become shorter than size. The error is an errs.At with the offset of the
+// present end.
 func StillHas(fd int, size int64) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {

@@ -1,6 +1,6 @@
 package cpu
 
-// The host's queue: workers decode what they have read.
+// This file implements the host's queue: workers decode what they have read.
 
 import (
 	"context"
@@ -11,12 +11,11 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// A Queue is the host's; see device.Queue. The worker that read a piece decodes it,
-// while its bytes are in that core's cache. The memory is allocated once and never
-// grows.
+// A Queue is the host's queue; see device.Queue. The worker that read a piece decodes it while its bytes are in
+// that core's cache. The memory is allocated once and never grows.
 type Queue struct {
 	free   chan *slot
-	memory device.Memory // of the slots together; zero: they have no bytes of their own
+	memory device.Memory // of all slots; zero if they have no bytes of their own
 }
 
 type slot struct {
@@ -41,8 +40,7 @@ func (s *slot) CheckOnSubmit() {}
 // second garbage collection.
 var decoders = sync.Pool{New: func() any { return new(Decoder) }}
 
-// NewQueue makes a queue of slots of at least size bytes; without memory if size is
-// 0.
+// NewQueue makes a queue with slots of at least size bytes. If size is 0 the slots have no memory.
 func NewQueue(slots int, size int64) (*Queue, error) {
 	if size == 0 {
 		slots = 0
@@ -64,7 +62,7 @@ func NewQueue(slots int, size int64) (*Queue, error) {
 	return q, nil
 }
 
-// Get waits for a free slot, or for the end of ctx.
+// Get waits for a free slot or the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	select {
 	case s := <-q.free:
@@ -88,8 +86,7 @@ func (q *Queue) Put(s device.Slot) {
 	q.free <- own
 }
 
-// Submit decodes the tasks, and returns when they are done; the first error is also
-// the error of all later tasks.
+// Submit decodes the tasks and returns when they are done. After the first error, all later tasks get that error.
 func (q *Queue) Submit(s device.Slot, _ int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	defer q.Put(s)
 	dec := decoders.Get().(*Decoder)

@@ -1,6 +1,6 @@
 package cuda
 
-// Devices: opened once each, trimmed together.
+// This file opens devices, once each, and trims them together.
 
 import (
 	"sync"
@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Device is one GPU: its context, and the parts that use it. No part knows the Device. There is one for
-// each index in a process.
+// A Device is one GPU: its context, and the parts that use it. No part knows the Device. A process has one Device
+// for each index.
 type Device struct {
 	*driver.Context
 	*memory.Memory
@@ -24,7 +24,7 @@ type Device struct {
 	stream.Digests
 	stream.Deltas
 
-	resident *stream.Resident // of the digests and deltas
+	resident *stream.Resident // runs digests and deltas
 	modules  [2]*driver.Module
 }
 
@@ -34,7 +34,7 @@ var opened struct {
 	devices map[int]*Device
 }
 
-// firstRing is the most pinned memory of a first queue; tests make it smaller.
+// firstRing is the most pinned memory of a first queue. Tests make it smaller.
 var firstRing int64 = queue.MostBytes
 
 // Open returns the device with the given index. The first call makes its context, which takes some 0.2 s unless
@@ -73,8 +73,8 @@ func Open(index int) (*Device, error) {
 	return d, nil
 }
 
-// Trim frees what the opened devices keep between loads, as Device.Trim does for one; memory of live tensors stays.
-// It continues after an error and returns the first.
+// Trim frees what the opened devices keep between loads, as Device.Trim does for one. Memory of live tensors
+// stays. It continues after an error and returns the first one.
 func Trim() (err error) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()
@@ -87,8 +87,8 @@ func Trim() (err error) {
 }
 
 // Trim frees what is kept between loads: the idle queue with its pinned memory and staging, and tensor memory
-// without a holder. It waits for the work that uses that, and the driver may wait for more. Memory with users that
-// are being captured into a graph stays until the capture ends.
+// without a holder. It waits for the work that uses them, and the driver may wait for more. If streams of that
+// memory's users are being captured into a graph, the memory stays until the capture ends.
 func (d *Device) Trim() (err error) {
 	for _, trim := range []func() error{d.Pool.Trim, d.Batches.Trim, d.resident.Trim, d.FreeUnused} {
 		if e := trim(); err == nil {
@@ -99,7 +99,7 @@ func (d *Device) Trim() (err error) {
 	return err
 }
 
-// NewPacker makes a Packer, to be closed; see stream.NewPacker.
+// NewPacker makes a Packer. The caller closes it; see stream.NewPacker.
 func (d *Device) NewPacker(sums bool) (*stream.Packer, error) {
 	return stream.NewPacker(d.Batches, sums)
 }

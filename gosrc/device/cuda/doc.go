@@ -1,11 +1,11 @@
-// Package cuda is the GPU as a device, made of parts: package driver is NVIDIA's driver, memory the GPU's memory and
-// pinned memory of the host, queue the work of one load, and stream the work on a caller's stream. It uses only the
-// driver, by the table of package driver.
+// Package cuda implements the GPU as a device. It consists of parts: package driver calls NVIDIA's driver, memory
+// manages the GPU's memory and pinned host memory, queue does the work of one load, and stream the work on a
+// caller's stream. It only uses the driver, through the table of package driver.
 //
-// A Device is one GPU's primary context, retained once per process, its flags unchanged.
+// A Device is one GPU's primary context, retained once per process with its flags unchanged.
 //
-// Everything is safe for concurrent use unless it says otherwise. Nothing works in a forked child, as the driver does
-// not.
+// Everything is safe for concurrent use unless it says otherwise. Like the driver, nothing works in a forked
+// child.
 package cuda
 
 import (
@@ -13,15 +13,15 @@ import (
 	"runtime"
 )
 
-// machineCode lists, for each GOARCH, the architectures with machine code in cuda/built,
-// in the order of compute capability times ten; PTX for ptx serves the rest.
+// machineCode lists, for each GOARCH, the architectures with machine code in cuda/built, as compute capability
+// times ten, in ascending order. PTX for ptx serves the rest.
 var machineCode = map[string][]int{"amd64": {80, 90, 100, 120}, "arm64": {90, 100, 121}}
 
 const ptx = 80
 
-// KernelCodeFor names the code that a GPU of a compute capability ("8.7") runs: machine
-// code of its own generation that is not newer than itself ("sm_80"), "PTX", which
-// the driver compiles at first use, or "" if there is none.
+// KernelCodeFor names the code that a GPU of a compute capability ("8.7") runs. It is machine code of the GPU's
+// own generation that is not newer than the GPU ("sm_80"), "PTX", which the driver compiles at first use, or ""
+// if there is none.
 func KernelCodeFor(compute string) string {
 	return machineCodeFor(machineCode[runtime.GOARCH], compute)
 }

@@ -12,9 +12,9 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// Fake replaces the driver by the fake one of package cudatest, with that many bytes, for
-// tests of other packages; queues are small. end closes its devices and reports what was
-// leaked or which rule of the driver was broken; "" means none.
+// Fake replaces the driver by the fake one of package cudatest, with a number of bytes, for tests of other
+// packages. Queues are small. end closes its devices and reports what was leaked or which rule of the driver was
+// broken, "" for nothing.
 func Fake(bytes int64) (end func() string) {
 	useFake(bytes)
 	first := firstRing
@@ -66,7 +66,7 @@ func closeDevice(d *Device) error {
 	return err
 }
 
-// useFake replaces the driver by the fake one, with that many bytes, and forgets its devices.
+// useFake replaces the driver by the fake one, with a number of bytes, and forgets its devices.
 func useFake(bytes int64) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()
@@ -74,5 +74,5 @@ func useFake(bytes int64) {
 	opened.devices = nil
 }
 
-// fakes: this build has the fake driver.
+// fakes says that this build has the fake driver.
 const fakes = true

@@ -130,15 +130,14 @@ func openDriver() error {
 	return nil
 }
 
-// A File is read straight into GPU memory.
+// A File can be read straight into GPU memory.
 type File struct {
 	fd     int
 	handle unsafe.Pointer // libcufile's
 }
 
-// Open prepares the file behind fd, which the caller keeps. An error is
-// errs.ErrNotSupported: GPUDirect Storage is missing here, or does not reach this
-// file.
+// Open prepares the file of fd. The caller keeps fd. An errs.ErrNotSupported says that GPUDirect Storage is
+// missing here or does not reach this file.
 func Open(fd int) (*File, error) {
 	if err := begin(); err != nil {
 		return nil, err
@@ -157,8 +156,7 @@ func Open(fd int) (*File, error) {
 	return &File{own, h}, nil
 }
 
-// reopen opens that very file again, with O_DIRECT, which older versions require,
-// or without.
+// reopen opens that very file again. O_DIRECT is set first, since older versions require it, then not.
 func reopen(fd int) (own int, err error) {
 	for _, flag := range []int{unix.O_DIRECT, 0} {
 		for {
@@ -188,15 +186,14 @@ func (f *File) ReadInto(base unsafe.Pointer, at, n, off int64) (int64, error) {
 	return 0, errs.New(errs.ErrIO, "cuFileRead failed: error %d", -count)
 }
 
-// Close ends it, after the last read.
+// Close closes the file after the last read.
 func (f *File) Close() {
 	C.ow_cufile_close(f.handle)
 	_ = unix.Close(f.fd)
 }
 
-// Register registers GPU memory as a target of reads with libcufile, which saves a
-// copy; undo must run before the memory is freed. If it cannot be registered, reads
-// work all the same, and undo does nothing.
+// Register registers GPU memory with libcufile as a target of reads, which saves a copy. undo must run before the
+// memory is freed. If registering fails, reads still work and undo does nothing.
 func Register(p unsafe.Pointer, n int64) (undo func()) {
 	if begin() != nil || C.ow_cufile_register(p, C.size_t(n)).err != 0 {
 		return func() {}

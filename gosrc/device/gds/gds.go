@@ -1,15 +1,13 @@
-// Package gds is GPUDirect Storage: NVIDIA's library libcufile reads a file
-// straight into a GPU's memory, by the kernel module nvidia-fs. Without the module
-// that library silently goes through host memory; Probe therefore says whether it
-// is real on this machine.
+// Package gds reads files by GPUDirect Storage: NVIDIA's library libcufile reads a file straight into a GPU's
+// memory, with the kernel module nvidia-fs. Without the module the library silently goes through host memory, so
+// Probe says whether GPUDirect Storage really works on this machine.
 //
-// Probe loads libcufile, if there is one, and calls only its version. The first
-// Open opens its driver, which may take seconds, makes a CUDA context on each GPU
-// and leaves a log file in the working directory: GPUDirect Storage is therefore
-// used only on request.
+// Probe loads libcufile, if there is one, and only calls its version function. The first Open opens its driver.
+// That may take seconds, makes a CUDA context on each GPU and leaves a log file in the working directory, so
+// GPUDirect Storage is only used on request.
 //
-// Everything is safe for concurrent use. Open, Register and ReadInto need the GPU's
-// context to be current on their thread.
+// Everything is safe for concurrent use. Open, Register and ReadInto need the GPU's context to be current on
+// their thread.
 package gds
 
 import (
@@ -22,28 +20,28 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Report is the answer of Probe.
+// A Report is the result of Probe.
 type Report struct {
 	Usable  bool   `json:"usable"`  // library and kernel module are present
-	Why     string `json:"why"`     // why it cannot be used, or how it can
+	Why     string `json:"why"`     // why it cannot be used, or how it is used
 	Library string `json:"library"` // name of the libcufile that was found; "" if none
-	Version string `json:"version"` // of the library, "1.13"; "" if it does not say
+	Version string `json:"version"` // version of the library, "1.13"; "" if it does not say
 	Module  string `json:"module"`  // version of the kernel module nvidia-fs; "" if it is not loaded
 }
 
-// found caches what is known of this machine.
+// found caches what is known about this machine.
 var found struct {
 	mu      sync.Mutex
 	places  places
-	report  *Report // nil: Probe has not run
-	opened  bool    // libcufile's driver was opened, or that failed
-	refused error   // why it failed
+	report  *Report // nil before Probe has run
+	opened  bool    // opening libcufile's driver was tried
+	refused error   // why it failed, if it did
 }
 
-// places are the names to look for.
+// places are the names to search for.
 type places struct {
 	libraries []string
-	module    string // the file with the module's version
+	module    string // file that contains the module's version
 }
 
 var usual = places{[]string{"libcufile.so.0", "libcufile.so"}, "/proc/driver/nvidia-fs/version"}
@@ -67,7 +65,7 @@ func Probe() Report {
 	return look()
 }
 
-// look is Probe; found.mu is held.
+// look is Probe. found.mu is held.
 func look() (r Report) {
 	if found.report != nil {
 		return *found.report
@@ -87,8 +85,7 @@ func look() (r Report) {
 	return r
 }
 
-// begin opens libcufile's driver, once. An error is errs.ErrNotSupported and names
-// what is missing.
+// begin opens libcufile's driver once. An error is errs.ErrNotSupported and names what is missing.
 func begin() error {
 	found.mu.Lock()
 	defer found.mu.Unlock()
@@ -105,8 +102,7 @@ func begin() error {
 	return found.refused
 }
 
-// probe looks for the first of the libraries and for the file with the module's
-// version.
+// probe searches for the first of the libraries and for the file with the module's version.
 func probe(libraries []string, module string) (r Report) {
 	why := "no libcufile"
 	for _, name := range libraries {

@@ -1,7 +1,6 @@
-// Package pinned is host memory that a GPU copies to and from at the full rate of its
-// link. It is reserved as address space and made ready part by part, while what is
-// ready is used already. What a GPU's last user had is kept for the next, until Trim;
-// Prepare makes memory ready before anyone uses it.
+// Package pinned manages host memory that a GPU copies to and from at the full rate of its link. Memory is
+// reserved as address space and made ready part by part, while earlier parts are in use. Memory of a GPU's last
+// user is kept for the next one until Trim. Prepare makes memory ready before anyone uses it.
 package pinned
 
 import (
@@ -26,40 +25,40 @@ const (
 	page = 4096
 	huge = 2 << 20
 
-	// mostUnits is how many units of memory.RegisterAlignment a part has at most. The first has one, so that copies
-	// begin soon; larger parts are touched and registered faster: on a machine with an
-	// H200, 37 GB/s are registered in parts of 256 MiB and 21 in parts of 32.
+	// mostUnits is how many units of memory.RegisterAlignment a part has at most. The first part has one, so that
+	// copies begin soon. Larger parts are touched and registered faster: on a machine with an H200, 37 GB/s in
+	// parts of 256 MiB and 21 in parts of 32.
 	mostUnits = 8
 )
 
-// A Memory is such memory, or, without a GPU, ordinary memory. Its user calls Keep or
-// Free once, when nothing uses it any more. Await may be called by several goroutines.
+// A Memory is such memory; without a GPU it is ordinary memory. Its user calls Keep or Free once, when nothing
+// uses it any more. Several goroutines may call Await.
 type Memory struct {
-	gpu    *cuda.Device // nil: not registered
+	gpu    *cuda.Device // nil if not registered
 	raw    unsafe.Pointer
 	mapped uintptr
 	base   unsafe.Pointer // a multiple of memory.RegisterAlignment
 	room   int64
 
 	mu      sync.Mutex
-	limit   int64 // no more is made ready
+	limit   int64 // at most this many bytes are made ready
 	want    int64
 	ready   int64    // bytes from the base that are usable
 	parts   [][]byte // registered
 	growing bool
-	gentle  bool // it grows only while a core is unused
+	gentle  bool // it only grows while a core is idle
 	ended   bool
-	err     error         // why no more gets ready
-	moved   chan struct{} // closed and renewed when any of it changes
+	err     error         // why no more becomes ready
+	moved   chan struct{} // closed and renewed when a field changes
 }
 
-// kept is the memory that no one uses, by GPU.
+// kept is the unused memory, by GPU.
 var kept = struct {
 	mu  sync.Mutex
 	all map[*cuda.Device]*Memory
 }{all: map[*cuda.Device]*Memory{}}
 
-// takeKept takes what is kept for a GPU; nil: nothing is.
+// takeKept takes the memory kept for a GPU, or returns nil.
 func takeKept(gpu *cuda.Device) *Memory {
 	kept.mu.Lock()
 	defer kept.mu.Unlock()
@@ -68,9 +67,8 @@ func takeKept(gpu *cuda.Device) *Memory {
 	return m
 }
 
-// Take returns memory for up to room bytes, and makes no more than limit ready:
-// what is kept for the GPU if it suits, also while that is being prepared, else new. A
-// nil GPU means ordinary memory.
+// Take returns memory for up to room bytes, and makes no more than limit ready. It takes the memory kept for the
+// GPU if that suits, even if that is still being prepared; otherwise new memory. A nil GPU means ordinary memory.
 func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	if room <= 0 || room > 1<<45 || limit <= 0 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of host memory, at most %d", room, limit)
@@ -84,10 +82,10 @@ func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	return newMemory(room, limit, gpu)
 }
 
-// takeOver makes kept memory that of a new user, if it suits.
+// takeOver gives kept memory to a new user if it suits.
 func (m *Memory) takeOver(room, limit int64) bool {
 	m.mu.Lock()
-	grows := m.want <= limit && m.growing // no further than the new limit
+	grows := m.want <= limit && m.growing // but not past the new limit
 	m.mu.Unlock()
 	if !grows {
 		m.stopGrowth()
@@ -109,7 +107,7 @@ func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	unit := memory.RegisterAlignment()
 	m := &Memory{gpu: gpu, room: sizes.RoundUp(room, unit), moved: make(chan struct{})}
 	if gpu != nil {
-		m.room *= 2 // address space costs nothing, and the next user may need a bit more
+		m.room *= 2 // address space costs nothing, and the next user may need a little more
 	}
 	m.limit = min(limit, m.room)
 	m.mapped = uintptr(m.room + unit)
@@ -123,7 +121,7 @@ func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	return m, nil
 }
 
-// Ready is how many bytes of what is kept for a GPU need not be made ready again.
+// Ready is how many bytes of the memory kept for a GPU are ready already.
 func Ready(gpu *cuda.Device) int64 {
 	kept.mu.Lock()
 	defer kept.mu.Unlock()
@@ -135,13 +133,12 @@ func Ready(gpu *cuda.Device) int64 {
 	return 0
 }
 
-// Bytes are n bytes from off, which Await has returned for.
+// Bytes is n bytes from off. Await must have returned for them.
 func (m *Memory) Bytes(off, n int64) []byte {
 	return unsafe.Slice((*byte)(unsafe.Add(m.base, off)), n)
 }
 
-// Want begins to make the first n bytes ready, or as many as the limit allows, and
-// does not wait.
+// Want starts to make the first n bytes ready, or as many as the limit allows. It does not wait.
 func (m *Memory) Want(n int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -187,8 +184,7 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 	}
 }
 
-// growParts makes parts ready until there is what is wanted. The next part is touched
-// while one is registered.
+// growParts makes parts ready until the wanted bytes are. It touches the next part while one is registered.
 func (m *Memory) growParts() {
 	err := spawn.Guard("pinned", func() error {
 		lo, offset := m.ready, m.ready
@@ -246,7 +242,7 @@ func (m *Memory) wakeWaiters() {
 	m.moved = make(chan struct{})
 }
 
-// partEnd is where the part that begins at lo ends; lo itself: no more is to be made ready.
+// partEnd is the end of the part that begins at lo. It is lo itself if no more is to be made ready.
 func (m *Memory) partEnd(lo int64) int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -262,12 +258,12 @@ func (m *Memory) nextPart(lo int64) int64 {
 	}
 	unit := memory.RegisterAlignment()
 	if m.gentle {
-		return min(m.want, lo+unit) // a driver that registers does little else
+		return min(m.want, lo+unit) // a driver that registers memory does little else
 	}
 	return min(m.want, lo+min(max(lo/unit, 1), mostUnits)*unit)
 }
 
-// touchRange makes [lo, hi) accessible, with its pages there.
+// touchRange makes [lo, hi) accessible and its pages present.
 func (m *Memory) touchRange(lo, hi int64) error {
 	b := m.Bytes(lo, hi-lo)
 	if err := unix.Mprotect(b, unix.PROT_READ|unix.PROT_WRITE); err != nil {
@@ -275,10 +271,10 @@ func (m *Memory) touchRange(lo, hi int64) error {
 	}
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	if m.gpu == nil {
-		return nil // the writers will
+		return nil // the writers will touch it
 	}
 	near := m.gpu.NearNode()
-	_ = near.Bind(b) // where it is refused, they lie where the threads run that touch them
+	_ = near.Bind(b) // if it is refused, pages go near the threads that touch them
 	threads := 0
 	if m.isGentle() {
 		threads = 1
@@ -305,7 +301,7 @@ func (m *Memory) pinRange(lo, hi int64) error {
 	return nil
 }
 
-// stopGrowth ends the growth and waits for its end.
+// stopGrowth stops the growth and waits for its end.
 func (m *Memory) stopGrowth() {
 	for {
 		m.mu.Lock()
@@ -319,8 +315,7 @@ func (m *Memory) stopGrowth() {
 	}
 }
 
-// Keep gives the memory back: to be kept for the GPU's next user, unless more is kept
-// already.
+// Keep returns the memory. It is kept for the GPU's next user unless more is kept already.
 func (m *Memory) Keep() {
 	m.stopGrowth()
 	if m.gpu == nil || m.err != nil || m.ready == 0 {
@@ -338,7 +333,7 @@ func (m *Memory) Keep() {
 	}
 }
 
-// promisedBytes is how much is ready, or will be without a new user.
+// promisedBytes is how much is ready or will be without a new user.
 func (m *Memory) promisedBytes() int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -376,15 +371,14 @@ func Trim() {
 	}
 }
 
-// Prepare begins to make n bytes ready for the next Take of a GPU, which may come before
-// they are: it takes over what there is, and the rest grows on for it. Until then one
-// thread works, while a core of the process is unused. room is what that Take may ask
-// for. What is kept already counts, so the same call again does nothing.
+// Prepare starts to make n bytes ready for a GPU's next Take. That Take may come earlier: it takes over the bytes
+// that are ready, and the rest continues to grow for it. Until then one thread works, while a core of the process
+// is idle. room is the most that Take may ask for. Kept memory counts, so repeating the same call does nothing.
 func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	if gpu == nil || n <= 0 || room < n || room > 1<<45 {
 		return nil, errs.New(errs.ErrArgument, "%d bytes of pinned memory, %d of address space", n, room)
 	}
-	n = sizes.RoundUp(n, memory.RegisterAlignment()) // the next user takes no other
+	n = sizes.RoundUp(n, memory.RegisterAlignment()) // the next user only takes this size
 	kept.mu.Lock()
 	m, old := kept.all[gpu], (*Memory)(nil)
 	if m != nil && !m.extendTo(room, n) {
@@ -408,7 +402,7 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	return m, err
 }
 
-// extendTo lets kept memory grow to n bytes, if it has room for them.
+// extendTo lets kept memory grow to n bytes if it has room for them.
 func (m *Memory) extendTo(room, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -423,9 +417,8 @@ func (m *Memory) extendTo(room, n int64) bool {
 	return true
 }
 
-// Prepared waits until n bytes are ready, or someone has taken or freed the memory, and
-// returns how many are. If the context ends first it ends the growth: what is ready
-// stays.
+// Prepared waits until n bytes are ready, or someone has taken or freed the memory, and returns how many are
+// ready. If the context ends first, the growth stops; bytes that are ready stay.
 func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 	for {
 		m.mu.Lock()
@@ -442,7 +435,7 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 		case <-signal:
 		case <-ctx.Done():
 			m.mu.Lock()
-			if m.gentle { // no one has taken it
+			if m.gentle { // nobody has taken it
 				m.want = m.ready
 			}
 			growing, signal := m.gentle && m.growing, m.moved
@@ -454,7 +447,7 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 	}
 }
 
-// Drop gives back what is kept for a GPU.
+// Drop frees the memory kept for a GPU.
 func Drop(gpu *cuda.Device) {
 	if m := takeKept(gpu); m != nil {
 		m.Free()
@@ -467,7 +460,7 @@ func (m *Memory) isGentle() bool {
 	return m.gentle
 }
 
-// waitForIdleCore waits until a core is unused, but for no more than a second.
+// waitForIdleCore waits until a core is idle, but at most a second.
 func (m *Memory) waitForIdleCore() {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

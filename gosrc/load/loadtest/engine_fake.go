@@ -2,7 +2,7 @@
 
 package loadtest
 
-// Puts the fake driver in the place of the real one.
+// Replaces the driver by the fake one.
 
 import (
 	"testing"

@@ -1,18 +1,16 @@
 // Package cache keeps whole objects of remote sources in a local folder.
 //
-// A file is called KEY-SUM: KEY is made of the URI (without its query, which may be
-// a signature), what else chooses the store (an endpoint), the object's ETag and its size; SUM is
-// the XXH3-128 of KEY and its bytes.
-// Every use compares the bytes with SUM; a damaged file is fetched again, and so is one
-// that another user of the machine may have planted or may change. What the store
-// said last of a URI is noted beside (NAME.note), for callers that do not ask it: because
-// it cannot be reached, or because the URI names one state for ever. A file is written under a
-// temporary name and renamed: no reader sees an incomplete one. It is not synced:
-// what a power failure damages is found like any other damage. One process at a
-// time fetches an object (a lock on KEY.lock), where files can be locked; the others wait for it.
+// A file is called KEY-SUM: KEY is made of the URI (without its query, which may be a signature), what else
+// chooses the store (an endpoint), the object's ETag and its size; SUM is the XXH3-128 of KEY and its bytes.
+// Every use compares the bytes with SUM. A damaged file is fetched again, and so is one that another user of the
+// machine may have planted or could change. NAME.note records what the store last said about a URI. It serves
+// callers that do not ask the store, because it cannot be reached or because the URI names one immutable state. A
+// file is written under a temporary name and renamed: no reader sees an incomplete one. It is not synced: damage
+// from a power failure is found like any other damage. Where files can be locked, one process at a time fetches
+// an object (it locks KEY.lock) and the others wait for it.
 //
-// With a limit, files go before a new one comes, those first that were used longest ago.
-// The folder is the user's: any file in it may be removed at any time.
+// With a limit, the least recently used files are removed before a new one is added. The folder is the user's:
+// any file in it may be removed at any time.
 package cache
 
 import (
@@ -44,16 +42,17 @@ import (
 )
 
 const (
-	part  = 4 << 20 // bytes of one read
+	part  = 4 << 20 // size of one read, in bytes
 	reads = 24      // most reads of a remote source at once
 
-	// What the umask leaves of these: nothing that all may write, whose bytes would not be believed.
+	// The umask may clear more bits. Files that everyone may write are never trusted, so these modes have no such
+	// bit.
 	folderMode, fileMode = 0o775, 0o664
 )
 
-// A Folder keeps objects, at most Limit bytes of them; 0: any number. StoreOf is what chooses the
-// store that a URI of a scheme names, beside the URI: what one has or said is not another's. nil:
-// nothing does.
+// A Folder keeps objects, at most Limit bytes of them; 0: any number. StoreOf returns everything besides the URI
+// that determines which store a URI of the scheme names: data of one store is never used for another. nil means
+// that the URI is enough.
 type Folder struct {
 	Path    string
 	Limit   int64
@@ -67,9 +66,8 @@ func (c Folder) storeOf(uri string) string {
 	return c.StoreOf(source.Scheme(uri))
 }
 
-// Keep returns the object of src from the folder, and fetches it first if it is
-// missing; src is closed. An object without an Identity, or longer than the limit, is not
-// kept: src comes back as it is.
+// Keep returns the object of src from the folder, and fetches it first if it is missing. It closes src. An object
+// that has no Identity or is longer than the limit is not kept: Keep then returns src itself.
 func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, error) {
 	dir, pin := c.Path, src.Facts().Identity.Pin
 	if pin == "" || c.Limit > 0 && src.Size() > c.Limit {
@@ -131,9 +129,9 @@ func (c Folder) keyOf(uri, pin string, size int64) string {
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16]))
 }
 
-// removeLeftovers removes what killed processes have left of objects and notes, in whose place no
-// other may ever come. own is the key whose lock the caller has: of each other object, the lock shows
-// whether its writer lives. A note is written in an instant.
+// removeLeftovers removes unfinished objects and notes of killed processes that no later file would replace. own
+// is the key that the caller has locked. For every other object, its lock shows whether its writer is alive.
+// Notes have no lock, since writing one takes an instant.
 func (c Folder) removeLeftovers(own string) {
 	entries, _ := os.ReadDir(c.Path)
 	for _, e := range entries {
@@ -160,8 +158,8 @@ func (c Folder) removeLeftovers(own string) {
 // isLeftover matches the temporary names of objects and notes.
 var isLeftover = regexp.MustCompile(`^[0-9a-f]{32}(\.tmp|\.note)-[0-9a-f]+$`)
 
-// evictFiles removes files until there is room for one of size bytes. One that is open stays
-// readable for who has it.
+// evictFiles removes files until there is room for one of size bytes. Processes that have a removed file open can
+// still read it.
 func (c Folder) evictFiles(size int64) {
 	if c.Limit <= 0 {
 		return
@@ -186,14 +184,14 @@ func (c Folder) evictFiles(size int64) {
 	}
 }
 
-// noteUse notes at the lock of a key that its object is used now. The object's own times stay: by them its readers see that
-// no one writes to it. A folder that may not be written to is none that evicts.
+// noteUse records on a key's lock file that its object is used now. The object's own times must not change,
+// because readers see by them that nobody writes to it. A folder that cannot be written to does not evict either.
 func noteUse(key string) {
 	now := unix.NsecToTimespec(time.Now().UnixNano())
 	_ = unix.UtimesNanoAt(unix.AT_FDCWD, key+".lock", []unix.Timespec{now, now}, unix.AT_SYMLINK_NOFOLLOW)
 }
 
-// lastUse is when an object came, or was used later.
+// lastUse is the later of when an object was added and when it was last used.
 func (c Folder) lastUse(object fs.FileInfo) time.Time {
 	at := object.ModTime()
 	key, _, _ := strings.Cut(object.Name(), "-")
@@ -203,7 +201,7 @@ func (c Folder) lastUse(object fs.FileInfo) time.Time {
 	return at
 }
 
-// isObject matches the names of objects, among what else a user's folder may have.
+// isObject matches the names of objects; a user's folder may contain other files.
 var isObject = regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`)
 
 // bareURI is a URI without user, query and fragment.
@@ -217,8 +215,8 @@ func bareURI(uri string) string {
 	return scheme + "://" + host[strings.LastIndexByte(host, '@')+1:] + "/" + name
 }
 
-// findKept opens the file of a key whose bytes match their hash, and removes those that
-// do not, or are not to be trusted.
+// findKept opens the file of a key if its bytes match its hash, and removes files that do not match or cannot be
+// trusted.
 func findKept(ctx context.Context, key string, size int64) *os.File {
 	names, _ := filepath.Glob(source.EscapeGlob(key) + "-*")
 	for _, name := range names {
@@ -242,7 +240,7 @@ func findKept(ctx context.Context, key string, size int64) *os.File {
 	return nil
 }
 
-// hasSum reports whether a file has this size, and the hash of its name.
+// hasSum reports whether a file has this size and the hash in its name.
 func hasSum(ctx context.Context, f *os.File, key string, size int64) bool {
 	if st, err := f.Stat(); err != nil || st.Size() != size {
 		return false
@@ -254,8 +252,8 @@ func hasSum(ctx context.Context, f *os.File, key string, size int64) bool {
 	return err == nil && f.Name() == key+"-"+sum
 }
 
-// passBytes reads size bytes by several workers and hashes them in order, behind the key: another
-// object's file is not this one's under its name. write, if not nil, gets each block after it was
+// passBytes reads size bytes with several workers and hashes the key and then the bytes, in order. Hashing the
+// key keeps another object's file from passing under this name. write, if not nil, gets each block after it was
 // hashed, while others are being read.
 func passBytes(ctx context.Context, key string, size int64, workers int,
 	read, write func(b []byte, off int64) error) (string, error) {
@@ -290,7 +288,7 @@ func passBytes(ctx context.Context, key string, size int64, workers int,
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// fetchObject brings the object and gives it its name.
+// fetchObject fetches the object and gives it its name.
 func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File, err error) {
 	var r [8]byte
 	_, _ = rand.Read(r[:]) // cannot fail
@@ -321,7 +319,8 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 	return f, nil
 }
 
-// lockFile waits for an exclusive lock, which ends with the process, and with unlock for its forked children, too.
+// lockFile waits for an exclusive lock. The lock ends with the process; unlock also releases it for forked
+// children.
 func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 	for {
 		if unlock, isFree, err := tryLock(path); isFree || err != nil {
@@ -341,7 +340,7 @@ func isWithoutLocks(err error) bool {
 		func(number error) bool { return errors.Is(err, number) })
 }
 
-// tryLock is lockFile if no other has the lock. It makes no file elsewhere, where a link may lead.
+// tryLock is lockFile without the wait. It does not create a file where a symbolic link leads.
 func tryLock(path string) (unlock func(), isFree bool, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, fileMode)
 	if err != nil {

@@ -4,8 +4,8 @@ package cache
 
 import "sync/atomic"
 
-// Counts are of objects since the process began: hits were in a folder, fetches came from
-// their store, and away counts those hits whose store could not be reached.
+// Counts counts objects since the process began. Hits were found in a folder, fetches came from their store, and
+// away counts the hits that were used because their store could not be reached.
 type Counts struct {
 	Hits       int64 `json:"hits"`
 	HitBytes   int64 `json:"hit_bytes"`
@@ -17,7 +17,7 @@ type Counts struct {
 
 var counts struct{ hits, hitBytes, fetches, fetchBytes, away, evictions atomic.Int64 }
 
-// CountedObjects is what the caches have done so far.
+// CountedObjects returns the counts so far.
 func CountedObjects() Counts {
 	return Counts{
 		Hits: counts.hits.Load(), HitBytes: counts.hitBytes.Load(),

@@ -1,6 +1,6 @@
 package cache
 
-// This file notes what stores said last, for callers that do not ask them.
+// This file records what stores last said, for callers that do not ask them.
 
 import (
 	"context"
@@ -18,10 +18,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// A note is what a store said of a URI: an object's state, that there is none, or what a
-// folder lists.
+// A note is what a store said about a URI: an object's state, that there is no object, or a folder's listing.
 type note struct {
-	Name   string   `json:"name"` // the file's: another URI's note is not this one's under its name
+	Name   string   `json:"name"` // the file's; the note of another URI must not pass under this name
 	Pin    string   `json:"pin,omitempty"`
 	Size   int64    `json:"size,omitempty"`
 	Absent bool     `json:"absent,omitempty"`
@@ -31,8 +30,8 @@ type note struct {
 // maxNote bounds a note that is read.
 const maxNote = 64 << 20
 
-// notePath is where the note of a URI is. A query belongs to it, unlike to an object's key, which
-// has a pin: it may choose the object.
+// notePath is the path of a URI's note. It includes the query, since the query may select the object. An object's
+// key leaves the query out, because it has a pin.
 func (c Folder) notePath(uri string) string {
 	query := ""
 	if _, hub := source.ParseHF(uri); !hub {
@@ -42,7 +41,7 @@ func (c Folder) notePath(uri string) string {
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16])+".note")
 }
 
-// writeNote replaces a note. One that cannot be written is not missed until the store is away.
+// writeNote replaces a note. It ignores errors: a missing note only matters once the store cannot be reached.
 func (c Folder) writeNote(uri string, n note) {
 	n.Name = filepath.Base(c.notePath(uri))
 	text, err := json.Marshal(n)
@@ -72,11 +71,11 @@ func (c Folder) read(uri string) (n note, ok bool) {
 	return n, true
 }
 
-// Absent notes that there is no such object.
+// Absent records that there is no such object.
 func (c Folder) Absent(uri string) { c.writeNote(uri, note{Absent: true}) }
 
-// Last is the object in the state in which the store had it last. errs.ErrNotFound: it had
-// none then; nil, nil: nothing is known, or kept no more.
+// Last returns the object in the state that the store last reported. errs.ErrNotFound means that there was no
+// object then; nil, nil that nothing is known or the object is no longer kept.
 func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 	n, ok := c.read(uri)
 	switch {
@@ -94,10 +93,10 @@ func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 	return file.FromFD(int(f.Fd()), uri)
 }
 
-// KeepList notes what a folder lists.
+// KeepList records a folder's listing.
 func (c Folder) KeepList(uri string, uris []string) { c.writeNote(uri, note{List: uris}) }
 
-// LastList is what a folder listed last; nil: nothing is known.
+// LastList is a folder's last recorded listing, nil if there is none.
 func (c Folder) LastList(uri string) []string {
 	n, _ := c.read(uri)
 	return n.List

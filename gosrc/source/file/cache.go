@@ -50,7 +50,7 @@ func residentShare(fd int, off, n int64) (share float64, known bool) {
 	return mincoreShare(fd, first*page, int(last-first+1))
 }
 
-// mincoreShare is resident by mincore(2) on a mapping.
+// mincoreShare is residentShare by mincore(2) on a mapping.
 func mincoreShare(fd int, off int64, pages int) (float64, bool) {
 	m, err := unix.MmapPtr(fd, off, nil, uintptr(pages)*page, unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {

@@ -22,19 +22,17 @@ const (
 	depth = 16
 	// window is the unit in which a file counts as resident or cold.
 	window = 16 << 20
-	// least is the smallest direct read: below it the disk's latency dominates,
-	// which the kernel's read-ahead hides.
+	// least is the smallest direct read. Smaller reads are dominated by the disk's latency, which the kernel's
+	// read-ahead hides.
 	least = 128 << 10
-	// page is the alignment of memory for direct reads in place. Devices accept
-	// less, but a page must belong to the read alone: after a fork of the process,
-	// a write to another part of the page would move it to a copy, while the device
-	// goes on writing to the original.
+	// page is the alignment of memory for direct reads in place. Devices accept less, but a page must not be
+	// shared with other data: after a fork of the process, a write to another part of the page would move it to a
+	// copy, while the device goes on writing to the original.
 	page = 4096
 	// bounce is the size of the buffers for reads that are not aligned.
 	bounce = 1 << 20
-	// A disk that keeps depth readers waiting for more than probeTime for the first
-	// probe bytes, 0.15 GB/s, is slow: what the cache costs is little beside its
-	// reads, and a later load out of the cache gains much.
+	// A disk is slow (0.15 GB/s) if depth readers wait longer than probeTime for the first probe bytes. The page
+	// cache then costs little compared with the reads, and a later load from the cache gains much.
 	probe     = 128 << 20
 	probeTime = 900 * time.Millisecond
 )
@@ -47,17 +45,17 @@ type direct struct {
 	mu    sync.Mutex // opening
 	tried bool
 	fd    int   // with O_DIRECT, valid if align > 0
-	align int64 // of offsets and lengths; 0: it cannot be done here
+	align int64 // of offsets and lengths; 0: direct I/O is not possible
 }
 
 // windows is what one load knows about the windows of a file.
 type windows struct {
-	forced bool // what is resident does not count
-	fits   bool // into memory, tensors and cache: a slow disk is read through the cache
+	forced bool // direct I/O also for resident ranges
+	fits   bool // tensors and cache fit into memory, so a slow disk is read through the cache
 	state  []atomic.Int32
 	bytes  atomic.Int64 // read by direct I/O
 	waited atomic.Int64 // ns, of all readers together
-	slow   atomic.Bool  // the disk has turned out to be
+	slow   atomic.Bool  // the disk has turned out to be slow
 }
 
 // The states of a window.
@@ -92,7 +90,7 @@ func (f *File) Expect(total int64, host bool, how string) int {
 	if isForced {
 		return 0
 	}
-	return depth // what is cold has to be brought into the cache
+	return depth // cold bytes have to be brought into the cache
 }
 
 // DirectBytes is how many bytes direct I/O has read; see source.File.
@@ -135,8 +133,8 @@ func (p *direct) wantsDirect(f *File, off int64, n int) bool {
 	return state == cold
 }
 
-// openDirect opens the file behind fd again, for direct I/O: that very file, even if its
-// name now means another.
+// openDirect opens the file of fd again for direct I/O. It opens that very file, even if its name now leads to
+// another.
 func (p *direct) openDirect(fd int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -159,8 +157,8 @@ func (p *direct) openDirect(fd int) bool {
 	return true
 }
 
-// dioAlign is what the offsets and lengths of direct reads must be multiples of; 0:
-// direct reads are not possible, or need more than a page.
+// dioAlign is the alignment of offsets and lengths of direct reads. 0 means that direct reads are not possible or
+// need more than a page.
 func dioAlign(fd int) int64 {
 	var st unix.Statx_t
 	err := regular.Again(func() error { return unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st) })
@@ -199,7 +197,7 @@ func (p *direct) readDirect(b []byte, off int64) (int, error) {
 	return p.countRead(copy(b, (*buf)[head:count]), start), nil
 }
 
-// countRead notes that a read which began at a time has brought n bytes, and returns n.
+// countRead counts n bytes of a read that started at begun, and returns n.
 func (p *direct) countRead(n int, begun time.Time) int {
 	if l := p.load.Load(); l != nil && n > 0 {
 		wait, all := l.waited.Add(int64(time.Since(begun))), l.bytes.Add(int64(n))

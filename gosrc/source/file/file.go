@@ -1,24 +1,24 @@
 // Package file is the source of local files: parallel pread on one descriptor.
 //
-// A file that shrinks while it is open gives errs.ErrCorrupt at the missing bytes.
-// A file that is replaced by rename stays the one that was opened.
+// A file that shrinks while it is open gives errs.ErrCorrupt at the missing bytes. A file that is replaced by
+// rename stays the one that was opened.
 //
-// Cold ranges, which are not in the page cache, are read by direct I/O (O_DIRECT),
-// resident ones from the cache. A load into the host's memory would otherwise take
-// memory twice, for the tensors and for the cache; memory that a virtual machine has
-// to get from its host first is slower than the disk. Through the cache go:
+// Cold ranges, which are not in the page cache, are read by direct I/O (O_DIRECT), resident ones from the cache.
+// Reading a load into host memory through the cache would take memory twice, for the tensors and for the cache,
+// and memory that a virtual machine first has to get from its host is slower than the disk. These reads go
+// through the cache:
 //
-//   - loads to a GPU that fit into half of the free memory: other ranks read the same
-//     file;
-//   - the rest of a load that fits, once the disk has turned out to be slow: the next
-//     load comes out of memory, many times faster;
-//   - files on network file systems, whose cache and read-ahead are the fast path.
+//   - loads to a GPU that fit into half of the free memory, since other ranks read
+//     the same file;
+//   - the rest of a load that fits, once the disk has turned out to be slow, since the
+//     next load then comes from memory, many times faster;
+//   - files on network file systems, which have a cache and read-ahead of their own.
 //
-// OVERWIRE_READ overrules this. Where O_DIRECT does not exist or fails, buffered reads
-// take over, even in the middle of a range: the choice affects time, never bytes.
+// OVERWIRE_READ overrules this. Where O_DIRECT does not exist or fails, buffered reads take over, even in the
+// middle of a range: the choice affects time, never bytes.
 //
-// Direct I/O is threads with pread, not io_uring: on the disks that were measured,
-// both saturate the device from 8 reads in flight on.
+// Direct I/O uses threads with pread, not io_uring: on the disks that were measured, both saturate the device
+// from 8 reads in flight on.
 package file
 
 import (
@@ -39,7 +39,7 @@ import (
 // milliseconds from any working disk.
 const step = 4 << 20
 
-// maxRefusals is how often a read is tried again that has no bytes yet, a millisecond apart.
+// maxRefusals is how often a read is retried, a millisecond apart, while the file system has no bytes yet.
 const maxRefusals = 5000
 
 // A File is an open local file. It implements source.Source.
@@ -58,7 +58,7 @@ type File struct {
 	direct direct
 }
 
-// attributes are what may change of a file, and with it the time of its last change, while its bytes stay.
+// attributes may change, and with them the file's change time, while its bytes stay the same.
 type attributes struct {
 	mode, uid, gid uint32
 	links          uint64
@@ -68,8 +68,8 @@ func attributesOf(st *unix.Stat_t) attributes {
 	return attributes{st.Mode, st.Uid, st.Gid, uint64(st.Nlink)}
 }
 
-// Open opens a regular file for reading. It refuses directories and special files,
-// whose size means nothing.
+// Open opens a regular file for reading. It refuses directories and special files, since their size means
+// nothing.
 func Open(path string) (*File, error) {
 	fd, st, err := regular.Open(path)
 	if err != nil {
@@ -114,19 +114,17 @@ func identityOf(st *unix.Stat_t) source.Identity {
 	}
 }
 
-// URI is the path as it was given.
+// URI is the path as the caller gave it.
 func (f *File) URI() string { return f.uri }
 
 // Size is the file's size when it was opened.
 func (f *File) Size() int64 { return f.size }
 
-// settle is how old a file's last change must be for Identity to be reliable: time
-// stamps of some file systems are as coarse as two seconds, and a second write
-// within one tick leaves no trace.
+// settle is how old a file's last change must be for Identity to be reliable: some file systems have time stamps
+// of two seconds, and a second write within one tick cannot be seen.
 const settle = 3 * time.Second
 
-// Facts are those of a file; it is remote if it lies on a network file system or on
-// one that keeps a cache of its own.
+// Facts are those of a file. It is remote if it is on a network file system or on one with a cache of its own.
 func (f *File) Facts() source.Facts {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
 	facts := source.Facts{Remote: f.kind == regular.Network,
@@ -138,8 +136,8 @@ func (f *File) Facts() source.Facts {
 	return facts
 }
 
-// stateNow is the present Identity. A change of name, mode, owner or links is no other state of a file that is open: the one
-// that a save replaces is still whole.
+// stateNow is the present Identity. A change of name, mode, owner or links does not change the state of an open
+// file: a file that a save replaces is still whole.
 func (f *File) stateNow() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
@@ -182,7 +180,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return f.placeError(off, errs.New(errs.ErrArgument, "the source is closed"))
 	}
 	bypass := f.direct.wantsDirect(f, off, len(p))
-	refusals := 0 // since the last bytes
+	refusals := 0 // since the last bytes arrived
 	for len(p) > 0 {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -202,7 +200,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		switch {
 		case errors.Is(err, unix.EINTR):
 			continue
-		case errors.Is(err, unix.EAGAIN) && refusals < maxRefusals: // a file system has no bytes yet
+		case errors.Is(err, unix.EAGAIN) && refusals < maxRefusals: // the file system has no bytes yet
 			refusals++
 			time.Sleep(time.Millisecond)
 			continue
@@ -222,9 +220,9 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// prefetchRange tells the kernel that a range will be read soon, for read-ahead that has
-// to cross a network. On disks, reads in flight do as well or better (measured
-// alternating), and direct I/O would read the range a second time.
+// prefetchRange tells the kernel that a range will be read soon, for read-ahead across a network. It does nothing
+// on disks: reads in flight do as well or better there (measured alternating), and direct I/O would read the
+// range a second time.
 func (f *File) prefetchRange(off, n int64) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()

@@ -1,6 +1,6 @@
 package http
 
-// This file shares connections among sources, and reads the options of http.
+// This file shares connections among sources and reads the options of http.
 
 import (
 	"maps"
@@ -56,8 +56,8 @@ func (c *client) dropClient() {
 	}
 }
 
-// newTransport makes connections with the authorities that the caller names, or else
-// the environment.
+// newTransport makes connections that trust the authorities that the caller names, or else those of the
+// environment.
 func newTransport(opt source.Options) (*route.Client, error) {
 	insecure, err := opt.Flag("insecure")
 	if err != nil {
@@ -71,8 +71,8 @@ func newTransport(opt source.Options) (*route.Client, error) {
 	return c, nil
 }
 
-// headersOf are the caller's own, with the token. They go only to the origin that the
-// user named; see package route.
+// headersOf returns the caller's headers, with the token. They go only to the origin that the user named; see
+// package route.
 func headersOf(opt source.Options) (http.Header, error) {
 	h := http.Header{}
 	for _, k := range slices.Sorted(maps.Keys(opt.Storage)) {

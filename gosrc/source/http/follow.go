@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// getObject sends a request to where the object is, following redirects. The server that
-// gave the first response is asked directly from then on.
+// getObject sends a request to where the object is, following redirects. Later requests go directly to the server
+// that gave the first response.
 func (o *object) getObject(ctx context.Context, extra http.Header) (*http.Response, error) {
 	o.mu.Lock()
 	at := o.moved
@@ -25,7 +25,7 @@ func (o *object) getObject(ctx context.Context, extra http.Header) (*http.Respon
 		}
 		switch resp.StatusCode {
 		case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusGone:
-			// A signed URL expires: ask the first server for another.
+			// A signed URL has expired: ask the first server for another.
 			_ = resp.Body.Close()
 			o.mu.Lock()
 			o.moved = nil
@@ -57,7 +57,7 @@ func (o *object) followHops(ctx context.Context, h route.Hop, extra http.Header)
 			}
 			return resp, nil
 		}
-		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short: the connection can be used again
+		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short, so that the connection can be used again
 		_ = resp.Body.Close()
 		if h, err = h.Next(resp.Header.Get("Location")); err != nil {
 			return nil, err
@@ -91,9 +91,8 @@ func (o *object) sendHop(ctx context.Context, h route.Hop, extra http.Header) (*
 	return resp, err
 }
 
-// A body that is closed before its end resets its connection: the transport would
-// otherwise wait for locks, and TLS for its close message, while the rest keeps
-// arriving.
+// A body resets its connection if it is closed before its end. Otherwise the transport would wait for locks, and
+// TLS for its close message, while the rest keeps arriving.
 type body struct {
 	io.ReadCloser
 	conn net.Conn

@@ -1,6 +1,6 @@
 package http
 
-// This file opens hf:// files: revisions, commits, and the user's token.
+// This file opens hf:// files: it resolves revisions to commits and finds the user's token.
 
 import (
 	"cmp"
@@ -17,10 +17,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Hub opens the files of one load. The files of one repository and revision come
-// from one commit, that of the hub's first response, even if a branch moves
-// meanwhile. A hub that names no commit (X-Repo-Commit) pins nothing. The zero
-// value is ready; it is safe for concurrent use.
+// A Hub opens the files of one load. The files of one repository and revision come from one commit, which the
+// hub's first response names, even if a branch moves meanwhile. A hub that names no commit (X-Repo-Commit) pins
+// nothing. The zero value is ready to use. A Hub is safe for concurrent use.
 type Hub struct {
 	mu        sync.Mutex
 	revisions map[string]*revision
@@ -33,7 +32,7 @@ func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source
 		return openNamed(ctx, uri, opt, nil)
 	}
 	r := h.revision(ref)
-	select { // the first is opened alone, and learns the commit
+	select { // one caller opens the first file and learns the commit
 	case r.asking <- struct{}{}:
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -77,8 +76,8 @@ type revision struct {
 
 	mu     sync.Mutex
 	commit string // "" until a response names it
-	done   bool   // an object was opened: the commit is known, or the hub names none
-	away   error  // why the hub is not asked any more: it could not be reached
+	done   bool   // a file was opened: the commit is known, or the hub names none
+	away   error  // why the hub is no longer asked: it could not be reached
 }
 
 func (r *revision) settled() bool {
@@ -100,7 +99,7 @@ func (r *revision) commitNow() string {
 	return cmp.Or(r.commit, r.name)
 }
 
-// takeCommit takes the commit from a response of the hub, and refuses another one.
+// takeCommit takes the commit from a response of the hub. It refuses a commit that differs from the known one.
 func (r *revision) takeCommit(resp *http.Response) error {
 	c := strings.ToLower(resp.Header.Get("X-Repo-Commit"))
 	if !IsCommit(c) {
@@ -117,7 +116,7 @@ func (r *revision) takeCommit(resp *http.Response) error {
 	return nil
 }
 
-// IsCommit knows the full name of a commit: SHA-1, or SHA-256.
+// IsCommit reports whether s is the full name of a commit: a SHA-1 or a SHA-256.
 func IsCommit(s string) bool {
 	return (len(s) == 40 || len(s) == 64) && strings.Trim(s, "0123456789abcdef") == ""
 }
@@ -134,8 +133,8 @@ func (o *object) homeURL() *url.URL {
 	return u
 }
 
-// hubURL turns hf:// into the hub's URL for any revision, and finds the user's token
-// where huggingface_hub keeps it: the options, the environment, the file of a login.
+// hubURL turns hf:// into the hub's URL for any revision, and finds the user's token where huggingface_hub keeps
+// it: in the options, the environment, or the file that a login wrote.
 func hubURL(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
 	r, ok := source.ParseHF(uri)
 	if !ok || r.Repo == "" || strings.ContainsAny(r.Repo, ":?#%\\ ") || r.File == "" || strings.HasSuffix(r.File, "/") {

@@ -1,6 +1,6 @@
 package http
 
-// This file finds files of hf:// in the cache of huggingface_hub.
+// This file finds hf:// files in the cache of huggingface_hub.
 
 import (
 	"cmp"
@@ -21,7 +21,7 @@ func isYes(text string) bool {
 	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(text))
 }
 
-// offlineSetting is the setting that forbids to ask the hub, "" if none does.
+// offlineSetting is the name of the setting that forbids requests to the hub, "" if none does.
 func offlineSetting(env map[string]string) string {
 	for _, name := range []string{"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} { // the first that is set decides
 		if env[name] != "" {
@@ -34,11 +34,10 @@ func offlineSetting(env map[string]string) string {
 	return ""
 }
 
-// A shelf is where huggingface_hub's cache keeps a file of hf://.
+// A shelf is the place of an hf:// file in huggingface_hub's cache.
 //
-// Source: huggingface_hub's guide "Understand caching": models--org--name holds
-// refs/REVISION, a file with a commit, snapshots/COMMIT/FILE, and .no_exist/COMMIT/FILE
-// for what a commit does not have.
+// Source: huggingface_hub's guide "Understand caching": models--org--name holds refs/REVISION, a file that
+// contains a commit; snapshots/COMMIT/FILE; and .no_exist/COMMIT/FILE for files that a commit does not have.
 type shelf struct {
 	*revision
 	ref    source.HF
@@ -60,7 +59,7 @@ func (h *Hub) shelfOf(uri string, env map[string]string) (shelf, bool) {
 	return shelf{h.revision(ref), ref, filepath.Join(folder, name)}, true
 }
 
-// kindOf divides a repository's name into what the hub keeps there and the name itself.
+// kindOf splits a repository's name into its kind (models, datasets) and the name itself.
 func kindOf(repo string) (kind, name string) {
 	for _, other := range []string{"datasets", "spaces"} {
 		if rest, isOther := strings.CutPrefix(repo, other+"/"); isOther {
@@ -70,7 +69,7 @@ func kindOf(repo string) (kind, name string) {
 	return "models", repo
 }
 
-// notedCommit is the commit that the cache noted last for the revision, "" if it has none.
+// notedCommit is the commit that the cache last recorded for the revision, "" if none.
 func (s shelf) notedCommit() string {
 	path := filepath.Join(s.folder, "refs", filepath.FromSlash(s.name))
 	if regular.RefusePlanted(path) != nil {
@@ -83,8 +82,7 @@ func (s shelf) notedCommit() string {
 	return ""
 }
 
-// loadState is the commit of this load, "" if it is not known yet, and why the hub is not
-// asked for it.
+// loadState returns the commit of this load, "" if it is not known yet, and why the hub is not asked for it.
 func (s shelf) loadState() (commit string, away error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -95,9 +93,9 @@ func (s shelf) at(kind, commit string) string {
 	return filepath.Join(s.folder, kind, commit, filepath.FromSlash(s.ref.File))
 }
 
-// Cached is the path of a file of hf:// in huggingface_hub's cache, "" if it is not
-// there, or if the commit is not known: that of a branch is what the hub said to
-// this load, or without the hub what the cache noted last.
+// Cached is the path of an hf:// file in huggingface_hub's cache, "" if it is not there or the commit is not
+// known. The commit of a branch is the one that the hub named in this load, or without the hub the one that the
+// cache last recorded.
 func (h *Hub) Cached(uri string, env map[string]string) string {
 	s, ok := h.shelfOf(uri, env)
 	if !ok {
@@ -116,8 +114,8 @@ func (h *Hub) Cached(uri string, env map[string]string) string {
 	return ""
 }
 
-// Missing is the error of a file that is not cached and that the hub is not asked for:
-// its commit is known not to have it, or the hub may not or cannot be asked. nil: ask.
+// Missing is the error for a file that is not cached and cannot come from the hub: its commit is known not to
+// have it, or the hub must not or cannot be asked. nil means that the hub should be asked.
 func (h *Hub) Missing(uri string, env map[string]string) error {
 	if name := offlineSetting(env); name != "" {
 		return errs.WithRule(source.RuleNotCached, errs.New(errs.ErrNotFound,
@@ -139,9 +137,9 @@ func (h *Hub) Missing(uri string, env map[string]string) error {
 	return nil
 }
 
-// Away goes on without the hub, which err says cannot be reached, where the cache has the
-// commit of the load: for a branch, and with a notice, the one that it noted last. All
-// later files of the load are then of this commit.
+// Away continues without the hub, which err says cannot be reached, if the cache has the commit of the load. For
+// a branch that is the commit that the cache last recorded, and Away adds a notice. All later files of the load
+// then come from this commit.
 func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	s, ok := h.shelfOf(uri, env)
 	if !ok || !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrTimeout) {
@@ -170,8 +168,8 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	return true
 }
 
-// isFile reports whether a file of the cache is there that no other user of the machine may have planted:
-// neither it, nor the blob that it is a link to.
+// isFile reports whether a file of the cache exists and neither it nor the blob that it links to may have been
+// planted by another user of the machine.
 func isFile(path string) bool {
 	real, err := filepath.EvalSymlinks(path)
 	if err != nil || regular.RefusePlanted(path) != nil || regular.RefusePlanted(real) != nil {
@@ -195,7 +193,7 @@ func hubHome(env map[string]string) string {
 	return ""
 }
 
-// hubCache is the folder of its downloads.
+// hubCache is huggingface_hub's download folder.
 func hubCache(env map[string]string) string {
 	if folder := cmp.Or(env["HF_HUB_CACHE"], env["HUGGINGFACE_HUB_CACHE"]); folder != "" {
 		return folder

@@ -1,6 +1,6 @@
 package http
 
-// This file lists the files of a repository of hf://.
+// This file lists the files of an hf:// repository.
 
 import (
 	"cmp"
@@ -17,18 +17,17 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// maxListing is the most bytes of the hub's list of a repository.
+// maxListing bounds the hub's list of a repository, in bytes.
 const maxListing = 64 << 20
 
-// Walk lists the files of a repository, or of a folder of it, sorted, and returns its
-// URI at the commit of the list. If the hub may not or cannot be asked, it lists what
-// huggingface_hub's cache has of the commit.
+// Walk lists the files of a repository, or of a folder in it, sorted, and returns its URI at the commit of the
+// list. If the hub must not or cannot be asked, Walk lists the files of the commit in huggingface_hub's cache.
 func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok || !source.Folder(uri) {
 		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument, "this is no folder of the hub"))
 	}
-	some := source.Beside(uri, "x") // a name, for what asks for one
+	some := source.Beside(uri, "x") // any name, for functions that need one
 	commit, files, err := "", nil, h.Missing(some, opt.Env)
 	if offlineSetting(opt.Env) == "" && err == nil {
 		commit, files, err = listFiles(ctx, ref, some, opt)

@@ -1,18 +1,15 @@
-// Package http is the source of objects behind http://, https:// and hf://.
+// Package http is the source of http://, https:// and hf:// objects.
 //
-// Opening requests the first bytes of the object: the response gives its size, pins
-// its ETag, and usually contains the format's whole header. Each read is a ranged
-// GET whose body goes from the socket straight into the caller's memory; package
-// retry resumes what breaks. A response that is not about that range of the pinned
-// object is never used: a wrong Content-Range, another ETag or size, an encoding.
-// An object that has changed is errs.ErrCorrupt.
+// Opening requests the first bytes of the object. The response gives its size, pins its ETag, and usually
+// contains the format's whole header. Each read is a ranged GET, and its body goes from the socket straight into
+// the caller's memory; package retry resumes broken ranges. A response that is not about that range of the pinned
+// object is never used: it has a wrong Content-Range, another ETag or size, or an encoding. An object that has
+// changed is errs.ErrCorrupt.
 //
-// Servers without ranges are read by one GET in order; see spool.go. So are those
-// that give neither an ETag nor a date, since two requests could bring bytes of two
-// versions.
+// Servers without ranges are read by one GET in order; see spool.go. So are servers that give neither an ETag nor
+// a date, since two requests could return bytes of two versions.
 //
-// Package route decides where requests may go, and which credentials they carry;
-// see follow.go.
+// Package route decides where requests may go and which credentials they carry; see follow.go.
 package http
 
 import (
@@ -36,7 +33,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
-// options are what storage_options= may name.
+// options are the names that storage_options= may have.
 var options = append([]string{"headers", "token", "cacert", "capath", "insecure"}, retry.Names...)
 
 // A Source is an open object. It implements source.Source.
@@ -99,8 +96,7 @@ func openScheme(ctx context.Context, uri string, opt source.Options, r *revision
 	return s, nil
 }
 
-// Facts are those of the ranges, or of what one GET brings in order, and what
-// pins the object.
+// Facts are those of ranges, or of a stream from one GET, together with the pin.
 func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	f.Identity, f.Settled = source.Pinned(s, s.pin())
@@ -108,8 +104,8 @@ func (s *Source) Facts() source.Facts {
 	return f
 }
 
-// pin is what identifies the object's state: its ETag, else its date, "" if the
-// server gives neither. A weak ETag pins nothing, nor does a recent date.
+// pin identifies the object's state. It is its ETag, else its date, else "". A weak ETag pins nothing, nor does a
+// recent date.
 func (s *Source) pin() string {
 	switch isDated := tagOfDate(s.o.etag, s.o.modified, s.Size()); {
 	case isWeak(s.o.etag), (isDated || s.o.etag == "") && !isOldDate(s.o.date, s.o.modified, settle):
@@ -126,8 +122,8 @@ func (s *Source) pin() string {
 // settle is how old a date must be, by the server's clock, to pin.
 const settle = 2 * time.Second
 
-// isOldDate reports whether an object's date was at least age old when the server answered. Dates
-// have whole seconds: a second change within one leaves no trace.
+// isOldDate reports whether an object's date was at least age old when the server answered. Dates have whole
+// seconds, so a second change within one cannot be seen.
 func isOldDate(date, modified string, age time.Duration) bool {
 	now, err := http.ParseTime(date)
 	then, err2 := http.ParseTime(modified)
@@ -137,7 +133,8 @@ func isOldDate(date, modified string, age time.Duration) bool {
 // isWeak reports whether an ETag is weak: then the bytes may change without a change of it.
 func isWeak(etag string) bool { return strings.HasPrefix(etag, "W/") }
 
-// tagOfDate reports whether an ETag says no more than date and size, as those of nginx do: it is worth what the date is.
+// tagOfDate reports whether an ETag only encodes date and size, as nginx's do. Such an ETag is as reliable as the
+// date.
 func tagOfDate(etag, modified string, size int64) bool {
 	date, err := http.ParseTime(modified)
 	return err == nil && etag == fmt.Sprintf(`"%x-%x"`, date.Unix(), size)
@@ -147,31 +144,31 @@ func tagOfDate(etag, modified string, size int64) bool {
 // retry.Fetcher.
 type object struct {
 	uri     string
-	url     *url.URL // the URL that the user named
+	url     *url.URL // as the user named it
 	headers http.Header
 	client  *client
 
-	// For hf:// only: the revision, and the URL of the file at one.
+	// Only set for hf://.
 	revision *revision
 	at       func(rev string) string
 
 	size     int64
-	answer   http.Header // the first
+	answer   http.Header // of the first response
 	etag     string      // as the server writes it, "" if it has none
 	modified string      // Last-Modified
-	date     string      // of the answer that said so
+	date     string      // of the response that named it
 
 	way   route.Way
 	mu    sync.Mutex
-	moved *route.Hop // where redirects led
+	moved *route.Hop // where redirects led, if anywhere
 }
 
 func (o *object) URI() string  { return o.uri }
 func (o *object) Size() int64  { return o.size }
 func (o *object) Close() error { o.client.dropClient(); return nil }
 
-// requestFirst requests the first bytes. It returns nil, and no error, if the server gives
-// no ranges of this object, or nothing that pins it.
+// requestFirst requests the first bytes. It returns nil without an error if the server does not support ranges
+// for this object, or gives nothing that pins it.
 func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source, error) {
 	resp, err := o.getObject(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", source.HeadBytes-1)}})
 	if err != nil {
@@ -227,8 +224,8 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 	return resp.Body, nil
 }
 
-// pin adds a condition to a request: the object that was opened or none. A weak
-// ETag cannot be a condition; about compares it.
+// pin makes a request conditional: the server must return the object that was opened or fail. A weak ETag cannot
+// be a condition; checkSame compares it.
 func (o *object) pin(h http.Header) {
 	switch {
 	case o.etag != "" && !isWeak(o.etag):
@@ -240,8 +237,8 @@ func (o *object) pin(h http.Header) {
 
 var errAnother = errors.New("the server gives another range than it was asked for")
 
-// checkRange checks that a response is about this range of the pinned object. Of one that
-// does not match its request, the error has no class: a retry may get another.
+// checkRange checks that a response is about this range of the pinned object. If it does not match its request,
+// the error has no class, since a retry may get another response.
 func (o *object) checkRange(resp *http.Response, off, n int64) error {
 	from, to, total, isRange := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch resp.StatusCode {
@@ -273,9 +270,9 @@ func (o *object) checkRange(resp *http.Response, off, n int64) error {
 	return nil
 }
 
-// hasPin reports whether a response identifies a version of an object: by an ETag that is
-// not weak, or by a date at least a second old, since another version could have the same date
-// until then. A server that does not know the time has this machine's.
+// hasPin reports whether a response identifies a version of an object: by an ETag that is not weak, or by a date
+// at least a second old, since until then another version could get the same date. If the server sends no time,
+// this machine's clock is used.
 func hasPin(resp *http.Response, size int64) bool {
 	etag, modified, date := resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
 	if etag != "" && !isWeak(etag) && !tagOfDate(etag, modified, size) {
@@ -298,7 +295,7 @@ func (o *object) checkSame(resp *http.Response) error {
 	return nil
 }
 
-// plain refuses encoded bodies and ranges in parts.
+// plain refuses encoded bodies and multipart ranges.
 func plain(resp *http.Response) error {
 	if e := route.Encoding(resp.Header); e != "" {
 		return errs.New(errs.ErrNotSupported, "the object has the content encoding %q", e)
@@ -365,7 +362,7 @@ func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 		gone *changed
 		busy *failed
 		name *net.DNSError
-		// of a server that does not speak our TLS
+		// of a server that does not speak TLS as we do
 		header tls.RecordHeaderError
 		alert  tls.AlertError
 	)

@@ -1,6 +1,7 @@
 package http
 
-// This file lists folders of servers that do so in JSON: overwire's own, and nginx with autoindex_format json.
+// This file lists folders of servers that return JSON listings: overwire's own, and nginx with autoindex_format
+// json.
 
 import (
 	"context"
@@ -15,14 +16,14 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Bounds of what one folder may have, with the folders in it.
+// Bounds of one folder, including the folders in it.
 const (
 	mostEntries = 100_000
 	mostDepth   = 16
 )
 
-// Walk lists the files of a folder and of those below it, sorted. A server that lists no folders, or in another form, is
-// errs.ErrNotSupported.
+// Walk lists the files of a folder and of the folders below it, sorted. A server that does not list folders, or
+// not in this form, is errs.ErrNotSupported.
 func Walk(ctx context.Context, uri string, opt source.Options) (files []source.Entry, err error) {
 	own := maps.Clone(opt.Storage)
 	if own == nil {
@@ -49,7 +50,7 @@ type walk struct {
 	seen  int // entries
 }
 
-// listFolder adds the files of a folder, whose name below the first one ends in a slash.
+// listFolder adds the files of a folder. below is its path below the first one and ends in a slash.
 func (w *walk) listFolder(uri, below string) error {
 	text, err := w.readListing(uri)
 	if err != nil {
@@ -87,7 +88,7 @@ func (w *walk) listFolder(uri, below string) error {
 	return nil
 }
 
-// readListing reads what the server answers for a folder, if it is JSON.
+// readListing returns the server's response for a folder if it is JSON.
 func (w *walk) readListing(uri string) ([]byte, error) {
 	s, err := openScheme(source.Outline{Most: maxListing}.In(w.ctx), uri, w.opt, nil)
 	if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) {

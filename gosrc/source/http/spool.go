@@ -1,7 +1,6 @@
 package http
 
-// This file reads objects of servers without ranges, or that give nothing which pins an
-// object: by one GET, in order.
+// This file reads objects by one GET, in order, if the server has no ranges or gives nothing that pins an object.
 
 import (
 	"context"

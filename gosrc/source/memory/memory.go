@@ -1,5 +1,5 @@
-// Package memory is the source of a file that was read into memory whole.
-// Facts.View returns its bytes without a copy.
+// Package memory is the source of a file that was read into memory completely. Facts.View returns its bytes
+// without a copy.
 package memory
 
 import (
@@ -17,16 +17,15 @@ type Memory struct {
 	close sync.Once
 	free  func()
 
-	// Compare: every load compares the checksums of its bytes. It is set before the
-	// source is used.
+	// Compare makes every load compare the checksums of its bytes. It is set before the source is used.
 	Compare bool
 
 	mu   sync.RWMutex // held for reading by every copy
 	shut bool
 }
 
-// New makes a source of bytes that are valid until free, which Close calls
-// once; uri names it in errors.
+// New makes a source of bytes that stay valid until free is called; Close calls it once. uri names the source in
+// errors.
 func New(uri string, bytes []byte, free func()) *Memory {
 	return &Memory{uri: uri, bytes: bytes, free: free}
 }
@@ -37,7 +36,7 @@ func (m *Memory) URI() string { return m.uri }
 // Size is the number of bytes.
 func (m *Memory) Size() int64 { return int64(len(m.bytes)) }
 
-// ReadAt copies; see source.Source.
+// ReadAt copies bytes; see source.Source.
 func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 	m.mu.RLock()
 	defer m.mu.RUnlock()

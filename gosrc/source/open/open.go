@@ -1,4 +1,4 @@
-// Package open turns a URI into a Source, by one explicit table of schemes.
+// Package open opens a URI as a Source, by an explicit table of schemes.
 package open
 
 import (
@@ -22,8 +22,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/pipe"
 )
 
-// schemes maps a scheme to what opens it; stores has the others. A name without a
-// scheme is a local path.
+// schemes maps a scheme to the function that opens it; stores holds the others. A name without a scheme is a
+// local path.
 var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source,
 	error){
 	"": func(_ context.Context, _ *http.Hub, path string, _ source.Options) (source.Source, error) {
@@ -45,8 +45,8 @@ func overHTTP(ctx context.Context, hub *http.Hub, uri string, opt source.Options
 	return wrapSource(hub.Open(ctx, uri, opt))
 }
 
-// ofHub opens a file of the hub: what huggingface_hub has downloaded already, at the
-// same commit, from its cache; if the hub cannot be reached, what the cache has.
+// ofHub opens a file of the hub. It takes the file from huggingface_hub's cache if it is there at the same
+// commit, or if the hub cannot be reached.
 func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
 	if path := hub.Cached(uri, opt.Env); path != "" {
 		return wrapSource(file.Open(path))
@@ -56,12 +56,12 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 	}
 	remote, err := hub.Open(ctx, uri, opt)
 	if err != nil && ctx.Err() == nil && hub.Away(uri, opt.Env, err) {
-		return ofHub(ctx, hub, uri, opt) // which does not ask the hub again
+		return ofHub(ctx, hub, uri, opt) // does not ask the hub again
 	}
 	if err != nil {
 		return nil, err
 	}
-	if path := hub.Cached(uri, opt.Env); path != "" { // its commit is known now
+	if path := hub.Cached(uri, opt.Env); path != "" { // the commit is known now
 		near, err := file.Open(path)
 		if err == nil && near.Size() == remote.Size() {
 			_ = remote.Close()
@@ -82,14 +82,14 @@ func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 	return s, nil
 }
 
-// Stores opens and lists what the URIs of one load name, with the caller's options, which local
-// files ignore. All files of one hf:// repository come from one commit. http and https go
-// through an external downloader where a setting names one. A cache, by the option "cache" or
-// a setting, keeps whole objects of any store; see package cache. It is safe for concurrent use.
+// Stores opens and lists the URIs of one load, with the caller's options. Local files ignore the options. All
+// files of one hf:// repository come from one commit. If a setting names an external downloader, http and https
+// go through it. A cache, chosen by the option "cache" or a setting, keeps whole objects of any store; see
+// package cache. Stores is safe for concurrent use.
 type Stores struct {
 	opt   source.Options // without a cache
-	local cache.Folder   // its Path is "": there is none
-	own   bool           // no external downloader
+	local cache.Folder   // Path is "" if there is no cache
+	own   bool           // never use an external downloader
 	hub   http.Hub
 	away  atomic.Bool // a store cannot be reached
 }
@@ -108,7 +108,8 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 	}
 	if isImmutable(uri) || s.away.Load() {
 		last, err := s.local.Last(ctx, uri)
-		// What was not there may be by now, or the caller may see it now, also at a commit.
+		// The cached answer may be outdated: an object may exist now, or the caller may be allowed to see it now,
+		// even at a fixed commit.
 		if last != nil || err != nil && (s.away.Load() || !errors.Is(err, errs.ErrNotFound)) {
 			if last != nil && s.away.Load() {
 				cache.CountAway()
@@ -139,8 +140,8 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 	return src, err
 }
 
-// List returns the objects of a folder, as the function List; if the store cannot be reached,
-// what a cache knows of the folder.
+// List returns the objects of a folder, as the function List does. If the store cannot be reached, it returns the
+// listing that a cache recorded.
 func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 	uris, err := List(ctx, uri, s.opt)
 	switch {
@@ -155,7 +156,7 @@ func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 	return uris, err
 }
 
-// openWhereItLies opens a URI where it lies, by the table of its scheme.
+// openWhereItLies opens a URI at its store, by the table of its scheme.
 func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source, error) {
 	if !s.own && Downloaded(uri) {
 		return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, s.opt))
@@ -181,7 +182,8 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 		scheme, strings.Join(names[1:], ", "))) // the first is "", a local path
 }
 
-// RecipeOf is the error of a scheme of a store that is reached by another one; nil for all else.
+// RecipeOf is the error for a scheme of a store that is reached through another scheme, nil for all other
+// schemes.
 func RecipeOf(scheme string) error {
 	if recipe := recipes[scheme]; recipe != "" {
 		return errs.New(errs.ErrNotSupported, "%s:// has no reader or writer of its own: %s", scheme, recipe)
@@ -201,7 +203,7 @@ const (
 		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB?SAS, with a shared access signature that may read"
 )
 
-// withoutCache is opt without its cache, for calls that must reach the store.
+// withoutCache is opt without the cache, for calls that must reach the store.
 func withoutCache(opt source.Options) source.Options {
 	if _, ok := opt.Storage["cache"]; ok {
 		opt.Storage = maps.Clone(opt.Storage)
@@ -210,8 +212,7 @@ func withoutCache(opt source.Options) source.Options {
 	return opt
 }
 
-// cacheOf is the folder of the option "cache", or of the setting; its Path is "" where none is
-// wanted.
+// cacheOf is the folder of the option "cache", or of the setting. Its Path is "" if neither is set.
 func cacheOf(opt source.Options) cache.Folder {
 	dir, isGiven := opt.Storage["cache"]
 	if !isGiven {
@@ -226,28 +227,25 @@ func cacheOf(opt source.Options) cache.Folder {
 	return cache.Folder{Path: dir, Limit: int64(knob.CacheGB.Get()) * 1e9, StoreOf: opt.StoreOf}
 }
 
-// isImmutable reports whether a URI names one state of an object for ever: at a commit of the
-// hub, or a version of S3, of which "null" is the one that is replaced in place.
+// isImmutable reports whether a URI names an immutable state of an object: a commit of the hub, or a version in
+// S3 other than "null", which is replaced in place.
 func isImmutable(uri string) bool {
 	r, ok := source.ParseHF(uri)
 	_, version, _ := strings.Cut(uri, "?versionId=")
 	return ok && http.IsCommit(r.Rev) || source.Scheme(uri) == "s3" && version != "" && version != "null"
 }
 
-// Downloaded reports whether an external downloader fetches a URI: then nothing
-// identifies the object's state.
+// Downloaded reports whether an external downloader fetches a URI. Then nothing identifies the object's state.
 func Downloaded(uri string) bool {
 	return knob.Downloader.Get() != "" && (source.Scheme(uri) == "http" || source.Scheme(uri) == "https")
 }
 
-// argvs is how many URLs one program gets, since the size of arguments is limited,
-// usually to 2 MiB.
+// argvs is how many URLs one run of a program gets, since the size of arguments is limited, usually to 2 MiB.
 const argvs = 1000
 
-// WithSizes is With for URIs of known sizes, each opened once and in this order.
-// Where a setting names an external downloader, and all are http or https, one run
-// of it fetches up to argvs of them. The caller calls rest at the end: it closes
-// the sources that were fetched and not opened.
+// WithSizes is With for URIs of known sizes that are each opened once and in this order. If a setting names an
+// external downloader and all URIs are http or https, one run of it fetches up to argvs of them. The caller calls
+// rest at the end; it closes the sources that were fetched but not opened.
 func WithSizes(uris []string, sizes []int64, opt source.Options) (
 	dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
 	program := knob.Downloader.Get()
@@ -277,8 +275,8 @@ func WithSizes(uris []string, sizes []int64, opt source.Options) (
 	}
 }
 
-// checkSound refuses a URI of a remote scheme that is not UTF-8, since programs disagree
-// on how to escape it.
+// checkSound refuses a URI of a remote scheme that is not valid UTF-8, since programs disagree on how to escape
+// it.
 func checkSound(verb, uri string) error {
 	if utf8.ValidString(uri) {
 		return nil

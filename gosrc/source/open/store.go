@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/http"
 )
 
-// A store is what can be done with a scheme that can be written to. Local files
-// have rules of their own (package save).
+// A store has the operations of a scheme that can be written to. Local files have rules of their own (package
+// save).
 type store struct {
 	open    func(ctx context.Context, uri string, opt source.Options) (source.Source, error)
 	create  func(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error)
@@ -24,8 +24,7 @@ type store struct {
 	presign func(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error)
 }
 
-// Writable reports whether objects can be written at a URI that is no local
-// file.
+// Writable reports whether objects can be written at a URI that is not a local file.
 func Writable(uri string) bool {
 	_, ok := stores[source.Scheme(uri)]
 	return ok
@@ -40,7 +39,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	return s.create(ctx, uri, withoutCache(opt), limit)
 }
 
-// Remove deletes an object; it is no error if there is none.
+// Remove deletes an object. It is not an error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	s, err := storeOf("save", uri)
 	if err != nil {
@@ -49,9 +48,8 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	return s.remove(ctx, uri, withoutCache(opt))
 }
 
-// List returns the URIs of the objects in a folder, sorted, without those of
-// folders below it. An empty folder is errs.ErrNotFound; a store without folders
-// errs.ErrNotSupported.
+// List returns the URIs of the objects in a folder, sorted, without those in subfolders. An empty folder is
+// errs.ErrNotFound; a store without folders is errs.ErrNotSupported.
 func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
 	files, err := walkStore(ctx, uri, opt, false)
 	var uris []string
@@ -61,9 +59,8 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	return uris, err
 }
 
-// Walk returns the files of a remote folder and of those below it, sorted, and the
-// folder's URI: that of a repository of hf:// at the commit of the list. Errors are
-// those of List.
+// Walk returns the sorted files of a remote folder and of all folders below it, and the folder's URI. For an
+// hf:// repository that URI names the commit of the list. Errors are those of List.
 func Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	if source.Scheme(uri) == "hf" {
 		return new(http.Hub).Walk(ctx, uri, withoutCache(opt))
@@ -91,8 +88,7 @@ func walkStore(ctx context.Context, uri string, opt source.Options, below bool) 
 	return s.walk(ctx, uri, withoutCache(opt), below)
 }
 
-// Presign makes a URL that reads an object without credentials until it
-// expires. It is a secret.
+// Presign makes a URL that reads an object without credentials until it expires. The URL is a secret.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
 	if err := checkSound("presign", uri); err != nil {
 		return "", err
@@ -104,8 +100,8 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	return s.presign(ctx, uri, withoutCache(opt), expires)
 }
 
-// Put writes a small object, then removes what it makes stale. failed is called
-// with an error before the store is cleaned up, when data is no longer in use.
+// Put writes a small object, then removes the objects that it makes stale. On an error it calls failed before it
+// cleans up the store, when data is no longer in use.
 func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string,
 	failed func(error)) (err error) {
 	d, err := Create(ctx, uri, opt, int64(len(data)))
@@ -133,9 +129,9 @@ func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale
 	return nil
 }
 
-// PutOnce is Put where there is no object yet: of several writers at once one succeeds, and
-// the others get errs.ErrArgument. A store that knows no such writes (no If-None-Match)
-// keeps the last one's. Other stores than s3:// are errs.ErrNotSupported.
+// PutOnce is Put if the object does not exist yet. Of several concurrent writers one succeeds, and the others get
+// errs.ErrArgument. In a store without conditional writes (If-None-Match) the last writer wins. Stores other than
+// s3:// are errs.ErrNotSupported.
 func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, failed func(error)) error {
 	if source.Scheme(uri) != "s3" {
 		return errs.In("save", uri, errs.New(errs.ErrNotSupported, "only objects of s3:// are written once"))

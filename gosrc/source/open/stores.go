@@ -2,9 +2,8 @@
 
 package open
 
-// This file has the schemes that can be written to. The build tag nostores leaves
-// them out of builds that do not test them, since their libraries take long to
-// compile.
+// This file lists the schemes that can be written to. The build tag nostores leaves them out of builds that do
+// not test them, since their libraries take long to compile.
 
 import (
 	"context"

@@ -1,11 +1,10 @@
-// Package parts implements source.Draft for stores that take an object as numbered
-// parts of one size and show it when all are there.
+// Package parts implements source.Draft for stores that take an object as numbered parts of one size and show it
+// when all parts are there.
 //
-// Bytes arrive by offset, nearly in rising order, but the beginning of a file (its
-// header, which is known last) arrives at the end: a part is sent as soon as every
-// byte of it was written or skipped. Memory holds what was copied of the parts that wait for
-// bytes and of those being sent, whose number New limits; a writer that completes another one
-// waits.
+// Bytes arrive by offset, in nearly rising order, except that the beginning of a file (its header, which is known
+// last) arrives at the end. A part is sent as soon as every byte of it was written or skipped. Memory holds the
+// copied bytes of parts that are incomplete or being sent. New limits how many parts are sent at once; a writer
+// that completes one more waits.
 package parts
 
 import (
@@ -24,14 +23,13 @@ import (
 // A Store takes the parts of one object.
 type Store interface {
 	URI() string
-	// Part sends part k, counted from 0, whose bytes lie in several places, one after the
-	// other; calls run in parallel. It does not keep p.
+	// Part sends part k, counted from 0. Its bytes are the concatenation of p. Calls run in parallel. Part does
+	// not keep p.
 	Part(ctx context.Context, k int, p [][]byte) error
-	// Publish makes an object of n parts visible. An object that fits into one part
-	// was not sent before: then n is 0, and whole holds its bytes.
+	// Publish makes an object of n parts visible. If the object fits into one part, no part was sent; then n is 0
+	// and whole holds its bytes.
 	Publish(ctx context.Context, n int, whole []byte) error
-	// Abort removes what was sent. It is called at most once, and not after a
-	// Publish that succeeded.
+	// Abort removes the parts that were sent. It is called at most once, and not after a successful Publish.
 	Abort()
 }
 
@@ -39,10 +37,10 @@ type Store interface {
 type Draft struct {
 	store Store
 	part  int64
-	ctx   context.Context // calls begin only while it lives
+	ctx   context.Context // no call begins after it ends
 	stop  context.CancelCauseFunc
-	cut   context.CancelCauseFunc // ends the calls that have begun
-	sends context.Context         // of the calls that have begun
+	cut   context.CancelCauseFunc // cancels the calls that have begun
+	sends context.Context         // context of the calls that have begun
 
 	mu    sync.Mutex
 	open  map[int]*partial // not sent yet
@@ -57,18 +55,18 @@ type Draft struct {
 
 // A partial is a part that waits for bytes.
 type partial struct {
-	buf    []byte // what was copied, else zeros; nil: nothing was
+	buf    []byte // copied bytes, zeros elsewhere; nil if nothing was copied
 	views  []piece
 	filled int64
 }
 
-// A piece is bytes of a part that are not copied.
+// A piece is a range of a part's bytes that were not copied.
 type piece struct {
 	p  []byte
 	at int64
 }
 
-// zeros are what was skipped, where a part has no memory of its own.
+// zeros are the bytes of skipped ranges if a part has no memory of its own.
 var zeros = make([]byte, 64<<10)
 
 // listBytes are the first n bytes of the part, in order.
@@ -93,7 +91,7 @@ func (t *partial) listBytes(n int64) (all [][]byte) {
 	return all
 }
 
-// New starts a draft of parts of size bytes; parallel of them are sent at once.
+// New starts a draft with parts of size bytes; up to parallel parts are sent at once.
 func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
 	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{},
 		tokens: make(chan struct{}, parallel)}
@@ -123,7 +121,7 @@ func (d *Draft) takeBytes(p []byte, off int64, view bool) error {
 	return nil
 }
 
-// Skip counts bytes as written; see source.Draft.
+// Skip counts a range as written; see source.Draft.
 func (d *Draft) Skip(lo, hi int64) error {
 	for lo < hi {
 		k, at := int(lo/d.part), lo%d.part
@@ -136,8 +134,7 @@ func (d *Draft) Skip(lo, hi int64) error {
 	return nil
 }
 
-// fillPart puts n bytes into part k and sends it when it is full. A nil p leaves the
-// zeros that are there.
+// fillPart puts n bytes into part k and sends it when it is full. If p is nil, the zeros already there stay.
 func (d *Draft) fillPart(k int, at, n int64, p []byte, view bool) error {
 	if err := d.lockDraft(); err != nil {
 		return err
@@ -158,8 +155,7 @@ func (d *Draft) fillPart(k int, at, n int64, p []byte, view bool) error {
 	t.filled += n
 	full := t.filled == d.part
 	d.mu.Unlock()
-	// The first part waits for the end: an object of one part goes to Publish
-	// whole.
+	// The first part is held back: an object of one part goes to Publish as a whole.
 	if !full || k == 0 {
 		return nil
 	}
@@ -197,7 +193,7 @@ func (d *Draft) lockDraft() error {
 	return err
 }
 
-// failure is why the draft cannot go on. The lock is held.
+// failure is the reason why the draft cannot continue. The lock is held.
 func (d *Draft) failure() error {
 	switch {
 	case d.err != nil:
@@ -266,7 +262,7 @@ func (d *Draft) Finish(size int64) error {
 	d.waitForParts(d.ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.free = nil // a finished draft may wait long before it is published
+	d.free = nil // a finished draft may wait long until it is published
 	return d.failure()
 }
 
@@ -292,7 +288,7 @@ func (d *Draft) Publish() error {
 	return nil
 }
 
-// StopSends ends what is being sent; see source.Draft.
+// StopSends aborts the sends; see source.Draft.
 func (d *Draft) StopSends() {
 	d.stop(errs.ErrCancelled)
 	d.cut(errs.ErrCancelled)
@@ -309,8 +305,7 @@ func (d *Draft) Drop() {
 		return
 	}
 	d.stop(errs.ErrCancelled)
-	// A part that is still arriving would land after the abort and stay in the
-	// store: parts that are nearly done may end.
+	// Let parts that are nearly done complete: a part that arrives after the abort would stay in the store.
 	late, end := context.WithTimeout(context.Background(), grace)
 	d.waitForParts(late)
 	end()
@@ -322,7 +317,7 @@ func (d *Draft) Drop() {
 
 const grace = time.Second
 
-// waitForParts returns when no part is being sent, or ctx ends; no send begins meanwhile.
+// waitForParts returns when no part is being sent or ctx ends. No send begins meanwhile.
 func (d *Draft) waitForParts(ctx context.Context) {
 	for range cap(d.tokens) {
 		select {

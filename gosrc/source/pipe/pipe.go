@@ -1,14 +1,11 @@
-// Package pipe is the source of what another program downloads. The program takes
-// URLs as arguments and writes their bodies, one after the other, to its standard
-// output, as curl and `overwire fetch` do.
+// Package pipe is the source of bodies that another program downloads. The program takes URLs as arguments and
+// writes their bodies, one after the other, to its standard output, as curl and `overwire fetch` do.
 //
-// The program is run by its path, without a shell; every argument begins with
-// http:// or https://, so that no URL is taken for an option. A nonzero exit
-// status, a byte too few or too many, or a standstill is an error of every source
-// that is not complete by then. The last source completes only when the program has
-// ended well: a caller that has read all sources knows that the stream was divided
-// at the right offsets. Where sizes are not known, no byte is used before that.
-// Close of the last source kills the program and its process group.
+// The program is run by its path, without a shell. Every argument begins with http:// or https://, so no URL can
+// be taken for an option. A nonzero exit status, a byte too few or too many, or a stall is an error of every
+// source that is not complete by then. The last source only completes when the program has succeeded, so a caller
+// that has read all sources knows that the stream was divided at the right offsets. If sizes are not known, no
+// byte is used before that. Closing the last source kills the program and its process group.
 package pipe
 
 import (
@@ -61,9 +58,8 @@ func Open(ctx context.Context, program, uri string, opt source.Options) (*Source
 	return srcs[0], nil
 }
 
-// Start runs the program for several URLs and returns a source for each. sizes
-// are those of the bodies; nil is for one URL of any size, and then Start
-// returns when the program has ended.
+// Start runs the program for several URLs and returns a source for each. sizes are the sizes of the bodies. sizes
+// may be nil for a single URL of unknown size; Start then returns when the program has ended.
 func Start(ctx context.Context, program string, urls []string, sizes []int64, opt source.Options) ([]*Source, error) {
 	fail := func(uri string, err error) ([]*Source, error) { return nil, errs.In("open", uri, err) }
 	if len(urls) == 0 || sizes != nil && len(sizes) != len(urls) || sizes == nil && len(urls) != 1 {
@@ -147,15 +143,13 @@ func (s *Source) Close() error {
 	return s.shut
 }
 
-// argumentsOf are the program's arguments and its standard input. curl's options make
-// it fail on an error status, at the first URL that fails, follow redirects and be
-// quiet; without them it would return error pages as if they were weights. curl
-// does not check where a redirect leads: it may lead to https only, where a server
-// of a private network has no certificate for the name, or anywhere if all URLs are
-// addresses of private networks themselves. It does not send the user and password
-// of a URL to other hosts. Arguments can be read by every user of the machine: curl
-// gets URLs with a user or a query, which may be secrets, by its standard input.
-// Other programs have no such way.
+// argumentsOf returns the program's arguments and its standard input. curl gets options to fail on an error
+// status, stop at the first URL that fails, follow redirects and be quiet; without them it would return error
+// pages as if they were weights. curl does not check where a redirect leads. Redirects may lead to https only,
+// because a server of a private network has no certificate for the name, or anywhere if all URLs are themselves
+// addresses of private networks. curl does not send the user and password of a URL to other hosts. Every user of
+// the machine can read arguments, so curl gets URLs with a user or a query, which may be secrets, on its standard
+// input. Other programs have no such way.
 func argumentsOf(program string, urls []string) (args []string, stdin string) {
 	if filepath.Base(program) != "curl" {
 		return urls, ""
@@ -184,7 +178,7 @@ func argumentsOf(program string, urls []string) (args []string, stdin string) {
 	return append(args, "--config", "-"), config.String()
 }
 
-// runProgram runs the program to its end and cuts what it writes into files.
+// runProgram runs the program to its end and cuts its output into files.
 func runProgram(ctx context.Context, program string, urls []string, files []*spool.File, timeout time.Duration,
 	env map[string]string) error {
 	r, w, err := os.Pipe()
@@ -192,7 +186,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 		return errs.FromOS(err)
 	}
 	defer r.Close()
-	// More than a pipe's default of 64 KiB: fewer context switches. It may fail.
+	// This is more than a pipe's default of 64 KiB, for fewer context switches. It may fail.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
 	args, stdin := argumentsOf(program, urls)
 	cmd := exec.Command(program, args...)
@@ -228,10 +222,10 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	if cutErr != nil {
 		kill()
 	}
-	_ = r.Close() // before Wait: a program that goes on writing gets SIGPIPE
+	_ = r.Close() // before Wait: a program that continues to write gets SIGPIPE
 	waitErr := cmd.Wait()
 	_ = lines.flushLine()
-	kill() // children that it has left
+	kill() // its remaining children
 	switch {
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
@@ -248,8 +242,9 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	return nil
 }
 
-// openLog opens a log to append to. Others may write to its folder: their symbolic links are not
-// followed, and their files, which they can read, and pipes, whose readers may never read, are refused.
+// openLog opens a log for appending. Other users may be able to write to its folder, so openLog does not follow
+// symbolic links. It refuses files of other users, since they could read them, and pipes, since their readers may
+// never read.
 func openLog(path string) (*os.File, error) {
 	log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 	if err != nil {
@@ -269,7 +264,7 @@ func openLog(path string) (*os.File, error) {
 	return log, nil
 }
 
-// refuseOthers refuses an open file that another user has put into a folder that everyone may write.
+// refuseOthers refuses an open file that another user has put into a folder that everyone may write to.
 func refuseOthers(path string, st os.FileInfo) error {
 	folder, err := os.Stat(regular.FolderOf(path))
 	if err != nil {
@@ -280,8 +275,8 @@ func refuseOthers(path string, st os.FileInfo) error {
 
 var errEnd = errors.New("the stream ended early")
 
-// cutStream divides the stream among the files. It holds back the very last byte, so that
-// the last file is complete only when the program has ended well.
+// cutStream divides the stream among the files. It holds back the very last byte, so that the last file is
+// complete only when the program has succeeded.
 func cutStream(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.File, held []byte, err error) {
 	for _, f := range files {
 		if f.Size() > 0 {
@@ -332,15 +327,15 @@ func cutStream(r *os.File, files []*spool.File, timeout time.Duration) (last *sp
 	}
 }
 
-// maxLine is the longest line of a program's standard error that is shown: a part of one could begin
-// within a secret, which nothing tells from other words then.
+// maxLine is the longest line of a program's standard error that is shown. A longer line would be shown in parts,
+// and a part that begins within a secret cannot be recognized.
 const maxLine = 64 << 10
 
 // redacted writes whole lines, without the secrets in them.
 type redacted struct {
 	to   io.Writer
 	b    []byte
-	long bool // the line that b continues is longer than maxLine, and is left out
+	long bool // the line that b continues is longer than maxLine and is left out
 }
 
 func (r *redacted) Write(p []byte) (int, error) {
@@ -358,7 +353,7 @@ func (r *redacted) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// flushLine writes what there is.
+// flushLine writes the buffered line.
 func (r *redacted) flushLine() error {
 	text, note := r.b, ""
 	if r.long {
@@ -370,8 +365,8 @@ func (r *redacted) flushLine() error {
 	return err
 }
 
-// tail keeps the end of a program's standard error, which comes redacted: a cut could hide what shows
-// that something is a secret.
+// tail keeps the end of a program's standard error. Its input is already redacted: cutting first could remove the
+// text that marks a secret.
 type tail struct {
 	mu sync.Mutex
 	b  []byte

@@ -1,7 +1,7 @@
 package redis
 
-// This file bounds what a server's answers say they hold: the library allocates by their
-// word, before the first byte has come.
+// This file bounds the lengths in a server's responses, because the library allocates what they announce before
+// the first byte has come.
 
 import (
 	"bytes"
@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Bounds of one answer. Requests are for lengths, for at most `step` bytes of a value, for
-// some thousand keys, and for what became of each command of a transaction.
+// Bounds of one response. Requests are for lengths, for at most `step` bytes of a value, for a few thousand keys,
+// and for the result of each command of a transaction.
 const (
 	mostLine     = 64 << 10 // of a status, an error, a number or a header
 	mostBulk     = step
@@ -22,18 +22,18 @@ const (
 	mostDepth    = 4
 )
 
-// answers is a connection to a server that checks the lengths in its answers, which have
-// the version 2 of the protocol, as they pass. It does not look at the contents.
+// answers is a connection to a server that checks the lengths in its responses (protocol version 2) as they pass.
+// It does not look at the contents.
 type answers struct {
 	net.Conn
-	line            []byte // the header that is coming
-	skip            int64  // bytes of a bulk and its line end to come
-	left            []int  // elements to come, of each open array
-	bytes, elements int64  // of the answer
+	line            []byte // the header that is being read
+	skip            int64  // remaining bytes of a bulk string and its line end
+	left            []int  // remaining elements of each open array
+	bytes, elements int64  // of the current response
 }
 
-// checkAnswers is a connection whose answers are checked. The library asks the system whether
-// one that it kept is still there.
+// checkAnswers wraps a connection to check its responses. The library needs the system's connection to test
+// whether a kept one is still alive.
 func checkAnswers(c net.Conn) net.Conn {
 	if s, ok := c.(syscall.Conn); ok {
 		return struct {
@@ -44,7 +44,7 @@ func checkAnswers(c net.Conn) net.Conn {
 	return &answers{Conn: c}
 }
 
-// Read reads what has passed the check, or says what has not.
+// Read returns bytes that have passed the check, or an error that says which length has not.
 func (a *answers) Read(p []byte) (int, error) {
 	n, err := a.Conn.Read(p)
 	if bad := a.checkBytes(p[:n]); bad != nil {
@@ -112,7 +112,7 @@ func (a *answers) takeLine() error {
 	return nil
 }
 
-// countElement counts an element that has ended, or the answer.
+// countElement counts an element that has ended, or the whole response.
 func (a *answers) countElement() {
 	for k := len(a.left) - 1; k >= 0; k-- {
 		if a.left[k]--; a.left[k] > 0 {

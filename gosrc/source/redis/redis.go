@@ -1,14 +1,12 @@
-// Package redis is the source of files in Redis: redis://host[:port]/key, and
-// rediss:// with TLS.
+// Package redis is the source of files in Redis: redis://host[:port]/key, and rediss:// with TLS.
 //
-// A file is one string value under the key. A larger file, since values have
-// limits, is several: key:ANYTHING:OFFSET, where OFFSET is the value's offset in
-// the file. That is tensorizer's layout. Files written here use
-// key:ow-RANDOM:OFFSET, with a new random each time, so that a reader never mixes
-// an old and a new file: a value that vanishes while it is read is errs.ErrCorrupt.
+// A file is one string value under the key. Since values have a limit, a larger file is several values,
+// key:ANYTHING:OFFSET, where OFFSET is the value's offset in the file. That is tensorizer's layout. Files written
+// here use key:ow-RANDOM:OFFSET, with a new random each time, so that a reader never mixes an old and a new file.
+// A value that vanishes while it is read is errs.ErrCorrupt.
 //
-// Drafts are written under another key, expire if their writer dies, and are
-// renamed in one transaction. A value has up to 16 MiB.
+// Drafts are written under another key, expire if their writer dies, and are renamed in one transaction. A value
+// has up to 16 MiB.
 package redis
 
 import (
@@ -42,9 +40,8 @@ type object struct {
 	size   int64
 }
 
-// Open opens a file. One written here is pinned by the key of its first value, which no
-// other file ever has: see upload. Redis keeps no dates, so that nothing pins files of
-// other programs.
+// Open opens a file. A file that was written here is pinned by the key of its first value, which no other file
+// ever has: see upload. Redis keeps no dates, so nothing pins files of other programs.
 func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
 	n, err := parseURI(uri)
 	if err != nil {
@@ -105,7 +102,7 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 		if err == nil && !slices.ContainsFunc(values, func(v value) bool { return v.n == 0 }) {
 			return values, nil
 		}
-		// An empty value, or a hole, may be one that was replaced after it was listed.
+		// A value that is empty, or missing in the middle, may have been replaced after it was listed.
 		there, lookupErr := c.Exists(ctx, keys...).Result()
 		if lookupErr != nil || there == int64(len(keys)) {
 			return values, cmp.Or(lookupErr, err)
@@ -115,16 +112,16 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 		"its values were replaced while they were listed, %d times one after the other", looks)
 }
 
-// looks is how often a file is listed that is replaced meanwhile.
+// looks is how often a file is listed again that is replaced meanwhile.
 const looks = 10
 
-// refuseCluster refuses a cluster, whose servers each hold and list only some of a
-// file's values, unless a {tag} in the key keeps them together.
+// refuseCluster refuses a cluster, unless a {tag} in the key keeps the values together: each server of a cluster
+// holds and lists only some of a file's values.
 func refuseCluster(ctx context.Context, c *redis.Client, key string) error {
 	if _, rest, ok := strings.Cut(key, "{"); ok && strings.IndexByte(rest, '}') > 0 {
 		return nil
 	}
-	// A client without permission gets the server's own error later.
+	// Without permission for INFO, the client gets the server's own error later.
 	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
 		return errs.New(errs.ErrNotSupported,
 			"the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
@@ -132,15 +129,15 @@ func refuseCluster(ctx context.Context, c *redis.Client, key string) error {
 	return nil
 }
 
-// Bounds of a listing: how many values one file may have, the bytes of their keys, and
-// how many answers may come, most of which are empty where a server has much else.
+// Bounds of a listing: values of one file, bytes of their keys, and responses. Most responses are empty if a
+// server holds many other keys.
 const (
 	most      = 1 << 20
 	mostNames = 256 << 20
 	mostPages = 1 << 20
 )
 
-// scanKeys lists the keys that begin with key and a colon.
+// scanKeys lists the keys with the prefix key and a colon.
 func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 	pattern := strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`, `]`, `\]`).Replace(key) + ":*"
 	var all []string
@@ -174,8 +171,7 @@ func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error
 
 var ownKey = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
 
-// layOutValues sorts the values and checks that they are one file: from offset 0, without
-// holes and overlaps.
+// layOutValues sorts the values and checks that they form one file: from offset 0, without gaps and overlaps.
 func layOutValues(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
 	var values []value
 	isOurs := slices.ContainsFunc(keys, func(k string) bool { return ownKey.MatchString(k[len(key)+1:]) })
@@ -220,8 +216,7 @@ func layOutValues(ctx context.Context, c *redis.Client, key string, keys []strin
 // Size is the file's size when it was opened.
 func (o *object) Size() int64 { return o.size }
 
-// Fetch returns a body that requests values as it is read, straight into the
-// reader's memory.
+// Fetch returns a body that requests values as it is read. They go straight into the reader's memory.
 func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
 	i, exact := slices.BinarySearchFunc(o.values, off, func(v value, off int64) int { return cmp.Compare(v.off, off) })
 	if !exact {
@@ -233,7 +228,7 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 // Judge says what an error means.
 func (o *object) Judge(err error) (retry.Verdict, time.Duration) { return judgeError(err) }
 
-// Close ends the connections.
+// Close closes the connections.
 func (o *object) Close() error {
 	o.server.closeIdle()
 	return nil
@@ -254,8 +249,7 @@ const (
 	batch = 16 << 20
 )
 
-// Read fills as much of p as one batch gives. A batch that fails counts for
-// nothing.
+// Read fills as much of p as one batch gives. If a batch fails, none of it counts.
 func (b *body) Read(p []byte) (int, error) {
 	n := min(int64(len(p)), b.end-b.off, batch)
 	if n == 0 {

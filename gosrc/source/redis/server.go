@@ -34,7 +34,7 @@ type name struct {
 	user, password         string // of the URI
 }
 
-// parseURI splits redis://user:password@host:port/key, where all but host and key may be missing.
+// parseURI splits redis://user:password@host:port/key. Everything except host and key is optional.
 func parseURI(uri string) (name, error) {
 	scheme, rest, _ := strings.Cut(uri, "://")
 	n := name{uri: uri, scheme: strings.ToLower(scheme)}
@@ -52,7 +52,7 @@ func parseURI(uri string) (name, error) {
 	}
 	if _, port, err := net.SplitHostPort(n.host); err != nil {
 		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
-	} else if strings.Trim(port, "0123456789") != "" { // of a password that has a slash: no server is asked for it
+	} else if strings.Trim(port, "0123456789") != "" { // part of a password with a slash
 		ok = false
 	}
 	if host, _, _ := net.SplitHostPort(n.host); !ok || n.key == "" || host == "" ||
@@ -69,9 +69,9 @@ func (n name) placeError(verb string, off int64, err error) error {
 	return errs.Place(verb, n.uri, "", off, err)
 }
 
-// A server makes and keeps connections to one Redis. A connection can be cut in the
-// middle of a response: the library notices a cancelled context only between
-// responses, and until then writes to the caller's memory.
+// A server makes and keeps connections to one Redis. A connection can be cut in the middle of a response. That is
+// necessary because the library only notices a cancelled context between responses, and until then it writes to
+// the caller's memory.
 type server struct {
 	opt   redis.Options
 	retry retry.Options
@@ -88,7 +88,7 @@ type connection struct {
 	conn   net.Conn
 }
 
-// cutOff ends what the connection is doing.
+// cutOff aborts what the connection is doing.
 func (l *connection) cutOff() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -127,7 +127,7 @@ func newServer(n name, opt source.Options) (*server, error) {
 		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
 		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
 		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
-		// Without a type of endpoint the library asks DNS for one.
+		// Without an endpoint type the library asks DNS for one.
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled,
 			EndpointType: maintnotifications.EndpointTypeNone},
 	}
@@ -141,8 +141,8 @@ func newServer(n name, opt source.Options) (*server, error) {
 	return s, nil
 }
 
-// with runs fn on a connection of its own, and cuts it when ctx ends: when with
-// returns, no memory of fn's is in use. The error has a class.
+// with runs fn on a connection of its own and cuts it when ctx ends. When with returns, fn's memory is no longer
+// in use. The error has a class.
 func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
 	l, err := s.takeConnection()
 	if err != nil {
@@ -152,7 +152,7 @@ func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Clien
 	err = fn(ctx, l.client)
 	_, response := errors.AsType[redis.Error](err)
 	if !stop() || err != nil && !response && !errs.Classed(err) {
-		l.dropConnection() // cut, or in an unknown state: neither the server's response nor our error
+		l.dropConnection() // cut, or in an unknown state
 	} else {
 		s.putConnection(l)
 	}
@@ -204,7 +204,7 @@ func (l *connection) dropConnection() {
 	_ = l.client.Close()
 }
 
-// closeIdle closes idle connections; those in use are closed after it.
+// closeIdle closes idle connections now, and busy ones after use.
 func (s *server) closeIdle() {
 	s.mu.Lock()
 	idle := s.idle
@@ -237,8 +237,7 @@ var says = map[string]struct {
 	"EXECABORT":   {errs.ErrIO, "the transaction was refused"},
 }
 
-// classifyError gives an error of the library its class, and a text without what was
-// sent.
+// classifyError gives an error of the library its class and a text that does not contain what was sent.
 func classifyError(ctx context.Context, err error) error {
 	var r redis.Error
 	var cert *tls.CertificateVerificationError

@@ -27,12 +27,13 @@ import (
 const (
 	part     = 16 << 20
 	inFlight = 4
-	// smallValue is the most bytes of a value for a server that has refused larger ones: hosted ones limit requests to a million bytes,
-	// or more.
+	// smallValue is the size of values for a server that has refused larger ones. Hosted servers limit requests
+	// to a million bytes or more.
 	smallValue = 512 << 10
-	// unpublished is how long values stay after their writer has died.
+	// unpublished is how long values are kept after their writer has died.
 	unpublished = 24 * time.Hour
-	// mostTurns is more often than writers overtake one that is not lied to.
+	// mostTurns bounds how often a writer tries again because others publish first. Only a server that lies
+	// reaches it.
 	mostTurns = 1000
 )
 
@@ -40,7 +41,7 @@ const (
 type upload struct {
 	name
 	server *server
-	id     string // random, of this draft, in its keys
+	id     string // random, part of this draft's keys
 
 	most atomic.Int64 // bytes of one value
 
@@ -63,8 +64,7 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	_, _ = rand.Read(id[:]) // cannot fail
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
 	u.most.Store(part)
-	// Report a wrong password, or a server of a cluster, before anything is
-	// encoded.
+	// Report a wrong password or a cluster before anything is encoded.
 	if err := doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err
@@ -78,7 +78,7 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	return parts.New(ctx, u, part, cmp.Or(s.retry.Connections, inFlight)), nil
 }
 
-// doRequest is one request with retries.
+// doRequest sends one request with retries.
 func doRequest(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
 	return repeatRequest(ctx, s, judgeError, fn)
 }
@@ -106,8 +106,8 @@ func (u *upload) shownKey(off int64) string {
 	return u.key + ":ow-" + u.id + ":" + strconv.FormatInt(off, 10)
 }
 
-// mostValue is the most bytes that the server takes in one value, of those that a part has; a server that does not tell takes
-// as many until it refuses them.
+// mostValue is the largest value that the server accepts, at most the size of a part. For a server that does not
+// say, it is the size of a part until the server refuses one.
 func mostValue(ctx context.Context, c *redis.Client) int64 {
 	const setting = "proto-max-bulk-len"
 	all, err := c.ConfigGet(ctx, setting).Result()
@@ -117,10 +117,10 @@ func mostValue(ctx context.Context, c *redis.Client) int64 {
 	return part
 }
 
-// errLarge is the error of a value that may be too large for the server.
+// errLarge is the error for a value that may be too large for the server.
 var errLarge = errs.New(errs.ErrNotSupported, "the server takes no value of this size")
 
-// Part sends one part: as one value, or as several where the server takes no such large ones.
+// Part sends one part, as one value or, if the server does not take such large ones, as several.
 func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
 	rest := bytes.Join(p, nil)
 	if len(p) == 1 {
@@ -148,8 +148,8 @@ func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
 	return nil
 }
 
-// sendValue sends one value. Closing the connection is the only refusal that servers have for a value over their limit: where that
-// happens, a large one is errLarge.
+// sendValue sends one value. A server can refuse a value over its limit only by closing the connection; if that
+// happens with a large value, the error is errLarge.
 func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 	isLost := false
 	judge := func(err error) (retry.Verdict, time.Duration) {
@@ -172,7 +172,7 @@ func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 		len(value))
 }
 
-// commandError is the error of a command that changes a key, which only the word OK confirms.
+// commandError is the error of a command that changes a key. Only the word OK means success.
 func commandError(c *redis.StatusCmd) error {
 	if text, err := c.Result(); err != nil || text == "OK" {
 		return err
@@ -180,8 +180,8 @@ func commandError(c *redis.StatusCmd) error {
 	return errs.New(errs.ErrIO, "the server's answer does not say that a value is stored")
 }
 
-// Publish renames the values and removes those of the earlier file, in one
-// transaction. Of several writers at once, the last one's file stays.
+// Publish renames the values and removes those of the earlier file, in one transaction. Of several concurrent
+// writers, the last one's file stays.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
 		if err := u.Part(ctx, 0, [][]byte{whole}); err != nil {
@@ -196,7 +196,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 			}
 		}
 		old, err := findValues(ctx, c, u.key)
-		if errors.Is(err, errs.ErrFormat) { // the values are no file: those written here go
+		if errors.Is(err, errs.ErrFormat) { // the values do not form a file: remove those written here
 			old, err = writtenValues(ctx, c, u.key)
 		}
 		if err != nil {
@@ -219,7 +219,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 				renames = append(renames, p.Rename(ctx, u.hiddenKey(off), u.shownKey(off)))
 				p.Persist(ctx, u.shownKey(off))
 			}
-			p.Set(ctx, u.turnKey(), u.id, unpublished) // others that watch it list the values anew
+			p.Set(ctx, u.turnKey(), u.id, unpublished) // other writers watch this key and list the values again
 			p.Del(ctx, u.turnKey())
 			return nil
 		})
@@ -236,7 +236,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	return u.placeError("save", -1, err)
 }
 
-// writtenValues lists the values under a key that were written here, whatever they make up.
+// writtenValues lists the values under a key that were written here, even if they do not form a file.
 func writtenValues(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
 	keys, err := scanKeys(ctx, c, key)
 	for _, k := range keys {
@@ -250,8 +250,8 @@ func writtenValues(ctx context.Context, c *redis.Client, key string) (values []v
 // turnKey is the key that every writer of a file touches when it publishes.
 func (u *upload) turnKey() string { return u.key + ".draft-turn" }
 
-// inTurn does what ends in a transaction, and does it again where another writer has
-// published since it began: the values that it has listed are no longer those there.
+// inTurn runs fn, which ends in a transaction. It runs fn again if another writer has published since fn began,
+// because the values that fn listed have changed.
 func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
 	for turn := 1; ; turn++ {
 		overtaken := false
@@ -272,8 +272,8 @@ func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Cli
 	}
 }
 
-// Abort removes what was sent. It has its own deadline, since the draft's context
-// has often been cancelled.
+// Abort removes the values that were sent. It has a deadline of its own, since the draft's context has often been
+// cancelled.
 func (u *upload) Abort() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
@@ -291,7 +291,7 @@ func (u *upload) Abort() {
 	u.server.closeIdle()
 }
 
-// Remove deletes a file; it is no error if there is none.
+// Remove deletes a file. It is not an error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	n, err := parseURI(uri)
 	if err != nil {
@@ -315,8 +315,8 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	}))
 }
 
-// unlinkValues removes values. An answer has an element for each command of a transaction, and
-// must not have more than mostElements.
+// unlinkValues removes values. A transaction's response has an element for each command and must not exceed
+// mostElements.
 func unlinkValues(ctx context.Context, p redis.Pipeliner, values []value) {
 	for some := range slices.Chunk(values, 1000) {
 		keys := make([]string, len(some))

@@ -1,7 +1,6 @@
 package retry
 
-// This file has the adaptive concurrency of a host: how many ranges are open at
-// once.
+// This file adapts the number of ranges that are open at once for a host.
 
 import (
 	"context"
@@ -13,13 +12,11 @@ import (
 	"time"
 )
 
-// A limiter is the adaptive concurrency of one host: it decides how many ranges are
-// open at once. While all permits are in use, it compares the throughput of each
-// window with the best recent one. A probe step that raises the throughput by
-// probeGain is kept and followed by another, twice as large if it raised the
-// throughput nearly in proportion. One that does not is undone, and the next
-// follows after backoffWindows windows, then after twice as many, and so on. A
-// store that says that it is overloaded halves the number.
+// A limiter is the adaptive concurrency of one host: it decides how many ranges are open at once. While all
+// permits are in use, it compares the throughput of each window with the best recent one. A probe step that
+// raises the throughput by probeGain is kept and followed by another, twice as large if it raised the throughput
+// nearly in proportion. One that does not is undone, and the next follows after backoffWindows windows, then
+// after twice as many, and so on. When a store says that it is overloaded, the number is halved.
 type limiter struct {
 	host string
 	refs int
@@ -34,7 +31,7 @@ type limiter struct {
 	waiting []chan struct{} // closed when it has a permit
 
 	saturated    bool    // a range waited for a permit in this window
-	bestRate     float64 // bytes a second of the best recent window
+	bestRate     float64 // bytes per second in the best recent window
 	probedFrom   int     // limit to go back to; 0: no probe step is being judged
 	waitWindows  int     // until the next probe step
 	failedProbes int     // consecutive, 4 at most
@@ -42,21 +39,19 @@ type limiter struct {
 }
 
 const (
-	// first is the initial number. On a link of 10 Gbit/s and two cores, 8 of 2, 4,
-	// 8, 16 and 32 connections were the fewest that filled it, compressed or plain,
-	// and 32 the first that cost more. More cores can receive on more connections:
-	// 16 to a GPU over the loopback of 16 cores brought 6 to 10 % more than 8, in
-	// loads that end before the first window does.
+	// first is the initial number. It was measured with 2, 4, 8, 16 and 32 connections on a 10 Gbit/s link and
+	// two cores: 8 were the fewest that filled the link, compressed or plain, and 32 were the first to cost more.
+	// More cores can receive on more connections: loading to a GPU over loopback on 16 cores, 16 connections were
+	// 6 to 10 % faster than 8, in loads that end within the first window.
 	first  = 8
 	window = 150 * time.Millisecond
-	// A step adds half of the current number. It is kept if the throughput grows by
-	// probeGain, and the next is doubled if it grows by fullGain: then connections
-	// do not yet share a bottleneck.
+	// A step adds half of the current number. It is kept if the throughput grows by probeGain. The next step is
+	// doubled if it grows by fullGain, since the connections do not share a bottleneck yet.
 	probeGain      = 1.1
 	fullGain       = 1.4
-	rateDecay      = 0.998 // the best rate shrinks so in each slower window, since links change
+	rateDecay      = 0.998 // each slower window lowers the best rate by this factor, since links change
 	backoffWindows = 4
-	// All responses within this time count as one overload.
+	// All overload responses within this time count as one.
 	overloadPause = time.Second
 )
 
@@ -67,7 +62,7 @@ var (
 	limiters   = map[string]*limiter{}
 )
 
-// holdLimiter returns the limiter of a host and counts its use; each "" gets its own.
+// holdLimiter returns the limiter of a host and counts its use. For host "" each call gets its own.
 func holdLimiter(host string, most int) *limiter {
 	limitersMu.Lock()
 	defer limitersMu.Unlock()
@@ -85,7 +80,7 @@ func holdLimiter(host string, most int) *limiter {
 	return l
 }
 
-// drop ends one use; the last one forgets the host.
+// drop ends one use. After the last one the host is forgotten.
 func (l *limiter) drop() {
 	limitersMu.Lock()
 	defer limitersMu.Unlock()
@@ -104,7 +99,7 @@ func (l *limiter) atOnce() int {
 // acquire waits for a permit, first come, first served.
 func (l *limiter) acquire(ctx context.Context) error {
 	l.mu.Lock()
-	if l.open == 0 { // the idle time must not count
+	if l.open == 0 { // idle time must not count
 		l.beginWindow()
 	}
 	if l.open < l.limit && len(l.waiting) == 0 {
@@ -127,7 +122,7 @@ func (l *limiter) acquire(ctx context.Context) error {
 		l.waiting = slices.Delete(l.waiting, i, i+1)
 		return context.Cause(ctx)
 	}
-	l.open-- // it had got the permit already
+	l.open-- // it already had the permit
 	l.admitWaiting()
 	return context.Cause(ctx)
 }
@@ -161,9 +156,8 @@ func (l *limiter) releasePermit() {
 	l.admitWaiting()
 }
 
-// adaptLimit judges the last probe step by the throughput of a window, and takes another.
-// One lucky window may delay a step but never causes one, so noise cannot ratchet the
-// limit up.
+// adaptLimit judges the last probe step by the throughput of a window and takes the next one. One lucky window
+// may delay a step but never causes one, so noise cannot ratchet the limit up.
 func (l *limiter) adaptLimit(rate float64) {
 	switch {
 	case l.probedFrom != 0 && rate < l.bestRate*probeGain:
@@ -190,8 +184,7 @@ func (l *limiter) adaptLimit(rate float64) {
 	}
 }
 
-// halveLimit halves the number of open ranges, once for all responses that report
-// one overload.
+// halveLimit halves the number of open ranges, once for all responses to the same overload.
 func (l *limiter) halveLimit() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

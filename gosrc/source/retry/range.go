@@ -1,6 +1,6 @@
 package retry
 
-// This file reads one range and resumes it where its connection breaks.
+// This file reads one range and resumes it when its connection breaks.
 
 import (
 	"context"
@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// RangeBytes is the size that stores recommend for a range: at 100 MB/s a
-// connection it takes four times their latency of 20 ms.
+// RangeBytes is the size that stores recommend for a range. At 100 MB/s per connection, a range takes four times
+// the usual latency of 20 ms.
 const RangeBytes = 8 << 20
 
 // AtOnce is how many ranges to have open now; see limiter.go.
@@ -30,8 +30,7 @@ func (s *Source) OpenRange(ctx context.Context) (source.Range, error) {
 	return r, nil
 }
 
-// withinSource returns a context that also ends with the source, and reports at which
-// offset it ended.
+// withinSource returns a context that also ends with the source, and reports the offset at which it ended.
 func (s *Source) withinSource(ctx context.Context, off int64) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(s.ctx, func() { cancel(s.placeError(off, context.Cause(s.ctx))) })
@@ -41,30 +40,29 @@ func (s *Source) withinSource(ctx context.Context, off int64) (context.Context, 
 	}
 }
 
-// A byteRange is read in order, by one goroutine. It keeps its permit until its
-// end: while its reader works between two steps, the kernel receives more. When its
-// body breaks, it resumes without waiting for a permit, since its reader may hold
-// what the owners of permits wait for. If there was no response yet, it queues
-// again behind others.
+// A byteRange is read in order by one goroutine. It keeps its permit until its end: while its reader works
+// between two steps, the kernel receives more. If its body breaks, it resumes without waiting for a permit, since
+// its reader may hold what the owners of permits wait for. If no response has arrived yet, it queues again for a
+// permit.
 type byteRange struct {
 	s        *Source
-	ctx      context.Context // the caller's, and the source's
-	finish   func()          // ends within
+	ctx      context.Context // ends with the caller's context or the source
+	finish   func()          // releases ctx
 	off, end int64
 	failed   int // consecutive
 	permit   bool
 	answered bool
 	waited   [2]time.Duration
 
-	// Of the body that is open, if one is.
+	// The open body, if any.
 	body  io.ReadCloser
 	about context.Context
 	drop  context.CancelCauseFunc
-	watch *time.Timer // the watchdog: it ends a body that brings nothing
+	watch *time.Timer // closes a body that makes no progress
 	got   int64
 }
 
-// beginRange sets what the range reads; the first step requests it.
+// beginRange sets the bounds of the range; the first step requests it.
 func (r *byteRange) beginRange(ctx context.Context, off, n int64) error {
 	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
@@ -139,7 +137,7 @@ func (r *byteRange) Next(p []byte) error {
 		n, err := r.readBody(p)
 		p, r.off = p[n:], r.off+int64(n)
 		if err == nil {
-			if r.off == r.end { // the connection and the permit can be used again
+			if r.off == r.end { // the connection and the permit can be reused
 				r.shut()
 				r.givePermitBack()
 			}
@@ -151,7 +149,7 @@ func (r *byteRange) Next(p []byte) error {
 			return context.Cause(r.ctx)
 		}
 		if n > 0 && len(p) == 0 {
-			return nil // every byte has arrived: errors of the connection no longer matter
+			return nil // every byte has arrived, so later errors of the connection do not matter
 		}
 		verdict, after := s.judgeError(err)
 		switch {
@@ -227,16 +225,16 @@ func (r *byteRange) readBody(p []byte) (int, error) {
 		r.watch.Stop()
 		return count, nil
 	}
-	// Read the end of the body, so that its connection can be used again.
+	// Read the end of the body, so that its connection can be reused.
 	var more [1]byte
 	if n, _ := r.body.Read(more[:]); n > 0 {
-		r.got = 0 // no byte of it counts: a server that always sends too many is given up
+		r.got = 0 // none of its bytes count, so that retries end for a server that always sends too many
 		return 0, errLong
 	}
 	return count, nil
 }
 
-// shut closes the body, if one is open.
+// shut closes the body if one is open.
 func (r *byteRange) shut() {
 	if r.body != nil {
 		_ = r.body.Close()

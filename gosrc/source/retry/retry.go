@@ -1,11 +1,10 @@
-// Package retry makes a source out of ranges of a remote object. A failure costs a
-// resume at the offset reached, never a restart and never a wrong byte.
+// Package retry builds a source from ranges of a remote object. After a failure it resumes at the offset reached.
+// It never starts over and never returns a wrong byte.
 //
-// A range that breaks is requested again from its first missing byte, after a
-// random pause (full jitter) whose limit doubles while nothing arrives. A body that
-// brings less than Progress bytes within Options.Timeout is abandoned and
-// requested again. How many ranges of one host are open at once is measured; see
-// limiter.go. The Fetcher judges what may be tried again.
+// A range that breaks is requested again from its first missing byte, after a random pause (full jitter). The
+// bound of the pause doubles while nothing arrives. A body that brings less than Progress bytes within
+// Options.Timeout is abandoned and requested again. How many ranges of one host are open at once is adapted to
+// measurements; see limiter.go. The Fetcher decides which errors may be retried.
 package retry
 
 import (
@@ -29,13 +28,12 @@ type Verdict int
 const (
 	Never   Verdict = iota // a retry cannot help
 	Again                  // no response, or an incomplete one: the network failed, or the store is down
-	Busy                   // the store responded that it cannot for the moment
+	Busy                   // the store responded that it is busy now
 	Changed                // the object has been replaced
 )
 
-// OpenTries bounds the tries for a store that has not responded yet, whatever
-// Retries is: a wrong name, or a server that is down, should be reported soon. A
-// store that says that it is busy has responded.
+// OpenTries bounds the tries for a store that has not responded yet, whatever Retries is, so that a wrong name or
+// a server that is down is reported soon. A store that says that it is busy has responded.
 const OpenTries = 3
 
 // A Fetcher opens ranges of one object. It is safe for concurrent use.
@@ -44,43 +42,40 @@ type Fetcher interface {
 	URI() string
 	// Size is the object's size, fixed when it was opened.
 	Size() int64
-	// Fetch opens n bytes (1 or more, within Size) from off. The body ends with
-	// io.EOF after exactly these; a shorter or longer one is a failure, and so is a
-	// response that is not about this very range of this very object. The caller
-	// closes the body, and ctx ends it.
+	// Fetch opens n bytes (1 or more, within Size) from off. The body ends with io.EOF after exactly these bytes.
+	// A shorter or longer body is a failure, and so is a response about another range or another object. The
+	// caller closes the body; ctx aborts it.
 	Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
-	// Judge says what an error of Fetch or of reading a body means, and how long
-	// the store asks to wait (0: it does not). It is not called for the caller's
-	// own cancellation, nor for a body that ends early or stalls.
+	// Judge says what an error of Fetch or of reading a body means, and how long the store asks to wait (0 if it
+	// does not ask). It is not called for the caller's own cancellation, nor for a body that ends early or
+	// stalls.
 	Judge(err error) (Verdict, time.Duration)
 	// Close releases what the fetcher holds.
 	Close() error
 }
 
-// Options of New; Parse has those of the caller.
+// Options of New. Parse returns those of the caller.
 type Options struct {
-	// Host names the limit to share: sources of one host measure together.
+	// Host names the limiter to share: sources of one host measure together.
 	Host string
-	// Connections is the most ranges open at once, 64 if 0.
+	// Connections is the most ranges open at once; 0 means 64.
 	Connections int
 	// Retries is how many consecutive failures a range survives that each bring
 	// less than Progress bytes.
 	Retries int
 	// Timeout is how long a range may bring less than Progress bytes.
 	Timeout time.Duration
-	// Range is the source's RangeBytes, set where reading a body in steps costs
-	// nothing.
+	// Range is the source's RangeBytes. Set it if reading a body in steps costs nothing.
 	Range int64
 	// Pin identifies the object's state; see source.Pinned.
 	Pin string
-	// Head are the object's first bytes, which came with opening it: a read within
-	// them asks for nothing.
+	// Head holds the object's first bytes, which came with opening it. Reads within them send no request.
 	Head []byte
 
-	base time.Duration // of the pauses; 0: base
+	base time.Duration // of the pauses; 0 means the constant base
 }
 
-// Progress is how many bytes tell a connection that is slow from one that stands still.
+// Progress is how many bytes distinguish a slow connection from a stalled one.
 const Progress = 64 << 10
 
 // Names are the options of Parse.
@@ -130,8 +125,7 @@ func (s *Source) URI() string { return s.f.URI() }
 // Size is the fetcher's.
 func (s *Source) Size() int64 { return s.f.Size() }
 
-// Facts are those of an object whose every read costs a round trip, and which its pin
-// identifies.
+// Facts say that every read costs a round trip and that the pin identifies the object.
 func (s *Source) Facts() source.Facts {
 	f := source.Facts{Remote: true, Concurrency: s.opt.Connections}
 	if s.opt.Range > 0 {
@@ -173,13 +167,13 @@ var (
 	errLong    = errors.New("the body has more bytes than were asked for")
 )
 
-// broken is an error of reading a body, which is always worth a retry.
+// broken is an error of reading a body. It is always worth a retry.
 type broken struct{ err error }
 
 func (b *broken) Error() string { return b.err.Error() }
 func (b *broken) Unwrap() error { return b.err }
 
-// nameWatchdog names the watchdog if it ended the request.
+// nameWatchdog returns an error that names the watchdog if the watchdog ended the request.
 func nameWatchdog(ctx context.Context, err error) error {
 	if context.Cause(ctx) == errStalled {
 		return errStalled
@@ -201,7 +195,7 @@ func (s *Source) judgeError(err error) (Verdict, time.Duration) {
 	return s.f.Judge(err)
 }
 
-// classifyError adds the class that fits to an error without one.
+// classifyError adds a class to an error that has none.
 func classifyError(err error) error {
 	switch {
 	case errs.Classed(err):
@@ -216,15 +210,14 @@ func (s *Source) placeError(off int64, err error) error {
 	return &errs.At{Verb: "read", Source: s.URI(), Chunk: -1, Offset: off, Err: err}
 }
 
-// The pause before try n is random, up to base x 2^n and at most most.
+// The pause before try n is random, up to base x 2^n but not more than most.
 const (
 	base = 50 * time.Millisecond
 	most = 10 * time.Second
 )
 
-// Pause waits before a try, with full jitter; failed is the number of consecutive
-// failures, and after how long the store asked to wait, which is obeyed up to a
-// minute.
+// Pause waits before a try, with full jitter. failed is the number of consecutive failures. after is how long the
+// store asked to wait; up to a minute is obeyed.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
 	return pauseBefore(ctx, 0, failed, after)
 }
@@ -242,10 +235,9 @@ func pauseBefore(ctx context.Context, unit time.Duration, failed int, after time
 	}
 }
 
-// Repeat runs a request until it succeeds or another try cannot help, with the pauses
-// of a range: Options.Retries + 1 tries, of which OpenTries may bring no response while
-// heard says that the store has never responded. It returns how many have failed, and
-// the last error.
+// Repeat runs a request until it succeeds or another try cannot help, with the pauses of a range. It makes
+// Options.Retries + 1 tries. While heard says that the store has never responded, only OpenTries of them may end
+// without a response. Repeat returns how many tries have failed, and the last error.
 func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool,
 	fn func() error) (failed int, err error) {
 	for silent := 0; ; {
@@ -266,8 +258,8 @@ func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.D
 	}
 }
 
-// Do is Repeat for what opens an object, whose store counts as one that has never
-// responded. Each try has Options.Timeout; one that runs out of time had no response.
+// Do is Repeat for opening an object: the store counts as one that has never responded. Each try has
+// Options.Timeout. A try that times out had no response.
 func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration),
 	fn func(ctx context.Context) error) error {
 	failures, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {

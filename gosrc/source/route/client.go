@@ -22,25 +22,25 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// Settings of New, besides those of the transport.
+// Settings of New that are not settings of the transport.
 type Settings struct {
 	// Env is the caller's environment, which names proxies.
 	Env map[string]string
-	// Trust has the authorities of servers. Its zero value: those of the system.
+	// Trust names the authorities of servers. The zero value means those of the system.
 	Trust    Trust
 	Insecure bool          // certificates are not checked
-	Dial     time.Duration // bounds the wait for a connection
+	Dial     time.Duration // timeout of connecting
 }
 
-// Trust names authorities: those of Files (REQUESTS_CA_BUNDLE may be a folder), and of all
-// files in Folders, a list with colons.
+// Trust names authorities: those in Files (REQUESTS_CA_BUNDLE may be a folder), and those in all files of
+// Folders, a list separated by colons.
 type Trust struct {
 	Files   []string
 	Folders string
 }
 
-// Named are the authorities that a caller names; where it names none, all those of the
-// environment, for whatever program its variables are meant first.
+// Named returns the authorities that a caller names. If the caller names none, it returns all those of the
+// environment, whichever program a variable is meant for.
 func Named(file, folders string, env map[string]string) Trust {
 	switch {
 	case file != "":
@@ -57,9 +57,9 @@ func Named(file, folders string, env map[string]string) Trust {
 	return t
 }
 
-// A Client makes connections: HTTP/1.1 only, one request a connection at a time,
-// through the proxies of the environment. Limits of the transport must be set
-// before the first request. If the authorities cannot be read, https requests fail.
+// A Client makes connections through the proxies of the environment: HTTP/1.1 only, one request at a time per
+// connection. Limits of the transport must be set before the first request. If the authorities cannot be read,
+// https requests fail.
 type Client struct {
 	*http.Transport
 	untrusted error
@@ -70,7 +70,7 @@ func New(s Settings) *Client {
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: s.Insecure}
 	roots, err := s.Trust.Roots()
 	if secure.RootCAs = roots; err != nil {
-		secure.RootCAs = x509.NewCertPool() // a proxy may not choose the certificate either
+		secure.RootCAs = x509.NewCertPool() // fails every certificate, including one that a proxy presents
 	}
 	one := new(http.Protocols)
 	one.SetHTTP1(true)
@@ -81,8 +81,8 @@ func New(s Settings) *Client {
 	}}
 }
 
-// RoundTrip sends one request and follows no redirect. A certificate that is not
-// trusted, of the server or of a proxy, is errs.ErrPermission.
+// RoundTrip sends one request and does not follow redirects. An untrusted certificate, of the server or of a
+// proxy, is errs.ErrPermission.
 func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	if c.untrusted != nil && r.URL.Scheme == "https" {
 		return nil, c.untrusted
@@ -100,12 +100,11 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 // redirect like any other response.
 func (c *Client) Do(r *http.Request) (*http.Response, error) { return c.RoundTrip(r) }
 
-// noProxy stands for a proxy whose URL is not valid.
+// noProxy is the placeholder for a proxy with an invalid URL.
 const noProxy = "http://proxy.invalid"
 
-// proxiesOf reads the variables as curl does: lower case wins, ALL_PROXY serves
-// both schemes. Where the URL of a proxy is not valid, requests that are for it are
-// refused: to go past it might lead where the network forbids.
+// proxiesOf reads the variables as curl does: lower case wins, and ALL_PROXY serves both schemes. If the URL of a
+// proxy is not valid, its requests are refused: bypassing the proxy might reach what the network forbids.
 func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 	get := func(name string) string {
 		if v, ok := env[strings.ToLower(name)]; ok {
@@ -114,9 +113,9 @@ func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 		return env[name]
 	}
 	all := get("ALL_PROXY")
-	valid := func(text string) string { // httpproxy takes what is not valid for no proxy, or for another
+	valid := func(text string) string { // httpproxy ignores an invalid URL, or reads it as another proxy
 		u, err := url.Parse(text)
-		if (err != nil || u.Host == "") && !strings.Contains(text, "://") { // a host alone
+		if (err != nil || u.Host == "") && !strings.Contains(text, "://") { // only a host
 			u, err = url.Parse("http://" + text)
 		}
 		if text != "" && (err != nil || u.Host == "") {
@@ -129,14 +128,14 @@ func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 	find := c.ProxyFunc()
 	return func(r *http.Request) (*url.URL, error) {
 		u, err := find(r.URL)
-		if err != nil || u != nil && u.String() == noProxy { // a text of it might have a password
+		if err != nil || u != nil && u.String() == noProxy { // the parser's text might contain a password
 			return nil, errs.New(errs.ErrArgument, "the proxy's URL in the environment is not valid")
 		}
 		return u, nil
 	}
 }
 
-// Roots reads the authorities; nil, the system's, where none is named.
+// Roots reads the authorities. It returns nil, which means the system's, if none is named.
 func (t Trust) Roots() (*x509.CertPool, error) {
 	if len(t.Files) == 0 && t.Folders == "" {
 		return nil, nil
@@ -150,7 +149,7 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 			files = append(files, f)
 		}
 	}
-	fileCount := len(files) // must be there; what a folder has may be no certificate
+	fileCount := len(files) // files must contain certificates; files in folders need not
 	for _, d := range folders {
 		entries, err := os.ReadDir(d)
 		if err != nil {

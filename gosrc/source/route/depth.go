@@ -1,7 +1,6 @@
 package route
 
-// This file says how near an address is: on the internet, in a private network, or
-// on this link.
+// This file classifies an address: on the internet, in a private network, or on this link.
 
 import (
 	"net/netip"
@@ -9,19 +8,18 @@ import (
 	"sync/atomic"
 )
 
-// How near an address is.
+// Classes of addresses, from the outside in.
 const (
 	internet = 0
 	network  = 1 // this network or this machine
-	link     = 2 // this link, and where clouds keep their credentials
+	link     = 2 // this link, which includes the metadata services of clouds
 )
 
-// pretended replaces depth in tests; see Pretend.
+// pretence replaces depthOf in tests; see Pretend.
 var pretence atomic.Pointer[func(netip.Addr) (int, bool)]
 
-// Pretend is for tests, which have loopback addresses only: fn says how near an
-// address is (0 the internet, 1 a private network, 2 the link); ok is false where
-// it has no opinion. end restores the real answer.
+// Pretend is for tests, which only have loopback addresses. fn classifies an address (0 the internet, 1 a private
+// network, 2 the link); ok is false if the real answer applies. end removes fn.
 func Pretend(fn func(netip.Addr) (near int, ok bool)) (end func()) {
 	pretence.Store(&fn)
 	return func() { pretence.Store(nil) }
@@ -41,7 +39,7 @@ var (
 		"::/127", "64:ff9b:1::/48", "fc00::/7", "fec0::/10")
 	links = parsePrefixes(
 		"169.254.0.0/16", "224.0.0.0/4", "fe80::/10", "ff00::/8",
-		// Metadata services that lie elsewhere: Alibaba, Oracle, Azure, AWS, Google.
+		// Metadata services at other addresses: Alibaba, Oracle, Azure, AWS, Google.
 		"100.100.100.200/32", "192.0.0.192/32", "168.63.129.16/32", "fd00:ec2::/32", "fd20:ce::/32")
 	mapped  = netip.MustParsePrefix("::ffff:0:0:0/96") // RFC 2765
 	compat  = netip.MustParsePrefix("::/96")           // RFC 4291, 2.5.5.1
@@ -51,8 +49,8 @@ var (
 	teredo  = netip.MustParsePrefix("2001::/32")
 )
 
-// depthOf is how near an address is. least and most differ where a translator between
-// IPv6 and IPv4 may lead it elsewhere.
+// depthOf classifies an address. least and most differ if a translator between IPv6 and IPv4 may lead it
+// elsewhere.
 func depthOf(a netip.Addr) (least, most int) {
 	a = a.Unmap().WithZone("")
 	if fn := pretence.Load(); fn != nil {
@@ -84,7 +82,7 @@ func depthOf(a netip.Addr) (least, most int) {
 	return internet, most
 }
 
-// embeddedAddresses are the addresses of IPv4 that an address of IPv6 may stand for.
+// embeddedAddresses are the IPv4 addresses that an IPv6 address may stand for.
 func embeddedAddresses(a netip.Addr) (out []netip.Addr) {
 	if !a.Is6() || a == netip.IPv6Unspecified() || a == netip.IPv6Loopback() {
 		return nil
@@ -113,8 +111,8 @@ func embeddedAddresses(a netip.Addr) (out []netip.Addr) {
 	return out
 }
 
-// literalAddress is the address that a host's name spells; the zero address, which counts
-// as the internet, for any other name.
+// literalAddress is the address that a host's name spells. For any other name it is the zero address, which
+// counts as the internet.
 func literalAddress(host string) netip.Addr {
 	host = strings.ToLower(strings.TrimSuffix(host, "."))
 	if host == "localhost" || strings.HasSuffix(host, ".localhost") {
@@ -127,8 +125,8 @@ func literalAddress(host string) netip.Addr {
 	return a
 }
 
-// Inside reports whether a URL's host is an address of a private network or of this
-// machine. It looks up no name.
+// Inside reports whether a URL's host is an address of a private network or of this machine. It does not resolve
+// names.
 func Inside(host string) bool {
 	least, _ := depthOf(literalAddress(host))
 	return least > internet

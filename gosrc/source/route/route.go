@@ -1,17 +1,14 @@
-// Package route decides which servers a chain of redirects may reach, and which of
-// the caller's credentials each request carries. Redirects, proxies and
-// certificates of every client of remote stores come from here.
+// Package route decides which servers a chain of redirects may reach, and which of the caller's credentials each
+// request carries. All clients of remote stores take redirects, proxies and certificates from here.
 //
-// Credentials (headers, token, user and password) go to the origin that the caller
-// named (scheme, host and port) and to no other; a chain that has left the origin
-// does not carry them back. A redirect stays within http and https and never leaves
-// https; a user and password in its Location are ignored. At most Most redirects
-// are followed.
+// Credentials (headers, token, user and password) go to the origin that the caller named (scheme, host and port)
+// and to no other; a chain that has left the origin does not carry them back. A redirect stays within http and
+// https and never leaves https; a user and password in its Location are ignored. At most Most redirects are
+// followed.
 //
-// Every address is compared with the first address of the object's origin, when it
-// is connected to and again when an idle connection is used: neither a redirect nor
-// a changed DNS name may lead from an outer network into an inner one. A proxy
-// chooses addresses itself: behind one, only the URL is compared.
+// Every address is compared with the first address of the object's origin, both when it is dialled and when an
+// idle connection is reused. Neither a redirect nor a changed DNS name may lead from an outer network into an
+// inner one. A proxy chooses addresses itself, so with a proxy only the URL is compared.
 package route
 
 import (
@@ -46,15 +43,14 @@ func (r *Refused) Unwrap() error { return errs.ErrPermission }
 // A Hop is one request of a chain.
 type Hop struct {
 	URL *url.URL // without user, password and fragment
-	// Home: the chain has never left the origin, so that this request carries the
-	// caller's credentials.
+	// Home says that the chain has never left the origin, so this request carries the caller's credentials.
 	Home bool
 
 	origin string
 	count  int
 }
 
-// Start is the request for the URL that the caller named.
+// Start is the request for the URL that the caller gave.
 func Start(u *url.URL) Hop { return Hop{URL: bareURL(u), Home: true, origin: Origin(u)} }
 
 // Here starts a new chain at the URL where this one ended.
@@ -63,8 +59,8 @@ func (h Hop) Here() Hop {
 	return h
 }
 
-// Next is the hop that a redirect's Location leads to. An error is Refused, or has
-// no class: then a retry may get another answer.
+// Next is the hop that a redirect's Location leads to. An error is Refused, or has no class if a retry may get
+// another answer.
 func (h Hop) Next(location string) (Hop, error) {
 	to, err := h.URL.Parse(location)
 	switch {
@@ -95,8 +91,8 @@ func Redirect(status int) bool {
 // mostWait bounds the pause that a server may ask for.
 const mostWait = time.Hour
 
-// WaitAsked is how long a server that refuses a request asks to wait: Retry-After in seconds or as a date, else the
-// time until the windows of RateLimit that have no request left begin again; 0: it does not ask.
+// WaitAsked is how long a server that refuses a request asks to wait: Retry-After, in seconds or as a date, or
+// else the time until the exhausted windows of RateLimit begin again. 0 means that it does not ask.
 //
 // Source: RFC 9110, 10.2.3; draft-ietf-httpapi-ratelimit-headers: `"name";r=0;t=25`.
 func WaitAsked(h http.Header) time.Duration {
@@ -120,7 +116,7 @@ func WaitAsked(h http.Header) time.Duration {
 	return wait
 }
 
-// secondsOf reads a number of seconds; 0 for what is none.
+// secondsOf parses a number of seconds, 0 if text is not one.
 func secondsOf(text string) time.Duration {
 	n, err := strconv.ParseUint(strings.TrimSpace(text), 10, 31)
 	if err != nil {
@@ -129,8 +125,7 @@ func secondsOf(text string) time.Duration {
 	return min(time.Duration(n)*time.Second, mostWait)
 }
 
-// ContentRange reads the header of that name, as "bytes 0-9/100"; total is -1 if the
-// server does not say.
+// ContentRange parses a Content-Range header, such as "bytes 0-9/100". total is -1 if the server does not say.
 func ContentRange(text string) (from, to, total int64, ok bool) {
 	unit, rest, _ := strings.Cut(text, " ")
 	span, all, hasTotal := strings.Cut(rest, "/")
@@ -159,9 +154,9 @@ func ContentRange(text string) (from, to, total int64, ok bool) {
 	return from, to, total, ok && from <= to && (total < 0 || to < total)
 }
 
-// Encoding is the first content encoding of a response that changes its bytes, "" if
-// none does. identity does not, nor does aws-chunked, which says how the bytes were
-// uploaded, and which some stores keep as a label.
+// Encoding is the first content encoding of a response that changes its bytes, "" if none does. identity does not
+// change them. Nor does aws-chunked, which describes how the bytes were uploaded and which some stores keep as a
+// label.
 func Encoding(h http.Header) string {
 	for _, name := range strings.Split(strings.Join(h.Values("Content-Encoding"), ","), ",") {
 		name = strings.TrimSpace(name)
@@ -172,7 +167,7 @@ func Encoding(h http.Header) string {
 	return ""
 }
 
-// PrintableText is the first most bytes of a server's text, without what could break a line or a
+// PrintableText is the first most bytes of a server's text, without characters that could break a line or a
 // terminal.
 func PrintableText(s string, most int) string {
 	return strings.Map(func(r rune) rune {
@@ -211,9 +206,8 @@ func bareURL(u *url.URL) *url.URL {
 	return &c
 }
 
-// A Way is all requests for one object: the first address that it connects to
-// decides which others are allowed. It is safe for concurrent use; the zero value
-// has not begun.
+// A Way spans all requests for one object: the first address that it connects to decides which others are
+// allowed. It is safe for concurrent use. The zero value is ready to use.
 type Way struct {
 	mu     sync.Mutex
 	begun  bool
@@ -222,8 +216,7 @@ type Way struct {
 
 type wayKey struct{}
 
-// setFirst sets the first address, unless it is known, and refuses one that is further
-// in.
+// setFirst sets the first address if it is not known yet, and refuses one that is further in.
 func (w *Way) setFirst(at netip.Addr) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -243,9 +236,8 @@ func (w *Way) checkAddress(at netip.Addr) error {
 	return refuseInward(w.origin, at)
 }
 
-// refuseInward refuses a step from an outer network into an inner one: from the internet
-// into a private network or this machine, from anywhere to the link, where clouds
-// keep their credentials.
+// refuseInward refuses a step from an outer network into an inner one: from the internet into a private network
+// or this machine, and from anywhere to the link, which holds the credentials of clouds.
 func refuseInward(from, to netip.Addr) error {
 	if from.Unmap() == to.Unmap() {
 		return nil
@@ -257,8 +249,7 @@ func refuseInward(from, to netip.Addr) error {
 	return nil
 }
 
-// checkDial is the dialer's hook: address is the one that is about to be connected
-// to, after the look-up of the name.
+// checkDial is the dialer's hook. address is about to be connected to, after name resolution.
 func checkDial(ctx context.Context, _, address string, _ syscall.RawConn) error {
 	w, _ := ctx.Value(wayKey{}).(*Way)
 	at, err := netip.ParseAddrPort(address)
@@ -268,8 +259,7 @@ func checkDial(ctx context.Context, _, address string, _ syscall.RawConn) error 
 	return w.checkAddress(at.Addr())
 }
 
-// Send sends one request by a client, and returns the connection that it used. It
-// follows no redirect.
+// Send sends one request by a client and returns the connection that it used. It does not follow redirects.
 func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error) {
 	proxy, err := c.Proxy(r)
 	if err != nil {
@@ -296,8 +286,8 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 		if proxy != nil {
 			return
 		}
-		// The connection may have been dialled for another object. If it was
-		// closed, nothing is sent: the transport dials again, and control refuses.
+		// The connection may have been dialled for another object. If it was closed, nothing is sent: the
+		// transport dials again, and checkDial refuses.
 		at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
 		if err == nil {
 			err = w.setFirst(at.Addr())
@@ -319,7 +309,7 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 	return resp, conn, err
 }
 
-// Cut ends a connection at once, below TLS if there is any.
+// Cut ends a connection at once, below TLS if it has TLS.
 func Cut(conn net.Conn) {
 	if secure, ok := conn.(*tls.Conn); ok {
 		conn = secure.NetConn()

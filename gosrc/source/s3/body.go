@@ -1,6 +1,6 @@
 package s3
 
-// This file has the bodies of requests: bytes where they lie.
+// This file sends bytes as the bodies of requests without copying them.
 
 import (
 	"context"
@@ -9,10 +9,10 @@ import (
 	"sort"
 )
 
-// A body reads bytes that lie in several places, and resets the watch of its request.
+// A body reads several byte slices in order, and resets the watchdog of its request.
 type body struct {
 	all  [][]byte
-	ends []int64 // of each
+	ends []int64 // end offset of each slice
 	at   int64
 	w    *watch
 }
@@ -34,7 +34,7 @@ func sizeOf(all [][]byte) (n int64) {
 	return n
 }
 
-// restHere is what follows in the place where the body is, at most n bytes; nil: the body has ended.
+// restHere returns at most n of the remaining bytes in the current slice, nil at the end of the body.
 func (b *body) restHere(n int) []byte {
 	k := sort.Search(len(b.ends), func(k int) bool { return b.ends[k] > b.at })
 	if k == len(b.ends) {
@@ -61,7 +61,7 @@ func (b *body) Read(p []byte) (n int, err error) {
 	return n, nil
 }
 
-// WriteTo writes in blocks, so that the watch sees each.
+// WriteTo writes in blocks, so that the watchdog sees each.
 func (b *body) WriteTo(w io.Writer) (n int64, err error) {
 	for one := b.restHere(block); one != nil && err == nil; one = b.restHere(block) {
 		b.w.timer.Reset(b.w.limit)

@@ -1,6 +1,6 @@
 package s3
 
-// This file makes and shares clients of S3: connections, credentials, regions.
+// This file makes and shares S3 clients: connections, credentials, regions.
 
 import (
 	"context"
@@ -25,33 +25,33 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A client reaches stores with one set of options: connections, credentials, and
-// the regions of buckets as they become known. Equal options share one.
+// A client reaches stores with one set of options. It holds connections, credentials, and the regions of buckets
+// as they become known. Equal options share one client.
 type client struct {
 	*settings
 	transport *route.Client
-	creds     aws.CredentialsProvider // nil: unsigned
+	creds     aws.CredentialsProvider // nil: requests are not signed
 	heard     atomic.Bool             // the store has responded once
-	guessed   bool                    // nothing names creds: they are the machine's, if it has any
+	guessed   bool                    // the user configured no credentials; creds are the machine's, if it has any
 
 	mu      sync.Mutex
 	refs    int
 	apis    map[clientKey]*s3.Client
 	regions map[string]string // of buckets outside the configured region
-	bare    bool              // guessed, and the machine has none: requests go unsigned
-	plain   bool              // a server, or a proxy before it, refuses "Expect: 100-continue"
-	summed  map[string]bool   // the buckets that take uploads with a checksum only
+	bare    bool              // guessed, and the machine has none: requests are not signed
+	plain   bool              // a server or proxy refuses "Expect: 100-continue"
+	summed  map[string]bool   // buckets that only accept uploads with a checksum
 }
 
-// A clientKey says what one of the SDK's clients is for.
+// A clientKey identifies one of the SDK's clients.
 type clientKey struct {
 	region string
 	signed bool
-	plain  bool // it sends bodies without asking by "Expect: 100-continue" whether they are wanted
+	plain  bool // send bodies without "Expect: 100-continue"
 }
 
-// clients keeps what is expensive to find out (credentials, regions) for later
-// calls with the same options. Connections are closed when no one uses them.
+// clients keeps credentials and regions, which are expensive to find out, for later calls with the same options.
+// Connections are closed when nobody uses them.
 var clients struct {
 	sync.Mutex
 	all map[string]*client
@@ -59,7 +59,7 @@ var clients struct {
 
 const maxClients = 64
 
-// acquireClient returns the client of these options; release ends its use.
+// acquireClient returns the client of these options. release ends its use.
 func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 	opt, err := withOwnNames(opt)
 	if err != nil {
@@ -122,9 +122,8 @@ func newClient(ctx context.Context, opt source.Options) (*client, error) {
 	return c, err
 }
 
-// transport makes connections. It follows no redirect: a request is signed for one
-// host, and carries the session's token and the customer's key. AWS's redirect to a
-// bucket's own region is signed anew; see call.
+// transport makes connections. It does not follow redirects: a request is signed for one host and carries the
+// session token and the customer's key. AWS's redirect to a bucket's own region is signed anew; see callOnce.
 func (s *settings) transport() *route.Client {
 	limit := min(s.retry.Timeout, 15*time.Second)
 	c := route.New(route.Settings{Env: s.opt.Env, Trust: s.trust, Dial: limit})
@@ -138,11 +137,11 @@ func (s *settings) transport() *route.Client {
 	return c
 }
 
-// maxAnswer is the most bytes of an answer that is no object's content: 1,000 names of a
-// listing, escaped, are 4 MB. The library reads them all before it parses them.
+// maxAnswer bounds responses other than object contents, in bytes. A listing of 1,000 escaped names takes 4 MB.
+// The library reads a response completely before it parses it.
 const maxAnswer = 16 << 20
 
-// bounded sends requests; a longer answer ends in an error.
+// bounded sends requests. A response that is too long ends in an error.
 type bounded struct{ *route.Client }
 
 func (b bounded) Do(req *http.Request) (*http.Response, error) {
@@ -167,7 +166,7 @@ func (s *short) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// apiFor is the client for a bucket, in the region where it is known to be.
+// apiFor is the client for a bucket, in its region if that is known.
 func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -184,10 +183,9 @@ func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 		HTTPClient:   wary{bounded{c.transport}},
 		UsePathStyle: c.pathStyle,
 		UseARNRegion: true,
-		// Package retry does the retries; callers see the first response.
+		// Package retry does the retries. Callers see the first response.
 		Retryer: aws.NopRetryer{},
-		// Chunks have checksums of their own, and stores other than AWS fail on
-		// trailing ones.
+		// Chunks have checksums of their own, and other stores than AWS fail on trailing ones.
 		RequestChecksumCalculation: aws.RequestChecksumCalculationWhenRequired,
 		ResponseChecksumValidation: aws.ResponseChecksumValidationWhenRequired,
 		HTTPSignerV4:               newSigner(),
@@ -214,8 +212,8 @@ func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 	return a
 }
 
-// isSigning reports whether requests are signed. They are not where nothing names
-// credentials and the machine has none: public objects are read so.
+// isSigning reports whether requests are signed. They are not if the user configured no credentials and the
+// machine has none: this is how public objects are read.
 func (c *client) isSigning(ctx context.Context) bool {
 	if !c.guessed {
 		return true
@@ -236,10 +234,12 @@ func (c *client) isSigning(ctx context.Context) bool {
 	return false
 }
 
-// signer signs requests without their Accept-Encoding, which a proxy may change, as Google's front end does.
+// signer signs requests without their Accept-Encoding header, since a proxy may change it, as Google's front end
+// does.
 type signer struct{ v4 *v4.Signer }
 
-// newSigner makes the signer of one client: it keeps the keys that it derives by access key, whatever the secret is.
+// newSigner makes the signer of one client. Clients do not share signers, because a signer caches derived keys by
+// access key and ignores the secret.
 func newSigner() signer {
 	return signer{v4.NewSigner(func(o *v4.SignerOptions) { o.DisableURIPathEscaping = true })}
 }
@@ -256,9 +256,9 @@ func (s signer) SignHTTP(ctx context.Context, keys aws.Credentials, r *http.Requ
 	return err
 }
 
-// callOnce sends one request, and again, signed anew, if the store says that the bucket
-// is in another region, or without "Expect: 100-continue" if that is refused. Only the name of a
-// region is taken from that response, never its Location.
+// callOnce sends one request. It signs and sends the request again if the store says that the bucket is in
+// another region, and sends it without "Expect: 100-continue" if that is refused. It takes only the name of a
+// region from the response, never its Location.
 func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
 	isSigned, hasMoved := c.isSigning(ctx), false
 	for {
@@ -269,7 +269,7 @@ func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.
 		}
 		asksFirst := api.Options().ContinueHeaderThresholdBytes >= 0
 		var resp *awshttp.ResponseError
-		if !errors.As(err, &resp) || resp.HTTPStatusCode() == 0 { // there was none
+		if !errors.As(err, &resp) || resp.HTTPStatusCode() == 0 { // there was no response
 			if asksFirst && isCutWrite(err) {
 				c.sendPlainly()
 				continue
@@ -288,7 +288,7 @@ func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.
 			c.mu.Unlock()
 		case !isSigned && (s == http.StatusUnauthorized || s == http.StatusForbidden):
 			c.mu.Lock()
-			c.bare = false // there may be some next time
+			c.bare = false // there may be credentials next time
 			c.mu.Unlock()
 			return out, lackCredentials("%s. Unsigned, the store refused%s", noCredentials, statusOf(err))
 		default:
@@ -304,8 +304,8 @@ func (c *client) sendPlainly() {
 	c.mu.Unlock()
 }
 
-// isCutWrite reports whether a connection was closed while a body was sent. The refusal of an expectation may be lost so: the
-// transport sends the body after it where the connection is to be kept.
+// isCutWrite reports whether a connection was closed while a body was being sent. The refusal of an expectation
+// may be lost that way: if the connection is to be kept, the transport sends the body after it.
 func isCutWrite(err error) bool {
 	op, ok := errors.AsType[*net.OpError](err)
 	return ok && (op.Op == "write" || op.Op == "readfrom") &&

@@ -1,8 +1,7 @@
 package s3
 
-// This file decides which answers to a write say that the store has the bytes. A status
-// is not enough: some stores, and proxies before them, send 200 with nothing in it, or
-// with an error.
+// This file decides which responses to a write confirm that the store has the bytes. A status is not enough: some
+// stores, and proxies before them, send 200 with an empty body or with an error.
 
 import (
 	"bytes"
@@ -23,12 +22,11 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// isNamed reports whether an answer has this text: an ETag, an id.
+// isNamed reports whether a field of a response, such as an ETag or an id, is not empty.
 func isNamed(s *string) bool { return s != nil && *s != "" }
 
-// isUnclear reports whether an upload may be complete though the answer to its completion
-// does not say so: it had no result, it could not be read, or an earlier try may have
-// arrived whose answer was lost.
+// isUnclear reports whether an upload may be complete although the response to its completion does not say so.
+// The response had no result or could not be read, or an earlier try arrived and its response was lost.
 func isUnclear(err error, tries int) bool {
 	var resp *awshttp.ResponseError
 	var api smithy.APIError
@@ -41,9 +39,9 @@ func isUnclear(err error, tries int) bool {
 	return errors.As(err, &resp) && resp.HTTPStatusCode()/100 == 2
 }
 
-// confirmUpload asks the store for the object of a complete upload: one of its size and with
-// the ETag that its parts give. Of a store whose ETags are no MD5s, it must be no older
-// than the upload, by the store's clock.
+// confirmUpload asks the store for the object of a complete upload. The object must have the right size and the
+// ETag that its parts give. If the store's ETags are not MD5s, the object must not be older than the upload, by
+// the store's clock.
 func (u *upload) confirmUpload(ctx context.Context, api *s3.Client) error {
 	out, err := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
 		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
@@ -63,8 +61,7 @@ func (u *upload) confirmUpload(ctx context.Context, api *s3.Client) error {
 		"under this name is another object")
 }
 
-// refusedOnce reports whether a write that should make an object where none is was refused
-// for that.
+// refusedOnce reports whether a write with If-None-Match was refused because the object exists.
 func (u *upload) refusedOnce(err error) bool {
 	var resp *awshttp.ResponseError
 	if u.once == nil || !errors.As(err, &resp) {
@@ -77,9 +74,8 @@ func (u *upload) refusedOnce(err error) bool {
 	return false
 }
 
-// notOnce is the outcome of such a write. ours reports, by nil, that the object there is
-// this one, since an earlier try arrived whose answer was lost. A store that knows no
-// If-None-Match gets a plain write at the next try.
+// notOnce is the outcome of such a write. ours returns nil if the object there is this one: an earlier try
+// arrived and its response was lost. If the store does not support If-None-Match, the next try is a plain write.
 func (u *upload) notOnce(err error, tries int, ours func() error) error {
 	var resp *awshttp.ResponseError
 	_ = errors.As(err, &resp)
@@ -96,7 +92,7 @@ func (u *upload) notOnce(err error, tries int, ours func() error) error {
 	return errs.New(errs.ErrArgument, "there is an object already, and it should not be replaced")
 }
 
-// compareObject reads a small object back: the answer to its upload had no ETag.
+// compareObject reads a small object back if the response to its upload had no ETag.
 func (u *upload) compareObject(ctx context.Context, api *s3.Client, whole []byte) error {
 	out, err := api.GetObject(ctx, &s3.GetObjectInput{Bucket: &u.bucket, Key: &u.key,
 		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
@@ -115,7 +111,7 @@ func (u *upload) compareObject(ctx context.Context, api *s3.Client, whole []byte
 	return nil
 }
 
-// absentError is the error of a question about an object that should be there.
+// absentError is the error of a request for an object that should exist.
 func (u *upload) absentError(ctx context.Context, err error) error {
 	if errors.Is(classifyError(ctx, err), errs.ErrNotFound) {
 		return errs.New(errs.ErrIO, "the store's answer does not say that the object is stored, and there is none")
@@ -123,8 +119,7 @@ func (u *upload) absentError(ctx context.Context, err error) error {
 	return err
 }
 
-// combinedETag is the ETag of an object of these parts, sorted, where the ETag of a part is
-// its MD5; "" where it is none.
+// combinedETag is the ETag of an object made of these sorted parts if the parts' ETags are MD5s, else "".
 func combinedETag(done []types.CompletedPart) string {
 	sums := md5.New()
 	for _, p := range done {
@@ -137,8 +132,8 @@ func combinedETag(done []types.CompletedPart) string {
 	return fmt.Sprintf("%x-%d", sums.Sum(nil), len(done))
 }
 
-// A wary client takes a deletion that was answered with 200 and an error for refused, as
-// the SDK does with the completion of an upload.
+// A wary client treats a deletion that was answered with 200 and an error as refused. The SDK does the same for
+// the completion of an upload.
 type wary struct{ s3.HTTPClient }
 
 // Do sends one request.

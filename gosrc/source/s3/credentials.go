@@ -35,18 +35,17 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A chain finds credentials as AWS's own tools do, but from Python's view of the
-// environment, which is in settings. In order: the caller's keys or profile,
-// AWS_ACCESS_KEY_ID, a web identity (IRSA), the profile (keys, a role of another
-// profile, SSO, a process), the container's endpoint, the instance's metadata
-// (version 2 only).
+// A chain finds credentials as AWS's own tools do, but with Python's view of the environment, which is in
+// settings. The order is: the caller's keys or profile, AWS_ACCESS_KEY_ID, a web identity (IRSA), the profile
+// (keys, a role of another profile, SSO, a process), the container's endpoint, the instance's metadata (version 2
+// only).
 type chain struct {
 	*settings
 	http    bounded
 	guessed bool // provider uses the instance's metadata
 }
 
-// firstProvider is the first configured way; nil for unsigned requests.
+// firstProvider is the first provider that is configured, nil for unsigned requests.
 func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, error) {
 	o := c.opt.Storage
 	if c.anon {
@@ -81,8 +80,8 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	}), nil
 }
 
-// cleanKeys takes the line break from the end of credentials, which a secret made by a shell may have. Inside of them
-// it is an error, of this class, that names which one has it.
+// cleanKeys removes a line break at the end of credentials, since secrets made by a shell often have one. A line
+// break elsewhere is an error of the given class that names the credential.
 func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credentials, error) {
 	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
 		*word = strings.TrimSpace(*word)
@@ -98,10 +97,10 @@ func staticKeys(keys aws.Credentials, class error, names ...string) (aws.Credent
 	return credentials.StaticCredentialsProvider{Value: keys}, err
 }
 
-// cleaned gives the credentials of a service or a program as cleanKeys has them.
+// cleaned applies cleanKeys to the credentials of a service or a program.
 type cleaned struct{ aws.CredentialsProvider }
 
-// Retrieve asks for them.
+// Retrieve fetches them.
 func (c cleaned) Retrieve(ctx context.Context) (aws.Credentials, error) {
 	keys, err := c.CredentialsProvider.Retrieve(ctx)
 	if err != nil {
@@ -124,7 +123,7 @@ func (c *chain) environmentKeys() aws.Credentials {
 	}
 }
 
-// fromProfile returns what one profile says; a role may refer to another profile.
+// fromProfile returns the provider of one profile. A role may refer to another profile.
 func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth int) (aws.CredentialsProvider, error) {
 	if depth > 8 {
 		return nil, errs.New(errs.ErrArgument, "profile %q: roles on roles without end", p.Profile)
@@ -249,7 +248,7 @@ func (c *chain) processProvider(command string) aws.CredentialsProvider {
 	return processcreds.NewProviderCommand(processcreds.NewCommandBuilderFunc(
 		func(ctx context.Context) (*exec.Cmd, error) {
 			cmd := exec.CommandContext(ctx, "/bin/sh", "-c", command)
-			env := cmd.Environ() // PATH and the rest of the environment at the process's start
+			env := cmd.Environ() // PATH and the rest of the environment, from the process's start
 			env = slices.DeleteFunc(env, func(s string) bool { return strings.HasPrefix(s, "AWS_") })
 			for k, v := range c.opt.Env {
 				env = append(env, k+"="+v)
@@ -259,8 +258,7 @@ func (c *chain) processProvider(command string) aws.CredentialsProvider {
 		}))
 }
 
-// containerProvider asks the endpoint that ECS or EKS names. Only its own addresses
-// may be reached without TLS.
+// containerProvider asks the endpoint that ECS or EKS names. Without TLS it only uses their own addresses.
 func (c *chain) containerProvider() (aws.CredentialsProvider, error) {
 	at := c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI")
 	if path := c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"); path != "" {
@@ -296,8 +294,8 @@ func containerHost(host string) bool {
 		ip.String()))
 }
 
-// instanceProvider asks the metadata service, version 2, with a short timeout, since most
-// machines have none.
+// instanceProvider asks the metadata service, version 2. Its timeout is short, since most machines have no such
+// service.
 func (c *chain) instanceProvider() aws.CredentialsProvider {
 	o := imds.Options{ClientEnableState: imds.ClientEnabled, EnableFallback: aws.FalseTernary,
 		Endpoint: cmp.Or(c.env("AWS_EC2_METADATA_SERVICE_ENDPOINT"), c.profile.EC2IMDSEndpoint)}

@@ -1,7 +1,7 @@
 package s3
 
-// This file meets what some buckets demand of an upload, and checks what the caller demands of the store: checksums for Object
-// Lock, and the customer's key.
+// This file adds checksums to uploads if a bucket demands them (Object Lock), and checks that the store uses the
+// caller's key.
 
 import (
 	"context"
@@ -21,8 +21,8 @@ import (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// checksumOf is the CRC32C of a body as S3's header has it; nil if the upload goes without. Stores other than
-// AWS refuse checksums that they do not know: they are sent only to buckets that ask for them.
+// checksumOf is the CRC32C of a body in the form of S3's header, nil if the upload has no checksum. Stores other
+// than AWS refuse checksums that they do not know, so checksums are only sent to buckets that ask for them.
 func checksumOf(p [][]byte, isWanted bool) *string {
 	if !isWanted {
 		return nil
@@ -35,7 +35,7 @@ func checksumOf(p [][]byte, isWanted bool) *string {
 	return &text
 }
 
-// algorithmOf names the checksum: of a request that has one, and for CreateMultipartUpload that of the parts.
+// algorithmOf names the checksum of a request that has one, and for CreateMultipartUpload that of the parts.
 func algorithmOf(isSummed bool) types.ChecksumAlgorithm {
 	if isSummed {
 		return types.ChecksumAlgorithmCrc32c
@@ -43,8 +43,8 @@ func algorithmOf(isSummed bool) types.ChecksumAlgorithm {
 	return ""
 }
 
-// mayWantSum reports whether a store may have refused an upload because it has no checksum, as buckets with a
-// default retention do (Object Lock). The codes differ: InvalidRequest, MissingContentMD5, and others.
+// mayWantSum reports whether a store may have refused an upload for its missing checksum, as buckets with a
+// default retention (Object Lock) do. The codes differ: InvalidRequest, MissingContentMD5, and others.
 func mayWantSum(ctx context.Context, err error) bool {
 	r, ok := errors.AsType[*refusal](classifyError(ctx, err))
 	return ok && r.class == errs.ErrArgument
@@ -56,15 +56,16 @@ func (c *client) sendsSums(bucket string) bool {
 	return c.summed[bucket]
 }
 
-// noteSums notes for later uploads that a bucket takes those that have checksums.
+// noteSums records that a bucket requires checksums, for later uploads.
 func (c *client) noteSums(bucket string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.summed[bucket] = true
 }
 
-// beginAnew ends an upload whose parts the store refuses without checksums; the next part begins one with them. It
-// reports whether a part of the upload of that id may be sent again: for a part whose upload another one has ended, too.
+// beginAnew ends an upload after the store refused its parts for their missing checksums; the next part begins an
+// upload with checksums. It reports whether a part of the upload of that id may be sent again. That is also true
+// if another part has ended the upload.
 func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -82,12 +83,12 @@ func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 	return ctx.Err() == nil
 }
 
-// ruleNoKey is the rule of the error of confirmKey.
+// ruleNoKey is the rule of confirmKey's error.
 const ruleNoKey = "CustomerKeyNotUsed"
 
-// confirmKey checks that the store has encrypted with the customer's key, as it says in its answer to an upload. A store that does not
-// know such keys keeps the bytes as they are, and says nothing, or repeats the request's headers, with the key, which no other
-// store shows.
+// confirmKey checks that the store has encrypted with the customer's key, according to its response to an upload.
+// A store that does not support such keys stores the bytes without encryption. It then says nothing, or repeats
+// the request's headers with the key, which a real one never returns.
 func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) error {
 	raw, ok := awsmiddleware.GetRawResponse(answer).(*smithyhttp.Response)
 	isEcho := ok && raw.Header.Get("X-Amz-Server-Side-Encryption-Customer-Key") != ""
@@ -99,8 +100,8 @@ func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) 
 		"sse_customer_key, and would keep the object readable for all who may read the bucket: nothing was saved"))
 }
 
-// publishWithKey makes a small object in two steps, of which the first shows whether the store uses the customer's key: what the name
-// had before stays if not. A store without uploads in parts gets the object at once.
+// publishWithKey makes a small object in two steps. The first shows whether the store uses the customer's key; if
+// it does not, the earlier object stays. A store without multipart uploads gets the object at once.
 func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, err error) {
 	if u.client.sse.key == nil || len(whole) == 0 {
 		return 0, nil
@@ -115,7 +116,8 @@ func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, e
 	return 0, err
 }
 
-// removeUnencrypted removes an object that the store has not encrypted with the customer's key; why is what it will say.
+// removeUnencrypted removes an object that the store has not encrypted with the customer's key. why is the error
+// that it will return.
 func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
 	_, err := api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key})
 	if err != nil {
@@ -125,7 +127,7 @@ func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why erro
 	return why
 }
 
-// explainKey says of a read that the store cannot serve as it was asked for that a customer's key may be what is missing.
+// explainKey adds to the error of a refused read that a customer's key may be missing.
 func (c *client) explainKey(err error) error {
 	if r, ok := errors.AsType[*refusal](err); ok && r.class == errs.ErrArgument && says[r.code] == "" {
 		r.message = "if the object was saved with a customer's key, its readers need storage_options sse_customer_key"

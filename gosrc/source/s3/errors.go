@@ -1,6 +1,6 @@
 package s3
 
-// This file gives errors of S3 their class, and a text without secrets.
+// This file gives S3 errors a class and a text without secrets.
 
 import (
 	"context"
@@ -23,18 +23,18 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// maxText is how many bytes of a text of the store an error shows.
+// maxText is how many bytes of a store's text an error shows.
 const maxText = 128
 
-// A refusal is what a store responded instead of data. Its text has what the
-// store's support asks for: status, code, request id.
+// A refusal is a store's error response. Its text contains what the store's support asks for: status, code,
+// request id.
 type refusal struct {
 	class   error
 	status  int
 	code    string
 	message string
 	request string
-	after   time.Duration // the store asks to wait
+	after   time.Duration // how long the store asks to wait
 }
 
 func (r *refusal) Error() string {
@@ -58,7 +58,7 @@ func (r *refusal) Error() string {
 
 func (r *refusal) Unwrap() error { return r.class }
 
-// says explains codes whose own text does not help.
+// says explains codes that do not explain themselves.
 var says = map[string]string{
 	"InvalidAccessKeyId":    "the store does not know this access key",
 	"SignatureDoesNotMatch": "the secret key does not fit the access key, or the request was changed on its way",
@@ -75,9 +75,9 @@ var says = map[string]string{
 	"InvalidObjectState":    "the object is archived and must be restored first",
 }
 
-// classifyError gives an error of the SDK its class and a text without secrets. The
-// SDK's own texts hold URLs, and messages of stores may repeat the access key, the
-// string that was signed, or the token: only texts from says are used.
+// classifyError gives an error of the SDK a class and a text without secrets. The SDK's texts contain URLs, and a
+// store's messages may repeat the access key, the string that was signed, or the token, so only the texts of says
+// are used.
 func classifyError(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
@@ -119,8 +119,8 @@ func classifyError(ctx context.Context, err error) error {
 	return transportError(err)
 }
 
-// classOf keeps the class of one of our errors, its rule and its innermost text, without what
-// the SDK wrapped around it.
+// classOf keeps the class, rule and innermost text of one of our own errors, without what the SDK wrapped around
+// it.
 func classOf(err error) error {
 	if at, ok := errors.AsType[*errs.At](err); ok {
 		return at
@@ -134,7 +134,7 @@ func classOf(err error) error {
 	}
 }
 
-// leadsTo names the host of a Location, the only part of it that is no secret.
+// leadsTo is the host of a Location, the only part of it that is not secret.
 func leadsTo(location string) string {
 	u, err := url.Parse(location)
 	if err != nil || u.Hostname() == "" {
@@ -167,8 +167,7 @@ func statusClass(status int, code string) error {
 	return errs.ErrIO
 }
 
-// innermostService is the innermost service that an error comes from: a request may fetch
-// credentials first.
+// innermostService is the innermost service that returned an error: a request may fetch credentials first.
 func innermostService(err error) (id string) {
 	for {
 		var op *smithy.OperationError
@@ -195,7 +194,7 @@ func statusOf(err error) string {
 const noCredentials = "no credentials: none were given (key and secret, profile), AWS_ACCESS_KEY_ID is not set, " +
 	"and the profile, the container or the machine had none; anon=True reads public objects unsigned"
 
-// lackCredentials is the error where there are none: a caller may take the object for one that all may read.
+// lackCredentials is the error if there are no credentials; the caller may have expected a public object.
 func lackCredentials(format string, args ...any) error {
 	return errs.WithRule("NoCredentials", errs.New(errs.ErrPermission, format, args...))
 }
@@ -240,7 +239,7 @@ func judgeError(err error) (retry.Verdict, time.Duration) {
 	case r.code == "RequestTimeout", r.code == "InternalError", r.status == http.StatusRequestTimeout,
 		r.status >= 500 && r.status != http.StatusNotImplemented:
 		return retry.Busy, r.after
-	case r.status/100 == 2: // it could not be understood
+	case r.status/100 == 2: // the response could not be parsed
 		return retry.Again, 0
 	}
 	return retry.Never, 0

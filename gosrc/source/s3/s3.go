@@ -1,13 +1,12 @@
-// Package s3 is the source of objects in Amazon S3 and stores that speak its
-// protocol: s3://bucket/key, and s3://bucket/key?versionId=ID.
+// Package s3 is the source of objects in Amazon S3 and stores that speak its protocol: s3://bucket/key, and
+// s3://bucket/key?versionId=ID.
 //
-// An object is pinned when it is opened: every later request asks for the same
-// ETag, and an object that was replaced meanwhile is errs.ErrCorrupt. Of a store that
-// gives neither an ETag nor a date, or no ranges, it is read by one request. Credentials,
-// region and endpoint come from the storage options, then from the environment as
-// Python sees it, then from the shared files of AWS's own tools. Errors name
-// bucket, key, status and request id, and no secret. Drafts are objects being
-// written: they stream in parts and become visible in one step.
+// An object is pinned when it is opened: every later request asks for the same ETag, and an object that was
+// replaced meanwhile is errs.ErrCorrupt. If the store gives neither an ETag nor a date, or does not support
+// ranges, the object is read by one request. Credentials, region and endpoint come from the storage options, then
+// from the environment as Python sees it, then from the shared files of AWS's own tools. Errors name bucket, key,
+// status and request id, but no secrets. Drafts are objects being written: they stream in parts and become
+// visible in one step.
 package s3
 
 import (
@@ -38,7 +37,7 @@ type name struct {
 	version          *string
 }
 
-// parseURI splits a URI. Keys are taken literally: nothing in them is escaped.
+// parseURI splits a URI. Keys are taken literally, without escapes.
 func parseURI(uri string) (name, error) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	n := name{uri: uri}
@@ -56,7 +55,7 @@ func parseURI(uri string) (name, error) {
 	return n, nil
 }
 
-// parseObject is parse for what must have a key.
+// parseObject is parseURI for a URI that must have a key.
 func parseObject(verb, uri string) (name, error) {
 	n, err := parseURI(uri)
 	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
@@ -67,7 +66,7 @@ func parseObject(verb, uri string) (name, error) {
 
 func (n name) placeError(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
 
-// Open opens an object with one request, which also brings its beginning.
+// Open opens an object with one request, which also fetches its beginning.
 func Open(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	n, err := parseObject("open", uri)
 	if err != nil {
@@ -105,14 +104,13 @@ type fetcher struct {
 	name
 	client *client
 	size   int64
-	etag   *string    // pins the object; nil if the store has none
+	etag   *string    // pins the object; nil if the store sends none
 	since  *time.Time // pins it in place of an ETag: the time of its last change
 
-	inOrder bool // the store pins nothing, or gives no ranges
+	inOrder bool // the store pins nothing, or does not support ranges
 }
 
-// readFirst reads the beginning of the object and, with it, size and ETag; or it finds that
-// it can be read in order only.
+// readFirst reads the beginning of the object, its size and its ETag, or finds that it can only be read in order.
 func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	out, err := o.getRange(ctx, bytesOf(0, source.HeadBytes))
 	if r, ok := errors.AsType[*refusal](err); ok && r.status == http.StatusRequestedRangeNotSatisfiable {
@@ -149,7 +147,7 @@ func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	return head, nil
 }
 
-// checkEmpty checks that an object has no bytes, since no range fits into it.
+// checkEmpty checks that an object is empty, since no range fits into an empty one.
 func (o *fetcher) checkEmpty(ctx context.Context) error {
 	out, err := callOnce(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.HeadObjectOutput, error) {
 		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version,
@@ -166,8 +164,8 @@ func (o *fetcher) checkEmpty(ctx context.Context) error {
 	return nil
 }
 
-// pinObject takes what identifies the object's state. Dates have whole seconds: only one that had passed when the store
-// answered is the date of one state.
+// pinObject records what identifies the object's state. Dates have whole seconds, so a date only identifies one
+// state if its second was over when the store answered.
 func (o *fetcher) pinObject(etag *string, changed *time.Time, answer middleware.Metadata) {
 	now, ok := awsmiddleware.GetServerTime(answer)
 	if !ok {
@@ -180,8 +178,7 @@ func (o *fetcher) pinObject(etag *string, changed *time.Time, answer middleware.
 	}
 }
 
-// isSame reports whether an answer is about the pinned object, also of a store that does not
-// look at the condition.
+// isSame reports whether a response is about the pinned object. It also checks stores that ignore the condition.
 func (o *fetcher) isSame(out *s3.GetObjectOutput) bool {
 	if o.etag != nil {
 		return out.ETag != nil && *out.ETag == *o.etag
@@ -191,7 +188,7 @@ func (o *fetcher) isSame(out *s3.GetObjectOutput) bool {
 
 func bytesOf(off, n int64) *string { return aws.String(fmt.Sprintf("bytes=%d-%d", off, off+n-1)) }
 
-// getRange asks for a range, nil: for all, of the pinned object if there is one.
+// getRange requests a range, or with nil the whole object. If the object is pinned, the request is conditional.
 func (o *fetcher) getRange(ctx context.Context, want *string) (*s3.GetObjectOutput, error) {
 	out, err := callOnce(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.GetObjectOutput, error) {
 		return api.GetObject(ctx, &s3.GetObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version, Range: want,
@@ -229,7 +226,7 @@ func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	return lo, n, size, nil
 }
 
-// encodingOf is what changes the bytes of a response; the SDK knows the first header only.
+// encodingOf is the encoding that changes the bytes of a response. The SDK only reads the first header.
 func encodingOf(out *s3.GetObjectOutput) string {
 	if resp, ok := awsmiddleware.GetRawResponse(out.ResultMetadata).(*smithyhttp.Response); ok {
 		return route.Encoding(resp.Header)
@@ -244,7 +241,7 @@ func encodedError(name string) error {
 // A whole is an object that is read by one request. It implements spool.Whole.
 type whole struct{ *fetcher }
 
-// Whole asks for all of the object; see spool.Whole.
+// Whole requests the whole object; see spool.Whole.
 func (w *whole) Whole(ctx context.Context) (io.ReadCloser, int64, error) {
 	out, err := w.getRange(ctx, nil)
 	if err != nil {
@@ -268,7 +265,7 @@ func (w *whole) Whole(ctx context.Context) (io.ReadCloser, int64, error) {
 	return out.Body, *out.ContentLength, nil
 }
 
-// Judge takes a body that breaks for one that another request may bring.
+// Judge treats a broken body as worth another request.
 func (w *whole) Judge(err error) (retry.Verdict, time.Duration) {
 	if !errs.Classed(err) {
 		return retry.Again, 0
@@ -276,13 +273,13 @@ func (w *whole) Judge(err error) (retry.Verdict, time.Duration) {
 	return w.fetcher.Judge(err)
 }
 
-// URI is the name as it was given.
+// URI is the name as the caller gave it.
 func (o *fetcher) URI() string { return o.uri }
 
 // Size is the object's size when it was opened.
 func (o *fetcher) Size() int64 { return o.size }
 
-// Fetch asks for n bytes from off in one request.
+// Fetch requests n bytes from off.
 func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
 	out, err := o.getRange(ctx, bytesOf(off, n))
 	if err != nil {
@@ -306,13 +303,13 @@ func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error
 // Judge says what an error means for a retry.
 func (o *fetcher) Judge(err error) (retry.Verdict, time.Duration) { return o.client.judge(err) }
 
-// Close releases the connections.
+// Close releases the client.
 func (o *fetcher) Close() error {
 	o.client.releaseClient()
 	return nil
 }
 
-// judge lets expired credentials be fetched again.
+// judge drops expired credentials, so that a retry fetches new ones.
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {
 	r, isRefusal := errors.AsType[*refusal](err)
 	if cache, ok := c.creds.(*aws.CredentialsCache); ok && isRefusal &&

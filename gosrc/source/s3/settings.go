@@ -1,6 +1,6 @@
 package s3
 
-// This file reads the settings of S3: options, environment, and profiles.
+// This file reads the settings of S3 from options, environment and profiles.
 
 import (
 	"cmp"
@@ -27,7 +27,7 @@ import (
 var names = append([]string{"key", "secret", "token", "profile", "region", "endpoint_url", "anon", "sse_customer_key",
 	"path_style", "cacert"}, retry.Names...)
 
-// aliases are the names that other libraries have for options.
+// aliases are other libraries' names of options.
 var aliases = map[string]string{
 	"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_session_token": "token",
 	"access_key_id": "key", "secret_access_key": "secret", "session_token": "token",
@@ -35,7 +35,7 @@ var aliases = map[string]string{
 	"region_name": "region", "aws_region": "region", "profile_name": "profile",
 }
 
-// withOwnNames gives options their own names. It refuses two values for one.
+// withOwnNames replaces aliases by our names. It refuses two values for one option.
 func withOwnNames(opt source.Options) (source.Options, error) {
 	own := map[string]string{}
 	for _, name := range slices.Sorted(maps.Keys(opt.Storage)) {
@@ -49,15 +49,14 @@ func withOwnNames(opt source.Options) (source.Options, error) {
 	return opt, nil
 }
 
-// settings are what the caller, the environment and the profile say, in this
-// order of precedence.
+// settings combine what the caller, the environment and the profile say, in this order of precedence.
 type settings struct {
 	opt      source.Options
 	profile  config.SharedConfig
 	profiled bool // the profile was named by the caller or the environment
 
 	region    string
-	endpoint  string // "": AWS's own endpoint
+	endpoint  string // "" is AWS's own endpoint
 	pathStyle bool
 	anon      bool
 	fips      bool
@@ -67,7 +66,7 @@ type settings struct {
 	sse       sse
 }
 
-// sse is the caller's own key, by which the store encrypts (SSE-C).
+// sse is the customer's key with which the store encrypts (SSE-C).
 type sse struct{ algorithm, key, sum *string }
 
 func (s *settings) env(name string) string { return s.opt.Env[name] }
@@ -135,7 +134,7 @@ func (s *settings) loadProfile(ctx context.Context) error {
 	case errors.As(err, &none):
 		return errs.New(errs.ErrArgument, "profile %q is in none of AWS's configuration files", name)
 	case err != nil:
-		// The library's text may quote lines of the file.
+		// The library's text may quote lines of the file, which may be secret.
 		return errs.New(errs.ErrArgument, "profile %q cannot be read from AWS's configuration files",
 			cmp.Or(name, "default"))
 	}
@@ -145,8 +144,8 @@ func (s *settings) loadProfile(ctx context.Context) error {
 
 func (s *settings) homeFolder() string { return cmp.Or(s.env("HOME"), s.env("USERPROFILE")) }
 
-// endpointFor is a service's endpoint: the caller's, AWS_ENDPOINT_URL_<ID>,
-// AWS_ENDPOINT_URL, the profile's services section, the profile; "" for AWS.
+// endpointFor is a service's endpoint, the first of: the caller's, AWS_ENDPOINT_URL_<ID>, AWS_ENDPOINT_URL, the
+// profile's services section, the profile's own. "" is AWS.
 func (s *settings) endpointFor(ctx context.Context, id, word string) (string, error) {
 	at := word
 	ignore := strings.EqualFold(s.env("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"), "true")
@@ -175,8 +174,8 @@ func (s *settings) endpointFor(ctx context.Context, id, word string) (string, er
 	return at, nil
 }
 
-// virtualOnly reports whether a store other than AWS wants the bucket in the host's
-// name; any other endpoint takes it in the path.
+// virtualOnly reports whether a store other than AWS requires the bucket in the host name. All other endpoints
+// take it in the path.
 func virtualOnly(endpoint string) bool {
 	u, err := url.Parse(endpoint)
 	if err != nil || net.ParseIP(u.Hostname()) != nil {
@@ -188,7 +187,7 @@ func virtualOnly(endpoint string) bool {
 	return slices.ContainsFunc(domains, func(domain string) bool { return strings.HasSuffix(host, domain) })
 }
 
-// customerKey takes an SSE-C key: 32 bytes, raw or in base64.
+// customerKey sets an SSE-C key: 32 bytes, raw or in base64.
 func (s *settings) customerKey() error {
 	word, ok := s.opt.Storage["sse_customer_key"]
 	if !ok {
@@ -219,8 +218,7 @@ func isLoopback(host string) bool {
 	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()
 }
 
-// validRegion allows only a single label, since a region becomes part of a host's
-// name.
+// validRegion only allows a single label, since the region becomes part of a host name.
 func validRegion(name string) bool {
 	return name != "" && len(name) <= 63 && strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
 }

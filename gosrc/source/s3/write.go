@@ -38,16 +38,16 @@ type upload struct {
 	client *client
 
 	mu       sync.Mutex
-	id       *string   // of the multipart upload; nil until it has begun
+	id       *string   // of the multipart upload; nil before it begins
 	isSummed bool      // its parts have checksums
-	begun    time.Time // by the store's clock; zero if it has none
-	once     *string   // If-None-Match: the object appears only where none is; nil: it replaces
+	begun    time.Time // by the store's clock; zero if it sends none
+	once     *string   // If-None-Match, so that the object is only created if none exists; nil: it is replaced
 	done     []types.CompletedPart
 	size     int64 // of the parts in done
 }
 
-// Create starts to write an object of at most limit bytes. What the name had
-// before stays until Publish. The caller ends the draft with Drop.
+// Create starts to write an object of at most limit bytes. An earlier object of this name stays until Publish.
+// The caller ends the draft with Drop.
 func Create(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error) {
 	n, err := parseObject("save", uri)
 	if err != nil {
@@ -77,7 +77,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 
 func (u *upload) URI() string { return u.uri }
 
-// Part sends one part; the first to arrive starts the upload.
+// Part sends one part. The first part to arrive starts the upload.
 func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
 	for {
 		id, isSummed, err := u.beginUpload(ctx)
@@ -149,8 +149,8 @@ func (u *upload) beginUpload(ctx context.Context) (id *string, isSummed bool, er
 	return u.id, u.isSummed, nil
 }
 
-// Publish completes the upload, or puts a small object as a whole. It succeeds only if
-// the store says so by an ETag, or shows the object when it is asked.
+// Publish completes the upload, or puts a small object as a whole. It succeeds only if the store's response has
+// an ETag, or the store shows the object when asked.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
 		var err error
@@ -227,8 +227,8 @@ func (u *upload) endPublished(err error) error {
 	return u.placeError("save", err)
 }
 
-// Abort abandons the parts at the store. It has its own deadline, since the draft's
-// context has often been cancelled.
+// Abort removes the parts from the store. It has a deadline of its own, since the draft's context has often been
+// cancelled.
 func (u *upload) Abort() {
 	defer u.client.releaseClient()
 	if u.id == nil {
@@ -236,8 +236,7 @@ func (u *upload) Abort() {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	// A part in flight may arrive after an abort: repeat it until the store no
-	// longer knows the upload.
+	// A part in flight may arrive after an abort. Repeat the abort until the store no longer knows the upload.
 	for failures := 1; ; failures++ {
 		_, _ = callWithRetries(ctx, u.client, u.bucket,
 			func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
@@ -255,15 +254,14 @@ func (u *upload) Abort() {
 	}
 }
 
-// signBody leaves the body's hash out of the signature where TLS protects it
-// already.
+// signBody excludes the body's hash from the signature if TLS already protects it.
 func (c *client) signBody(o *s3.Options) {
 	if !strings.HasPrefix(c.endpoint, "http://") {
 		o.APIOptions = append(o.APIOptions, v4.SwapComputePayloadSHA256ForUnsignedPayloadMiddleware)
 	}
 }
 
-// Remove deletes an object; it is no error if there is none.
+// Remove deletes an object. It is not an error if there is none.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	n, err := parseObject("save", uri)
 	if err != nil {
@@ -284,8 +282,8 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	return n.placeError("save", err)
 }
 
-// Walk returns the objects in a folder, sorted by name, and with below those of the
-// folders in it. An empty folder is errs.ErrNotFound.
+// Walk returns the objects in a folder, sorted by name. With below it includes those in subfolders. An empty
+// folder is errs.ErrNotFound.
 func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error) {
 	n, err := parseURI(uri)
 	if err != nil {
@@ -343,13 +341,11 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 	return entries, nil
 }
 
-// An answer has up to 1,000 objects and folders, of which only the objects count for
-// maxListed.
+// A page of a listing has up to 1,000 objects and folders. Only the objects count for maxListed.
 const maxListed, maxPages = 100_000, 10_000
 
-// Presign makes an https URL that reads the object without credentials until it
-// expires (signature version 4, at most seven days). It is a secret: whatever
-// program has it can read the object.
+// Presign makes an https URL that reads the object without credentials until it expires (signature version 4, at
+// most seven days). The URL is a secret: any program that has it can read the object.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
 	n, err := parseObject("presign", uri)
 	if err != nil {
@@ -377,8 +373,8 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	return out.URL, nil
 }
 
-// callWithRetries is call with retries and a watchdog: a request that sends and receives
-// nothing for the timeout is abandoned.
+// callWithRetries is callOnce with retries and a watchdog. A request that sends and receives nothing for the
+// timeout is aborted.
 func callWithRetries[T any](ctx context.Context, c *client, bucket string,
 	fn func(context.Context, *s3.Client) (T, error)) (out T, err error) {
 	_, err = retry.Repeat(ctx, c.retry, c.judge, c.heard.Load, func() (err error) {
@@ -401,7 +397,7 @@ func callWithRetries[T any](ctx context.Context, c *client, bucket string,
 	return out, errs.FromOS(err)
 }
 
-// A watch is reset by every block of a body that the store takes.
+// A watch is reset by every block of a body that the store accepts.
 type watch struct {
 	limit time.Duration
 	timer *time.Timer

@@ -1,12 +1,10 @@
-// Package spool makes a source of bytes that arrive in order and once: they go into
-// an unlinked file in the temporary folder, and a read waits until its bytes have
-// arrived. They are kept in a file because the tensors need the memory, and whole
-// because a tensor's bytes may be read in any order, and twice.
+// Package spool makes a source of bytes that arrive once and in order. They go into an unlinked file in the
+// temporary folder, and a read waits until its bytes have arrived. They are kept in a file because the tensors
+// need the memory. All of them are kept because a tensor's bytes may be read in any order, and twice.
 //
-// An object that is larger than what is free in the temporary folder is refused before any of
-// it is kept; of one whose size is not stated, at most half of that is kept. If its first
-// bytes say how long it is (source.Outline), its last byte can be read only when the object
-// has ended there.
+// An object that is larger than the free space of the temporary folder is refused before any of it is kept. If
+// its size is not stated, at most half of the free space is used. If its first bytes say how long it is
+// (source.Outline), its last byte can only be read when the object has ended there.
 package spool
 
 import (
@@ -28,24 +26,23 @@ type File struct {
 	uri     string
 	file    *os.File
 	outline source.Outline
-	free    int64 // bytes of the temporary folder, when this was made
+	free    int64 // free bytes of the temporary folder when this was made
 
-	// Of the goroutine that fills it.
-	need   int64 // the outline tells the size from this number of bytes on; -1: it has
+	// Used only by the goroutine that fills the file.
+	need   int64 // the outline needs this number of bytes to tell the size; -1: it has told
 	stated bool  // Expect was called
 
 	mu    sync.Mutex
 	size  int64 // -1 until it is known
 	have  int64
 	ended bool
-	ends  int64 // where the object ends by its outline, -1 if that is not known
+	ends  int64 // the end of the object by its outline, -1 if that is not known
 	err   error
-	more  chan struct{} // closed and renewed when one of the others changes
+	more  chan struct{} // closed and renewed when another field changes
 	shut  bool
 }
 
-// ErrEnough is the error of Append for bytes that an outline does not want: there is no
-// more to do.
+// ErrEnough is the error of Append for bytes that an outline does not want: the download can stop.
 var ErrEnough = errors.New("the rest is not wanted")
 
 var errClosed = errs.New(errs.ErrArgument, "the source is closed")
@@ -65,8 +62,8 @@ func New(uri string, outline source.Outline) (*File, error) {
 	return &File{uri: uri, file: f, outline: outline, free: free, size: -1, ends: -1, more: make(chan struct{})}, nil
 }
 
-// Append adds bytes. It refuses those that the object cannot have, and all as soon as the
-// first ones show that it is not what its outline says.
+// Append adds bytes. It refuses bytes that the object cannot have, and refuses all bytes as soon as the first
+// ones show that the object does not match its outline.
 func (f *File) Append(p []byte) error {
 	before := f.Have()
 	have := before + int64(len(p))
@@ -89,7 +86,7 @@ func (f *File) Append(p []byte) error {
 	return f.measureSize()
 }
 
-// appendBeyond is Append for bytes of which only p is before the end.
+// appendBeyond is Append for bytes that go past the end; only p is before it.
 func (f *File) appendBeyond(p []byte) error {
 	if !f.outline.Longer {
 		return errs.New(errs.ErrFormat, "it goes on after the %d bytes that it says it has", f.ends)
@@ -101,7 +98,7 @@ func (f *File) appendBeyond(p []byte) error {
 	return ErrEnough
 }
 
-// measureSize asks the outline for the size once there is enough for an answer.
+// measureSize asks the outline for the size once there are enough bytes.
 func (f *File) measureSize() error {
 	have := f.Have()
 	if f.outline.Size == nil || f.need < 0 || have < f.need {
@@ -146,14 +143,14 @@ func (f *File) Have() int64 {
 	return f.have
 }
 
-// Expect sets how many bytes will arrive.
+// Expect sets the number of bytes that will arrive.
 func (f *File) Expect(size int64) {
 	f.stated = true
 	f.changeState(func() { f.size = size })
 }
 
-// End says that no more bytes will arrive. Reads of missing bytes get err; if it is
-// nil, the file has the size that it has reached.
+// End says that no more bytes will arrive. Reads of missing bytes get err. If err is nil, the file's size is the
+// number of bytes that have arrived.
 func (f *File) End(err error) {
 	f.changeState(func() {
 		f.ended = err == nil
@@ -174,10 +171,10 @@ func (f *File) Sized(ctx context.Context) error {
 	return f.waitUntil(ctx, func() bool { return f.size >= 0 })
 }
 
-// URI names it.
+// URI names the file.
 func (f *File) URI() string { return f.uri }
 
-// Size is how many bytes will arrive; -1 while that is not known.
+// Size is the number of bytes that will arrive, -1 while that is not known.
 func (f *File) Size() int64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -218,7 +215,7 @@ func (f *File) readyBytes() int64 {
 	return min(f.have, f.ends-1)
 }
 
-// Close frees the file. Stop filling it first.
+// Close frees the file. The caller stops filling it first.
 func (f *File) Close() error {
 	var err error
 	f.changeState(func() {

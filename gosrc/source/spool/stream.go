@@ -1,6 +1,6 @@
 package spool
 
-// This file fills a spool from a store that gives an object only as a whole.
+// This file fills a spool from a store that can only send a whole object.
 
 import (
 	"context"
@@ -21,11 +21,11 @@ import (
 type Whole interface {
 	// URI names the object as the user wrote it.
 	URI() string
-	// Whole opens the object's body from its beginning; length is -1 if the store does
-	// not say it. Later calls are about the state of the first that succeeded: an
-	// object of another state is an error that Judge calls retry.Changed.
+	// Whole opens the object's body from its beginning. length is -1 if the store does not state it. Later calls
+	// must return the state of the first call that succeeded; another state is an error that Judge calls
+	// retry.Changed.
 	Whole(ctx context.Context) (body io.ReadCloser, length int64, err error)
-	// Judge is that of retry.Fetcher.
+	// Judge is retry.Fetcher's.
 	Judge(err error) (retry.Verdict, time.Duration)
 	// Close releases what the object holds.
 	Close() error
@@ -33,19 +33,18 @@ type Whole interface {
 
 var errStalled = errors.New("no progress")
 
-// changed says that the bytes are not those that came before.
+// changed says that the bytes differ from those that came before.
 type changed struct{ what string }
 
 func (c *changed) Error() string { return c.what }
 
-// A Stream is an object that one request brings in order into a spool: of a server
-// without ranges (HTTP/1.0, or responses made on the fly), or of one that gives nothing
-// that identifies the object's state, so that two requests could bring bytes of two.
+// A Stream is an object that one request brings in order into a spool. It serves servers without ranges
+// (HTTP/1.0, or responses made on the fly) and servers that give nothing to identify the object's state, where
+// two requests could return bytes of two states.
 //
-// A request that breaks cannot be resumed: the next starts at 0, and what it brings
-// again is compared by hash with what is there before a new byte counts. A server
-// that names no length, and ends the object by closing the connection, gives no way
-// to notice a truncated one; formats do.
+// A request that breaks cannot be resumed. The next one starts at 0; the bytes that it repeats are compared by
+// hash with those already there before a new byte counts. If a server sends no length and ends the object by
+// closing the connection, truncation cannot be noticed here; formats notice it.
 type Stream struct {
 	*File
 	o     Whole
@@ -56,13 +55,13 @@ type Stream struct {
 	once   sync.Once
 	shut   error
 
-	// fill's own.
-	hash maphash.Hash // of what is there
+	// Used only by fillFile.
+	hash maphash.Hash // of the bytes already there
 	met  bool         // the store has answered once
 }
 
-// Open opens an object; it returns when the size is known. Closing the stream closes the
-// object; if Open fails, that is left to the caller.
+// Open opens an object and returns when its size is known. Closing the stream closes the object; if Open fails,
+// the caller closes it.
 func Open(ctx context.Context, o Whole, tries retry.Options) (*Stream, error) {
 	f, err := New(o.URI(), source.OutlineOf(ctx))
 	if err != nil {
@@ -84,7 +83,7 @@ func Open(ctx context.Context, o Whole, tries retry.Options) (*Stream, error) {
 	return s, nil
 }
 
-// Close ends the request.
+// Close aborts the request.
 func (s *Stream) Close() error {
 	s.once.Do(func() {
 		s.cancel(errs.New(errs.ErrArgument, "the source is closed"))
@@ -94,7 +93,7 @@ func (s *Stream) Close() error {
 	return s.shut
 }
 
-// fillFile brings the object, starting again when a request breaks.
+// fillFile fetches the object, starting again when a request breaks.
 func (s *Stream) fillFile(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
 	most := s.tries.Retries + 1

@@ -1,4 +1,7 @@
-"""Files of other libraries as plain files in anonymous memory, for the functions that only read a model."""
+"""Files of other libraries as plain files in anonymous memory, for the functions that only read a model.
+
+Every load imports this module. It imports the readers when a path may need one of them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from typing import NamedTuple
 from ..errors import ArgumentError
 from ..files import AnonymousMemory, has_weights, may_be_foreign
 from ..paths import classed_errors, is_remote
-from .content import write_plain
-from .dcp import ENDING
-from .kinds import kind_of, listed_weights, open_content, refuse_empty
 
 
 class InMemory(NamedTuple):
@@ -30,10 +30,13 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
     """The plain files that a local path stands for, which take as much memory as its tensors; none where it is not
     a file or folder of another library. is_header: the tensors are left out, and take no memory.
 
-    Raises ArgumentError for a folder that also has safetensors files, and what `kinds.open_content` raises.
+    Raises ArgumentError for a checkpoint's folder that also has safetensors files, and what
+    `kinds.open_content` raises.
     """
     if is_remote(path) or not may_be_foreign(path, is_tree=False):
         return []
+    from .kinds import kind_of, listed_weights
+
     with classed_errors(path, "open"):
         kind = kind_of(path)
         if kind == "dcp":
@@ -47,6 +50,8 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
 
 
 def _refuse_second_model(folder: str) -> None:
+    from .dcp import ENDING
+
     names = os.listdir(folder)
     others = sorted(name for name in names if has_weights([name]) and not name.startswith("."))
     if others and any(name.endswith(ENDING) for name in names):
@@ -56,6 +61,9 @@ def _refuse_second_model(folder: str) -> None:
 
 
 def _in_memory(source: str, kind: str, is_header: bool) -> InMemory:
+    from .content import write_plain
+    from .kinds import open_content, refuse_empty
+
     memory = AnonymousMemory()
     with open_content(source, kind, compare=not is_header) as content:
         refuse_empty(content, source, kind)

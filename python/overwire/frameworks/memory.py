@@ -98,7 +98,7 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
         if fits_storage(tensor):
             return
         size = _storage_size(tensor)
-        text = f"{where}: its storage was cut to less than its {size} bytes: resize it back, or take a new tensor"
+        text = f"{where}: its storage was cut to {size} bytes, less than it needs: resize it back, or use a new tensor"
         raise ArgumentError(text, tensor=name)
     check_shape(tensor, where, name)
     if tensor.layout is not torch.strided:

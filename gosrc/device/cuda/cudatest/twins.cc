@@ -1,6 +1,6 @@
 //go:build owfake
 
-// The host twins of the kernels, for the fake driver.
+// Compiles the host twins of the kernels, for the fake driver.
 #include "../../../../cuda/crc_host.cc"
 #include "../../../../cuda/move_host.cc"
 #include "../../../../cuda/x16_host.cc"

@@ -1,6 +1,6 @@
 package cudatest
 
-// Bytes that compress as weights do.
+// This file makes bytes that compress like weights.
 
 import (
 	"encoding/binary"
@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 )
 
-// Weights are n bytes that compress under a transform.
+// Weights returns n bytes that compress under a transform.
 func Weights(r *rand.Rand, transform uint8, n int) []byte {
 	b := make([]byte, n)
 	le := binary.LittleEndian

@@ -1,4 +1,4 @@
-// Memory, streams and events that are made together, and end together.
+// Makes and frees memory, streams and events that live together.
 #include "call.h"
 
 #include <stdlib.h>

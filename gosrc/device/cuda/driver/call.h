@@ -1,5 +1,5 @@
-// Helpers of every function that calls the driver: calls through its table, the
-// first error recorded, the device's context made current and restored.
+// Helps every function that calls the driver: it calls through the table, records the first error, and makes the
+// device's context current and restores the previous one.
 #ifndef OWCU_CALL_H
 #define OWCU_CALL_H
 
@@ -47,13 +47,11 @@ enum {
 	WAIT_TRIES = 500, // of enter_to_wait: five seconds
 };
 
-// relax_mode puts the thread into the relaxed mode of stream capture, and restore_mode
-// restores its mode. In the default mode most calls destroy a capture of torch's,
-// on any thread.
+// relax_mode puts the thread into the relaxed mode of stream capture, and restore_mode restores its mode. In the
+// default mode, most calls destroy a capture of torch's on any thread.
 static inline void restore_mode(int *mode)
 {
-	// Twice, with the same value: the thread is not ours, and must not keep a mode
-	// of ours.
+	// Twice, with the same value: the thread is not ours and must not keep our mode.
 	for (int i = 0, put = *mode; i < 2 && put != CAPTURE_UNKNOWN && !owcu_forked(); i++, put = *mode)
 		if (owcu->thread_mode(&put) == 0)
 			break;
@@ -128,7 +126,7 @@ static inline int refuse_captured(uint64_t stream, struct owcu_error *e)
 	return record_error(e, name_stream_capturing, code);
 }
 
-// is_device_lost: a lost device answers no query, and what could not be freed is gone
+// is_device_lost reports whether the device is lost: it answers no query, and what could not be freed is gone
 // with it.
 static inline int is_device_lost(void)
 {
@@ -138,8 +136,8 @@ static inline int is_device_lost(void)
 	return code != 0 && code != NO_CONTEXT; // the thread is at fault, not the device
 }
 
-// enter_to_free is enter for calls that free something: 1 if the driver refuses now and
-// may not later. On a lost device, resources count as freed.
+// enter_to_free is enter for calls that free something. It returns 1 if the driver refuses now but may not later.
+// On a lost device, resources count as freed.
 static inline int enter_to_free(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
 {
 	if (enter(g, ctx, e) == 0)
@@ -147,10 +145,10 @@ static inline int enter_to_free(struct owcu_guard *g, owcu_handle ctx, struct ow
 	return owcu_forked() ? -1 : !is_device_lost();
 }
 
-// enter_to_wait is enter for calls after which memory is used again, so that work on it must have ended: a driver that
-// refuses is asked again, a hundred times a second. Returns the first refusal, 0 or -1, for the caller to wait all
-// the same; *out is not 0 if it is not in the context: -1 if the device is lost, or the process a child, and 1 if
-// nothing is known of the work.
+// enter_to_wait is enter for calls after which memory is used again, so work on it must have ended. A driver that
+// refuses is asked again a hundred times per second. It returns the first refusal, 0 or -1; the caller waits in
+// any case. *out is not 0 if the thread is not in the context: -1 if the device is lost or the process is a
+// child, and 1 if nothing is known of the work.
 static inline int enter_to_wait(struct owcu_guard *g, owcu_handle ctx, int tries, int *out, struct owcu_error *e)
 {
 	int rc = enter(g, ctx, e);
@@ -160,8 +158,8 @@ static inline int enter_to_wait(struct owcu_guard *g, owcu_handle ctx, int tries
 	return rc;
 }
 
-// DROP frees one resource, unless there is none or an earlier try has freed it;
-// `left` records that the driver refused.
+// DROP frees one resource, unless there is none or an earlier try has freed it. `left` records that the driver
+// refused.
 #define DROP(thing, field)                                                                                             \
 	do {                                                                                                           \
 		if (thing) {                                                                                           \

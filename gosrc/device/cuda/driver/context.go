@@ -21,7 +21,7 @@ import (
 // A Handle is a context, stream, event, module or kernel of the driver.
 type Handle = unsafe.Pointer
 
-// A Thing is a kind of what TryRelease frees.
+// A Thing is a kind of object that TryRelease frees.
 type Thing C.int
 
 // The kinds of things.
@@ -35,20 +35,20 @@ const (
 // A Context is a GPU's primary context, retained with its flags unchanged.
 type Context struct {
 	index    int
-	number   C.int // the driver's
+	number   C.int // the driver's number
 	handle   C.owcu_handle
-	near     *nodes.Place // nil: the host has one node, or the near one is not known
-	coherent bool         // the GPU reads host memory by the host's own page tables
+	near     *nodes.Place // nil if the host has one node or the near one is not known
+	coherent bool         // the GPU reads host memory through the host's own page tables
 	sms      int
 
-	reading sync.Mutex    // of stream
+	reading sync.Mutex    // held while stream is used
 	stream  C.owcu_handle // for Read
 }
 
-// Near is the NUMA node near a device; nil: the host has one node, or the near one is not known.
+// Near is the NUMA node near a device, nil if the host has one node or the near one is not known.
 func Near(index int) *nodes.Place { return nodes.Near(System, func() string { return Bus(index) }) }
 
-// OpenContext retains the primary context of a device. That takes some 0.2 s unless torch has done it.
+// OpenContext retains the primary context of a device. That takes some 0.2 s unless torch has done it already.
 func OpenContext(index int, near *nodes.Place) (*Context, error) {
 	c := &Context{index: index, near: near}
 	var e C.struct_owcu_error
@@ -69,13 +69,13 @@ func (c *Context) Handle() Handle { return Handle(c.handle) }
 // Processors is the number of the GPU's multiprocessors.
 func (c *Context) Processors() int { return c.sms }
 
-// NearNode is the NUMA node near the device; nil: the host has one node, or the near one is not known.
+// NearNode is the NUMA node near the device, nil if the host has one node or the near one is not known.
 func (c *Context) NearNode() *nodes.Place { return c.near }
 
-// ReadsInPlace reports whether kernels read slots where they are: then the device compares no checksums.
+// ReadsInPlace reports whether kernels read slots in place. The device compares no checksums then.
 func (c *Context) ReadsInPlace() bool { return c.coherent }
 
-// ErrorOf is the error that C noted in a struct owcu_error.
+// ErrorOf is the error that C code recorded in a struct owcu_error.
 func (c *Context) ErrorOf(noted unsafe.Pointer) error {
 	return errorOf(c.index, (*C.struct_owcu_error)(noted))
 }
@@ -89,15 +89,15 @@ func (c *Context) call(run func(e *C.struct_owcu_error) C.int) error {
 	return nil
 }
 
-// MemoryInfo is how much of the device's memory is free, and how much it has, in bytes.
+// MemoryInfo returns the free and the total memory of the device, in bytes.
 func (c *Context) MemoryInfo() (unused, total int64, err error) {
 	var a, b C.uint64_t
 	err = c.call(func(e *C.struct_owcu_error) C.int { return C.owcu_memory_info(c.handle, &a, &b, e) })
 	return int64(a), int64(b), err
 }
 
-// AddSizes adds to an out-of-memory error how much was asked for, for what, and how much there was. Other
-// errors stay as they are.
+// AddSizes adds to an out-of-memory error how much was requested, for what, and how much there was. Other errors
+// stay unchanged.
 func (c *Context) AddSizes(err error, asked int64, what string) error {
 	var mem *errs.Memory
 	if !errors.As(err, &mem) {
@@ -111,8 +111,8 @@ func (c *Context) AddSizes(err error, asked int64, what string) error {
 	return &full
 }
 
-// Read copies device memory to dst, which has the same length, and waits for the copy, but for no other
-// work. It is slow, since dst is not pinned: for tests and small sizes.
+// Read copies device memory to dst, which has the same length. It waits for the copy, but for no other work. It
+// is slow, since dst is not pinned; use it for tests and small sizes.
 func (c *Context) Read(dst []byte, m device.Memory) error {
 	if int64(len(dst)) != m.Bytes {
 		return errs.New(errs.ErrArgument, "cannot read %d bytes of device memory into %d bytes", m.Bytes, len(dst))
@@ -128,8 +128,8 @@ func (c *Context) Read(dst []byte, m device.Memory) error {
 	})
 }
 
-// WithContext runs fn on a thread where the device's context is current and calls cannot destroy a graph
-// capture, for calls of other libraries; it restores the thread's state.
+// WithContext runs fn on a thread where the device's context is current and calls cannot destroy a graph capture.
+// It serves calls of other libraries and restores the thread's state.
 func (c *Context) WithContext(fn func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -142,13 +142,13 @@ func (c *Context) WithContext(fn func() error) error {
 	return fn()
 }
 
-// TryRelease frees a thing that nothing uses and reports whether it is gone; with a lost device it is.
+// TryRelease frees a thing that nothing uses, and reports whether it is gone. With a lost device it is.
 func (c *Context) TryRelease(what Thing, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
 	return C.owcu_try_release(c.handle, C.int(what), thing, &e) <= 0
 }
 
-// Close releases the context, which nothing uses any more. Only tests do that.
+// Close releases the context when nothing uses it any more. Only tests do that.
 func (c *Context) Close() error {
 	for !c.TryRelease(Stream, Handle(c.stream)) {
 	}
@@ -160,15 +160,15 @@ func (c *Context) Close() error {
 	return nil
 }
 
-// A Module is compiled kernels, loaded into a context at the first Kernels.Get.
+// A Module is a set of compiled kernels, loaded into a context at the first Kernels.Get.
 type Module struct {
 	ctx   *Context
 	image []byte
-	mu    sync.Mutex // of c, and of the kernels that were looked up in it
+	mu    sync.Mutex // guards c and the kernels that were looked up in it
 	c     *C.struct_owcu_module
 }
 
-// Module is the module of an image, not yet loaded.
+// Module is the module of an image. It is not loaded yet.
 func (c *Context) Module(image []byte) *Module {
 	return &Module{ctx: c, image: image, c: new(C.struct_owcu_module)}
 }
@@ -180,18 +180,18 @@ func (m *Module) Close() {
 	}
 }
 
-// Kernels are kernels of a module.
+// Kernels are some kernels of a module.
 type Kernels struct {
 	module *Module
 	names  string
-	all    []Handle // nil: not yet looked up; guarded by module.mu
+	all    []Handle // nil before they are looked up; guarded by module.mu
 }
 
-// Kernels are the kernels with these names, each ended by NUL.
+// Kernels returns the kernels with these names, each terminated by NUL.
 func (m *Module) Kernels(names string) *Kernels { return &Kernels{module: m, names: names} }
 
-// Get looks the kernels up, once, and returns them in the order of their names. The driver loads a kernel
-// when it is looked up.
+// Get looks the kernels up once and returns them in the order of their names. The driver loads a kernel when it
+// is looked up.
 func (k *Kernels) Get() ([]Handle, error) {
 	m := k.module
 	m.mu.Lock()
@@ -211,7 +211,8 @@ func (k *Kernels) Get() ([]Handle, error) {
 	return all, nil
 }
 
-// statusTexts are the bits of a kernel's status word, of a chunk or a stream: cuda/abi.h and abi_stream.h.
+// statusTexts explain the bits of the status word that a kernel writes for a chunk or a stream: cuda/abi.h and
+// abi_stream.h.
 var statusTexts = []struct {
 	bit  uint32
 	text string

@@ -1,17 +1,16 @@
-// Requests of Go to the driver, several driver calls to one cgo call.
+// Bundles several driver calls into one cgo call.
 //
-// Every function makes the device's context current while it runs and restores what
-// was current before: it may run on a thread of Python's, where torch has chosen a
-// device. Meanwhile its thread is in the relaxed mode of stream capture, so that no
-// call destroys a graph that another thread, or this one, is capturing. After an
-// error the remaining calls are skipped, and e says which call failed and how.
+// Every function makes the device's context current while it runs and then restores the previous one, since it
+// may run on a Python thread where torch has chosen a device. Meanwhile its thread is in the relaxed mode of
+// stream capture, so that no call destroys a graph that another thread, or this one, is capturing. After an error
+// the remaining calls are skipped, and e says which call failed and how.
 #ifndef OWCU_CONTEXT_H
 #define OWCU_CONTEXT_H
 
 #include "driver.h"
 
 struct owcu_error {
-	const char *call; // NULL: none
+	const char *call; // NULL means no error
 	int code;
 	char text[120]; // the driver's name and text of the code
 };
@@ -28,45 +27,41 @@ int owcu_get_device_info(int ordinal, struct owcu_info *info, struct owcu_error 
 int owcu_ctx_open(int ordinal, int *device, owcu_handle *ctx, int *coherent, int *sms, struct owcu_error *e);
 int owcu_ctx_close(int device, struct owcu_error *e);
 
-// A guard keeps the thread's state that owcu_enter changed.
+// A guard keeps the thread state that owcu_enter changed.
 struct owcu_guard {
 	owcu_handle before, ctx;
 	int mode;
 };
 
-// owcu_enter makes the context current on this thread and its capture mode relaxed,
-// and owcu_leave restores both: for calls of other libraries in between. After an
-// error there is nothing to restore.
+// owcu_enter makes the context current on this thread and its capture mode relaxed, for calls of other libraries.
+// owcu_leave restores both. After an error there is nothing to restore.
 int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e);
 void owcu_leave(struct owcu_guard *g);
 
-// owcu_alloc allocates all n pieces or none. After an error out has those that the
-// driver refused to free, for owcu_free later, and 0 elsewhere.
+// owcu_alloc allocates all n pieces or none. After an error, out holds the pieces that the driver refused to
+// free, to be freed later by owcu_free, and 0 elsewhere.
 int owcu_alloc(owcu_handle ctx, int64_t n, const uint64_t *sizes, owcu_ptr *out, struct owcu_error *e);
-// owcu_free frees n pieces that no work uses, and writes 0 over those that are
-// gone. It continues after an error and reports the first; on a lost device
-// everything is gone.
+// owcu_free frees n pieces that no work uses, and writes 0 for those that are gone. It continues after an error
+// and reports the first one. On a lost device everything is gone.
 int owcu_free(owcu_handle ctx, int64_t n, owcu_ptr *p, struct owcu_error *e);
-// owcu_try_record_events records an event on each of n streams, and makes missing events. It
-// returns 1, and the events mean nothing, while one of the streams is being
-// captured.
+// owcu_try_record_events records an event on each of n streams, and makes missing events. If one of the streams
+// is being captured it returns 1, and the events mean nothing.
 int owcu_try_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu_handle *events, struct owcu_error *e);
-// owcu_events_passed returns 1 when all work before the events is done, else 0. It does
-// not wait.
+// owcu_events_passed returns 1 if all work before the events is done, else 0. It does not wait.
 int owcu_events_passed(owcu_handle ctx, int n, const owcu_handle *events, struct owcu_error *e);
 // owcu_register pins [p, p+n) for every context of the process.
 int owcu_register(owcu_handle ctx, void *p, uint64_t n, struct owcu_error *e);
-// owcu_try_release frees a thing that nothing uses, unless it is NULL. It returns 1 if the
-// driver refused and may not the next time. On a lost device it is gone.
+// owcu_try_release frees a thing that nothing uses, unless it is NULL. It returns 1 if the driver refused but may
+// not the next time. On a lost device the thing is gone.
 enum { OWCU_EVENT, OWCU_STREAM, OWCU_PINNED /* by owcu_register */, OWCU_ATTACHED /* by owcu_map_ipc */ };
 int owcu_try_release(owcu_handle ctx, int what, void *thing, struct owcu_error *e);
 int owcu_memory_info(owcu_handle ctx, uint64_t *unused, uint64_t *total, struct owcu_error *e);
-// owcu_copy_to_host copies on a stream of its own, which it makes at its first call.
+// owcu_copy_to_host copies on a stream of its own, which the first call makes.
 int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr src, uint64_t n, struct owcu_error *e);
 
-// owcu_module loads an image, keeps a copy of it until it is closed, and
-// looks up kernels by names, which are separated by NUL. After an error it may be
-// opened again; m is zero the first time. Closing it returns 1 as owcu_try_release does.
+// owcu_module loads an image, keeps a copy of it until it is closed, and looks up kernels by their names, which
+// are separated by NUL. After an error it may be opened again; m is zero the first time. Closing it returns 1 as
+// owcu_try_release does.
 struct owcu_module {
 	owcu_handle module;
 	void *image;
@@ -78,47 +73,47 @@ int owcu_module_close(owcu_handle ctx, struct owcu_module *m, struct owcu_error 
 // owcu_stream_follow_event makes a stream wait for an event's last record.
 int owcu_stream_follow_event(owcu_handle ctx, owcu_handle event, uint64_t stream, struct owcu_error *e);
 
-// A arena is pinned memory of the host, memory of the device, and streams and events.
+// An arena is pinned host memory, device memory, streams and events.
 struct owcu_arena {
 	void *host;      // registered
 	owcu_ptr mapped; // its address on the device
-	owcu_ptr device; // 0: none
+	owcu_ptr device; // 0 if none
 	owcu_handle *streams, *events;
 	int nstreams, nevents;
 };
 
-// owcu_arena_new registers [host, host+n), allocates `room` bytes of the device (0: none), and makes streams
-// and events: threads that wait for the first of them (sleepers) sleep, for the others spin. All or nothing.
-// arena is zero. -1: nothing is left; 1: the driver refused to free some of it, for owcu_arena_free, which waits
-// for the streams' work, returns 1 for the same reason, and may be called again.
+// owcu_arena_new registers [host, host+n), allocates `room` bytes on the device (0 for none), and makes streams
+// and events. Threads that wait for the first `sleepers` events sleep; for the others they spin. It makes
+// everything or nothing. arena must be zero. -1 means that nothing is left. 1 means that the driver refused to
+// free something: call owcu_arena_free, which waits for the streams' work, returns 1 for the same reason, and may
+// be called again.
 int owcu_arena_new(owcu_handle ctx, struct owcu_arena *arena, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
                   int sleepers, struct owcu_error *e);
 int owcu_arena_free(owcu_handle ctx, struct owcu_arena *arena, struct owcu_error *e);
 
-// owcu_arena_fill_entered and owcu_arena_free_entered are the same for a caller that is in the context: after
-// an error of the first, the second frees what there is; it waits for the streams' work.
+// owcu_arena_fill_entered and owcu_arena_free_entered do the same for a caller that is in the context. After an
+// error of the first, the second frees what was made; it waits for the streams' work.
 int owcu_arena_fill_entered(struct owcu_arena *arena, void *host, uint64_t n, uint64_t room, int nstreams, int nevents,
                           int sleepers, struct owcu_error *e);
 int owcu_arena_free_entered(struct owcu_arena *arena, struct owcu_error *e);
 
-// owcu_stream_follow makes a stream wait for what is queued on others, by an event that is
-// made at the first call; only one caller may use it at a time.
+// owcu_stream_follow makes a stream wait for what is queued on others, by an event that the first call makes.
+// Only one caller at a time may use the event.
 int owcu_stream_follow(owcu_handle ctx, owcu_handle *event, uint64_t stream, const uint64_t *after, uint64_t nafter, struct owcu_error *e);
-// owcu_copy queues a copy between any two addresses; with wait it waits for it.
+// owcu_copy queues a copy between any two addresses. With wait it waits for the copy.
 int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint64_t n, int wait, struct owcu_error *e);
 int owcu_stream_new(owcu_handle ctx, uint64_t *stream, struct owcu_error *e);
 int owcu_stream_free(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
 int owcu_stream_sync(owcu_handle ctx, uint64_t stream, struct owcu_error *e);
 // owcu_check_stream checks whether a stream belongs to this context.
 int owcu_check_stream(owcu_handle ctx, uint64_t stream, int *here, struct owcu_error *e);
-// owcu_swap_capture_mode exchanges the thread's mode of stream capture, or returns -1.
+// owcu_swap_capture_mode sets the thread's mode of stream capture and returns the previous one, or -1.
 int owcu_swap_capture_mode(int mode);
-// owcu_pointer_device is the number of the device that an address belongs to, or
-// -1.
+// owcu_pointer_device is the number of the device that an address belongs to, or -1.
 int owcu_pointer_device(owcu_ptr p);
 
-// owcu_export_ipc names an allocation for other processes, and owcu_map_ipc maps one of another
-// process, until owcu_try_release.
+// owcu_export_ipc names an allocation for other processes. owcu_map_ipc maps another process's allocation until
+// owcu_try_release.
 int owcu_export_ipc(owcu_handle ctx, owcu_ptr p, struct owcu_ipc *handle, struct owcu_error *e);
 int owcu_map_ipc(owcu_handle ctx, const struct owcu_ipc *handle, owcu_ptr *p, struct owcu_error *e);
 

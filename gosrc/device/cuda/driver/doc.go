@@ -1,10 +1,8 @@
-// Package driver is NVIDIA's driver: the table of its functions, which is filled at first
-// use, so that the engine builds, imports and runs where there is none; what is asked of it
-// for a device, several calls at once, in C (context.h); and what it says about GPUs.
-// Package cuda, which knows chunks and queues, calls that C itself.
+// Package driver calls NVIDIA's driver. The table of its functions is filled at first use, so the engine builds,
+// imports and runs on machines without a driver. The package also bundles several driver calls for a device in C
+// (context.h), and describes GPUs. Package cuda, which knows chunks and queues, calls that C code itself.
 //
-// Everything is safe for concurrent use. Nothing works in a forked child, as the driver
-// does not.
+// Everything is safe for concurrent use. Like the driver, nothing works in a forked child.
 package driver
 
 // A DeviceInfo describes one GPU.
@@ -15,11 +13,10 @@ type DeviceInfo struct {
 	Compute    string `json:"compute"` // capability: "9.0"
 	Processors int    `json:"processors"`
 	PCI        string `json:"pci"`        // "0000:01:00.0"
-	Node       int    `json:"node"`       // the NUMA node that it is near; -1: not known
-	LinkWidth  int    `json:"link_width"` // lanes; 0: not readable
-	LinkGen    int    `json:"link_gen"`   // PCI Express generation; 0: not readable
-	// Coherent: the GPU reads the host's memory by the host's own page tables, as over
-	// the link of Grace.
+	Node       int    `json:"node"`       // nearest NUMA node; -1 if not known
+	LinkWidth  int    `json:"link_width"` // lanes; 0 if not readable
+	LinkGen    int    `json:"link_gen"`   // PCI Express generation; 0 if not readable
+	// Coherent says that the GPU reads host memory through the host's own page tables, as over the link of Grace.
 	Coherent bool   `json:"coherent"`
 	Driver   string `json:"driver"` // CUDA version of the driver: "13.0"
 }

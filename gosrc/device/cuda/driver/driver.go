@@ -25,15 +25,14 @@ const (
 	minDriver = 12000
 )
 
-// state is that of the process's driver.
+// state is the state of the process's driver.
 var state struct {
 	mu             sync.Mutex
 	ready          bool // loaded and initialized
 	version, count int
 }
 
-// loadDriver loads and initializes the driver, once; after a failure it may be called
-// again. state.mu is held.
+// loadDriver loads and initializes the driver once. After a failure it may be called again. state.mu is held.
 func loadDriver() error {
 	if C.owcu_forked() != 0 {
 		return errForked()
@@ -69,8 +68,8 @@ func loadDriver() error {
 	return nil
 }
 
-// Load loads and initializes the driver, once, and returns the number of its devices; after a
-// failure it may be called again.
+// Load loads and initializes the driver once, and returns the number of its devices. After a failure it may be
+// called again.
 func Load() (devices int, err error) {
 	state.mu.Lock()
 	defer state.mu.Unlock()
@@ -109,23 +108,23 @@ func Info() ([]DeviceInfo, error) {
 	return all, nil
 }
 
-// System is where the host's tables are; tests have others.
+// System is the folder of the host's tables. Tests have others.
 var System = nodes.System
 
 func busName(c *C.struct_owcu_info) string { return strings.ToLower(C.GoString(&c.bus[0])) }
 
-// Bus is the PCI address of a device; "": the driver does not say.
+// Bus is the PCI address of a device, "" if the driver does not say.
 func Bus(index int) string {
 	var c C.struct_owcu_info
 	var e C.struct_owcu_error
 	if C.owcu_get_device_info(C.int(index), &c, &e) != 0 {
-		return "" // Open will say why
+		return "" // Open will report the reason
 	}
 	return busName(&c)
 }
 
-// readPCILink reads a device's PCI Express link from the system: its maximum, because an
-// idle GPU slows its link down.
+// readPCILink reads a device's PCI Express link from the system. It returns the maximum, because an idle GPU
+// slows its link down.
 func readPCILink(bus string) (width, gen int) {
 	dir := System + "/bus/pci/devices/" + bus
 	read := func(name string) string {
@@ -156,8 +155,8 @@ func errorOf(device int, e *C.struct_owcu_error) error {
 	return Error(device, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
 }
 
-// Error is the error of a call of the driver that C noted: out of memory, forked, or a
-// device error with the call and the driver's text. device -1: none in particular.
+// Error is the error of a driver call that C code recorded: out of memory, forked, or a device error with the
+// call and the driver's text. device is -1 if the error is not about one device.
 func Error(device int, call, text string, code int) error {
 	where := "CUDA"
 	if device >= 0 {
@@ -175,10 +174,9 @@ func Error(device int, call, text string, code int) error {
 	return errs.New(errs.ErrDevice, "%s: %s failed: %s (%d)", where, call, text, code)
 }
 
-// SwapCaptureMode sets the calling thread's mode of stream capture, a number of
-// CUstreamCaptureMode, and returns the previous one; -1 if there is no driver or
-// the number is unknown, and then it changes nothing. It is for Python threads that
-// will call torch.
+// SwapCaptureMode sets the calling thread's mode of stream capture, a CUstreamCaptureMode, and returns the
+// previous one. If there is no driver or the mode is unknown, it returns -1 and changes nothing. It is for Python
+// threads that will call torch.
 func SwapCaptureMode(mode int) int {
 	if mode < 0 || Available() != nil {
 		return -1
@@ -186,8 +184,7 @@ func SwapCaptureMode(mode int) int {
 	return int(C.owcu_swap_capture_mode(C.int(mode)))
 }
 
-// DeviceOf is the index of the device that an address belongs to, -1 for host
-// memory.
+// DeviceOf is the index of the device that an address belongs to, -1 for host memory.
 func DeviceOf(address uint64) int {
 	if Available() != nil {
 		return -1

@@ -1,9 +1,8 @@
-// The CUDA driver API as a table of our own.
+// Declares the CUDA driver API as a table of our own.
 //
-// Nothing here is linked against CUDA: the table is filled by dlopen and dlsym
-// at first use, or by the fake driver of cudatest in tests. Types are declared
-// here and not taken from cuda.h, so that the engine builds everywhere; they
-// are part of the driver's ABI, which has been stable since CUDA 4.
+// Nothing here is linked against CUDA. The table is filled by dlopen and dlsym at first use, or by the fake
+// driver of cudatest in tests. Types are declared here and not taken from cuda.h, so that the engine builds
+// everywhere. They are part of the driver's ABI, which has been stable since CUDA 4.
 #ifndef OWCU_DRIVER_H
 #define OWCU_DRIVER_H
 
@@ -18,21 +17,19 @@ enum {
 	OWCU_OUT_OF_MEMORY = 2,
 	OWCU_NOT_READY = 600,
 	OWCU_IMPLICIT = 906, // the legacy stream, while a stream that it waits for is captured
-	// Our own codes: a call in a forked child; work for a stream that is being
-	// captured into a graph.
+	// Our own codes: for a call in a forked child, and for work on a stream that is being captured into a graph.
 	OWCU_FORKED = -2,
 	OWCU_CAPTURED = -3,
 };
 
-// A handle by which another process of this host maps an allocation (CUipcMemHandle).
+// A handle with which another process of this host maps an allocation (CUipcMemHandle).
 struct owcu_ipc {
 	char bytes[64];
 };
 
-// X(field, symbol, arguments). Symbols carry the version that has this signature.
-// Calls that synchronize the whole context are not among them, nor are synchronous
-// copies: they destroy any capture of a graph in progress, on any thread, and wait
-// for other work.
+// X(field, symbol, arguments). Symbols carry the version that has this signature. Calls that synchronize the
+// whole context are excluded, and so are synchronous copies: they destroy any capture of a graph in progress, on
+// any thread, and wait for other work.
 #define OWCU_FUNCTIONS(X)                                                                                              \
 	X(init, "cuInit", (unsigned flags))                                                                            \
 	X(driver_version, "cuDriverGetVersion", (int *version))                                                        \
@@ -87,14 +84,14 @@ struct owcu_api {
 #undef OWCU_FIELD
 };
 
-// owcu is the table in use; NULL until owcu_load_driver or owcu_use_table.
+// owcu is the table in use. It is NULL until owcu_load_driver or owcu_use_table is called.
 extern const struct owcu_api *owcu;
 
 // owcu_load_driver fills the table from a shared library. It returns 0, or -1 with
 // the reason in why. It may be called again after a failure.
 int owcu_load_driver(const char *library, char *why, size_t n);
 
-// owcu_use_table installs another table: the fake driver. NULL: none.
+// owcu_use_table installs another table, such as the fake driver's. NULL removes it.
 void owcu_use_table(const struct owcu_api *api);
 
 // owcu_forked reports whether this is a child of the process that loaded the table.

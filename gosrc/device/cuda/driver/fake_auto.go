@@ -7,8 +7,8 @@ package driver
 */
 import "C"
 
-// useFakeDriver replaces the driver by the fake one from the start: for engines built for
-// Python's tests of GPU code.
+// useFakeDriver replaces the driver by the fake one from the start, in engines built for Python's tests of GPU
+// code.
 func useFakeDriver() {
 	C.owcu_fake_reset(4 << 30)
 	C.owcu_use_table(C.owcu_fake_api())

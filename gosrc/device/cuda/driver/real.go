@@ -2,6 +2,6 @@
 
 package driver
 
-// The build loads the real driver.
+// Builds with the real driver.
 
 func useFakeDriver() {}

@@ -1,4 +1,4 @@
-// Copies, and streams that the caller names.
+// Copies on streams that the caller names, and orders them.
 #include "call.h"
 
 enum { POINTER_DEVICE = 9 }; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL

@@ -1,6 +1,6 @@
 package memory
 
-// Tensors arranged in few allocations.
+// This file arranges tensors in few allocations.
 
 import "github.com/overwire/overwire/gosrc/errs"
 
@@ -8,8 +8,8 @@ const (
 	// Align is the alignment of every tensor.
 	Align = 256
 
-	// The driver allocates memory above 1 MiB in units of 2 MiB. A tensor that would waste more than a
-	// sixteenth of its size that way shares an allocation.
+	// The driver allocates memory above 1 MiB in units of 2 MiB. A tensor that would waste more than a sixteenth
+	// of its size shares an allocation.
 	unit       = 2 << 20
 	arenaBytes = 32 << 20
 )

@@ -1,6 +1,6 @@
-// Package memory is a GPU's memory and pinned memory of the host: blocks that tensors share, blocks that are
-// kept for the next load, and what the driver refused to free, which is tried again. Only package cuda, its
-// parts and device/pinned use it.
+// Package memory manages a GPU's memory and pinned host memory: blocks that tensors share, and blocks that are
+// kept for the next load. It retries frees that the driver has refused. Only package cuda, its parts and
+// device/pinned use it.
 //
 // Everything is safe for concurrent use.
 package memory

@@ -12,7 +12,7 @@ func FakeRegisterAlignment(n int64) (end func()) {
 	return func() { registerAlignment = usual }
 }
 
-// FakeWithoutReaper keeps the reaper out, so that a test takes its steps, until end.
+// FakeWithoutReaper stops the reaper until end, so that a test can take its steps.
 func FakeWithoutReaper(m *Memory) (end func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -25,17 +25,17 @@ func FakeWithoutReaper(m *Memory) (end func()) {
 	}
 }
 
-// FakeFreeSurplus takes the reaper's step that frees what is more than is kept for good.
+// FakeFreeSurplus takes the reaper's step that frees blocks beyond those kept for good.
 func FakeFreeSurplus(m *Memory) { m.freeOldSurplus() }
 
-// FakeForgetStreams forgets the streams of NoteStream, which a test frees.
+// FakeForgetStreams forgets the streams of NoteStream, so that a test can free them.
 func FakeForgetStreams(m *Memory) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.users = nil
 }
 
-// CountBlocks is how many blocks are not yet freed, are kept, and how many frees are deferred.
+// CountBlocks returns how many blocks are not yet freed, how many are kept, and how many frees are deferred.
 func CountBlocks(m *Memory) (live, kept, deferred int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

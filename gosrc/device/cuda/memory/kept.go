@@ -1,14 +1,14 @@
 package memory
 
-// Free blocks that wait for the next load.
+// This file keeps free blocks for the next load.
 
 import (
 	"slices"
 	"time"
 )
 
-// Small tensors of most models are kept for good. The rest is freed when nothing was added or taken for
-// keepFor, so that a model that replaces another finds it.
+// keepBytes are kept for good: enough for the small tensors of most models. The rest is freed when nothing was
+// added or taken for keepFor, so that a model that replaces another one can still use it.
 const (
 	keepBytes  = 128 << 20
 	keepPieces = 64
@@ -21,8 +21,8 @@ type keptBlock struct {
 	bytes uint64
 }
 
-// keptBlocks are kept for the next load, since freeing one may wait for everything that is queued on the
-// device, and stop all other calls meanwhile. The oldest come first. Their owner locks them.
+// keptBlocks are kept for the next load, since freeing a block may wait for everything that is queued on the
+// device and stop all other calls meanwhile. The oldest come first. Their owner locks them.
 type keptBlocks struct {
 	blocks  []keptBlock
 	touched time.Time // when one was last added or taken
@@ -30,7 +30,7 @@ type keptBlocks struct {
 
 func (k *keptBlocks) add(at, bytes uint64) { k.blocks = append(k.blocks, keptBlock{at, bytes}) }
 
-// take removes the smallest block for n bytes that is not much too long.
+// take removes the smallest block that has n bytes and is not much too long.
 func (k *keptBlocks) take(n uint64) (best keptBlock, ok bool) {
 	at := -1
 	for i, b := range k.blocks {
@@ -46,7 +46,8 @@ func (k *keptBlocks) take(n uint64) (best keptBlock, ok bool) {
 	return best, true
 }
 
-// removeSurplus removes what is more than is kept for good, the oldest first. later: it is too early for that.
+// removeSurplus removes blocks beyond those kept for good, the oldest first. later says that it is too early for
+// that.
 func (k *keptBlocks) removeSurplus() (old []uint64, later bool) {
 	n, count := uint64(0), len(k.blocks)
 	for _, b := range k.blocks {

@@ -29,21 +29,21 @@ const defaultStream = 1
 
 // A Memory allocates one GPU's memory and frees it.
 //
-// The reaper frees on a goroutine of its own, unless memory is short or Free is called: freeing may make the
-// driver wait for other work, which no load should. Memory of tensors is freed once all work that was queued
-// on the streams of its users is done, as an event on each stream shows. It is then kept for the next load
-// (keptBlocks). While one of these streams is captured into a graph it can have no event, and the memory
-// stays. What the driver refuses to free is tried again.
+// The reaper frees memory on a goroutine of its own, unless memory is short or Free is called: freeing may make
+// the driver wait for other work, which no load should do. Tensor memory is freed once all work queued on the
+// streams of its users is done, which an event on each stream shows. It is then kept for the next load
+// (keptBlocks). While one of these streams is being captured into a graph, it cannot have an event, and the
+// memory stays. If the driver refuses to free something, the reaper tries again.
 type Memory struct {
 	ctx   *driver.Context
 	c     C.owcu_handle // ctx, for calls
-	short func() error  // frees what else the device keeps, where memory is short
+	short func() error  // if memory is short: frees what else the device keeps
 
 	list    *unsafe.Pointer // device.Listed blocks without a holder; in C memory
 	freeing sync.Mutex      // held for each pass over blocks
 	pending pendingFree     // guarded by freeing
 
-	deferring sync.Mutex // held while what is deferred is tried
+	deferring sync.Mutex // held while deferred frees are tried
 
 	mu       sync.Mutex // guards the rest
 	live     int        // blocks not yet freed
@@ -53,8 +53,8 @@ type Memory struct {
 	reaping  bool
 }
 
-// A Free frees something that nothing uses, and reports whether it is gone. Otherwise the driver refused,
-// and it is called again.
+// A Free frees something that nothing uses, and reports whether it is gone. If the driver refused, it is called
+// again.
 type Free = func() (gone bool, err error)
 
 // pendingFree is memory without a holder, taken off the list, that queued work may still read.
@@ -82,10 +82,10 @@ func (m *Memory) call(run func(e *C.struct_owcu_error) C.int) error {
 	return nil
 }
 
-// Alloc returns device memory for tensors of the given sizes, each exact and aligned to Align and with one
-// holder, the caller: all of it or none; its contents are undefined. Work that reads it may still be queued
-// when the last holder releases it: it is freed after that work, if its stream is the default one or was
-// passed to NoteStream.
+// Alloc returns device memory for tensors of the given sizes, or none of it if it fails. Each has exactly its
+// size, is aligned to Align, and has one holder, the caller. The contents are undefined. Work that reads the
+// memory may still be queued when the last holder releases it: the memory is freed after that work, if its stream
+// is the default one or was passed to NoteStream.
 func (m *Memory) Alloc(sizes []int64) ([]device.Memory, error) {
 	regions, err := arrangeRegions(sizes)
 	if err != nil {
@@ -126,8 +126,8 @@ func (m *Memory) Alloc(sizes []int64) ([]device.Memory, error) {
 	return mem, nil
 }
 
-// takeBlocks returns memory for regions of the wanted sizes, from what is kept and from the driver, and
-// overwrites want with the length of each.
+// takeBlocks returns memory for regions of the wanted sizes, from kept blocks and from the driver. It overwrites
+// want with the length of each.
 func (m *Memory) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
 	pointers := make([]C.owcu_ptr, len(want))
 	var need []C.uint64_t
@@ -159,15 +159,15 @@ func (m *Memory) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, err
 	return nil, err
 }
 
-// allocateBlocks asks the driver. If that has no more memory, it tries again after freeing memory without a
-// holder, which waits for the work that uses it, and a third time after freeing everything that is kept.
+// allocateBlocks asks the driver. If the driver has no more memory, it tries again after freeing memory without a
+// holder, for which it waits for the work that uses it, and a third time after freeing all kept blocks.
 func (m *Memory) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
 	try := func() error {
 		err := m.call(func(e *C.struct_owcu_error) C.int {
 			return C.owcu_alloc(m.c, C.int64_t(len(want)), &want[0], &got[0], e)
 		})
 		if err != nil {
-			refused := make([]uint64, len(got)) // by the driver, to be freed
+			refused := make([]uint64, len(got)) // refused by the driver, to be freed
 			for i, p := range got {
 				refused[i] = uint64(p)
 			}
@@ -200,8 +200,8 @@ func (m *Memory) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int
 	return m.ctx.AddSizes(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
 }
 
-// NoteStream registers a stream that works on memory of Alloc: what is released from now on is freed only
-// after the work queued there. The stream lives as long as the process; the default stream need not be
+// NoteStream registers a stream that works on memory of Alloc: memory that is released from now on is freed only
+// after the work queued there. The stream must live as long as the process. The default stream need not be
 // registered.
 func (m *Memory) NoteStream(stream uintptr) {
 	if stream <= 2 {
@@ -214,8 +214,8 @@ func (m *Memory) NoteStream(stream uintptr) {
 	}
 }
 
-// Register pins the caller's memory, which must begin on a page: the device then copies straight from it. It
-// holds for every device of the process until Unregister; a forked child does not get the memory.
+// Register pins the caller's memory, which must begin on a page, so that the device copies straight from it. It
+// holds for every device of the process until Unregister. A forked child does not get the memory.
 func (m *Memory) Register(b []byte) error {
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	err := m.call(func(e *C.struct_owcu_error) C.int {
@@ -227,8 +227,8 @@ func (m *Memory) Register(b []byte) error {
 	return m.ctx.AddSizes(err, int64(len(b)), "pinned memory")
 }
 
-// Unregister undoes Register, after the last copy, and then calls `then`. That may happen after it returns,
-// since the driver may wait for other work; the memory must stay allocated until then.
+// Unregister undoes Register, after the last copy, and then calls `then`. That may happen after Unregister
+// returns, since the driver may wait for other work. The memory must stay allocated until then.
 func (m *Memory) Unregister(b []byte, then func()) {
 	m.DeferFree(func() (bool, error) {
 		gone := m.ctx.TryRelease(driver.Pinned, unsafe.Pointer(&b[0]))
@@ -239,8 +239,8 @@ func (m *Memory) Unregister(b []byte, then func()) {
 	})
 }
 
-// ExportMemory names memory, which Alloc returned for one tensor, for MapExported in another process. The
-// memory must stay until those have ended that use.
+// ExportMemory names memory, which Alloc returned for one tensor, for MapExported in another process. The memory
+// must stay until the other processes no longer use it.
 func (m *Memory) ExportMemory(mem device.Memory) (string, error) {
 	var h C.struct_owcu_ipc
 	err := m.call(func(e *C.struct_owcu_error) C.int {
@@ -250,7 +250,7 @@ func (m *Memory) ExportMemory(mem device.Memory) (string, error) {
 }
 
 // MapExported maps memory that another process shares, on this device or one that it can reach, until
-// UnmapExported. It fails where the devices or processes cannot reach each other.
+// UnmapExported. It fails if the devices or processes cannot reach each other.
 func (m *Memory) MapExported(name string) (unsafe.Pointer, error) {
 	var h C.struct_owcu_ipc
 	raw, err := hex.DecodeString(name)
@@ -263,10 +263,10 @@ func (m *Memory) MapExported(name string) (unsafe.Pointer, error) {
 	return device.Pointer(uintptr(p)), err
 }
 
-// UnmapExported ends a MapExported, after the work that uses the memory.
+// UnmapExported ends MapExported after the work that uses the memory.
 func (m *Memory) UnmapExported(at unsafe.Pointer) { m.Release(driver.Attached, at) }
 
-// Release frees a thing of the driver's that nothing uses; if the driver refuses, it is tried again.
+// Release frees an object of the driver that nothing uses. If the driver refuses, the reaper tries again.
 func (m *Memory) Release(what driver.Thing, thing unsafe.Pointer) {
 	_ = m.FreeNow(func() (bool, error) { return m.ctx.TryRelease(what, thing), nil })
 }
@@ -280,7 +280,7 @@ func (m *Memory) FreeNow(free Free) error {
 	return err
 }
 
-// DeferFree has the reaper call free until what it frees is gone.
+// DeferFree has the reaper call free until the resource is gone.
 func (m *Memory) DeferFree(free Free) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -288,7 +288,7 @@ func (m *Memory) DeferFree(free Free) {
 	m.startReaper()
 }
 
-// FreeDeferred calls what DeferFree was given, and keeps what the driver refuses to free.
+// FreeDeferred calls the functions given to DeferFree, and keeps those that the driver refuses.
 func (m *Memory) FreeDeferred() {
 	m.deferring.Lock()
 	defer m.deferring.Unlock()
@@ -307,7 +307,7 @@ func (m *Memory) FreeDeferred() {
 	m.mu.Unlock()
 }
 
-// FreeUnused frees all tensor memory without a holder, and what is kept; it waits for the work that uses it.
+// FreeUnused frees all tensor memory without a holder and all kept blocks. It waits for the work that uses them.
 func (m *Memory) FreeUnused() error {
 	err := m.Reap(true)
 	m.mu.Lock()
@@ -319,7 +319,7 @@ func (m *Memory) FreeUnused() error {
 	return err
 }
 
-// Reap keeps the memory of blocks without a holder that no queued work uses for the next load; with wait it
+// Reap takes blocks without a holder that no queued work uses, and keeps them for the next load. With wait it
 // waits for such work. When it returns, no other call of it runs.
 func (m *Memory) Reap(wait bool) (err error) {
 	m.freeing.Lock()
@@ -336,7 +336,7 @@ func (m *Memory) Reap(wait bool) (err error) {
 	}
 }
 
-// reapStep takes one step of Reap. busy: another step may do more.
+// reapStep takes one step of Reap. busy says that another step may do more.
 func (m *Memory) reapStep() (busy bool, err error) {
 	pending := &m.pending
 	var e C.struct_owcu_error
@@ -381,13 +381,13 @@ func (m *Memory) reapStep() (busy bool, err error) {
 	}
 	m.live -= len(pending.blocks)
 	m.kept.touched = time.Now()
-	m.startReaper() // to free the excess later
+	m.startReaper() // frees the excess later
 	m.mu.Unlock()
 	pending.blocks = pending.blocks[:0]
 	return true, nil // there may be more on the list
 }
 
-// freeOldSurplus frees the excess of what is kept, if it is old enough, and reports whether there is more.
+// freeOldSurplus frees the excess of kept blocks if it is old enough, and reports whether there is more.
 func (m *Memory) freeOldSurplus() bool {
 	m.mu.Lock()
 	old, more := m.kept.removeSurplus()
@@ -396,8 +396,7 @@ func (m *Memory) freeOldSurplus() bool {
 	return more
 }
 
-// freeBlocks frees memory that no work uses; zeros are none. What the driver refuses to free, the reaper
-// tries again.
+// freeBlocks frees memory that no work uses. Zeros are skipped. The reaper tries again if the driver refuses.
 func (m *Memory) freeBlocks(all []uint64) error {
 	var left []C.owcu_ptr
 	for _, p := range all {
@@ -417,7 +416,7 @@ func (m *Memory) freeBlocks(all []uint64) error {
 	})
 }
 
-// startReaper starts the reaper, unless it runs. m.mu is held.
+// startReaper starts the reaper unless it is running. m.mu is held.
 func (m *Memory) startReaper() {
 	if !m.reaping {
 		m.reaping = true
@@ -425,8 +424,8 @@ func (m *Memory) startReaper() {
 	}
 }
 
-// runReaper polls for memory to free, as long as there is any: the deleters that list memory must not wake a
-// thread.
+// runReaper polls for memory to free, as long as there is any. It must poll because the deleters that list memory
+// must not wake a thread.
 func (m *Memory) runReaper() {
 	const least, most = 5 * time.Millisecond, 100 * time.Millisecond
 	pause := least
@@ -441,7 +440,7 @@ func (m *Memory) runReaper() {
 			return
 		}
 		m.mu.Unlock()
-		_ = m.Reap(false) // errors are tried again, and recur in the next call that reports them
+		_ = m.Reap(false) // errors are tried again, and occur again in the next call that reports them
 		m.FreeDeferred()
 		m.mu.Lock()
 		same := m.live+len(m.deferred) == before
@@ -460,7 +459,7 @@ func (m *Memory) CountLive() int {
 	return m.live
 }
 
-// Close frees everything, once the reaper has nothing to do: no tensor may be left. Only tests do that.
+// Close frees everything, once the reaper has nothing to do. No tensor may be left. Only tests do that.
 func (m *Memory) Close() (err error) {
 	end := time.Now().Add(time.Minute)
 	for m.mu.Lock(); m.reaping; m.mu.Lock() {

@@ -1,6 +1,6 @@
 package memory
 
-// Pinned memory of the host, before it is registered.
+// This file makes host memory that will be pinned.
 
 import (
 	"runtime"
@@ -15,27 +15,27 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// HugePage is the size of the pages that pinned memory lies on.
+// HugePage is the size of the pages of pinned memory.
 const HugePage = 2 << 20
 
-// registerAlignment: see RegisterAlignment. Tests make it smaller.
+// registerAlignment is RegisterAlignment's value. Tests make it smaller.
 var registerAlignment int64 = 32 << 20
 
-// RegisterAlignment divides memory that was registered in several parts: their ends are multiples of it, and
-// no copy of package cuda's crosses one.
+// RegisterAlignment divides memory that is registered in several parts: their ends are multiples of it, and no
+// copy of package cuda crosses one.
 func RegisterAlignment() int64 { return registerAlignment }
 
-// Pages are host memory on huge pages, all of it touched: registering such memory takes a thirtieth of the
+// Pages are host memory on huge pages, with all pages present. Registering such memory takes a thirtieth of the
 // time of the driver's own allocation.
 type Pages struct {
 	raw    unsafe.Pointer
 	mapped uintptr
-	P      unsafe.Pointer // aligned to a huge page; nil: none
+	P      unsafe.Pointer // aligned to a huge page; nil if there are none
 	N      int64
 }
 
-// NewPages makes pages near a device; nil: anywhere. Where a container refuses that, they lie where the
-// threads that touch them run.
+// NewPages makes pages near a device, or anywhere for nil. If a container refuses that, the pages are near the
+// threads that touch them.
 func NewPages(n int64, near *nodes.Place) (Pages, error) {
 	if n <= 0 || n > 1<<40 {
 		return Pages{}, errs.New(errs.ErrArgument, "invalid size %d of pinned memory: expected 1 to %d", n,
@@ -59,7 +59,7 @@ func NewPages(n int64, near *nodes.Place) (Pages, error) {
 	return pages, nil
 }
 
-// ShrinkTo gives back what is more than the first n bytes.
+// ShrinkTo returns all but the first n bytes to the system.
 func (h *Pages) ShrinkTo(n int64) {
 	n = sizes.RoundUp(n, HugePage)
 	if h.P == nil || h.N <= n {
@@ -72,21 +72,21 @@ func (h *Pages) ShrinkTo(n int64) {
 	}
 }
 
-// Free unmaps the pages, which are no longer registered.
+// Free unmaps the pages. They must not be registered any more.
 func (h Pages) Free() {
 	if h.P != nil {
 		_ = unix.MunmapPtr(h.raw, h.mapped)
 	}
 }
 
-// Spare are pages that get ready in the background, for the first who takes them.
+// Spare holds pages that are made in the background, for the first caller that takes them.
 type Spare struct {
 	ready chan Pages
 	mu    sync.Mutex
 	taken bool
 }
 
-// PrepareSpare begins to make pages.
+// PrepareSpare starts to make pages.
 func PrepareSpare(n int64, near *nodes.Place) *Spare {
 	s := &Spare{ready: make(chan Pages, 1)}
 	spawn.Go("cuda ring", func() {
@@ -96,7 +96,7 @@ func PrepareSpare(n int64, near *nodes.Place) *Spare {
 	return s
 }
 
-// Take returns the pages, when they are ready, to the first caller, and none to others.
+// Take returns the pages, when they are ready, to the first caller. Others get none.
 func (s *Spare) Take() Pages {
 	s.mu.Lock()
 	again := s.taken
@@ -108,11 +108,11 @@ func (s *Spare) Take() Pages {
 	return <-s.ready
 }
 
-// FaultIn has the pages of b made by up to that many threads near a device (0: as many as gain something);
-// nil: anywhere. It writes a zero into each page: b is fresh memory.
+// FaultIn makes the pages of b present, by at most that many threads (0 means as many as help) near a device (nil
+// means anywhere). It writes a zero into each page, so b must be fresh memory.
 //
-// Not by MADV_POPULATE_WRITE, in which threads wait for each other: on a machine with an H200, 16 of them
-// touch 37 GB/s, and populate 6.
+// It does not use MADV_POPULATE_WRITE, in which threads wait for each other: on a machine with an H200, 16
+// threads touch 37 GB/s but populate 6.
 func FaultIn(b []byte, near *nodes.Place, threads int) {
 	const page = 4096
 	if threads <= 0 {

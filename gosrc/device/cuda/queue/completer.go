@@ -23,31 +23,31 @@ type completer struct {
 	ctx       *driver.Context
 	c         *C.struct_owcu_queue
 	free      *freeSlots
-	submitted chan *Slot    // in order, to run
+	submitted chan *Slot    // in order, for run
 	ended     chan struct{} // closed when run has ended
 
 	polled    bool       // see Queue.UsePolling; set while no work is in flight
-	finishing sync.Mutex // held while slots of a polled queue are finished: one after the other
-	asked     []*Slot    // of finishEnded; guarded by finishing
+	finishing sync.Mutex // held while slots of a polled queue are finished, one after the other
+	asked     []*Slot    // used by finishEnded; guarded by finishing
 
-	mu       sync.Mutex // guards the rest, for moments: run must not wait for the driver's calls of others
+	mu       sync.Mutex // guards the rest, only briefly: run must not wait for other goroutines' driver calls
 	inflight int
 	drained  chan struct{}    // closed and renewed when inflight falls to 0
 	broken   error            // the first device error; later submits fail with it
-	flying   []*Slot          // of a polled queue: submitted, in order
-	trace    device.TraceFunc // nil: not timed
+	flying   []*Slot          // of a polled queue: submitted slots, in order
+	trace    device.TraceFunc // nil if not timed
 	origin   time.Time
 }
 
-// deviceError is the error that broke the queue, if there is one.
+// deviceError is the error that broke the queue, if any.
 func (f *completer) deviceError() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.broken
 }
 
-// recordError records a device error. Out of memory is not one, nor is a stream that is being captured: the next
-// call may succeed.
+// recordError records a device error. It does not record out of memory or a stream that is being captured, since
+// the next call may succeed then.
 func (f *completer) recordError(e *C.struct_owcu_error) error {
 	err := f.ctx.ErrorOf(unsafe.Pointer(e))
 	f.mu.Lock()
@@ -58,7 +58,7 @@ func (f *completer) recordError(e *C.struct_owcu_error) error {
 	return err
 }
 
-// add takes a slot that was submitted.
+// add takes over a submitted slot.
 func (f *completer) add(s *Slot) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -67,7 +67,7 @@ func (f *completer) add(s *Slot) {
 		f.flying = append(f.flying, s)
 		return
 	}
-	f.submitted <- s // has space for all
+	f.submitted <- s // has space for all slots
 }
 
 // run finishes slots, one by one in the order of submission.
@@ -78,14 +78,14 @@ func (f *completer) run() {
 	}
 }
 
-// stop ends run; no work may be in flight.
+// stop ends run. No work may be in flight.
 func (f *completer) stop() {
 	close(f.submitted)
 	<-f.ended
 }
 
-// finishSlot waits for a slot's work, says that it has landed, and takes the slot back, also after a panic: drain
-// and Close wait for it.
+// finishSlot waits for a slot's work, reports that it has landed, and takes the slot back. It does so even after
+// a panic, because drain and Close wait for the slot.
 func (f *completer) finishSlot(s *Slot) {
 	var e C.struct_owcu_error
 	var err error
@@ -111,8 +111,8 @@ func (f *completer) finishSlot(s *Slot) {
 	}
 }
 
-// finishEnded finishes the slots of a polled queue with work that has ended by now, on each stream in the order of
-// submission, and reports whether there were any. It does not wait for the device.
+// finishEnded finishes the slots of a polled queue if their work has ended by now, on each stream in the order of
+// submission. It reports whether there were any, and does not wait for the device.
 func (f *completer) finishEnded() (worked bool) {
 	f.finishing.Lock()
 	defer f.finishing.Unlock()
@@ -141,7 +141,7 @@ func (f *completer) finishAll() {
 	}
 }
 
-// finishFlying waits for a slot of a polled queue, and finishes it. f.finishing is held.
+// finishFlying waits for a slot of a polled queue and finishes it. f.finishing is held.
 func (f *completer) finishFlying(s *Slot) {
 	f.mu.Lock()
 	f.flying = slices.DeleteFunc(f.flying, func(other *Slot) bool { return other == s })
@@ -149,15 +149,14 @@ func (f *completer) finishFlying(s *Slot) {
 	_ = spawn.Guard("cuda queue", func() error { f.finishSlot(s); return nil })
 }
 
-// countFlying is how many slots of a polled queue were submitted, and neither are finished nor being finished.
+// countFlying is how many slots of a polled queue were submitted and are not finished or being finished.
 func (f *completer) countFlying() int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return len(f.flying)
 }
 
-// drain waits until every slot is finished, or for the end of ctx, and returns the error that broke the queue, if
-// there is one.
+// drain waits until every slot is finished or ctx ends. It returns the error that broke the queue, if any.
 func (f *completer) drain(ctx context.Context) error {
 	for {
 		f.mu.Lock()
@@ -174,7 +173,7 @@ func (f *completer) drain(ctx context.Context) error {
 	}
 }
 
-// setTrace has the times of slots reported from now on; nil: no longer.
+// setTrace sets the function that gets the times of slots from now on; nil stops the reports.
 func (f *completer) setTrace(trace device.TraceFunc) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

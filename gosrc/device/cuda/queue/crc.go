@@ -12,11 +12,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The device compares checksums where it has the stored bytes: its kernel sums parts of the chunks (cuda/crc.cuh),
-// and the host adds these up.
+// This file lets the device compare checksums of the stored bytes it has: its kernel computes sums of parts of
+// the chunks (cuda/crc.cuh), and the host combines them.
 
 const (
-	crcPoly = 0x82f63b78 // CRC-32C's polynomial; the lowest bit of a word is its highest power of x
+	crcPoly = 0x82f63b78 // CRC-32C's polynomial; the lowest bit of a word is the highest power of x
 	crcOne  = 0x80000000
 )
 
@@ -54,7 +54,7 @@ var powers = sync.OnceValue(func() *crcPowers {
 	}
 	for k := range table.parts[1:] {
 		for n, v := range table.parts[k] {
-			for range 8 { // divided by x
+			for range 8 { // divide by x
 				v = (v^crcPoly&-(v>>31))<<1 | v>>31
 			}
 			table.parts[k+1][n] = v
@@ -63,8 +63,8 @@ var powers = sync.OnceValue(func() *crcPowers {
 	return table
 })
 
-// crcOfZeros is the CRC of n zeros. The sums of the parts are added to it: a CRC begins with ones, which the bytes
-// move on, and its bits are inverted.
+// crcOfZeros is the CRC of n zeros. The sums of the parts are added to it. It is needed because a CRC starts with
+// ones, which the bytes shift, and its bits are inverted at the end.
 func crcOfZeros(n uint32) uint32 {
 	pow := powers()
 	return ^multiplyCRC(^uint32(0), multiplyCRC(pow.bytes[n%C.OW_CRC_PART], pow.parts[0][n/C.OW_CRC_PART]))

@@ -1,16 +1,16 @@
-// Package queue is a GPU's work for one load: pinned slots, staging of the same size on the device unless that
-// is coherent, and streams. Stored chunks are copied as they are, and decoded to their destinations in the
-// GPU's memory. Only package cuda makes a Pool.
+// Package queue does a GPU's work for one load: it has pinned slots, staging of the same size on the device
+// unless that is coherent, and streams. Stored chunks are copied in stored form and decoded to their destinations
+// in the GPU's memory. Only package cuda makes a Pool.
 //
 // Everything is safe for concurrent use unless it says otherwise. Chunks are validated on the host before a
 // kernel sees them, and the kernels are safe for any bytes: a corrupt chunk is an error of its task, and the
 // context stays usable.
 //
-// A coherent device reads the host's memory as fast as a copy would bring it: its kernels read slots in place,
-// and its queues have no staging. The slots stay pinned. Pinning them costs milliseconds a process, and without
-// it the system may move pages that are in use again and again to the device and back, or from node to node.
-// Files are not mapped for the kernels to read: one that is truncated meanwhile would end the context, and one
-// that is written would change after its checksum was compared.
+// A coherent device reads host memory as fast as a copy would. Its kernels read slots in place, and its queues
+// have no staging. The slots are still pinned. Pinning costs milliseconds per process, and without it the system
+// may repeatedly move pages that are in use to the device and back, or between nodes. Files are not mapped for
+// the kernels to read: a file that is truncated meanwhile would end the context, and one that is written to would
+// change after its checksum was compared.
 package queue
 
 /*
@@ -41,5 +41,5 @@ func cBool(yes bool) C.int {
 	return 0
 }
 
-// PauseBriefly lets some hundred nanoseconds pass, for those that ask again and again.
+// PauseBriefly waits some hundred nanoseconds, for goroutines that poll.
 func PauseBriefly() { C.owcu_pause(16) }

@@ -9,7 +9,7 @@ func FakeRing(slots, divided int, bytes int64) (end func()) {
 	return func() { ring = usual }
 }
 
-// FakeMaking makes a pool look as if it made a queue, until end.
+// FakeMaking makes a pool appear to be making a queue, until end.
 func FakeMaking(p *Pool) (end func()) {
 	p.making.Lock()
 	return p.making.Unlock

@@ -1,6 +1,6 @@
 package queue
 
-// The free slots of a queue.
+// This file keeps the free slots of a queue.
 
 import (
 	"context"
@@ -8,13 +8,13 @@ import (
 	"sync"
 )
 
-// freeSlots gives slots that are likely to be in the processor's cache still, so that filling and copying
-// them takes less of the host's memory: a reader that fills slots of its own gets the one that it filled last,
-// others the one that came back last.
+// freeSlots hands out slots that are probably still in the processor's cache, so that filling and copying them
+// needs less memory bandwidth. A reader that fills slots of its own gets the one that it filled last; others get
+// the one that was returned last.
 type freeSlots struct {
 	tokens chan struct{} // one for each free slot
 	mu     sync.Mutex
-	slots  []*Slot // in the order in which they came back
+	slots  []*Slot // in the order in which they were returned
 }
 
 // anyone is the reader's number for a slot that several readers fill.
@@ -29,8 +29,8 @@ func (f *freeSlots) putSlot(s *Slot) {
 	f.tokens <- struct{}{}
 }
 
-// putSlotAndJoined puts the slots that are joined to a slot, then the slot itself: from then on its next user may
-// join others to it.
+// putSlotAndJoined returns the slots that are joined to a slot, then the slot itself. From then on its next user
+// may join others to it.
 func (f *freeSlots) putSlotAndJoined(s *Slot) {
 	for _, m := range s.joined {
 		f.putSlotAndJoined(m)
@@ -39,7 +39,7 @@ func (f *freeSlots) putSlotAndJoined(s *Slot) {
 	f.putSlot(s)
 }
 
-// takeSlotFor waits for a slot for a reader, or for the end of ctx.
+// takeSlotFor waits for a slot for a reader or for the end of ctx.
 func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) {
 	select {
 	case <-f.tokens:
@@ -49,7 +49,7 @@ func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) 
 	return f.popSlotFor(reader), nil
 }
 
-// tryTakeSlotFor takes a slot for a reader, or nil if none is free.
+// tryTakeSlotFor takes a slot for a reader. It returns nil if none is free.
 func (f *freeSlots) tryTakeSlotFor(reader int) *Slot {
 	select {
 	case <-f.tokens:
@@ -59,14 +59,14 @@ func (f *freeSlots) tryTakeSlotFor(reader int) *Slot {
 	}
 }
 
-// popSlotFor takes a slot for a reader that has taken a token, so one is free.
+// popSlotFor takes a slot for a reader that has taken a token, so a slot is free.
 func (f *freeSlots) popSlotFor(reader int) *Slot {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	n := len(f.slots) - 1
 	if reader != anyone {
 		for n > 0 && f.slots[n].reader != reader {
-			n-- // down to the slot that came back first: the newer ones suit the readers that filled them
+			n-- // prefer the slots that were returned first: newer ones suit the readers that filled them
 		}
 	}
 	s := f.slots[n]
@@ -75,9 +75,9 @@ func (f *freeSlots) popSlotFor(reader int) *Slot {
 	return s
 }
 
-// takeSlots takes n slots, and waits for those that are not back.
+// takeSlots takes n slots, waiting until they are returned.
 func (f *freeSlots) takeSlots(n int) {
 	for range n {
-		_, _ = f.takeSlotFor(context.Background(), anyone) // without an error: this context does not end
+		_, _ = f.takeSlotFor(context.Background(), anyone) // cannot fail: this context does not end
 	}
 }

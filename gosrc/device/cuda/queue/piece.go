@@ -23,38 +23,36 @@ import (
 const (
 	SmallRaw = 4 << 20  // smaller copies do not saturate the link
 	fewRaw   = 2        // this many of them cost less than copying through the staging
-	FewRuns  = 8        // likewise of runs: each is mostly much of a piece
-	nearby   = 64 << 10 // above this, tables are copied apart from the piece
+	FewRuns  = 8        // the same for runs, which are mostly a large part of a piece
+	nearby   = 64 << 10 // above this distance, tables are copied separately from the piece
 )
 
-// A pieceBuilder turns the decode tasks of a piece into copies, tables and launches, in
-// one round or several. It keeps its memory between pieces.
+// A pieceBuilder turns the decode tasks of a piece into copies, tables and launches, in one or more rounds. It
+// keeps its memory between pieces.
 type pieceBuilder struct {
 	s                 *Slot
 	tasks             []device.DecodeTask
 	at                int    // the next task
 	begun             bool   // a round was filled
-	base              uint64 // address of the piece's first byte for the kernels
+	base              uint64 // device address of the piece's first byte
 	lo, hi            int64
 	staged            bool // the bytes [lo, hi) were copied to the staging, or need not be
 	pieceNeedsScratch bool // the piece needs scratch
 	scratch           bool // this round uses it
 	inScr             int64
-	runs              []rawRun // the whole piece, where its tasks are few copies; see Slot.AllowGapWrites
+	runs              []rawRun // the whole piece, if its tasks are few copies; see Slot.AllowGapWrites
 	copies            []C.struct_owcu_copy
 	t                 tables
 }
 
-// A rawRun is raw tasks that lie in the slot as they do at their destinations: bytes
-// [lo, hi) of the piece.
+// A rawRun is bytes [lo, hi) of the piece: raw tasks with the same layout in the slot and at their destinations.
 type rawRun struct {
 	lo, hi int64
 	dst    unsafe.Pointer
 }
 
-// checkPiece checks a piece's tasks and decides which bytes a kernel reads, and are copied
-// to the staging for that unless it reads them in place. Other raw chunks are copied
-// straight to their destinations.
+// checkPiece checks a piece's tasks and decides which bytes a kernel reads. These are copied to the staging
+// unless the kernel reads them in place. Other raw chunks are copied straight to their destinations.
 func (b *pieceBuilder) checkPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	b.s, b.tasks, b.at, b.begun, b.staged, b.pieceNeedsScratch, b.base = s, tasks, 0, false, s.isReadInPlace(), false,
 		s.mem.dev
@@ -94,8 +92,8 @@ func (b *pieceBuilder) checkPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	}
 }
 
-// findCopyRuns finds the runs of a loose piece without checksums. It reports whether they are few, and
-// all that the piece has.
+// findCopyRuns finds the runs of a loose piece without checksums. It reports whether they are few and make up the
+// whole piece.
 func (b *pieceBuilder) findCopyRuns() bool {
 	for i := range b.tasks {
 		task := &b.tasks[i]
@@ -117,8 +115,7 @@ func (b *pieceBuilder) findCopyRuns() bool {
 	return len(b.runs) > 0
 }
 
-// checkTask checks that a task can run. The kernel checks words in a chunk that only
-// decoding can check.
+// checkTask checks that a task can run. Chunk contents that only decoding can check are left to the kernel.
 func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 	c := &task.Chunk
 	lo, hi := int64(task.Src), int64(task.Src)+int64(c.Stored)
@@ -154,8 +151,8 @@ func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 // hasAllTasks reports whether every task is in a round.
 func (b *pieceBuilder) hasAllTasks() bool { return b.begun && b.at == len(b.tasks) }
 
-// fillRound takes the next tasks, as many as the tables hold. scratch is the address of
-// scratch memory, if the piece needs it.
+// fillRound takes as many of the next tasks as the tables hold. scratch is the address of scratch memory if the
+// piece needs it.
 func (b *pieceBuilder) fillRound(scratch uint64) {
 	b.scratch, b.inScr, b.copies = false, 0, b.copies[:0]
 	b.t.reset()
@@ -208,8 +205,8 @@ func checkCast(task *device.DecodeTask) error {
 	return nil
 }
 
-// needsScratch reports whether a chunk goes through scratch: kernels write whole chunks,
-// at multiples of 16, and cast whole elements.
+// needsScratch reports whether a chunk goes through scratch: kernels write whole chunks at multiples of 16, and
+// cast whole elements.
 func (b *pieceBuilder) needsScratch(task *device.DecodeTask) bool {
 	if task.Cast.To != 0 {
 		return task.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(task.Src))%uint64(task.Cast.From.Bits()/8) != 0
@@ -229,7 +226,7 @@ func (b *pieceBuilder) addX16(task *device.DecodeTask, scratch uint64) bool {
 		if task.Cast.To != 0 {
 			need += tableBytesOfCast(task)
 		} else if moves = b.splitIntoMoves(task, at, dst); len(moves) == 0 {
-			return true // the view has no bytes of it
+			return true // the view contains none of its bytes
 		}
 		dst = at
 		need += tableBytesOfMoves(moves)
@@ -250,7 +247,7 @@ func (b *pieceBuilder) addX16(task *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// addRaw adds a raw chunk: by a kernel if that reads those bytes, else by a copy of its own.
+// addRaw adds a raw chunk. A kernel moves it if kernels read those bytes; otherwise it gets a copy of its own.
 func (b *pieceBuilder) addRaw(task *device.DecodeTask, scratch uint64) bool {
 	if task.Cast.To != 0 {
 		return b.addRawCast(task, scratch)
@@ -273,8 +270,8 @@ func (b *pieceBuilder) addRaw(task *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// splitIntoMoves splits a task's bytes into moves: one, or for a view whole rows and a
-// partial row at either end.
+// splitIntoMoves splits a task's bytes into moves. A view may need one for whole rows and one for a partial row
+// at each end.
 func (b *pieceBuilder) splitIntoMoves(task *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
 	if task.View == nil {
 		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(task.Chunk.Logical), rows: 1}}
@@ -297,8 +294,8 @@ func (b *pieceBuilder) splitIntoMoves(task *device.DecodeTask, src, dst uint64) 
 	return out
 }
 
-// addRawCast adds a raw chunk: its elements are cast from where the kernels read it, or
-// from scratch if they are not aligned to their size there.
+// addRawCast adds the cast of a raw chunk. Its elements are cast from where the kernels read them, or from
+// scratch if they are not aligned to their size there.
 func (b *pieceBuilder) addRawCast(task *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(task.Src)
 	need := tableBytesOfCast(task)
@@ -322,8 +319,8 @@ func (b *pieceBuilder) addRawCast(task *device.DecodeTask, scratch uint64) bool 
 	return true
 }
 
-// placeInScratch returns the task's address in scratch. Earlier chunks there may
-// have to be launched first.
+// placeInScratch returns the task's address in scratch. Chunks placed there earlier may have to be launched
+// first.
 func (b *pieceBuilder) placeInScratch(task *device.DecodeTask, scratch uint64) uint64 {
 	if b.inScr+int64(task.Chunk.Logical) > scratchBytes {
 		b.t.appendLaunches()
@@ -340,8 +337,8 @@ func (b *pieceBuilder) writeRound() {
 	dev := s.mem.dev - uint64(size)
 	near := !s.isReadInPlace() && len(b.runs) == 0
 	if !near {
-		// The kernels read the tables in host memory: a copy would wait for copies of other queues, which occupy
-		// the link for milliseconds, or interrupt those of runs.
+		// The kernels read the tables in host memory. A copy would wait for copies of other queues, which occupy
+		// the link for milliseconds, or would interrupt the copies of runs.
 		dev = uint64(s.c.status) + headBytes - uint64(size)
 	}
 	b.t.write(table, unsafe.Add(s.mem.host, -headBytes), dev, s.c)
@@ -364,7 +361,7 @@ func (b *pieceBuilder) writeRound() {
 	s.c.ncopies = C.uint32_t(len(copies))
 }
 
-// appendCopies adds a copy from pinned memory, in as many pieces as it has seams.
+// appendCopies adds a copy from pinned memory, split at the seams of registered memory.
 func appendCopies(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int64) []C.struct_owcu_copy {
 	for n > 0 {
 		k := min(n, memory.RegisterAlignment()-int64(uintptr(src)%uintptr(memory.RegisterAlignment())))
@@ -379,7 +376,7 @@ func (b *pieceBuilder) comparesSum(task *device.DecodeTask) bool {
 	return b.s.modes.sumOnly || b.s.modes.checks && task.Summed && !b.s.isReadInPlace()
 }
 
-// addressOf is where the device has a task's stored bytes.
+// addressOf is the device address of a task's stored bytes.
 func (b *pieceBuilder) addressOf(task *device.DecodeTask) uint64 {
 	lo, n := int64(task.Src), int64(task.Chunk.Stored)
 	if lo >= b.lo && lo+n <= b.hi {
@@ -388,7 +385,8 @@ func (b *pieceBuilder) addressOf(task *device.DecodeTask) uint64 {
 	return uint64(uintptr(task.Dst)) // copied straight there
 }
 
-// explainBadChunk is err, which says that stored bytes are not a chunk, or that they are not those that were written.
+// explainBadChunk adds to err, which says that stored bytes are not a valid chunk, that they may differ from
+// those that were written.
 func (b *pieceBuilder) explainBadChunk(task *device.DecodeTask, err error) error {
 	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(task) {
 		return err

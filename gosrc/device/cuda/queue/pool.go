@@ -30,7 +30,7 @@ const (
 type Pool struct {
 	ctx     *driver.Context
 	mem     *memory.Memory
-	spare   *memory.Spare // for a first queue
+	spare   *memory.Spare // for the first queue
 	kernels *driver.Kernels
 
 	making sync.Mutex // held while a queue is made
@@ -38,12 +38,13 @@ type Pool struct {
 	idle   [2]*Queue // by idleIndexFor; guarded by mu
 }
 
-// NewPool is the queues of a device. x16 is the module of their kernels, and spare memory for the first queue.
+// NewPool makes the pool of a device. x16 is the module of the queues' kernels, and spare is memory for the first
+// queue.
 func NewPool(ctx *driver.Context, mem *memory.Memory, spare *memory.Spare, x16 *driver.Module) *Pool {
 	return &Pool{ctx: ctx, mem: mem, spare: spare, kernels: x16.Kernels(kernelNames)}
 }
 
-// idleIndexFor says in which of the two idle queues slots of n bytes fit.
+// idleIndexFor says which of the two idle queues has slots of n bytes.
 func idleIndexFor(n int64) int {
 	if n <= TablesOnly {
 		return 1
@@ -51,18 +52,18 @@ func idleIndexFor(n int64) int {
 	return 0
 }
 
-// Queue returns a queue with that number of slots of that many bytes; numbers below 1 mean the defaults. The
-// pool keeps one closed queue for the next caller that needs as much memory, however it is divided, so that a
-// second load pins and allocates nothing (and one of TablesOnly).
+// Queue returns a queue with a number of slots of a size; numbers below 1 mean the defaults. The pool keeps one
+// closed queue for the next caller that needs as much memory, however it is divided, so that a second load pins
+// and allocates nothing. It also keeps one queue of TablesOnly.
 func (p *Pool) Queue(slots int, slotBytes int64) (*Queue, error) {
-	p.making.Lock() // PrepareQueue may be making this one
+	p.making.Lock() // PrepareQueue may be making this queue
 	defer p.making.Unlock()
 	return p.takeOrMake(slots, slotBytes)
 }
 
-// PrepareQueue makes a queue, which the pool keeps for the next call of Queue, unless it keeps one already. With
+// PrepareQueue makes a queue that the pool keeps for the next call of Queue, unless it keeps one already. With
 // TablesOnly it also loads the kernels, which takes the driver milliseconds when each is first launched. It
-// reports no error: Queue will.
+// reports no error, because Queue will.
 func (p *Pool) PrepareQueue(slots int, slotBytes int64) {
 	p.making.Lock()
 	defer p.making.Unlock()
@@ -81,7 +82,7 @@ func (p *Pool) PrepareQueue(slots int, slotBytes int64) {
 	}
 }
 
-// IsMakingQueue reports whether a queue is being made now, for which Queue would wait.
+// IsMakingQueue reports whether a queue is being made now, so that Queue would wait.
 func (p *Pool) IsMakingQueue() bool {
 	if p.making.TryLock() {
 		p.making.Unlock()
@@ -108,7 +109,7 @@ func (p *Pool) Trim() (err error) {
 	return err
 }
 
-// keep keeps a closed queue, unless there is one already, and reports whether it does.
+// keep keeps a closed queue unless there is one already, and reports whether it did.
 func (p *Pool) keep(q *Queue) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -164,7 +165,7 @@ func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 	}
 	queue, err = p.newQueue(&pages, most, kernels)
 	if errors.Is(err, errs.ErrMemory) {
-		// Dropped tensors, or another queue, may occupy the memory for the staging.
+		// Dropped tensors, or another queue, may occupy the memory needed for the staging.
 		p.mem.FreeDeferred()
 		if e := p.mem.FreeUnused(); e == nil && pages.P != nil {
 			queue, err = p.newQueue(&pages, most, kernels)
@@ -179,7 +180,7 @@ func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 }
 
 // newQueue makes a queue on some pages, with space for `most` slots but none yet. After an error the caller still
-// owns the pages, unless they are zero.
+// owns the pages, unless they were set to zero.
 func (p *Pool) newQueue(pages *memory.Pages, most int, kernels []driver.Handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var remainder *C.struct_owcu_queue

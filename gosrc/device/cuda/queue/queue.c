@@ -1,4 +1,4 @@
-// A queue of pinned slots: its slots, streams and copies.
+// Makes a queue of pinned slots, and submits its slots.
 #include "queue.h"
 
 #include <stdlib.h>
@@ -7,8 +7,8 @@
 #include "../../../../cuda/abi.h"
 #include "../driver/call.h"
 
-// free_queue_parts frees the parts of a queue that were made, and returns 1 if the driver
-// refused some of it.
+// free_queue_parts frees the parts of a queue that were made, and returns 1 if the driver refused to free some of
+// them.
 static int free_queue_parts(struct owcu_queue *q, struct owcu_error *e)
 {
 	int left = owcu_arena_free_entered(&q->arena, e);
@@ -94,7 +94,7 @@ static int launch_kernels(struct owcu_queue *q, struct owcu_slot *s, owcu_handle
 	for (uint32_t i = 0; i < s->nlaunches; i++) {
 		struct owcu_launch *k = &s->launches[i];
 		void *args[] = {&k->a, &k->b, &k->n, &s->status};
-		// The kernels of X16 come first and use the tables in shared memory.
+		// The kernels of X16 come first. They keep their tables in shared memory.
 		unsigned shared = k->kernel < OW_BYTES ? OW_X16_SHARED : 0;
 		unsigned grid = (k->n + OW_X16_WARPS - 1) / OW_X16_WARPS;
 		if (TRY(launch, (q->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, stream, args, NULL)))
@@ -105,7 +105,7 @@ static int launch_kernels(struct owcu_queue *q, struct owcu_slot *s, owcu_handle
 
 int owcu_load_kernels(struct owcu_queue *q, struct owcu_error *e)
 {
-	static const int common[] = {0, 8, 10}; // of kernelNames: bf16, moves, checksums
+	static const int common[] = {0, 8, 10}; // indices in kernelNames: bf16, moves, checksums
 	struct owcu_guard g;
 	int rc = enter(&g, q->ctx, e);
 
@@ -119,21 +119,21 @@ int owcu_load_kernels(struct owcu_queue *q, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-// record_mark records one of a slot's events for the trace, if there is one.
+// record_mark records one of a slot's events for the trace, if there is a trace.
 static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_handle stream, struct owcu_error *e)
 {
 	return q->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
 }
 
-// follow_stream makes a stream of the queue wait for what is queued now on another. A wait takes the event as it is
-// now, so one event serves them all.
+// follow_stream makes a stream of the queue wait for what is queued now on another one. A wait refers to the
+// event's present record, so one event serves all waits.
 static int follow_stream(struct owcu_queue *q, owcu_handle stream, uint64_t other, struct owcu_error *e)
 {
 	return refuse_captured(other, e) || TRY(event_record, (q->join, stream_handle(other))) ||
 	       TRY(stream_wait, (stream, q->join, 0)) ? -1 : 0;
 }
 
-// submit_slot queues a slot's copies on the first stream, and its kernels on one of the others behind them.
+// submit_slot queues a slot's copies on the first stream, and its kernels after them on one of the others.
 static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_error *e)
 {
 	owcu_handle copy = q->arena.streams[0], last = copy;
@@ -173,7 +173,7 @@ int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 		return rc;
 	rc = submit_slot(q, s, e);
 	if (rc) {
-		// Some of it may run, on memory that the caller is about to reuse.
+		// Some of the work may be running on memory that the caller is about to reuse.
 		owcu->stream_sync(q->arena.streams[0]);
 		owcu->stream_sync(q->arena.streams[(1 + s->stream) % OWCU_STREAMS]);
 	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
@@ -226,7 +226,7 @@ int owcu_queue_follow(struct owcu_queue *q, uint64_t stream, struct owcu_error *
 
 	if (rc == 0)
 		rc = refuse_captured(stream, e) || TRY(event_record, (q->join, stream_handle(stream))) ? -1 : 0;
-	// A wait takes the event as it is now, so one event serves them all.
+	// A wait refers to the event's present record, so one event serves all waits.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
 		rc = TRY(stream_wait, (q->arena.streams[i], q->join, 0));
 	return leave(&g, rc);

@@ -22,26 +22,27 @@ const (
 	statusBytes = 16 << 10
 	tableBytes  = headBytes - statusBytes
 
-	// MaxWords is the most status words of a round: of chunks, and of parts of those that have their checksums
+	// MaxWords is the most status words of a round: for chunks, and for parts of chunks that have their checksums
 	// compared.
 	MaxWords = statusBytes / 4
 
-	// GapLimit is more than the bytes that may lie between neighbours of a piece that AllowGapWrites is for.
+	// GapLimit exceeds the number of bytes between neighbouring tasks of a piece for which AllowGapWrites is
+	// meant.
 	GapLimit = 16
 
-	// GroupSlots is the most slots that are worth waiting for each other: each call of the driver takes
-	// microseconds, and slots that fit a core's cache are thousands a load.
+	// GroupSlots is how many slots it is worth collecting: each driver call takes microseconds, and a load has
+	// thousands of slots that fit a core's cache.
 	GroupSlots = 16
 
-	// Chunks that do not land contiguously or aligned are decoded into scratch first; any chunk fits.
+	// Chunks that land in a scattered or unaligned way are decoded into scratch first. Any chunk fits.
 	scratchBytes = 16 << 20
 )
 
-// A Queue is what one load needs of a device; see device.Queue.
+// A Queue is a device's queue for one load; see device.Queue.
 type Queue struct {
 	pool    *Pool
 	c       *C.struct_owcu_queue
-	inPlace bool // the kernels read slots where they are; see ReadInPlace
+	inPlace bool // the kernels read slots in place; see ReadInPlace
 	pages   memory.Pages
 	size    int64   // of a slot
 	all     []*Slot // all that were made
@@ -50,11 +51,11 @@ type Queue struct {
 	end     completer
 	closed  bool // guarded by end.mu
 
-	order sync.Mutex // of submissions, held during the driver's calls: pieces that use scratch must not interleave
+	order sync.Mutex // of submissions, held during driver calls, so that pieces that use scratch do not interleave
 	next  uint32     // compute stream; guarded by order
 }
 
-// A FilledSlot is a filled slot: what Submit takes.
+// A FilledSlot is a filled slot and the other arguments of Submit.
 type FilledSlot struct {
 	Slot  *Slot
 	N     int64
@@ -62,7 +63,7 @@ type FilledSlot struct {
 	Done  func(task int, err error)
 }
 
-// fits reports whether the queue can be divided into these slots, without being much too large.
+// fits reports whether the queue can be divided into these slots without being much too large.
 func (q *Queue) fits(slots int, slotBytes int64) bool {
 	need := roundUpToRing(int64(slots) * slotStride(slotBytes))
 	return slots <= len(q.all) && need <= q.pages.N && q.pages.N <= 2*need+memory.HugePage
@@ -86,19 +87,18 @@ func (q *Queue) divideIntoSlots(slots int, room int64) {
 	}
 }
 
-// ReadInPlace makes the kernels read slots where they are, until Close, as those of a
-// coherent device do anyway: for tests, since over another link it is slow. No slot may
-// be in use.
+// ReadInPlace makes the kernels read slots in place until Close, as those of a coherent device always do. It is
+// for tests, since it is slow over other links. No slot may be in use.
 func (q *Queue) ReadInPlace() {
 	q.inPlace = true
 	q.divideIntoSlots(len(q.slots), q.size+headBytes)
 }
 
-// Get waits for a free slot, or for the end of ctx.
+// Get waits for a free slot or the end of ctx.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(ctx, anyone) }
 
-// GetFor is Get for one of several readers that each fill slots of their own: if it can, it gives
-// one that this reader has filled.
+// GetFor is Get for one of several readers that each fill slots of their own. It prefers a slot that this reader
+// has filled.
 func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	s, err := q.free.takeSlotFor(ctx, reader)
 	if err != nil {
@@ -108,10 +108,10 @@ func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	return s, nil
 }
 
-// TryGet is Get that does not wait: nil if no slot is free.
+// TryGet is Get without waiting. It returns nil if no slot is free.
 func (q *Queue) TryGet() *Slot { return q.TryGetFor(anyone) }
 
-// TryGetFor is GetFor that does not wait: nil if no slot is free.
+// TryGetFor is GetFor without waiting. It returns nil if no slot is free.
 func (q *Queue) TryGetFor(reader int) *Slot {
 	s := q.free.tryTakeSlotFor(reader)
 	if s != nil {
@@ -120,8 +120,8 @@ func (q *Queue) TryGetFor(reader int) *Slot {
 	return s
 }
 
-// StagingMemory is the device memory that contains the slots' mirrors. A queue of a coherent
-// device has none before the first call. No slot may be in use.
+// StagingMemory is the device memory that contains the slots' mirrors. For a coherent device, the first call
+// allocates it. No slot may be in use.
 func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
 	q.order.Lock()
 	defer q.order.Unlock()
@@ -131,7 +131,7 @@ func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
 	return device.Pointer(uintptr(q.c.arena.device)), q.pages.N, nil
 }
 
-// allocateOnce allocates the queue's scratch or staging, unless it is there. q.order is held.
+// allocateOnce allocates the queue's scratch or staging unless that exists. q.order is held.
 func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	var e C.struct_owcu_error
 	if *which == 0 && C.owcu_queue_alloc(q.c, which, C.uint64_t(n), &e) != 0 {
@@ -140,8 +140,7 @@ func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	return nil
 }
 
-// Put returns a slot that was not submitted. Returning one twice is a bug, and
-// panics.
+// Put returns a slot that was not submitted. Returning a slot twice is a bug and panics.
 func (q *Queue) Put(s device.Slot) {
 	own := s.(*Slot)
 	if !own.owned {
@@ -151,19 +150,18 @@ func (q *Queue) Put(s device.Slot) {
 	q.free.putSlot(own)
 }
 
-// Submit copies the first n bytes of a slot to the device, unless its kernels read them
-// in place, and decodes each task's chunk to its Dst, in device memory. It takes the slot
-// back, whatever it returns. Checksums are compared here after CheckOnSubmit, along with the decoding,
-// which is safe for any bytes; else the caller has compared them. Everything else about
-// the chunks is checked here in any case.
+// Submit copies the first n bytes of a slot to the device, unless its kernels read them in place, and decodes
+// each task's chunk to its Dst in device memory. It takes the slot back, even if it returns an error. After
+// CheckOnSubmit, checksums are compared here along with the decoding, which is safe for any bytes. Otherwise the
+// caller has compared them. Everything else about the chunks is always checked here.
 //
-// done is called once for each task when its bytes are in place or its error is known: by another
-// goroutine or, of a polled queue, by the caller of FinishEnded or Close. It must not wait for this
-// queue. If Submit returns an error, done is not called, and nothing writes any more.
+// done is called once for each task when its bytes are in place or its error is known. It is called by another
+// goroutine or, for a polled queue, by the caller of FinishEnded or Close. It must not wait for this queue. If
+// Submit returns an error, done is not called, and nothing is written any more.
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	s, isBegun := slot.(*Slot), false
 	defer func() {
-		if !isBegun && s.owned { // a panic: Close waits for every slot
+		if !isBegun && s.owned { // after a panic: Close waits for every slot
 			q.Put(s)
 		}
 	}()
@@ -172,7 +170,7 @@ func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, don
 	return q.submitJoined(s)
 }
 
-// submitJoined queues the work of a slot that has begun, and of those with it.
+// submitJoined queues the work of a slot that has begun, and of the slots joined to it.
 func (q *Queue) submitJoined(s *Slot) error {
 	q.order.Lock()
 	defer q.order.Unlock()
@@ -194,9 +192,8 @@ func (q *Queue) submitJoined(s *Slot) error {
 	return nil
 }
 
-// queueRound queues as many of a piece's tasks as the tables hold. It waits for every
-// round but the last, since the next one overwrites the tables; pieces that need
-// several are rare. q.order is held.
+// queueRound queues as many of a piece's tasks as the tables hold. It waits for every round except the last,
+// since the next round overwrites the tables. Pieces that need several rounds are rare. q.order is held.
 func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	if b.pieceNeedsScratch {
 		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
@@ -237,28 +234,28 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	return nil
 }
 
-// Drain waits until everything submitted has landed and its done calls have returned, or for the end of ctx: then
-// work continues, and Close waits for it. It returns the error that broke the queue, if there is one.
+// Drain waits until everything submitted has landed and its done calls have returned, or until ctx ends. In the
+// latter case work continues, and Close waits for it. Drain returns the error that broke the queue, if any.
 func (q *Queue) Drain(ctx context.Context) error { return q.end.drain(ctx) }
 
-// UsePolling makes the queue a polled one until Close: no goroutine of its own finishes slots. Its user calls
-// FinishEnded again and again, since a thread that sleeps until the device wakes it, and then wakes others, is late by
-// hundreds of microseconds. Get and Drain may wait for these calls, which another goroutine then makes. UsePolling is
-// called while no slot is in use.
+// UsePolling makes the queue a polled one until Close: it has no goroutine that finishes slots. Its user calls
+// FinishEnded repeatedly. The reason is that a thread that sleeps until the device wakes it, and then wakes
+// others, is late by hundreds of microseconds. Get and Drain may wait for these calls, so another goroutine must
+// make them. No slot may be in use.
 func (q *Queue) UsePolling() { q.end.polled = true }
 
-// FinishEnded finishes the slots with work that has ended by now, on each stream in the order of submission: it calls
-// their done and takes them back. It reports whether there were any, and does not wait for the device.
+// FinishEnded finishes the slots if their work has ended by now, on each stream in the order of submission: it
+// calls their done and takes them back. It reports whether there were any, and does not wait for the device.
 func (q *Queue) FinishEnded() (worked bool) { return q.end.finishEnded() }
 
-// CountFlying is how many slots of a polled queue were submitted, and neither are finished nor being finished.
+// CountFlying is how many slots of a polled queue were submitted and are not finished or being finished.
 func (q *Queue) CountFlying() int { return q.end.countFlying() }
 
-// CountFree is how many slots TryGet would give now.
+// CountFree is how many slots TryGet could return now.
 func (q *Queue) CountFree() int { return len(q.free.tokens) }
 
-// Close waits for work in flight and until every slot is back, and returns the queue to its pool. It may be called
-// once.
+// Close waits for work in flight and until every slot is returned. It then returns the queue to its pool. It may
+// be called once.
 func (q *Queue) Close() {
 	if q.end.polled {
 		q.end.finishAll()
@@ -268,7 +265,7 @@ func (q *Queue) Close() {
 	for _, s := range q.slots {
 		q.free.putSlot(s)
 	}
-	_ = q.Drain(context.Background()) // the completer's last steps
+	_ = q.Drain(context.Background()) // waits for the completer's last steps
 	q.end.mu.Lock()
 	healthy := q.end.broken == nil && !q.closed
 	q.closed = true
@@ -285,7 +282,7 @@ func (q *Queue) tryFree() (gone bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_queue_free(q.c, &e)
 	if rc <= 0 {
-		q.pages.Free() // only now: they were registered
+		q.pages.Free() // only now, because they were registered
 	}
 	if rc != 0 {
 		err = q.pool.ctx.ErrorOf(unsafe.Pointer(&e))
@@ -293,10 +290,10 @@ func (q *Queue) tryFree() (gone bool, err error) {
 	return rc <= 0, err
 }
 
-// SubmitAll is Submit for each piece, in their order. Neighbours that wait for one event and are
-// loose, have no checksums, and lie as at their destinations, go up as one: each by its copies,
-// and they end together. An error is one of each task of the pieces that did not go up: unlike
-// Submit, it calls their done here, and returns none.
+// SubmitAll is Submit for each piece, in order. Neighbouring pieces are submitted as one if they wait for the
+// same event, are loose, have no checksums, and have the same layout in the slot as at their destinations. They
+// are copied separately and end together. Unlike Submit it returns no error: it calls done with the error for
+// each task of the pieces that were not submitted.
 func (q *Queue) SubmitAll(pieces []FilledSlot) {
 	count := 0
 	defer func() { // after a panic: Close waits for every slot
@@ -329,9 +326,9 @@ func (q *Queue) SubmitAll(pieces []FilledSlot) {
 	}
 }
 
-// FollowStream makes everything submitted from now on wait for the work that is queued now on a stream of the same
-// device: memory of torch's allocator may still be in use there. The number is DLPack's: 1 the legacy default stream,
-// 2 the thread's, else a handle.
+// FollowStream makes everything submitted from now on wait for the work that is queued now on a stream of the
+// same device, because memory of torch's allocator may still be in use there. The number is DLPack's: 1 is the
+// legacy default stream, 2 the thread's, any other number a handle.
 func (q *Queue) FollowStream(stream uintptr) error {
 	q.order.Lock()
 	defer q.order.Unlock()
@@ -345,8 +342,8 @@ func (q *Queue) FollowStream(stream uintptr) error {
 	return nil
 }
 
-// MeasureLink measures the link: count copies of n bytes from the queue's slots to their staging, and nothing else. No
-// slot may be in use.
+// MeasureLink measures the link with count copies of n bytes from the queue's slots to their staging. No slot may
+// be in use.
 func (q *Queue) MeasureLink(n int64, count int) (time.Duration, error) {
 	if n <= 0 || n > q.size || count <= 0 {
 		return 0, errs.New(errs.ErrArgument, "cannot copy %d bytes %d times: expected 1 to %d bytes, once or more", n,
@@ -372,19 +369,19 @@ func (q *Queue) MeasureLink(n int64, count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
-// PinnedBytes is how many bytes of host memory are registered for the queue; the staging on the device, where there is
-// one, has the same size.
+// PinnedBytes is how many bytes of host memory are registered for the queue. The staging on the device, if there
+// is one, has the same size.
 func (q *Queue) PinnedBytes() int64 { return q.pages.N }
 
 // Asynchronous is true: a completer reports what has landed.
 func (q *Queue) Asynchronous() bool { return true }
 
-// CanCheck reports whether Submit compares checksums: where the bytes are copied to the device. From a coherent
-// device's slots the kernels would read them twice.
+// CanCheck reports whether Submit compares checksums. It does if the bytes are copied to the device. On a
+// coherent device the kernels would read the slots twice.
 func (q *Queue) CanCheck() bool { return !q.inPlace }
 
-// TraceTimes calls trace for every piece that has landed, with the times of its copy and of its kernels; nil ends this.
-// No piece may be in flight. For a piece of several rounds it reports the last.
+// TraceTimes calls trace for every piece that has landed, with the times of its copy and of its kernels; nil
+// stops that. No piece may be in flight. For a piece of several rounds it reports the last round.
 func (q *Queue) TraceTimes(trace device.TraceFunc) error {
 	if err := q.end.deviceError(); err != nil {
 		return err
@@ -398,9 +395,9 @@ func (q *Queue) TraceTimes(trace device.TraceFunc) error {
 	return err
 }
 
-// CastAndWait converts the elements of src, of type from, to elements of type to at dst,
-// on the device, and waits: floats of 32 and 16 bits into one another, and of 8
-// bits into those. src, at a multiple of 16, and dst must not overlap.
+// CastAndWait converts the elements of src, of type from, to elements of type to at dst, on the device, and
+// waits. It converts floats of 32 and 16 bits into one another, and floats of 8 bits into those. src must be at a
+// multiple of 16. src and dst must not overlap.
 func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
 	c := device.Cast{From: from, To: to}
 	if !CanCast(c) {
@@ -411,7 +408,7 @@ func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, t
 	if n*in != src.Bytes || n*out != dst.Bytes {
 		return errs.New(errs.ErrArgument, "cast of %d bytes of %v to %d bytes of %v", src.Bytes, from, dst.Bytes, to)
 	}
-	const step = 64 << 20 // elements that fit into the tables at once
+	const step = 64 << 20 // elements that fit into the tables at a time
 	for at := int64(0); at < n; at += step {
 		s, err := q.Get(ctx)
 		if err != nil {

@@ -15,33 +15,33 @@ import (
 
 // A Slot is the staging memory of one piece. The caller that got it owns it until Submit or Put.
 //
-// It has status words, tables and bytes in pinned memory; its mirror, in the staging on the device, has the same
+// It has status words, tables and bytes in pinned memory. Its mirror in the staging on the device has the same
 // layout. Tables are written right before the bytes, so that one copy usually takes both.
 type Slot struct {
 	q      *Queue
 	c      *C.struct_owcu_slot
 	index  int
 	owned  bool
-	reader int // the only one that filled it last; or anyone
+	reader int // the reader that filled it last, or anyone
 	mem    slotMemory
 
 	// The submission.
 	modes  slotModes
-	joined []*Slot // their work is part of this one's; see SubmitAll
-	copied int64   // bytes, for the trace
+	joined []*Slot // the work of these slots is part of this slot's work; see SubmitAll
+	copied int64   // bytes copied, for the trace
 	build  pieceBuilder
 
 	result slotResult
 }
 
-// A slotMemory is where the bytes of a slot's piece are.
+// A slotMemory says where the bytes of a slot's piece are.
 type slotMemory struct {
 	own    []byte         // pinned
-	at     int64          // of own, in the queue's memory
-	host   unsafe.Pointer // of own
-	dev    uint64         // of own, where the kernels read it: in the staging, or in place
-	view   []byte         // registered memory used in place of own; nil: none
-	onDev  uint64         // device memory used in place of own; 0: none
+	at     int64          // offset of own in the queue's memory
+	host   unsafe.Pointer // host address of own
+	dev    uint64         // address of own for the kernels: in the staging, or in place
+	view   []byte         // registered memory used instead of own; nil if none
+	onDev  uint64         // device memory used instead of own; 0 if none
 	devLen int64
 }
 
@@ -52,14 +52,14 @@ type slotModes struct {
 	sumOnly bool // see SumOnly
 }
 
-// A slotResult is what becomes of a slot's tasks.
+// A slotResult collects the results of a slot's tasks.
 type slotResult struct {
 	count    int
 	done     func(task int, err error)
 	failures map[int]error // by task
 }
 
-// ownFresh makes the slot its caller's, as if it were new.
+// ownFresh gives the slot to its caller in the state of a new one.
 func (s *Slot) ownFresh() {
 	s.owned, s.modes, s.mem.view, s.mem.onDev = true, slotModes{}, nil, 0
 	s.c.after, s.c.nbehind = nil, 0
@@ -73,8 +73,8 @@ func (s *Slot) Memory() []byte {
 	return s.mem.own
 }
 
-// View replaces the slot's bytes by b until the slot is back: memory that was registered (memory.Register), from
-// which the device then copies.
+// View replaces the slot's bytes by b until the slot is returned. b must be registered (memory.Register), since
+// the device copies from it.
 func (s *Slot) View(b []byte) {
 	if !s.owned || len(b) > len(s.mem.own) {
 		panic("cuda: a slot that is not the caller's, or more memory than it has")
@@ -82,8 +82,8 @@ func (s *Slot) View(b []byte) {
 	s.mem.view = b
 }
 
-// ViewMirror is the slot's memory in the staging on the device, if there is one. A caller that asks for it puts the
-// piece's bytes there before Submit, which then copies only its tables; as with ViewDevice.
+// ViewMirror is the slot's memory in the staging on the device, if there is any. A caller that asks for it writes
+// the piece's bytes there before Submit, which then only copies its tables, as with ViewDevice.
 func (s *Slot) ViewMirror() unsafe.Pointer {
 	if s.q.c.arena.device == 0 {
 		return nil
@@ -93,10 +93,10 @@ func (s *Slot) ViewMirror() unsafe.Pointer {
 	return device.Pointer(uintptr(at))
 }
 
-// ViewDevice replaces the slot's bytes, until the slot is back, by n bytes at p in memory of the slot's own device:
-// they are not copied. p is a multiple of 16. The caller has waited for the work that wrote them (FollowStream) and
-// compared their checksums. The host does not see them: before the kernels, which are safe for any bytes, only the
-// chunks' records are checked.
+// ViewDevice replaces the slot's bytes, until the slot is returned, by n bytes at p in memory of the slot's own
+// device. They are not copied. p is a multiple of 16. The caller has waited for the work that wrote them
+// (FollowStream) and has compared their checksums. The host does not see them, so it only checks the chunks'
+// records; the kernels are safe for any bytes.
 func (s *Slot) ViewDevice(p uintptr, n int64) {
 	if !s.owned || p == 0 || p%16 != 0 {
 		panic("cuda: a slot that is not the caller's, or memory that is not aligned")
@@ -107,7 +107,7 @@ func (s *Slot) ViewDevice(p uintptr, n int64) {
 // isReadInPlace reports whether the kernels read the slot's piece without a copy to the staging.
 func (s *Slot) isReadInPlace() bool { return s.mem.onDev != 0 || s.q.inPlace }
 
-// capacityBytes is how many bytes the slot has now.
+// capacityBytes is how many bytes the slot can have now.
 func (s *Slot) capacityBytes() int64 {
 	if s.mem.onDev != 0 {
 		return s.mem.devLen
@@ -119,16 +119,16 @@ func (s *Slot) capacityBytes() int64 {
 func (s *Slot) CheckOnSubmit() { s.modes.checks = true }
 
 // SumOnly makes the slot's next Submit only compare the checksums of its tasks, with bytes in device memory
-// (ViewDevice): it writes nothing to their destinations.
+// (ViewDevice). It writes nothing to their destinations.
 func (s *Slot) SumOnly() { s.modes.sumOnly = true }
 
-// AllowGapWrites lets the slot's next Submit also write the bytes between the destinations of neighbouring tasks,
-// fewer than GapLimit: what lies alike in the slot and at its destinations then goes there in one copy, without the
-// staging and without a kernel.
+// AllowGapWrites lets the slot's next Submit also overwrite the bytes between the destinations of neighbouring
+// tasks, fewer than GapLimit. Tasks with the same layout in the slot and at their destinations are then copied at
+// once, without staging or a kernel.
 func (s *Slot) AllowGapWrites() { s.modes.loose = true }
 
-// FollowEvent makes the slot's next Submit wait for an event before it writes to destinations, though its bytes may
-// be copied to the staging before. nil: it waits for none.
+// FollowEvent makes the slot's next Submit wait for an event before it writes to destinations. Its bytes may be
+// copied to the staging before that. nil means no event.
 func (s *Slot) FollowEvent(event *Event) {
 	s.c.after = nil
 	if event != nil {
@@ -136,7 +136,7 @@ func (s *Slot) FollowEvent(event *Event) {
 	}
 }
 
-// DelayKernels makes the kernels of the slot's next Submit wait for what is queued on these streams then, at most
+// DelayKernels makes the kernels of the slot's next Submit wait for what is then queued on these streams, at most
 // OWCU_BEHIND of them. The numbers are as for FollowStream.
 func (s *Slot) DelayKernels(streams ...uintptr) {
 	for i, stream := range streams {
@@ -145,11 +145,12 @@ func (s *Slot) DelayKernels(streams ...uintptr) {
 	s.c.nbehind = C.uint32_t(len(streams))
 }
 
-// EndEvent is the event of the end of the slot's last Submit. It stays that until the slot, once it is back, is
-// submitted again. The slot's queue owns it.
+// EndEvent is the event at the end of the slot's last Submit. It stays valid until the slot has been returned and
+// is submitted again. The slot's queue owns it.
 func (s *Slot) EndEvent() *Event { return &Event{ctx: s.q.pool.ctx, c: s.c.done} }
 
-// beginPiece takes the slot, and what is to be done with its first n bytes. After a panic its caller still owns it.
+// beginPiece takes over the slot and what is to be done with its first n bytes. After a panic the caller still
+// owns the slot.
 func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
 	if !s.owned || n < 0 || n > s.capacityBytes() {
 		panic("cuda: a slot that is not the caller's, or a piece larger than it")
@@ -175,7 +176,7 @@ func (s *Slot) tryJoinSlot(other *Slot) bool {
 	return true
 }
 
-// callDone calls done for each task of a slot, also after a panic of one.
+// callDone calls done for each task of a slot, even after one of these calls panics.
 func (s *Slot) callDone(err error) {
 	for i := range s.result.count {
 		each := s.result.failures[i]
@@ -186,7 +187,7 @@ func (s *Slot) callDone(err error) {
 	}
 }
 
-// lastStream is the stream on which the slot's work ends, as submit_slot in queue.c has it.
+// lastStream is the stream on which the slot's work ends. It must match submit_slot in queue.c.
 func (s *Slot) lastStream() int {
 	if s.c.nlaunches == 0 {
 		return 0
@@ -194,7 +195,7 @@ func (s *Slot) lastStream() int {
 	return int(1+s.c.stream) % C.OWCU_STREAMS
 }
 
-// tensorBytes is the tensor bytes of a slot's tasks.
+// tensorBytes is the number of tensor bytes of a slot's tasks.
 func (s *Slot) tensorBytes() (n int64) {
 	for i := range s.build.tasks {
 		n += int64(s.build.tasks[i].Chunk.Logical)
@@ -202,14 +203,14 @@ func (s *Slot) tensorBytes() (n int64) {
 	return n
 }
 
-// An Event is the end of a slot's work, by which queues and streams are ordered. It refers to the slot's last Submit;
-// before the first, waiting for it returns at once.
+// An Event is the end of a slot's work. Queues and streams wait for it. It refers to the slot's last Submit;
+// before the first Submit, waiting for it returns at once.
 type Event struct {
 	ctx *driver.Context
 	c   C.owcu_handle
 }
 
-// MakeStreamWait makes a stream wait for the event, if there is one; the stream's number is as for FollowStream.
+// MakeStreamWait makes a stream wait for the event, if there is one. The stream's number is as for FollowStream.
 func (v *Event) MakeStreamWait(stream uintptr) error {
 	if v == nil {
 		return nil

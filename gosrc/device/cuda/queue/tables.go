@@ -32,7 +32,7 @@ const (
 type tables struct {
 	used     int // bytes
 	chunks   []C.ow_x16_chunk
-	owner    []int // task of each chunk
+	owner    []int // task number of each chunk
 	moves    []C.ow_move
 	casts    []C.ow_cast
 	segs     []C.ow_x16_seg
@@ -41,17 +41,17 @@ type tables struct {
 	sums     []summedChunk
 	launches []launch
 
-	// The batch that is being filled: segments by transform, moves and casts of chunks that fit in scratch.
+	// The batch that is being filled: segments by transform, moves, and casts of chunks that fit in scratch.
 	pendingSegs [8][]C.ow_x16_seg
 	moved       []C.ow_part
 	cast        []C.ow_part
 }
 
-// A launch is a kernel and its items: in segs, for moves and casts in parts, for checksums in crcs.
+// A launch is a kernel and its items. They are in segs, for moves and casts in parts, for checksums in crcs.
 type launch struct{ kernel, first, n int }
 
-// A summedChunk is a chunk of a round that has its checksum compared. Its parts end where those of the next one
-// begin.
+// A summedChunk is a chunk of a round that has its checksum compared. Its parts end where the parts of the next
+// one begin.
 type summedChunk struct {
 	slot         *Slot
 	task, first  int
@@ -67,14 +67,14 @@ func (t *tables) reset() {
 
 // haveSpace reports whether n more bytes of tables fit.
 func (t *tables) haveSpace(n int) bool {
-	// The launches of this batch and the next, that of the checksums, and the tables' rounding.
+	// Count the launches of this batch and the next, that of the checksums, and the rounding of the tables.
 	return t.used+n+64 <= tableBytes && len(t.launches)+2*(len(t.pendingSegs)+2)+1 <= C.OWCU_LAUNCHES
 }
 
 // haveWords reports whether n more status words fit.
 func (t *tables) haveWords(n int) bool { return len(t.chunks)+len(t.crcs)+n <= MaxWords }
 
-// addChunk adds an X16 chunk at src of n segments, to be decoded to dst.
+// addChunk adds an X16 chunk at src, of n segments, to be decoded to dst.
 func (t *tables) addChunk(owner int, chunk *tensor.Chunk, src, dst uint64, n int) {
 	k := len(t.chunks)
 	t.chunks = append(t.chunks, C.ow_x16_chunk{
@@ -88,7 +88,7 @@ func (t *tables) addChunk(owner int, chunk *tensor.Chunk, src, dst uint64, n int
 	}
 }
 
-// countCastParts is into how many parts a task's cast is cut.
+// countCastParts is the number of parts into which a task's cast is cut.
 func countCastParts(task *device.DecodeTask) (elements, parts int) {
 	n := int(task.Chunk.Logical) / (task.Cast.From.Bits() / 8)
 	return n, sizes.CeilDiv(n, C.OW_CAST_PART)
@@ -128,7 +128,7 @@ func (t *tables) addMoves(moves []C.ow_move) {
 	}
 }
 
-// reserveForSum reports whether the parts of a task's chunk fit, along with a word of its own, and reserves their
+// reserveForSum reports whether the parts of a task's chunk and a status word for it fit, and reserves their
 // space.
 func (t *tables) reserveForSum(task *device.DecodeTask) bool {
 	n := sizes.CeilDiv(int(task.Chunk.Stored), C.OW_CRC_PART)
@@ -139,8 +139,8 @@ func (t *tables) reserveForSum(task *device.DecodeTask) bool {
 	return true
 }
 
-// addSumParts adds the parts of a task's chunk, which the device has at `at`. They are cut from its end on, so that
-// they have whole parts after them.
+// addSumParts adds the parts of a task's chunk, which is at address `at` on the device. They are cut from its
+// end, so that only whole parts follow each one.
 func (t *tables) addSumParts(slot *Slot, index int, task *device.DecodeTask, at uint64) {
 	n := uint64(task.Chunk.Stored)
 	t.sums = append(t.sums, summedChunk{slot, index, len(t.crcs), task.Chunk.Stored, task.Chunk.Sum})
@@ -166,7 +166,7 @@ func (t *tables) appendLaunches() {
 	t.cast = t.appendParts(kernelCast, t.cast)
 }
 
-// appendParts adds a launch of parts, and empties them.
+// appendParts adds a launch of parts, and clears them.
 func (t *tables) appendParts(kernel int, parts []C.ow_part) []C.ow_part {
 	if n := len(parts); n > 0 {
 		t.launches = append(t.launches, launch{kernel, len(t.parts), n})
@@ -175,13 +175,14 @@ func (t *tables) appendParts(kernel int, parts []C.ow_part) []C.ow_part {
 	return parts[:0]
 }
 
-// size is how many bytes the tables have, rounded up to what follows them.
+// size is the size of the tables in bytes, rounded up for what follows them.
 func (t *tables) size() int {
 	return sizes.RoundUp(len(t.chunks)*chunkSize+len(t.moves)*moveSize+len(t.casts)*castSize+len(t.segs)*segSize+
 		len(t.parts)*partSize+len(t.crcs)*crcSize, 16)
 }
 
-// write writes the tables, which kernels read at dev, and the slot's launches. head is the slot's status words.
+// write writes the tables, which kernels read at dev, and the slot's launches. head points to the slot's status
+// words.
 func (t *tables) write(table, head unsafe.Pointer, dev uint64, slot *C.struct_owcu_slot) {
 	if n := len(t.crcs); n > 0 {
 		t.launches = append(t.launches, launch{kernelCRC, 0, n})

@@ -17,10 +17,10 @@ type arena struct {
 	on    *Streams
 	pages memory.Pages
 	c     C.struct_owcu_arena
-	pads  []*pad // into which it is cut for batches
+	pads  []*pad // the pads that it is cut into for batches
 }
 
-// newArena allocates `bytes` of the host and `room` of the device; see owcu_arena_new.
+// newArena allocates `bytes` on the host and `room` on the device; see owcu_arena_new.
 func newArena(on *Streams, bytes, room int64, streams, events, sleepers int, what string) (*arena, error) {
 	p, err := memory.NewPages(bytes, on.ctx.NearNode())
 	if err != nil {
@@ -69,8 +69,8 @@ func (a *arena) tryFree() (gone bool, err error) {
 	return rc <= 0, err
 }
 
-// A pad is the memory of one batch: its status words, table and rows. While its kernels may run, batch is
-// set, unless no one refers to the Batch.
+// A pad is the memory of one batch: its status words, table and rows. While its kernels may be running, batch is
+// set, unless the Batch is no longer referenced.
 type pad struct {
 	on          *Streams
 	host        unsafe.Pointer
@@ -81,8 +81,8 @@ type pad struct {
 	batch       *Batch
 }
 
-// wait waits for the pad's last batch. isKnown: it has ended, and err is its error; else the driver has
-// answered nothing.
+// wait waits for the pad's last batch. If isKnown is true the batch has ended and err is its error. Otherwise the
+// driver gave no answer.
 func (p *pad) wait() (isKnown bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_wait_batch(p.on.c, p.done, &e)
@@ -92,8 +92,8 @@ func (p *pad) wait() (isKnown bool, err error) {
 	return rc != C.OWCU_UNKNOWN, err
 }
 
-// finish waits for the pad's last batch, and sets its result. After an error the pad stays in use: nothing is
-// known of its kernels.
+// finish waits for the pad's last batch and sets its result. After an error the pad stays in use, because the
+// state of its kernels is unknown.
 func (p *pad) finish() error {
 	if !p.used {
 		return nil

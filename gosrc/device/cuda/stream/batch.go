@@ -36,8 +36,7 @@ const (
 	batchHash
 )
 
-// decoders are the kernels that decode rows of items, by nvCOMP's number of the
-// algorithm.
+// decoders are the kernels that decode rows of items, by nvCOMP's algorithm number.
 var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy,
 	C.OW_STREAM_CASCADED: batchCascaded}
 
@@ -49,7 +48,7 @@ func CanDecode(format uint32) bool {
 
 const (
 	padBytes  = 16 << 10 // pinned: status words, then the table
-	padRoom   = 64 << 10 // on the device: the table, then rows
+	padRoom   = 64 << 10 // on the device: the table, then the rows
 	padCount  = 128      // batches in flight before the next one waits
 	rowBytes  = int(unsafe.Sizeof(C.ow_batch_item{}))
 	headSize  = int(unsafe.Sizeof(C.ow_stream_head{}))
@@ -57,7 +56,7 @@ const (
 	peekSize  = int(unsafe.Sizeof(C.ow_stream_peek_t{}))
 )
 
-// Batches are the batches of bitstreams of a device.
+// Batches runs the batches of bitstreams of a device.
 type Batches struct {
 	on      *Streams
 	kernels *driver.Kernels
@@ -66,25 +65,25 @@ type Batches struct {
 	waiting int // callers in Wait: their events must not be destroyed
 	small   *arena
 	next    int
-	large   []*arena // of one pad each
+	large   []*arena // each has one pad
 }
 
-// NewBatches is the batches of a device with these streams; x16 is the module of their kernels.
+// NewBatches makes the batches of a device with these streams. x16 is the module of their kernels.
 func NewBatches(on *Streams, x16 *driver.Module) *Batches {
 	return &Batches{on: on, kernels: x16.Kernels(batchNames)}
 }
 
 // A Batch is work queued on a stream.
 type Batch struct {
-	d     *Batches // its mu guards the rest
+	d     *Batches // its mu guards the other fields
 	n     int
-	pad   *pad // nil: words and err are known
+	pad   *pad // nil once words and err are known
 	words []uint32
 	peeks []C.ow_stream_peek_t
 	err   error
 }
 
-// Trim frees the memory of batches that are done, unless a caller waits for one.
+// Trim frees the memory of finished batches, unless a caller waits for one.
 func (d *Batches) Trim() (err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -189,12 +188,12 @@ func padSizes(n, rows int) (bytes, room int) {
 // rowsOffset is the offset of the rows on the device.
 func rowsOffset(n int) int { return (headSize + n*entrySize + 255) &^ 255 }
 
-// MaxBatch is the most streams, and the most chunks in them, of one batch.
+// MaxBatch is the most streams in one batch, and the most chunks in these streams.
 const MaxBatch = 1 << 24
 
-// Decode queues the decoding of streams of one algorithm on the caller's stream,
-// after what is queued now on those of `on.After`. It does not wait: sources and
-// destinations must stay valid and unchanged until the Batch is done.
+// Decode queues the decoding of streams of one algorithm on the caller's stream, after what is queued now on the
+// streams of `on.After`. It does not wait: sources and destinations must stay valid and unchanged until the Batch
+// is done.
 func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, error) {
 	rows := 0
 	for i := range streams {
@@ -225,9 +224,8 @@ func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, 
 	})
 }
 
-// Peek returns what streams say about the length of their content, and waits for
-// the answer. It uses only Src and Stored. Of raw blocks only those of X16 and
-// Snappy know it.
+// Peek returns what streams say about the length of their content, and waits for the answer. It only uses Src and
+// Stored. Among raw blocks, only those of X16 and Snappy state the length.
 func (d *Batches) Peek(on Order, kind Kind, format uint32, streams []Bitstream) ([]StreamInfo, error) {
 	if len(streams) == 0 {
 		return nil, nil
@@ -253,18 +251,17 @@ func (d *Batches) Peek(on Order, kind Kind, format uint32, streams []Bitstream) 
 	return out, nil
 }
 
-// A kernelStep is a launch of a kernel, by its number, for n items, with `threads` threads each,
-// in blocks of `block` threads (0: eight warps). items: it takes only rows.
+// A kernelStep is a launch of a kernel, by number, for n items, with `threads` threads each, in blocks of `block`
+// threads (0 means eight warps). items says that it only takes rows.
 type kernelStep struct {
 	kernel, n, threads, block, shared int
 	items                             bool
 }
 
-// Encode queues the encoding of contents to X16 streams. Src and Size of a Bitstream
-// are the content, Dst and Stored the space for the stream; all are multiples of
-// 16, and so is Chunk if there are several chunks. Arg is the transform of X16 (0:
-// store as it is). scratch is device memory for a block of every chunk, of EncodeScratchSize
-// bytes. Batch.EncodedSizes returns the lengths of the streams.
+// Encode queues the encoding of contents to X16 streams. Src and Size of a Bitstream describe the content, Dst
+// and Stored the space for the stream. All are multiples of 16, and so is Chunk if there are several chunks. Arg
+// is the transform of X16 (0 stores the content as it is). scratch is device memory for a block of every chunk,
+// of EncodeScratchSize bytes. Batch.EncodedSizes returns the lengths of the streams.
 func (d *Batches) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, error) {
 	rows := 0
 	for i := range streams {
@@ -293,8 +290,8 @@ func (d *Batches) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch,
 	})
 }
 
-// batchWork describes a batch. rows is 0 if streams are inspected only; few: the table goes
-// with the launch; answers: the kernels write an answer for each stream.
+// batchWork describes a batch. rows is 0 if streams are only inspected. few says that the table goes with the
+// launch, and answers that the kernels write an answer for each stream.
 type batchWork struct {
 	format  uint32
 	streams []Bitstream
@@ -304,7 +301,7 @@ type batchWork struct {
 	scratch uint64
 }
 
-// asCStep is the step as C has it, of the kernels of batches, for a table, its rows and status words.
+// asCStep is the step in C's form, for a table, its rows and status words.
 func (s kernelStep) asCStep(kernels []driver.Handle, table, rows, status uint64) C.struct_owcu_step {
 	if s.block == 0 {
 		s.block = 32 * C.OW_X16_WARPS
@@ -387,7 +384,7 @@ func (d *Batches) startBatch(on Order, work batchWork, plan func(split int) []ke
 	return batch, nil
 }
 
-// encodedBlockSpace is the space for an encoded block: no block is longer than its chunk.
+// encodedBlockSpace is the space for encoded blocks: no block is longer than its chunk.
 func encodedBlockSpace(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n = max(n, min(streams[i].Chunk, streams[i].Size))
@@ -403,7 +400,7 @@ func EncodeScratchSize(streams []Bitstream) (n int64) {
 	return n * encodedBlockSpace(streams)
 }
 
-// EncodedSizes returns the lengths of the streams of Encode, once Wait has returned.
+// EncodedSizes returns the lengths of Encode's streams. Wait must have returned.
 func (b *Batch) EncodedSizes() []int64 {
 	d := b.d
 	d.mu.Lock()
@@ -415,8 +412,8 @@ func (b *Batch) EncodedSizes() []int64 {
 	return out
 }
 
-// Done reports, without waiting, whether the batch is done. After a device error it
-// is, but not while the driver lets no one into the context.
+// Done reports, without waiting, whether the batch is done. After a device error it is, but not while the driver
+// refuses access to the context.
 func (b *Batch) Done() bool {
 	d := b.d
 	d.mu.Lock()
@@ -424,17 +421,16 @@ func (b *Batch) Done() bool {
 	return b.pad == nil || b.pad.isDone()
 }
 
-// Wait waits for the batch and returns the result of each stream, nil if all are
-// good, and the device's error. If Done is false after that, the driver has answered nothing: the
-// batch may still run, and Wait may be called again.
+// Wait waits for the batch. It returns the result of each stream, nil if all are good, and the device's error. If
+// Done is false afterwards, the driver gave no answer: the batch may still be running, and Wait may be called
+// again.
 func (b *Batch) Wait() ([]error, error) {
 	d := b.d
 	d.mu.Lock()
 	if p := b.pad; p != nil {
 		d.waiting++
 		d.mu.Unlock()
-		// The pad may be used by a later batch meanwhile; this batch's result is
-		// set before that.
+		// A later batch may use the pad meanwhile. This batch's result is set before that.
 		isKnown, err := p.wait()
 		d.mu.Lock()
 		d.waiting--

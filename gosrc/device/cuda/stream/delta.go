@@ -21,8 +21,8 @@ import (
 // Deltas encodes and applies XOR deltas (codec/delta) of memory on a device.
 type Deltas struct {
 	On *Resident
-	// Batch is how many stored bytes are on the way at once in each table: the host copies those of one batch while
-	// the device works on the other. 0: 32 MiB.
+	// Batch is how many stored bytes are in flight in each table: the host copies one batch while the device
+	// works on the other. 0 means 32 MiB.
 	Batch int
 }
 
@@ -51,10 +51,10 @@ func checkDelta(chunks []DeltaChunk) error {
 	return nil
 }
 
-// A deltaBatch is the chunks [lo, hi). Their rows and stored chunks take bytes.
+// A deltaBatch is the chunks [lo, hi). bytes is the size of their rows and stored chunks.
 type deltaBatch struct{ lo, hi, bytes int }
 
-// divideIntoBatches cuts chunks into batches by their stored bytes. stored gives those of one.
+// divideIntoBatches divides chunks into batches by their stored bytes, which stored returns for one chunk.
 func (d Deltas) divideIntoBatches(n int, stored func(i int) int) (batches []deltaBatch) {
 	most := cmp.Or(d.Batch, deltaBatchBytes)
 	for i := range n {
@@ -69,15 +69,15 @@ func (d Deltas) divideIntoBatches(n int, stored func(i int) int) (batches []delt
 	return batches
 }
 
-// runBatchesAtOnce calls f for each batch, for as many at once as there are tables.
+// runBatchesAtOnce calls f for each batch, with as many calls at once as there are tables.
 func runBatchesAtOnce(batches []deltaBatch, f func(batch deltaBatch, tableIndex int) error) error {
 	return spawn.Each(context.Background(), "cuda delta batch", residentTables, len(batches), func(i int) error {
 		return f(batches[i], i%residentTables)
 	})
 }
 
-// ReserveApply gets the memory that ApplyDelta of these chunks takes, so that it does not
-// run out of it half-way.
+// ReserveApply allocates the memory that ApplyDelta of these chunks needs, so that it cannot run out of memory
+// half-way.
 func (d Deltas) ReserveApply(chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err
@@ -90,9 +90,9 @@ func (d Deltas) ReserveApply(chunks []DeltaChunk) error {
 	return d.On.reserve(most, len(batches))
 }
 
-// ApplyDelta XORs deltas into the device's memory, after what is queued on the caller's
-// stream, and waits. The same again undoes it. After an error it has undone what it did,
-// unless the device is lost. Chunks without stored bytes are left alone.
+// ApplyDelta XORs deltas into the device's memory, after what is queued on the caller's stream, and waits.
+// Applying the same deltas again undoes it. After an error it has undone its changes, unless the device is lost.
+// It skips chunks without stored bytes.
 func (d Deltas) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err
@@ -155,9 +155,8 @@ func callOnAllCores(n, step int, f func(i int)) {
 	})
 }
 
-// EncodeDelta sets Stored of each chunk to the delta from Base to Now, as delta.Encode
-// makes it (nil: they are equal), after what is queued on the caller's stream. progress is
-// called with bytes of chunks.
+// EncodeDelta sets Stored of each chunk to the delta from Base to Now, as delta.Encode makes it (nil if they are
+// equal), after what is queued on the caller's stream. progress is called with bytes of chunks.
 func (d Deltas) EncodeDelta(ctx context.Context, on Order, chunks []DeltaChunk, progress func(n int64)) error {
 	for i := range chunks {
 		chunks[i].Stored = nil
@@ -210,7 +209,7 @@ func (d Deltas) encodeDelta(on Order, chunks []DeltaChunk) error {
 	})
 }
 
-// writeDeltaBatch gets the deltas of some chunks with rows that were measured.
+// writeDeltaBatch writes the deltas of some chunks with measured rows.
 func (d Deltas) writeDeltaBatch(on Order, tableIndex int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
 	bytes int) error {
 	head := deltaRow * len(some)

@@ -20,19 +20,18 @@ const (
 	packRows = 1024 // ranges of a slot
 	tailRoom = (blocksum.MaxTail + 15) &^ 15
 	itemSize = int(unsafe.Sizeof(C.ow_batch_item{}))
-	// A chunk of 1 MiB has eight segments, a warp each: blocks of twice the threads of
-	// a large batch, since few blocks run at once and the time of each counts.
+	// A chunk of 1 MiB has eight segments, with a warp for each. The blocks have twice the threads of those of a
+	// large batch, since few blocks run at once and the time of each counts.
 	packThreads = 256
 	leastSlots  = 3
 )
 
-// packSlot is how many bytes a slot encodes at a time; tests make it smaller.
+// packSlot is how many bytes a slot encodes at a time. Tests make it smaller.
 var packSlot int64 = 16 << 20
 
-// A Packer copies device memory to pinned memory of the host, and encodes it on the
-// way, in the slots of a ring. Slots are independent; of one slot, Encode, QueueFetches and
-// Wait are called in this order. It works on streams of its own and waits for no other
-// work: what writes the memory must have ended.
+// A Packer copies device memory to pinned host memory and encodes it on the way, in the slots of a ring. Slots
+// are independent. For one slot, Encode, QueueFetches and Wait are called in this order. A Packer works on
+// streams of its own and waits for no other work: work that writes the memory must have ended.
 type Packer struct {
 	on     *Streams
 	arena  *arena
@@ -42,8 +41,8 @@ type Packer struct {
 	hash   C.owcu_handle
 }
 
-// NewPacker makes a Packer, to be closed, which can also make sums where that is asked
-// for. It takes less device memory, down to an eighth, where there is little.
+// NewPacker makes a Packer, which the caller closes. With sums it can also compute sums. If device memory is
+// short, it takes less, down to an eighth.
 func NewPacker(d *Batches, sums bool) (*Packer, error) {
 	kernels, err := d.kernels.Get()
 	if err != nil {
@@ -64,20 +63,19 @@ func NewPacker(d *Batches, sums bool) (*Packer, error) {
 }
 
 // Close waits for the packer's own work and frees it.
-func (p *Packer) Close() { _ = p.on.mem.FreeNow(p.arena.tryFree) } // the reaper frees what the driver refuses
+func (p *Packer) Close() { _ = p.on.mem.FreeNow(p.arena.tryFree) } // the reaper retries if the driver refuses
 
-// SlotCount is how many slots there are.
+// SlotCount is the number of slots.
 func (p *Packer) SlotCount() int { return int(p.arena.c.nevents) }
 
-// SlotBytes is how many bytes a slot encodes at most, each range rounded up to 16.
+// SlotBytes is the most bytes that a slot encodes, with each range rounded up to 16.
 func (p *Packer) SlotBytes() int64 { return p.slot }
 
 // DeviceBytes is the device memory that the packer takes.
 func (p *Packer) DeviceBytes() int64 { return int64(p.SlotCount()) * p.slot }
 
-// Encode encodes ranges by the kernel of codec X16 and waits for it. A range without a
-// transform, one that is not aligned to 16 and one that gains too little stay as they
-// are.
+// Encode encodes ranges with the kernel of codec X16 and waits for it. A range stays as it is if it has no
+// transform, is not aligned to 16, or gains too little.
 func (p *Packer) Encode(slot int, all []PackedRange) error {
 	base := slot * int(p.pinned)
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]
@@ -127,8 +125,8 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 	return nil
 }
 
-// QueueSums queues the sums of the ranges that want them, for SumsAndTail once Wait has returned.
-// Encode may follow at once. The Packer was made with sums.
+// QueueSums queues the sums of the ranges that want them. SumsAndTail returns them once Wait has returned. Encode
+// may follow at once. The Packer must have been made with sums.
 func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	base := slot*int(p.pinned) + packRows*itemSize
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]
@@ -157,7 +155,7 @@ func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	})
 }
 
-// QueueFetches queues the copies of encoded ranges to their places, in pinned memory.
+// QueueFetches queues the copies of encoded ranges to their destinations in pinned memory.
 func (p *Packer) QueueFetches(slot int, all []PackedRange) error {
 	var copies []C.struct_owcu_fetch
 	for i := range all {
@@ -184,8 +182,8 @@ func (p *Packer) Wait(slot int) error {
 	return p.on.call(func(e *C.struct_owcu_error) C.int { return C.owcu_pack_wait(p.on.c, &p.arena.c, C.int(slot), e) })
 }
 
-// CopySamples copies n bytes from each address to the host and calls got with each, which
-// may keep nothing of them. No slot may be in use.
+// CopySamples copies n bytes from each address to the host and calls got with each. got must not keep the bytes.
+// No slot may be in use.
 func (p *Packer) CopySamples(at []uint64, n int64, got func(i int, b []byte)) error {
 	most := int(p.arena.pages.N / n)
 	for first := 0; first < len(at); first += most {

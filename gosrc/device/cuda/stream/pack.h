@@ -1,7 +1,7 @@
-// Device memory on its way to the host: chunks are encoded into the slots of a ring,
-// and what came of them is copied to pinned memory. They are those of a arena: its host's
-// memory has the items of all slots, and each slot has an event and a stream that encodes;
-// the last streams copy. Only owcu_pack_wait waits, and only for the slots' own work.
+// Declares the encoding of device memory on its way to the host. Chunks are encoded into the slots of a ring, and
+// the results are copied to pinned memory. The ring is an arena: its host memory has the items of all slots, and
+// each slot has an event and a stream that encodes; the last streams copy. Only owcu_pack_wait waits, and only
+// for the slots' own work.
 #ifndef OWCU_PACK_H
 #define OWCU_PACK_H
 
@@ -15,14 +15,14 @@ struct owcu_fetch {
 	uint64_t n;
 };
 
-// owcu_pack_launch launches kernel(items, n) a block an item.
+// owcu_pack_launch launches kernel(items, n) with one block per item.
 int owcu_pack_launch(owcu_handle ctx, const struct owcu_arena *arena, int slot, owcu_handle kernel, owcu_ptr items, uint32_t n,
                      uint32_t threads, struct owcu_error *e);
-// owcu_pack_fetch queues copies to pinned memory of what has been encoded.
+// owcu_pack_fetch queues copies of the encoded bytes to pinned memory.
 int owcu_pack_fetch(owcu_handle ctx, const struct owcu_arena *arena, int slot, uint64_t n,
                     const struct owcu_fetch *copies, struct owcu_error *e);
-// owcu_pack_wait waits for the slot's last encode or fetch. Whatever it returns, that
-// work has ended, unless the driver let no one into the context for five seconds.
+// owcu_pack_wait waits for the slot's last encode or fetch. Whatever it returns, that work has ended, unless the
+// driver refused access to the context for five seconds.
 int owcu_pack_wait(owcu_handle ctx, const struct owcu_arena *arena, int slot, struct owcu_error *e);
 
 #endif

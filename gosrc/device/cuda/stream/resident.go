@@ -31,13 +31,13 @@ type Resident struct {
 	tables  [residentTables]residentTable
 }
 
-// NewResident is such a runner on these streams. The module is loaded at its first use.
+// NewResident makes a Resident on these streams. The module is loaded at its first use.
 func NewResident(on *Streams, resident *driver.Module) *Resident {
 	return &Resident{on: on, kernels: resident.Kernels(residentNames)}
 }
 
-// residentTables is how many kernels may be on the way at once: while one runs, the host
-// fills the table of the next.
+// residentTables is how many kernels may be in flight at once: while one runs, the host fills the table of the
+// next.
 const residentTables = 2
 
 // A residentTable is the memory of a kernel's table.
@@ -46,14 +46,13 @@ type residentTable struct {
 	arena *arena     // of one pad
 }
 
-// A residentLaunch is a launch. The table has `room` bytes (0: `bytes`), the first `bytes` of
-// which are copied to the device; then `back` bytes from backAt on are answers that are
-// copied back. fill gets the table in host memory, and both it and args its address on
-// the device.
+// A residentLaunch is a launch. The table has `room` bytes (0 means `bytes`). Its first `bytes` are copied to the
+// device. The `back` bytes from backAt on are answers and are copied back. fill gets the table in host memory;
+// fill and args get its address on the device.
 type residentLaunch struct {
 	kernel, grid, block int
 	tableIndex          int
-	blocks              int // of a processor at most, 0: any
+	blocks              int // at most, per processor; 0 means any number
 	bytes, room         int
 	back, backAt        int
 	fill                func(table unsafe.Pointer, dev uint64)
@@ -61,7 +60,7 @@ type residentLaunch struct {
 	take                func(answers unsafe.Pointer)
 }
 
-// ensurePad returns the memory of a table of that many bytes. Its lock is held.
+// ensurePad returns a table's memory with at least that many bytes. The table's lock is held.
 func (table *residentTable) ensurePad(on *Streams, bytes int) (*pad, error) {
 	if table.arena != nil && table.arena.pads[0].bytes >= bytes {
 		return table.arena.pads[0], nil
@@ -122,7 +121,7 @@ func (r *Resident) run(on Order, launch residentLaunch) error {
 	return nil
 }
 
-// reserve gets memory for tables of that size in the first of them.
+// reserve allocates memory for the first count tables, with that many bytes each.
 func (r *Resident) reserve(bytes, count int) error {
 	if _, err := r.kernels.Get(); err != nil || bytes == 0 {
 		return err

@@ -1,6 +1,6 @@
 package stream
 
-// Descriptions of work on a caller's stream, and its status words.
+// This file describes work on a caller's stream, and explains status words.
 
 import (
 	"unsafe"
@@ -9,16 +9,16 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Kind is how a stream's blocks are framed; the numbers are nvCOMP's.
+// Kind is how a stream's blocks are framed. The numbers are nvCOMP's.
 type Kind uint32
 
-// FormatX16 is our codec among nvCOMP's numbers of algorithms.
+// FormatX16 is the number of our codec among nvCOMP's algorithms.
 const FormatX16 = 'X'
 
-// A Bitstream is one bitstream on the device and the destination of its content, which
-// has exactly Size bytes, in chunks of Chunk.
+// A Bitstream is one bitstream on the device and the destination of its content. The content has exactly Size
+// bytes, in chunks of Chunk.
 type Bitstream struct {
-	Src         uint64 // a multiple of 8; for X16 of 16, except raw blocks, which have 8 bytes before their first
+	Src         uint64 // a multiple of 8; for X16 of 16, except raw blocks, which have 8 bytes before the first one
 	Stored      int64
 	Dst         uint64 // X16: a multiple of 16
 	Size, Chunk int64
@@ -26,17 +26,17 @@ type Bitstream struct {
 	Arg         uint32 // meaning depends on the codec
 }
 
-// blockCount is how many blocks a stream has; 1 if it has none.
+// blockCount is the number of a stream's blocks, at least 1.
 func (s *Bitstream) blockCount() int {
 	return int(max(1, (s.Size+s.Chunk-1)/s.Chunk))
 }
 
-// enoughWarps is how many warps keep a device busy if their shares are alike: on an H200
-// more gain nothing, and with chunks of 64 KiB they cost 2 %.
+// enoughWarps is how many warps keep a device busy if they have equal work. On an H200 more warps gain nothing,
+// and with chunks of 64 KiB they cost 2 %.
 const enoughWarps = 4096
 
-// warpsPerChunk is how many warps share each of the chunks: as many as encoders make
-// segments of the longest (codec/x16), unless there are enough warps without.
+// warpsPerChunk is how many warps share each chunk. If there would be too few warps otherwise, it is the number
+// of segments that encoders make of the longest chunk (codec/x16).
 func warpsPerChunk(streams []Bitstream, rows int) int {
 	var most, all int64
 	for i := range streams {
@@ -50,33 +50,33 @@ func warpsPerChunk(streams []Bitstream, rows int) int {
 	return int(n)
 }
 
-// PackedRange is a range of device memory on its way to the host, encoded or as it is.
+// PackedRange is a range of device memory on its way to the host, encoded or unchanged.
 type PackedRange struct {
 	Src       uint64
-	N         int64          // bytes; encoded, at most Packer.SlotBytes
-	Transform uint8          // of X16; 0: not encoded
-	Hash      bool           // QueueSums makes its sums; Src is a multiple of 8
-	Tail      int            // for QueueSums: bytes that end with the range; the first may lie before Src
+	N         int64          // bytes; if encoded, at most Packer.SlotBytes
+	Transform uint8          // of X16; 0 means not encoded
+	Hash      bool           // QueueSums computes its sums; Src is a multiple of 8
+	Tail      int            // for QueueSums: number of bytes up to the end of the range; the first may be before Src
 	To        unsafe.Pointer // pinned, for QueueFetches
 
-	// Set by Encode: the bytes that QueueFetches copies, and X16's tiles of a segment, 0 if
-	// the range stays as it is.
+	// Set by Encode: the bytes that QueueFetches copies, and X16's tiles of a segment, 0 if the range is
+	// unchanged.
 	Stored int64
 	Tiles  uint16
 	at     uint64
 	sums   []byte
 }
 
-// SumsAndTail are the sums of the blocks of a range, for package blocksum, and the bytes of its
-// tail: valid until the slot's next use.
+// SumsAndTail returns the sums of the range's blocks, for package blocksum, and the bytes of its tail. They are
+// valid until the slot's next use.
 func (r *PackedRange) SumsAndTail() (sums, tail []byte) {
 	n := len(r.sums) - r.Tail
 	return r.sums[:n], r.sums[n:]
 }
 
-// A DeltaChunk is a chunk of a tensor in device memory: Bytes at Now, and for the
-// encoder at Base, both multiples of the element's Width (at least 4 if that is 8). Stored
-// is its delta in host memory, checked by delta.Check.
+// A DeltaChunk is a chunk of a tensor in device memory. It has Bytes bytes at Now, and for the encoder at Base.
+// Both addresses are multiples of the element's Width (of at least 4 if that is 8). Stored is its delta in host
+// memory, checked by delta.Check.
 type DeltaChunk struct {
 	Now, Base uint64
 	Bytes     int
@@ -84,21 +84,20 @@ type DeltaChunk struct {
 	Stored    []byte
 }
 
-// StreamInfo is what a stream says about itself. Only native streams have Chunk and
-// Format.
+// StreamInfo is what a stream says about itself. Only native streams set Chunk and Format.
 type StreamInfo struct {
 	Size, Chunk int64
 	Format      uint32
 	Err         error
 }
 
-// maxBlock is the longest chunk of a native stream, and the longest block of X16.
+// maxBlock is the longest chunk of a native stream and the longest block of X16.
 const maxBlock = 16 << 20
 
-// statusMisplaced is the status bit of blocks that are not aligned for the GPU.
+// statusMisplaced is the status bit for blocks that are not aligned for the GPU.
 const statusMisplaced = 1 << 11
 
-// statusTooSmall is the status bit of a stream with a destination that is too small.
+// statusTooSmall is the status bit for a stream with a destination that is too small.
 const statusTooSmall = 1 << 13
 
 // statusError explains a status word.

@@ -15,24 +15,24 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// An Order says where work is queued: on a stream, by DLPack's number (1 the legacy default stream, 2 the
-// thread's, else a handle; 0 is 1), after what is queued on others now.
+// An Order says where work is queued: on a stream, by DLPack's number (1 is the legacy default stream, 2 the
+// thread's, any other number a handle; 0 means 1), after what is queued on others now.
 type Order struct {
 	Stream uintptr
 	After  []uintptr
 }
 
-// Streams are the streams of a device: their order, and copies on them.
+// Streams orders the streams of a device and copies on them.
 type Streams struct {
 	ctx *driver.Context
 	mem *memory.Memory
 	c   C.owcu_handle // ctx, for calls
 
-	linking sync.Mutex    // of link
-	link    C.owcu_handle // event of MakeStreamWait
+	linking sync.Mutex    // guards link
+	link    C.owcu_handle // the event of MakeStreamWait
 }
 
-// New is the streams of a device, which frees them by mem.
+// New makes the Streams of a device. They are freed by mem.
 func New(ctx *driver.Context, mem *memory.Memory) *Streams {
 	return &Streams{ctx: ctx, mem: mem, c: C.owcu_handle(ctx.Handle())}
 }
@@ -48,8 +48,8 @@ func (d *Streams) call(run func(e *C.struct_owcu_error) C.int) error {
 
 func (d *Streams) errorOf(e *C.struct_owcu_error) error { return d.ctx.ErrorOf(unsafe.Pointer(e)) }
 
-// Copy queues a copy of n bytes between any two addresses of the device or the host; with wait it returns
-// when the copy is done. It waits for host memory that is not pinned in any case.
+// Copy queues a copy of n bytes between any two addresses of the device or the host. With wait it returns when
+// the copy is done. If host memory is not pinned, it always waits.
 func (d *Streams) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	if n <= 0 {
 		return nil
@@ -78,19 +78,19 @@ func (d *Streams) MakeStreamWait(stream uintptr, after ...uintptr) error {
 	})
 }
 
-// NewStream makes a stream, to be freed with FreeStream.
+// NewStream makes a stream. The caller frees it with FreeStream.
 func (d *Streams) NewStream() (uintptr, error) {
 	var s C.uint64_t
 	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_new(d.c, &s, e) })
 	return uintptr(s), err
 }
 
-// FreeStream frees a stream once its work is done, without waiting for that.
+// FreeStream frees a stream once its work is done. It does not wait.
 func (d *Streams) FreeStream(stream uintptr) error {
 	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_free(d.c, C.uint64_t(stream), e) })
 }
 
-// SyncAndFreeStream waits for a stream's work and frees it. On a lost device it is simply dropped.
+// SyncAndFreeStream waits for a stream's work and frees it. On a lost device the stream is just dropped.
 func (d *Streams) SyncAndFreeStream(stream uintptr) {
 	for range 2 { // a call that fails once may not fail again
 		if d.SyncStream(stream) == nil {
@@ -105,7 +105,7 @@ func (d *Streams) SyncStream(stream uintptr) error {
 	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_sync(d.c, C.uint64_t(stream), e) })
 }
 
-// CheckStream refuses a stream of another device. The special ones belong to every device.
+// CheckStream refuses a stream of another device. The special streams belong to every device.
 func (d *Streams) CheckStream(stream uintptr) error {
 	if stream <= 2 {
 		return nil

@@ -46,8 +46,7 @@ func runTwin(kernel string, items []twinItem) {
 	}
 }
 
-// runX16StreamTwin decodes a raw block of X16 by `warps` warps, and returns its status
-// word.
+// runX16StreamTwin decodes a raw block of X16 with `warps` warps, and returns its status word.
 func runX16StreamTwin(src uint64, stored int, dst uint64, size, warps int) uint32 {
 	few := C.ow_stream_few{head: C.ow_stream_head{streams: 1, rows: 1, split: C.uint32_t(warps)}}
 	few.streams[0] = C.ow_stream{
