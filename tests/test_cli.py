@@ -57,7 +57,7 @@ def test_round_trip(plain: Path, tmp_path: Path):
     assert "original" not in must("verify", str(small))
     found = overwire.verify(small, original=True)["files"][0]
     assert found.get("original") == {"file": str(small), "sha256": hashlib.sha256(plain.read_bytes()).hexdigest(), "compared": True}
-    with pytest.raises(overwire.ArgumentError, match="original is of a file alone"):
+    with pytest.raises(overwire.ArgumentError, match="original= cannot be used with tensors="):
         overwire.verify(small, tensors={}, original=True)  # type: ignore[call-overload]
 
 

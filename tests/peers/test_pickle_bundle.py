@@ -336,7 +336,7 @@ def test_pieces_that_do_not_belong_together(tmp_path: Path) -> None:
     for name in ("a", "b"):
         ow.compress_pickle({name: torch.ones(9)}, tmp_path / f"{name}.pkl")
     shutil.copy(tmp_path / "nya/a.safetensors", tmp_path / "nya/b.safetensors")
-    with pytest.raises(ow.CorruptError, match="not of one save"):
+    with pytest.raises(ow.CorruptError, match="are from different saves"):
         ow.load_compressed_pickle(tmp_path / "b.pkl")
     (tmp_path / "nya/a.safetensors").unlink()
     with pytest.raises(ow.NotFoundError, match="nya/a.safetensors"):
@@ -362,7 +362,7 @@ def test_the_container_may_be_elsewhere(tmp_path: Path) -> None:
     for place in (tmp_path / "far.ow", f"file://{tmp_path}/far.ow"):
         same(ow.load_compressed_pickle(tmp_path / "x.pkl", tensors=place)["w"], obj["w"])
     ow.compress_pickle({"other": torch.randn(99, 99)}, tmp_path / "x.pkl")
-    with pytest.raises(ow.CorruptError, match="not of one save"):
+    with pytest.raises(ow.CorruptError, match="are from different saves"):
         ow.load_compressed_pickle(tmp_path / "x.pkl", tensors=tmp_path / "far.ow")
     with pytest.raises(ow.NotFoundError, match="nope"):
         ow.load_compressed_pickle(tmp_path / "x.pkl", tensors=tmp_path / "nope")

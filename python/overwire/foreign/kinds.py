@@ -119,7 +119,7 @@ def read_index(path: str) -> dict[str, Any]:
             return index
         raise ValueError("a shard without a name")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"overwire: open {path}: no index of shards", source=path) from error
+        raise FormatError(f"overwire: open {path}: not an index of shards", source=path) from error
 
 
 def refuse_empty(content: Content, path: str, kind: str) -> None:

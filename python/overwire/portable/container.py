@@ -1,4 +1,4 @@
-"""The header and index of a file, checked as docs/format.md asks: sections 1, 2 and 4."""
+"""Parses the header and index of a file, and checks what docs/format.md requires in sections 1, 2 and 4."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CorruptError, FormatError, NotSupportedError
 
-if TYPE_CHECKING:  # the index of a compressed file is read by numpy, a plain file's header without it
+if TYPE_CHECKING:  # the index of a compressed file needs numpy, a plain file's header does not
     import numpy as np
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
 
-# Section 5: code -> name and bits.
+# Section 5: names and bits, by code.
 DTYPES = {
     1: ("BOOL", 8), 2: ("F4", 4), 3: ("F6_E2M3", 6), 4: ("F6_E3M2", 6), 5: ("U8", 8), 6: ("I8", 8), 7: ("F8_E5M2", 8),
     8: ("F8_E4M3", 8), 9: ("F8_E8M0", 8), 10: ("F8_E4M3FNUZ", 8), 11: ("F8_E5M2FNUZ", 8), 12: ("I16", 16),
@@ -31,21 +31,21 @@ _LONGEST_HEADER = 100_000_000
 _LARGEST_INDEX = 1 << 30
 _LARGEST_CHUNK = 16 << 20
 _X16, _PLANES = 1, 6
-_TRANSFORMS = {  # of X16, by dtype
+_TRANSFORMS = {  # for X16, by dtype
     "BF16": {1}, "F16": {2}, "F32": {3}, "C64": {3}, "F8_E4M3": {4}, "F8_E4M3FNUZ": {4}, "F8_E5M2": {5},
     "F8_E5M2FNUZ": {5}, "F4": {7}, "F8_E8M0": {8}, "BOOL": {8},
 } | {name: {6, 7, 8} for name in ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")}  # fmt: skip
-_PLANES_OF = {  # of planes, by dtype, next to 1, which all may have
+_PLANES_OF = {  # for planes, by dtype, in addition to 1, which is allowed for all
     "I16": 2, "U16": 2, "I32": 3, "U32": 3, "I64": 4, "U64": 4, "F16": 5, "BF16": 5, "F32": 6, "C64": 6, "F64": 7,
 }  # fmt: skip
 _MOST_TILES = 256
 _VERSION = re.compile("([0-9]+)[.]([0-9]+)")
-_MINOR = 3  # the newest that this reader knows
+_MINOR = 3  # the newest minor version that this reader knows
 _WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
 
 
 class StoredChunk(NamedTuple):
-    """A chunk as the index has it; offset in the file."""
+    """A chunk in the index. offset: in the file."""
 
     offset: int
     stored: int
@@ -57,8 +57,8 @@ class StoredChunk(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor: where its bytes are (plain files: `offset`; else `chunks`, in the grid of
-    `parts` column parts), or the name of the one that it is an alias of."""
+    """A tensor, with the place of its bytes (plain files: `offset`; else `chunks`, in the grid of
+    `parts` column parts), or with the name of the tensor that it is an alias of."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,38 +78,38 @@ class Container(NamedTuple):
 
 
 def parse(data: Bytes | memoryview, path: str) -> Container:
-    """Reads and checks all but the tensors of a file, given its bytes, in an array or a memoryview.
+    """Parses and checks everything except for the tensors of a file. data: the file's bytes.
 
-    Raises FormatError for what is no safetensors file, CorruptError for a container that
-    breaks a rule, NotSupportedError for one that a newer version has written.
+    Raises FormatError if it is not a safetensors file, CorruptError for a container that
+    breaks a rule, NotSupportedError for one that a newer version wrote.
     """
     checks = _Checks(path)
     checks.is_file(len(data) >= 8, "too short")
     size = int.from_bytes(bytes(data[:8]), "little")
-    checks.is_file(size <= min(_LONGEST_HEADER, len(data) - 8), f"its header has {size} bytes")
+    checks.is_file(size <= min(_LONGEST_HEADER, len(data) - 8), f"its header's length is {size} bytes")
     try:
         text = bytes(data[8 : 8 + size]).decode()
         header = json.loads(text, **STRICTLY)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"overwire: {path}: its header: {error}", source=path) from None
-    checks.is_file(isinstance(header, dict), "its header is no object")
+    checks.is_file(isinstance(header, dict), "its header is not a JSON object")
     base = 8 + size
     metadata = header.pop("__metadata__", None)
     texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     checks.is_file(metadata is None or texts, "its metadata")
     entries = _entries_of_header(header, base, len(data), checks)
     note = None if metadata is None else metadata.get(_NOTE)
-    if _INDEX not in entries and (note is None or _note_of(note) is None):  # an entry of another program
+    if _INDEX not in entries and (note is None or _note_of(note) is None):  # another program may have the same entry
         return Container(entries, metadata, False)
     if metadata is None or note is None or _INDEX not in entries:
         raise CorruptError(
-            f"overwire: {path}: an index without its note in the metadata, or the other way round", source=path
+            f"overwire: {path}: it has only one of the index and the note about it in the metadata", source=path
         )
     _check_note(note, path)
     first = next(iter(entries))
     index = entries.pop(_INDEX)
     is_first = first == _INDEX and index.offset == base and index.dtype == "U8" and base % 4096 == 0
-    checks.is_sound(is_first, "the place of its index")
+    checks.is_sound(is_first, "the position of its index")
     tensors = _read_index(data, base, index.nbytes, entries, checks)
     rest = {key: value for key, value in metadata.items() if key != _NOTE}
     return Container(tensors, rest, True)
@@ -117,11 +117,11 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
 
 def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key appears twice")
     for pair in pairs:
         for text in pair:
             if isinstance(text, str):
-                text.encode()  # a half of a surrogate pair is no text: ValueError
+                text.encode()  # raises ValueError for an unpaired surrogate
     return dict(pairs)
 
 
@@ -133,10 +133,10 @@ def _parse_finite(number: str) -> float:
 
 
 def _parse_integer(number: str) -> float:
-    return -0.0 if number == "-0" else int(number)  # which is no unsigned integer
+    return -0.0 if number == "-0" else int(number)  # -0 is not an unsigned integer
 
 
-# What json leaves to its caller.
+# Stricter rules than json's own.
 STRICTLY: dict[str, Any] = dict(
     object_pairs_hook=_checked_object, parse_constant=_parse_finite, parse_float=_parse_finite,
     parse_int=_parse_integer,
@@ -144,23 +144,23 @@ STRICTLY: dict[str, Any] = dict(
 
 
 class _Checks(NamedTuple):
-    # The rules of the format, of a file: what is said of one that breaks them.
+    # Raises the errors for a file that breaks a rule of the format.
     path: str
 
     def is_file(self, ok: bool, what: str) -> None:
-        """FormatError: it never was one."""
+        """Raises FormatError unless ok: it is not a safetensors file."""
         if not ok:
             raise FormatError(f"overwire: {self.path}: {what}", source=self.path)
 
     def is_sound(self, ok: bool, what: str, name: str = "") -> None:
-        """CorruptError; name: of the tensor."""
+        """Raises CorruptError unless ok. name: of the tensor."""
         if not ok:
             where = f"tensor {name!r}: " if name and what else f"tensor {name!r}" if name else ""
-            raise CorruptError(f"overwire: {self.path}: corrupt data: {where}{what}", source=self.path)
+            raise CorruptError(f"overwire: {self.path}: corrupt data: {where}check failed: {what}", source=self.path)
 
 
 def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Checks) -> dict[str, Tensor]:
-    # The tensors of a safetensors header, in the order of their bytes.
+    # Returns the tensors of a safetensors header, in the order of their bytes.
     rows = []
     for name, entry in header.items():
         where = f"tensor {name!r}"
@@ -173,19 +173,19 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
         products = accumulate((*shape, BITS[dtype]), mul)
         checks.is_file(all(n < 1 << 64 for n in products), f"{where}: its shape is too large")
         nbytes, rest = divmod(prod(shape) * BITS[dtype], 8)
-        checks.is_file(not rest and offsets[1] - offsets[0] == nbytes, f"{where}: its bytes are not its shape's")
+        checks.is_file(not rest and offsets[1] - offsets[0] == nbytes, f"{where}: its number of bytes")
         rows.append((*offsets, name, Tensor(dtype, tuple(shape), nbytes, base + offsets[0], [], 1, None)))
     rows.sort(key=lambda row: row[:3])
     end = 0
     for low, high, name, _ in rows:
-        checks.is_file(low == end, f"tensor {name!r}: a hole or an overlap before it")
+        checks.is_file(low == end, f"tensor {name!r}: a gap or an overlap before it")
         end = high
-    checks.is_file(base + end == size, f"{size} bytes, and its tensors end at {base + end}")
+    checks.is_file(base + end == size, f"it has {size} bytes, but its tensors end at {base + end}")
     return {name: tensor for _, _, name, tensor in rows}
 
 
 def _note_of(text: str) -> tuple[Any, Any] | None:
-    # Format and index as the note has them; None: it is none of overwire's.
+    # Returns the format and index from the note; None if the note is not overwire's.
     try:
         note = json.loads(text)
         facts = note.get("format") or "", note.get("index") or ""
@@ -199,11 +199,11 @@ def _check_note(text: str, path: str) -> None:
     numbers = _VERSION.fullmatch(version)
     major, minor = (int(n) for n in numbers.groups()) if numbers else (1 << 16, 0)
     if max(major, minor) >= 1 << 16:
-        raise CorruptError(f"overwire: {path}: corrupt data: its note in the metadata", source=path)
+        raise CorruptError(f"overwire: {path}: corrupt data: its note in the metadata is malformed", source=path)
     if major == 1 and index != _INDEX:
         raise CorruptError(f"overwire: {path}: corrupt data: its note names no index", source=path)
     if major != 1:
-        raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader knows 1", source=path)
+        raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader supports 1", source=path)
 
 
 def _read_index(
@@ -217,7 +217,7 @@ def _read_index(
     blob = data[base : base + size]
     checks.is_sound(72 <= size <= _LARGEST_INDEX and size % 64 == 0 and bytes(blob[:4]) == b"OWIX", "its index")
     (major, minor), features = blob[4:8].view("<u2").tolist(), int(blob[8:16].view("<u8")[0])
-    is_newer = minor > _MINOR  # which may give the reserved bytes a meaning
+    is_newer = minor > _MINOR  # newer versions may use the reserved bytes
     if major != 1 or features >> 2:
         text = f"overwire: {checks.path}: an index of version {major} with features {features:#x}"
         raise NotSupportedError(text, source=checks.path)
@@ -248,7 +248,7 @@ def _read_index(
         first, count = (int(n) for n in row[24:32].view("<u4"))
         chunk_bytes, target = int(row[4:8].view("<u4")[0]), int(row[48:52].view("<u4")[0])
         entry = entries[name]
-        begins = first == chunk or not count and first < chunk  # as the engine, which lets such a number be
+        begins = first == chunk or not count and first < chunk  # like the engine, which ignores such a number
         is_sized = nbytes * 8 == prod(shape) * bits and (is_newer or not row[52:].any())
         checks.is_sound(is_sized and begins, "", name)
         checks.is_sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, "", name)
@@ -266,24 +266,24 @@ def _read_index(
         if layout == 2:
             holds = target < tensors and int(rows[target][2]) != 2
             same = holds and rows[target][32:48].tobytes() == row[32:48].tobytes()
-            checks.is_sound(same, "what it is an alias of", name)
+            checks.is_sound(same, "the tensor that it is an alias of", name)
             alias = names[target]
         own = [_chunk_of(record, is_newer, checks, name) for record in table[chunk : chunk + count]]
         tensor = out[name] = Tensor(dtype, shape, nbytes, entry.offset, own, parts, alias)
         if count or nbytes and alias is None:
             _check_grid(tensor, chunk_bytes, layout == 1, entry, checks, name)
         chunk += count
-    checks.is_sound(dim == dims and chunk == chunks, "what its index counts")
+    checks.is_sound(dim == dims and chunk == chunks, "the counts in its index")
     checks.is_sound(features == _features_of(out), "the features of its index")
     for name, tensor in out.items():
         holder = out[name if tensor.alias is None else tensor.alias]
         same = (holder.dtype, holder.nbytes) == (tensor.dtype, tensor.nbytes)
-        checks.is_sound(same, "what it is an alias of", name)
+        checks.is_sound(same, "the tensor that it is an alias of", name)
     return out
 
 
 def _features_of(tensors: dict[str, Tensor]) -> int:
-    """The critical bits that an index of these tensors has to set."""
+    """Returns the critical bits that an index of these tensors must set."""
     features = 0
     for tensor in tensors.values():
         codecs = {chunk.codec for chunk in tensor.chunks}
@@ -307,7 +307,7 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, ch
     divides = row_bytes * rows == tensor.nbytes and row_bytes % (tensor.parts * element) == 0
     checks.is_sound(tensor.parts == 1 or divides, "its column parts", name)
     part = tensor.nbytes // tensor.parts
-    count = -(-part // chunk_bytes) * tensor.parts  # compared before as many are listed
+    count = -(-part // chunk_bytes) * tensor.parts  # compared before a list of that length is made
     checks.is_sound(len(tensor.chunks) == count, "its chunks", name)
     checks.is_sound(plain or entry.nbytes % 64 == 0, "its stored bytes", name)
     sizes = [min(chunk_bytes, part - at) for at in range(0, part, chunk_bytes)] * tensor.parts
@@ -330,6 +330,6 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, ch
             raise CorruptError(f"{where}corrupt data", source=checks.path, tensor=name, chunk=number)
         if not is_known:
             text = f"{where}codec {chunk.codec} with transform {chunk.transform} for {tensor.dtype}"
-            text += ": a newer reader may know it"
+            text += ": a newer reader may support it"
             raise NotSupportedError(text, source=checks.path, tensor=name, chunk=number)
         end = chunk.offset + chunk.stored

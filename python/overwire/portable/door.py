@@ -1,9 +1,9 @@
-"""overwire where there is no engine: macOS, Windows, musl, PyPy, any machine. In the wheel for
-all machines this file is overwire/__init__.py.
+"""overwire for machines without the engine: macOS, Windows, musl, PyPy and others. In the wheel for all
+machines this file is overwire/__init__.py.
 
-It reads files, plain and compressed, of every version of the format, with numpy alone:
-`load_file`, `safe_open`, `inspect`, and `decompress`, after which any safetensors reader
-reads them. The other names of overwire need the engine, and say so.
+It reads plain and compressed files of every version of the format, and needs only numpy: `load_file`, `safe_open`,
+`inspect`, and `decompress`, which writes files that any safetensors reader reads. overwire's other names need the
+engine, and raise an error that says so.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ __all__ = [
 
 def _needs_engine(name: str) -> str:
     return (
-        f"overwire: {name} needs the engine, which is there for Linux with glibc on x86-64 and aarch64: "
-        f"this installation of {__version__} has {', '.join(__all__[-4:])} alone"
+        f"overwire: {name} needs the engine, which exists for Linux with glibc on x86-64 and aarch64: "
+        f"this installation of {__version__} only has {', '.join(__all__[-4:])}"
     )
 
 
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Missing(MetaPathFinder):
-    # Asked last: says of modules of the whole package what they need.
+    # The last finder: for modules of the full package, raises an error that says what they need.
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] == "overwire":

@@ -1,7 +1,7 @@
-"""What the wheel for all machines says of the whole package; the build writes it anew there."""
+"""Facts about the full package. The build writes this file anew in the wheel for all machines."""
 
 from __future__ import annotations
 
-#: The public names of the whole package.
+#: The public names of the full package.
 NAMES: tuple[str, ...] = ()
 __version__: str = "0"

@@ -1,4 +1,4 @@
-"""What is in a file, and a compressed file as a plain one, without the engine."""
+"""Lists what is in a file, and writes compressed files as plain ones, without the engine."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from .read import local_path, open_model, safe_open
 
 
 def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """What is in a file, or in the files of a folder's model: of each its format, metadata and
-    tensors, with their bytes in memory and in the file. Reads no tensor.
+    """Lists what is in a file, or in the files of a folder's model: for each the format, metadata and tensors, with
+    their bytes in memory and in the file. Reads no tensors.
 
-    Raises what `load_file` raises, and OSError.
+    Raises the errors of `load_file`, and OSError.
     """
     return {"sources": [_facts_of(file, set(names)) for file, names in open_model(source, "bytes")]}
 
 
 def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes a compressed file as a plain one that any safetensors reader reads; of a folder, and of
-    those below it, each file of weights so, and copies of all others. Every checksum is compared. What
-    is written appears whole or not at all, and is on the disk then.
+    """Writes a compressed file as a plain one that any safetensors reader reads. For a folder, does so for each file
+    of weights in it and its subfolders, and copies all other files. Compares every checksum. The result
+    appears whole or not at all, and is synced to the disk.
 
-    Raises ArgumentError where target is there and overwrite is not set, or is the source, and for
-    a link to a folder; what reading raises, also for a folder with a part of a model.
+    Raises ArgumentError if target exists and overwrite is not set, if target is the source, and for a link to a
+    folder; and errors of reading, also for a folder with an incomplete model.
     """
     here, there = Path(local_path(source)), Path(target)
     weights = _weights_of(str(here))
     if there.exists() and (not overwrite or there.is_dir() or here.samefile(there)):
-        raise ArgumentError(f"overwire: decompress: {there} is there already")
+        raise ArgumentError(f"overwire: decompress: {there} exists already")
     if here.is_dir() and here.resolve() in there.resolve().parents:
-        raise ArgumentError(f"overwire: decompress: {there} lies in {here}")
+        raise ArgumentError(f"overwire: decompress: {there} is inside {here}")
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=there.absolute().parent))
     try:
-        place = work / "made"  # with the mode that the umask leaves
+        place = work / "made"  # with the mode that the umask allows
         if here.is_dir():
             _write_folder(here, place, weights)
         else:
@@ -55,11 +55,11 @@ def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *
 
 
 def _weights_of(place: str) -> set[str]:
-    """The files of weights of a folder and of those below it; that of a file. Raises for a folder with a part of a
-    model, and where there are none."""
+    """Returns the files of weights in a folder and its subfolders, or a single file. Raises for a folder with an
+    incomplete model, and if there are none."""
     if not os.path.isdir(place):
         if model_of(place).index_path is not None:
-            raise ArgumentError(f"overwire: decompress: {place} is an index: name its folder")
+            raise ArgumentError(f"overwire: decompress: {place} is an index: pass its folder")
         return {place}
     weights: set[str] = set()
     for folder, below, names in os.walk(place, onerror=_raise_error):
@@ -78,7 +78,7 @@ def _raise_error(error: OSError) -> None:
 
 
 def _write_folder(source: Path, target: Path, weights: set[str]) -> None:
-    """Writes a folder and those below it, each entry of which is on the disk in the end."""
+    """Writes a folder and its subfolders, and syncs every entry to the disk."""
     target.mkdir()
     for entry in sorted(os.scandir(source), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
@@ -88,7 +88,7 @@ def _write_folder(source: Path, target: Path, weights: set[str]) -> None:
         elif entry.is_file():
             _copy_file(entry.path, target / entry.name)
         else:
-            text = f"{entry.path} is a link to a folder, or no file: remove it, or decompress the folders one by one"
+            text = f"{entry.path} is a link to a folder, or not a file: remove it, or decompress the folders one by one"
             raise ArgumentError(f"overwire: decompress: {text}")
     _sync_folder(target)
 
@@ -105,7 +105,7 @@ def _sync_file(out: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on the disk. Some file systems cannot, and Windows opens no folders."""
+    """Syncs the names in a folder to the disk. Some file systems cannot, and Windows cannot open folders."""
     if os.name != "posix":
         return
     number = os.open(folder, os.O_RDONLY)
@@ -146,7 +146,7 @@ def _write_plain(source: Path, target: Path) -> None:
             return
         header: dict[str, Any] = {} if not file.metadata() else {"__metadata__": file.metadata()}
         entries, holders = file.entries(), file.holders()
-        # Elements of more bytes come first: readers need each tensor at a multiple of its element's size.
+        # Wider elements come first, because readers need each tensor at a multiple of its element's size.
         order = sorted(holders, key=lambda name: -BITS[entries[name].dtype])
         end = 0
         for name in (name for holder in order for name in holders[holder]):
@@ -170,7 +170,7 @@ def main() -> int:
     for verb in (inspect_parser, plain):
         verb.add_argument("source")
     plain.add_argument("-o", dest="target", required=True)
-    plain.add_argument("-f", dest="overwrite", action="store_true", help="replace what is there")
+    plain.add_argument("-f", dest="overwrite", action="store_true", help="replace an existing target")
     options = parser.parse_args()
     try:
         if options.verb == "inspect":

@@ -1,4 +1,4 @@
-"""Chooses the files of a folder that are its model, by the rules of docs/folders.md."""
+"""Chooses the files of a folder that are its model, by the rules in docs/folders.md."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .container import STRICTLY
 EXTENSION = ".safetensors"
 _LONGEST_INDEX = 100_000_000
 
-#: Stems of files that libraries write in variants (fp16). In other stems a dot means nothing.
+#: Stems of files for which libraries write variants (fp16). In other stems a dot has no meaning.
 _WITH_VARIANTS = ("model", "diffusion_pytorch_model")
 _INDEX_NAME = re.compile(r"(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\.json")
 _SHARD_NAME = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(?:\.([^.]+))?")
-#: What a save over an earlier set puts into its names: without an index that lists it, such a file is of no model.
+#: A mark in the names of files that replaced an earlier set. Without an index that lists it, such a file is ignored.
 _MARK = re.compile(r"-ow[0-9a-f]{8}\Z")
 
 
 class _Name(NamedTuple):
-    """The name of a file of weights, or of an index. of: how many shards there are; 0: it is none."""
+    """The parsed name of a file of weights, or of an index. of: the number of shards; 0: not a shard."""
 
     stem: str
     variant: str
@@ -41,8 +41,8 @@ class _Family(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The files of a model. index_path: the index.json that decides, and its bytes. tensors: by file, those that it
-    lists; None: all of each file's."""
+    """The files of a model. index_path: the index.json that lists them, and its bytes. tensors: by file, the tensors
+    that it lists; None: all tensors of each file."""
 
     files: list[str]
     index_path: str | None
@@ -51,7 +51,7 @@ class Model(NamedTuple):
 
 
 def parse_name(name: str) -> _Name | None:
-    """Takes a name apart; None for names of other files, and hidden ones."""
+    """Parses a name. Returns None for names of other files, and hidden ones."""
     if name.startswith("."):
         return None
     if index := _INDEX_NAME.fullmatch(name):
@@ -77,10 +77,10 @@ def _name_of_stem(base: str) -> _Name:
 
 
 def model_of(place: str) -> Model:
-    """The model that a path stands for: a file, an index.json, or a folder.
+    """Returns the model at a path: a file, an index.json, or a folder.
 
-    Raises NotFoundError for a folder without one and for a listed file that is missing, FormatError for
-    shards that are not complete and for an index that is none, ArgumentError for several models."""
+    Raises NotFoundError for a folder without a model and for a listed file that is missing, FormatError for
+    incomplete shards and for a malformed index, ArgumentError for several models."""
     if os.path.isdir(place):
         name = _choose_files(place, sorted(os.listdir(place)))
         if isinstance(name, list):
@@ -93,7 +93,7 @@ def model_of(place: str) -> Model:
 
 
 def _choose_files(folder: str, names: list[str]) -> str | list[str]:
-    # The index that decides, or the files.
+    # Returns the index that lists the model, or its files.
     families, leftovers = _families_of(names)
     families = _without_others(families)
     indexes = [one for one in families if one.name.is_index]
@@ -106,7 +106,7 @@ def _choose_files(folder: str, names: list[str]) -> str | list[str]:
     if indexes:
         return indexes[0].files[0]
     if not files and leftovers:
-        text = f"{leftovers[0]} is a shard of a save that did not end, or the index.json that lists it is missing"
+        text = f"{leftovers[0]} is a shard of a save that did not finish, or the index.json that lists it is missing"
         raise FormatError(f"overwire: {folder}: {text}: save or fetch the model again", source=folder)
     if not files:
         raise NotFoundError(f"overwire: {folder}: no {EXTENSION} file in this folder", source=folder)
@@ -118,7 +118,7 @@ def _choose_files(folder: str, names: list[str]) -> str | list[str]:
 
 
 def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
-    # The models among some names, and marked files that no index may list.
+    # Returns the models in a list of names, and marked files that an index may not list.
     by_name: dict[_Name, _Family] = {}
     families: list[_Family] = []
     leftovers = []
@@ -130,7 +130,7 @@ def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
             leftovers.append(file)
             continue
         key = name._replace(number=0)
-        if key not in by_name or name.is_index:  # of several indexes each is a model
+        if key not in by_name or name.is_index:  # each index is a model of its own
             by_name[key] = _Family(name, [], [])
             families.append(by_name[key])
         by_name[key].files.append(file)
@@ -139,8 +139,8 @@ def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
 
 
 def _without_others(families: list[_Family]) -> list[_Family]:
-    # Leaves out variants that have a default, shards without an index next to one file, and consolidated weights next
-    # to a model's.
+    # Leaves out variants if there is a default, shards without an index if there is a single file, and consolidated
+    # weights if there is a model.
     def is_other(one: _Family) -> bool:
         name = one.name
         alike = [other.name for other in families if other.name.stem == name.stem]
@@ -154,15 +154,15 @@ def _without_others(families: list[_Family]) -> list[_Family]:
 
 
 def _lacking_shards(family: _Family) -> str:
-    # What shards without an index lack; "" where they are whole. Some count from 0.
+    # Says which shards are missing, for shards without an index; "" if they are complete. Some count from 0.
     first, count = int(0 not in family.numbers), family.name.of
     if count > len(family.numbers):
         have = set(family.numbers)
         lacking = [str(n) for n in range(first, first + min(count, len(have) + 5)) if n not in have][:5]
         verb = "shard {} is missing" if len(lacking) == 1 else "shards {} are missing"
-        return f"{len(family.files)} of {count} shards are there, and {verb.format(', '.join(lacking))}"
+        return f"{len(family.files)} of {count} shards exist, and {verb.format(', '.join(lacking))}"
     if len(family.numbers) != count or set(family.numbers) != set(range(first, first + count)):
-        return f"{len(family.files)} shards are there under numbers of {count}"
+        return f"{len(family.files)} shards exist, but their names say {count}"
     return ""
 
 
@@ -171,19 +171,19 @@ def _read_index(path: str) -> Model:
         text = file.read(_LONGEST_INDEX + 1)
     try:
         if len(text) > _LONGEST_INDEX:
-            raise ValueError(f"it has more than {_LONGEST_INDEX} bytes")
+            raise ValueError(f"expected {_LONGEST_INDEX} bytes or fewer")
         weights = json.loads(text.decode(), **STRICTLY)["weight_map"]
         by_name: dict[str, set[str]] = {}
         for tensor, file_name in weights.items():
             while file_name.startswith("./"):
                 file_name = file_name[2:]
             if file_name in ("", ".", "..") or set(file_name) & set("/\\\0:"):
-                raise ValueError(f"the file name {file_name!r} is not that of a file next to it")
+                raise ValueError(f"{file_name!r} is not the name of a file next to it")
             by_name.setdefault(file_name, set()).add(tensor)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"overwire: {path}: not an index of shards: {error}", source=path) from None
     if not by_name:
-        why = "an index that lists no tensor: fetch it again, or remove it if the files next to it are the model"
+        why = "the index lists no tensors: fetch it again, or remove it if the files next to it are the model"
         raise FormatError(f"overwire: {path}: {why}", source=path)
     folder = os.path.dirname(path)
     by_file = {os.path.join(folder, name): by_name[name] for name in sorted(by_name)}
@@ -195,7 +195,7 @@ def _read_index(path: str) -> Model:
 
 
 def was_replaced(model: Model) -> bool:
-    """Whether the index of a model is no longer what it was: a saver may have published another."""
+    """Whether the index of a model has changed, because a saver may have published another one."""
     if model.index_path is None:
         return False
     try:
@@ -206,12 +206,12 @@ def was_replaced(model: Model) -> bool:
 
 
 def select_names(model: Model, path: str, names: Any) -> list[str]:
-    """The names of a file that are the model's, in its order. FormatError where it lacks one that is listed."""
+    """Returns the names of a file that belong to the model, in order. Raises FormatError if one is missing."""
     if model.tensors is None:
         return list(names)
     own = model.tensors[path]
     if lacking := own - set(names):
         name = min(lacking)
-        text = f"the index names a tensor {name!r} that this file does not have"
+        text = f"the index lists a tensor {name!r}, which this file lacks"
         raise FormatError(f"overwire: {path}: {text}", source=path, tensor=name)
     return [name for name in names if name in own]

@@ -1,4 +1,4 @@
-"""Chunks of codec 6, decoded by numpy: docs/format.md, section 3.6."""
+"""Decodes chunks of codec 6 with numpy: docs/format.md, section 3.6."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Bytes = NDArray[np.uint8]
 
 _ELEMENTS = {1: (1, False), 2: (2, False), 3: (4, False), 4: (8, False), 5: (2, True), 6: (4, True), 7: (8, True)}
 _BLOCK = 65536
-_LARGEST_WINDOW = 16 << 20  # the largest chunk
+_LARGEST_WINDOW = 16 << 20  # as large as the largest chunk
 
 
 class _Reader:
-    # The bytes of a chunk, taken from the front.
+    # Reads the bytes of a chunk from front to back.
 
     def __init__(self, data: Bytes) -> None:
         self.data, self.at = data, 0
@@ -32,14 +32,14 @@ class _Reader:
 
 
 def decode(stored: Bytes, logical: int, transform: int) -> Bytes:
-    """The logical bytes of a chunk. Raises CorruptError, and MissingPackageError where it has
-    Zstandard frames and Python has no decoder of them."""
+    """Returns the logical bytes of a chunk. Raises CorruptError, and MissingPackageError if it has
+    Zstandard frames and Python has no decoder for them."""
     size, rotation = _ELEMENTS[transform]
     reader = _Reader(np.ascontiguousarray(stored))
     _check_planes(logical % size == 0 and reader.number("<u4") == logical, "its logical bytes")
     count = logical // size
     planes = np.stack([_plane_of(reader, count) for _ in range(size)], axis=1)
-    _check_planes(reader.at == len(stored), "bytes behind its planes")
+    _check_planes(reader.at == len(stored), "extra bytes after its planes")
     out = np.ascontiguousarray(planes).reshape(-1)
     if rotation:
         kind = np.dtype(f"<u{size}")
@@ -50,7 +50,7 @@ def decode(stored: Bytes, logical: int, transform: int) -> Bytes:
 
 def _check_planes(ok: bool, what: str) -> None:
     if not ok:
-        raise CorruptError(f"overwire: corrupt data: planes: {what}")
+        raise CorruptError(f"overwire: corrupt data: planes: check failed: {what}")
 
 
 def _plane_of(reader: _Reader, count: int) -> Bytes:
@@ -62,7 +62,7 @@ def _plane_of(reader: _Reader, count: int) -> Bytes:
     _check_planes(form == 0, f"form {form}")
     sizes = [min(_BLOCK, count - at) for at in range(0, count, _BLOCK)]
     kinds = reader.take(len(sizes)).tolist()
-    _check_planes(max(kinds) <= 3 and kinds.count(3) != 1, "a kind of block")
+    _check_planes(max(kinds) <= 3 and kinds.count(3) != 1, "the kind of a block")
     shared_table = _table_of(reader) if 3 in kinds else None
     blocks: list[Bytes] = []
     for kind, size in zip(kinds, sizes, strict=True):
@@ -78,7 +78,7 @@ def _plane_of(reader: _Reader, count: int) -> Bytes:
 
 
 def _table_of(reader: _Reader) -> tuple[list[int], list[int], list[int]]:
-    # By slot: value, frequency of the value, and the slot's place among the value's.
+    # By slot: the value, its frequency, and the slot's position among the value's slots.
     values = np.flatnonzero(np.unpackbits(reader.take(32), bitorder="little")).tolist()
     value: list[int] = []
     freq: list[int] = []
@@ -109,7 +109,7 @@ def _decode_plane(reader: _Reader, table: tuple[list[int], list[int], list[int]]
         out[i] = value[slot]
         x = freq[slot] * (x >> 12) + rank[slot]
         if x < 1 << 16:
-            _check_planes(at < end, "a word past its block")
+            _check_planes(at < end, "a word after the end of its block")
             x = x << 16 | words[at]
             at += 1
         states[i & 3] = x
@@ -118,11 +118,11 @@ def _decode_plane(reader: _Reader, table: tuple[list[int], list[int], list[int]]
 
 
 def _check_frame(frame: bytes, count: int) -> None:
-    # One frame without a dictionary that states its content's size: RFC 8878, 3.1.1.1.
-    _check_planes(frame[:4] == b"\x28\xb5\x2f\xfd" and len(frame) > 5, "a frame")
+    # One frame without a dictionary, which states the size of its content: RFC 8878, 3.1.1.1.
+    _check_planes(frame[:4] == b"\x28\xb5\x2f\xfd" and len(frame) > 5, "the start of a frame")
     flags = frame[4]
     is_single, size_bytes = bool(flags & 32), (1 if flags & 32 else 0, 2, 4, 8)[flags >> 6]
-    _check_planes(not flags & 8 and size_bytes > 0, "the head of a frame")
+    _check_planes(not flags & 8 and size_bytes > 0, "the header of a frame")
     at = 5 if is_single else 6
     dictionary = frame[at : at + (0, 1, 2, 4)[flags & 3]]
     _check_planes(not any(dictionary), "the dictionary of a frame")
@@ -145,12 +145,12 @@ def _unpack_frame(frame: bytes, count: int) -> Bytes:
             import zstandard
         except ImportError:
             raise MissingPackageError(
-                "overwire: this file has Zstandard frames: pip install zstandard, or use Python 3.14"
+                "overwire: this file has Zstandard frames: pip install zstandard, or use Python 3.14 or later"
             ) from None
         decompressor = zstandard.ZstdDecompressor().decompressobj()
     try:
         content = decompressor.decompress(frame)
-    except Exception as error:  # each package has a class of its own
+    except Exception as error:  # each package has its own class
         raise CorruptError(f"overwire: corrupt data: planes: {error}") from None
     _check_planes(len(content) == count and decompressor.eof and not decompressor.unused_data, "a frame")
     return np.frombuffer(content, np.uint8)

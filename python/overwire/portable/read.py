@@ -1,4 +1,4 @@
-"""What reads files without the engine: `load_file` and `safe_open`."""
+"""Reads files without the engine: `load_file` and `safe_open`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sums import crc32c
 
 Bytes = NDArray[np.uint8]
 
-# Chunks of about this size together are decoded at once: enough lanes for numpy, and memory that the
+# Chunks of about this many bytes are decoded together: enough lanes for numpy, in memory that the
 # allocator keeps between calls.
 _TOGETHER = 24 << 20
 
@@ -34,10 +34,10 @@ _TORCH = {name: np.dtype(kind).name for name, kind in _NUMPY.items()} | _ML_DTYP
 
 
 class safe_open:
-    """A file whose tensors are read by name, plain or compressed. A context manager.
+    """A plain or compressed file, with tensors to read by name. A context manager.
 
-    framework: "np" for numpy arrays, which need ml_dtypes for bf16 and fp8; "pt" for tensors of
-        torch on the CPU; "bytes".
+    framework: "np" for numpy arrays, which need ml_dtypes for bf16 and fp8; "pt" for torch tensors on the CPU;
+        "bytes".
 
     Raises FormatError, CorruptError and NotSupportedError, before any tensor is read.
     """
@@ -45,8 +45,8 @@ class safe_open:
     def __init__(self, filename: str | os.PathLike[str], framework: str = "np", device: str = "cpu") -> None:
         if framework not in ("np", "numpy", "pt", "bytes") or str(device) != "cpu":
             raise ArgumentError(
-                f"overwire: {framework!r} on {device!r}: this machine has no engine, which other frameworks and "
-                f"devices need"
+                f"overwire: {framework!r} on {device!r}: expected 'np', 'pt' or 'bytes' on 'cpu', because this machine "
+                f"lacks the engine"
             )
         self._path = local_path(filename)
         self._framework = framework
@@ -56,15 +56,15 @@ class safe_open:
         self._file: Container = parse(self._data, self._path)
 
     def keys(self) -> list[str]:
-        """The names, in the order of the file."""
+        """Returns the names, in the order of the file."""
         return list(self._file.tensors)
 
     def metadata(self) -> dict[str, str] | None:
-        """The metadata, without what overwire keeps there."""
+        """Returns the metadata, without overwire's own entries."""
         return self._file.metadata
 
     def get_tensor(self, name: str) -> Any:
-        """A tensor, every checksum compared. Raises TensorNotFoundError and CorruptError, with
+        """Returns a tensor after comparing every checksum. Raises TensorNotFoundError and CorruptError, with
         tensor, chunk and offset."""
         tensor = self._file.tensors.get(name)
         if tensor is None:
@@ -85,34 +85,35 @@ class safe_open:
 
     @property
     def path(self) -> str:
-        """The file's."""
+        """The path of the file."""
         return self._path
 
     @property
     def compressed(self) -> bool:
-        """Whether the file is overwire's."""
+        """Whether the file is an overwire container."""
         return self._file.compressed
 
     def entries(self) -> dict[str, Tensor]:
-        """What the file says of each tensor."""
+        """The file's entry for each tensor."""
         return self._file.tensors
 
     def holders(self) -> dict[str, list[str]]:
-        """The names that have each tensor's bytes, by the name of the one that they are stored for."""
+        """For each tensor with stored bytes, all names that share them."""
         names: dict[str, list[str]] = {}
         for name, tensor in self._file.tensors.items():
             names.setdefault(tensor.alias or name, []).append(name)
         return names
 
     def tensors(self, holders: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
-        """Name and tensor of all, or of what some hold, as `get_tensor` gives them; several are decoded at once."""
+        """Yields names and tensors, like `get_tensor`, for all tensors or only for those of some holders. Several are
+        decoded at once."""
         names = self.holders()
         for holder, data in self._read_tensors(list(names if holders is None else holders)):
             for number, name in enumerate(names[holder]):
                 yield name, self._as_array(self._file.tensors[name], data.copy() if number else data)
 
     def _read_tensors(self, names: list[str]) -> Iterator[tuple[str, Bytes]]:
-        # The bytes of tensors that are no aliases, in their order.
+        # The bytes of tensors that are not aliases, in order.
         waiting: list[tuple[str, list[Bytes]]] = []
         batch: list[tuple[str, int]] = []
         size = 0
@@ -142,7 +143,7 @@ class safe_open:
         return np.require(whole, requirements="W")
 
     def _decode_batch(self, batch: list[tuple[str, int]]) -> list[Bytes]:
-        # The logical bytes of chunks, each by its tensor and number.
+        # Returns the logical bytes of chunks, given by tensor and number.
         chunks = [self._file.tensors[name].chunks[number] for name, number in batch]
         results: dict[int, Bytes] = {}
         positions: list[int] = []
@@ -184,25 +185,25 @@ class safe_open:
         if tensor.dtype in _NUMPY:
             return data.view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
         if tensor.dtype not in _ML_DTYPES:
-            raise ArgumentError(f"overwire: numpy has no {tensor.dtype}: use framework='bytes'")
+            raise ArgumentError(f"overwire: numpy lacks {tensor.dtype}: use framework='bytes'")
         try:
             import ml_dtypes
         except ImportError:
             raise MissingPackageError(
-                f"overwire: {tensor.dtype} in numpy needs the package ml_dtypes, or framework='bytes'"
+                f"overwire: {tensor.dtype} in numpy needs the package ml_dtypes: install it, or use framework='bytes'"
             ) from None
         return data.view(getattr(ml_dtypes, _ML_DTYPES[tensor.dtype])).reshape(tensor.shape)
 
 
 def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework: str | None = None) -> dict[str, Any]:
-    """All tensors of a file, or of the model in a folder, as `safe_open` gives them.
+    """Loads all tensors of a file, or of the model in a folder, like `safe_open`.
 
-    source: a file, an index.json, or a folder, of which the model is chosen by the engine's rules: its index.json
-        decides, and shards without one are complete.
-    framework: as for `safe_open`; None: "pt" where torch is imported, else "np".
+    source: a file, an index.json, or a folder. The model in a folder is chosen by the engine's rules: its index.json
+        lists the files, and shards without one must be complete.
+    framework: as for `safe_open`; None: "pt" if torch is imported, else "np".
 
-    Raises also NotFoundError, FormatError and ArgumentError for a folder without a model, with a part of one, or
-    with several; and CorruptError for one that is replaced while it is read.
+    Also raises NotFoundError, FormatError and ArgumentError for a folder without a model, with an incomplete one, or
+    with several; and CorruptError if the model is replaced while it is read.
     """
     framework = framework or ("pt" if "torch" in sys.modules else "np")
     result: dict[str, Any] = {}
@@ -212,7 +213,7 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
         tensors = {name: tensor for name, tensor in file.tensors(holders) if name in own}
         for name in names:
             if name in result:
-                text = f"{file.path}: another file of the folder has a tensor {name!r}: open one of the files"
+                text = f"{file.path}: another file in the folder also has a tensor {name!r}: open only one of the files"
                 raise ArgumentError(f"overwire: {text}", source=file.path, tensor=name)
             result[name] = tensors[name]
     return result
@@ -221,8 +222,8 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
 def open_model(
     source: str | os.PathLike[str], framework: str, device: str = "cpu"
 ) -> list[tuple[safe_open, list[str]]]:
-    """The files of a model, opened, each with the names of those of its tensors that are the model's. They are
-    opened again, once, where a saver publishes another model meanwhile: then CorruptError."""
+    """Opens the files of a model, each with the names of its tensors that belong to the model. If a saver publishes
+    another model meanwhile, opens them once again, and then raises CorruptError."""
     place = local_path(source)
     for is_last in (False, True):
         model = model_of(place)
@@ -241,7 +242,7 @@ def open_model(
 def local_path(place: str | os.PathLike[str]) -> str:
     path = os.fspath(place)
     if "://" in path:
-        raise ArgumentError(f"overwire: {path}: this machine has no engine, which stores need: download the file")
+        raise ArgumentError(f"overwire: {path}: stores need the engine, which this machine lacks: download the file")
     return path
 
 
@@ -249,15 +250,15 @@ def _as_torch(tensor: Tensor, data: Bytes) -> Any:
     try:
         import torch
     except ImportError:
-        raise MissingPackageError("overwire: framework='pt' needs the package torch") from None
+        raise MissingPackageError("overwire: framework='pt' needs the package torch: pip install torch") from None
     kind = getattr(torch, _TORCH.get(tensor.dtype, ""), None)
     if kind is None:
-        raise ArgumentError(f"overwire: torch has no {tensor.dtype}: use framework='bytes'")
+        raise ArgumentError(f"overwire: torch lacks {tensor.dtype}: use framework='bytes'")
     return torch.from_numpy(data).view(kind).reshape(tensor.shape)
 
 
 def _append_results(waiting: list[tuple[str, list[Bytes]]], batch: list[tuple[str, int]], results: list[Bytes]) -> None:
-    # Chunks that were decoded together go to their tensors, which are the last ones that wait.
+    # Chunks that were decoded together belong to the tensors at the end of `waiting`.
     parts = dict(waiting)
     for (name, _), result in zip(batch, results, strict=True):
         parts[name].append(result)

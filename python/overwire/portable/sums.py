@@ -1,8 +1,8 @@
-"""CRC32C (Castagnoli) of bytes, by numpy: RFC 3720, appendix B.4.
+"""Computes CRC32C (Castagnoli) with numpy: RFC 3720, appendix B.4.
 
-The register is linear over GF(2): what bytes make of it is what they make in any other place,
-moved past the bytes between. So a row of words is moved past the next row and added to it,
-all its words at once, until one row is left.
+The register is linear over GF(2): bytes have the same effect at any position, shifted by the
+bytes that follow. So a row of words is shifted past the next row and added to it, all words at
+once, until one row is left.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 _POLYNOMIAL = 0x82F63B78
-_WIDTHS = (2048, 256, 32)  # words of a row
+_WIDTHS = (2048, 256, 32)  # words in a row
 
 Words = NDArray[np.uint32]
 
 
 def _shift_bit(register: Words) -> Words:
-    # One bit of zero through registers.
+    # Shifts a zero bit through registers.
     return np.where(register & 1, register >> 1 ^ np.uint32(_POLYNOMIAL), register >> 1).astype(np.uint32)
 
 
 @cache
 def _make_table(bits: int) -> Words:
-    # What that many bits make of a register that was zero but for them.
+    # Returns the effect of that many bits on a register that was zero otherwise.
     table = np.arange(1 << bits, dtype=np.uint32)
     for _ in range(bits):
         table = _shift_bit(table)
@@ -33,7 +33,7 @@ def _make_table(bits: int) -> Words:
 
 
 def crc32c(data: NDArray[np.uint8]) -> int:
-    """The CRC32C of an array of uint8."""
+    """Returns the CRC32C of an array of uint8."""
     register = 0xFFFFFFFF
     for width in _WIDTHS:
         rows = len(data) // (4 * width)
@@ -48,7 +48,7 @@ def crc32c(data: NDArray[np.uint8]) -> int:
 
 
 def _fold_words(words: Words, register: np.uint32) -> Words:
-    # The row of words that stands for all rows, behind a register.
+    # Returns one row of words that is equivalent to all rows, after a register.
     width = words.shape[1]
     low_table, high_table = _moves_of_zeros(width)
     row: Words = words[0].astype(np.uint32)
@@ -57,7 +57,7 @@ def _fold_words(words: Words, register: np.uint32) -> Words:
     index, low, high = np.empty(width, np.intp), np.empty_like(row), np.empty_like(row)
     for after in words[1:]:
         index[:] = halves[0::2]
-        np.take(low_table, index, out=low, mode="clip")  # clip: without a copy of `out`
+        np.take(low_table, index, out=low, mode="clip")  # clip avoids a copy of `out`
         index[:] = halves[1::2]
         np.take(high_table, index, out=high, mode="clip")
         np.bitwise_xor(low, high, out=low)
@@ -67,7 +67,7 @@ def _fold_words(words: Words, register: np.uint32) -> Words:
 
 @cache
 def _moves_of_zeros(words: int) -> tuple[Words, Words]:
-    # What that many words of zeros make of a register's low half, and of its high half.
+    # Returns the effect of that many zero words on a register's low half, and on its high half.
     matrix = _matrix_of_zeros(4 * words)
     tables = []
     for half in (matrix[:16], matrix[16:]):
@@ -80,7 +80,7 @@ def _moves_of_zeros(words: int) -> tuple[Words, Words]:
 
 @cache
 def _matrix_of_zeros(nbytes: int) -> Words:
-    # As a matrix, bit by bit of the register, what that many zero bytes make of it.
+    # Returns the effect of that many zero bytes on each bit of the register, as a matrix.
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power = _shift_bit(bits)  # of one bit
     result: Words = bits

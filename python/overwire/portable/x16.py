@@ -1,7 +1,7 @@
-"""Chunks of X16, decoded by numpy: docs/format.md, section 3.
+"""Decodes X16 chunks with numpy: docs/format.md, section 3.
 
-The lanes of all segments of some chunks are decoded side by side: a step is a few
-operations on arrays of them. Every field of a chunk is checked as the page asks.
+The lanes of all segments of several chunks are decoded in parallel: a step is a few
+operations on arrays of them. Every field of a chunk is checked as that page requires.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import CorruptError
 Bytes = NDArray[np.uint8]
 
 # By transform: bits of an element, whether there is a palette, bits of a symbol value, and
-# the planes' bits, in order.
+# the bits of each plane, in order.
 _TRANSFORMS: dict[int, tuple[int, bool, int, tuple[int, ...]]] = {
     1: (16, True, 8, (8,)),
     2: (16, True, 5, (8, 1, 1, 1)),
@@ -34,7 +34,7 @@ _HEAD = 96
 
 
 class Chunk(NamedTuple):
-    """A stored chunk: its bytes, how many it decodes to, transform and tiles per segment."""
+    """A stored chunk: its bytes, its decoded length, transform and tiles per segment."""
 
     stored: Bytes
     logical: int
@@ -43,8 +43,8 @@ class Chunk(NamedTuple):
 
 
 class _Head(NamedTuple):
-    # What a chunk says: the escape symbol (-1: none), tables by slot, and the directory,
-    # which is empty where all symbols are the one of `constant`.
+    # The header of a chunk: the escape symbol (-1: none), tables by slot, and the directory,
+    # which is empty if all symbols are `constant`.
     constant: int
     escape: int
     symbol: Bytes
@@ -57,7 +57,7 @@ class _Head(NamedTuple):
 
 
 def decode(chunks: Sequence[Chunk]) -> list[Bytes]:
-    """The logical bytes of some chunks, which together should be a few MiB. Raises
+    """Returns the logical bytes of several chunks, which should be a few MiB in total. Raises
     CorruptError with the number of the chunk."""
     heads = []
     for at, chunk in enumerate(chunks):
@@ -87,7 +87,7 @@ def _read_head(chunk: Chunk) -> _Head:
 
 
 def _finish_chunk(chunk: Chunk, head: _Head, symbol_data: tuple[Bytes, list[int]] | None) -> Bytes:
-    # symbol_data: its symbols, and where each segment's escapes begin; None: all symbols are the one of `constant`.
+    # symbol_data: its symbols, and where each segment's escapes begin; None if all symbols are `constant`.
     content, tiles = chunk.stored, _tiles_of(chunk)
     symbols, escape_starts = symbol_data or (np.full(tiles * _TILE, head.constant, np.uint8), [])
     values = _translate_bytes(symbols, head.palette)
@@ -113,7 +113,7 @@ def _naming_chunk(at: int) -> Iterator[None]:
 
 def _check_chunk(ok: bool, what: str) -> None:
     if not ok:
-        raise CorruptError(f"overwire: corrupt data: X16: {what}")
+        raise CorruptError(f"overwire: corrupt data: X16: check failed: {what}")
 
 
 def _round_up(offset: int) -> int:
@@ -122,7 +122,7 @@ def _round_up(offset: int) -> int:
 
 def _constant_head(chunk: Chunk) -> _Head:
     content, symbol = chunk.stored, int(chunk.stored[1])
-    _check_chunk(symbol < 16 and not content[3] and not content[32:80].any(), "a chunk of one symbol")
+    _check_chunk(symbol < 16 and not content[3] and not content[32:80].any(), "a chunk with a single symbol")
     none = np.zeros(0, np.int64)
     return _Head(
         symbol, -1, none.astype(np.uint8), none, none, _palette_of(chunk, 1 << symbol, -1), none, none, _HEAD
@@ -138,7 +138,7 @@ def _palette_of(chunk: Chunk, present: int, escape: int) -> Bytes:
     _check_chunk(bool((palette < 1 << width).all()), "a palette entry")
     for symbol in range(16):
         if not present >> symbol & 1 or symbol == escape:
-            _check_chunk(palette[symbol] == 0, "a palette entry of no symbol")
+            _check_chunk(palette[symbol] == 0, "a palette entry without a symbol")
     return palette
 
 
@@ -180,8 +180,8 @@ def _coded_head(chunk: Chunk, tiles: int) -> _Head:
 def _symbols_of(
     chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequence[int]
 ) -> list[tuple[Bytes, list[int]]]:
-    # Of each chunk its symbols, and where each segment's words end: there its escapes begin.
-    # Segments with more tiles come first, so that those under way are the first ones.
+    # Returns each chunk's symbols, and where each segment's words end, which is where its escapes begin.
+    # Segments with more tiles come first, so that the active ones are always the first ones.
     if not chunks:
         return []
     lengths = [len(chunk.stored) + -len(chunk.stored) % 2 for chunk in chunks]
@@ -210,10 +210,10 @@ def _symbols_of(
         for pair in range(0, 8, 2):
             for step in (pair, pair + 1):
                 np.bitwise_and(lanes, 255, out=slot)
-                out[:live, tile, step] = slot.reshape(live, 32)  # its symbol comes after all
+                out[:live, tile, step] = slot.reshape(live, 32)  # looked up as symbols at the end
                 slot += table
                 lanes >>= 8
-                np.take(freq, slot, out=part, mode="clip")  # clip: without a copy of `out`
+                np.take(freq, slot, out=part, mode="clip")  # clip avoids a copy of `out`
                 lanes *= part
                 np.take(rank, slot, out=part, mode="clip")
                 lanes += part
@@ -222,7 +222,7 @@ def _symbols_of(
             counts = np.bincount(segment, minlength=live)
             first = at[:live] + counts - np.cumsum(counts)
             at[:live] += counts
-            _expect_all(at[:live] <= ends[:live], owner, numbers, "a word past its segment")
+            _expect_all(at[:live] <= ends[:live], owner, numbers, "a word after the end of its segment")
             lanes[short] = lanes[short] << 16 | words[first[segment] + np.arange(len(short))]
     _expect_all(x.reshape(-1, 32) == 1 << 16, owner, numbers, "a final state")
     back = np.argsort(order, kind="stable")
@@ -242,7 +242,7 @@ def _symbols_of(
 
 
 def _translate_bytes(data: Bytes, table: Bytes) -> Bytes:
-    # table[data], flat: bytes do it several times as fast as numpy.
+    # table[data], flat: bytes.translate is several times as fast as numpy.
     return np.frombuffer(data.tobytes().translate(table.tobytes().ljust(256, b"\0")), np.uint8)
 
 
@@ -256,11 +256,11 @@ def _tiles_of_segments(chunk: Chunk, head: _Head) -> NDArray[np.int64]:
 def _expect_all(ok: NDArray[np.bool_], owner: NDArray[np.int64], numbers: Sequence[int], what: str) -> None:
     if not ok.all():
         row = int(np.argwhere(~ok)[0][0])
-        raise CorruptError(f"overwire: corrupt data: X16: {what}", chunk=numbers[int(owner[row])])
+        raise CorruptError(f"overwire: corrupt data: X16: check failed: {what}", chunk=numbers[int(owner[row])])
 
 
 def _check_ends(chunk: Chunk, head: _Head, at: NDArray[np.int64]) -> None:
-    # Escapes follow the last word; zeros follow them, less than 16.
+    # Escapes follow the last word, and fewer than 16 zeros follow the escapes.
     ends = at + 3 * head.escapes[:-1]
     _check_chunk(bool(((ends <= head.offsets[1:]) & (head.offsets[1:] - ends < 16)).all()), "the end of a segment")
     for k, end in enumerate(ends.tolist()):
@@ -282,7 +282,7 @@ def _put_escapes(chunk: Chunk, head: _Head, starts: list[int], symbols: Bytes, v
 
 
 def _planes_of(stored: Bytes, at: int, tiles: int, widths: tuple[int, ...]) -> tuple[list[Bytes], int]:
-    # Each plane as a byte for each symbol, and the end of the last that is stored.
+    # Returns each plane with one byte per symbol, and the end of the last stored plane.
     constant, end, planes = int(stored[2]), at, []
     _check_chunk(constant >> len(widths) == 0, "its planes")
     count = tiles * _TILE

@@ -1,1 +1,1 @@
-"""What users call to load, save, pin, preload and inspect models."""
+"""The functions that users call to load, save, pin, preload and inspect models."""

@@ -1,4 +1,4 @@
-"""Reading ahead of a program that takes one tensor of an open file after the other."""
+"""Reads ahead for a program that takes one tensor of an open file after another."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from ..frameworks.frame import Frame
 from ..model.loads import Load
 from ..model.opened import WHOLE, Model
 
-#: Ranges (lo, hi) of the first two dimensions, and the shape of what they cut out.
+#: Ranges (lo, hi) of the first two dimensions, and the shape of the block.
 Block = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 
-# What is read ahead is loaded in windows: one that is read or taken from, and the next.
-# Each has several times the bytes of the one before, or one tensor, up to the most: those of
-# the first, and the most, on the host and on a GPU, where both together have no more than a
-# part of its free memory.
+# Tensors are read ahead in windows: the current one, and the next. Each window has several times the bytes of the
+# one before (or a single tensor), up to the most. These are the bytes of the first window and the most, on the host
+# and on a GPU, where both windows together take no more than a fraction of its free memory.
 _FIRST, _MOST = 8 << 20, 128 << 20
 _FIRST_GPU, _MOST_GPU = 512 << 20, 1 << 30
 _GROWTH, _PART = 4, 8
 
-# How often one tensor has to follow the other before any is read ahead, and how often
-# at most, where what was read was not asked for.
+# How many tensors in order start reading ahead, and the most that are needed after earlier windows were not
+# used.
 _LEAST, _TIRED = 2, 64
 _RISEN = 8
 
@@ -35,34 +34,34 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class _Window:
-    """Tensors that one load brings, each to be taken once."""
+    """Tensors of one load, each to be taken once."""
 
     def __init__(self, load: Load, ways: dict[int, Block | None], sizes: dict[int, int]) -> None:
         self._load, self._requests = load, {at: request for request, at in enumerate(ways)}
         self.ways, self.sizes = ways, sizes
-        self.left = sum(sizes.values())  # bytes of what was not taken
+        self.left = sum(sizes.values())  # bytes that were not taken
         self._landed: dict[int, tuple[int, Any, int]] = {}
 
     @property
     def job_number(self) -> int:
-        """The number of its load, which this alone may keep: memory goes when that has ended."""
+        """Returns the number of its load. Keep only that: the memory is freed when the load has ended."""
         return self._load.job.number
 
     def take(self, at: int) -> Any:
-        """Waits for a tensor; raises the load's error."""
+        """Waits for a tensor. Raises the load's error."""
         request = self._requests[at]
         while request not in self._landed:
             news = self._load.next()
             self._landed.update((item[0], item) for item in news)
             if not news:
-                break  # the load has ended, and a tensor is missing: KeyError
+                break  # the load has ended without the tensor, so the pop below raises KeyError
         tensor = self._load.tensor(*self._landed.pop(request))
         del self.ways[at]
         self.left -= self.sizes[at]
         return tensor
 
     def end(self) -> None:
-        """After the last tensor: waits until the load has ended and counts."""
+        """Call it after the last tensor: waits until the load has ended and is counted."""
         self._load.job.wait()
         self._load.job.done()
 
@@ -71,53 +70,52 @@ class _Window:
         self._load.job.cancel()
 
     def close(self) -> None:
-        """Stops the load and frees what was not taken."""
+        """Stops the load and frees the tensors that were not taken."""
         self._landed = {}
         self._load.job.abandon()
 
 
 class ReadAhead:
-    """What is read ahead of one open file. Threads may share it; a fork of the process
-    leaves it alone.
+    """Reads ahead in one open file. Threads may share it, and forked children do not use it.
 
-    It looks at the order in which tensors are asked for: that of the bytes, or, once `by_name` is set or
-    their names have risen for a while, of the names. What comes next in it is loaded while the program works
-    on what it has. At most two windows are in memory, on the host 256 MiB, on a GPU 2 GiB or an eighth of what
-    is free there; only a tensor that was asked for may be larger. A tensor that is asked for out of turn ends
-    it, and the next time it takes longer until it begins.
+    It watches the order in which tensors are requested: the order of the bytes or, if `by_name` is set or the names
+    have ascended for a while, the order of the names. It loads the tensors that come next in that order while the
+    program works. At most two windows are in memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free
+    memory. Only a requested tensor may be larger. A tensor requested out of order ends the reading, and next time
+    it takes longer to begin.
 
-    Blocks are read ahead where tensors whose names differ in numbers alone were cut alike.
+    Blocks are read ahead if tensors whose names differ only in numbers were cut the same way.
     """
 
     def __init__(self, frame: Frame) -> None:
         self.by_name = False
-        self.by_slice = False  # the program may cut tensors, which shows after some that it takes whole
+        self.by_slice = False  # the program may cut tensors, so its first requests do not show how
         self._frame = frame
         self._lock = new_lock()
         self._taking = self._off = False
         self._windows: list[_Window] = []
-        self._how: Any = None  # what the tensors of the windows depend on; see `_torch_context`
+        self._how: Any = None  # the context that the windows' tensors depend on; see `_torch_context`
         self._by = 0  # the order of the windows: 0 by bytes, 1 by name
-        self._next = 0  # in it, the turn of the tensor after the last window
+        self._next = 0  # the position in that order of the tensor after the last window
         self._size, self._need = 0, _LEAST  # bytes of the next window, 0 for the first
         self._last: int | None = None
-        self._risen = 0  # how often, one after the other, the next one had a greater name
-        self._runs = [0, 0]  # how many, one after the other, came in their turn: by bytes, by name
-        self._names: tuple[list[int], list[int]] | None = None  # tensors by name, and the turn of each
+        self._risen = 0  # the number of consecutive requests with ascending names
+        self._runs = [0, 0]  # the number of consecutive requests in order: by bytes, by name
+        self._names: tuple[list[int], list[int]] | None = None  # tensors by name, and the position of each
         self._cuts: dict[tuple[str, tuple[int, ...]], Block | None] = {}  # by name without numbers, and shape
 
     def take(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
-        """A tensor that was read ahead; None: it has to be loaded by itself. wanted: the dtype
+        """Returns a tensor that was read ahead, or None if it has to be loaded separately. wanted: the dtype
         to cast it to."""
         with self._lock:
-            # A signal handler; or a preload has all of it; or nothing comes after it.
+            # In a signal handler; or reading ahead is over; or a preload has all tensors; or there is only one.
             if self._taking or self._off or model.joined or len(model.table) == 1:
                 return None
             self._taking = True
             try:
                 return self._take_tensor(model, at, block, wanted)
             except OverwireError:
-                # Of a tensor that may never be asked for: the load of each by itself has its own.
+                # Frees windows that may never be used, because the separate loads need memory of their own.
                 self._drop_windows()
                 self._off = True
                 return None
@@ -128,7 +126,7 @@ class ReadAhead:
                 self._taking = False
 
     def _take_tensor(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
-        if at == self._last or model.table[at][6] >= 0:  # read again; or the bytes of another one
+        if at == self._last or model.table[at][6] >= 0:  # read again, or an alias of another tensor
             return None
         in_turn = self._follows_order(model, at)
         self._last = at
@@ -143,7 +141,7 @@ class ReadAhead:
                 self._note_stray()
                 return None
             if self._order_of_reads(model, self._by)[1][at] < self._next:
-                return None  # of what the windows leave out
+                return None  # the windows leave this tensor out
             self._drop_windows()  # the program has passed them
         self._how = how
         if number is None:
@@ -164,8 +162,8 @@ class ReadAhead:
         return tensor
 
     def _follows_order(self, model: Model, at: int) -> bool:
-        """Counts how many tensors, one after the other, were asked for in their turn. The first
-        of all is in its turn where a program begins with it."""
+        """Counts consecutive requests in order. The first tensor of all is in order if a program begins with
+        it."""
         last = self._last
         for order in (0, 1) if self.by_name else (0,):
             _, turn = self._order_of_reads(model, order)
@@ -173,13 +171,13 @@ class ReadAhead:
             self._runs[order] = self._runs[order] + 1 if in_turn else 0
         if last is None:
             return False
-        # A program may have the names from another handle: to sort them takes a while.
+        # Sorting the names takes a while, and a program may have them from another handle.
         self._risen = self._risen + 1 if model.table[at][0] > model.table[last][0] else 0
         self.by_name = self.by_name or self._risen >= _RISEN
         return max(self._runs) > 0
 
     def _order_of_reads(self, model: Model, order: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The tensors in an order, and the turn of each."""
+        """Returns the tensors in an order, and the position of each."""
         every = range(len(model.table))
         if not order:
             return every, every
@@ -192,13 +190,13 @@ class ReadAhead:
         return self._names
 
     def _learn_cut(self, model: Model, at: int, block: Block | None) -> None:
-        # While no tensor is cut, nothing is to be learnt.
+        # Nothing needs to be learnt while no tensor is cut.
         if block is not None or self._cuts:
             row = model.table[at]
             self._cuts[_NUMBERS.sub("#", row[0]), row[2]] = block
 
     def _begin_window(self, model: Model, at: int, block: Block | None) -> bool:
-        """Starts the first window, with what is asked for and what comes after it."""
+        """Starts the first window, with the requested tensor and those after it."""
         by_bytes, by_name = self._runs
         self._by = int(by_name > by_bytes or self.by_name and by_name == by_bytes)
         self._next = self._order_of_reads(model, self._by)[1][at] + 1
@@ -206,7 +204,7 @@ class ReadAhead:
         return bool(self._windows)
 
     def _start_window(self, model: Model, ways: dict[int, Block | None]) -> None:
-        """Starts the next window, if there is room for a tensor more."""
+        """Starts the next window if there is room for another tensor."""
         tensors, _ = self._order_of_reads(model, self._by)
         if self._next == len(tensors) and not ways:
             return
@@ -250,23 +248,23 @@ class ReadAhead:
         return model.begin_blocks(blocks, rows, self._frame, after=after)
 
     def _note_stray(self) -> None:
-        # What was read ahead was in vain: the next time it takes longer until it begins.
+        # The windows were not used, so next time it takes longer to begin.
         self._drop_windows()
         self._runs, self._need = [0, 0], min(2 * self._need, _TIRED)
 
     def _drop_windows(self) -> None:
         windows, self._windows, self._size = self._windows, [], 0
-        for window in reversed(windows):  # none begins because another ends
+        for window in reversed(windows):  # so that none begins because another one ends
             window.close()
 
     def close(self) -> None:
-        """Frees what was read ahead, and ends it."""
-        if not _engine.forked():  # all of it is the parent's
+        """Frees what was read ahead, and stops reading ahead."""
+        if not _engine.forked():  # in a child everything belongs to the parent
             self._off = True
             self.drop()
 
     def drop(self) -> None:
-        """Frees what was read ahead; a thread that waits for some of it loads that by itself."""
+        """Frees what was read ahead. A thread that waits for part of it loads that separately."""
         if not self._lock.acquire(blocking=False):  # another thread waits for a tensor
             for window in self._windows[::-1]:
                 window.cancel()
@@ -278,7 +276,7 @@ class ReadAhead:
 
 
 def _torch_context(model: Model) -> tuple[Any, ...]:
-    # Memory of torch's allocator belongs to the stream, and the mode, in which it was made.
+    # Memory of torch's allocator belongs to the stream and the mode in which it was allocated.
     if model.join() == "cpu":
         return ()
     from ..frameworks.torch import around
@@ -287,7 +285,7 @@ def _torch_context(model: Model) -> tuple[Any, ...]:
 
 
 def _window_sizes(model: Model) -> tuple[int, int]:
-    """The bytes of the first window, and the most of any."""
+    """Returns the bytes of the first window, and the most of any window."""
     if model.device == "cpu":
         return _FIRST, _MOST
     from ..frameworks.torch import unused

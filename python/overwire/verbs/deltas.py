@@ -1,4 +1,4 @@
-"""Deltas: what changed between two models, written, and applied to tensors in place."""
+"""Deltas: writes what changed between two models, and applies it to tensors in place."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from .states import ModelSide, batches, hosted, pair, place_tensor, same_names, 
 if TYPE_CHECKING:
     from .._requests import DeltaFile, DeltaMerge, DeltaSave, DeltaTensors
 
-#: A delta: its path or URI, its bytes, or one that is open.
+#: A delta: its path or URI, its bytes, or an open one.
 DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"]
 
 
 @dataclass(frozen=True)
 class DeltaReport:
-    """What was written or applied.
+    """Tells what was written or applied.
 
-    tensors: how many the deltas name; changed: those of them that change.
-    bytes: of these tensors. stored: of the delta that was written, or of the chunks that
-        were applied.
-    path: what was written, as it was given, else "". files: the files of it, in order: those
-        copied beside it first, an index.json last.
+    tensors: how many tensors the deltas name; changed: how many of them change.
+    bytes: of these tensors. stored: bytes of the delta that was written, or of the chunks that were applied.
+    path: the path that was written, as it was given, else "". files: its files in order: first those copied next to
+        it, an index.json last.
     seconds: of the engine's stages, by name: "encode" and "write" of `save_delta`; "plan",
         "base digests", "change" and "new digests" of `apply_delta`; else none.
     """
@@ -56,8 +55,8 @@ class DeltaReport:
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """How a tensor differs: of its `elements`, `changed` have other bits; a delta of it
-    takes `stored` bytes. Elements of less than a byte are counted as bytes, complex
+    """How a tensor differs: `changed` of its `elements` have other bits, and a delta of it
+    takes `stored` bytes. Elements smaller than a byte are counted as bytes, complex
     numbers as two."""
 
     __module__ = "overwire"
@@ -80,8 +79,8 @@ class DeltaRow:
 class Diff:
     """How two models differ.
 
-    rows: of each tensor that both have, in the order of names; also of equal ones.
-    only_a, only_b: names that one of them has. other: names with another dtype or shape.
+    rows: for each tensor that both have, also equal ones, in the order of names.
+    only_a, only_b: names that only one of them has. other: names with another dtype or shape.
     """
 
     __module__ = "overwire"
@@ -125,10 +124,9 @@ class Diff:
 
 
 class Delta(HandleOwner):
-    """A delta in host memory, read whole and checked: made by `open_delta`. It may be
-    applied any number of times, and by several threads. It holds the files' bytes
-    (`nbytes`) as they are stored, and about 40 bytes for each 256 KiB of a tensor that
-    changes; no decoded ones."""
+    """A delta in host memory, read whole and checked, from `open_delta`. It may be applied any number of times, and
+    by several threads. It holds the files' stored bytes (`nbytes`) and about 40 bytes for each 256 KiB of a tensor
+    that changes, but no decoded bytes."""
 
     __module__ = "overwire"
     __slots__ = ("__weakref__", "_about", "_number", "_places")
@@ -140,7 +138,7 @@ class Delta(HandleOwner):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, sorted; also of those that do not change."""
+        """The names of all tensors, sorted, including those that do not change."""
         return tuple(self._places)
 
     @property
@@ -151,7 +149,7 @@ class Delta(HandleOwner):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The texts that `save_delta` was given."""
+        """The texts that were passed to `save_delta`."""
         return dict(self._about["metadata"] or {})
 
     @property
@@ -165,23 +163,23 @@ class Delta(HandleOwner):
         return self._about["bytes"]
 
     def dtype(self, name: str) -> str:
-        """A tensor's dtype, as safetensors names it."""
+        """Returns a tensor's dtype, as safetensors names it."""
         return self._about["dtypes"][self._place_of(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Returns a tensor's shape."""
         return tuple(self._about["shapes"][self._place_of(name)] or ())
 
     def base(self, name: str) -> str:
-        """The digest, in hex, of the tensor that the delta is applied to."""
+        """Returns the digest, in hex, of the tensor that the delta is applied to."""
         return self._about["bases"][self._place_of(name)]
 
     def new(self, name: str) -> str:
-        """The digest of what it becomes."""
+        """Returns the digest, in hex, of the changed tensor."""
         return self._about["news"][self._place_of(name)]
 
     def stored(self, name: str) -> int:
-        """Bytes of the file for a tensor; 0 if it does not change, or is stored as another."""
+        """Returns the bytes of the file for a tensor; 0 if it does not change, or shares those of another."""
         return self._about["stored"][self._place_of(name)]
 
     def _place_of(self, name: str) -> int:
@@ -209,17 +207,16 @@ class Delta(HandleOwner):
 
 
 def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = None) -> Delta:
-    """Reads a delta whole into host memory and checks every byte of it, so that
+    """Reads a delta whole into host memory and checks every byte, so that
     `apply_delta` only has to apply it.
 
     source: the path or URI of a file, of a folder of shards or of their index.json; or the
         bytes of a delta's file, which are copied.
     storage_options: as for `load_file`.
 
-    Raises NotFoundError, also if a shard is missing, CorruptError, FormatError for files
-    that are no delta and for shards of different ones, ArgumentError for a folder of
-    several deltas, OutOfMemoryError before it reads what memory cannot hold,
-    NotSupportedError.
+    Raises NotFoundError, also if a shard is missing, CorruptError, FormatError for files that are not a delta and for
+    shards of different ones, ArgumentError for a folder with several deltas, OutOfMemoryError before it reads more
+    than memory can hold, NotSupportedError.
     """
     if isinstance(source, Delta):
         return source
@@ -235,7 +232,7 @@ def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = No
 
 
 def chain_of(delta: Any, storage_options: StorageOptions | None = None) -> list[Delta]:
-    """One delta, or several in their order, opened."""
+    """Opens one delta, or several in order."""
     if isinstance(delta, (str, bytes, bytearray, memoryview, os.PathLike, Delta)):
         delta = [delta]
     if not isinstance(delta, Iterable):
@@ -256,27 +253,24 @@ def save_delta(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
-    """Writes what changed from `base` to `new`: a file of which `apply_delta` makes the
-    one from the other, small where little has changed.
+    """Writes what changed from `base` to `new`. `apply_delta` turns one into the other with this file, which is
+    small if little has changed.
 
-    new, base: the same names with the same dtypes and shapes: a dict of torch tensors or
-        numpy arrays, a torch module, or the path or URI of a model, which is loaded to
-        the host, 1 GiB at a time (a larger tensor alone). Where both are on a GPU, it encodes; else what is on a
-        GPU is copied.
-    path: the file, or a URI that can be written. A folder if it is one, if it ends in a
-        slash, or if `new` is a folder and path does not end in .safetensors: then the files
-        are called delta, and what lies beside the weights of `new` is copied, as `convert`
-        does. It appears complete or not at all.
+    new, base: the same names with the same dtypes and shapes: a dict of torch tensors or numpy arrays, a torch
+        module, or the path or URI of a model, which is loaded to the host 1 GiB at a time (a larger tensor by
+        itself). If both are on a GPU, it encodes; otherwise tensors on a GPU are copied to the host.
+    path: the file, or a writable URI. A folder if it is one, if it ends in a slash, or if `new` is a folder and path
+        does not end in .safetensors: then the files are called delta, and other files of `new` are copied next to
+        them, as by `convert`. The path appears complete or not at all.
     metadata: texts to keep in it.
-    max_shard_size: the most bytes of the delta in one file ("5GB", "512MiB", int). A longer
-        one is written in shards with an index.json, named as those of `save_file`; a tensor
-        is in one of them.
+    max_shard_size: the most bytes of the delta in one file ("5GB", "512MiB", int). A longer delta is written in
+        shards with an index.json, named like those of `save_file`; each tensor is in one of them.
 
-    The same tensors give the same file, wherever they are. Unchanged tensors, and chunks
-    of 256 KiB that did not change, take no space. Each tensor is named with the digest of
-    both states. The delta is in host memory before it is written.
+    The same tensors give the same file, wherever they are. Unchanged tensors, and chunks of 256 KiB that did not
+    change, take no space. The file has the digests of each tensor before and after. The delta is in host
+    memory before it is written.
 
-    Raises ArgumentError for names, dtypes or shapes that differ, and what `save_file` raises.
+    Raises ArgumentError for names, dtypes or shapes that differ, and the errors of `save_file`.
     """
     notes = {} if metadata is None else notes_of(metadata)
     target, most, watcher = local(path), parse_size(max_shard_size), watch(progress, "save")
@@ -316,7 +310,7 @@ def save_delta(
 
 
 def _pair_states(names: list[str], now: ModelSide, before: ModelSide) -> tuple[DeltaTensors, bytes, Any]:
-    """What the engine is given of some tensors in both states, and what has to stay until it has ended."""
+    """Returns the engine's arguments for some tensors in both states, and objects to keep alive until it has ended."""
     news, olds = now.take(names), before.take(names)
     columns = columns_of([*(news[name] for name in names), *(olds[name] for name in names)])
     count, keep = len(names), []
@@ -350,26 +344,24 @@ def apply_delta(
     """Applies a delta, or several one after the other, to tensors in place, on the host
     and on GPUs.
 
-    tensors: a dict of torch tensors or numpy arrays, or a torch module; the very base of
-        the delta. Tied tensors are changed once. Tensors that the delta does not name are
-        left alone. A tensor that is not dense is changed by way of a copy; one whose elements
-        share memory (`expand`) is refused.
-    delta: a path or URI, the bytes of a delta's file, or one from `open_delta`, which has
-        read and checked it; a list of these is a chain, of which each begins where the one
-        before it ends. A chain takes as long as its changes, not as its number.
+    tensors: a dict of torch tensors or numpy arrays, or a torch module; exactly the base of the delta. Tied tensors
+        are changed once. Tensors that the delta does not name stay unchanged. A tensor that is not dense is changed
+        through a copy. A tensor with elements that share memory (`expand`) is refused.
+    delta: a path or URI, the bytes of a delta's file, or a delta from `open_delta`, which has read and checked it. A
+        list is a chain, in which each delta begins where the one before it ends. A chain takes as long as its
+        changes, whatever its length.
     missing: whether the delta may have names that `tensors` lacks.
-    timeout: seconds, from when the delta has been read, after which DeadlineError is
-        raised, with the tensors as they were. From the first change on it no longer counts.
+    timeout: seconds after which DeadlineError is raised, counted from when the delta has been read. The tensors are
+        unchanged then. It no longer applies once the first tensor changes.
 
-    Work that is queued on the current streams comes first; on return all is done. The
-    digest of each tensor is compared before the first byte changes, and afterwards. If
-    that fails, what was changed is undone, and the error says what the tensors are.
-    Nothing else may use the tensors meanwhile.
+    Work queued on the current streams comes first; everything is done on return. The digest of each tensor is
+    compared before the first byte changes, and afterwards. If that fails, changes are undone, and the error tells
+    the state of the tensors. Nothing else may use the tensors meanwhile.
 
-    Raises DeltaBaseError if a tensor is not what the delta was made from, ArgumentError,
-    CorruptError, NotSupportedError, DeviceError, and what `open_delta` raises.
+    Raises DeltaBaseError if a tensor differs from the delta's base, ArgumentError,
+    CorruptError, NotSupportedError, DeviceError, and the errors of `open_delta`.
     """
-    time_limit(timeout)  # refused before anything is read
+    time_limit(timeout)  # refuses a wrong one before anything is read
     check_values(missing=missing, storage_options=storage_options)
     return apply_part(tensors, chain_of(delta, storage_options), "", missing, time_limit(timeout))
 
@@ -377,10 +369,10 @@ def apply_delta(
 def apply_part(
     tensors: Any, chain: Sequence[Delta], part: str, missing: bool = True, end: float | None = None
 ) -> DeltaReport:
-    """`apply_delta`, or a part of its work, for processes that change tensors together.
+    """Does the work of `apply_delta`, or a part of it, for processes that change tensors together.
 
-    part: "check" compares the digests and changes nothing; "change" is the rest, after
-        that; "undo" takes back what "change" has done; "": all of it. end: of `time_limit`.
+    part: "check" compares the digests and changes nothing; "change" does the rest after
+        that; "undo" reverts "change"; "" does everything. end: from `time_limit`.
     """
     tensors_by_name = tensors_of(tensors, "tensors")
     names: list[str] = []
@@ -395,7 +387,7 @@ def apply_part(
                 break
     targets = [tensors_by_name[name] for name in names]
     columns = columns_of(targets)
-    copies: list[tuple[str, Any, Any]] = []  # tensors that are changed by way of a copy, and that
+    copies: list[tuple[str, Any, Any]] = []  # tensors that are changed through a copy, and the copies
     for at, kind in enumerate(columns.kinds):
         if kind == ODD:
             place, is_copy = place_tensor(names[at], targets[at])
@@ -431,12 +423,12 @@ def merge_deltas(
     max_shard_size: int | str | None = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
-    """Writes a chain of deltas as one: the very file that `save_delta` makes of the first
-    one's base and the last one's result, without either. path and max_shard_size are as there;
-    beside a folder of shards, what lies in the last delta's folder is copied.
+    """Writes a chain of deltas as a single one: exactly the file that `save_delta` makes of the first delta's base
+    and the last one's result, without needing either. path and max_shard_size: as there. If it writes a folder of
+    shards, other files of the last delta's folder are copied next to them.
 
-    Raises DeltaBaseError if a delta does not begin where the one before it ends, and what
-    `open_delta` and `save_delta` raise.
+    Raises DeltaBaseError if a delta does not begin where the one before it ends, and the errors of
+    `open_delta` and `save_delta`.
     """
     if not isinstance(deltas, Iterable) or isinstance(deltas, (str, bytes, Mapping)):
         raise ArgumentError(f"overwire: deltas: expected a list of paths or Deltas, got {type(deltas).__name__}")
@@ -461,10 +453,10 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     """Compares two models bit by bit: which tensors differ, in how many elements, and
     what a delta of each would take.
 
-    a, b: as `save_delta` takes them; names, dtypes and shapes may differ. Tensors on a GPU
+    a, b: as for `save_delta`, but names, dtypes and shapes may differ. Tensors on a GPU
         are copied to the host.
 
-    Raises what `save_delta` raises.
+    Raises the errors of `save_delta`.
     """
     other: list[str] = []
     rows: list[DeltaRow] = []
@@ -500,22 +492,21 @@ def _report_of(said: Any, path: str = "") -> DeltaReport:
 
 
 def _companions_of(model: Any) -> str:
-    """What may be a folder with companions."""
+    """Returns the path of a model, which may be a folder with auxiliary files; "" for tensors."""
     return local(model) if isinstance(model, (str, os.PathLike)) else ""
 
 
 def _streams_of(devices: Iterable[int]) -> dict[int, int]:
-    """The current stream of each device, 0 for the host."""
+    """Returns the current stream of each device, 0 for the host."""
     return {cuda: gpu.current_stream(cuda - 1) if cuda else 0 for cuda in set(devices)}
 
 
 def load_on(
     base: Any, source: Any, device: Any, framework: Any, options: dict[str, Any], load: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:
-    """`load_file`, which is `load`, with a base: what the delta, or chain, makes of it, in
-    new tensors."""
+    """Does `load_file` with a base. Returns new tensors, made from the base by the delta or chain."""
     if options.get("dtype") is not None:
-        raise NotSupportedError("overwire: load_file: base= has no dtype=: cast the tensors that it returns")
+        raise NotSupportedError("overwire: load_file: base= does not take dtype=: cast the returned tensors")
     if framework == "bytes":
         raise NotSupportedError("overwire: load_file: base= needs framework='pt' or 'np'")
     reach: StorageOptions | None = options.get("storage_options")
@@ -529,7 +520,7 @@ def load_on(
 
 
 def _copy_base(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of tensors; those that are tied stay tied."""
+    """Returns copies of tensors. Tied tensors stay tied."""
     keys, choice = options.get("keys"), options.get("filter")
     selection = None if keys is None else set(keys)
     result: dict[str, Any] = {}
@@ -543,7 +534,7 @@ def _copy_base(base: Any, device: Any, options: Mapping[str, Any]) -> dict[str, 
             check_memory(tensor, f"overwire: load_file: base: {name!r}", name)
             if tensor.is_quantized:
                 raise NotSupportedError(
-                    f"overwire: load_file: base: {name!r} is quantized, and no delta is of such a one", tensor=name
+                    f"overwire: load_file: base: {name!r} is quantised, and deltas do not support that", tensor=name
                 )
             where, key = check_device(device, frame_of(tensor)), identity_of(tensor)
             if key not in copies:

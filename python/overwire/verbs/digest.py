@@ -1,5 +1,5 @@
-"""digest: 128 bits of tensors' bytes, computed where they lie; and the comparison of a
-model with a file by them."""
+"""digest: computes 128 bits from tensors' bytes, on the device that has them; and compares models with files
+by these digests."""
 
 from __future__ import annotations
 
@@ -30,27 +30,23 @@ def digest(tensors: Mapping[str, Any] | torch.nn.Module, *, timeout: float | Non
 @overload
 def digest(tensors: Any, *, timeout: float | None = None) -> str: ...
 def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str]:
-    """The digest of tensors in memory: 128 bits of their bytes, as 32 hex digits.
+    """Computes the digest of tensors in memory: 128 bits from their bytes, as 32 hex digits.
 
-    tensors: a torch tensor, numpy array or `TensorSpec`; a dict of them; or a torch
-        module, whose parameters and persistent buffers are taken by name. On the host
-        and on GPUs, also strided: the digest is that of the contiguous tensor, and no
-        copy is made. Tied tensors are read once.
+    tensors: a torch tensor, numpy array or `TensorSpec`; a dict of them; or a torch module, for its parameters and
+        persistent buffers by name. They may be on the host and on GPUs, and strided: the digest is that of the
+        contiguous tensor, and no copy is made. Tied tensors are read once.
     timeout: seconds after which DeadlineError is raised; None: never.
 
-    Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and
-    shape; a file's are those of `overwire inspect --digests FILE`. A change goes unnoticed with a
-    chance of about 2^-128, unless it was computed to: the digest is not cryptographic
-    (docs/format.md has its definition).
+    Equal bytes have equal digests, on the CPU and on every GPU, whatever the dtype and shape. For a file,
+    `overwire inspect --digests FILE` prints them. The chance to miss an accidental change is about 2^-128, but the
+    digest is not cryptographic, so it does not detect deliberate ones (docs/format.md defines it).
 
-    Each GPU reads its tensors at the speed of its memory, after what is queued on
-    torch's current stream there; the call waits for it. Do not change the tensors
-    before it returns.
+    Each GPU reads its tensors at the speed of its memory, after the work queued on torch's current stream there.
+    The call waits for it. Do not change the tensors before it returns.
 
     Returns the digest, or {name: digest}.
-    Raises ArgumentError; NotSupportedError for tensors without bytes of their own
-    (sparse, quantized), on other devices, and while that stream is being captured
-    into a CUDA graph; DeviceError.
+    Raises ArgumentError; NotSupportedError for tensors that are more than their bytes (sparse, quantised), on other
+    devices, and while that stream is being captured into a CUDA graph; DeviceError.
     """
     end = time_limit(timeout)
     tensors_by_name = _tensors_of_names(tensors)
@@ -60,14 +56,13 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
 
 
 class Comparison(TypedDict):
-    """What `verify` returns of a file and tensors in memory.
+    """The result of `verify` for a file and tensors in memory.
 
-    differ: names of tensors whose bytes, dtype or shape are not the file's.
+    differ: names of tensors with other bytes, dtype or shape than in the file.
     missing: names in the file that the model lacks.
     surplus: names in the model that the file lacks, unless they are tied to one it has.
-    tensors: how many were compared. kept: how many by a digest that the file keeps.
-    bytes: of the file's tensors, decoded for the others. on_gpu: those of them that GPUs
-        have decoded.
+    tensors: the number of compared tensors. kept: how many of them by a digest in the file.
+    bytes: of the file's tensors that were decoded for the others. on_gpu: those that GPUs decoded.
     """
 
     ok: bool
@@ -85,7 +80,7 @@ Comparison.__module__ = "overwire"  # where users find it
 
 
 def compare(tensors: Any, request: FilesRequest, watcher: Watcher | None) -> Comparison:
-    """Compares a model in memory with files by digests: what `verify(tensors=)` returns."""
+    """Compares a model in memory with files by digests. Returns the result of `verify(tensors=)`."""
     start = time.monotonic()
     tensors_by_name = _tensors_of_names(tensors)
     if tensors_by_name is None:
@@ -127,7 +122,7 @@ def _is_same(view: View, digest: str, row: Mapping[str, Any]) -> bool:
 
 
 def _tensors_of_names(tensors: Any) -> dict[str, Any] | None:
-    """Tensors by name; None where a single tensor is meant."""
+    """Returns tensors by name, or None for a single tensor."""
     torch = imported("torch")
     if isinstance(tensors, Mapping) or (torch is not None and isinstance(tensors, torch.nn.Module)):
         return tensors_of(tensors, "tensors")
@@ -151,7 +146,7 @@ def _identity_of(view: View) -> tuple[int, tuple[int, ...], tuple[int, ...], int
 
 
 class _OfDevice:
-    # The tensors of one device, by position: first those that are contiguous.
+    # The tensors of one device, by position: contiguous ones first.
     def __init__(self) -> None:
         self.dense: list[int] = []
         self.pointers: list[int] = []
@@ -160,10 +155,10 @@ class _OfDevice:
 
 
 def _digests_of(tensors: Sequence[Any], names: Iterable[str] | None = None, end: float | None = None) -> list[str]:
-    """The digest of each tensor, those of one device by one call, equal ones once."""
+    """Returns the digest of each tensor, with one call per device. Identical tensors are read once."""
     columns = columns_of(tensors)
     devices: dict[int, _OfDevice] = {}
-    keep = []  # what was made of tensors that have no such bytes
+    keep = []  # temporary tensors, which must stay alive
     if ODD in columns.kinds or len(set(columns.cuda)) > 1:
         labels: list[str | None] = [*names] if names is not None else [None] * len(tensors)
         for at, (kind, pointer, size, cuda) in enumerate(

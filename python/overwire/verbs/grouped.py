@@ -1,4 +1,4 @@
-"""What verbs do before the ranks of a group meet."""
+"""Checks arguments of a call before the ranks of a group meet."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def group_context(options: Mapping[str, Any], device: Any) -> AbstractContextManager[Any]:
-    """For a verb's look at its arguments: what that raises is raised on all ranks of the
-    group among them, if there is one. device: of this rank's tensors. ArgumentError for what
-    is no group."""
+    """Returns a context for checking a call's arguments. If the options have a group, an error inside is raised on
+    all its ranks. device: of this rank's tensors. Raises ArgumentError if it is not a
+    group."""
     group = options.get("group")
     if group is None:
         return nullcontext()

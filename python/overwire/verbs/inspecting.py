@@ -1,4 +1,4 @@
-"""inspect, verify, doctor, and the part of convert that the engine does: the verbs about files and the machine."""
+"""inspect, verify, doctor, and the part of convert that the engine does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _plain_uris_of(source: SourceLike, options: Mapping[str, object] | None, is_
 
 
 def _with_names(files: list[Any], opened: Opened) -> None:
-    """Calls the files of a report as people know them, and their format by its library."""
+    """Replaces the names of a report's files by those that people know, and their format by the library's."""
     names = dict(zip(opened.uris, opened.names, strict=True))
     for file in files:
         name = names.get(file["uri"], file["uri"])
@@ -53,7 +53,7 @@ def _uris_of(source: SourceLike, options: Mapping[str, object] | None) -> tuple[
 
 
 class InspectionDict(Facts):
-    """What an `Inspection` is at run time: a dict that prints in one line, and in a
+    """The class of an `Inspection` at run time: a dict that prints as one line, and in a
     notebook as tables. Pickles and copies of it are plain dicts."""
 
     def __repr__(self) -> str:
@@ -115,7 +115,7 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     opened = _plain_uris_of(local(source), storage_options, True)
     uris = opened.uris
     if len(uris) != 1 and not opened.kinds:
-        raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files; inspect each")
+        raise ArgumentError(f"overwire: inspect {shown(str(source))}: it lists {len(uris)} files: inspect each one")
     try:
         report = _verbs.inspect({"uris": uris, "storage": storage(storage_options, uris)})
     except OverwireError as error:
@@ -154,31 +154,28 @@ def verify(
     """Checks every byte: the checksums of stored bytes, every decode, and the hash
     of every tensor. With tensors, compares a model in memory with the file.
 
-    source: what `inspect` takes, or a list of files.
-    tensors: a running model: a torch module, or a dict of tensors, on the host or on
-        GPUs. The digest of each (see `digest`) is computed where it lies: none is
-        copied to the host. The file's are those that it keeps (`save_file(digests=True)`);
-        without them its tensors are decoded, and every chunk's checksum is compared: where
-        the model's tensor of that name is, on its GPU in batches of 256 MiB (a larger tensor
-        alone), or on the CPU block by block, which also takes what the GPU has no space for.
-    original: also makes the safetensors file that `convert` was given again, written
-        nowhere and in bounded memory, and compares its SHA-256: at 1.5 GB/s or so, since
-        one core hashes it. Not with tensors.
+    source: as for `inspect`, or a list of files.
+    tensors: a running model: a torch module, or a dict of tensors, on the host or on GPUs. The digest of each (see
+        `digest`) is computed where the tensor is; none is copied to the host. They are compared with the digests in
+        the file (`save_file(digests=True)`). If it has none, its tensors are decoded and every chunk's checksum is
+        compared: on the GPU that has the model's tensor, in batches of 256 MiB (a larger tensor by itself), or on
+        the CPU block by block, which also happens if the GPU lacks memory.
+    original: also restores the safetensors file that was given to `convert`, in bounded memory and without writing
+        it, and compares its SHA-256. That runs at about 1.5 GB/s, because one core hashes it. Not with tensors.
     storage_options: as for `load_file`.
 
-    Returns a dict: ok (always True, since damage raises), tensors, bytes, stored,
-    seconds, and "files", each with what was "checked": "contents", or only
-    "structure" for plain safetensors files, which have no checksums. With original, a file
-    that keeps what it was made from has "original": its "sha256", and whether it was
-    "compared" (False: the file keeps none, as one that came over a network).
-    With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ",
-    are "missing" in the model, or "surplus" there.
+    Returns a dict: ok (always True, because damage raises), tensors, bytes, stored, seconds, and "files", each with
+    what was "checked": "contents", or only "structure" for plain safetensors files, which have no checksums. With
+    original, a file that records what it was made from has "original": its "sha256", and whether it was
+    "compared" (False: the file has none, for example because the original came over a network).
+    With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ", are "missing" in the model,
+    or are "surplus" there.
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError; with
-    tensors also what `digest` raises, but nothing for a tensor that differs.
+    tensors also the errors of `digest`. A tensor that differs does not raise.
     """
     check_values(original=original, storage_options=storage_options)
     if original and tensors is not None:
-        raise ArgumentError("overwire: verify: original is of a file alone, without tensors")
+        raise ArgumentError("overwire: verify: original= cannot be used with tensors=")
     watcher = watch(progress, "verify")
     opened = _plain_uris_of(source, storage_options, False)
     uris = opened.uris
@@ -209,14 +206,14 @@ def rewrite(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """`convert` of files that the engine reads."""
+    """Does `convert` for files that the engine reads."""
     check_values(level=level, compress=compress, sha256=sha256, storage_options=storage_options)
     watcher, most = watch(progress, "convert"), parse_size(max_shard_size)
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris_of(source, reach or None)
     target = local(path)
     if os.fsdecode(path).endswith("/") and not target.endswith("/"):
-        target += "/"  # which says that it is a folder
+        target += "/"  # marks it as a folder
     spec: ConvertRequest = {
         "uris": uris,
         "path": target,
@@ -238,18 +235,17 @@ def rewrite(
 
 
 def doctor(*, measure: bool = False) -> Diagnosis:
-    """Reports this machine as the engine sees it: CPU, decoder, memory, versions, and
-    the settings with the environment variables that set them.
+    """Reports on this machine: CPU, decoder, memory, versions, and
+    the settings with their environment variables.
 
-    "gpu" has the versions of NVIDIA's driver and "devices", each with name, memory
-    (bytes), compute capability, PCI link (0: unknown) and the kernels that it would
-    run; or the "reason" why no GPU can be used. "gpudirect_storage" says whether it
-    is "usable" here, and "why". The call loads the driver if there is one, but creates
-    no context on a GPU.
+    "gpu" has the versions of NVIDIA's driver and "devices", each with name, memory (bytes), compute capability, PCI
+    link (0: unknown) and the kernels that it would run; or the "reason" why no GPU can be used.
+    "gpudirect_storage" says whether it is "usable" here, and "why". The call loads the driver if there is one, but
+    creates no context on a GPU.
     measure: copy to each GPU for about 0.2 s and add "wire", in GB/s. That creates
         a context there, and a process that has one cannot use CUDA after a fork.
 
-    Returns a dict. Raises nothing for what is missing or does not work: it says so.
+    Returns a dict. Does not raise if something is missing or broken, but reports it.
     """
     check_values(measure=measure)
     return cast("Diagnosis", Facts("Diagnosis", _verbs.doctor({**program([]), "measure": measure})))

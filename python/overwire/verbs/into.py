@@ -1,4 +1,4 @@
-"""Loads into tensors that are there already, in place where the engine can write."""
+"""Loads into existing tensors, in place if the engine can write to them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ ALL: Block = (0, WHOLE, 0, WHOLE)
 
 
 class Target(NamedTuple):
-    """One tensor of the model, or a block of it, and what gets it.
+    """A destination for one tensor of the model, or for a block of it.
 
-    at: its place in the model's table. block: of the tensor. shape: what the block has.
-    tensor: of that shape, but for `cut`: the ranges of dimensions 2 and on of the block that
-    it gets. put: stores a loaded tensor where `tensor` cannot be written to; None: by a copy,
-    which casts.
+    at: the tensor's position in the model's table. block: of the tensor. shape: of the block. tensor: has that
+    shape, unless there is a `cut`: the ranges of dimensions 2 and up that the tensor gets. put: stores a loaded
+    tensor if `tensor` cannot be written to; None: copies it, with a cast.
     """
 
     at: int
@@ -56,17 +55,16 @@ def fill(
 ) -> None:
     """Loads all targets together, on several devices at once.
 
-    A tensor that is dense, on its device and of the file's dtype is written to by the
-    engine, without a second copy. Others are loaded beside and copied, in the order of
-    targets, as is one that overlaps an earlier target: the last one wins.
+    The engine writes directly to a tensor that is dense, on its device and has the file's dtype, without a second
+    copy. For other targets, and for one that overlaps an earlier target, it loads a separate tensor, which is copied
+    afterwards in the order of the targets: the last one wins.
 
-    fixed: the device to load to; None: each tensor's own. max_memory: of what is loaded
-    beside.
+    fixed: the device to load to; None: each tensor's own. max_memory: the most bytes for separate tensors.
 
-    Raises OutOfMemoryError for max_memory before anything is allocated, and what
-    `load_file` raises; if the load fails, the tensors have old values and new ones.
+    Raises OutOfMemoryError for max_memory before anything is allocated, and the errors of
+    `load_file`. If the load fails, the tensors have a mixture of old and new values.
     """
-    frame_for(frame.name)  # which refuses torch's fakes
+    frame_for(frame.name)  # refuses torch's fake tensors
     if _engine.forked():
         if max_memory is not None:
             raise errors.forked("max_memory=")
@@ -79,8 +77,8 @@ def fill(
         view.join()
     lands = _can_land(targets, model, where)
     for number, (target, device) in enumerate(zip(targets, where, strict=True)):
-        # What was preloaded is whole, and is copied from where it is: on a GPU always,
-        # on the host if a block is wanted of it.
+        # Preloaded tensors are whole, and are copied from where they are: on a GPU always,
+        # on the host only for a block.
         if views[device].joined and (device != "cpu" or target.block != ALL):
             lands[number] = False
     _take_turns(targets, lands)
@@ -128,8 +126,8 @@ def fill(
 
 
 class _Landing(NamedTuple):
-    # A tensor, or a block of it, that lands in place, or beside those who get it then: the
-    # numbers of targets, and these.
+    # A tensor, or a block of it, that lands in place, or in a separate tensor that is then copied to targets: their
+    # numbers, and the targets.
     at: int
     pointer: int
     block: Block
@@ -137,9 +135,9 @@ class _Landing(NamedTuple):
 
 
 def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict[int, Any], list[int]]:
-    """By position, the tensors that the engine can write to whole, of which none overlaps an
-    earlier target; and the positions of targets that do overlap one, to be `put` in this
-    order after all others."""
+    """Returns, by position, the tensors that the engine can write to whole and that overlap no earlier target; and the
+    positions of targets that overlap one, on which to call `put` in this order after all
+    others."""
     lands = _can_land(targets, model, [device] * len(targets))
     lands = [here and target.block == ALL for target, here in zip(targets, lands, strict=True)]
     late = _take_turns(targets, lands)
@@ -148,26 +146,26 @@ def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict
 
 
 def states_of(file: Any) -> list[dict[str, Any]]:
-    """What tells the files of a `safe_open` from others, and one state of them from the next: see
+    """Returns what identifies the files of a `safe_open`, and each state of them: see
     `overwire._verbs.states`."""
     return [dict(state) for state in states(file._live_model().handle)]
 
 
 def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape, as torch has it, of each tensor of a `safe_open`, in the order of the files."""
+    """Returns name, dtype and torch's shape of each tensor of a `safe_open`, in the order of the files."""
     return [(row[0], row[1], torch_shape(row[1], tuple(row[2]))) for row in file._live_model().table]
 
 
 def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job | None:
     """Begins to load blocks of tensors of a `safe_open` to addresses on a device, in one pass.
 
-    Each request is the tensor's place in `table_of`, an address, and [lo, hi) of its
-    first two dimensions, hi -1 for all; or all are packed as 64-bit integers. The caller has
-    checked that the block, in the file's dtype and dense, fits there, and that no two requests overlap, and keeps the
-    memory until the job has ended: `take`, or `cancel` and `free`.
+    Each request is the tensor's position in `table_of`, an address, and [lo, hi) of its first two dimensions (hi -1
+    for all); or all are packed as 64-bit integers. The caller has checked that the dense block fits there in the
+    file's dtype, and that no two requests overlap. It keeps the memory until the job has ended: `take`, or
+    `cancel` and `free`.
 
-    None, with nothing begun, if a preload has the files: `load_into` takes it.
-    Raises what `load_file` raises.
+    Returns None without starting anything if the files were preloaded: `load_into` uses preloads.
+    Raises the errors of `load_file`.
     """
     model = file._live_model()
     if _engine.forked():
@@ -178,19 +176,19 @@ def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job 
 
 
 def place_of(tensor: Any) -> str:
-    """Where a tensor is loaded to, when nothing else was said."""
+    """Returns the default device for loading into a tensor."""
     return str(tensor.device) if getattr(tensor, "is_cuda", False) else "cpu"
 
 
 def single(tensors: Sequence[Any]) -> str:
-    """The one device of some tensors, for a preload to be joined; several: the host."""
+    """Returns the common device of tensors, so that a preload can be joined; the host if there are several."""
     places = {place_of(tensor) for tensor in tensors}
     return places.pop() if len(places) == 1 else "cpu"
 
 
 def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
-    """The numbers of targets whose memory overlaps that of an earlier one: these land beside,
-    whatever `lands` said. All that land in place do so at once, and before any is copied."""
+    """Returns the numbers of targets that overlap an earlier one in memory. They get separate tensors, whatever
+    `lands` said. All others land in place, at once, before any copies are made."""
     reach: list[tuple[int, int, int]] = []
     for number, target in enumerate(targets):
         tensor = target.tensor
@@ -205,7 +203,7 @@ def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
     if all(one[1] <= two[0] for one, two in zip(ends, ends[1:], strict=False)):
         return []
     late: list[int] = []
-    spans: list[tuple[int, int]] = []  # the memory of the earlier ones, in order, without overlaps
+    spans: list[tuple[int, int]] = []  # the earlier targets' memory, in order and without overlaps
     for low, high, number in reach:
         first = bisect_left(spans, (low, low))
         first -= first > 0 and spans[first - 1][1] > low
@@ -221,7 +219,7 @@ def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
 
 
 def _can_land(targets: Sequence[Target], model: Model, where: Sequence[str]) -> list[bool]:
-    # Whether the engine can write the tensors' own bytes.
+    # Whether the engine can write to the tensors' own bytes.
     import torch
 
     from ..frameworks.torch import SAVED
@@ -239,7 +237,7 @@ def _can_land(targets: Sequence[Target], model: Model, where: Sequence[str]) -> 
 
 
 def _count_elements(target: Target, model: Model) -> int:
-    # As the file counts them: torch has two of F4 in one.
+    # In elements of the file: torch counts two F4 elements as one.
     return math.prod(target.shape) * (2 if model.table[target.at][1] == "F4" and target.shape else 1)
 
 
@@ -250,7 +248,7 @@ def _cut_block(loaded: Any, target: Target) -> Any:
 
 
 def put(target: Target, whole: Any) -> None:
-    """Stores of a tensor that was loaded beside what is the target's."""
+    """Stores the target's part of a tensor that was loaded separately."""
     _store_tensor(target, whole if target.block == ALL else _cut_block(whole, target))
 
 
@@ -265,9 +263,9 @@ def _store_tensor(target: Target, loaded: Any) -> None:
 
 
 def place_target(target: Target, row: Row, where: str) -> Target | None:
-    """The target as this process has it: of a DTensor only its own part is loaded, if there
-    is one. Raises, with `where` in front, ArgumentError and NotSupportedError for a tensor
-    that cannot be written to."""
+    """Returns the target in this process. Only this process's part of a DTensor is loaded, if it has one. Raises
+    ArgumentError and NotSupportedError, with `where` in front, for a tensor that cannot be written
+    to."""
     from ..frameworks.memory import check_writable, local_part
 
     part = local_part(target.tensor, where, row.name)
@@ -280,7 +278,7 @@ def place_target(target: Target, row: Row, where: str) -> Target | None:
         return None
     if row.dtype in PACKED:
         raise NotSupportedError(
-            f"{where}: a DTensor of {row.dtype}, whose elements share bytes, that is cut", tensor=row.name
+            f"{where}: a DTensor of {row.dtype} that is cut where elements share bytes", tensor=row.name
         )
     lo0, _, lo1, _ = target.block
     rows, columns = (*part.ranges, (0, 0))[:2]
@@ -291,7 +289,7 @@ def place_target(target: Target, row: Row, where: str) -> Target | None:
 
 
 def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:
-    """What `safe_open.load_into` was given, as a list; ArgumentError for what are no triples."""
+    """Returns the argument of `safe_open.load_into` as a list. Raises ArgumentError unless it has triples."""
     triples = list(targets) if isinstance(targets, Iterable) and not isinstance(targets, (str, Mapping)) else [targets]
     for triple in triples:
         if not isinstance(triple, (tuple, list)) or len(triple) != 3:
@@ -303,9 +301,9 @@ def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:
 
 
 def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None:
-    """A checked target; None if this rank has nothing of the tensor. Raises
-    TensorNotFoundError, ArgumentError for a block that is not in the tensor, or a tensor of
-    another shape, and what `place_target` raises."""
+    """Returns a checked target, or None if this rank has no part of the tensor. Raises TensorNotFoundError,
+    ArgumentError for a block outside of the tensor or a tensor with another shape, and the errors of
+    `place_target`."""
     import torch
 
     from ..frameworks.memory import check_shape, is_ready
@@ -314,7 +312,7 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
     row = model.row(at)
     where = f"overwire: load_into {model.uris[0]} tensor {name!r}"
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
-        kind = "one of the meta device" if hasattr(tensor, "device") else type(tensor).__name__
+        kind = "one on the meta device" if hasattr(tensor, "device") else type(tensor).__name__
         raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
     if not (ready := is_ready(tensor)):
         check_shape(tensor, where, name)
@@ -335,7 +333,8 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
             )
         if row.dtype in PACKED and len(ranges) == len(row.shape):
             raise ArgumentError(
-                f"{where}: the last dimension of {row.dtype} cannot be cut: its elements share bytes", tensor=name
+                f"{where}: the last dimension of {row.dtype} cannot be cut, because its elements share bytes",
+                tensor=name,
             )
         full = all((lo, hi) == (0, size) for (lo, hi), size in zip(ranges, row.shape, strict=False))
         if not full:
@@ -343,6 +342,6 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
             part = (lo0, hi0, lo1, hi1)
             shape = (hi0 - lo0, *shape[1:]) if len(ranges) == 1 else (hi0 - lo0, hi1 - lo1, *shape[2:])
     if tuple(tensor.shape) != shape:
-        raise ArgumentError(f"{where}: a tensor of shape {tuple(tensor.shape)} for {shape} of the file", tensor=name)
+        raise ArgumentError(f"{where}: the tensor has shape {tuple(tensor.shape)}: expected {shape}", tensor=name)
     target = Target(at, part, shape, tensor)
     return target if ready else place_target(target, row, where)

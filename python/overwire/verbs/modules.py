@@ -1,4 +1,4 @@
-"""load_model and save_model: a torch module's tensors, in place."""
+"""load_model and save_model: load and save the tensors of a torch module, in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .saving import Report, Saving
 
-# The most names of each list in an error.
+# The most names in each list of an error.
 _MOST_NAMES = 8
 
 
@@ -46,36 +46,30 @@ def load_model(
 ) -> tuple[list[str], list[str]]:
     """Loads a file into the parameters and buffers of a torch module.
 
-    A tensor of the module that is dense and has the file's dtype is filled in place,
-    on the host or on a GPU: there is no second copy of the model. Other tensors are
-    loaded separately and copied (cast) one by one; tensors on the meta device are
-    replaced. Tied tensors are loaded once; of others that overlap, the last one of the
-    state dict wins. Of a DTensor (FSDP2, tensor parallelism) each rank loads its own part.
-    What a module has for `_extra_state` is given to its `set_extra_state` if it is a tensor,
-    and is left as it is if not: such a one is in no file. Other entries of its state dict that
-    are not tensors are a NotSupportedError, with strict=False, too.
+    A tensor of the module that is dense and has the file's dtype is filled in place, on the host or on a GPU, so there
+    is no second copy of the model. Other tensors are loaded separately and copied (cast) one by one; tensors on the
+    meta device are replaced. Tied tensors are loaded once. If other tensors overlap, the last one in the state dict
+    wins. Each rank loads its own part of a DTensor (FSDP2, tensor parallelism). A module's extra state is passed to
+    its `set_extra_state` if it is a tensor; otherwise no file has it and it stays unchanged. Other entries of the
+    state dict that are not tensors raise NotSupportedError, even with strict=False.
 
     device: the device to load to; None: the device of each tensor, and the host for
-        tensors of the meta device. Tensors on another device are copied to it.
+        meta tensors. Tensors on another device are copied to it.
 
     strict: raise if tensors are missing in the file, or unexpected in it.
-    options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, group,
-        shard, as for `load_file`, and max_memory. With shard, a tensor of the module has
-        the shape of this rank's block.
-    max_memory: the most bytes, on all devices together, for tensors that are not
-        filled in place: copies, and tensors that replace those of the meta device. With
-        group, where the ranks do not map each other's memory (`OVERWIRE_EXCHANGE`), that
-        is all tensors, which are copied window by window.
+    options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, group, shard, as for `load_file`,
+        and max_memory. With shard, a tensor of the module has the shape of this rank's block.
+    max_memory: the most bytes, on all devices together, for tensors that are not filled in place: copies, and
+        tensors that replace meta tensors. With group, if the ranks do not map each other's memory
+        (`OVERWIRE_EXCHANGE`), that is all tensors, which are copied window by window.
 
-    Returns (missing, unexpected) names, as safetensors.torch.load_model. Names
-    tied to a loaded one are neither.
+    Returns (missing, unexpected) names, like safetensors.torch.load_model. Names tied to a loaded one are in neither.
 
-    Raises ModelMismatchError, also for other shapes, NotSupportedError for tensors that
-    have no memory of their own (sparse, nested, FakeTensors, wrappers of other tensors) and
-    where the state dict has copies instead of the module's own tensors, ArgumentError for
-    memory that was freed (`sleep`), and OutOfMemoryError for max_memory, all before it
-    changes or allocates anything; and what `load_file` raises. If the load itself fails, the module has old values
-    and new ones.
+    Raises, before it changes or allocates anything: ModelMismatchError, also for other shapes; NotSupportedError for
+    tensors without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors), and if the state dict
+    has copies instead of the module's own tensors; ArgumentError for memory that was freed (`sleep`); and
+    OutOfMemoryError for max_memory. Also raises the errors of `load_file`. If the load itself fails, the module has a
+    mixture of old and new values.
 
     `load_state_dict` hooks of the module do not run.
     """
@@ -121,7 +115,7 @@ spell_out(load_model, ModuleOptions)
 
 
 def _refuse_other(module: Any, advice: str) -> NoReturn:
-    """Says that a module is wanted, and what to write instead."""
+    """Raises the error that a module was expected, with advice."""
     raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}{advice}")
 
 
@@ -134,7 +128,7 @@ def _load_together(
     options: dict[str, Any],
     unmapped_budget: int,
 ) -> tuple[list[str], list[str]]:
-    """`load_model` over a group."""
+    """`load_model` with a group."""
     from ..distributed.tensors import TensorLoad, open_load
 
     frame = frame_for("torch")
@@ -189,7 +183,7 @@ def _targets_of(
     wanted: Mapping[str, int],
     shape_of: Callable[[int], tuple[int, ...]],
 ) -> dict[int, Target]:
-    """By position, where each tensor goes. Those of which this rank has nothing are left out."""
+    """Returns the target of each tensor, by position. Tensors of which this rank has no part are left out."""
     import torch
 
     from ..frameworks.memory import is_distributed, is_ready, storage_of
@@ -214,7 +208,7 @@ def _targets_of(
         if id(tensor) not in own:
             memory = memory or {storage_of(one) for one in chain(module.parameters(), module.buffers())}
             if storage_of(tensor) not in memory - {0}:
-                text = "the state dict has a copy of it and not the module's own tensor: load_state_dict puts it there"
+                text = "the state dict has a copy of it instead of the module's own tensor: use load_state_dict"
                 raise NotSupportedError(f"{where}: {text}", tensor=name)
         if tensor.device.type == "meta" and not is_distributed(tensor):
             into[at] = Target(at, ALL, shape, tensor, partial(_replace_meta, module, tensor))
@@ -224,7 +218,7 @@ def _targets_of(
 
 
 def _extra_states(module: Any) -> dict[str, Callable[[Any], None]]:
-    """What takes the extra state of each part of a module that has one, by its name in the state dict."""
+    """Returns the function that sets the extra state of each submodule that has one, by name in the state dict."""
     import torch
 
     base = torch.nn.Module.set_extra_state
@@ -243,8 +237,8 @@ def _match_names(
     strict: bool,
     shape_of: Callable[[int], tuple[int, ...]] | None = None,
 ) -> tuple[list[str], list[str], dict[str, int]]:
-    """Missing and unexpected names, and the place of each tensor to load. shape_of: what
-    is loaded of it, as torch has it; None: all."""
+    """Returns missing and unexpected names, and the position of each tensor to load. shape_of: returns torch's shape
+    of the part that is loaded; None: everything."""
     import torch
 
     from ..frameworks.memory import check_shape, identity_of, is_ready
@@ -286,14 +280,14 @@ def _match_names(
 
 
 def _list_few(parts: list[str], between: str) -> str:
-    """As many as a message has, and how many more there are."""
+    """Returns as many parts as fit into a message, and how many more there are."""
     more = f" and {len(parts) - _MOST_NAMES:,} more" if len(parts) > _MOST_NAMES else ""
     return between.join(parts[:_MOST_NAMES]) + more
 
 
 def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
-    # A module made on the meta device: the loaded tensor takes the place, under every name
-    # that the placeholder has.
+    # The module was made on the meta device: the loaded tensor replaces the placeholder under
+    # all its names.
     import torch
 
     from ..frameworks.memory import cast_tensor
@@ -338,10 +332,10 @@ def save_model(
     wait: bool = True,
     **options: Any,
 ) -> Report | Saving:
-    """Saves a torch module's parameters and persistent buffers by name. Its extra states
-    (names that end in `_extra_state`) are saved if they are tensors, and left out if not:
-    `Report.left` names those. Any other entry of its state dict that is not a tensor is a
-    NotSupportedError: it may hold weights, as in torch's quantised modules.
+    """Saves a torch module's parameters and persistent buffers by name. Extra states (names that end in
+    `_extra_state`) are saved if they are tensors; `Report.left` names the others, which are left out. Any other entry
+    of the state dict that is not a tensor raises NotSupportedError, because it may contain weights, as in torch's
+    quantised modules.
 
     Tied tensors are stored once. A compressed file has all their names. A plain file
     (compress=False) has the first name only, and {dropped name: kept name} in its
