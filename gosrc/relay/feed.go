@@ -33,7 +33,7 @@ type feedQueue struct {
 	todo    chan submission                                    // has space for all slots, so no reader waits
 	waiting atomic.Int64                                       // filled slots not yet submitted to the driver
 	mu      sync.Mutex                                         // held in submitAndFinish
-	all     []submission                                       // the submissions that submitAndFinish submits; guarded by mu
+	all     []submission                                       // what submitAndFinish submits; guarded by mu
 }
 
 // A submission is a filled slot and the piece that now has its buffer.
