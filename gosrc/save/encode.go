@@ -109,7 +109,7 @@ func (f *encoder) runBatches(ctx context.Context) error {
 	return err
 }
 
-// firstError is the error that ended the work of several goroutines, each of which cancels ctx by its error: later
+// firstError is the error that ended the work of several goroutines, which each cancel ctx by their error: later
 // errors are those of that cancel.
 func firstError(ctx context.Context, err error) error {
 	if err == nil || ctx.Err() == nil {
