@@ -67,6 +67,10 @@ func Sized(fd int, st *unix.Stat_t) error {
 	case err != nil:
 		return errs.FromFile(&os.PathError{Op: "read", Path: "its beginning", Err: err})
 	case n > 0:
+		var now unix.Stat_t
+		if unix.Fstat(fd, &now) == nil && now.Size > 0 { // a writer has truncated it, and goes on
+			return errs.New(errs.ErrCorrupt, "it is being written: load it again when that has ended")
+		}
 		return errs.New(errs.ErrNotSupported,
 			"its size is unknown, as for files in /proc: copy it to a disk first")
 	}

@@ -105,4 +105,15 @@ func TestSized(t *testing.T) {
 		}
 		_ = unix.Close(fd)
 	}
+	fd, st, err := Open(empty)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	if err := os.WriteFile(empty, []byte("written since"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := Sized(fd, &st); !errors.Is(err, errs.ErrCorrupt) {
+		t.Errorf("a file that is being written: %v", err)
+	}
 }
