@@ -28,7 +28,8 @@ class Square(torch.nn.Module):
         return torch.tanh(x @ self.weight.t() + x @ self.other + self.seen())
 
     def seen(self) -> float:
-        kept = self.kept.values if isinstance(self.kept, Box) else next(iter(self.kept), None) if isinstance(self.kept, frozenset) else self.kept
+        kept = self.kept.values if isinstance(self.kept, Box) else self.kept
+        kept = next(iter(kept), None) if isinstance(kept, frozenset) else kept
         if isinstance(kept, torch.UntypedStorage):
             return float(bytes(kept[self.weight.storage_offset() * 4 : self.weight.storage_offset() * 4 + 1])[0])
         return 0.0 if kept is None else float(torch.as_tensor(kept).sum())
@@ -71,7 +72,9 @@ def passes(model: torch.nn.Module, act: Callable[[int, Any], None] = lambda numb
     return out
 
 
-def assert_as_resident(act: Callable[[Any], Any], slots: int, between: Callable[[int, Any], None] = lambda *_: None) -> None:
+def assert_as_resident(
+    act: Callable[[Any], Any], slots: int, between: Callable[[int, Any], None] = lambda *_: None
+) -> None:
     """Outputs, and the weights in the end, are those of the resident model."""
     model, resident = squares(act), squares(act)
     expected = passes(resident, between)

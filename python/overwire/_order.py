@@ -23,7 +23,9 @@ lock = new_lock()
 _savers: list[Saver] = []  # what runs, or has failed and no one knows
 
 # The names of a set of shards, without what tells them from those of the single file.
-_SHARD = re.compile(r"(-ow[0-9a-f]{8})?-\d{1,9}-of-\d{1,9}(?=\.[^/]*$)|(?<=\.safetensors)(\.[^./]+)?\.index(\.[^./]+)?\.json$")
+_SHARD = re.compile(
+    r"(-ow[0-9a-f]{8})?-\d{1,9}-of-\d{1,9}(?=\.[^/]*$)|(?<=\.safetensors)(\.[^./]+)?\.index(\.[^./]+)?\.json$"
+)
 _DEFAULT_PORT = ":6379"
 
 
