@@ -222,7 +222,8 @@ def test_a_verb_ends_with_its_reader(tmp_path: Path):
 
 
 def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
-    """The program keeps its arguments, environment, exit status and children; only safetensors reads through overwire."""
+    """The program keeps its arguments, environment, exit status and children. Only safetensors reads through
+    overwire."""
     numpy = pytest.importorskip("numpy")
     plain, small = tmp_path / "plain.safetensors", tmp_path / "small.safetensors"
     report = overwire.save_file({"w": numpy.arange(9e4, dtype="float32").reshape(300, 300), "b": numpy.ones(7)}, small)
@@ -292,8 +293,8 @@ def test_file_uris(tmp_path: Path) -> None:
 
 
 def test_fetch_goes_on_after_any_end(tmp_path: Path) -> None:
-    """What a killed fetch, or one without room, has brought stays, hidden: the next run brings the rest, of a file and of a folder,
-    and nothing else is left."""
+    """A fetch that was killed or ran out of space leaves hidden files. The next run fetches the rest, of a file
+    and of a folder, and nothing else is left."""
     served, out = tmp_path / "served", tmp_path / "out"
     served.mkdir()
     out.mkdir()
@@ -316,7 +317,8 @@ def test_fetch_goes_on_after_any_end(tmp_path: Path) -> None:
                     time.sleep(0.01)
                 process.kill()
             assert begun.stat().st_size >= 16 << 20 and not target.exists()
-            limited = subprocess.run(command, preexec_fn=functools.partial(room, 40 << 20), capture_output=True, text=True)
+            limit = functools.partial(room, 40 << 20)
+            limited = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
             assert limited.returncode == 4 and "run fetch again" in limited.stderr and not target.exists()
             done = run(*command[3:])
             assert done.returncode == 0 and json.loads(done.stdout)["bytes"] <= 16 << 20, done.stderr

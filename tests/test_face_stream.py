@@ -179,7 +179,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
     assert next(stream)[0] in tensors
     stream.close()
     assert list(stream) == []
-    with pytest.raises(ow.OutOfMemoryError, match="'big' alone takes 60000 bytes on cpu, 1 over max_memory of 59999"):
+    with pytest.raises(ow.OutOfMemoryError, match="'big' takes 60000 bytes on cpu, 1 over max_memory of 59999"):
         ow.stream(tmp_path / "m", max_memory=59_999)
     with pytest.raises(ow.OutOfMemoryError):  # a cast holds both for a moment
         ow.stream(tmp_path / "m", max_memory=60_000, dtype="float64")

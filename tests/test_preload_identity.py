@@ -25,7 +25,7 @@ Log = pytest.LogCaptureFixture
 
 def dropped(log: Log) -> list[str]:
     """Returns the log lines about dropped preloads, once each."""
-    said = [record.getMessage() for record in log.records if "is dropped" in record.getMessage()]
+    said = [record.getMessage() for record in log.records if "was dropped" in record.getMessage()]
     log.clear()
     return said
 

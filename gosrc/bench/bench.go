@@ -28,11 +28,11 @@ import (
 // GB of generated weights.
 type Options struct {
 	Device  string        // device of the loads: "cuda", "cuda:1", "cpu"; "": "cpu"
-	File    string        // the user's own weights, whose ratio is also measured; "" for none
+	File    string        // the user's own weights, to also measure their ratio; "" for none
 	Size    int64         // tensor bytes of the load rows
 	Repeat  int           // runs of each measurement; 0: 5
 	Threads int           // 0: all cores
-	Dir     string        // where the run creates its folder; "": the system's temporary folder
+	Dir     string        // parent of the folder that the run creates; "": the system's temporary folder
 	Storage format.Access // how files that the user names are reached
 
 	// Begin, if not nil, is called with the report once its head is known, and Row with

@@ -20,7 +20,7 @@ import (
 type option struct {
 	name  string // --name
 	short string // -n, or ""
-	value string // what help prints for the value: "N"; "" for a switch
+	value string // the value's name in help: "N"; "" for a switch
 	doc   string
 	// The value is a whole number from lo to hi, unless hi is 0. With size it is a size
 	// in bytes.

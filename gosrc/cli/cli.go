@@ -221,7 +221,7 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 // An interruption is the error of a command that the user has cancelled.
 type interruption struct {
 	error
-	left string // what the command has written
+	left string // whether, and how much, the command has written
 }
 
 func (i *interruption) Unwrap() error { return i.error }

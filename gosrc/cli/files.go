@@ -41,7 +41,7 @@ var levelOption = option{name: "level", value: "LEVEL",
 	doc: "default, or smaller: saves another 0.2 to 1.5 % of the original size, but decodes slowly and only on the CPU"}
 
 var sumOption = option{name: "no-sha256",
-	doc: "store no SHA-256 of the original, whose computation limits each file to the speed of one core: " +
+	doc: "store no SHA-256 of the original: computing it limits each file to the speed of one core; " +
 		"decompress still restores that file, and checks its header and tensors"}
 
 var compressVerb = &verb{

@@ -137,7 +137,7 @@ func globMatches(glob, name string) bool {
 
 // printDigests runs inspect --digests.
 func (c *call) printDigests(glob string) error {
-	others := func(name string) bool { return !globMatches(glob, name) } // no bytes of which are read
+	others := func(name string) bool { return !globMatches(glob, name) } // none of its bytes are read
 	rep, err := verify.Digests(c.ctx, c.job, c.args, c.storage, others)
 	if err != nil {
 		return err

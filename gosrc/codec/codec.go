@@ -39,16 +39,16 @@ func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 // Decode never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte, c tensor.Chunk) error {
 	if uint64(len(dst)) != uint64(c.Logical) || uint64(len(src)) != uint64(c.Stored) {
-		return errs.New(errs.ErrArgument, "chunk of %d -> %d bytes given buffers of %d -> %d",
+		return errs.New(errs.ErrArgument, "a chunk of %d -> %d bytes got buffers of %d -> %d bytes",
 			c.Stored, c.Logical, len(src), len(dst))
 	}
 	switch c.Codec {
 	case tensor.CodecRaw:
 		if c.Transform != 0 {
-			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d", c.Transform)
+			return errs.New(errs.ErrCorrupt, "raw chunk has transform %d, expected 0", c.Transform)
 		}
 		if len(dst) != len(src) {
-			return errs.New(errs.ErrCorrupt, "raw chunk stores %d bytes for %d", len(src), len(dst))
+			return errs.New(errs.ErrCorrupt, "raw chunk stores %d bytes for %d bytes", len(src), len(dst))
 		}
 		copy(dst, src)
 		return nil
@@ -57,7 +57,7 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 	case tensor.CodecPlanes:
 		return planes.Decode(dst, src, c.Transform)
 	}
-	return errs.New(errs.ErrNotSupported, "codec %d", uint8(c.Codec))
+	return errs.New(errs.ErrNotSupported, "unknown codec %d", uint8(c.Codec))
 }
 
 // Use chooses the decoder by name: "scalar", "neon", "avx2", "avx512". For any other name, or one that the

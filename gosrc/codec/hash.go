@@ -1,5 +1,7 @@
 package codec
 
+// This file writes hashes in the byte order of files.
+
 import (
 	"encoding/binary"
 

@@ -158,7 +158,7 @@ func mergeFiles(uri string, files []*File) (*File, error) {
 	type place struct{ file, tensor int }
 	out := &File{URI: uri, Metadata: files[0].Metadata, ChunkLen: files[0].ChunkLen}
 	var all []place
-	at := make([][]int, len(files)) // where the tensors of each are in out
+	at := make([][]int, len(files)) // indices in out of each file's tensors
 	for k, f := range files {
 		out.Size += f.Size
 		at[k] = make([]int, len(f.Tensors))

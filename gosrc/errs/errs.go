@@ -52,8 +52,8 @@ var classes = []ClassOf{
 	{ErrEngine, "EngineError", "RuntimeError", "A bug in overwire. The engine refuses further work; please report " +
 		"the bug.",
 		false},
-	{ErrCorrupt, "CorruptError", "ValueError", "A valid file whose bytes have changed.", false},
-	{ErrFormat, "FormatError", "ValueError", "The bytes never were a valid file of this format.", false},
+	{ErrCorrupt, "CorruptError", "ValueError", "The bytes of a valid file have changed.", false},
+	{ErrFormat, "FormatError", "ValueError", "The bytes were never a valid file of this format.", false},
 	{ErrNotFound, "NotFoundError", "FileNotFoundError", "No such file or object.", false},
 	{ErrPermission, "AccessError", "PermissionError", "The file is there, but may not be read or written.", false},
 	{ErrTimeout, "DeadlineError", "TimeoutError", "The time limit has passed.", false},

@@ -35,7 +35,7 @@ var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 	mk := func(re, with string, isAssigned bool, words ...string) secret {
 		return secret{regexp.MustCompile(re), with, words, isAssigned}
 	}
-	// What follows a colon and is not a port is a password, even with spaces.
+	// Text after a colon that is not a port is a password, even with spaces.
 	return regexp.MustCompile(`[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/\s"'@:]*:[^/\s"'@:\[0-9][^\r\n"'@]*@)?[^\s"']*`),
 		[]secret{
 			mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden,

@@ -37,7 +37,8 @@ func fetchAnew(ctx context.Context, j *job.Job, spec Spec, out string) (rep Repo
 
 // bringObject is File for one URI. With inFolder, the note about what was fetched stays, and a file that an
 // earlier run completed is not fetched again. some reports that bytes of this or an earlier run are kept.
-func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool) (rep Report, some bool, err error) {
+func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool) (
+	rep Report, some bool, err error) {
 	s, err := open.Own(spec.Storage).Open(ctx, spec.URIs[0])
 	if err != nil {
 		return Report{}, false, err
@@ -94,7 +95,8 @@ func objectState(s source.Source, opt source.Options) string {
 	if f.File != nil || f.Identity.Pin == "" {
 		return ""
 	}
-	sum := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d", source.Path(s.URI()), opt.StoreOf(source.Scheme(s.URI())),
+	store := opt.StoreOf(source.Scheme(s.URI()))
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d", source.Path(s.URI()), store,
 		f.Identity.Pin, s.Size()))
 	return hex.EncodeToString(sum[:16])
 }

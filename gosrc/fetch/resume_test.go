@@ -68,8 +68,8 @@ func stopAt(n int64, fn func(ctx context.Context, j *job.Job) error) error {
 	return fn(ctx, j)
 }
 
-// A fetch that was interrupted goes on where it stopped: the server sends the rest, the file is not visible before it is whole, and
-// nothing else is left. Where the object has changed, or what lies there is not what was fetched, it begins anew.
+// An interrupted fetch continues where it stopped: the server sends only the rest, the file is not visible before it
+// is complete, and nothing else is left. If the object or the partial file has changed, the fetch starts over.
 func TestResume(t *testing.T) {
 	const size = 14 << 20
 	for name, between := range map[string]func(t *testing.T, served, partial string){
@@ -133,7 +133,8 @@ func replace(t *testing.T, path string, data []byte) {
 	}
 }
 
-// Of several fetches of one file at once each ends with the whole, and an object of which the server tells no state is fetched anew.
+// Several concurrent fetches of one file all end with the complete file. An object without an ETag or date is fetched
+// from the start.
 func TestSeveralFetches(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "x")
 	want := noise(9<<20, 1)
@@ -153,8 +154,8 @@ func TestSeveralFetches(t *testing.T) {
 	}
 }
 
-// A folder appears when all of it is there. An interrupted run leaves what it has fetched, hidden; the next one fetches the rest, and
-// leaves out what is no longer listed.
+// A folder becomes visible when it is complete. An interrupted run leaves its files hidden. The next run fetches the
+// rest, and drops files that are no longer listed.
 func TestResumeFolder(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "m")
 	for name, data := range map[string][]byte{"model.safetensors": noise(8<<20, 1), "model2.safetensors": noise(8<<20, 2), "old.txt": nil,

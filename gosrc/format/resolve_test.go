@@ -154,7 +154,8 @@ func TestRefusedNames(t *testing.T) {
 				if source.Scheme(dir) == "s3" {
 					opt.List = list
 				}
-				set, err := Resolve(t.Context(), source.LocationOf(dir), func(ctx context.Context, uri string) (source.Source, error) {
+				at := source.LocationOf(dir)
+				set, err := Resolve(t.Context(), at, func(ctx context.Context, uri string) (source.Source, error) {
 					src, err := s.Open(ctx, uri)
 					if err != nil {
 						err = refusal

@@ -1,6 +1,6 @@
 package format
 
-// This file tells the files of different saves of a checkpoint apart: a folder that is replaced, file by file
+// This file distinguishes the files of different saves of a checkpoint: a folder that is replaced, file by file
 // or at once, must not give a mixture of both.
 
 import (

@@ -1,6 +1,6 @@
 package job
 
-// This file tells the caller which requests are ready, in order of arrival.
+// This file reports which requests are ready, in order of arrival.
 
 import (
 	"sync"
@@ -32,9 +32,9 @@ func (l *Landings) Add(i int) {
 	}
 }
 
-// Next returns the requests that have landed since the last call, in order of arrival,
-// at most limit of them. It waits up to d for the first. more is false once the job,
-// whose end closes done, has ended and everything was returned.
+// Next returns the requests that have landed since the last call, in order of arrival, at most limit of them. It
+// waits up to d for the first. more is false once the job has ended, which closes done, and everything was
+// returned.
 func (l *Landings) Next(done <-chan struct{}, limit int, d time.Duration) (reqs []int, more bool) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()

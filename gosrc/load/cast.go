@@ -21,7 +21,7 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	}
 	d, ok := tensor.ParseDType(to)
 	if !ok || tgt.GPU == nil {
-		return nil, errs.New(errs.ErrArgument, "cast to %q: expected a dtype, and a GPU", to)
+		return nil, errs.New(errs.ErrArgument, "cannot cast to %q: expected a dtype, and a GPU", to)
 	}
 	casts := make([]device.Cast, len(wants))
 	for i := range wants {

@@ -56,7 +56,8 @@ func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nby
 // errs.ErrMemory.
 func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	if q.Budget < 0 || q.Item < 0 || q.Stream && q.Budget == 0 {
-		return o, errs.New(errs.ErrArgument, "max_memory %d, elements of %d bytes", q.Budget, q.Item)
+		return o, errs.New(errs.ErrArgument, "invalid max_memory %d or element size %d: expected 0 or more",
+			q.Budget, q.Item)
 	}
 	if parts == nil {
 		parts = make([]Part, len(m.ix.Tensors))
@@ -85,7 +86,7 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 		if o.Windows, over = plan.Windows(costs, q.Budget); over >= 0 {
 			n := plan.Peak(costs[over : over+1])
 			return o, m.overBudget("stream", parts[over].Tensor,
-				"'%[1]s' alone takes %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d", n, q)
+				"'%[1]s' takes %[2]d bytes on %[3]s, %[4]d over max_memory of %[5]d", n, q)
 		}
 		return o, nil
 	}
@@ -116,7 +117,7 @@ func (q *Prospect) onGPU() bool { return strings.HasPrefix(q.Device, "cuda") }
 func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	to, known := tensor.ParseDType(q.DType)
 	if q.DType != "" && !known {
-		return nil, errs.New(errs.ErrArgument, "cast to %q: expected a dtype", q.DType)
+		return nil, errs.New(errs.ErrArgument, "cannot cast to %q: expected a dtype", q.DType)
 	}
 	then := plan.Conversion{To: to, Item: q.Item, Unpack: q.Unpack}
 	if q.onGPU() && known && !q.Late {

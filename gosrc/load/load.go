@@ -222,7 +222,7 @@ func (l *Loading) Bind(pairs []int64, stream uint64) error {
 		return nil
 	}
 	if l.dests == nil || len(pairs)%2 != 0 {
-		return errs.New(errs.ErrArgument, "bind: no request waits for a destination, or half a pair was given")
+		return errs.New(errs.ErrArgument, "bind: no request waits for a destination, or the numbers are not pairs")
 	}
 	if stream != 0 {
 		if err := l.queue.follow(uintptr(stream)); err != nil {
@@ -233,7 +233,8 @@ func (l *Loading) Bind(pairs []int64, stream uint64) error {
 		at, dst := pairs[i], uintptr(pairs[i+1])
 		if at < 0 || at >= int64(len(l.wants)) || !l.dests.isBound(int(at)) || dst == 0 ||
 			!l.dests.known[at].CompareAndSwap(0, dst) {
-			return errs.New(errs.ErrArgument, "bind: request %d does not wait for a destination, or %#x is not one",
+			return errs.New(errs.ErrArgument,
+				"bind: request %d does not wait for a destination, or %#x is not a valid address",
 				at, dst)
 		}
 	}

@@ -54,7 +54,7 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 	case m.pinning || m.pin != nil:
 		return nil, errs.New(errs.ErrArgument, "the model is pinned already")
 	case m.refs != 1:
-		return nil, errs.New(errs.ErrArgument, "loads of the model run")
+		return nil, errs.New(errs.ErrArgument, "loads of the model are running")
 	}
 	m.pinning = true
 	m.refs++

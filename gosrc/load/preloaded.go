@@ -1,6 +1,6 @@
 package load
 
-// This file gives loads tensors of models that were preloaded.
+// This file passes preloaded tensors to loads.
 
 import (
 	"context"

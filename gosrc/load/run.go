@@ -123,7 +123,7 @@ func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]de
 		var ok bool
 		if mem[k], _, _, ok = l.Take(k); !ok {
 			cpu.Release(mem)
-			return nil, errs.New(errs.ErrEngine, "request %d of %d did not land", k, l.Len())
+			return nil, errs.New(errs.ErrEngine, "request %d of %d was not loaded", k, l.Len())
 		}
 	}
 	return mem, nil

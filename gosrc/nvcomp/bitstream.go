@@ -1,16 +1,14 @@
-// Package nvcomp implements nvCOMP's bitstreams: it encodes and decodes many
-// buffers at a time on all cores, by open algorithms, in the packages below, and by
-// X16. There are three kinds of bitstream. The packages that load and save files do
-// not use it.
+// Package nvcomp implements nvCOMP's bitstreams. It encodes and decodes many buffers at a time on all cores, with
+// open algorithms, which are in the packages below, and with X16. There are three kinds of bitstream. The
+// packages that load and save files do not use it.
 //
-// Raw is one block of the algorithm and nothing else. WithSize is the length of the
-// content, little-endian (u64, or u32 for LZ4, as numcodecs has it), and a raw
-// block. Native is a container of independent chunks, which native.go describes.
+// Raw is one block of the algorithm and nothing else. WithSize is the length of the content, little-endian (u64,
+// or u32 for LZ4, as in numcodecs), and a raw block. Native is a container of independent chunks, described in
+// native.go.
 //
-// Bytes may be hostile: the length of the content is compared with what the stored
-// bytes can give at most before anything is allocated, and every decoder fills
-// exactly its share of the memory or fails. No buffer is used after Run has
-// returned.
+// Bytes may be hostile. The length of the content is compared with the most that the stored bytes can decode to
+// before anything is allocated. Every decoder fills exactly its share of the memory or fails. No buffer is used
+// after Run has returned.
 package nvcomp
 
 import (
@@ -27,7 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp/zstd"
 )
 
-// Kind is how a block is framed; the numbers are those of nvCOMP's BitstreamKind.
+// Kind is how a block is framed. The numbers are those of nvCOMP's BitstreamKind.
 type Kind int
 
 // The kinds.
@@ -37,8 +35,8 @@ const (
 	WithSize
 )
 
-// Algorithm is an algorithm's number in a Native header: its value in nvCOMP's
-// documented enum nvcompFormatType_t.
+// Algorithm is an algorithm's number in a Native header: its value in nvCOMP's documented enum
+// nvcompFormatType_t.
 type Algorithm uint8
 
 // The algorithms. X16 is overwire's own: nvCOMP has no such number and refuses it.
@@ -55,17 +53,16 @@ const (
 	X16      Algorithm = 'X'
 )
 
-// An algorithm has functions for what it supports; blocks nil: only its name is
-// known here.
+// An algorithm has functions for the operations that it supports. If blocks is nil, only its name is known here.
 type algorithm struct {
 	name     string
 	id       Algorithm
 	maxChunk int64
-	// bound is the most bytes that encode appends for n.
+	// bound is the most bytes that encode appends for n bytes.
 	bound  func(n int64) int64
 	encode func(dst, src []byte, s *Spec) ([]byte, error)
 	decode func(dst, src []byte) error
-	// size computes the exact length of the content of a block.
+	// size computes the exact length of a block's content.
 	size func(src []byte) (int64, error)
 	// most is a cheap upper bound of size.
 	most func(src []byte) (int64, error)
@@ -140,11 +137,12 @@ func Names() []string {
 	return names
 }
 
-// byName finds an algorithm, whatever the case of its letters.
+// byName finds an algorithm by its name, ignoring case.
 func byName(name string) (*algorithm, error) {
 	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return strings.EqualFold(a.name, name) })
 	if i < 0 {
-		return nil, errs.New(errs.ErrArgument, "no such algorithm: %q; there are %s", name, strings.Join(Names(), ", "))
+		return nil, errs.New(errs.ErrArgument, "unknown algorithm %q: expected one of %s",
+			name, strings.Join(Names(), ", "))
 	}
 	return checkSupported(&algorithms[i])
 }
@@ -152,15 +150,15 @@ func byName(name string) (*algorithm, error) {
 func byID(id Algorithm) (*algorithm, error) {
 	i := slices.IndexFunc(algorithms, func(a algorithm) bool { return a.id == id })
 	if i < 0 {
-		return nil, errs.New(errs.ErrFormat, "a native stream of format %d", id)
+		return nil, errs.New(errs.ErrFormat, "unknown format %d of a native stream", id)
 	}
 	return checkSupported(&algorithms[i])
 }
 
-// checkSupported refuses an algorithm that is only known by name here.
+// checkSupported refuses an algorithm if only its name is known here.
 func checkSupported(a *algorithm) (*algorithm, error) {
 	if a.decode == nil {
-		return nil, errs.New(errs.ErrNotSupported, "%s streams are not decoded or made here", a.name)
+		return nil, errs.New(errs.ErrNotSupported, "%s streams are not supported", a.name)
 	}
 	return a, nil
 }
@@ -188,12 +186,12 @@ func (a *algorithm) checkLength(src []byte, n int64) error {
 		return err
 	}
 	if n < 0 || n > most {
-		return errs.New(errs.ErrCorrupt, "%d bytes of %s cannot decode to %d", len(src), a.name, n)
+		return errs.New(errs.ErrCorrupt, "%d bytes of %s cannot decode to %d bytes", len(src), a.name, n)
 	}
 	return nil
 }
 
-// A block is what one call of the algorithm made, and its offset in the content.
+// A block is the result of one call of the algorithm, and its offset in the content.
 type block struct {
 	src      []byte
 	at, n    int64
@@ -201,26 +199,26 @@ type block struct {
 	contents uint32
 }
 
-// A layout describes a stream that was inspected and not yet decoded.
+// A layout describes a stream that was inspected but not decoded yet.
 type layout struct {
 	algo   *algorithm
 	size   int64
 	blocks []block
-	// summed: the blocks have checksums, which must be compared.
+	// summed says that the blocks have checksums, which must be compared.
 	summed bool
-	// damaged: the checksum of the header does not match. The stream is decoded
-	// anyway, for callers that want the bytes.
+	// damaged says that the checksum of the header does not match. The stream is decoded anyway, for callers that
+	// want the bytes.
 	damaged bool
 }
 
-// parseStream inspects a stream: its kind, the length of its content, the offsets of its
-// blocks. It allocates as many blocks as the stream's own bytes can contain.
+// parseStream inspects a stream: its kind, the length of its content, and the offsets of its blocks. It allocates
+// no more blocks than the stream's own bytes can contain.
 func parseStream(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	if s.Kind == Native {
 		return parseNative(src, s, algo)
 	}
 	if algo == nil {
-		return layout{}, errs.New(errs.ErrArgument, "the algorithm of a stream that is not native must be said")
+		return layout{}, errs.New(errs.ErrArgument, "name the algorithm: only native streams state theirs")
 	}
 	if s.Kind == Raw {
 		n, err := algo.size(src)
@@ -231,11 +229,11 @@ func parseStream(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	}
 	k := algo.prefixBytes()
 	if len(src) < k {
-		return layout{}, errs.New(errs.ErrCorrupt, "%d bytes have no room for the length of the content", len(src))
+		return layout{}, errs.New(errs.ErrCorrupt, "%d bytes are too few for the length of the content", len(src))
 	}
 	n, rest := readPrefix(src[:k]), src[k:]
 	if n > 1<<62 {
-		return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes", n)
+		return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes is too large", n)
 	}
 	if err := algo.checkLength(rest, int64(n)); err != nil {
 		return layout{}, err

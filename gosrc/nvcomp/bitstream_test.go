@@ -252,7 +252,7 @@ func TestStreamsOfOthers(t *testing.T) {
 	}
 	made[4] = 2
 	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrFormat) ||
-		!strings.Contains(err.Error(), "later overwire") {
+		!strings.Contains(err.Error(), "upgrade overwire") {
 		t.Errorf("a layout of the future: %v", err)
 	}
 }

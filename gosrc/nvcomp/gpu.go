@@ -20,8 +20,7 @@ func GPUNames() []string {
 	return names
 }
 
-// GPUDecode queues the decoding of streams of one algorithm on a GPU: see
-// cuda.Device.Decode.
+// GPUDecode queues the decoding of streams of one algorithm on a GPU: see stream.Batches.Decode.
 func GPUDecode(index int, on stream.Order, name string, streams []stream.Bitstream) (*stream.Batch, error) {
 	a, err := byName(name)
 	if err != nil {
@@ -34,9 +33,8 @@ func GPUDecode(index int, on stream.Order, name string, streams []stream.Bitstre
 	return d.Decode(on, uint32(a.id), streams)
 }
 
-// GPUTransform is the transform of X16 for contents of a dtype (by safetensors'
-// name; "": unknown), of which sample is a part: 0 if none gains anything, -1 if a
-// sample is needed and missing.
+// GPUTransform is the transform of X16 for contents of a dtype (safetensors' name; "" if unknown). sample is a
+// part of the contents. It is 0 if no transform gains anything, and -1 if a sample is needed but missing.
 func GPUTransform(dtype string, sample []byte) (int, error) {
 	d, isKnown, err := dtypeNamed(dtype)
 	if err != nil {
@@ -51,12 +49,13 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 	return int(transformFor(d, isKnown, sample)), nil
 }
 
-// GPUEncode queues the encoding of contents on a GPU to X16 streams: see
-// cuda.Device.Encode. scratch has room bytes.
+// GPUEncode queues the encoding of contents to X16 streams on a GPU: see stream.Batches.Encode. scratch has room
+// bytes.
 func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch uint64,
 	room int64) (*stream.Batch, error) {
 	if need := stream.EncodeScratchSize(streams); need > room || scratch%16 != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d bytes of scratch at %#x, %d are needed", room, scratch, need)
+		return nil, errs.New(errs.ErrArgument, "invalid scratch memory: %d bytes at %#x, expected %d",
+			room, scratch, need)
 	}
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -65,16 +64,15 @@ func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch u
 	return d.Encode(on, streams, scratch)
 }
 
-// A Glance is what GPUPeek finds out about a stream.
+// A Glance is GPUPeek's result for a stream.
 type Glance struct {
 	Size, Chunk int64
 	Algorithm   string
 	Err         error
 }
 
-// GPUPeek inspects streams on a GPU, and waits for the answer. name "" is for
-// native streams, which state it. A length that only decoding could find is
-// errs.ErrNotSupported.
+// GPUPeek inspects streams on a GPU and waits for the answer. name "" is for native streams, which state their
+// algorithm. If only decoding could find a length, the error is errs.ErrNotSupported.
 func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []stream.Bitstream) ([]Glance, error) {
 	var id uint32
 	if name != "" || kind != Native {
@@ -85,7 +83,8 @@ func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []strea
 		id = uint32(a.id)
 	}
 	if kind == Raw && id != uint32(X16) && id != uint32(Snappy) {
-		return nil, errs.New(errs.ErrNotSupported, "a raw block of %s does not say its length at a fixed place", name)
+		return nil, errs.New(errs.ErrNotSupported, "a raw block of %s does not state its length at a fixed offset",
+			name)
 	}
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -102,12 +101,12 @@ func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []strea
 		switch {
 		case p.Err != nil:
 		case p.Format > 255 || err != nil:
-			out[i].Err = errs.New(errs.ErrFormat, "a native stream of format %d", p.Format)
+			out[i].Err = errs.New(errs.ErrFormat, "unknown format %d of a native stream", p.Format)
 			if err != nil {
 				out[i].Err = err
 			}
 		case name != "" && uint32(a.id) != id:
-			out[i].Err = errs.New(errs.ErrArgument, "the stream is %s, not %s", a.name, name)
+			out[i].Err = errs.New(errs.ErrArgument, "the stream is %s, expected %s", a.name, name)
 		default:
 			out[i].Algorithm = a.name
 		}

@@ -10,9 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
-// The Native container: a header of 64 bytes, u64 offset of each chunk in the
-// payload, u64 stored size of each chunk, checksums, the payload with every
-// chunk at a multiple of 8 (X16: 16). All is little-endian:
+// The Native container: a header of 64 bytes, u64 offset of each chunk in the payload, u64 stored size of each
+// chunk, checksums, and the payload with every chunk at a multiple of 8 (X16: 16). Everything is little-endian:
 //
 //	 0  u32     magic: "OWBS"
 //	 4  u8      1, the version of this layout
@@ -27,17 +26,15 @@ import (
 //	48  u64     content bytes of a chunk
 //	56  u32     offset of the payload
 //
-// Checksums are CRC-32 (IEEE): of the header and tables with the checksum itself
-// zero, and behind the table of sizes u32 for each stored chunk and then for each
-// content.
+// Checksums are CRC-32 (IEEE). One is of the header and tables, with the checksum itself zero. After the table of
+// sizes there is a u32 for each stored chunk and then one for the content of each chunk.
 //
-// The fields are those of nvCOMP's last open release, 2.2 (BSD-3:
-// CommonHeader of hlif_shared_types.hpp, BatchManager.hpp, github.com/NVIDIA/nvcomp
-// branch-2.2). Those streams are also read. They have 0 as magic, the writer's version at
-// 4, the algorithm's own header behind the common one, tables at the next multiple
-// of 8, room for two checksums a chunk behind them whether they were computed or
-// not, and chunks in any order without gaps. How nvCOMP computes its checksums, and
-// what its later releases write, is not public: only nvCOMP reads that.
+// The fields are those of nvCOMP's last open release, 2.2 (BSD-3: CommonHeader of hlif_shared_types.hpp,
+// BatchManager.hpp, github.com/NVIDIA/nvcomp branch-2.2). Streams of that release can also be read. They have 0
+// as magic, the writer's version at 4, the algorithm's own header after the common one, tables at the next
+// multiple of 8, then room for two checksums per chunk, even if they were not computed, and chunks in any order
+// without gaps. How nvCOMP computes its checksums, and the format of its later releases, are not public; only
+// nvCOMP reads them.
 const (
 	headBytes = 64
 	magic     = 'O' | 'W'<<8 | 'B'<<16 | 'S'<<24
@@ -52,12 +49,12 @@ type header struct {
 	chunk                 uint64
 	offset                uint32
 	starts, stored, plain bool
-	open                  bool // of nvCOMP's open release
+	open                  bool // from nvCOMP's open release
 }
 
 func parseHeader(src []byte) (h header, err error) {
 	if len(src) < headBytes {
-		return h, errs.New(errs.ErrFormat, "%d bytes are no native stream", len(src))
+		return h, errs.New(errs.ErrFormat, "%d bytes are too few for a native stream", len(src))
 	}
 	le := binary.LittleEndian
 	h = header{
@@ -68,18 +65,19 @@ func parseHeader(src []byte) (h header, err error) {
 	switch first := le.Uint32(src); {
 	case first == magic && src[4] == layoutOne:
 	case first == magic:
-		return h, errs.New(errs.ErrFormat, "a native stream of layout %d: a later overwire reads it", src[4])
+		return h, errs.New(errs.ErrFormat, "native stream of layout %d: upgrade overwire to read it", src[4])
 	case first == 0 && src[4] >= 2 && src[4] <= 4:
 		h.open = true
 	default:
-		return h, errs.New(errs.ErrFormat, "no native stream of overwire or nvCOMP 2.2: it begins with %x; "+
-			"what a later nvCOMP wrote is only read by nvCOMP: overwire.compat.nvcomp asks it where "+
-			"nvidia-nvcomp-cu13 or -cu12 is installed", src[:5])
+		return h, errs.New(errs.ErrFormat,
+			"not a native stream of overwire or nvCOMP 2.2, because it begins with %x; only nvCOMP reads streams "+
+				"of later versions: overwire.compat.nvcomp uses nvCOMP if nvidia-nvcomp-cu13 or -cu12 is installed",
+			src[:5])
 	}
 	return h, nil
 }
 
-// tablesPlace is the offset of a stream's tables, and the bytes of a chunk in them.
+// tablesPlace returns the offset of a stream's tables, and the bytes in them for each chunk.
 func (h *header) tablesPlace() (at, row uint64) {
 	if !h.open {
 		row = 16
@@ -111,20 +109,20 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 		return layout{}, err
 	}
 	if want != nil && want != algo {
-		return layout{}, errs.New(errs.ErrArgument, "the stream is %s, not %s", algo.name, want.name)
+		return layout{}, errs.New(errs.ErrArgument, "the stream is %s, expected %s", algo.name, want.name)
 	}
 	n := uint64(len(src))
 	switch {
 	case h.size > 1<<62 || h.chunk > 1<<40:
-		return bad("%d bytes in chunks of %d", h.size, h.chunk)
+		return bad("invalid header: %d bytes in chunks of %d", h.size, h.chunk)
 	case uint64(h.offset) > n || h.payload > n-uint64(h.offset):
-		return bad("%d bytes at %d of %d", h.payload, h.offset, n)
+		return bad("invalid payload: %d bytes at %d of %d", h.payload, h.offset, n)
 	case h.size > 0 && (h.chunk == 0 || sizes.CeilDiv(h.size, h.chunk) != h.chunks):
-		return bad("%d chunks of %d bytes for %d", h.chunks, h.chunk, h.size)
+		return bad("invalid header: %d chunks of %d bytes for %d bytes", h.chunks, h.chunk, h.size)
 	case h.size == 0 && h.chunks > 0:
-		return bad("%d chunks of nothing", h.chunks)
+		return bad("invalid header: %d chunks of an empty content", h.chunks)
 	case h.size > 0 && !h.starts:
-		return layout{}, errs.New(errs.ErrNotSupported, "a native stream without the offsets of its chunks")
+		return layout{}, errs.New(errs.ErrNotSupported, "a native stream lacks the offsets of its chunks")
 	}
 	tables, row := h.tablesPlace()
 	if h.chunks > n/row || tables+h.chunks*row > uint64(h.offset) {
@@ -135,7 +133,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case s.Verify == VerifyNever:
 	case h.open && (h.stored || h.plain):
 		return layout{}, errs.New(errs.ErrNotSupported,
-			"the stream has checksums of nvCOMP's, which are not public: decode without verifying them")
+			"the stream has nvCOMP's checksums, which are not documented publicly: decode without verifying them")
 	case out.summed:
 		out.damaged = headSum(src[:h.offset]) != binary.LittleEndian.Uint32(src[headSumAt:])
 	case s.Verify == VerifyAlways:
@@ -152,7 +150,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	for i := range out.blocks {
 		off, size := le.Uint64(offsets[8*i:]), le.Uint64(sizes[8*i:])
 		if off > h.payload || size > h.payload-off {
-			return bad("chunk %d has %d bytes at %d of %d", i, size, off, h.payload)
+			return bad("invalid chunk %d, with %d bytes at %d of %d", i, size, off, h.payload)
 		}
 		if storedBytes += size; storedBytes > h.payload {
 			return bad("its chunks overlap")
@@ -177,9 +175,8 @@ func headSum(p []byte) uint32 {
 	return crc32.Update(sum, crc32.IEEETable, p[headSumAt+4:])
 }
 
-// nativeTables is the offset of the payload for n chunks. What follows the head of
-// an X16 block is aligned to 16 for GPUs: the payload begins 8 before a multiple of
-// 16, and so do its chunks.
+// nativeTables is the offset of the payload for n chunks. The bytes after the head of an X16 block are aligned to
+// 16 for GPUs, so the payload and its chunks begin 8 before a multiple of 16.
 func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	row := int64(16)
 	if sums {
@@ -200,9 +197,8 @@ func (a *algorithm) paddedBytes(n int64) int64 {
 	return (n + 7) &^ 7
 }
 
-// putNative writes header and tables into dst, which has nativeTables bytes of
-// zeros, for chunks of these stored blocks and checksums. It returns the offset of
-// each chunk.
+// putNative writes header and tables into dst, which has nativeTables bytes of zeros, for chunks with these
+// stored blocks and checksums. It returns the offset of each chunk.
 func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte, sums [][2]uint32) (at []int64) {
 	le := binary.LittleEndian
 	head, count := int64(len(dst)), len(stored)

@@ -1,14 +1,12 @@
 package nvcomp
 
-// Predicts which batches end quickly.
+// Predicts which batches finish quickly.
 
-// quickBytes is the most content of a quick Run: some tens of milliseconds of the
-// slowest decoder.
+// quickBytes is the most content of a quick Run, which takes the slowest decoder some tens of milliseconds.
 const quickBytes = 32 << 20
 
-// Quick reports whether Run ends so soon that it need not be interruptible, mostly
-// without goroutines: the input is small, and so is everything that it can decode
-// to.
+// Quick reports whether Run finishes so soon, mostly without goroutines, that it need not be interruptible: the
+// input and everything that it can decode to are small.
 func Quick(s *Spec, in []Buffer) bool {
 	n := contentBytes(in)
 	if n > alone || s.Op == OpEncode || s.Op == OpBound {
@@ -21,7 +19,7 @@ func Quick(s *Spec, in []Buffer) bool {
 	return most <= quickBytes
 }
 
-// mostBytes is the most bytes that decoding or measuring src processes.
+// mostBytes is the most bytes that decoding or measuring src can process.
 func mostBytes(s *Spec, src []byte) int64 {
 	limit := int64(1) << 40
 	a, _ := byName(s.Algorithm)

@@ -22,48 +22,47 @@ import (
 const (
 	OpEncode = "encode"
 	OpDecode = "decode"
-	OpSize   = "size"  // of the content of a stream
-	OpBound  = "bound" // the most bytes that encoding gives
+	OpSize   = "size"  // of a stream's content
+	OpBound  = "bound" // the most bytes that encoding may give
 )
 
-// When decoding compares the checksums of a Native stream.
+// These say when decoding compares the checksums of a Native stream.
 const (
 	VerifyNever     = ""
 	VerifyIfPresent = "present"
-	VerifyAlways    = "always" // a stream without them is an error
+	VerifyAlways    = "always" // a stream without checksums is an error
 )
 
-// Default content bytes of a chunk: 64 KiB as in nvCOMP, and the best size for X16.
+// Default content bytes per chunk: 64 KiB as in nvCOMP, and the best size for X16.
 const (
 	defaultChunk    = 64 << 10
 	defaultChunkX16 = 1 << 20
 )
 
-// A Spec says what to do. The zero value of each field but Op is a good default.
+// A Spec says what to do. Except for Op, the zero value of each field is a good default.
 type Spec struct {
 	Op        string            `json:"op"`
 	Algorithm string            `json:"algorithm"` // "": as a Native stream says
 	Kind      Kind              `json:"kind"`
-	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0: the algorithm's default
+	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0 means the algorithm's default
 	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
-	DType     string            `json:"dtype"`    // X16: the dtype by safetensors' name; "": found by samples
+	DType     string            `json:"dtype"`    // X16: the dtype by safetensors' name; "" means found by samples
 	Cascaded  *cascaded.Options `json:"cascaded"` // nil: cascaded.Default; elements are what DType says, or bytes
-	Sums      bool              `json:"sums"`     // encode: Native streams get checksums
+	Sums      bool              `json:"sums"`     // when encoding, adds checksums to Native streams
 	Verify    string            `json:"verify"`
 	Sizes     []int64           `json:"sizes"` // OpBound: lengths of contents, instead of buffers
 
 	transform uint8
 }
 
-// A Buffer is one input, and the caller's own memory for its output, if Own.
+// A Buffer is one input, and, if Own is set, the caller's own memory for its output.
 type Buffer struct {
 	Src, Dst []byte
 	Own      bool
 }
 
-// A Result is that of one Buffer. The receiver owns Mem, which is zero if the
-// buffer had memory of its own. With an Err, Mem and Bytes are still set, for
-// callers that want the invalid bytes.
+// A Result is the result of one Buffer. The receiver owns Mem, which is zero if the buffer had memory of its own.
+// If Err is set, Mem and Bytes are still set, for callers that want the invalid bytes.
 type Result struct {
 	Mem    device.Memory
 	Bytes  int64
@@ -79,9 +78,8 @@ func Release(results []Result) {
 	}
 }
 
-// Run does what s says with every buffer, on all cores. An error of one buffer is
-// its own Err and does not affect the others; an error of Run is about the Spec or
-// for lack of memory, and then there are no results.
+// Run processes every buffer as s says, on all cores. An error of one buffer is its own Err and does not affect
+// the others. An error of Run concerns the Spec or a lack of memory, and then there are no results.
 func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 	var algo *algorithm
 	if s.Algorithm != "" {
@@ -92,7 +90,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 	}
 	if s.Op != OpDecode && s.Op != OpSize {
 		if algo == nil {
-			return nil, errs.New(errs.ErrArgument, "an algorithm must be said")
+			return nil, errs.New(errs.ErrArgument, "name an algorithm")
 		}
 		if s.Chunk == 0 {
 			s.Chunk = defaultChunk
@@ -101,7 +99,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 			}
 		}
 		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
-			return nil, errs.New(errs.ErrArgument, "chunks of %d bytes: %s takes 1 to %d", s.Chunk, algo.name,
+			return nil, errs.New(errs.ErrArgument, "invalid chunk size %d: %s takes 1 to %d", s.Chunk, algo.name,
 				algo.maxChunk)
 		}
 		if s.Sums && s.Kind != Native {
@@ -109,7 +107,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		}
 	}
 	if s.Kind < Native || s.Kind > WithSize {
-		return nil, errs.New(errs.ErrArgument, "kind of bitstream %d", s.Kind)
+		return nil, errs.New(errs.ErrArgument, "unknown kind of bitstream: %d", s.Kind)
 	}
 	switch s.Op {
 	case OpEncode:
@@ -128,7 +126,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		out := make([]Result, len(s.Sizes))
 		for i, n := range s.Sizes {
 			if n < 0 || n > 1<<50 {
-				return nil, errs.New(errs.ErrArgument, "a content of %d bytes", n)
+				return nil, errs.New(errs.ErrArgument, "a content of %d bytes is too large", n)
 			}
 			out[i].Bytes = streamBound(&s, algo, n)
 		}
@@ -147,12 +145,11 @@ func contentBytes(in []Buffer) (n int64) {
 // maxWhole is the longest content of one block: LZ4's own limit.
 const maxWhole = 0x7E000000
 
-// alone is the work, in bytes, under which starting goroutines costs more than
-// it saves.
+// alone is the amount of work, in bytes, below which starting goroutines costs more than it saves.
 const alone = 256 << 10
 
-// onAllCores calls fn for 0 to n-1, on all cores if there are enough bytes. fn keeps its
-// own errors; each returns the context's, or a panic's.
+// onAllCores calls fn for 0 to n-1, on all cores if there are enough bytes. fn keeps its own errors; onAllCores
+// returns the context's, or that of a panic.
 func onAllCores(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	workers := knob.Workers(0)
 	if bytes < alone {
@@ -161,8 +158,8 @@ func onAllCores(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	return spawn.Each(ctx, "codec", workers, n, func(i int) error { fn(i); return nil })
 }
 
-// placeOutputs gives every buffer its output: its own memory, or new memory. Buffers with
-// an Err get none.
+// placeOutputs gives every buffer its output: the buffer's own memory, or new memory. Buffers with an Err get
+// none.
 func placeOutputs(in []Buffer, out []Result) ([][]byte, error) {
 	sizes := make([]int64, len(in))
 	for i := range in {
@@ -275,15 +272,14 @@ func streamBound(s *Spec, algo *algorithm, n int64) int64 {
 	return algo.bound(n)
 }
 
-// An encoding is one block to make: bytes [from, to) of a buffer.
+// An encoding is one block to encode: bytes [from, to) of a buffer.
 type encoding struct {
 	buffer   int32
 	block    int32
 	from, to int64
 }
 
-// encodeAll makes every buffer's blocks on all cores, and joins those of a buffer
-// in its output.
+// encodeAll encodes every buffer's blocks on all cores, and joins the blocks of each buffer in its output.
 func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
 	d, isKnown, err := fillDefaults(s, algo)
 	if err != nil {
@@ -354,8 +350,8 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	return out, nil
 }
 
-// fillDefaults fills in the defaults of the algorithm, and refuses what it does not
-// support. known reports whether the Spec names a dtype: d.
+// fillDefaults fills in the algorithm's defaults and refuses unsupported settings. known reports whether the Spec
+// names a dtype, which is d.
 func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 	if d, known, err = dtypeNamed(s.DType); err != nil {
 		return d, known, err
@@ -368,7 +364,7 @@ func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err err
 		o.Type = elementType(d)
 		s.Cascaded = &o
 		if s.Kind == Native && s.Chunk%int64(s.Cascaded.Type.Size()) != 0 {
-			return d, known, errs.New(errs.ErrArgument, "chunks of %d bytes are no whole number of elements of %d",
+			return d, known, errs.New(errs.ErrArgument, "chunk size %d is not a multiple of the element size, %d",
 				s.Chunk, s.Cascaded.Type.Size())
 		}
 	}
@@ -379,16 +375,16 @@ func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err err
 	return d, known, err
 }
 
-// dtypeNamed is the dtype of a name of safetensors; known is false for "".
+// dtypeNamed is the dtype with a safetensors name; known is false for "".
 func dtypeNamed(name string) (d tensor.DType, known bool, err error) {
 	if d, known = tensor.ParseDType(name); !known && name != "" {
-		err = errs.New(errs.ErrArgument, "no such dtype: %q", name)
+		err = errs.New(errs.ErrArgument, "unknown dtype %q", name)
 	}
 	return d, known, err
 }
 
-// divideIntoBlocks divides the buffers into blocks, in order. One that is too long for its
-// kind of stream gets its error in out, and no block.
+// divideIntoBlocks divides the buffers into blocks, in order. A buffer that is too long for its kind of stream
+// gets an error in out, and no block.
 func divideIntoBlocks(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encoding) {
 	for i := range in {
 		n := int64(len(in[i].Src))
@@ -409,8 +405,8 @@ func divideIntoBlocks(s *Spec, algo *algorithm, in []Buffer, out []Result) (task
 	return tasks
 }
 
-// elementType is Cascaded's type for a dtype: bytes if it has none, as for the zero
-// value, which means no dtype.
+// elementType is Cascaded's type for a dtype. It is bytes if there is none, and also for the zero value, which
+// means no dtype.
 func elementType(d tensor.DType) cascaded.Type {
 	switch d {
 	case tensor.I8:
@@ -446,7 +442,7 @@ func streamBytes(s *Spec, algo *algorithm, blocks [][]byte) int64 {
 	return int64(len(blocks[0]))
 }
 
-// joinBlocks writes a stream of these blocks into dst, which has its length.
+// joinBlocks writes a stream of these blocks into dst, which has the right length.
 func joinBlocks(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byte, sums [][2]uint32) {
 	switch s.Kind {
 	case Native:

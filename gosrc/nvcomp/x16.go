@@ -1,6 +1,6 @@
 package nvcomp
 
-// Makes one block of the weight codec, with its header.
+// Encodes one block of the weight codec, with its header.
 
 import (
 	"encoding/binary"
@@ -11,9 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A block of X16 is a chunk of docs/format.md after the fields that a file's index
-// would have for it: u8 codec (0 raw, 1 X16), u8 transform, u16 tiles per segment,
-// u32 bytes of content.
+// A block of X16 is a chunk of docs/format.md, preceded by the fields that a file's index would store for it: u8
+// codec (0 raw, 1 X16), u8 transform, u16 tiles per segment, u32 bytes of content.
 const x16Head = 8
 
 func x16Bound(n int64) int64 { return n + x16Head }
@@ -22,7 +21,7 @@ var x16Encoders = sync.Pool{New: func() any { return new(x16.Encoder) }}
 
 func x16Encode(dst, src []byte, s *Spec) ([]byte, error) {
 	if len(src) > tensor.MaxChunkBytes {
-		return dst, errs.New(errs.ErrArgument, "X16 takes %d bytes a block at most, not %d: use a native stream",
+		return dst, errs.New(errs.ErrArgument, "X16 blocks have at most %d bytes, got %d: use a native stream",
 			tensor.MaxChunkBytes, len(src))
 	}
 	e := x16Encoders.Get().(*x16.Encoder)
@@ -64,7 +63,7 @@ func x16Size(src []byte) (int64, error) {
 	case c.Codec == tensor.CodecX16:
 		err = x16.Check(src[x16Head:], c)
 	case c.Codec != tensor.CodecRaw:
-		err = errs.New(errs.ErrCorrupt, "X16 block of codec %d", uint8(c.Codec))
+		err = errs.New(errs.ErrCorrupt, "unknown codec %d of an X16 block", uint8(c.Codec))
 	}
 	return int64(c.Logical), err
 }
@@ -75,7 +74,7 @@ func x16Decode(dst, src []byte) error {
 		return err
 	}
 	if uint64(c.Logical) != uint64(len(dst)) {
-		return errs.New(errs.ErrCorrupt, "X16 block has %d bytes, not %d", c.Logical, len(dst))
+		return errs.New(errs.ErrCorrupt, "X16 block has %d bytes, expected %d", c.Logical, len(dst))
 	}
 	switch {
 	case c.Codec == tensor.CodecX16:
@@ -91,8 +90,8 @@ func x16Decode(dst, src []byte) error {
 // sampleBytes of a buffer decide its transform.
 const sampleBytes = 256 << 10
 
-// transformFor chooses the transform that compresses a buffer best: among those of
-// its dtype, or all if that is unknown. 0: none gains anything.
+// transformFor chooses the transform that compresses a buffer best, among those of its dtype, or among all if the
+// dtype is unknown. 0 means that none gains anything.
 func transformFor(d tensor.DType, known bool, src []byte) uint8 {
 	list := []uint8{x16.BF16, x16.FP16, x16.FP32, x16.E4M3, x16.E5M2, x16.Int8, x16.Nibbles, x16.Bytes}
 	if known {

@@ -255,7 +255,7 @@ func (b *Board) checkLife(rank int) error {
 	case !b.processes[rank].isAlive():
 		why = "its process has ended"
 	case now.Sub(b.since[rank]) > silence:
-		why = fmt.Sprintf("it gave no sign of life for %v", silence)
+		why = fmt.Sprintf("it sent no heartbeat for %v", silence)
 	}
 	if why == "" || l.ended.Load() != 0 {
 		return nil

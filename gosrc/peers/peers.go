@@ -67,7 +67,7 @@ type Peers struct {
 // New makes this process's part with n bytes of memory, on a GPU, or on the host if gpu is nil.
 func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	if rank < 0 || rank >= ranks || n <= 0 {
-		return nil, errs.New(errs.ErrArgument, "peer %d of %d, with %d bytes", rank, ranks, n)
+		return nil, errs.New(errs.ErrArgument, "invalid peer %d of %d with %d bytes", rank, ranks, n)
 	}
 	p := &Peers{gpu: gpu, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
 		at: make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks),
@@ -117,11 +117,12 @@ func (p *Peers) Memory(rank int) unsafe.Pointer { return atomic.LoadPointer(&p.a
 // publish. An errs.ErrNotSupported says that they cannot reach each other.
 func (p *Peers) Join(offers []Offer) error {
 	if len(offers) != p.Board.ranks {
-		return errs.New(errs.ErrArgument, "%d offers to one of %d peers", len(offers), p.Board.ranks)
+		return errs.New(errs.ErrArgument, "got %d offers for %d peers", len(offers), p.Board.ranks)
 	}
 	for rank, o := range offers {
 		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.gpu != nil) {
-			return errs.New(errs.ErrArgument, "offer %d is of peer %d, with %d bytes and not %d", rank, o.Rank, o.Bytes,
+			return errs.New(errs.ErrArgument, "offer %d is of peer %d and has %d bytes, expected %d",
+				rank, o.Rank, o.Bytes,
 				p.mine.Bytes)
 		}
 	}
@@ -174,7 +175,9 @@ func (p *Peers) End(ctx context.Context, good bool) error {
 	soon, cancel := context.WithCancelCause(context.Background())
 	defer cancel(nil)
 	beginGrace := func() {
-		time.AfterFunc(grace, func() { cancel(errs.New(errs.ErrIO, "the other ranks of this host do not end")) })
+		time.AfterFunc(grace, func() {
+			cancel(errs.New(errs.ErrIO, "the other ranks of this host have not finished"))
+		})
 	}
 	if good {
 		defer context.AfterFunc(ctx, beginGrace)()

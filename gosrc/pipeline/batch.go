@@ -1,6 +1,6 @@
 package pipeline
 
-// This file gives workers their next pieces, as reads or as ranges.
+// This file hands workers their next pieces, as reads or as ranges.
 
 import (
 	"context"
@@ -19,7 +19,7 @@ type batch struct {
 // gap is the most bytes that are read and discarded instead of starting a new range.
 const gap = 256 << 10
 
-// A feed hands out shares to workers, in order.
+// A feed passes shares to workers, in order.
 type feed struct {
 	task    *Task
 	facts   []source.Facts  // by source

@@ -41,7 +41,7 @@ type Task struct {
 	// it. Bytes with a checksum go through slots.
 	GDS     []device.Reader
 	Workers int          // 0: one per core
-	Near    *nodes.Place // where the workers run; nil for anywhere
+	Near    *nodes.Place // place of the workers; nil for anywhere
 	// Range, if not nil, says how many bytes a worker should request at once from a source's Ranges, to read them
 	// in steps. It excludes Gate.
 	Range func() int64

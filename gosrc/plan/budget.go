@@ -38,14 +38,16 @@ func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 	costs := make([]Cost, len(parts))
 	for i, p := range parts {
 		if p.Tensor < 0 || p.Tensor >= int64(len(ix.Tensors)) {
-			return nil, errs.New(errs.ErrArgument, "part %d: tensor number %d of %d", i, p.Tensor, len(ix.Tensors))
+			return nil, errs.New(errs.ErrArgument, "part %d: invalid tensor number %d of %d",
+				i, p.Tensor, len(ix.Tensors))
 		}
 		t := &ix.Tensors[p.Tensor]
 		n := t.Bytes
 		if p.Elements != Whole {
 			bits := int64(t.DType.Bits())
 			if p.Elements < 0 || p.Elements > n/bits*8+n%bits*8/bits {
-				return nil, errs.New(errs.ErrArgument, "part %d: %d elements of %q, which has %d bytes", i, p.Elements,
+				return nil, errs.New(errs.ErrArgument,
+					"part %d: invalid number of elements, %d, of %q, which has %d bytes", i, p.Elements,
 					t.Name, n)
 			}
 			n = p.Elements/8*bits + (p.Elements%8*bits+7)/8

@@ -89,7 +89,8 @@ func Check(ix *tensor.Index, reqs []Request) ([]Want, error) {
 	wants := make([]Want, len(reqs))
 	for i, r := range reqs {
 		if r.Tensor < 0 || r.Tensor >= int64(len(ix.Tensors)) {
-			return nil, errs.New(errs.ErrArgument, "request %d: tensor number %d of %d", i, r.Tensor, len(ix.Tensors))
+			return nil, errs.New(errs.ErrArgument, "request %d: invalid tensor number %d of %d",
+				i, r.Tensor, len(ix.Tensors))
 		}
 		if err := wants[i].set(ix, int32(r.Tensor), r); err != nil {
 			return nil, &errs.At{Verb: "plan", Source: ix.Sources[ix.Tensors[r.Tensor].Source].URI,
@@ -106,7 +107,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 		w.Data = t.Alias
 		// package unpack presents it as plain
 		if to := &ix.Tensors[w.Data]; to.Parts > 1 && to.RowBits() != t.RowBits() {
-			return errs.New(errs.ErrEngine, "an alias of shape %v of %q, which is stored in column parts of shape %v",
+			return errs.New(errs.ErrEngine, "the alias has shape %v, but %q is stored in column parts of shape %v",
 				t.Shape, to.Name, to.Shape)
 		}
 	}
@@ -120,7 +121,8 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	lo0, hi0, ok0 := checkRange(r.Lo0, r.Hi0, d0)
 	lo1, hi1, ok1 := checkRange(r.Lo1, r.Hi1, d1)
 	if !ok0 || !ok1 {
-		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of shape %v", r.Lo0, r.Hi0, r.Lo1, r.Hi1, t.Shape)
+		return errs.New(errs.ErrArgument, "invalid slice [%d:%d, %d:%d] of shape %v",
+			r.Lo0, r.Hi0, r.Lo1, r.Hi1, t.Shape)
 	}
 	w.Shape = t.Shape
 	w.Bytes = t.Bytes
@@ -137,7 +139,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 		return nil
 	}
 	if len(t.Shape) == 0 {
-		return errs.New(errs.ErrArgument, "a slice of a tensor of rank 0")
+		return errs.New(errs.ErrArgument, "cannot slice a tensor of rank 0")
 	}
 	w.Shape = sliced(t.Shape, hi0-lo0, hi1-lo1)
 	bits := int64(t.DType.Bits())

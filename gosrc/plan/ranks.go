@@ -31,7 +31,7 @@ func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	for i := range wants {
 		rank := needs[i].Dest
 		if rank >= uintptr(ranks) {
-			return nil, errs.New(errs.ErrArgument, "request %d is of rank %d of %d", i, int64(rank), ranks)
+			return nil, errs.New(errs.ErrArgument, "request %d is for invalid rank %d of %d", i, int64(rank), ranks)
 		}
 		first := ix.Tensors[wants[i].Data].First
 		wants[i].EachChunk(ix, func(n int32) {
@@ -70,7 +70,7 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 			continue
 		case n > full:
 			return nil, errs.New(errs.ErrArgument,
-				"relay: buffers with %d bytes for each of %d ranks are too small for a chunk of %d", full, ranks, n)
+				"relay: buffers have %d bytes for each of %d ranks, too few for a chunk of %d", full, ranks, n)
 		case k == Several:
 			k = int32(ranks)
 		}

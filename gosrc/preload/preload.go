@@ -2,9 +2,9 @@
 // need neither Python nor its lock: they open, read and decode while the interpreter imports other modules.
 //
 // A load takes over a preload file by file, and only for exactly the bytes that it would read itself. It opens
-// its files and skips reading those whose identity equals that of a preloaded file (device, inode, size and
-// times; for an object of a store its ETag or date). Each tensor is given out once. A preload is dropped if its
-// file was replaced or written to, or if its tensors differ from what the load asks for. A preload that failed is
+// its files and skips reading files with the identity of a preloaded file (device, inode, size and times; for an
+// object of a store its ETag or date). Each tensor is given out once. A preload is dropped if its file was
+// replaced or written to, or if its tensors differ from what the load asks for. A preload that failed is
 // forgotten: the load then gets its own error, or none.
 package preload
 
@@ -126,7 +126,7 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 func unknownState(uri, who string) error {
 	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
 		Err: errs.New(errs.ErrNotSupported,
-			"%s neither an ETag nor a date that a load could compare: only the load reads it", who)}
+			"%s neither an ETag nor a date to compare, so only the load itself can read it", who)}
 }
 
 // Time stamps of a file system are as coarse as a tick of the kernel's clock, or two seconds if they have no
@@ -198,7 +198,7 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 	}
 	live = slices.DeleteFunc(live, func(q *Preload) bool { return q == p })
 	if why != "" {
-		notes = append(notes, Note{fmt.Sprintf("the preload of %s is dropped: %s", errs.RedactURI(p.uris[0]), why),
+		notes = append(notes, Note{fmt.Sprintf("the preload of %s was dropped: %s", errs.RedactURI(p.uris[0]), why),
 			routine})
 	}
 	p.cancel()
@@ -298,7 +298,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	for _, p := range slices.Clone(live) {
 		if !job.IsClosed(p.opened) {
 			if p.names(srcs) { // it is paused
-				p.dropWithNote("its file was being written to", false)
+				p.dropWithNote("its file was still being written to", false)
 			}
 			continue
 		}
@@ -318,7 +318,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 			p.dropWithNote("this load reads the files itself", false)
 			continue
 		case a.Device != nil && *a.Device != p.device:
-			p.dropWithNote("others of the load's files are on "+cmp.Or(*a.Device, "the host"), false)
+			p.dropWithNote("other files of the load are on "+cmp.Or(*a.Device, "the host"), false)
 			continue
 		case why != "":
 			p.dropWithNote(why, routine)
@@ -366,14 +366,14 @@ func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string
 		return "it is on " + p.device + ", and the load goes to " + cmp.Or(device, "the host"), false
 	}
 	if p.read != read {
-		return fmt.Sprintf("it was read in the way %q, and the load says %q", p.read, read), false
+		return fmt.Sprintf("it was read in mode %q, but the load uses %q", p.read, read), false
 	}
 	for _, at := range pairs {
 		switch mapped := p.model.Mapped(at[1]); {
 		case mapped && device != "":
-			return "its tensors are mapped files, which a load to a GPU reads, now out of the page cache", true
+			return "its tensors are mapped files, but a load to a GPU reads them, now from the page cache", true
 		case device == "" && !m.MapsAs(at[0], p.model.Model(), at[1]):
-			return "one maps the file, and the other reads it", false
+			return "one of them maps the file and the other reads it", false
 		}
 	}
 	return "", false

@@ -33,7 +33,7 @@ type feedQueue struct {
 	todo    chan submission                                    // has space for all slots, so no reader waits
 	waiting atomic.Int64                                       // filled slots not yet submitted to the driver
 	mu      sync.Mutex                                         // held in submitAndFinish
-	all     []submission                                       // the submissions that submitAndFinish submits; guarded by mu
+	all     []submission                                       // what submitAndFinish submits; guarded by mu
 }
 
 // A submission is a filled slot and the piece that now has its buffer.
@@ -91,7 +91,7 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	first := cap(all) - cap(tasks) // position in all
 	if len(tasks) == 0 || first < 0 || first >= len(all) || &all[first] != &tasks[0] {
 		q.Put(s)
-		return errs.New(errs.ErrEngine, "relay: tasks that are not the fetch's")
+		return errs.New(errs.ErrEngine, "relay: these are not tasks of the fetch")
 	}
 	q.waiting.Add(1)
 	q.counts.countFlight(n)

@@ -334,7 +334,8 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 		}
 		off := l.ringOf(piece, rank).offsetOf(piece) + at.off
 		if off > maxSize-stored {
-			return nil, nil, nil, errs.New(errs.ErrEngine, "relay: request %d has a chunk at %d of a buffer", want, off)
+			return nil, nil, nil, errs.New(errs.ErrEngine,
+				"relay: request %d has a chunk at offset %d of a buffer, which does not travel", want, off)
 		}
 		p.Tasks[i].Src = uint32(off)
 		where[i] = at.part

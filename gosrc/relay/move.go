@@ -145,8 +145,8 @@ func (m *mover) recycleTakenBuffers() (bool, error) {
 	return t != nil && job.IsClosed(t.joined) && m.prog.recycleTaken(t.Board.CountTaken()), nil
 }
 
-// carryShares takes the next piece of each rank whose share can be read, once the ranks have met and this rank's
-// requests are known.
+// carryShares takes the next piece of each rank that has a readable share, once the ranks have met and this
+// rank's requests are known.
 func (m *mover) carryShares() (worked bool, err error) {
 	t, spec, now := m.lay.transport, m.lay.spec, time.Now()
 	if t == nil || !job.IsClosed(t.joined) || !job.IsClosed(m.dec.aimed) {
@@ -171,7 +171,7 @@ func (m *mover) carryShares() (worked bool, err error) {
 
 // carryShare takes the next piece of a rank if its share can be read and there is space for it. On the host it
 // decodes the share. On a GPU it queues the copy and leaves decoding to decodeWaiting. It also waits for an own
-// share of which nothing is wanted, because its buffer may be filled again afterwards.
+// share that no request wants, because its buffer may be filled again afterwards.
 func (m *mover) carryShare(from int) (bool, error) {
 	t, own := m.lay.transport, from == m.lay.spec.Rank
 	k := m.next[from]

@@ -69,7 +69,8 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
 		len(spec.Ring) == 0 && !spec.Mapped ||
 		slices.ContainsFunc(spec.Ring, func(at uint64) bool { return at == 0 || at%chunkAlign != 0 }) {
-		return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d, with %d buffers at multiples of %d", spec.Rank,
+		return nil, errs.New(errs.ErrArgument,
+			"relay: invalid rank %d of %d with %d buffers: expected addresses that are multiples of %d", spec.Rank,
 			spec.Ranks, len(spec.Ring), chunkAlign)
 	}
 	tgt, err := load.TargetOf(spec.Device)
@@ -86,7 +87,8 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	machine.Cores, machine.Ranks = min(machine.Cores, cores), with
 	for _, n := range spec.Needs {
 		if !spec.Mapped || n.Dest >= uintptr(spec.Ranks) {
-			return nil, errs.New(errs.ErrArgument, "relay: rank %d of %d needs a block", int64(n.Dest), spec.Ranks)
+			return nil, errs.New(errs.ErrArgument, "relay: invalid rank %d of %d needs a block",
+				int64(n.Dest), spec.Ranks)
 		}
 	}
 	r := newRelay(m, tgt, machine, spec)
@@ -157,7 +159,7 @@ func (r *Relay) awaitLayout() error {
 func (r *Relay) awaitPiece(piece int) error {
 	err := r.awaitLayout()
 	if err == nil && (piece < 0 || piece >= len(r.lay.pieces)) {
-		err = errs.New(errs.ErrArgument, "relay: piece %d of %d", piece, len(r.lay.pieces))
+		err = errs.New(errs.ErrArgument, "relay: invalid piece %d of %d", piece, len(r.lay.pieces))
 	}
 	return err
 }
@@ -198,7 +200,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	isLeaving := false
 	defer func() {
 		if !isLeaving { // after a panic: the other ranks wait
-			r.prog.failWith(errs.New(errs.ErrEngine, "relay: it has ended without a result"), true)
+			r.prog.failWith(errs.New(errs.ErrEngine, "relay: the job has ended without a result"), true)
 			r.closeExchange(ctx)
 		}
 	}()
@@ -382,7 +384,8 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 // Offer says how the other ranks reach this one's memory; see Join.
 func (r *Relay) Offer() (peers.Offer, error) {
 	if r.lay.transport == nil {
-		return peers.Offer{}, errs.New(errs.ErrArgument, "relay: the caller exchanges the shares, and gets no offer")
+		return peers.Offer{}, errs.New(errs.ErrArgument,
+			"relay: there is no offer, because the caller exchanges the shares")
 	}
 	return r.lay.transport.Offer(), nil
 }
@@ -396,7 +399,7 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	if t == nil || t.asked || r.shut || r.prog.err != nil {
 		defer r.prog.mu.Unlock()
 		return cmp.Or(r.prog.err, errs.New(errs.ErrArgument,
-			"relay: it cannot join: the caller exchanges the shares, or it has joined or ended already"))
+			"relay: cannot join: the caller exchanges the shares, or the relay has already joined or ended"))
 	}
 	t.asked = true
 	r.busy.Add(1)
@@ -447,7 +450,8 @@ func (r *Relay) beginDecoding(piece int) error {
 	case p.err != nil:
 		return p.err
 	case r.lay.transport != nil || piece != p.queued[0]:
-		return errs.New(errs.ErrArgument, "relay: piece %d is not the next to decode, which is %d", piece, p.queued[0])
+		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded now: the next one is %d",
+			piece, p.queued[0])
 	case r.shut || !job.IsClosed(r.dec.aimed):
 		return errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet")
 	case !job.IsClosed(r.lay.pieces[piece].checked): // its buffer would be read while it is filled

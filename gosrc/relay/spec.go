@@ -63,7 +63,8 @@ func (s *Spec) checkSize() error {
 		most = max(s.Size/int64(s.Ranks)*int64(s.Buffers), s.Size*int64(s.Stages))
 	}
 	if s.Size > maxSize || most > maxSize || s.Size/shareAlign < int64(s.Ranks) {
-		return errs.New(errs.ErrArgument, "relay: buffers of %d bytes for %d ranks: at least %d each, and at most %d",
+		return errs.New(errs.ErrArgument,
+			"relay: invalid buffers of %d bytes for %d ranks: expected at least %d each, and at most %d",
 			s.Size, s.Ranks, shareAlign, maxSize)
 	}
 	return nil

@@ -76,7 +76,7 @@ func (f *encoder) runBatches(ctx context.Context) error {
 	}
 	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU, by its error.
 	step := func(k int, do func(s *slot, first, end int) error) error {
-		err := errs.New(errs.ErrEngine, "a step of the save did not end")
+		err := errs.New(errs.ErrEngine, "a step of the save has not ended")
 		defer func() {
 			if err != nil {
 				cancel(err)
@@ -109,7 +109,7 @@ func (f *encoder) runBatches(ctx context.Context) error {
 	return err
 }
 
-// firstError is the error that ended the work of several goroutines, each of which cancels ctx by its error: later
+// firstError is the error that ended the work of several goroutines, which each cancel ctx by their error: later
 // errors are those of that cancel.
 func firstError(ctx context.Context, err error) error {
 	if err == nil || ctx.Err() == nil {

@@ -1,6 +1,6 @@
 package save
 
-// This file is the table of formats that are written.
+// This file lists the formats that can be written.
 
 import (
 	"context"
@@ -44,7 +44,7 @@ var formats = []fileFormat{
 
 func refusedBySafetensors(s *Spec) string {
 	if len(s.Storage.Encrypt) > 0 {
-		return "only .tensors files are encrypted, not folders or other formats"
+		return "only .tensors files can be encrypted, not folders or other formats"
 	}
 	return ""
 }
@@ -52,9 +52,9 @@ func refusedBySafetensors(s *Spec) string {
 func refusedByTensors(s *Spec) string {
 	switch {
 	case s.Shard > 0:
-		return ".tensors files are not sharded"
+		return ".tensors files cannot be sharded"
 	case len(s.Metadata) > 0:
-		return ".tensors files hold no metadata"
+		return ".tensors files cannot hold metadata"
 	}
 	return ""
 }
@@ -90,7 +90,7 @@ func (t Target) Settings() map[string]string { return t.format.settings }
 func Resolve(path string, spec *Spec) (Target, error) {
 	switch scheme := source.Scheme(path); {
 	case path == "":
-		return Target{}, badArgument(path, "", "no path to write to")
+		return Target{}, badArgument(path, "", "there is no path to write to")
 	case scheme == "file":
 		local, err := source.FilePath(path)
 		if err != nil {
@@ -101,7 +101,7 @@ func Resolve(path string, spec *Spec) (Target, error) {
 		return Target{}, errs.In("save", path, open.RecipeOf(scheme))
 	case scheme != "" && !open.Writable(path):
 		return Target{}, errs.In("save", path, errs.New(errs.ErrNotSupported,
-			"writing to %s://: save to s3://, redis:// or a local file", scheme))
+			"cannot write to %s://: save to s3://, redis:// or a local file", scheme))
 	}
 	t := Target{Remote: source.Remote(path)}.At(path)
 	if err := spec.check(path); err != nil {

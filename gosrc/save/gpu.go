@@ -310,7 +310,7 @@ func (r *row) addSums(from *stream.PackedRange) error {
 	}
 	high, low, ok := t.sums.blocks.Finish(tail)
 	if !ok {
-		return errs.New(errs.ErrEngine, "tensor %q: the GPU made too few sums of its hash", t.name)
+		return errs.New(errs.ErrEngine, "tensor %q: the GPU computed too few sums for its hash", t.name)
 	}
 	t.sums.hash, t.sums.hashed = codec.HashOf(xxh3.Uint128{Hi: high, Lo: low}), true
 	return nil
@@ -323,7 +323,7 @@ func (p *pack) takeSpace(ctx context.Context, stage *publish.StagedMemory, n int
 	}
 	off := int64(p.slot) * p.gpu.room
 	if n > p.gpu.room {
-		return nil, errs.New(errs.ErrEngine, "a batch has %d stored bytes, and its slot %d", n, p.gpu.room)
+		return nil, errs.New(errs.ErrEngine, "a batch has %d stored bytes, but its slot only %d", n, p.gpu.room)
 	}
 	if err := p.gpu.ring.Await(ctx, off+p.gpu.room); err != nil {
 		return nil, err

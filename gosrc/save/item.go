@@ -187,7 +187,7 @@ func (t *Item) IsFromContainer() bool { return t.known() != nil }
 func checkItems(path string, items []*Item) error {
 	seen := make(map[string]struct{}, len(items))
 	if int64(len(items)) > math.MaxInt32-1 {
-		return badArgument(path, "", "%d tensors are too many", len(items))
+		return badArgument(path, "", "there are too many tensors: %d", len(items))
 	}
 	for _, t := range items {
 		bad := func(format string, args ...any) error { return badArgument(path, t.name, format, args...) }
@@ -195,14 +195,14 @@ func checkItems(path string, items []*Item) error {
 		case t.name == "__metadata__" || t.name == overwire.IndexName:
 			return bad("the name is reserved")
 		case !utf8.ValidString(t.name):
-			return bad("the name is not UTF-8")
+			return bad("the name is not valid UTF-8")
 		case !t.dtype.Valid():
-			return bad("dtype code %d is unknown", t.dtype)
+			return bad("unknown dtype code %d", t.dtype)
 		case len(t.shape) > tensor.MaxRank:
-			return bad("rank %d is larger than %d", len(t.shape), tensor.MaxRank)
+			return bad("rank %d exceeds the maximum %d", len(t.shape), tensor.MaxRank)
 		}
 		if _, dup := seen[t.name]; dup {
-			return bad("the name comes twice")
+			return bad("two tensors have this name")
 		}
 		seen[t.name] = struct{}{}
 		size, err := tensor.Size(t.dtype, t.shape)
@@ -210,7 +210,7 @@ func checkItems(path string, items []*Item) error {
 			return bad("%v", err)
 		}
 		if size != t.bytes {
-			return bad("shape %v as %v is %d bytes, but %d were given", t.shape, t.dtype, size, t.bytes)
+			return bad("shape %v of %v takes %d bytes, but got %d", t.shape, t.dtype, size, t.bytes)
 		}
 	}
 	return nil
@@ -222,7 +222,7 @@ func checkMetadata(path string, m map[string]string) error {
 		case k == overwire.MetadataKey:
 			return badArgument(path, "", "metadata key %q is reserved", k)
 		case !utf8.ValidString(k) || !utf8.ValidString(v):
-			return badArgument(path, "", "metadata %q is not UTF-8", k)
+			return badArgument(path, "", "metadata %q is not valid UTF-8", k)
 		}
 	}
 	return nil
@@ -398,5 +398,5 @@ func isEqual(ctx context.Context, a, b *Item) (bool, error) {
 // errOtherBytes is the error of a tensor if its bytes do not have the hash of its source. It names the source.
 func (t *Item) errOtherBytes() error {
 	return errs.Locate("read", t.from.src.URI(), t.name, -1,
-		errs.New(errs.ErrCorrupt, "the tensor has other bytes than were saved (XXH3-128 differs)"))
+		errs.New(errs.ErrCorrupt, "the tensor's bytes differ from those that were saved (XXH3-128 differs)"))
 }

@@ -100,7 +100,7 @@ func FrontOf(path string, metadata map[string]string, in []Input) (Front, error)
 	return front, nil
 }
 
-// WriteWhole writes a file whose bytes are in memory. An index of shards of its name may stay next to it.
+// WriteWhole writes a file from bytes in memory. An index of shards of its name may stay next to it.
 func WriteWhole(ctx context.Context, path string, b []byte) error {
 	spec := Spec{Path: path, Beside: true}
 	target, err := Resolve(path, &spec)

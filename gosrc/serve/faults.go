@@ -23,7 +23,7 @@ import (
 )
 
 type fault struct {
-	says   string // what the client observes
+	says   string // the effect for the client
 	ranged bool   // applies only to range responses
 	// send answers with net/http. If it is nil, the response is written to the
 	// connection itself: head changes its first lines, cut ends the body at a random
@@ -55,7 +55,7 @@ var faults = map[string]fault{
 	"429": {says: "429 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusTooManyRequests) }},
 }
 
-// Kinds returns what the client observes for each fault.
+// Kinds returns the effect for the client for each fault.
 func Kinds() map[string]string {
 	says := map[string]string{}
 	for name, f := range faults {

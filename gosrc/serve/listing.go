@@ -88,7 +88,7 @@ func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name strin
 		return
 	}
 	h.Set("Content-Type", "application/json")
-	all = slices.DeleteFunc(all, func(e entry) bool { return !utf8.ValidString(e.Name) }) // JSON cannot represent the name
+	all = slices.DeleteFunc(all, func(e entry) bool { return !utf8.ValidString(e.Name) }) // not valid in JSON
 	text, _ := json.Marshal(append([]entry{}, all...))                                    // cannot fail
 	_, _ = w.Write(text)
 }
@@ -98,7 +98,8 @@ func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name strin
 func pageOf(at string, all []entry) []byte {
 	var b strings.Builder
 	title := html.EscapeString(strings.ToValidUTF8(at, "\ufffd"))
-	fmt.Fprintf(&b, "<!doctype html><html><head><meta charset=\"utf-8\"><title>%s</title></head><body><h1>%s</h1><ul>\n", title, title)
+	fmt.Fprintf(&b, "<!doctype html><html><head><meta charset=\"utf-8\"><title>%s</title></head>", title)
+	fmt.Fprintf(&b, "<body><h1>%s</h1><ul>\n", title)
 	if strings.Trim(at, "/") != "" {
 		b.WriteString("<li><a href=\"../\">..</a></li>\n")
 	}

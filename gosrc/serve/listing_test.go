@@ -11,14 +11,15 @@ import (
 	"testing"
 )
 
-// Folders are listed, to programs in JSON and to browsers as a page in which no name is more than text; hidden files, and links
-// that lead out of the folder or to folders, are not.
+// Folders are listed as JSON for programs and as a page for browsers, with every name escaped. Hidden files, links out
+// of the folder and links to folders are not listed.
 func TestListing(t *testing.T) {
 	dir := t.TempDir()
 	odd := `<img src=x onerror="a">&javascript:b`
 	for path, text := range map[string]string{"m/a b%.txt": "12345", "m/.secret": "x", "m/" + odd: "", "m/below/c": "", "m/\xff": ""} {
 		path = filepath.Join(dir, path)
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600)); err != nil {
+		err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o600))
+		if err != nil {
 			t.Fatal(err)
 		}
 	}

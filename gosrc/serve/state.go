@@ -1,7 +1,6 @@
 package serve
 
-// This file tells states of a file apart, so that no response mixes bytes of two
-// states.
+// This file distinguishes the states of a file, so that no response mixes bytes of two states.
 
 import (
 	"errors"

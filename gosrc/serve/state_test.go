@@ -25,7 +25,8 @@ func put(t *testing.T, path string, fill byte, inPlace bool) {
 		t.Fatal(err)
 	}
 	_, err = f.WriteAt(data, 0)
-	if err := errors.Join(err, f.Close(), os.Chtimes(to, time.Unix(1, 0), time.Unix(1, 0)), os.Rename(to, path)); err != nil {
+	old := time.Unix(1, 0)
+	if err := errors.Join(err, f.Close(), os.Chtimes(to, old, old), os.Rename(to, path)); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -7,7 +7,7 @@ import (
 	"sync"
 )
 
-// notices are the warnings that nobody has taken yet.
+// notices are the warnings that no one has taken yet.
 var notices struct {
 	sync.Mutex
 	texts []string

@@ -45,7 +45,7 @@ func (o Options) Check(scheme string, known ...string) error {
 			name = "headers"
 		}
 		if !slices.Contains(known, name) {
-			return errs.New(errs.ErrArgument, "storage_options: %s:// has no option %q; it has %s", scheme, name,
+			return errs.New(errs.ErrArgument, "storage_options: %s:// has no option %q: expected %s", scheme, name,
 				strings.Join(known, ", "))
 		}
 	}

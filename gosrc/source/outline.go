@@ -1,6 +1,6 @@
 package source
 
-// This file tells a source what its reader expects of an object before it is opened.
+// This file passes a reader's expectations of an object to its source, before it is opened.
 
 import "context"
 

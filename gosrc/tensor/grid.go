@@ -64,10 +64,9 @@ func (t *Tensor) Splits(p int) bool {
 	return row > 0 && row%int64(p*t.DType.Bits()) == 0 && row/int64(p)%8 == 0
 }
 
-// A Grid divides a tensor's bytes into chunks (docs/format.md 2). Column part p has the
-// columns [p, p+1) x RowBytes / Parts of every row, row after row. Its bytes are
-// divided into chunks of ChunkBytes, of which the last may be shorter. Chunks are
-// numbered part by part. With a single part, the part is the tensor's bytes in order.
+// A Grid divides a tensor's bytes into chunks (docs/format.md 2). Column part p has the columns [p, p+1) x
+// RowBytes / Parts of every row, row after row. Its bytes are divided into chunks of ChunkBytes; the last one may
+// be shorter. Chunks are numbered part by part. With a single part, the part is the tensor's bytes in order.
 type Grid struct {
 	Parts      int64
 	PartBytes  int64 // of one part

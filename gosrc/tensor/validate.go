@@ -78,7 +78,7 @@ type validator struct {
 	names names
 	src   int   // the source of the previous tensor
 	began bool  // the previous tensor had one
-	next  int64 // where the next tensor's bytes begin
+	next  int64 // offset of the next tensor's bytes
 	chunk int   // the first chunk that belongs to no tensor so far
 }
 
@@ -209,7 +209,8 @@ func (v *validator) chunks(i int) error {
 			c.Codec == CodecX16 && c.SegTiles == 0,
 			c.Codec == CodecPlanes && (c.SegTiles != 0 || t.Parts != 1),
 			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
-			why = fmt.Sprintf("invalid coding of the chunk: %d of %d bytes as %v %d/%d", c.Stored, c.Logical, c.Codec, c.Transform,
+			why = fmt.Sprintf("invalid coding of the chunk: %d of %d bytes as %v %d/%d", c.Stored, c.Logical,
+				c.Codec, c.Transform,
 				c.SegTiles)
 		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):
 			why = "chunks of a plain tensor must be raw and contiguous"

@@ -61,11 +61,10 @@ type File struct {
 // maxTogether is how many records are read at once, because each may cost a round trip.
 const maxTogether = 16
 
-// Read reads the head and the index of a file that begins with head, and also the
-// records if it is encrypted. It does not allocate memory on the file's word alone. The
-// error is an errs.At of class errs.ErrFormat, errs.ErrCorrupt if the file was
-// truncated, or errs.ErrNotSupported for versions, flags, layouts and dtypes that this
-// build does not know.
+// Read reads the head and the index of a file that begins with head, and also the records if it is encrypted. It
+// does not allocate memory just because the file says so. The error is an errs.At of class errs.ErrFormat,
+// errs.ErrCorrupt if the file was truncated, or errs.ErrNotSupported for versions, flags, layouts and dtypes that
+// this build does not know.
 func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	f := &File{URI: src.URI(), Size: src.Size()}
 	r := reader{b: head}

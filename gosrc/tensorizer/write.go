@@ -29,7 +29,7 @@ type Item struct {
 	Dims   []int64 `json:"dims"`   // as they are written
 	Bytes  int64   `json:"bytes"`  // of the data; 0 with nonzero dims: without data
 	Crypt  *Crypt  `json:"-"`      // nil: plain
-	Record int64   `json:"record"` // where the record begins
+	Record int64   `json:"record"` // offset of the record
 	Pad    int64   `json:"-"`      // bytes between the record's last field and its length of data
 
 	// Sealed: the file is encrypted, so that every record has space for the encryption.

@@ -34,9 +34,9 @@ type TensorDigest struct {
 	Digest string  `json:"digest"` // 32 hex digits, see docs/format.md 6; "" if it is computed elsewhere
 }
 
-// Digests returns the digests of a model's tensors. It uses those that containers store, and computes the
-// others: it reads and decodes tensors block by block on all cores, in bounded memory, and compares the
-// checksums of all chunks. It skips tensors whose digests are computed elsewhere, by name; nil skips none.
+// Digests returns the digests of a model's tensors. It uses those that containers store, and computes the others:
+// it reads and decodes tensors block by block on all cores, in bounded memory, and compares the checksums of all
+// chunks. It skips the tensors for which elsewhere returns true; nil skips none.
 func Digests(ctx context.Context, j *job.Job, uris []string, access format.Access,
 	elsewhere func(name string) bool) (DigestReport, error) {
 	start := time.Now()

@@ -1,6 +1,6 @@
 package verify
 
-// This file is the table of formats that have checksums.
+// This file lists the formats that have checksums.
 
 import (
 	"context"

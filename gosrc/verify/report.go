@@ -23,7 +23,7 @@ type Report struct {
 	Stored  int64          `json:"stored"`  // bytes of the files
 	Seconds float64        `json:"seconds"`
 	Files   []VerifiedFile `json:"files"`
-	Note    string         `json:"note,omitempty"` // what could not be verified
+	Note    string         `json:"note,omitempty"` // parts that could not be verified
 }
 
 // A VerifiedFile is one file of a Report.
@@ -39,7 +39,7 @@ type VerifiedFile struct {
 	Original *original.Summary `json:"original,omitempty"`
 }
 
-// addFile adds a file of which only the structure was checked.
+// addFile adds a file after a check of only its structure.
 func (rep *Report) addFile(file InspectedFile) {
 	const note = "GGUF files hold no checksums: only their structure was verified"
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}

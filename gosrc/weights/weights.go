@@ -62,7 +62,7 @@ var kinds = []Kind{
 	{Name: "int8", Doc: "I8 quantised row by row, with F32 scales", Size: 256 << 20, layout: llama, dtype: tensor.I8},
 	{Name: "int4", Doc: "4-bit integers, two in a U8, with F32 scales", Size: 256 << 20, layout: llama,
 		dtype: tensor.U8},
-	{Name: "tied", Doc: "llama-bf16 whose lm_head is its embedding", Size: 256 << 20, layout: tied, dtype: tensor.BF16},
+	{Name: "tied", Doc: "llama-bf16 with its embedding as lm_head", Size: 256 << 20, layout: tied, dtype: tensor.BF16},
 	{Name: "pruned", Doc: "llama-bf16 with the smaller half of its weights set to zero", Size: 256 << 20, layout: llama,
 		dtype: tensor.BF16},
 	{Name: "uniform", Doc: "uniformly random bits, BF16: nothing to gain", Size: 256 << 20, layout: llama,
@@ -77,7 +77,7 @@ func Find(name string) (Kind, error) {
 	}
 	i := slices.IndexFunc(kinds, func(k Kind) bool { return k.Name == name })
 	if i < 0 {
-		return Kind{}, errs.New(errs.ErrArgument, "no kind of weights is called %q", name)
+		return Kind{}, errs.New(errs.ErrArgument, "unknown kind of weights %q", name)
 	}
 	return kinds[i], nil
 }
@@ -99,7 +99,7 @@ func Make(o Options) ([]Tensor, error) {
 		size = k.Size
 	}
 	if size < 0 || size > MaxSize {
-		return nil, errs.New(errs.ErrArgument, "%d bytes of weights", size)
+		return nil, errs.New(errs.ErrArgument, "invalid size of weights: %d bytes", size)
 	}
 	parts := k.layout(k, size)
 	out := make([]Tensor, len(parts))

@@ -24,7 +24,8 @@ _savers: list[Saver] = []  # what runs, or has failed and no one knows
 
 # The names of a set of shards, without what tells them from those of the single file.
 _SHARD = re.compile(
-    r"(-ow[0-9a-f]{8})?-\d{1,9}-of-\d{1,9}(?=\.[^/]*$)|(?<=\.safetensors)(\.[^./]+)?\.index(\.[^./]+)?\.json$"
+    r"(-ow[0-9a-f]{8})?-\d{1,9}-of-\d{1,9}(?=\.[^/]*$)"
+    r"|(?<=\.safetensors)(\.[^./]+)?\.index(\.[^./]+)?\.json$"
 )
 _DEFAULT_PORT = ":6379"
 

@@ -126,11 +126,11 @@ class EngineError(OverwireError, RuntimeError):
 
 
 class CorruptError(OverwireError, ValueError):
-    """A valid file whose bytes have changed."""
+    """The bytes of a valid file have changed."""
 
 
 class FormatError(OverwireError, ValueError):
-    """The bytes never were a valid file of this format."""
+    """The bytes were never a valid file of this format."""
 
 
 class NotFoundError(OverwireError, FileNotFoundError):

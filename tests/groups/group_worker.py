@@ -386,8 +386,8 @@ def dying(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """The engines exchange through memory that they map of each other: whole tensors, cut ones, two consecutive loads. A
-    failure on one rank ends all."""
+    """The engines exchange through memory that they map from each other: whole tensors, cut ones, two
+    consecutive loads. A failure on one rank ends all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)

@@ -133,7 +133,6 @@ def test_s3(servers: Callable[..., Server], code: int) -> None:
     other = servers("127.0.0.1", lambda path: b"x" * 100)
     store = servers("127.0.0.1", lambda path: (code, {"Location": f"{other.url}/?{SECRET}"}, b""))
     options = {"endpoint_url": store.url, "key": "AKIAPLANTED", "secret": SECRET, "token": SECRET, "retries": 0}
-    options["sse_customer_key"] = "0123456789abcdef0123456789abcdef"
     for call in (
         lambda: ow.load_file("s3://models/m.safetensors", framework="np", storage_options=options),
         lambda: ow.load_file("s3://models/folder/", framework="np", storage_options=options),

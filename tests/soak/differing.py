@@ -246,7 +246,7 @@ def torch_files(round_: Round) -> None:
     rng, path = round_.rng, round_.folder / "m.pt"
     while round_.lasts():
         round_.doing = "saving"
-        kept = _random_object(rng, 0)
+        kept = _random_object(rng, 0) | {"always": _random_view(rng)}  # a file with only objects is refused
         torch.save(kept, path, pickle_protocol=rng.choice((2, 2, 3, 4, 5)))
         round_.count("torch.save files")
         _compare_with_torch(round_, path, kept)

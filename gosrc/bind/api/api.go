@@ -1,6 +1,6 @@
 package api
 
-// This file has the functions that gopy binds.
+// This file defines the functions that gopy binds.
 
 import (
 	"time"

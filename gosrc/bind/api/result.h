@@ -1,5 +1,4 @@
-// What a verb gives, between Go and C. All of it is memory of malloc, and the
-// receiver's.
+// Declares the result of a verb, as Go passes it to C. Its memory comes from malloc and belongs to the receiver.
 #ifndef OW_RESULT_H
 #define OW_RESULT_H
 

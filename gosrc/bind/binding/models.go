@@ -48,7 +48,7 @@ type preloadRequest struct {
 
 type joinRequest struct {
 	load.Options
-	// Alone: the loads take nothing from other preloads, and preloads of these files are dropped.
+	// Alone says that the loads take nothing from other preloads, and preloads of these files are dropped.
 	Alone bool `json:"alone"`
 }
 

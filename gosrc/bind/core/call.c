@@ -68,7 +68,7 @@ static int request_of(PyObject *args, const char *name, struct request *r)
 	if ((r->verb = text_of(verb)) == NULL || (r->text = text_of(text)) == NULL || PyBytes_AsStringAndSize(numbers, &packed, &n))
 		return -1;
 	if (n % 8) {
-		PyErr_SetString(PyExc_ValueError, "packed numbers of a wrong length");
+		PyErr_SetString(PyExc_ValueError, "the packed numbers have a wrong length");
 		return -1;
 	}
 	r->numbers = packed;

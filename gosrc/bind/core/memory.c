@@ -60,8 +60,8 @@ PyObject *ow_buffer_of(PyObject *self, PyObject *args)
 	return Py_BuildValue("(KnN)", (unsigned long long)(uintptr_t)v->buf, v->len, holder);
 }
 
-// Exporter: a base class whose instances are buffers. A subclass has a method
-// _buffer(), which returns an object with the buffer protocol.
+// Exporter is a base class of buffers. A subclass has a method _buffer(), which returns an object with the buffer
+// protocol.
 static int getbuffer(PyObject *self, struct ow_view *view, int flags)
 {
 	view->obj = NULL;
@@ -77,7 +77,7 @@ static int getbuffer(PyObject *self, struct ow_view *view, int flags)
 
 static PyType_Slot exporter_slots[] = {
 	{slot_getbuffer, getbuffer},
-	{Py_tp_doc, "A base class of objects that are buffers: those of what their method _buffer() returns."},
+	{Py_tp_doc, "A base class of buffers. Their memory is the buffer that their method _buffer() returns."},
 	{0, NULL},
 };
 
@@ -132,7 +132,7 @@ PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule)
 	}
 	struct ow_managed *m = PyCapsule_GetPointer(capsule, fresh);
 	if (m->t.ndim < 0) {
-		PyErr_SetString(PyExc_ValueError, "a DLPack tensor of a negative rank");
+		PyErr_SetString(PyExc_ValueError, "the DLPack tensor has a negative rank");
 		return NULL;
 	}
 	PyObject *shape = ow_tuple(m->t.shape, m->t.ndim);
@@ -181,7 +181,7 @@ PyObject *ow_dlpack_give(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "OKOO(iii)(ii)", &owner, &address, &shape, &strides, &code, &bits, &lanes, &kind, &id))
 		return NULL;
 	if (!PyTuple_Check(shape) || !PyTuple_Check(strides) || PyTuple_Size(shape) != PyTuple_Size(strides)) {
-		PyErr_SetString(PyExc_TypeError, "shape and strides are tuples of one length");
+		PyErr_SetString(PyExc_TypeError, "expected shape and strides as tuples of equal length");
 		return NULL;
 	}
 	Py_ssize_t n = PyTuple_Size(shape);

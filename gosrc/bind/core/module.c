@@ -15,17 +15,17 @@ TYPE(DType, "tuple[int, int, int]") // code, bits, lanes
 TYPE(Place, "tuple[int, int]") // device type, device
 
 static PyMethodDef functions[] = {
-	ROW(forked, METH_NOARGS, "", "bool", "Whether this is a forked child of the process that loaded this."),
+	ROW(forked, METH_NOARGS, "", "bool", "Returns whether this is a forked child of the process that loaded the module."),
 	ROW(setup, METH_VARARGS, "environment: str, job: type[int], model: type[int], /", "Result", "The settings."),
-	ROW(call, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Result", "What a verb gives that does not wait."),
-	ROW(run, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Result", "What a verb gives that waits, at its end."),
-	ROW(start, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Any", "The job of a verb that waits."),
-	ROW(wait, METH_VARARGS, "job: int, timeout: float | None, /", "bool", "Whether the job has ended; raises its error."),
-	ROW(take, METH_VARARGS, "job: int, timeout: float | None, how: int, /", "Result | None", "What a job gives, None when time is up."),
-	ROW(free, METH_VARARGS, "handle: int, how: int, /", "None", "Forget a job, a model or a batch."),
-	ROW(buffer_of, METH_VARARGS, "object: Any, writable: bool, /", "tuple[int, int, Any]", "(address, bytes, holder) of a buffer."),
-	ROW(dlpack_take, METH_O, "capsule: Any, /", "tuple[int, tuple[int, ...], tuple[int, ...] | None, DType, Place, Any]", "Take over a DLPack tensor."),
-	ROW(dlpack_give, METH_VARARGS, "owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], type: DType, device: Place, /", "Any", "A new DLPack tensor."),
+	ROW(call, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Result", "Returns the result of a verb that does not wait."),
+	ROW(run, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Result", "Waits, and returns the result of a verb that waits."),
+	ROW(start, METH_VARARGS, "verb: str, request: str, numbers: bytes, /", "Any", "Returns the job of a verb that waits."),
+	ROW(wait, METH_VARARGS, "job: int, timeout: float | None, /", "bool", "Returns whether the job has ended; raises its error."),
+	ROW(take, METH_VARARGS, "job: int, timeout: float | None, how: int, /", "Result | None", "Returns the result of a job, None on timeout."),
+	ROW(free, METH_VARARGS, "handle: int, how: int, /", "None", "Forgets a job, a model or a batch."),
+	ROW(buffer_of, METH_VARARGS, "object: Any, writable: bool, /", "tuple[int, int, Any]", "Returns (address, bytes, holder) of a buffer."),
+	ROW(dlpack_take, METH_O, "capsule: Any, /", "tuple[int, tuple[int, ...], tuple[int, ...] | None, DType, Place, Any]", "Takes over a DLPack tensor."),
+	ROW(dlpack_give, METH_VARARGS, "owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], type: DType, device: Place, /", "Any", "Returns a new DLPack tensor."),
 	{NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,4 @@
-// What the C files of this package share.
+// Declares what the C files of this package share.
 #ifndef OW_H
 #define OW_H
 

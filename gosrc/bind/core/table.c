@@ -12,8 +12,8 @@ static int64_t next(const char **p)
 	return v;
 }
 
-// What rows have in common is made once: most of a model's thousands of tensors
-// share their shapes and dtypes.
+// Parts that rows have in common are made once: most of a model's thousands of tensors share their shapes and
+// dtypes.
 struct common {
 	const char *dims; // in the buffer
 	int64_t rank, bytes;

@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pythonNames has the names that users see, for types whose Go names include the package.
+// pythonNames has the names that users see, for types with the package in their Go names.
 var pythonNames = map[string]string{
 	"VerifyInspection": "Inspection", "VerifyInspectedFile": "InspectedFile",
 	"VerifyInspectedTensor": "InspectedTensor", "StoredTotal": "Total", "VerifyReport": "Verification",

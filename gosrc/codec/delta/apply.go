@@ -25,21 +25,21 @@ func corruptError(format string, args ...any) error {
 func parseHeader(src []byte, n, width int) (*chunk, error) {
 	lg, err := log2Width(width)
 	if err != nil || n < 0 || n%width != 0 || n > MaxBytes {
-		return nil, errs.New(errs.ErrArgument, "%d bytes of elements of %d", n, width)
+		return nil, errs.New(errs.ErrArgument, "invalid size of %d bytes with elements of %d", n, width)
 	}
 	if len(src) < Head || len(src)%4 != 0 || n == 0 {
-		return nil, corruptError("a delta of %d bytes for %d", len(src), n)
+		return nil, corruptError("invalid size: a delta of %d bytes for %d bytes", len(src), n)
 	}
 	c := &chunk{n: n >> lg, lg: lg}
 	if src[0] == modeRaw {
 		if len(src) != Room(n) || !isZero(src[1:Head]) || !isZero(src[Head+n:]) {
-			return nil, corruptError("a delta of %d bytes that are stored as they are, for %d", len(src), n)
+			return nil, corruptError("invalid size: an uncoded delta of %d bytes for %d bytes", len(src), n)
 		}
 		c.raw = src[Head : Head+n]
 		return c, nil
 	}
 	if src[0] != modeCoded || src[1] > maxK || src[2] > maxS || src[3] != 0 {
-		return nil, corruptError("a delta with the header % x", src[:4])
+		return nil, corruptError("invalid header of a delta: % x", src[:4])
 	}
 	c.k, c.run = int(src[1]), runBytes<<src[2]>>lg
 	var length [classes]uint8
@@ -47,7 +47,7 @@ func parseHeader(src []byte, n, width int) (*chunk, error) {
 	for i := range length {
 		length[i] = src[4+i/2] >> (4 * (i & 1)) & 15
 		if length[i] > maxCode {
-			return nil, corruptError("a code of %d bits", length[i])
+			return nil, corruptError("invalid code of %d bits", length[i])
 		}
 		if length[i] > 0 {
 			kinds++
@@ -55,7 +55,7 @@ func parseHeader(src []byte, n, width int) (*chunk, error) {
 	}
 	start, sum := codeStarts(&length)
 	if sum != 1<<maxCode && (kinds != 1 || sum != 1<<(maxCode-1)) {
-		return nil, corruptError("the codes of a delta are not complete: %d of 256", sum)
+		return nil, corruptError("the codes of a delta are incomplete: %d of 256", sum)
 	}
 	for i, l := range length {
 		if l == 0 {
@@ -68,7 +68,7 @@ func parseHeader(src []byte, n, width int) (*chunk, error) {
 	c.runs = (c.n + c.run - 1) / c.run
 	end := Head + (2*c.runs+3)&^3
 	if len(src) < end || !isZero(src[Head+2*c.runs:end]) {
-		return nil, corruptError("a delta of %d bytes with %d runs", len(src), c.runs)
+		return nil, corruptError("invalid size: a delta of %d bytes with %d runs", len(src), c.runs)
 	}
 	c.table, c.stream = src[Head:Head+2*c.runs], src[end:]
 	total := 0
@@ -76,10 +76,10 @@ func parseHeader(src []byte, n, width int) (*chunk, error) {
 		total += int(le.Uint16(c.table[2*r:]))
 	}
 	if total == 0 || (total+31)/32*4 != len(c.stream) {
-		return nil, corruptError("a delta of %d bits in %d bytes", total, len(c.stream))
+		return nil, corruptError("invalid size: a delta of %d bits in %d bytes", total, len(c.stream))
 	}
 	if n := total % 32; n != 0 && le.Uint32(c.stream[len(c.stream)-4:])>>n != 0 {
-		return nil, corruptError("the end of a delta is not zero")
+		return nil, corruptError("the padding of a delta is not zero")
 	}
 	return c, nil
 }
@@ -155,11 +155,11 @@ func (c *chunk) eachChange(f func(i int, x uint64)) error {
 			}
 			x := valueOf(class, rest, c.lg)
 			if e == 0 || at >= last || r.pos > end || x == 0 || x>>(8<<c.lg) != 0 {
-				return corruptError("run %d of a delta: element %d, bit %d of %d", run, at, r.pos, end)
+				return corruptError("invalid run %d of a delta: element %d, bit %d of %d", run, at, r.pos, end)
 			}
 			if class >= ones {
 				if again, _ := classOf(x, c.lg); again != class {
-					return corruptError("run %d of a delta: %#x in class %d", run, x, class)
+					return corruptError("invalid run %d of a delta: %#x in class %d", run, x, class)
 				}
 			}
 			if f != nil {

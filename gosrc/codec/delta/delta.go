@@ -50,7 +50,7 @@ func Room(n int) int { return Head + (n+3)&^3 }
 // log2Width is log2 of an element's size in bytes: 0 to 3.
 func log2Width(width int) (int, error) {
 	if width != 1 && width != 2 && width != 4 && width != 8 {
-		return 0, errs.New(errs.ErrArgument, "elements of %d bytes", width)
+		return 0, errs.New(errs.ErrArgument, "invalid element size: %d bytes", width)
 	}
 	return bits.TrailingZeros(uint(width)), nil
 }
@@ -151,7 +151,7 @@ func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	return start, sum
 }
 
-// riceParameter is the parameter k for n elements of which c have changed, at least one.
+// riceParameter is the parameter k for n elements with c changes, at least one.
 func riceParameter(n, c int) int {
 	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
 }
@@ -213,7 +213,8 @@ func eachDifference(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 func Changed(now, base []byte, width int) (n int64, err error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 {
-		return 0, errs.New(errs.ErrArgument, "%d and %d bytes of elements of %d", len(now), len(base), width)
+		return 0, errs.New(errs.ErrArgument, "invalid sizes of %d and %d bytes with elements of %d",
+			len(now), len(base), width)
 	}
 	eachDifference(now, base, 0, len(now)/width, lg, func(int, uint64) { n++ })
 	return n, nil
@@ -245,7 +246,8 @@ func (w *writer) putBits(v uint64, n int) {
 func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 || len(now) > MaxBytes {
-		return dst, errs.New(errs.ErrArgument, "%d and %d bytes of elements of %d", len(now), len(base), width)
+		return dst, errs.New(errs.ErrArgument, "invalid sizes of %d and %d bytes with elements of %d",
+			len(now), len(base), width)
 	}
 	n := len(now) >> lg
 	var count [classes]uint32

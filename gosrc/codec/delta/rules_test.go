@@ -124,13 +124,13 @@ func TestScriptsThatAreRefused(t *testing.T) {
 		chunk script
 		why   string
 	}{
-		{"no code", 1, script{runs: []string{"1 0"}}, "not complete: 0 of 256"},
-		{"one code of 2 bits", 1, script{codes: map[int]byte{0: 2}, runs: []string{"1 00"}}, "not complete: 64 of 256"},
+		{"no code", 1, script{runs: []string{"1 0"}}, "incomplete: 0 of 256"},
+		{"one code of 2 bits", 1, script{codes: map[int]byte{0: 2}, runs: []string{"1 00"}}, "incomplete: 64 of 256"},
 		{"three quarters", 1, script{codes: map[int]byte{0: 1, 1: 2}, runs: []string{"1 0"}},
-			"not complete: 192 of 256"},
+			"incomplete: 192 of 256"},
 		{"too many codes", 1, script{codes: map[int]byte{0: 1, 1: 1, 2: 8}, runs: []string{"1 0"}},
-			"not complete: 257 of 256"},
-		{"code of 9 bits", 1, script{codes: map[int]byte{0: 1, 23: 9}, runs: []string{"1 0"}}, "a code of 9 bits"},
+			"incomplete: 257 of 256"},
+		{"code of 9 bits", 1, script{codes: map[int]byte{0: 1, 23: 9}, runs: []string{"1 0"}}, "invalid code of 9 bits"},
 		{"k of 25", 1, script{k: 25, codes: one(0), runs: []string{"1 0"}}, "header"},
 		{"k of 255", 1, script{k: 255, codes: one(0), runs: []string{"1 0"}}, "header"},
 		{"s of 10", 1, script{s: 10, codes: one(0), runs: []string{"1 0"}}, "header"},

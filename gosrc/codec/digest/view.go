@@ -28,13 +28,13 @@ const MaxRank = 64
 // Bytes is the size of the contiguous tensor. It returns an error if the view is not valid.
 func (v *View) Bytes() (int64, error) {
 	if v.Item < 1 || v.Item > 16 || v.Item&(v.Item-1) != 0 || len(v.Shape) != len(v.Strides) || len(v.Shape) > MaxRank {
-		return 0, errs.New(errs.ErrArgument, "a tensor of %d dimensions, %d strides and elements of %d bytes",
+		return 0, errs.New(errs.ErrArgument, "invalid tensor: %d dimensions, %d strides and elements of %d bytes",
 			len(v.Shape), len(v.Strides), v.Item)
 	}
 	n, zero := v.Item, false
 	for _, d := range v.Shape {
 		if d < 0 {
-			return 0, errs.New(errs.ErrArgument, "a dimension of %d", d)
+			return 0, errs.New(errs.ErrArgument, "invalid dimension %d", d)
 		}
 		zero = zero || d == 0
 	}
@@ -43,12 +43,12 @@ func (v *View) Bytes() (int64, error) {
 			return 0, nil
 		}
 		if n > (1<<62)/d {
-			return 0, errs.New(errs.ErrArgument, "a tensor of shape %v is too large", v.Shape)
+			return 0, errs.New(errs.ErrArgument, "the tensor of shape %v is too large", v.Shape)
 		}
 		n *= d
 	}
 	if v.Address == 0 {
-		return 0, errs.New(errs.ErrArgument, "%d bytes at address 0", n)
+		return 0, errs.New(errs.ErrArgument, "invalid address 0 of %d bytes", n)
 	}
 	return n, nil
 }

@@ -110,11 +110,11 @@ var decoders = sync.Pool{New: func() any { return new(decoder) }}
 // writes nothing outside dst, allocates as much memory as dst has, and is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8) error {
 	if !isKnown(transform) {
-		return corruptError("planes with transform %d", transform)
+		return corruptError("unknown transform %d of planes", transform)
 	}
 	f := &transforms[transform]
 	if len(dst) == 0 || len(dst)%f.width != 0 {
-		return corruptError("%d bytes of elements of %d", len(dst), f.width)
+		return corruptError("invalid size: %d bytes of elements of %d", len(dst), f.width)
 	}
 	d := decoders.Get().(*decoder)
 	defer func() {
@@ -127,7 +127,7 @@ func Decode(dst, src []byte, transform uint8) error {
 		return err
 	}
 	if s := binary.LittleEndian.Uint32(size); uint64(s) != uint64(len(dst)) {
-		return corruptError("%d bytes where %d belong", s, len(dst))
+		return corruptError("the chunk states %d bytes, expected %d", s, len(dst))
 	}
 	n := len(dst) / f.width
 	for i := range f.width {
@@ -145,7 +145,7 @@ func Decode(dst, src []byte, transform uint8) error {
 		d.planes[i] = plane
 	}
 	if len(d.src) != 0 {
-		return corruptError("%d bytes after the last plane", len(d.src))
+		return corruptError("%d bytes follow the last plane", len(d.src))
 	}
 	if f.width == 1 {
 		if &d.planes[0][0] != &dst[0] {
@@ -160,7 +160,7 @@ func Decode(dst, src []byte, transform uint8) error {
 // takeBytes returns the next n bytes of the chunk.
 func (d *decoder) takeBytes(n int) ([]byte, error) {
 	if n > len(d.src) {
-		return nil, corruptError("%d bytes where %d are left", n, len(d.src))
+		return nil, corruptError("a plane needs %d bytes, but only %d are left", n, len(d.src))
 	}
 	p := d.src[:n:n]
 	d.src = d.src[n:]
@@ -183,7 +183,7 @@ func (d *decoder) plane(dst []byte) ([]byte, error) {
 		}
 		n := binary.LittleEndian.Uint32(size)
 		if uint64(n) > uint64(len(d.src)) {
-			return nil, corruptError("a frame of %d bytes where %d are left", n, len(d.src))
+			return nil, corruptError("a frame has %d bytes, but only %d are left", n, len(d.src))
 		}
 		frame, err := d.takeBytes(int(n))
 		if err != nil {
@@ -193,7 +193,7 @@ func (d *decoder) plane(dst []byte) ([]byte, error) {
 	case formBlocks:
 		return dst, d.decodeBlocks(dst)
 	}
-	return nil, corruptError("form %d", form[0])
+	return nil, corruptError("unknown form %d of a plane", form[0])
 }
 
 func (d *decoder) decodeBlocks(dst []byte) error {
@@ -204,7 +204,7 @@ func (d *decoder) decodeBlocks(dst []byte) error {
 	switch bytes.Count(kinds, []byte{kindShared}) {
 	case 0:
 	case 1:
-		return corruptError("one block shares a table")
+		return corruptError("a shared table is used by only one block")
 	default:
 		if err := d.table(&d.shared); err != nil {
 			return err
@@ -241,7 +241,7 @@ func (d *decoder) decodeBlocks(dst []byte) error {
 				return errs.New(errs.ErrCorrupt, "block %d: %v", i, err)
 			}
 		default:
-			return corruptError("block %d of kind %d", i, k)
+			return corruptError("block %d has unknown kind %d", i, k)
 		}
 	}
 	return nil
@@ -267,7 +267,7 @@ func (d *decoder) decodeCoded(dst []byte, s *slots) error {
 	var x [lanes]uint32
 	for l := range x {
 		if x[l] = binary.LittleEndian.Uint32(head[4*l:]); x[l] < start {
-			return corruptError("state %d is %#x", l, x[l])
+			return corruptError("invalid state %d: %#x", l, x[l])
 		}
 	}
 	words, err := d.takeBytes(2 * int(binary.LittleEndian.Uint16(head[4*lanes:])))

@@ -61,7 +61,7 @@ func (t *table) encodedSize() int {
 
 func (t *table) readTable(src []byte) (int, error) {
 	if len(src) < 32 {
-		return 0, corruptError("%d bytes of a table", len(src))
+		return 0, corruptError("a table is truncated: %d bytes", len(src))
 	}
 	*t = table{}
 	at, sum := 32, 0
@@ -70,28 +70,28 @@ func (t *table) readTable(src []byte) (int, error) {
 			continue
 		}
 		if at >= len(src) {
-			return 0, corruptError("a table is cut")
+			return 0, corruptError("a table is truncated")
 		}
 		f := int(src[at])
 		at++
 		if f >= 128 {
 			if at >= len(src) {
-				return 0, corruptError("a table is cut")
+				return 0, corruptError("a table is truncated")
 			}
 			f = f&127<<8 | int(src[at])
 			at++
 			if f < 128 {
-				return 0, corruptError("frequency %d in two bytes", f)
+				return 0, corruptError("frequency %d is stored in two bytes", f)
 			}
 		}
 		if f == 0 || f >= scale {
-			return 0, corruptError("frequency %d of value %d", f, v)
+			return 0, corruptError("invalid frequency %d of value %d", f, v)
 		}
 		t.freq[v] = uint16(f)
 		sum += f
 	}
 	if sum != scale {
-		return 0, corruptError("frequencies sum to %d", sum)
+		return 0, corruptError("frequencies sum to %d, expected 4096", sum)
 	}
 	return at, nil
 }
@@ -129,7 +129,7 @@ func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 		v := e>>8&(scale-1)*(x[i%lanes]>>scaleBits) + e>>20
 		if v < start {
 			if len(words)-at < 2 {
-				return corruptError("words run past the block")
+				return corruptError("words extend past the end of the block")
 			}
 			v = v<<16 | uint32(binary.LittleEndian.Uint16(words[at:]))
 			at += 2
@@ -137,11 +137,11 @@ func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 		dst[i], x[i%lanes] = byte(e), v
 	}
 	if at != len(words) {
-		return corruptError("%d bytes of words are left", len(words)-at)
+		return corruptError("%d bytes of words are left over", len(words)-at)
 	}
 	for l, v := range x {
 		if v != start {
-			return corruptError("state %d ends as %#x", l, v)
+			return corruptError("state %d ends as %#x, expected 0x10000", l, v)
 		}
 	}
 	return nil

@@ -47,11 +47,11 @@ func decodeFrame(dst, frame []byte) error {
 		return corruptError("Zstandard frame: %v", err)
 	}
 	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS || h.FrameContentSize != uint64(len(dst)) {
-		return corruptError("a Zstandard frame of %d bytes where %d belong", h.FrameContentSize, len(dst))
+		return corruptError("a Zstandard frame states %d bytes, expected %d", h.FrameContentSize, len(dst))
 	}
 	// The library would read on through empty and skippable frames.
 	if n := frameBytes(frame, &h); n != len(frame) {
-		return corruptError("a Zstandard frame that ends at byte %d of %d", n, len(frame))
+		return corruptError("a Zstandard frame ends at byte %d of %d", n, len(frame))
 	}
 	r := unzippers.Get().(*zstd.Decoder)
 	defer unzippers.Put(r)
@@ -60,7 +60,7 @@ func decodeFrame(dst, frame []byte) error {
 		return corruptError("Zstandard frame: %v", err)
 	}
 	if len(content) != len(dst) || &content[0] != &dst[0] {
-		return corruptError("a Zstandard frame gave %d bytes where %d belong", len(content), len(dst))
+		return corruptError("a Zstandard frame has %d bytes, expected %d", len(content), len(dst))
 	}
 	return nil
 }

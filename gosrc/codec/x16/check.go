@@ -16,7 +16,7 @@ var target [tensor.MaxChunkBytes]byte
 // errs.ErrCorrupt. It is safe for concurrent use.
 func Check(src []byte, c tensor.Chunk) error {
 	if c.Logical > tensor.MaxChunkBytes || uint64(len(src)) != uint64(c.Stored) {
-		return corruptError("chunk of %d -> %d bytes in %d", c.Stored, c.Logical, len(src))
+		return corruptError("a chunk of %d -> %d bytes got a buffer of %d bytes", c.Stored, c.Logical, len(src))
 	}
 	d := decoders.Get().(*decoder)
 	defer decoders.Put(d)

@@ -119,7 +119,7 @@ func (d *decoder) decodeSegments(run []segment) error {
 		for i := range run {
 			s := &run[i]
 			if !d.decodeScalar(s, s.vals[s.got*tileSyms:s.want*tileSyms]) {
-				return corruptError("segment at %d: words run past %d", s.begin, s.end)
+				return corruptError("segment at %d: words extend past its end at %d", s.begin, s.end)
 			}
 			d.mergeTiles(s.vals[:s.want*tileSyms], s.tile)
 			s.tile += s.want

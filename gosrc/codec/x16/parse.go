@@ -79,19 +79,19 @@ func corruptError(format string, args ...any) error {
 // inside src and every count is inside dst.
 func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) error {
 	if !isTransform(transform) {
-		return corruptError("X16 transform %d", transform)
+		return corruptError("unknown X16 transform %d", transform)
 	}
 	f := &forms[transform]
 	d.form, d.transform, d.src, d.dst = f, transform, src, dst
 	if len(src) < headerBytes {
-		return corruptError("X16 chunk of %d bytes", len(src))
+		return corruptError("X16 chunk is too short: %d bytes", len(src))
 	}
 	if segTiles < 1 || segTiles > maxSegTiles {
-		return corruptError("%d tiles per segment", segTiles)
+		return corruptError("invalid segment length: %d tiles per segment", segTiles)
 	}
 	d.tiles = len(dst) * 8 / f.bits / tileSyms
 	if t := binary.LittleEndian.Uint32(src[4:]); t == 0 || uint64(t) != uint64(d.tiles) {
-		return corruptError("%d tiles where %d bytes have %d", t, len(dst), d.tiles)
+		return corruptError("the chunk states %d tiles, but %d bytes have %d", t, len(dst), d.tiles)
 	}
 	d.segTiles = int(segTiles)
 	if err := d.parseHeader(); err != nil {
@@ -114,7 +114,7 @@ func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) 
 	}
 	d.tailAt = at
 	if rest := len(dst) - d.tiles*d.tileBytes(); len(src)-at != rest {
-		return corruptError("%d stored bytes, not %d", len(src), at+rest)
+		return corruptError("the chunk has %d stored bytes, expected %d", len(src), at+rest)
 	}
 	return nil
 }
@@ -125,14 +125,14 @@ func (d *decoder) tileBytes() int { return d.form.bits * (tileSyms / 8) }
 func (d *decoder) parseHeader() error {
 	h, f := d.src[:headerBytes], d.form
 	if h[0] > 1 {
-		return corruptError("mode %d", h[0])
+		return corruptError("unknown mode %d", h[0])
 	}
 	d.one, d.symbol = h[0] == 1, h[1]
 	if d.symbol > 15 || !d.one && d.symbol != 0 {
-		return corruptError("symbol %d in mode %d", d.symbol, h[0])
+		return corruptError("invalid symbol %d in mode %d", d.symbol, h[0])
 	}
 	if int(h[2])>>len(f.planes) != 0 {
-		return corruptError("constant planes %#x of %d", h[2], len(f.planes))
+		return corruptError("invalid constant planes %#x of %d", h[2], len(f.planes))
 	}
 	for i, v := range h[8:16] {
 		is := h[2]>>i&1 != 0
@@ -141,7 +141,7 @@ func (d *decoder) parseHeader() error {
 			limit = 1<<f.planes[i] - 1
 		}
 		if int(v) > limit {
-			return corruptError("constant plane %d of value %d", i, v)
+			return corruptError("invalid constant plane %d of value %d", i, v)
 		}
 		if is {
 			d.fillConstant(i, v)
@@ -152,7 +152,7 @@ func (d *decoder) parseHeader() error {
 	}
 	d.escape = int(h[3]) - 1
 	if d.escape > 15 || d.escape >= 0 && (d.one || f.identity) {
-		return corruptError("escape symbol %d", d.escape)
+		return corruptError("invalid escape symbol %d", d.escape)
 	}
 	copy(d.table.freq[:], h[32:48])
 	copy(d.table.divider[:], h[48:64])
@@ -170,7 +170,7 @@ func (d *decoder) parseHeader() error {
 			limit = f.values - 1
 		}
 		if int(v) > limit {
-			return corruptError("palette: symbol %d has value %d", k, v)
+			return corruptError("invalid palette: symbol %d has value %d", k, v)
 		}
 	}
 	d.values = d.palette
@@ -249,14 +249,14 @@ func (d *decoder) parseDirectory() (end int, err error) {
 		off := binary.LittleEndian.Uint32(d.src[headerBytes+8*i:])
 		escs := binary.LittleEndian.Uint32(d.src[headerBytes+8*i+4:])
 		if off%16 != 0 || uint64(off) > uint64(len(d.src)) || i == 0 && int(off) != first {
-			return 0, corruptError("segment %d at %d", i, off)
+			return 0, corruptError("invalid offset: segment %d at %d", i, off)
 		}
 		if i > 0 && int(off)-last < stateBytes+3*d.escapeCount(i-1) {
-			return 0, corruptError("segment %d of %d bytes", i-1, int(off)-last)
+			return 0, corruptError("invalid size: segment %d of %d bytes", i-1, int(off)-last)
 		}
 		most := uint64(d.tilesOf(i) * tileSyms)
 		if uint64(escs) > most || escs > 0 && d.escape < 0 {
-			return 0, corruptError("segment %d with %d escapes", i, escs)
+			return 0, corruptError("invalid directory: segment %d with %d escapes", i, escs)
 		}
 		last = int(off)
 	}
@@ -302,7 +302,7 @@ func (d *decoder) beginSegment(s *segment, seg int) error {
 func (d *decoder) finishSegment(s *segment) error {
 	for l, x := range s.x {
 		if x != start {
-			return corruptError("lane %d ends in state %#x", l, x)
+			return corruptError("lane %d ends in state %#x, expected 0x10000", l, x)
 		}
 	}
 	list := s.cur
@@ -319,11 +319,11 @@ func (d *decoder) finishSegment(s *segment) error {
 		at := int(binary.LittleEndian.Uint16(d.src[list+2*i:]))
 		v := d.src[values+i]
 		if at <= last || at >= s.total*tileSyms || int(v) >= d.form.values {
-			return corruptError("escape %d: value %d at %d", i, v, at)
+			return corruptError("escape %d: invalid value %d at %d", i, v, at)
 		}
 		last = at
 		if !d.patchEscape(base+at, v) {
-			return corruptError("escape %d: no escape symbol at %d", i, at)
+			return corruptError("escape %d: there is no escape symbol at %d", i, at)
 		}
 	}
 	return nil

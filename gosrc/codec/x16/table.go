@@ -23,18 +23,18 @@ func (t *table) checkParts() error {
 	for b := range 16 {
 		d, a := int(t.divider[b]), t.alias[b]
 		if d > 16 || a > 15 || (d == 16) != (int(a) == b) {
-			return errs.New(errs.ErrCorrupt, "bucket %d: divider %d, alias %d", b, d, a)
+			return errs.New(errs.ErrCorrupt, "invalid bucket %d: divider %d, alias %d", b, d, a)
 		}
 		sum += int(t.freq[b])
 		slots[b] += d
 		slots[a] += 16 - d
 	}
 	if sum != 256 {
-		return errs.New(errs.ErrCorrupt, "frequencies sum to %d", sum)
+		return errs.New(errs.ErrCorrupt, "frequencies sum to %d, expected 256", sum)
 	}
 	for k, n := range slots {
 		if n != int(t.freq[k]) {
-			return errs.New(errs.ErrCorrupt, "symbol %d has frequency %d and %d slots", k, t.freq[k], n)
+			return errs.New(errs.ErrCorrupt, "symbol %d has frequency %d but %d slots", k, t.freq[k], n)
 		}
 	}
 	return nil

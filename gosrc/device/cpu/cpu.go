@@ -78,7 +78,7 @@ type packer struct {
 func (p *packer) add(mem []device.Memory, sizes []int64, i int) error {
 	n := (sizes[i] + Align - 1) &^ (Align - 1)
 	if n < sizes[i] {
-		return errs.New(errs.ErrMemory, "a tensor of %d bytes", sizes[i])
+		return errs.New(errs.ErrMemory, "invalid tensor size: %d bytes", sizes[i])
 	}
 	if p.used > 0 && p.used+n > p.limit {
 		if err := p.flush(mem, sizes); err != nil {

@@ -30,7 +30,7 @@ func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.B
 	// Reserve one more page, for the block, then map the file over the front.
 	base, err := reserve(length + page)
 	if err != nil {
-		return nil, nil, errs.New(errs.ErrMemory, "mapping %d bytes: %v", size, err)
+		return nil, nil, errs.New(errs.ErrMemory, "cannot map %d bytes: %v", size, err)
 	}
 	if _, err := unix.MmapPtr(fd, 0, base, uintptr(length), unix.PROT_READ|unix.PROT_WRITE,
 		unix.MAP_PRIVATE|unix.MAP_FIXED); err != nil {

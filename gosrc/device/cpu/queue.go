@@ -80,7 +80,7 @@ func (q *Queue) GetFor(ctx context.Context, _ int) (device.Slot, error) { return
 func (q *Queue) Put(s device.Slot) {
 	own := s.(*slot)
 	if !own.owned.Swap(false) {
-		panic("cpu: slot given back twice")
+		panic("cpu: slot returned twice")
 	}
 	own.view = nil
 	q.free <- own

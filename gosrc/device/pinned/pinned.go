@@ -162,7 +162,7 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 		m.mu.Lock()
 		ready, growing, err, signal := m.ready, m.growing, m.err, m.moved
 		if m.ended && err == nil {
-			err = errs.New(errs.ErrEngine, "memory that was given back")
+			err = errs.New(errs.ErrEngine, "the memory was already returned")
 		}
 		m.mu.Unlock()
 		switch {
@@ -435,7 +435,7 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 		case <-signal:
 		case <-ctx.Done():
 			m.mu.Lock()
-			if m.gentle { // nobody has taken it
+			if m.gentle { // no one has taken it
 				m.want = m.ready
 			}
 			growing, signal := m.gentle && m.growing, m.moved

@@ -58,7 +58,7 @@ type reader struct {
 	ctx    context.Context
 	src    source.Source
 	order  binary.ByteOrder
-	tensor string // what is being read; "": not a tensor
+	tensor string // name of the tensor being read; "": not a tensor
 	b      []byte // the window
 	window int64  // bytes to read next
 	at     int64  // offset of the window

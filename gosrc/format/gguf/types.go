@@ -1,6 +1,6 @@
 package gguf
 
-// This file is the table of tensor types.
+// This file lists the tensor types.
 
 // A blockType is a type: its name, the values of a block, and the bytes of a block.
 type blockType struct {

@@ -152,7 +152,7 @@ func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() 
 func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
-			"the path leads to %s in a Hugging Face cache, whose files are named by content and shared by all "+
+			"the path leads to %s in a Hugging Face cache, where files are named by content and shared by all "+
 				"snapshots: "+
 				"write to another folder", p.Path))
 	}
@@ -339,8 +339,8 @@ func (t *Target) endAt(size int64) error {
 	return err
 }
 
-// FinishUnless is Finish, which may take long, but it does not wait after ctx has ended.
-// The sync then continues, on a file whose name Drop removes.
+// FinishUnless is Finish, which may take long, but it does not wait after ctx has ended. The sync then continues,
+// and Drop removes the file's name.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	if f, ok := t.file.(*os.File); ok && regular.SyncsAtOnce(int(f.Fd())) {
 		return t.Finish(size)

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// FS is a file system to write to. Tests use one whose i-th call fails.
+// FS is a file system to write to. Tests use one that fails at its i-th call.
 type FS interface {
 	// Create makes a new file with mode less the umask. It never opens an existing
 	// file.

@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file gives written files their names.
+// This file moves written files to their names.
 
 import (
 	"context"

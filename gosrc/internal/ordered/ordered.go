@@ -53,8 +53,8 @@ type run struct {
 	mu    sync.Mutex
 	wake  sync.Cond
 	state []slotState
-	// Tasks below base have ended, tasks below next have begun; front is the first task
-	// whose Turn is still to come. base <= front <= next <= base+Window.
+	// Tasks below base have ended, tasks below next have begun; front is the first task that has not had its
+	// Turn. base <= front <= next <= base+Window.
 	base, front, next int
 	turning           bool // a worker runs Turn
 	unflushed         int  // tasks ready for Flush

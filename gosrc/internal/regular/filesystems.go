@@ -15,8 +15,8 @@ type Kind int
 // The kinds.
 const (
 	Unknown  Kind = iota // like Disk, but perhaps on a server
-	Disk                 // on a disk of this machine, behind the kernel's page cache
-	Network              // on a server, or behind a cache of its own: direct I/O gains nothing
+	Disk                 // on a disk of this machine, through the kernel's page cache
+	Network              // on a server, or with a cache of its own: direct I/O gains nothing
 	InMemory             // only in memory: no call and no sync waits for a disk
 )
 

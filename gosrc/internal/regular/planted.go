@@ -1,6 +1,6 @@
 package regular
 
-// This file tells trusted files from those that another user of the machine may have planted.
+// This file distinguishes trusted files from those that another user of the machine may have planted.
 
 import (
 	"errors"
@@ -183,8 +183,8 @@ func refuseOthers(path string, entry *unix.Stat_t) error {
 	return nil
 }
 
-// refuseUnknown returns the error for a path whose owner cannot be determined; nil if it is missing or
-// unreachable, because opening it will fail.
+// refuseUnknown returns the error if a path's owner cannot be determined; nil if it is missing or unreachable,
+// because opening it will fail.
 func refuseUnknown(path string, err error) error {
 	if err == nil || isAbsent(err) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ELOOP) {
 		return nil

@@ -1,8 +1,7 @@
-// Package cascaded is Cascaded: run lengths, differences and packed bits of
-// integers, as nvCOMP's last open release, 2.2, lays them out: github.com/NVIDIA/nvcomp,
-// branch-2.2, src/CascadedKernels.cuh (BSD-3).
+// Package cascaded implements Cascaded: run lengths, differences and packed bits of integers, in the layout of
+// nvCOMP's last open release, 2.2: github.com/NVIDIA/nvcomp, branch-2.2, src/CascadedKernels.cuh (BSD-3).
 //
-// All is little-endian; T is an element, of 1, 2, 4 or 8 bytes.
+// Everything is little-endian. T is the size of an element: 1, 2, 4 or 8 bytes.
 //
 //	u8      run-length layers R, 7 at most
 //	u8      difference layers D
@@ -10,10 +9,10 @@
 //	u8      type: 0 int8, 1 uint8, 2 int16, and so on to 7 uint64
 //	u32     bytes of content, a multiple of T
 //
-// R, D and packing all 0: the elements follow as they are. Otherwise chunks
-// follow, each of 4096 bytes of content but the last, each at a multiple of T:
+// If R, D and packing are all 0, the plain elements follow. Otherwise chunks follow, each with 4096 bytes of
+// content except the last, and each at a multiple of T:
 //
-//	u32     bytes of the chunk, with this
+//	u32     bytes of the chunk, including this
 //	u32[R]  bytes of the run lengths of each layer
 //	u32     bytes of the values
 //	        up to a multiple of T
@@ -22,12 +21,11 @@
 //	arrays  the run lengths (u16) of each layer, each at a multiple of 4
 //	array   the values, at a multiple of T and of 4
 //
-// Layer i replaces the values by those of their runs, if i < R, and then those
-// by their differences, if i < D, which are one fewer. An array is its elements,
-// or, packed, the smallest of them (as a signed number), then at a multiple of 4
-// u16 count, u16 bits of each, and at a multiple of the element and of 4 what
-// they are above the smallest, bit behind bit, the lowest first, in words of 4
-// bytes.
+// If i < R, layer i replaces the values by those of their runs. Then, if i < D, it replaces them by their
+// differences, which are one fewer. An unpacked array is its elements. A packed array is the smallest element (as
+// a signed number); then at a multiple of 4 a u16 count and a u16 with the bits of each element; and then, at a
+// multiple of the element size and of 4, each element minus the smallest, bits concatenated lowest first, in
+// words of 4 bytes.
 package cascaded
 
 import (
@@ -50,13 +48,13 @@ type Options struct {
 	Type   Type `json:"-"`
 	RLEs   int  `json:"rles"`   // layers of run lengths
 	Deltas int  `json:"deltas"` // layers of differences
-	Pack   bool `json:"pack"`   // the bits of what is left
+	Pack   bool `json:"pack"`   // pack the bits of the remaining values
 }
 
 // Default returns the options that nvCOMP 2.2 chooses for a type.
 func Default(t Type) Options { return Options{Type: t, RLEs: 2, Deltas: 1, Pack: true} }
 
-// Type is the number that nvCOMP has for an element (nvcompType_t).
+// Type is nvCOMP's number of an element type (nvcompType_t).
 type Type uint8
 
 // The types.
@@ -71,20 +69,21 @@ const (
 	ULongLong
 )
 
-// Size is the bytes of an element.
+// Size is the size of an element in bytes.
 func (t Type) Size() int { return 1 << (t / 2) }
 
-// Check returns what is wrong with options (errs.ErrArgument).
+// Check returns an errs.ErrArgument if the options are not valid.
 func (o Options) Check() error {
 	if o.Type > ULongLong || o.RLEs < 0 || o.RLEs > maxRLEs || o.Deltas < 0 || o.Deltas > maxDeltas {
 		return errs.New(errs.ErrArgument,
-			"Cascaded: %d run-length and %d difference layers of type %d: at most %d of each, types to %d",
+			"Cascaded: invalid options: %d run-length and %d difference layers of type %d: expected at most %d "+
+				"of each, and types up to %d",
 			o.RLEs, o.Deltas, o.Type, maxRLEs, ULongLong)
 	}
 	return nil
 }
 
-// Bound is the most bytes that Encode appends for n.
+// Bound is the most bytes that Encode appends for n bytes.
 func Bound(n int) int { return headBytes + roundUp(n, 4) }
 
 // MaxRatio is an upper bound of how many bytes one byte decodes to: the smallest
@@ -93,19 +92,19 @@ const MaxRatio = chunkBytes / 8
 
 func roundUp(n, to int) int { return (n + to - 1) &^ (to - 1) }
 
-// metaBytes is the size of what precedes the arrays of a chunk, and the offset in
-// it of the first values of difference layers.
+// metaBytes is the size of the part of a chunk before the arrays, and the offset in it of the first values of
+// difference layers.
 func metaBytes(size, rles, deltas int) (all, firsts int) {
 	firsts = roundUp(4+4*(rles+1), size)
 	return firsts + roundUp(size*deltas, 4), firsts
 }
 
-// packedHead is the size of what precedes the bits of a packed array.
+// packedHead is the size of the part of a packed array before the bits.
 func packedHead(size int) int { return roundUp(max(4, size)+4, max(4, size)) }
 
 var le = binary.LittleEndian
 
-// loadElements reads elements of a size; store writes the lowest bytes of values.
+// loadElements reads elements of a size; storeElements writes the lowest bytes of values.
 func loadElements(out []uint64, p []byte, size int) {
 	switch size {
 	case 1:
@@ -148,7 +147,7 @@ func storeElements(p []byte, size int, values ...uint64) {
 	}
 }
 
-// scratch is the values of one chunk, before and after a layer.
+// scratch holds the values of one chunk before and after a layer.
 type scratch struct {
 	a, b   [chunkBytes]uint64
 	counts [chunkBytes]uint64
@@ -156,8 +155,8 @@ type scratch struct {
 
 var scratches = sync.Pool{New: func() any { return new(scratch) }}
 
-// Encode appends the block of src to dst. Its length must be a multiple of the
-// type's. Safe for concurrent use.
+// Encode appends the block of src to dst. The length of src must be a multiple of the type's size. It is safe for
+// concurrent use.
 func Encode(dst, src []byte, o Options) ([]byte, error) {
 	if err := o.checkContent(src); err != nil {
 		return dst, err
@@ -176,7 +175,7 @@ func Encode(dst, src []byte, o Options) ([]byte, error) {
 		dst, ok = s.encodeChunk(dst, start, src[at:min(at+chunkBytes, len(src))], o)
 		ok = ok && len(dst) <= limit
 	}
-	if !ok || len(src) == 0 { // as it is
+	if !ok || len(src) == 0 { // store it unchanged
 		dst = dst[:start+headBytes]
 		clear(dst[start : start+3])
 		dst = append(dst, src...)
@@ -189,8 +188,8 @@ func appendZeros(dst []byte, n int) []byte {
 	return append(dst, make([]byte, n)...)
 }
 
-// encodeChunk appends a chunk to a block that begins at start. ok is false if a layer of
-// differences would have no values left.
+// encodeChunk appends a chunk to a block that begins at start. ok is false if a layer of differences would have
+// no values left.
 func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]byte, bool) {
 	size := o.Type.Size()
 	mask := ^uint64(0) >> (64 - 8*size)
@@ -222,7 +221,7 @@ func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]b
 			}
 			storeElements(dst[chunk+firsts+layer*size:], size, in[0])
 			for i := range in[1:] {
-				out[i] = (in[i+1] - in[i]) & mask // so that equal ones are runs
+				out[i] = (in[i+1] - in[i]) & mask // so that equal differences form runs
 			}
 			in, out = out[:len(in)-1], in[:cap(in)]
 		}
@@ -236,7 +235,7 @@ func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]b
 	return dst, true
 }
 
-// appendArray appends an array of values; their lowest size bytes count.
+// appendArray appends an array of values. Only their lowest size bytes count.
 func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	if !pack {
 		at := len(dst)
@@ -271,11 +270,11 @@ func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	return dst
 }
 
-// valueSpan is the smallest of values, with only their lowest size bytes, as signed
-// numbers, and the width of the largest above it.
+// valueSpan returns the smallest of the values, taking their lowest size bytes as signed numbers, and the bit
+// width of the largest minus the smallest.
 func valueSpan(values []uint64, size int) (least uint64, width int) {
 	shift := 64 - 8*size
-	const flip = 1 << 63 // makes signed numbers ordered as unsigned ones
+	const flip = 1 << 63 // makes signed numbers compare as unsigned ones
 	var most uint64
 	for i, v := range values {
 		x := v<<shift ^ flip
@@ -294,7 +293,8 @@ func (o Options) checkContent(src []byte) error {
 		return err
 	}
 	if size := o.Type.Size(); len(src)%size != 0 || uint64(len(src)) > 1<<32-1 {
-		return errs.New(errs.ErrArgument, "Cascaded: %d bytes are no whole number of elements of %d", len(src), size)
+		return errs.New(errs.ErrArgument, "Cascaded: %d bytes are not a multiple of the element size, %d",
+			len(src), size)
 	}
 	return nil
 }

@@ -8,8 +8,8 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "Cascaded: "+format, args...)
 }
 
-// Size returns the length of the content as the block states it, compared with what
-// its bytes can give. Errors are errs.ErrCorrupt.
+// Size returns the length of the content as the block states it, after comparing it with the most that its bytes
+// can decode to. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	n, _, err := parseHead(src)
 	return n, err
@@ -17,36 +17,37 @@ func Size(src []byte) (int64, error) {
 
 func parseHead(src []byte) (n int64, o Options, err error) {
 	if len(src) < headBytes {
-		return 0, Options{}, corruptError("%d bytes are no block", len(src))
+		return 0, Options{}, corruptError("%d bytes are too few for a block", len(src))
 	}
 	o = Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
 	if o.Check() != nil || src[2] > 1 {
-		return 0, o, corruptError("layers %d and %d, packing %d, type %d", src[0], src[1], src[2], src[3])
+		return 0, o, corruptError("invalid header: layers %d and %d, packing %d, type %d",
+			src[0], src[1], src[2], src[3])
 	}
 	n = int64(le.Uint32(src[4:]))
 	if n%int64(o.Type.Size()) != 0 {
-		return 0, o, corruptError("%d bytes are no whole number of elements of %d", n, o.Type.Size())
+		return 0, o, corruptError("%d bytes are not a multiple of the element size, %d", n, o.Type.Size())
 	}
 	if n > int64(len(src)-headBytes)*MaxRatio {
-		return 0, o, corruptError("%d bytes cannot decode to %d", len(src), n)
+		return 0, o, corruptError("%d bytes cannot decode to %d bytes", len(src), n)
 	}
 	return n, o, nil
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad block is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, o, err := parseHead(src)
 	if err != nil {
 		return err
 	}
 	if n != int64(len(dst)) {
-		return corruptError("the block has %d bytes, not %d", n, len(dst))
+		return corruptError("the block has %d bytes, expected %d", n, len(dst))
 	}
 	body := src[headBytes:]
 	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
 		if len(body) < len(dst) || len(body) > roundUp(len(dst), 4) {
-			return corruptError("%d bytes are stored as %d", len(dst), len(body))
+			return corruptError("%d bytes are stored as %d bytes", len(dst), len(body))
 		}
 		copy(dst, body)
 		return nil
@@ -71,11 +72,11 @@ func (s *scratch) decodeChunk(dst, src []byte, o Options) (used, made int, err e
 	size := o.Type.Size()
 	meta, firsts := metaBytes(size, o.RLEs, o.Deltas)
 	if len(src) < meta {
-		return 0, 0, corruptError("a chunk is cut")
+		return 0, 0, corruptError("a chunk is truncated")
 	}
 	used = int(le.Uint32(src))
 	if used < meta || used > len(src) || used%max(4, size) != 0 {
-		return 0, 0, corruptError("a chunk of %d bytes, %d are left", used, len(src))
+		return 0, 0, corruptError("a chunk has %d bytes, but only %d are left", used, len(src))
 	}
 	src = src[:used]
 
@@ -88,7 +89,7 @@ func (s *scratch) decodeChunk(dst, src []byte, o Options) (used, made int, err e
 		}
 		n := int(le.Uint32(src[4*(i+1):]))
 		if at > len(src) || n > len(src)-at {
-			return 0, 0, corruptError("an array of %d bytes at %d of %d", n, at, len(src))
+			return 0, 0, corruptError("an array of %d bytes at %d ends after the chunk, which has %d", n, at, len(src))
 		}
 		arrays[i] = src[at : at+n]
 		at = roundUp(at+n, 4)
@@ -116,7 +117,7 @@ func (s *scratch) decodeChunk(dst, src []byte, o Options) (used, made int, err e
 	}
 	made = len(in) * size
 	if made == 0 || made > len(dst) {
-		return 0, 0, corruptError("a chunk of %d bytes, %d are wanted", made, len(dst))
+		return 0, 0, corruptError("a chunk decodes to %d bytes, expected %d", made, len(dst))
 	}
 	storeElements(dst, size, in...)
 	return used, made, nil
@@ -127,14 +128,14 @@ func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, 
 	if !packed {
 		n := len(src) / size
 		if len(src)%size != 0 || n > most {
-			return 0, corruptError("an array of %d bytes", len(src))
+			return 0, corruptError("invalid array of %d bytes", len(src))
 		}
 		loadElements(out[:n], src, size)
 		return n, nil
 	}
 	head := packedHead(size)
 	if len(src) < head {
-		return 0, corruptError("a packed array of %d bytes", len(src))
+		return 0, corruptError("a packed array of %d bytes is too short", len(src))
 	}
 	var first [1]uint64
 	loadElements(first[:], src, size)
@@ -142,7 +143,7 @@ func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, 
 	word := le.Uint32(src[max(4, size):])
 	width, n := int(word>>16), int(word&0xFFFF)
 	if width > 8*size || n > most || (n*width+31)/32*4 != len(src)-head {
-		return 0, corruptError("a packed array of %d values of %d bits in %d bytes", n, width, len(src))
+		return 0, corruptError("invalid packed array: %d values of %d bits in %d bytes", n, width, len(src))
 	}
 	src = src[head:]
 	mask := uint64(1)<<width - 1
@@ -166,7 +167,7 @@ func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, 
 	return n, nil
 }
 
-// addUp computes values from the first of them and differences.
+// addUp computes values from the first one and the differences.
 func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	if len(in) >= most {
 		return 0, corruptError("more than %d elements in a chunk", most)

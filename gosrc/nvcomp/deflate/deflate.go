@@ -1,6 +1,5 @@
-// Package deflate is Deflate (RFC 1951) and Gzip (RFC 1952). Other writers: zlib,
-// libdeflate, nvCOMP. Neither begins with the length of its content: Size decodes
-// without output.
+// Package deflate implements Deflate (RFC 1951) and Gzip (RFC 1952). Other writers: zlib, libdeflate, nvCOMP.
+// Neither format begins with the length of its content, so Size decodes without output.
 package deflate
 
 import (
@@ -14,16 +13,14 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// MaxRatio is the most bytes that one byte of Deflate decodes to: a match of 258
-// bytes takes two bits at least.
+// MaxRatio is the most bytes that one byte of Deflate decodes to: a match of 258 bytes takes at least two bits.
 const MaxRatio = 1032
 
-// Levels are those of nvCOMP's algorithm_type: 0 only entropy coding, 1 the
-// fastest match finder, 5 the smallest result.
+// Levels are nvCOMP's algorithm_type: 0 is only entropy coding, 1 the fastest match finder, 5 the smallest
+// result.
 var levels = [...]int{flate.HuffmanOnly, 1, 3, 3, 6, 9}
 
-// Bound is the most bytes that Encode appends for n: stored blocks, and Gzip's
-// header and trailer.
+// Bound is the most bytes that Encode appends for n bytes: stored blocks, and Gzip's header and trailer.
 func Bound(n int) int { return n + 5*(n/16383+2) + 32 }
 
 type writer interface {
@@ -33,10 +30,11 @@ type writer interface {
 
 var writers [2][len(levels)]sync.Pool
 
-// Encode appends src to dst, as Gzip or as bare Deflate. Safe for concurrent use.
+// Encode appends src to dst, as Gzip or as bare Deflate. It is safe for concurrent use.
 func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 	if level < 0 || level >= len(levels) {
-		return dst, errs.New(errs.ErrArgument, "level (algorithm_type) %d is not 0 to %d", level, len(levels)-1)
+		return dst, errs.New(errs.ErrArgument, "invalid level (algorithm_type) %d: expected 0 to %d",
+			level, len(levels)-1)
 	}
 	kind := 0
 	if gz {
@@ -78,7 +76,7 @@ type reader struct {
 
 var readers = sync.Pool{New: func() any { return new(reader) }}
 
-// open begins to read src.
+// open starts to read src.
 func (r *reader) open(src []byte, gz bool) (io.Reader, error) {
 	r.src.Reset(src)
 	if gz {
@@ -101,7 +99,7 @@ func (r *reader) openMember() error {
 	return err
 }
 
-// members reads the members of Gzip, one after the other. Zeros after a member are padding, as gzip and Python take them.
+// members reads the members of Gzip one after the other. Zeros after a member are padding, as in gzip and Python.
 type members reader
 
 // Read reads from a member, or from the next one.
@@ -143,8 +141,7 @@ func (r *reader) free() {
 	readers.Put(r)
 }
 
-// Size returns how many bytes src decodes to, by decoding without output. Errors
-// are errs.ErrCorrupt.
+// Size returns how many bytes src decodes to, by decoding without output. Errors are errs.ErrCorrupt.
 func Size(src []byte, gz bool) (int64, error) {
 	r := readers.Get().(*reader)
 	defer r.free()
@@ -159,8 +156,8 @@ func Size(src []byte, gz bool) (int64, error) {
 	return n, r.end()
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad stream is
+// errs.ErrCorrupt. It is safe for concurrent use.
 func Decode(dst, src []byte, gz bool) error {
 	r := readers.Get().(*reader)
 	defer r.free()
@@ -169,11 +166,11 @@ func Decode(dst, src []byte, gz bool) error {
 		return err
 	}
 	if n, err := io.ReadFull(from, dst); err != nil {
-		return errs.New(errs.ErrCorrupt, "Deflate: %d of %d bytes: %v", n, len(dst), err)
+		return errs.New(errs.ErrCorrupt, "Deflate: decoded only %d of %d bytes: %v", n, len(dst), err)
 	}
 	var more [1]byte
 	if n, err := from.Read(more[:]); n != 0 || err != io.EOF {
-		return errs.New(errs.ErrCorrupt, "Deflate: more than %d bytes (%v)", len(dst), err)
+		return errs.New(errs.ErrCorrupt, "Deflate: the content has more than %d bytes (%v)", len(dst), err)
 	}
 	return r.end()
 }

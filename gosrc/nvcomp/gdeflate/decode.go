@@ -9,17 +9,17 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A decoder reads one stream. With dst nil it only counts.
+// A decoder reads one stream. If dst is nil it only counts bytes.
 type decoder struct {
 	src  []byte
-	at   int // the next word
+	at   int // offset of the next word
 	lane [lanes]struct {
 		bits uint64
-		n    int // of bits, 32 at least
+		n    int // number of bits, at least 32
 	}
 	dst  []byte
-	out  int64 // bytes so far, those of matches without distance included
-	want int64 // the most of them
+	out  int64 // bytes so far, including those of matches that lack their distance
+	want int64 // the most bytes
 
 	lit, dist, lens table
 	err             error
@@ -31,7 +31,7 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "GDeflate: "+format, args...)
 }
 
-// dropBits removes n bits of a lane, and reads its next word when it is due.
+// dropBits removes n bits of a lane and reads the lane's next word when it is due.
 func (d *decoder) dropBits(lane, n int) bool {
 	l := &d.lane[lane]
 	l.bits >>= n
@@ -55,7 +55,7 @@ func (d *decoder) takeBits(lane, n int) (int, bool) {
 // decodeStream decodes the whole stream.
 func (d *decoder) decodeStream() error {
 	if len(d.src) < 4*lanes {
-		return corruptError("%d bytes are no stream", len(d.src))
+		return corruptError("%d bytes are not a GDeflate stream", len(d.src))
 	}
 	for i := range d.lane {
 		d.lane[i].bits, d.lane[i].n = uint64(binary.LittleEndian.Uint32(d.src[4*i:])), 32
@@ -84,7 +84,7 @@ func (d *decoder) decodeStream() error {
 				err = d.decodeBlock()
 			}
 		default:
-			err = corruptError("a block of no known kind")
+			err = corruptError("a block has an unknown kind")
 		}
 		if err != nil {
 			return err
@@ -96,7 +96,7 @@ func (d *decoder) decodeStream() error {
 	}
 	for i, b := range d.src[d.at:] {
 		if b != 0 {
-			return corruptError("data follows the end, at %d", d.at+i)
+			return corruptError("data follows the end of the stream, at byte %d", d.at+i)
 		}
 	}
 	return nil
@@ -105,7 +105,7 @@ func (d *decoder) decodeStream() error {
 // growOutput grows the output by n bytes.
 func (d *decoder) growOutput(n int64) error {
 	if n > d.want-d.out {
-		return corruptError("more than %d bytes", d.want)
+		return corruptError("the content has more than %d bytes", d.want)
 	}
 	d.out += n
 	return nil
@@ -155,7 +155,7 @@ func (d *decoder) readCodes() error {
 		bits := d.lane[lane].bits
 		sym, n := d.lens.decodeSymbol(bits)
 		if n == 0 {
-			return corruptError("no code length at %d", d.at)
+			return corruptError("invalid code length at byte %d", d.at)
 		}
 		bits >>= n
 		var value uint8
@@ -165,7 +165,7 @@ func (d *decoder) readCodes() error {
 			value = uint8(sym)
 		case sym == 16:
 			if at == 0 {
-				return corruptError("a code length is repeated and there is none")
+				return corruptError("a code length is repeated before the first one")
 			}
 			value, times = lengths[at-1], 3+int(bits&3)
 			n += 2
@@ -177,7 +177,7 @@ func (d *decoder) readCodes() error {
 			n += 7
 		}
 		if times > nlit+ndist-at {
-			return corruptError("more code lengths than there are codes")
+			return corruptError("there are more code lengths than codes")
 		}
 		for range times {
 			lengths[at] = value
@@ -188,7 +188,7 @@ func (d *decoder) readCodes() error {
 		}
 	}
 	if lengths[endBlock] == 0 {
-		return corruptError("a block without an end")
+		return corruptError("a block has no end")
 	}
 	if err := d.lit.buildFrom(lengths[:nlit]); err != nil {
 		return err
@@ -198,7 +198,7 @@ func (d *decoder) readCodes() error {
 
 func (d *decoder) decodeBlock() error {
 	var due [lanes]int32 // lengths of matches; their distance comes next
-	var to [lanes]int64  // where they go
+	var to [lanes]int64  // their offsets in the output
 	for isLast := false; ; {
 		final := isLast // one more round, for the remaining distances
 		for lane := range d.lane {
@@ -207,12 +207,12 @@ func (d *decoder) decodeBlock() error {
 				due[lane] = 0
 				sym, n := d.dist.decodeSymbol(bits)
 				if n == 0 {
-					return corruptError("no distance at %d", d.at)
+					return corruptError("invalid distance at byte %d", d.at)
 				}
 				extra := int(distExtra[sym])
 				dist := int64(distBase[sym]) + int64(bits>>n&(1<<extra-1))
 				if dist > to[lane] {
-					return corruptError("a match of distance %d at byte %d", dist, to[lane])
+					return corruptError("invalid distance %d of a match at byte %d", dist, to[lane])
 				}
 				if d.dst != nil {
 					repeatPattern(d.dst[to[lane]-dist:to[lane]+int64(length)], int(dist))
@@ -228,7 +228,7 @@ func (d *decoder) decodeBlock() error {
 			sym, n := d.lit.decodeSymbol(bits)
 			switch {
 			case n == 0 || sym > endBlock+len(lengthBase):
-				return corruptError("no symbol at %d", d.at)
+				return corruptError("invalid symbol at byte %d", d.at)
 			case sym < endBlock:
 				if d.out == d.want {
 					return d.growOutput(1)
@@ -258,7 +258,7 @@ func (d *decoder) decodeBlock() error {
 	}
 }
 
-// repeatPattern fills b after its first dist bytes with what is dist bytes before.
+// repeatPattern fills b after its first dist bytes with copies of the bytes dist before.
 func repeatPattern(b []byte, dist int) {
 	for n := dist; n < len(b); n *= 2 {
 		copy(b[n:], b[:n])
@@ -277,8 +277,8 @@ func Size(src []byte) (int64, error) {
 	return d.out, nil
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad stream is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*decoder)
 	defer d.free()
@@ -287,7 +287,7 @@ func Decode(dst, src []byte) error {
 		return err
 	}
 	if d.out != d.want {
-		return corruptError("%d bytes, not %d", d.out, d.want)
+		return corruptError("the content has %d bytes, expected %d", d.out, d.want)
 	}
 	return nil
 }

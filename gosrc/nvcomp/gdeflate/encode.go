@@ -10,17 +10,17 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// blockBytes of content are one block.
+// blockBytes is the content of one block.
 const blockBytes = 1 << 16
 
-// A writer puts bits into lanes, and their words where a reader expects them.
+// A writer puts bits into lanes, and the words of lanes where a reader expects them.
 type writer struct {
 	out  []byte
 	lane [lanes]struct {
 		bits uint64 // not written yet
-		n    int    // how many
-		has  int    // bits that the reader has left here
-		slot [3]int // where the next words go
+		n    int    // number of bits
+		has  int    // bits that the reader still has of this lane
+		slot [3]int // offsets of the next words
 		next int    // how many of slot are known
 	}
 }
@@ -84,14 +84,15 @@ var encoders = sync.Pool{New: func() any { return new(encoder) }}
 
 var fixedCodes = sync.OnceValues(makeFixedCodes)
 
-// Encode appends src to dst as one stream. level is nvCOMP's algorithm_type: 0
-// finds no matches, 5 the most. Safe for concurrent use.
+// Encode appends src to dst as one stream. level is nvCOMP's algorithm_type: 0 finds no matches, 5 the most. It
+// is safe for concurrent use.
 func Encode(dst, src []byte, level int) ([]byte, error) {
 	if level < 0 || level >= len(efforts) {
-		return dst, errs.New(errs.ErrArgument, "level (algorithm_type) %d is not 0 to %d", level, len(efforts)-1)
+		return dst, errs.New(errs.ErrArgument, "invalid level (algorithm_type) %d: expected 0 to %d",
+			level, len(efforts)-1)
 	}
 	if len(src) > 1<<31-2 {
-		return dst, errs.New(errs.ErrArgument, "GDeflate takes no %d bytes", len(src))
+		return dst, errs.New(errs.ErrArgument, "GDeflate cannot encode %d bytes", len(src))
 	}
 	e := encoders.Get().(*encoder)
 	defer encoders.Put(e)
@@ -177,7 +178,7 @@ func splitToken(t uint32) (length, dist int32) {
 	return int32(t>>15&(1<<16-1)) + minMatch, int32(t&(1<<15-1)) + 1
 }
 
-// writeSymbols writes the tokens, and the end of the block, round by round.
+// writeSymbols writes the tokens and the end of the block, round by round.
 func (e *encoder) writeSymbols(lit, dist code) {
 	var due [lanes]int32 // distances that come next
 	at, hasEnded := 0, false
@@ -218,7 +219,7 @@ func (e *encoder) writeSymbols(lit, dist code) {
 	}
 }
 
-// A header is the two codes of a dynamic block as they are written.
+// A header is the two codes of a dynamic block in written form.
 type header struct {
 	nlit, ndist, nlens int
 	lens               code

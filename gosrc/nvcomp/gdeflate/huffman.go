@@ -7,18 +7,18 @@ import (
 	"slices"
 )
 
-// fastBits of a code are looked up in a table; longer codes are walked.
+// fastBits is the number of bits of a code that are looked up in a table. Longer codes are walked.
 const fastBits = 10
 
 // A table decodes one canonical code.
 type table struct {
-	fast    [1 << fastBits]uint16 // symbol<<4 | bits; 0: longer, or none
+	fast    [1 << fastBits]uint16 // symbol<<4 | bits; 0 if the code is longer or does not exist
 	count   [maxBits + 1]uint16   // codes of each length
 	symbols [literals]uint16      // in the order of their codes
 }
 
-// buildFrom makes the table of these lengths. An incomplete code is refused unless it
-// has one symbol of one bit, or none.
+// buildFrom makes the table of these lengths. It refuses an incomplete code unless it has one symbol of one bit,
+// or no symbol.
 func (t *table) buildFrom(lengths []uint8) error {
 	clear(t.count[:])
 	for _, n := range lengths {
@@ -30,13 +30,13 @@ func (t *table) buildFrom(lengths []uint8) error {
 	for n := 1; n <= maxBits; n++ {
 		remaining = remaining<<1 - int(t.count[n])
 		if remaining < 0 {
-			return corruptError("a Huffman code with too many symbols")
+			return corruptError("a Huffman code has too many symbols")
 		}
 		used += int(t.count[n])
 		next[n+1] = next[n] + t.count[n]
 	}
 	if remaining > 0 && (used > 1 || used == 1 && t.count[1] != 1) {
-		return corruptError("a Huffman code that is not full")
+		return corruptError("a Huffman code is incomplete")
 	}
 	clear(t.fast[:])
 	code, codes := 0, [maxBits + 1]int{}
@@ -61,8 +61,8 @@ func (t *table) buildFrom(lengths []uint8) error {
 	return nil
 }
 
-// decodeSymbol finds the symbol with the code that the lowest bits begin with, and its length; 0
-// bits: there is none.
+// decodeSymbol finds the symbol with the code at the start of the lowest bits, and the code's length, which is 0
+// if there is no such symbol.
 func (t *table) decodeSymbol(b uint64) (symbol, n int) {
 	if e := t.fast[b&(1<<fastBits-1)]; e != 0 {
 		return int(e >> 4), int(e & 15)
@@ -82,7 +82,7 @@ func (t *table) decodeSymbol(b uint64) (symbol, n int) {
 	return 0, 0
 }
 
-// A code encodes: the bits of each symbol, the first to be written lowest.
+// A code encodes: it has the bits of each symbol, the first to be written lowest.
 type code struct {
 	bits   []uint16
 	length []uint8
@@ -110,7 +110,7 @@ func codeFor(freq []uint32, limit int) code {
 	for i, l := range leaves {
 		weight[i] = uint64(l >> 16)
 	}
-	a, b := 0, n // the next leaf, the next inner node
+	a, b := 0, n // the next leaf and the next inner node
 	for node := n; node < 2*n-1; node++ {
 		for range 2 {
 			if a < n && (b == node || weight[a] <= weight[b]) {
@@ -132,8 +132,7 @@ func codeFor(freq []uint32, limit int) code {
 			count[min(depth[i], limit)]++
 		}
 	}
-	// Codes cut to the limit overflow the code space: lengthen shorter ones until
-	// they fit.
+	// Codes that were cut to the limit overflow the code space: lengthen shorter ones until they fit.
 	claim := 0
 	for l := 1; l <= limit; l++ {
 		claim += count[l] << (limit - l)
@@ -151,7 +150,7 @@ func codeFor(freq []uint32, limit int) code {
 
 	c := code{bits: make([]uint16, len(freq)), length: make([]uint8, len(freq))}
 	at := 0
-	for l := limit; l > 0; l-- { // the rarest have the longest codes
+	for l := limit; l > 0; l-- { // the rarest symbols get the longest codes
 		for range count[l] {
 			c.length[leaves[at]&0xffff] = uint8(l)
 			at++
@@ -178,7 +177,7 @@ func (c *code) numberCodes() {
 	}
 }
 
-// makeFixedCodes is the code of blocks without one of their own.
+// makeFixedCodes makes the codes of blocks without codes of their own.
 func makeFixedCodes() (lit, dist code) {
 	lit = code{bits: make([]uint16, literals), length: make([]uint8, literals)}
 	for s := range lit.length {

@@ -12,8 +12,8 @@ const (
 	hashBits = 15
 )
 
-// An effort says how hard to search for matches: how many candidates, whether the
-// next byte is tried first, and which length ends the search at once.
+// An effort says how hard to search for matches: how many candidates to try, whether to try the next byte first,
+// and which length ends the search at once.
 type effort struct {
 	chain int
 	lazy  bool
@@ -23,10 +23,9 @@ type effort struct {
 // efforts are nvCOMP's algorithm_type: 0 finds no matches at all.
 var efforts = [...]effort{{}, {4, false, 32}, {16, true, 64}, {16, true, 64}, {64, true, 128}, {1024, true, 258}}
 
-// A finder keeps the positions of four bytes each: the last one, and the one
-// before.
+// A finder stores the last position of each four bytes, and the one before it.
 type finder struct {
-	head [1 << hashBits]int32 // +1; 0: none
+	head [1 << hashBits]int32 // position + 1; 0 for none
 	prev [window]int32
 }
 
@@ -41,7 +40,7 @@ func (f *finder) add(src []byte, i int) {
 	f.head[h] = int32(i) + 1
 }
 
-// longestMatch looks for the longest match of src[i:end].
+// longestMatch finds the longest match of src[i:end].
 func (f *finder) longestMatch(src []byte, i, end int, e effort) (length, dist int) {
 	if end-i < 4 {
 		return 0, 0
@@ -77,7 +76,7 @@ func (f *finder) longestMatch(src []byte, i, end int, e effort) (length, dist in
 	return length, dist
 }
 
-// appendTokens appends those of src[from:to] to out; matches may begin before.
+// appendTokens appends the tokens of src[from:to] to out. Matches may refer to earlier bytes.
 func (f *finder) appendTokens(out []uint32, src []byte, from, to int, e effort) []uint32 {
 	if e.chain == 0 {
 		for _, b := range src[from:to] {
@@ -104,7 +103,7 @@ func (f *finder) appendTokens(out []uint32, src []byte, from, to int, e effort) 
 			length, dist = n, d
 		}
 		out = append(out, match|uint32(length-minMatch)<<15|uint32(dist-1))
-		// Do not search long runs at each of their bytes.
+		// Skip the search at most bytes of long runs.
 		for k := i + 1; k < i+min(length, 512); k++ {
 			f.add(src, k)
 		}

@@ -1,7 +1,6 @@
-// Package lz4 is LZ4's block format: sequences of a token, literals, a two-byte
-// offset and a match; the last has only literals. A block does not store
-// the length of its content; Size computes it. Other writers: liblz4, numcodecs,
-// nvCOMP.
+// Package lz4 implements LZ4's block format: sequences of a token, literals, a two-byte offset and a match. The
+// last sequence only has literals. A block does not store the length of its content; Size computes it. Other
+// writers: liblz4, numcodecs, nvCOMP.
 package lz4
 
 import (
@@ -15,13 +14,13 @@ import (
 
 var compressors = sync.Pool{New: func() any { return new(lz4.Compressor) }}
 
-// Bound is the most bytes that Encode appends for n.
+// Bound is the most bytes that Encode appends for n bytes.
 func Bound(n int) int { return lz4.CompressBlockBound(n) }
 
-// Encode appends the block of src to dst. Safe for concurrent use.
+// Encode appends the block of src to dst. It is safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	if len(src) == 0 {
-		return append(dst, 0), nil // the library leaves out the token of no literals
+		return append(dst, 0), nil // the library omits the token of an empty block
 	}
 	n := Bound(len(src))
 	dst = slices.Grow(dst, n)
@@ -29,23 +28,23 @@ func Encode(dst, src []byte) ([]byte, error) {
 	defer compressors.Put(c)
 	size, err := c.CompressBlock(src, dst[len(dst):len(dst)+n])
 	if err != nil || size == 0 {
-		return dst, errs.New(errs.ErrEngine, "LZ4 of %d bytes: %v", len(src), err)
+		return dst, errs.New(errs.ErrEngine, "LZ4: cannot encode %d bytes: %v", len(src), err)
 	}
 	return dst[:len(dst)+size], nil
 }
 
-// Size returns how many bytes the block decodes to, and refuses a block that
-// is cut short or reaches back before its beginning (errs.ErrCorrupt).
+// Size returns how many bytes the block decodes to. It refuses a block that is truncated or refers back to before
+// its beginning (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
 	n, _, err := walkBlock(src)
 	return n, err
 }
 
-// walkBlock goes through a block: the length of its content, and its last token.
+// walkBlock walks a block. It returns the length of its content and the offset of its last token.
 func walkBlock(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
 		if at >= len(src) {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 block ends without its last literals")
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 block ends before its last literals")
 		}
 		last = at
 		token := src[at]
@@ -60,20 +59,20 @@ func walkBlock(src []byte) (out int64, last int, err error) {
 			return out, last, nil
 		}
 		if len(src)-at < 2 {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset at %d is cut", at)
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset at %d is truncated", at)
 		}
 		back := int64(src[at]) | int64(src[at+1])<<8
 		if back == 0 || back > out {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset %d at %d of %d bytes", back, at, out)
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 offset %d at %d is invalid after %d bytes", back, at, out)
 		}
 		if n, at, ok = readLength(src, at+2, int(token&15)); !ok {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 match length is cut")
+			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 match length is truncated")
 		}
 		out += n + 4
 	}
 }
 
-// readLength reads the rest of a length that has n as its first four bits.
+// readLength reads the rest of a length. n is its first four bits.
 func readLength(src []byte, at, n int) (int64, int, bool) {
 	total := int64(n)
 	if n < 15 {
@@ -88,11 +87,11 @@ func readLength(src []byte, at, n int) (int64, int, bool) {
 	return 0, at, false
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad block is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if len(dst) == 0 {
-		// The one sequence of no literals.
+		// The only sequence has no literals.
 		if n, err := Size(src); err == nil && n == 0 {
 			return nil
 		}
@@ -100,8 +99,8 @@ func Decode(dst, src []byte) error {
 	}
 	n, err := lz4.UncompressBlock(src, dst)
 	if err != nil {
-		// The last sequence has no match, so that its token's match length is
-		// meaningless (lz4_Block_format.md); but the library refuses bits there.
+		// The last sequence has no match, so its token's match length is meaningless (lz4_Block_format.md), but
+		// the library refuses bits there.
 		if _, at, bad := walkBlock(src); bad == nil && src[at]&15 != 0 {
 			own := slices.Clone(src)
 			own[at] &^= 15
@@ -112,7 +111,7 @@ func Decode(dst, src []byte) error {
 		return errs.New(errs.ErrCorrupt, "LZ4: %v", err)
 	}
 	if n != len(dst) {
-		return errs.New(errs.ErrCorrupt, "LZ4 block has %d bytes, not %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "LZ4 block has %d bytes, expected %d", n, len(dst))
 	}
 	return nil
 }

@@ -1,6 +1,6 @@
-// Package snappy is Snappy's block format: a varint of the content's length, then
-// literals and copies. Other writers: libsnappy, nvCOMP. The extensions of S2, which the
-// library decodes, are refused, as by libsnappy and on a GPU.
+// Package snappy implements Snappy's block format: a varint of the content's length, then literals and copies.
+// Other writers: libsnappy, nvCOMP. The extensions of S2, which the library decodes, are refused, as they are by
+// libsnappy and on a GPU.
 package snappy
 
 import (
@@ -12,28 +12,26 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Bound is the most bytes that Encode appends for n; -1 for a length that the
-// format cannot store.
+// Bound is the most bytes that Encode appends for n bytes, -1 for a length that the format cannot store.
 func Bound(n int) int { return snappy.MaxEncodedLen(n) }
 
-// Encode appends the block of src to dst. Safe for concurrent use.
+// Encode appends the block of src to dst. It is safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	n := Bound(len(src))
 	if n < 0 {
-		return dst, errs.New(errs.ErrArgument, "Snappy takes no %d bytes", len(src))
+		return dst, errs.New(errs.ErrArgument, "Snappy cannot encode %d bytes", len(src))
 	}
 	dst = slices.Grow(dst, n)
 	block := snappy.Encode(dst[len(dst):len(dst)+n], src)
 	return dst[:len(dst)+len(block)], nil
 }
 
-// Size returns how many bytes the block decodes to. It walks the block and refuses
-// one that is truncated, refers back before its beginning, or has another length
-// than it states (errs.ErrCorrupt).
+// Size returns how many bytes the block decodes to. It walks the block and refuses one that is truncated, refers
+// back to before its beginning, or has another length than it states (errs.ErrCorrupt).
 func Size(src []byte) (int64, error) {
 	size, at := binary.Uvarint(src)
 	if at <= 0 || size > 1<<32-1 {
-		return 0, errs.New(errs.ErrCorrupt, "Snappy block without a length")
+		return 0, errs.New(errs.ErrCorrupt, "Snappy block has no valid length")
 	}
 	var out int64
 	for at < len(src) {
@@ -46,7 +44,7 @@ func Size(src []byte) (int64, error) {
 			extra = [4]int{0, 1, 2, 4}[tag&3]
 		}
 		if extra > len(src)-at {
-			return 0, errs.New(errs.ErrCorrupt, "Snappy element at %d is cut", at-1)
+			return 0, errs.New(errs.ErrCorrupt, "Snappy element at %d is truncated", at-1)
 		}
 		var v int64
 		for i := extra - 1; i >= 0; i-- {
@@ -70,25 +68,25 @@ func Size(src []byte) (int64, error) {
 			n = int64(tag>>2&7) + 4
 		}
 		if v == 0 || v > out {
-			return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d of %d bytes", v, at, out)
+			return 0, errs.New(errs.ErrCorrupt, "Snappy offset %d at %d is invalid after %d bytes", v, at, out)
 		}
 		out += n
 	}
 	if out != int64(size) {
-		return 0, errs.New(errs.ErrCorrupt, "Snappy block says %d bytes and has %d", size, out)
+		return 0, errs.New(errs.ErrCorrupt, "Snappy block states %d bytes but has %d", size, out)
 	}
 	return out, nil
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad block is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, err := Size(src)
 	if err != nil {
 		return err
 	}
 	if n != int64(len(dst)) {
-		return errs.New(errs.ErrCorrupt, "Snappy block says %d bytes, not %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "Snappy block states %d bytes, expected %d", n, len(dst))
 	}
 	out, err := snappy.Decode(dst, src)
 	if err != nil || len(out) != len(dst) || len(out) > 0 && &out[0] != &dst[0] {

@@ -1,5 +1,5 @@
-// Package zstd is Zstandard: one or more frames (RFC 8878), without
-// dictionaries. Other writers: libzstd, nvCOMP.
+// Package zstd implements Zstandard: one or more frames (RFC 8878), without dictionaries. Other writers: libzstd,
+// nvCOMP.
 package zstd
 
 import (
@@ -27,11 +27,11 @@ const (
 
 var (
 	encoders = sync.Pool{New: func() any {
-		// CRC off: containers have checksums. All literals: weights have no
-		// matches, but entropy coding is worth it.
+		// There is no CRC, because containers have checksums. All literals are entropy-coded: weights have no
+		// matches, but entropy coding pays off.
 		e, _ := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true),
 			zstd.WithEncoderCRC(false),
-			zstd.WithAllLitEntropyCompression(true)) // fails for invalid options only
+			zstd.WithAllLitEntropyCompression(true)) // only fails for invalid options
 		return e
 	}}
 	decoders = sync.Pool{New: func() any {
@@ -41,20 +41,18 @@ var (
 	}}
 )
 
-// Bound is the most bytes that Encode appends for n.
+// Bound is the most bytes that Encode appends for n bytes.
 func Bound(n int) int { return n + 3*(n/maxBlock+1) + 18 }
 
-// Encode appends one frame of src to dst, which says the content's length.
-// Safe for concurrent use.
+// Encode appends one frame of src to dst, which states the content's length. It is safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	e := encoders.Get().(*zstd.Encoder)
 	defer encoders.Put(e)
 	return e.EncodeAll(src, dst), nil
 }
 
-// Size returns how many bytes the frames decode to. Lengths in frames are compared
-// with what their blocks can give; frames without one are decoded without output.
-// Errors are errs.ErrCorrupt.
+// Size returns how many bytes the frames decode to. A length stated in a frame is compared with the most that its
+// blocks can decode to; frames without a length are decoded without output. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	var total int64
 	frames := 0
@@ -67,14 +65,14 @@ func Size(src []byte) (int64, error) {
 		at += h.HeaderSize
 		if h.Skippable {
 			if int64(h.SkippableSize) > int64(len(src)-at) {
-				return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is cut", start)
+				return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is truncated", start)
 			}
 			at += int(h.SkippableSize)
 			continue
 		}
 		frames++
 		if h.DictionaryID != 0 {
-			return 0, errs.New(errs.ErrNotSupported, "Zstandard frame at %d wants a dictionary", start)
+			return 0, errs.New(errs.ErrNotSupported, "Zstandard frame at %d needs a dictionary", start)
 		}
 		most, end, err := walkBlocks(src, at)
 		if err != nil {
@@ -85,7 +83,7 @@ func Size(src []byte) (int64, error) {
 			at += 4
 		}
 		if at > len(src) {
-			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is cut", start)
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d is truncated", start)
 		}
 		n := int64(h.FrameContentSize)
 		if !h.HasFCS {
@@ -94,31 +92,32 @@ func Size(src []byte) (int64, error) {
 			}
 		}
 		if n < 0 || n > most {
-			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d says %d bytes, its blocks have %d at most",
+			return 0, errs.New(errs.ErrCorrupt, "Zstandard frame at %d states %d bytes, but its blocks have at most %d",
 				start, n, most)
 		}
 		total += n
 	}
 	if frames == 0 {
-		return 0, errs.New(errs.ErrCorrupt, "no Zstandard frame in %d bytes", len(src))
+		return 0, errs.New(errs.ErrCorrupt, "there is no Zstandard frame in %d bytes", len(src))
 	}
 	return total, nil
 }
 
-// walkBlocks walks the blocks of a frame: the most they can decode to, and the end.
+// walkBlocks walks the blocks of a frame. It returns the most bytes they can decode to, and the frame's end.
 func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	for {
 		if len(src)-at < 3 {
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is cut", at)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is truncated", at)
 		}
 		h := uint32(src[at]) | uint32(binary.LittleEndian.Uint16(src[at+1:]))<<8
 		n := int(h >> 3)
 		at += 3
-		if n > maxBlock { // or a few bytes would claim memory for megabytes
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d of %d bytes, %d at most", at-3, n, maxBlock)
+		if n > maxBlock { // otherwise a few bytes could claim megabytes of memory
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d has %d bytes, expected at most %d",
+				at-3, n, maxBlock)
 		}
 		switch h >> 1 & 3 {
-		case 0: // as it is
+		case 0: // raw
 			most += int64(n)
 		case 1: // one byte, repeated
 			most += int64(n)
@@ -126,10 +125,10 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 		case 2:
 			most += maxBlock
 		default:
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d of no known kind", at-3)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d has an unknown kind", at-3)
 		}
 		if n > len(src)-at {
-			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is cut", at-3)
+			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d is truncated", at-3)
 		}
 		at += n
 		if h&1 != 0 {
@@ -138,11 +137,11 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	}
 }
 
-// countFrame decodes one frame of at most `most` bytes without output. The library takes memory for the
-// window that the frame names, and clears it: a frame of nine bytes may name 128 MiB. No window larger than
-// the content makes a difference.
+// countFrame decodes one frame of at most `most` bytes without output. The library allocates and clears memory
+// for the window that the frame names, and a frame of nine bytes may name 128 MiB. A window larger than the
+// content makes no difference, so it is reduced.
 func countFrame(frame []byte, most int64) (int64, error) {
-	const at = 5 // where a frame that does not state its size names its window: 2^(10 + v/8), and eighths of it
+	const at = 5 // window descriptor of a frame that does not state its size: 2^(10 + v/8), and eighths of it
 	if v := byte(bits.Len64(uint64(max(most, 1<<10)-1))-10) << 3; v < frame[at] && frame[at] <= (maxWindowLog-10)<<3 {
 		frame = slices.Clone(frame)
 		frame[at] = v
@@ -162,13 +161,13 @@ func countFrame(frame []byte, most int64) (int64, error) {
 
 func corruptError(err error) error {
 	if errors.Is(err, zstd.ErrWindowSizeExceeded) {
-		return errs.New(errs.ErrNotSupported, "Zstandard: a window over %d bytes", maxWindow)
+		return errs.New(errs.ErrNotSupported, "Zstandard: the window is larger than %d bytes", maxWindow)
 	}
 	return errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 }
 
-// Decode fills dst, which must have the length of the content. Anything else
-// is errs.ErrCorrupt; nothing outside dst is written. Safe for concurrent use.
+// Decode fills dst, which must have the length of the content. Any other length or a bad frame is
+// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*zstd.Decoder)
 	defer decoders.Put(d)
@@ -177,7 +176,7 @@ func Decode(dst, src []byte) error {
 		return corruptError(err)
 	}
 	if len(out) != len(dst) || len(src) == 0 {
-		return errs.New(errs.ErrCorrupt, "Zstandard frames have %d bytes, not %d", len(out), len(dst))
+		return errs.New(errs.ErrCorrupt, "Zstandard frames have %d bytes, expected %d", len(out), len(dst))
 	}
 	if len(out) > 0 && &out[0] != &dst[0] {
 		copy(dst, out)

@@ -45,7 +45,7 @@ func beginHashing(ctx context.Context, f *File, order []string, window int) (*Ha
 		ended: make(chan struct{})}
 	h.passed = inOrder(order, head.Tensors)
 	spawn.Go("save.sha256", func() {
-		h.err = errs.New(errs.ErrEngine, "the hashing did not end")
+		h.err = errs.New(errs.ErrEngine, "the hashing has not ended")
 		defer close(h.ended)
 		h.err = h.hashFile()
 	})

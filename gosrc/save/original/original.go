@@ -95,7 +95,7 @@ func (f *File) refuseChanged() error {
 
 // A Copy is an original that is being written again.
 type Copy struct {
-	Front   []byte          // what precedes the data section
+	Front   []byte          // the bytes before the data section
 	Tensors []tensor.Tensor // in the order of their bytes, which follow without gaps
 	// Compared is set by Done if the container has the SHA-256 of the file.
 	Compared bool
@@ -153,7 +153,7 @@ func (p *Copy) Done() error {
 	sum := hex.EncodeToString(p.sum.Sum(nil))
 	if p.file.SHA256 != "" && sum != p.file.SHA256 {
 		return errs.In("check", p.file.src.URI(), errs.New(errs.ErrCorrupt,
-			"the file that was compressed has the SHA-256 %s, and what is decompressed %s", p.file.SHA256, sum))
+			"the file that was compressed has the SHA-256 %s, but the decompressed file has %s", p.file.SHA256, sum))
 	}
 	p.Compared, p.file.SHA256 = p.file.SHA256 != "", sum
 	return nil

@@ -132,7 +132,7 @@ func (l *localFiles) checkRoom() error {
 		dir = atomicfile.Folder(place.Path)
 	}
 	if free, ok := l.pub.FS.Free(dir); ok && float64(free) < need {
-		err := fmt.Errorf("%w: about %d bytes are needed and %d are free in %s", unix.ENOSPC, int64(need), free, dir)
+		err := fmt.Errorf("%w: about %d bytes are needed, but %d are free in %s", unix.ENOSPC, int64(need), free, dir)
 		return errs.In("save", l.pub.Path, errs.FromOS(err))
 	}
 	return nil

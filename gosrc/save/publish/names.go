@@ -42,8 +42,7 @@ func checkListable(files []*File) error {
 	for _, f := range files[:len(files)-1] {
 		if name := filepath.Base(f.Path); !f.Copied && !utf8.ValidString(name) {
 			return errs.Locate("save", f.Path, "", -1, errs.New(errs.ErrArgument,
-				"the name is not UTF-8, and an index.json lists shards as UTF-8: choose another name, or save "+
-					"one file"))
+				"the name is not valid UTF-8, which an index.json cannot list: choose another name, or save one file"))
 		}
 	}
 	return nil
@@ -72,7 +71,7 @@ func refuseNextToIndex(ctx context.Context, p *Publication, files []*File) error
 		return nil // no folder is loaded by this index
 	}
 	return errs.Locate("save", path, "", -1, errs.New(errs.ErrArgument,
-		"its folder has %s, by which it would still load the old model: remove that and its shards first, or save "+
+		"its folder has %s, which still names the old model: remove it and its shards first, or save "+
 			"with max_shard_size (--shard), which replaces them", filepath.Base(index)))
 }
 

@@ -1,6 +1,6 @@
 package publish
 
-// This file holds stored bytes in host memory, so that the tensors may change before their files are written.
+// This file keeps stored bytes in host memory, so that the tensors may change before their files are written.
 
 import (
 	"context"

@@ -101,8 +101,9 @@ func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (
 	unlock, err := lockFile(ctx, key+".lock")
 	switch {
 	case isWithoutLocks(err):
-		source.Notice(fmt.Sprintf("the cache %s: files cannot be locked there (%v): each process fetches for itself, "+
-			"and what killed ones leave stays", c.Path, err))
+		source.Notice(fmt.Sprintf(
+			"the cache %s: files cannot be locked there (%v), so each process fetches for itself "+
+				"and the leftovers of killed processes stay", c.Path, err))
 	case err != nil:
 		return nil, err
 	default:
@@ -185,7 +186,7 @@ func (c Folder) evictFiles(size int64) {
 }
 
 // noteUse records on a key's lock file that its object is used now. The object's own times must not change,
-// because readers see by them that nobody writes to it. A folder that cannot be written to does not evict either.
+// because readers see by them that no one writes to it. A folder that cannot be written to does not evict either.
 func noteUse(key string) {
 	now := unix.NsecToTimespec(time.Now().UnixNano())
 	_ = unix.UtimesNanoAt(unix.AT_FDCWD, key+".lock", []unix.Timespec{now, now}, unix.AT_SYMLINK_NOFOLLOW)

@@ -83,7 +83,7 @@ func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 		return nil, nil
 	case n.Absent:
 		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound,
-			"the store had no such object when it was asked last"))
+			"the store had no such object when it was last asked"))
 	}
 	f := findKept(ctx, c.keyOf(uri, n.Pin, n.Size), n.Size)
 	if f == nil {

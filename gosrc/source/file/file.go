@@ -171,7 +171,8 @@ func Identify(path string) (source.Identity, error) {
 // ReadAt fills p from off; see source.Source.
 func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || off > f.size || int64(len(p)) > f.size-off {
-		return f.placeError(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the file has %d", len(p),
+		return f.placeError(off, errs.New(errs.ErrCorrupt, "truncated: expected at least %d bytes, but the file has %d",
+			len(p),
 			f.size))
 	}
 	f.mu.RLock()

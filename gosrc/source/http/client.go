@@ -87,16 +87,18 @@ func headersOf(opt source.Options) (http.Header, error) {
 		case "Range", "If-Match", "If-None-Match", "If-Range", "If-Modified-Since", "If-Unmodified-Since",
 			"Accept-Encoding", "Content-Length",
 			"Transfer-Encoding", "Connection", "Keep-Alive", "Te", "Trailer", "Upgrade", "Expect", "Proxy-Connection":
-			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q is set by the reader itself", name)
+			return nil, errs.New(errs.ErrArgument,
+				"storage_options: headers: %q cannot be set: overwire sets it itself", name)
 		case "Proxy-Authorization": // would be forwarded to any server
 			return nil, errs.New(errs.ErrArgument,
-				"storage_options: headers: %q: user and password of a proxy go into its URL, in the environment", name)
+				"storage_options: headers: %q cannot be set: put the proxy's user and password into its URL in "+
+					"the environment", name)
 		}
 		h.Set(name, opt.Storage[k])
 	}
 	if t := strings.TrimSpace(opt.Storage["token"]); t != "" && h.Get("Authorization") == "" {
 		if strings.ContainsAny(t, "\r\n\x00") {
-			return nil, errs.New(errs.ErrArgument, "storage_options: token: it has a line break")
+			return nil, errs.New(errs.ErrArgument, "storage_options: token: it contains a line break")
 		}
 		h.Set("Authorization", "Bearer "+t)
 	}

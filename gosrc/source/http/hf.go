@@ -111,7 +111,7 @@ func (r *revision) takeCommit(resp *http.Response) error {
 		r.commit = c
 	}
 	if r.commit != c {
-		return errs.New(errs.ErrCorrupt, "the hub answers from commit %s, the load has begun at %s", c, r.commit)
+		return errs.New(errs.ErrCorrupt, "the hub responds with commit %s, but the load began at %s", c, r.commit)
 	}
 	return nil
 }
@@ -142,7 +142,7 @@ func hubURL(uri string, opt source.Options) (func(rev string) string, source.Opt
 	}
 	for _, part := range strings.Split(r.Repo+"/"+r.File, "/") {
 		if part == "" || part == "." || part == ".." {
-			return nil, opt, errs.New(errs.ErrArgument, "%q in a name of the hub", part)
+			return nil, opt, errs.New(errs.ErrArgument, "invalid name for the hub: it contains %q", part)
 		}
 	}
 	if opt.Storage["token"] == "" {

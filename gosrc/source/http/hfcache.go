@@ -129,7 +129,7 @@ func (h *Hub) Missing(uri string, env map[string]string) error {
 	switch {
 	case commit != "" && isFile(s.at(".no_exist", commit)):
 		return errs.WithRule(source.RuleNotCached, errs.New(errs.ErrNotFound,
-			"commit %s has no such file, as the cache of huggingface_hub has noted", commit))
+			"commit %s has no such file, according to the cache of huggingface_hub", commit))
 	case away != nil:
 		return errs.WithRule(source.RuleNotCached, fmt.Errorf(
 			"%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w", errs.ErrNotFound, away))
@@ -161,8 +161,9 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	s.commit, s.away, s.done = commit, err, true
 	s.mu.Unlock()
 	if branch {
-		source.Notice(fmt.Sprintf("hf://%s: the Hub cannot be reached (%s): %s means commit %s, which the cache of "+
-			"huggingface_hub noted last",
+		source.Notice(fmt.Sprintf(
+			"hf://%s: the Hub cannot be reached (%s): %s resolves to commit %s, which the cache of "+
+				"huggingface_hub recorded last",
 			s.ref.Repo, errs.Message(err), s.name, commit))
 	}
 	return true

@@ -25,14 +25,14 @@ const maxListing = 64 << 20
 func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok || !source.Folder(uri) {
-		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument, "this is no folder of the hub"))
+		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument, "this is not a folder of the hub"))
 	}
 	some := source.Beside(uri, "x") // any name, for functions that need one
 	commit, files, err := "", nil, h.Missing(some, opt.Env)
 	if offlineSetting(opt.Env) == "" && err == nil {
 		commit, files, err = listFiles(ctx, ref, some, opt)
 		if rev := strings.ToLower(ref.Rev); err == nil && IsCommit(rev) && commit != "" && commit != rev {
-			err = errs.New(errs.ErrCorrupt, "the hub lists commit %s, and %s was asked for", commit, rev)
+			err = errs.New(errs.ErrCorrupt, "the hub lists commit %s, but %s was requested", commit, rev)
 		}
 	}
 	if err != nil && ctx.Err() == nil {
@@ -88,7 +88,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 	}
 	defer s.Close()
 	if s.Size() > maxListing {
-		return "", nil, errs.New(errs.ErrFormat, "a list of %d bytes", s.Size())
+		return "", nil, errs.New(errs.ErrFormat, "the hub's file list has %d bytes, which is too long", s.Size())
 	}
 	text := make([]byte, s.Size())
 	if err := s.ReadAt(ctx, text, 0); err != nil {
@@ -102,7 +102,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 		} `json:"siblings"`
 	}
 	if err := json.Unmarshal(text, &answer); err != nil || answer.SHA != "" && !IsCommit(answer.SHA) {
-		return "", nil, errs.New(errs.ErrIO, "the hub's answer is no list of files")
+		return "", nil, errs.New(errs.ErrIO, "the hub's response is not a list of files")
 	}
 	for _, f := range answer.Siblings {
 		e := source.Entry{Name: f.Name, Size: -1}

@@ -160,7 +160,7 @@ type object struct {
 
 	way   route.Way
 	mu    sync.Mutex
-	moved *route.Hop // where redirects led, if anywhere
+	moved *route.Hop // end of the redirects, if any
 }
 
 func (o *object) URI() string  { return o.uri }
@@ -235,7 +235,7 @@ func (o *object) pin(h http.Header) {
 	}
 }
 
-var errAnother = errors.New("the server gives another range than it was asked for")
+var errAnother = errors.New("the server returned a different range than requested")
 
 // checkRange checks that a response is about this range of the pinned object. If it does not match its request,
 // the error has no class, since a retry may get another response.
@@ -247,7 +247,7 @@ func (o *object) checkRange(resp *http.Response, off, n int64) error {
 		if err := o.checkSame(resp); err != nil {
 			return err
 		}
-		return errors.New("the server gives the whole object for a range")
+		return errors.New("the server returned the whole object for a range")
 	case http.StatusRequestedRangeNotSatisfiable:
 		return &changed{"it is shorter now"}
 	default:
@@ -261,11 +261,11 @@ func (o *object) checkRange(resp *http.Response, off, n int64) error {
 	}
 	switch {
 	case isRange && total >= 0 && total != o.size:
-		return &changed{fmt.Sprintf("it had %d bytes and has %d", o.size, total)}
+		return &changed{fmt.Sprintf("it had %d bytes and now has %d", o.size, total)}
 	case !isRange || from != off || to != off+n-1:
 		return errAnother
 	case resp.ContentLength >= 0 && resp.ContentLength != n:
-		return fmt.Errorf("a body of %d bytes for a range of %d", resp.ContentLength, n)
+		return fmt.Errorf("the server returned %d bytes for a range of %d", resp.ContentLength, n)
 	}
 	return nil
 }
@@ -287,10 +287,10 @@ func hasPin(resp *http.Response, size int64) bool {
 // checkSame compares what pins the object.
 func (o *object) checkSame(resp *http.Response) error {
 	if tag := resp.Header.Get("ETag"); tag != o.etag {
-		return &changed{"its ETag is another one"}
+		return &changed{"its ETag has changed"}
 	}
 	if m := resp.Header.Get("Last-Modified"); m != o.modified && (o.etag == "" || isWeak(o.etag)) {
-		return &changed{"its date is another one"}
+		return &changed{"its date has changed"}
 	}
 	return nil
 }
@@ -302,7 +302,7 @@ func plain(resp *http.Response) error {
 	}
 	if resp.StatusCode == http.StatusPartialContent &&
 		strings.HasPrefix(resp.Header.Get("Content-Type"), "multipart/byteranges") {
-		return errors.New("the server answers one range in several parts")
+		return errors.New("the server returned one range in several parts")
 	}
 	return nil
 }
@@ -344,7 +344,7 @@ func (o *object) checkStatus(resp *http.Response) error {
 	}
 	switch f.code {
 	case http.StatusPreconditionFailed:
-		return &changed{"the server has no longer what was opened"}
+		return &changed{"the server no longer has the object that was opened"}
 	case http.StatusNotFound, http.StatusGone:
 		return errs.New(errs.ErrNotFound, "%v", f)
 	case http.StatusUnauthorized, http.StatusForbidden, http.StatusProxyAuthRequired:

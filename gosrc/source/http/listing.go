@@ -62,14 +62,15 @@ func (w *walk) listFolder(uri, below string) error {
 		Size *int64 `json:"size"`
 	}
 	if json.Unmarshal(text, &entries) != nil {
-		return errs.New(errs.ErrNotSupported, "this server lists no folders: its answer is no list of files")
+		return errs.New(errs.ErrNotSupported, "this server does not list folders: its response is not a list of files")
 	}
 	if w.seen += len(entries); w.seen > mostEntries || strings.Count(below, "/") > mostDepth {
-		return errs.New(errs.ErrNotSupported, "more than %d entries, or folders %d below each other", mostEntries, mostDepth)
+		return errs.New(errs.ErrNotSupported,
+			"the folder has more than %d entries, or folders nested more than %d deep", mostEntries, mostDepth)
 	}
 	for _, e := range entries {
 		if !filepath.IsLocal(e.Name) || e.Name == "." || strings.ContainsAny(e.Name, "/\\\x00") {
-			return errs.New(errs.ErrFormat, "the server lists %q, which is no name of a file in a folder", e.Name)
+			return errs.New(errs.ErrFormat, "the server lists %q, which is not a valid file name in a folder", e.Name)
 		}
 		switch {
 		case strings.HasPrefix(e.Name, "."):
@@ -92,7 +93,7 @@ func (w *walk) listFolder(uri, below string) error {
 func (w *walk) readListing(uri string) ([]byte, error) {
 	s, err := openScheme(source.Outline{Most: maxListing}.In(w.ctx), uri, w.opt, nil)
 	if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) {
-		return nil, errs.New(errs.ErrNotSupported, "this server lists no folders, or has none here: %v", err)
+		return nil, errs.New(errs.ErrNotSupported, "this server does not list folders, or there is none here: %v", err)
 	}
 	if err != nil {
 		return nil, err
@@ -100,7 +101,7 @@ func (w *walk) readListing(uri string) ([]byte, error) {
 	defer s.Close()
 	kind, _, _ := strings.Cut(s.o.answer.Get("Content-Type"), ";")
 	if !strings.EqualFold(strings.TrimSpace(kind), "application/json") || s.Size() > maxListing {
-		return nil, errs.New(errs.ErrNotSupported, "this server lists no folders in JSON")
+		return nil, errs.New(errs.ErrNotSupported, "this server does not list folders in JSON")
 	}
 	text := make([]byte, s.Size())
 	return text, s.ReadAt(w.ctx, text, 0)

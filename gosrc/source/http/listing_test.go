@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A server's listing in JSON gives the files of a folder and of those below it. Names that are none of a file in a folder, and folders
-// without an end, are refused; a server that lists in another form, or not, says so by its class.
+// A server's JSON listing gives the files of a folder and its subfolders. Names that cannot be a file in a folder, and
+// endless folders, are refused. A server with another listing or none gives an error of its own class.
 func TestWalk(t *testing.T) {
 	for name, c := range map[string]struct {
 		answers map[string]string // by path; "": 404

@@ -127,7 +127,7 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 			return nil, err
 		}
 		if !s.away.Swap(true) {
-			source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): what the cache in %s has is used",
+			source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): using the copy in the cache %s",
 				errs.RedactURI(uri), errs.Message(err), s.local.Path))
 		}
 		if last != nil {
@@ -177,8 +177,8 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 	names := slices.AppendSeq(slices.Collect(maps.Keys(schemes)), maps.Keys(stores))
 	slices.Sort(names)
 	return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported,
-		"scheme %q is not known, only %s (for other stores of S3's protocol, s3 with an endpoint_url); a local "+
-			"path with :// in it begins with ./",
+		"unknown scheme %q: expected one of %s (for other S3-compatible stores use s3 with an endpoint_url); "+
+			"if this is a local path with :// in it, start it with ./",
 		scheme, strings.Join(names[1:], ", "))) // the first is "", a local path
 }
 
@@ -186,20 +186,21 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 // schemes.
 func RecipeOf(scheme string) error {
 	if recipe := recipes[scheme]; recipe != "" {
-		return errs.New(errs.ErrNotSupported, "%s:// has no reader or writer of its own: %s", scheme, recipe)
+		return errs.New(errs.ErrNotSupported, "%s:// is not supported directly: %s", scheme, recipe)
 	}
 	return nil
 }
 
 // recipes say how to reach stores that speak another store's protocol.
 var recipes = map[string]string{
-	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure, "adl": azure, "wasb": azure, "wasbs": azure,
+	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure,
+	"adl": azure, "wasb": azure, "wasbs": azure,
 }
 
 const (
 	gcs = "Google Cloud Storage speaks S3: write s3://BUCKET/KEY, with storage_options endpoint_url " +
 		"https://storage.googleapis.com, and key and secret of an HMAC key (Settings, Interoperability, of the project)"
-	azure = "Azure Blob Storage is read over https, and not written: write " +
+	azure = "Azure Blob Storage can be read over https, but not written to: write " +
 		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB?SAS, with a shared access signature that may read"
 )
 
@@ -281,5 +282,5 @@ func checkSound(verb, uri string) error {
 	if utf8.ValidString(uri) {
 		return nil
 	}
-	return errs.In(verb, uri, errs.New(errs.ErrArgument, "a URI is UTF-8: write other bytes as %%XX"))
+	return errs.In(verb, uri, errs.New(errs.ErrArgument, "the URI is not valid UTF-8: write other bytes as %%XX"))
 }

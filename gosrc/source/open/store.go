@@ -80,7 +80,7 @@ func Walk(ctx context.Context, uri string, opt source.Options) (at string, files
 func walkStore(ctx context.Context, uri string, opt source.Options, below bool) ([]source.Entry, error) {
 	s, ok := stores[source.Scheme(uri)]
 	if !ok || s.walk == nil {
-		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported, "this store lists no folders"))
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotSupported, "this store does not list folders"))
 	}
 	if err := checkSound("open", uri); err != nil {
 		return nil, err
@@ -95,7 +95,7 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	}
 	s := stores[source.Scheme(uri)]
 	if s.presign == nil {
-		return "", errs.In("presign", uri, errs.New(errs.ErrNotSupported, "only s3:// has such URLs"))
+		return "", errs.In("presign", uri, errs.New(errs.ErrNotSupported, "only s3:// has presigned URLs"))
 	}
 	return s.presign(ctx, uri, withoutCache(opt), expires)
 }
@@ -134,7 +134,7 @@ func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale
 // s3:// are errs.ErrNotSupported.
 func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, failed func(error)) error {
 	if source.Scheme(uri) != "s3" {
-		return errs.In("save", uri, errs.New(errs.ErrNotSupported, "only objects of s3:// are written once"))
+		return errs.In("save", uri, errs.New(errs.ErrNotSupported, "only s3:// can refuse to replace an object"))
 	}
 	opt.Once = true
 	return Put(ctx, uri, opt, data, nil, failed)
@@ -147,7 +147,7 @@ func storeOf(verb, uri string) (store, error) {
 	}
 	if !ok {
 		return s, errs.In(verb, uri, errs.New(errs.ErrNotSupported,
-			"%s:// is read only; local files and %s:// are written", source.Scheme(uri),
+			"%s:// is read-only: write to a local file or to %s://", source.Scheme(uri),
 			strings.Join(slices.Sorted(maps.Keys(stores)), ":// and ")))
 	}
 	return s, checkSound(verb, uri)

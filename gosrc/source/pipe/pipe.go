@@ -63,7 +63,7 @@ func Open(ctx context.Context, program, uri string, opt source.Options) (*Source
 func Start(ctx context.Context, program string, urls []string, sizes []int64, opt source.Options) ([]*Source, error) {
 	fail := func(uri string, err error) ([]*Source, error) { return nil, errs.In("open", uri, err) }
 	if len(urls) == 0 || sizes != nil && len(sizes) != len(urls) || sizes == nil && len(urls) != 1 {
-		return fail("", errs.New(errs.ErrArgument, "%d URLs and %d sizes", len(urls), len(sizes)))
+		return fail("", errs.New(errs.ErrArgument, "got %d URLs and %d sizes", len(urls), len(sizes)))
 	}
 	timeout, err := opt.Number("timeout", 30, 0.01, 86400)
 	if err != nil {
@@ -73,12 +73,12 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		scheme := source.Scheme(u)
 		switch {
 		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
-			return fail(u, errs.New(errs.ErrArgument, "a downloader gets http:// and https:// only"))
+			return fail(u, errs.New(errs.ErrArgument, "an external downloader can only fetch http:// and https://"))
 		case sizes != nil && sizes[i] < 0:
-			return fail(u, errs.New(errs.ErrArgument, "a size of %d bytes", sizes[i]))
+			return fail(u, errs.New(errs.ErrArgument, "invalid size: %d bytes", sizes[i]))
 		}
 		if err := opt.Check(scheme, "timeout"); err != nil {
-			return fail(u, fmt.Errorf("%w: an external downloader takes no other options", err))
+			return fail(u, fmt.Errorf("%w: an external downloader supports no other options", err))
 		}
 	}
 	files := make([]*spool.File, 0, len(urls))
@@ -252,7 +252,7 @@ func openLog(path string) (*os.File, error) {
 	}
 	st, err := log.Stat()
 	if err == nil && st.Mode()&os.ModeNamedPipe != 0 {
-		err = errs.New(errs.ErrArgument, "not a file to append to")
+		err = errs.New(errs.ErrArgument, "it is not a file that can be appended to")
 	}
 	if err == nil {
 		err = refuseOthers(path, st)
@@ -298,7 +298,7 @@ func cutStream(r *os.File, files []*spool.File, timeout time.Duration) (last *sp
 		for b := buf[:n]; len(b) > 0; whole() {
 			if at == len(files) {
 				return nil, nil, errs.New(errs.ErrCorrupt,
-					"the downloader brings more than the %d bodies it was asked for", len(files))
+					"the downloader wrote more than the %d requested bodies", len(files))
 			}
 			f := files[at]
 			k := int64(len(b))

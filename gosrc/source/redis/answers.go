@@ -67,7 +67,7 @@ func (a *answers) checkBytes(b []byte) error {
 			n = len(b)
 		}
 		if len(a.line)+n > mostLine {
-			return notRedis("a line of more than %d bytes", mostLine)
+			return notRedis("a line has more than %d bytes", mostLine)
 		}
 		a.line = append(a.line, b[:n]...)
 		b = b[n:]
@@ -94,16 +94,18 @@ func (a *answers) takeLine() error {
 	n, err := strconv.ParseInt(string(bytes.TrimSpace(a.line[1:])), 10, 64)
 	switch {
 	case err != nil || n < -1:
-		return notRedis("a length of %q", a.line[1:min(len(a.line), 32)])
+		return notRedis("invalid length %q", a.line[1:min(len(a.line), 32)])
 	case kind == '$' && n >= 0:
 		if a.bytes += min(n, mostBytes); n > mostBulk || a.bytes > mostBytes {
-			return notRedis("%d bytes, of at most %d, and %d in all", n, mostBulk, mostBytes)
+			return notRedis("got a value of %d bytes: expected at most %d, and at most %d in all", n, mostBulk,
+				mostBytes)
 		}
 		a.skip = n + 2
 	case kind == '*' && n > 0:
 		if a.elements += min(n, mostElements+1); a.elements > mostElements || len(a.left) == mostDepth {
-			return notRedis("%d elements in %d arrays, of at most %d in all, and in %d", n, len(a.left)+1, mostElements,
-				mostDepth)
+			return notRedis(
+				"got an array of %d elements at depth %d: expected at most %d elements in all, and depth %d",
+				n, len(a.left)+1, mostElements, mostDepth)
 		}
 		a.left = append(a.left, int(n))
 		return nil
@@ -124,5 +126,5 @@ func (a *answers) countElement() {
 }
 
 func notRedis(format string, args ...any) error {
-	return errs.New(errs.ErrFormat, "no answer of a Redis server to what was asked: "+format, args...)
+	return errs.New(errs.ErrFormat, "this is not a valid response of a Redis server: "+format, args...)
 }

@@ -59,7 +59,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 		})
 	})
 	if err == nil && o.values == nil {
-		err = errs.New(errs.ErrNotFound, "there is no such key, and none that begins with it")
+		err = errs.New(errs.ErrNotFound, "there is no such key, and no key that begins with it")
 	}
 	if err != nil {
 		s.closeIdle()
@@ -85,7 +85,7 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 		return nil, err
 	}
 	if n < 0 {
-		return nil, notRedis("a value of %d bytes", n)
+		return nil, notRedis("a value has %d bytes", n)
 	}
 	if n > 0 {
 		return []value{{key, 0, n}}, nil
@@ -109,7 +109,7 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 		}
 	}
 	return nil, errs.New(errs.ErrCorrupt,
-		"its values were replaced while they were listed, %d times one after the other", looks)
+		"its values were replaced while they were listed, %d times", looks)
 }
 
 // looks is how often a file is listed again that is replaced meanwhile.
@@ -124,7 +124,7 @@ func refuseCluster(ctx context.Context, c *redis.Client, key string) error {
 	// Without permission for INFO, the client gets the server's own error later.
 	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
 		return errs.New(errs.ErrNotSupported,
-			"the server is part of a cluster, where the values of a file lie together only if its key has a {tag}")
+			"the server is part of a cluster: use a key with a {tag}, which keeps the values of a file together")
 	}
 	return nil
 }
@@ -150,7 +150,7 @@ func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error
 		}
 		for _, k := range some {
 			if size += len(k); !strings.HasPrefix(k, key+":") {
-				return nil, notRedis("it lists a key that does not begin with this one")
+				return nil, notRedis("the server lists a key that does not begin with this one")
 			}
 		}
 		if all = append(all, some...); len(all) > most || size > mostNames {
@@ -162,11 +162,11 @@ func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error
 			slices.Sort(all)
 			return slices.Compact(all), nil // a scan may repeat a key
 		case next == cursor:
-			return nil, notRedis("its list stands still at %d", next)
+			return nil, notRedis("the server's listing does not advance beyond %d", next)
 		}
 		cursor = next
 	}
-	return nil, notRedis("it lists keys without an end")
+	return nil, notRedis("the server's listing does not end")
 }
 
 var ownKey = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
@@ -196,7 +196,7 @@ func layOutValues(ctx context.Context, c *redis.Client, key string, keys []strin
 	}
 	for i := range values {
 		if values[i].n = lengths[i].(*redis.IntCmd).Val(); values[i].n < 0 {
-			return nil, notRedis("a value of %d bytes", values[i].n)
+			return nil, notRedis("a value has %d bytes", values[i].n)
 		}
 	}
 	sort.Slice(values, func(i, k int) bool {
@@ -206,7 +206,7 @@ func layOutValues(ctx context.Context, c *redis.Client, key string, keys []strin
 	for _, v := range values {
 		if v.off != end || v.n > 1<<62-end {
 			return nil, errs.New(errs.ErrFormat,
-				"the values are no file: one begins at %d, where %d was to be the next", v.off, end)
+				"the values do not form a file: one begins at %d, expected %d", v.off, end)
 		}
 		end += v.n
 	}
@@ -289,7 +289,7 @@ func (b *body) Read(p []byte) (int, error) {
 		}
 		for _, a := range asks {
 			if a.cmd.Val() != a.want {
-				return errs.New(errs.ErrCorrupt, "a value was removed, or has another length")
+				return errs.New(errs.ErrCorrupt, "a value was removed, or its length has changed")
 			}
 		}
 		return nil

@@ -48,7 +48,7 @@ func parseURI(uri string) (name, error) {
 	n.password, passwordErr = url.PathUnescape(password)
 	if err != nil || passwordErr != nil || strings.ContainsAny(n.host, "?# \\") {
 		return n, n.placeError("open", -1, errs.New(errs.ErrArgument, "expected redis://user:password@host:port/key; "+
-			"in user and password, %%, / and @ are written %%25, %%2F and %%40, or give them by storage_options"))
+			"in user and password, write %%25, %%2F and %%40 for %%, / and @, or use storage_options"))
 	}
 	if _, port, err := net.SplitHostPort(n.host); err != nil {
 		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
@@ -110,7 +110,7 @@ func newServer(n name, opt source.Options) (*server, error) {
 	}
 	db, err := opt.Number("db", 0, 0, 1<<20)
 	if err != nil || db != float64(int(db)) {
-		return nil, errs.New(errs.ErrArgument, "storage_options: db: expected a whole number")
+		return nil, errs.New(errs.ErrArgument, "storage_options: db: expected an integer")
 	}
 	s := &server{}
 	if s.retry, err = retry.Parse(opt); err != nil {
@@ -220,14 +220,14 @@ var says = map[string]struct {
 	class error
 	text  string
 }{
-	"NOAUTH":      {errs.ErrPermission, "the server asks for a password"},
+	"NOAUTH":      {errs.ErrPermission, "the server requires a password"},
 	"WRONGPASS":   {errs.ErrPermission, "wrong user or password"},
-	"NOPERM":      {errs.ErrPermission, "the user may not do this"},
-	"READONLY":    {errs.ErrPermission, "the server is a replica that cannot be written"},
-	"WRONGTYPE":   {errs.ErrFormat, "the key holds something else than a string"},
+	"NOPERM":      {errs.ErrPermission, "the user has no permission to do this"},
+	"READONLY":    {errs.ErrPermission, "the server is a read-only replica"},
+	"WRONGTYPE":   {errs.ErrFormat, "the key holds a value that is not a string"},
 	"OOM":         {errs.ErrIO, "the server's memory is full"},
 	"MOVED":       {errs.ErrNotSupported, "the server is part of a cluster and does not hold this key"},
-	"ASK":         {errs.ErrNotSupported, "the server is part of a cluster and is giving this key away"},
+	"ASK":         {errs.ErrNotSupported, "the server is part of a cluster and is moving this key to another server"},
 	"CROSSSLOT":   {errs.ErrNotSupported, "the server is part of a cluster"},
 	"LOADING":     {errs.ErrIO, "the server is starting"},
 	"BUSY":        {errs.ErrIO, "the server is busy"},
@@ -258,7 +258,7 @@ func classifyError(ctx context.Context, err error) error {
 			return &answer{s.class, word, s.text}
 		}
 		if strings.Contains(r.Error(), "AUTH") || strings.Contains(r.Error(), "password") {
-			return &answer{errs.ErrPermission, "ERR", "the server takes no such user or password"}
+			return &answer{errs.ErrPermission, "ERR", "the server rejected the user or password"}
 		}
 		for _, words := range []string{"bulk length", "maximum allowed size", "request size"} {
 			if strings.Contains(r.Error(), words) {
@@ -266,15 +266,15 @@ func classifyError(ctx context.Context, err error) error {
 			}
 		}
 		if strings.Contains(r.Error(), "DB index") {
-			return &answer{errs.ErrArgument, "ERR", "the server has no such db"}
+			return &answer{errs.ErrArgument, "ERR", "the server does not have this db"}
 		}
 		return &answer{errs.ErrIO, "ERR", "the server refused"}
 	case errors.As(err, &cert):
 		return errs.New(errs.ErrPermission, "the server's certificate is not trusted: %v", cert.Err)
 	case errors.As(err, &ne) && ne.Timeout(), errors.Is(err, os.ErrDeadlineExceeded):
-		return errs.New(errs.ErrTimeout, "the server did not answer in time")
+		return errs.New(errs.ErrTimeout, "the server did not respond in time")
 	case errors.As(err, &dns):
-		return errs.New(errs.ErrIO, "the server's name %s is not known to DNS", strconv.Quote(dns.Name))
+		return errs.New(errs.ErrIO, "the server's name %s cannot be resolved", strconv.Quote(dns.Name))
 	case errors.As(err, &op):
 		return errs.New(errs.ErrIO, "%s: %v", op.Op, op.Err)
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, net.ErrClosed):

@@ -118,7 +118,7 @@ func mostValue(ctx context.Context, c *redis.Client) int64 {
 }
 
 // errLarge is the error for a value that may be too large for the server.
-var errLarge = errs.New(errs.ErrNotSupported, "the server takes no value of this size")
+var errLarge = errs.New(errs.ErrNotSupported, "the server does not accept a value of this size")
 
 // Part sends one part, as one value or, if the server does not take such large ones, as several.
 func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
@@ -154,7 +154,8 @@ func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 	isLost := false
 	judge := func(err error) (retry.Verdict, time.Duration) {
 		_, isAnswer := errors.AsType[*answer](err)
-		if isLost = !isAnswer && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout)); isLost && len(value) > smallValue {
+		isLost = !isAnswer && (errors.Is(err, errs.ErrIO) || errors.Is(err, errs.ErrTimeout))
+		if isLost && len(value) > smallValue {
 			return retry.Never, 0
 		}
 		return judgeError(err)
@@ -168,7 +169,8 @@ func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 	case len(value) > smallValue:
 		return errLarge
 	}
-	return fmt.Errorf("%w, while a value of %d bytes was sent: does the server limit their size (proto-max-bulk-len)?", err,
+	return fmt.Errorf(
+		"%w while sending a value of %d bytes: does the server limit the size of values (proto-max-bulk-len)?", err,
 		len(value))
 }
 
@@ -177,7 +179,7 @@ func commandError(c *redis.StatusCmd) error {
 	if text, err := c.Result(); err != nil || text == "OK" {
 		return err
 	}
-	return errs.New(errs.ErrIO, "the server's answer does not say that a value is stored")
+	return errs.New(errs.ErrIO, "the server's response does not confirm that a value is stored")
 }
 
 // Publish renames the values and removes those of the earlier file, in one transaction. Of several concurrent
@@ -209,7 +211,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		if k, err := c.Exists(ctx, keys...).Result(); err != nil {
 			return err
 		} else if gap := int64(len(keys)) - k; gap != 0 {
-			return errs.New(errs.ErrIO, "the server has lost %d of %d values that were sent: its memory is full", gap,
+			return errs.New(errs.ErrIO, "the server has lost %d of %d values: its memory is full", gap,
 				len(keys))
 		}
 		var renames []*redis.StatusCmd
@@ -267,7 +269,7 @@ func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Cli
 			return err
 		}
 		if turn == mostTurns {
-			return errs.New(errs.ErrIO, "other writers have published %d times while this one tried", turn)
+			return errs.New(errs.ErrIO, "other writers have published %d times while this one was trying", turn)
 		}
 	}
 }

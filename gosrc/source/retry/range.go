@@ -66,7 +66,8 @@ type byteRange struct {
 func (r *byteRange) beginRange(ctx context.Context, off, n int64) error {
 	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
-		return s.placeError(off, errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", n,
+		return s.placeError(off, errs.New(errs.ErrCorrupt,
+			"truncated: expected at least %d bytes, but the object has %d", n,
 			s.Size()))
 	}
 	if ctx.Err() != nil {
@@ -130,7 +131,7 @@ func (r *byteRange) Next(p []byte) error {
 		return context.Cause(r.ctx)
 	}
 	if int64(len(p)) > r.end-r.off {
-		return s.placeError(r.off, errs.New(errs.ErrEngine, "%d bytes wanted of a range that has %d left", len(p),
+		return s.placeError(r.off, errs.New(errs.ErrEngine, "%d bytes requested from a range that has %d left", len(p),
 			r.end-r.off))
 	}
 	for r.off < r.end {

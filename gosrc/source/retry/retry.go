@@ -164,7 +164,7 @@ func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
 var (
 	errStalled = errors.New("no progress")
 	errShort   = errors.New("the body ended early")
-	errLong    = errors.New("the body has more bytes than were asked for")
+	errLong    = errors.New("the body has more bytes than requested")
 )
 
 // broken is an error of reading a body. It is always worth a retry.

@@ -90,7 +90,7 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	resp, err := c.Transport.RoundTrip(r)
 	if cert, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
 		return nil, errs.New(errs.ErrPermission,
-			"the server's certificate is not trusted: %v; the option cacert, or SSL_CERT_FILE, names the file of "+
+			"the server's certificate is not trusted: %v; set the option cacert, or SSL_CERT_FILE, to the file of "+
 				"an authority", cert.Err)
 	}
 	return resp, err
@@ -170,7 +170,7 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 		hasAny = err == nil && pool.AppendCertsFromPEM(b) || hasAny
 	}
 	if !hasAny {
-		return nil, errs.New(errs.ErrArgument, "no certificate in %s",
+		return nil, errs.New(errs.ErrArgument, "there is no certificate in %s",
 			strings.Join(slices.Concat(t.Files, filepath.SplitList(t.Folders)), ", "))
 	}
 	return pool, nil

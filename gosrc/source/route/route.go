@@ -65,11 +65,11 @@ func (h Hop) Next(location string) (Hop, error) {
 	to, err := h.URL.Parse(location)
 	switch {
 	case err != nil || location == "":
-		return Hop{}, fmt.Errorf("a redirect to nowhere")
+		return Hop{}, fmt.Errorf("a redirect without a valid Location")
 	case to.Scheme != "http" && to.Scheme != "https":
 		return Hop{}, &Refused{"a redirect to another scheme"}
 	case !isPlainHost(to.Hostname()) || to.Opaque != "":
-		return Hop{}, fmt.Errorf("a redirect to nowhere")
+		return Hop{}, fmt.Errorf("a redirect without a valid Location")
 	case h.URL.Scheme == "https" && to.Scheme == "http":
 		return Hop{}, &Refused{"a redirect from https to http"}
 	case h.count == Most:

@@ -83,7 +83,7 @@ func (b *body) Seek(off int64, whence int) (int64, error) {
 		off += sizeOf(b.all)
 	}
 	if off < 0 {
-		return 0, errors.New("a place before the beginning")
+		return 0, errors.New("seek to before the start of the body")
 	}
 	b.at = off
 	return off, nil

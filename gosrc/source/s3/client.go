@@ -51,7 +51,7 @@ type clientKey struct {
 }
 
 // clients keeps credentials and regions, which are expensive to find out, for later calls with the same options.
-// Connections are closed when nobody uses them.
+// Connections are closed when no one uses them.
 var clients struct {
 	sync.Mutex
 	all map[string]*client
@@ -161,7 +161,7 @@ type short struct {
 func (s *short) Read(p []byte) (int, error) {
 	n, err := s.ReadCloser.Read(p)
 	if s.left -= int64(n); s.left < 0 {
-		return 0, errs.New(errs.ErrFormat, "the store's answer has more than %d bytes", maxAnswer)
+		return 0, errs.New(errs.ErrFormat, "the store's response has more than %d bytes", maxAnswer)
 	}
 	return n, err
 }
@@ -290,7 +290,7 @@ func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.
 			c.mu.Lock()
 			c.bare = false // there may be credentials next time
 			c.mu.Unlock()
-			return out, lackCredentials("%s. Unsigned, the store refused%s", noCredentials, statusOf(err))
+			return out, lackCredentials("%s. The store refused an unsigned request%s", noCredentials, statusOf(err))
 		default:
 			return out, err
 		}

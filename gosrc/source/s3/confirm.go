@@ -57,8 +57,8 @@ func (u *upload) confirmUpload(ctx context.Context, api *s3.Client) error {
 	case sum == "" && out.LastModified != nil && !u.begun.IsZero() && !out.LastModified.Before(u.begun):
 		return nil
 	}
-	return errs.New(errs.ErrIO, "the store's answer does not say that the upload is complete, and what it has "+
-		"under this name is another object")
+	return errs.New(errs.ErrIO, "the store's response does not confirm that the upload is complete, and the object "+
+		"under this name is a different one")
 }
 
 // refusedOnce reports whether a write with If-None-Match was refused because the object exists.
@@ -81,15 +81,15 @@ func (u *upload) notOnce(err error, tries int, ours func() error) error {
 	_ = errors.As(err, &resp)
 	switch resp.HTTPStatusCode() {
 	case http.StatusConflict:
-		return errs.New(errs.ErrIO, "another writer of the object ends just now")
+		return errs.New(errs.ErrIO, "another writer of this object is just finishing")
 	case http.StatusNotImplemented:
 		u.once = nil
-		return errs.New(errs.ErrIO, "the store does not know If-None-Match")
+		return errs.New(errs.ErrIO, "the store does not support If-None-Match")
 	}
 	if tries > 1 && ours() == nil {
 		return nil
 	}
-	return errs.New(errs.ErrArgument, "there is an object already, and it should not be replaced")
+	return errs.New(errs.ErrArgument, "the object exists already and should not be replaced")
 }
 
 // compareObject reads a small object back if the response to its upload had no ETag.
@@ -106,7 +106,8 @@ func (u *upload) compareObject(ctx context.Context, api *s3.Client, whole []byte
 		return err
 	}
 	if !bytes.Equal(back, whole) {
-		return errs.New(errs.ErrIO, "the store's answer has no ETag, and what it has under this name is another object")
+		return errs.New(errs.ErrIO,
+			"the store's response has no ETag, and what it has under this name is a different one")
 	}
 	return nil
 }
@@ -114,7 +115,8 @@ func (u *upload) compareObject(ctx context.Context, api *s3.Client, whole []byte
 // absentError is the error of a request for an object that should exist.
 func (u *upload) absentError(ctx context.Context, err error) error {
 	if errors.Is(classifyError(ctx, err), errs.ErrNotFound) {
-		return errs.New(errs.ErrIO, "the store's answer does not say that the object is stored, and there is none")
+		return errs.New(errs.ErrIO,
+			"the store's response does not confirm that the object is stored, and there is no such object")
 	}
 	return err
 }

@@ -55,10 +55,12 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	var err error
 	switch {
 	case o["key"] != "" && o["secret"] != "":
-		p, err = staticKeys(aws.Credentials{AccessKeyID: o["key"], SecretAccessKey: o["secret"], SessionToken: o["token"]},
+		p, err = staticKeys(aws.Credentials{AccessKeyID: o["key"], SecretAccessKey: o["secret"],
+			SessionToken: o["token"]},
 			errs.ErrArgument, "storage_options: key", "storage_options: secret", "storage_options: token")
 	case o["key"] != "" || o["secret"] != "" || o["token"] != "":
-		return nil, errs.New(errs.ErrArgument, "storage_options: key and secret come together (and token with both)")
+		return nil, errs.New(errs.ErrArgument,
+			"storage_options: give key and secret together (and token only with both)")
 	case o["profile"] != "":
 		p, err = c.fromProfile(ctx, &c.profile, 0)
 	case c.environmentKeys().HasKeys():
@@ -86,7 +88,8 @@ func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credenti
 	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
 		*word = strings.TrimSpace(*word)
 		if strings.ContainsFunc(*word, unicode.IsControl) {
-			return keys, errs.New(class, "%s: it has a line break, or another character that cannot be sent", names[i])
+			return keys, errs.New(class, "%s: it contains a line break or another character that cannot be sent",
+				names[i])
 		}
 	}
 	return keys, nil
@@ -126,7 +129,7 @@ func (c *chain) environmentKeys() aws.Credentials {
 // fromProfile returns the provider of one profile. A role may refer to another profile.
 func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth int) (aws.CredentialsProvider, error) {
 	if depth > 8 {
-		return nil, errs.New(errs.ErrArgument, "profile %q: roles on roles without end", p.Profile)
+		return nil, errs.New(errs.ErrArgument, "profile %q: the chain of roles does not end", p.Profile)
 	}
 	var base aws.CredentialsProvider
 	var err error
@@ -135,7 +138,8 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 		base, err = c.fromProfile(ctx, p.Source, depth+1)
 	case p.Credentials.HasKeys():
 		name := fmt.Sprintf("profile %q: ", p.Profile)
-		base, err = staticKeys(p.Credentials, errs.ErrPermission, name+"aws_access_key_id", name+"aws_secret_access_key",
+		base, err = staticKeys(p.Credentials, errs.ErrPermission, name+"aws_access_key_id",
+			name+"aws_secret_access_key",
 			name+"aws_session_token")
 	case p.CredentialSource != "":
 		base, err = c.namedProvider(p.CredentialSource)
@@ -145,7 +149,8 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 		base, err = c.singleSignOn(p)
 	case p.LoginSession != "":
 		return nil, errs.New(errs.ErrNotSupported,
-			"profile %q uses `aws login`: `aws configure export-credentials` gives keys for the environment", p.Profile)
+			"profile %q uses `aws login`: export keys to the environment by `aws configure export-credentials`",
+			p.Profile)
 	case p.CredentialProcess != "":
 		base = c.processProvider(p.CredentialProcess)
 	case c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") != "" || c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI") != "":
@@ -204,7 +209,7 @@ func (c *chain) roleProvider(ctx context.Context, p *config.SharedConfig,
 	as aws.CredentialsProvider) (aws.CredentialsProvider, error) {
 	if p.MFASerial != "" {
 		return nil, errs.New(errs.ErrNotSupported,
-			"profile %q asks for a second factor: take a session's keys into the environment", p.Profile)
+			"profile %q requires a second factor: put a session's keys into the environment", p.Profile)
 	}
 	client, err := c.stsClient(ctx, aws.NewCredentialsCache(as))
 	if err != nil {
@@ -267,11 +272,12 @@ func (c *chain) containerProvider() (aws.CredentialsProvider, error) {
 	u, err := url.Parse(at)
 	if err != nil || u.Hostname() == "" {
 		return nil, errs.New(errs.ErrArgument,
-			"the container's credentials: AWS_CONTAINER_CREDENTIALS_FULL_URI is no URL")
+			"the container's credentials: AWS_CONTAINER_CREDENTIALS_FULL_URI is not a URL")
 	}
 	if u.Scheme != "https" && !containerHost(u.Hostname()) {
 		return nil, errs.New(errs.ErrPermission,
-			"the container's credentials: %s is neither https nor an address of the container service", u.Hostname())
+			"the container's credentials: %s is neither an https URL nor an address of the container service",
+			u.Hostname())
 	}
 	return endpointcreds.New(at, func(o *endpointcreds.Options) {
 		o.HTTPClient = c.http

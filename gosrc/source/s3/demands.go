@@ -77,7 +77,8 @@ func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 	}
 	_, _ = callWithRetries(ctx, u.client, u.bucket,
 		func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
-			return api.AbortMultipartUpload(ctx, &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: id})
+			in := &s3.AbortMultipartUploadInput{Bucket: &u.bucket, Key: &u.key, UploadId: id}
+			return api.AbortMultipartUpload(ctx, in)
 		})
 	u.id, u.isSummed = nil, true
 	return ctx.Err() == nil
@@ -97,7 +98,7 @@ func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) 
 		return nil
 	}
 	return errs.WithRule(ruleNoKey, errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
-		"sse_customer_key, and would keep the object readable for all who may read the bucket: nothing was saved"))
+		"sse_customer_key, so anyone who can read the bucket could read the object: nothing was saved"))
 }
 
 // publishWithKey makes a small object in two steps. The first shows whether the store uses the customer's key; if
@@ -121,7 +122,8 @@ func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, e
 func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
 	_, err := api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key})
 	if err != nil {
-		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with sse_customer_key, and the "+
+		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
+			"sse_customer_key, and the "+
 			"object, which it now has unencrypted, could not be removed: %v", classifyError(ctx, err))
 	}
 	return why
@@ -130,9 +132,9 @@ func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why erro
 // explainKey adds to the error of a refused read that a customer's key may be missing.
 func (c *client) explainKey(err error) error {
 	if r, ok := errors.AsType[*refusal](err); ok && r.class == errs.ErrArgument && says[r.code] == "" {
-		r.message = "if the object was saved with a customer's key, its readers need storage_options sse_customer_key"
+		r.message = "if the object was saved with a customer's key, set sse_customer_key in storage_options"
 		if c.sse.key != nil {
-			r.message = "the object may have been saved with another sse_customer_key, or without one"
+			r.message = "the object may have been saved with a different sse_customer_key, or without one"
 		}
 	}
 	return err

@@ -45,7 +45,8 @@ func TestUploadsWithChecksums(t *testing.T) {
 			mu.Lock()
 			defer mu.Unlock()
 			body, _ := io.ReadAll(r.Body)
-			sum := base64.StdEncoding.EncodeToString(binary.BigEndian.AppendUint32(nil, crc32.Checksum(body, castagnoli)))
+			crc := crc32.Checksum(body, castagnoli)
+			sum := base64.StdEncoding.EncodeToString(binary.BigEndian.AppendUint32(nil, crc))
 			word := r.Method
 			if r.Header.Get("X-Amz-Checksum-Crc32c") == sum && r.Header.Get("X-Amz-Sdk-Checksum-Algorithm") == "CRC32C" ||
 				r.Header.Get("X-Amz-Checksum-Algorithm") == "CRC32C" || strings.Contains(string(body), "ChecksumCRC32C") {
@@ -88,7 +89,8 @@ func TestUploadsWithChecksums(t *testing.T) {
 				wants, opt.Storage["retries"] = false, "1"
 			}
 			mu.Unlock()
-			if err := publish(t, opt, "m", c.data); err != nil || fmt.Sprint(asked) != c.want || string(fake.had) != string(c.data) {
+			err := publish(t, opt, "m", c.data)
+			if err != nil || fmt.Sprint(asked) != c.want || string(fake.had) != string(c.data) {
 				t.Errorf("TLS %v, upload %d: %v, %v", isTLS, i, asked, err)
 			}
 		}

@@ -1,6 +1,6 @@
 package s3
 
-// This file gives S3 errors a class and a text without secrets.
+// This file classifies S3 errors and makes their texts without secrets.
 
 import (
 	"context"
@@ -61,7 +61,7 @@ func (r *refusal) Unwrap() error { return r.class }
 // says explains codes that do not explain themselves.
 var says = map[string]string{
 	"InvalidAccessKeyId":    "the store does not know this access key",
-	"SignatureDoesNotMatch": "the secret key does not fit the access key, or the request was changed on its way",
+	"SignatureDoesNotMatch": "the secret key does not match the access key, or the request was changed on its way",
 	"ExpiredToken":          "the session token has expired",
 	"TokenRefreshRequired":  "the session token has expired",
 	"InvalidToken":          "the session token is not valid",
@@ -104,11 +104,11 @@ func classifyError(ctx context.Context, err error) error {
 		r.class = statusClass(r.status, r.code)
 		if route.Redirect(r.status) {
 			r.message = "a redirect" + leadsTo(resp.Response.Header.Get("Location")) +
-				" is refused, since the request is signed for this host: " +
-				"region and endpoint_url say where a bucket is"
+				"is refused, because the request is signed for this host: " +
+				"set region or endpoint_url to where the bucket is"
 		}
 		if r.message == "" && r.status < 300 {
-			r.message = "the answer could not be understood"
+			r.message = "the response could not be parsed"
 		}
 		return r
 	}
@@ -127,7 +127,8 @@ func classOf(err error) error {
 	}
 	for {
 		inner := errors.Unwrap(err)
-		if inner == nil || !errs.Classed(inner) || errors.Unwrap(inner) == nil || errs.RuleOf(inner) != errs.RuleOf(err) {
+		if inner == nil || !errs.Classed(inner) || errors.Unwrap(inner) == nil ||
+			errs.RuleOf(inner) != errs.RuleOf(err) {
 			return err
 		}
 		err = inner
@@ -210,13 +211,13 @@ func transportError(err error) error {
 	var dns *net.DNSError
 	switch {
 	case errors.As(err, &ne) && ne.Timeout():
-		return errs.New(errs.ErrTimeout, "the store did not answer in time")
+		return errs.New(errs.ErrTimeout, "the store did not respond in time")
 	case errors.As(err, &dns):
-		return errs.New(errs.ErrIO, "the store's name %q is not known to DNS", dns.Name)
+		return errs.New(errs.ErrIO, "the store's name %q cannot be resolved", dns.Name)
 	case errors.As(err, &op):
 		return errs.New(errs.ErrIO, "%s: %v", op.Op, op.Err)
 	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
-		return errs.New(errs.ErrIO, "the connection was closed in the middle of an answer")
+		return errs.New(errs.ErrIO, "the connection was closed in the middle of a response")
 	}
 	for inner := err; inner != nil; inner = errors.Unwrap(err) {
 		err = inner

@@ -18,13 +18,13 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A redirect from a store is not followed, wherever it leads and whatever the request: the session token, the
-// customer's key and the signature stay with the host that they were made for.
+// A redirect from a store is not followed, wherever it leads and whatever the request: the session token
+// and the signature stay with the host that they were made for.
 func TestRoutes(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	opt := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "key": "AKIAPLANTED",
 		"secret": sourcetest.Planted,
-		"token":  sourcetest.Planted, "sse_customer_key": "0123456789abcdef0123456789abcdef", "retries": "0"}}
+		"token":  sourcetest.Planted, "retries": "0"}}
 	anon := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "anon": "true",
 		"retries": "0"}}
 	for _, location := range []string{

@@ -50,7 +50,7 @@ func parseURI(uri string) (name, error) {
 	}
 	if n.bucket == "" || strings.ContainsAny(n.bucket, "@:?# \\") || strings.ContainsRune(uri, 0) {
 		return n, n.placeError("open", errs.New(errs.ErrArgument,
-			"expected s3://bucket/key; credentials go into storage_options"))
+			"expected s3://bucket/key: put credentials into storage_options"))
 	}
 	return n, nil
 }
@@ -59,7 +59,7 @@ func parseURI(uri string) (name, error) {
 func parseObject(verb, uri string) (name, error) {
 	n, err := parseURI(uri)
 	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
-		err = n.placeError(verb, errs.New(errs.ErrArgument, "this names a folder; s3://bucket/key names an object"))
+		err = n.placeError(verb, errs.New(errs.ErrArgument, "this is a folder: name an object, s3://bucket/key"))
 	}
 	return n, err
 }
@@ -134,10 +134,10 @@ func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 		return nil, err
 	}
 	if lo != 0 {
-		return nil, errs.New(errs.ErrIO, "the store's answer is no range from the beginning")
+		return nil, errs.New(errs.ErrIO, "the store's response is not a range from the beginning")
 	}
 	if n != min(size, source.HeadBytes) && n != size {
-		return nil, errs.New(errs.ErrIO, "the store gave %d bytes of %d, %d were wanted", n, size, source.HeadBytes)
+		return nil, errs.New(errs.ErrIO, "the store returned %d bytes of %d, expected %d", n, size, source.HeadBytes)
 	}
 	o.size = size
 	head := make([]byte, min(size, source.HeadBytes))
@@ -158,7 +158,7 @@ func (o *fetcher) checkEmpty(ctx context.Context) error {
 		return o.client.explainKey(classifyError(ctx, err))
 	}
 	if out.ContentLength == nil || *out.ContentLength != 0 {
-		return errs.New(errs.ErrIO, "the store refuses ranges of this object")
+		return errs.New(errs.ErrIO, "the store does not support ranges of this object")
 	}
 	o.pinObject(out.ETag, out.LastModified, out.ResultMetadata)
 	return nil
@@ -208,7 +208,7 @@ func (o *fetcher) getRange(ctx context.Context, want *string) (*s3.GetObjectOutp
 
 // contentRange is what a response contains: bytes [lo, lo+n) of size.
 func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
-	bad := errs.New(errs.ErrIO, "the store's answer does not say which range it is")
+	bad := errs.New(errs.ErrIO, "the store's response does not say which range it is")
 	if e := encodingOf(out); e != "" {
 		return 0, 0, 0, encodedError(e)
 	}
@@ -251,7 +251,7 @@ func (w *whole) Whole(ctx context.Context) (io.ReadCloser, int64, error) {
 	case e != "":
 		err = encodedError(e)
 	case out.ContentRange != nil:
-		err = errs.New(errs.ErrIO, "the store gives a range of an object that was asked for as a whole")
+		err = errs.New(errs.ErrIO, "the store returned a range, but the whole object was requested")
 	case !w.isSame(out):
 		err = errs.New(errs.ErrCorrupt, "the object was changed while it was read")
 	}
@@ -291,7 +291,8 @@ func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error
 	case size != o.size || !o.isSame(out):
 		err = errs.New(errs.ErrCorrupt, "the object was changed while it was read")
 	case lo != off || count != n:
-		err = errs.New(errs.ErrIO, "bytes %d to %d were wanted, the store gave %d to %d", off, off+n, lo, lo+count)
+		err = errs.New(errs.ErrIO, "bytes %d to %d were requested, but the store returned %d to %d",
+			off, off+n, lo, lo+count)
 	}
 	if err != nil {
 		_ = out.Body.Close()

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/md5"
 	"encoding/base64"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
@@ -288,7 +289,7 @@ func TestCustomerKey(t *testing.T) {
 	var sent, without []string
 	var confirms, echoes atomic.Bool
 	var mu sync.Mutex
-	front := fronted(t, s, func(r *http.Request) {
+	front, certificate := frontedTLS(t, s, func(r *http.Request) {
 		mu.Lock()
 		defer mu.Unlock()
 		if r.Header.Get(head+"Key") == text && r.Header.Get(head+"Algorithm") == "AES256" &&
@@ -311,6 +312,7 @@ func TestCustomerKey(t *testing.T) {
 	for _, k := range []string{key, text} {
 		confirms.Store(false)
 		opt := with(s, "endpoint_url", front, "sse_customer_key", k)
+		opt.Env = map[string]string{"AWS_CA_BUNDLE": certificate}
 		for name, data := range map[string][]byte{"sse": []byte("x"), "large": random(minPart + 1), "empty": nil} {
 			if err := publish(t, opt, name, data); !errors.Is(err, errs.ErrNotSupported) ||
 				!strings.Contains(err.Error(), "does not confirm") {
@@ -338,12 +340,12 @@ func TestCustomerKey(t *testing.T) {
 	}
 }
 
-// A customer's key crosses a network only with TLS; on this machine it may go without.
+// A customer's key is only sent with TLS.
 func TestCustomerKeyNeedsTLS(t *testing.T) {
 	t.Parallel()
 	for endpoint, isRefused := range map[string]bool{"http://10.1.2.3:9000": true, "http://store.example": true,
-		"http://127.0.0.1.example": true, "http://127.0.0.1:9000": false, "http://[::1]:9000": false,
-		"http://localhost": false, "https://store.example": false, "store.example": false, "": false} {
+		"http://127.0.0.1.example": true, "http://127.0.0.1:9000": true, "http://[::1]:9000": true,
+		"http://localhost": true, "https://store.example": false, "store.example": false, "": false} {
 		for _, opt := range []source.Options{
 			{Storage: map[string]string{"endpoint_url": endpoint}}, {Env: map[string]string{"AWS_ENDPOINT_URL_S3": endpoint}},
 		} {
@@ -363,15 +365,32 @@ func TestCustomerKeyNeedsTLS(t *testing.T) {
 // fronted is a proxy before the server, for tests that need a failing store. It keeps the host, which is signed.
 func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) string {
 	t.Helper()
-	p := forwarder(s, change)
-	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	h := httptest.NewServer(watched(forwarder(s, change), see))
+	t.Cleanup(h.Close)
+	return h.URL
+}
+
+// frontedTLS is fronted with TLS; certificate is a file with the one to trust.
+func frontedTLS(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) (
+	url, certificate string) {
+	t.Helper()
+	h := httptest.NewTLSServer(watched(forwarder(s, change), see))
+	t.Cleanup(h.Close)
+	certificate = filepath.Join(t.TempDir(), "ca.pem")
+	block := &pem.Block{Type: "CERTIFICATE", Bytes: h.Certificate().Raw}
+	if err := os.WriteFile(certificate, pem.EncodeToMemory(block), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return h.URL, certificate
+}
+
+func watched(next http.Handler, see func(*http.Request)) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if see != nil {
 			see(r)
 		}
-		p.ServeHTTP(w, r)
-	}))
-	t.Cleanup(h.Close)
-	return h.URL
+		next.ServeHTTP(w, r)
+	})
 }
 
 // A store that is overloaded, cuts bodies and closes connections costs time and nothing else: reads resume, writes are

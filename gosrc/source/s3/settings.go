@@ -41,7 +41,8 @@ func withOwnNames(opt source.Options) (source.Options, error) {
 	for _, name := range slices.Sorted(maps.Keys(opt.Storage)) {
 		to := cmp.Or(aliases[name], name)
 		if had, isTwice := own[to]; isTwice && had != opt.Storage[name] {
-			return opt, errs.New(errs.ErrArgument, "storage_options: %s and %s are the same option, with two values", to, name)
+			return opt, errs.New(errs.ErrArgument,
+				"storage_options: %s and %s are the same option, but have two values", to, name)
 		}
 		own[to] = opt.Storage[name]
 	}
@@ -89,7 +90,7 @@ func resolveSettings(ctx context.Context, opt source.Options) (*settings, error)
 	s.region = cmp.Or(opt.Storage["region"], s.env("AWS_REGION"), s.env("AWS_DEFAULT_REGION"), s.profile.Region,
 		"us-east-1")
 	if !validRegion(s.region) {
-		return nil, errs.New(errs.ErrArgument, "region: %q is no name of a region", s.region)
+		return nil, errs.New(errs.ErrArgument, "region: %q is not a valid region name", s.region)
 	}
 	s.fips = strings.EqualFold(s.env("AWS_USE_FIPS_ENDPOINT"), "true")
 	s.dual = strings.EqualFold(s.env("AWS_USE_DUALSTACK_ENDPOINT"), "true")
@@ -132,7 +133,7 @@ func (s *settings) loadProfile(ctx context.Context) error {
 	case errors.As(err, &none) && !s.profiled:
 		return nil
 	case errors.As(err, &none):
-		return errs.New(errs.ErrArgument, "profile %q is in none of AWS's configuration files", name)
+		return errs.New(errs.ErrArgument, "profile %q is not in AWS's configuration files", name)
 	case err != nil:
 		// The library's text may quote lines of the file, which may be secret.
 		return errs.New(errs.ErrArgument, "profile %q cannot be read from AWS's configuration files",
@@ -202,20 +203,14 @@ func (s *settings) customerKey() error {
 		key = b
 	}
 	algorithm, text := "AES256", base64.StdEncoding.EncodeToString(key)
-	if u, err := url.Parse(s.endpoint); err == nil && u.Scheme == "http" && !isLoopback(u.Hostname()) {
-		return errs.New(errs.ErrArgument, "sse_customer_key: it would cross the network readable, since endpoint_url "+
+	if u, err := url.Parse(s.endpoint); err == nil && u.Scheme == "http" {
+		return errs.New(errs.ErrArgument, "sse_customer_key: the key would be sent unencrypted, because endpoint_url "+
 			"is http://%s: use an https:// endpoint", u.Host)
 	}
 	sum := md5.Sum(key) // the protocol sends it with the key
 	check := base64.StdEncoding.EncodeToString(sum[:])
 	s.sse = sse{&algorithm, &text, &check}
 	return nil
-}
-
-// isLoopback reports whether a host is this machine.
-func isLoopback(host string) bool {
-	ip := net.ParseIP(host)
-	return strings.EqualFold(host, "localhost") || ip != nil && ip.IsLoopback()
 }
 
 // validRegion only allows a single label, since the region becomes part of a host name.

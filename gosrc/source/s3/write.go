@@ -54,7 +54,8 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 		return nil, err
 	}
 	if n.version != nil {
-		return nil, n.placeError("save", errs.New(errs.ErrArgument, "a version cannot be written"))
+		return nil, n.placeError("save", errs.New(errs.ErrArgument,
+			"cannot write to a version of an object: omit ?versionId="))
 	}
 	part := int64(minPart)
 	if most := int64(maxParts * 9 / 10); limit > part*most {
@@ -62,7 +63,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	}
 	if part > maxPart {
 		return nil, n.placeError("save", errs.New(errs.ErrArgument,
-			"%d bytes are more than one object can have: write shards", limit))
+			"%d bytes do not fit into one object: write shards", limit))
 	}
 	c, err := acquireClient(ctx, opt)
 	if err != nil {
@@ -115,7 +116,7 @@ func (u *upload) sendPart(ctx context.Context, id *string, number int32, p [][]b
 				err = u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata)
 			}
 			if err == nil && !isNamed(out.ETag) {
-				err = errs.New(errs.ErrIO, "the store's answer to part %d has no ETag", number)
+				err = errs.New(errs.ErrIO, "the store's response to part %d has no ETag", number)
 			}
 			return out, err
 		})
@@ -142,7 +143,7 @@ func (u *upload) beginUpload(ctx context.Context) (id *string, isSummed bool, er
 		return nil, false, err
 	}
 	if !isNamed(out.UploadId) {
-		return nil, false, errs.New(errs.ErrIO, "the store gave no id for an upload")
+		return nil, false, errs.New(errs.ErrIO, "the store returned no upload id")
 	}
 	u.id = out.UploadId
 	u.begun, _ = awsmiddleware.GetServerTime(out.ResultMetadata)
@@ -162,7 +163,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 		return u.endPublished(u.putObject(ctx, whole))
 	}
 	if len(u.done) != n {
-		return u.placeError("save", errs.New(errs.ErrEngine, "%d parts of %d were sent", len(u.done), n))
+		return u.placeError("save", errs.New(errs.ErrEngine, "only %d of %d parts were sent", len(u.done), n))
 	}
 	sort.Slice(u.done, func(i, k int) bool { return *u.done[i].PartNumber < *u.done[k].PartNumber })
 	tries := 0
@@ -198,13 +199,15 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 				SSECustomerKey: u.client.sse.key, SSECustomerKeyMD5: u.client.sse.sum}
 			out, err := api.PutObject(ctx, in, u.client.signBody)
 			if err != nil && !u.isSummed && mayWantSum(ctx, err) {
-				in.Body, in.ChecksumAlgorithm, in.ChecksumCRC32C = bodyOf(ctx, all), algorithmOf(true), checksumOf(all, true)
+				in.Body, in.ChecksumAlgorithm = bodyOf(ctx, all), algorithmOf(true)
+				in.ChecksumCRC32C = checksumOf(all, true)
 				if out, err = api.PutObject(ctx, in, u.client.signBody); err == nil {
 					u.client.noteSums(u.bucket)
 				}
 			}
 			if err == nil {
-				if why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata); why != nil {
+				why := u.client.confirmKey(out.SSECustomerAlgorithm, out.SSECustomerKeyMD5, out.ResultMetadata)
+				if why != nil {
 					return out, u.removeUnencrypted(ctx, api, why)
 				}
 			}
@@ -314,7 +317,7 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 			return nil, n.placeError("open", err)
 		}
 		if out.Name == nil && out.KeyCount == nil && out.IsTruncated == nil && out.Contents == nil {
-			return nil, n.placeError("open", errs.New(errs.ErrIO, "the store's answer is no list"))
+			return nil, n.placeError("open", errs.New(errs.ErrIO, "the store's response is not a listing"))
 		}
 		for _, o := range out.Contents {
 			if o.Key != nil && strings.HasPrefix(*o.Key, prefix) && !strings.HasSuffix(*o.Key, "/") {
@@ -327,7 +330,7 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 		}
 		if len(entries) > maxListed || page > maxPages {
 			return nil, n.placeError("open", errs.New(errs.ErrNotSupported,
-				"more than %d objects, or %d answers, for one folder", maxListed, maxPages))
+				"the folder has more than %d objects, or its listing more than %d pages", maxListed, maxPages))
 		}
 		next = out.NextContinuationToken
 		if out.IsTruncated == nil || !*out.IsTruncated || next == nil {
@@ -352,7 +355,8 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 		return "", err
 	}
 	if expires < time.Second || expires > 7*24*time.Hour {
-		return "", n.placeError("presign", errs.New(errs.ErrArgument, "a URL lives between a second and seven days"))
+		return "", n.placeError("presign", errs.New(errs.ErrArgument,
+			"a presigned URL can be valid for 1 second to 7 days"))
 	}
 	c, err := acquireClient(ctx, opt)
 	if err != nil {
@@ -360,10 +364,11 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	}
 	defer c.releaseClient()
 	if c.creds == nil {
-		return "", n.placeError("presign", errs.New(errs.ErrArgument, "unsigned access has nothing to sign with"))
+		return "", n.placeError("presign", errs.New(errs.ErrArgument, "cannot sign a URL without credentials"))
 	}
 	if c.sse.key != nil {
-		return "", n.placeError("presign", errs.New(errs.ErrNotSupported, "a URL cannot carry the customer's key"))
+		return "", n.placeError("presign", errs.New(errs.ErrNotSupported,
+			"a presigned URL cannot contain the customer's key"))
 	}
 	out, err := s3.NewPresignClient(c.apiFor(n.bucket, true)).PresignGetObject(ctx,
 		&s3.GetObjectInput{Bucket: &n.bucket, Key: &n.key, VersionId: n.version}, s3.WithPresignExpires(expires))
@@ -382,7 +387,7 @@ func callWithRetries[T any](ctx context.Context, c *client, bucket string,
 		defer stop(nil)
 		w := &watch{limit: c.retry.Timeout}
 		w.timer = time.AfterFunc(w.limit, func() {
-			stop(errs.New(errs.ErrTimeout, "the store took nothing for %v", w.limit))
+			stop(errs.New(errs.ErrTimeout, "the store accepted no bytes for %v", w.limit))
 		})
 		defer w.timer.Stop()
 		ctx = context.WithValue(ctx, watch{}, w)

@@ -29,7 +29,7 @@ type File struct {
 	free    int64 // free bytes of the temporary folder when this was made
 
 	// Used only by the goroutine that fills the file.
-	need   int64 // the outline needs this number of bytes to tell the size; -1: it has told
+	need   int64 // the outline needs this number of bytes to know the size; -1: it knows
 	stated bool  // Expect was called
 
 	mu    sync.Mutex
@@ -71,7 +71,7 @@ func (f *File) Append(p []byte) error {
 	case most > 0 && have > most:
 		return errs.New(errs.ErrFormat, "it has more than %d bytes", most)
 	case f.stated && f.Size() > f.free:
-		return errs.New(errs.ErrIO, "it has %d bytes, and %d are free in %s, where it has to be kept: set TMPDIR to a "+
+		return errs.New(errs.ErrIO, "it has %d bytes, but only %d are free in %s, which must hold it: set TMPDIR to a "+
 			"larger disk", f.Size(), f.free, os.TempDir())
 	case !f.stated && have > f.free/2:
 		return errs.New(errs.ErrIO, "its size is not stated, and it has more than %d bytes, half of what was free "+
@@ -89,7 +89,7 @@ func (f *File) Append(p []byte) error {
 // appendBeyond is Append for bytes that go past the end; only p is before it.
 func (f *File) appendBeyond(p []byte) error {
 	if !f.outline.Longer {
-		return errs.New(errs.ErrFormat, "it goes on after the %d bytes that it says it has", f.ends)
+		return errs.New(errs.ErrFormat, "it continues after the %d bytes that it states", f.ends)
 	}
 	if _, err := f.file.WriteAt(p, f.Have()); err != nil {
 		return errs.FromOS(err)
@@ -161,7 +161,7 @@ func (f *File) End(err error) {
 		case f.size < 0:
 			f.size = f.have
 		case f.have < f.size:
-			f.err = errs.New(errs.ErrCorrupt, "truncated: %d of %d bytes came", f.have, f.size)
+			f.err = errs.New(errs.ErrCorrupt, "truncated: only %d of %d bytes arrived", f.have, f.size)
 		}
 	})
 }
@@ -190,7 +190,8 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 		return &errs.At{Verb: "read", Source: f.uri, Chunk: -1, Offset: off, Err: err}
 	}
 	if size := f.Size(); off < 0 || off > size || int64(len(p)) > size-off {
-		return at(errs.New(errs.ErrCorrupt, "truncated: %d bytes wanted, the object has %d", len(p), size))
+		return at(errs.New(errs.ErrCorrupt, "truncated: expected at least %d bytes, but the object has %d",
+			len(p), size))
 	}
 	if ctx.Err() != nil {
 		return context.Cause(ctx)

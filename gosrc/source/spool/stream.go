@@ -122,7 +122,7 @@ func (s *Stream) fillFile(ctx context.Context) error {
 				return err
 			}
 			if err == errStalled {
-				return errs.New(errs.ErrTimeout, "less than %d bytes in %v (after %d attempts)", retry.Progress,
+				return errs.New(errs.ErrTimeout, "got less than %d bytes in %v (after %d attempts)", retry.Progress,
 					s.tries.Timeout, failures)
 			}
 			return errs.New(errs.ErrIO, "%v (after %d attempts)", err, failures)
@@ -165,7 +165,7 @@ func (s *Stream) requestOnce(ctx context.Context) error {
 			s.Expect(length)
 		}
 	} else if size := s.Size(); size >= 0 && length >= 0 && length != size {
-		return &changed{fmt.Sprintf("it had %d bytes and has %d", size, length)}
+		return &changed{fmt.Sprintf("it had %d bytes and now has %d", size, length)}
 	}
 	var again maphash.Hash
 	again.SetSeed(s.hash.Seed())
@@ -182,7 +182,7 @@ func (s *Stream) requestOnce(ctx context.Context) error {
 			_, _ = again.Write(b[:k])
 			b = b[k:]
 			if arrivals+k == old && again.Sum64() != s.hash.Sum64() {
-				return &changed{"its bytes are others"}
+				return &changed{"its bytes have changed"}
 			}
 		}
 		arrivals += int64(n)

@@ -1,7 +1,7 @@
 """Makes writers of one bundle take turns, in all processes that can reach its folder.
 
 A writer locks a hidden file in the folder and removes it at the end. A lock ends
-with its process, so a killed writer's file blocks nobody.
+with its process, so a killed writer's file does not block others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _taken: list[Turn] = []
 
 @contextlib.contextmanager
 def turn_of(path: str) -> Iterator[Turn]:
-    """Waits until nobody else is in a `turn_of` with the same path. Raises OSError, and
+    """Waits until no one else is in a `turn_of` with the same path. Raises OSError, and
     ArgumentError if this thread itself is in one, because it would wait for itself.
 
     If the file system has no locks, only the caller may write: see `lock_file`.
@@ -45,7 +45,7 @@ def turn_of(path: str) -> Iterator[Turn]:
     try:
         yield turn
     finally:
-        with contextlib.suppress(OSError):  # somebody has removed it
+        with contextlib.suppress(OSError):  # another process has removed it
             os.unlink(path)
         with contextlib.suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_UN)  # a forked child may also have the file open

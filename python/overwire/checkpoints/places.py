@@ -192,7 +192,7 @@ class Place:
             self.drop()
 
     def drop(self) -> None:
-        """Removes what this rank has written and nobody published, and unlocks the destination."""
+        """Removes what this rank has written and no one published, and unlocks the destination."""
         objects, self._objects = self._objects, []
         if objects:
             with contextlib.suppress(OverwireError):  # the save raises its own error
@@ -251,7 +251,7 @@ class Place:
 
     def _empty_leftovers(self) -> list[str]:
         # Removes the files of killed saves, because their space is needed now. The folders stay while this save runs:
-        # a rank that outlived its coordinator may still write there, and nobody reads it.
+        # a rank that outlived its coordinator may still write there, and no one reads it.
         folder, name = os.path.split(self._prefix)
         leftovers = []
         with contextlib.suppress(PermissionError):  # the folder can be written but not listed

@@ -124,7 +124,9 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
 def users_of(tensor: Any) -> int:
     """How many tensors and other objects use a tensor's storage. Compare it with an earlier result."""
     if _count_users is None:
-        raise NotSupportedError(f"overwire: torch {torch.__version__} does not tell who uses a storage: install another version")
+        raise NotSupportedError(
+            f"overwire: torch {torch.__version__} does not tell who uses a storage: install another version"
+        )
     storage = tensor.untyped_storage()
     return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # users of Python's storage object count as one
 

@@ -339,7 +339,8 @@ class TorchFrame(Frame):
         kind = self._type_of(dtype)
         if 0 in shape:
             return self.empty(dtype, shape)
-        return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(packed_shape(dtype, shape) if dtype in PACKED else shape)
+        shape = packed_shape(dtype, shape) if dtype in PACKED else shape
+        return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(shape)
 
     def empty(self, dtype: str, shape: tuple[int, ...], device: str = "cpu") -> Any:
         check_empty(dtype, shape)

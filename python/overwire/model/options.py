@@ -184,7 +184,7 @@ class LoadOptions(StreamOptions, total=False):
         Compressed tensors are never mapped, nor is a file for less than 64 KiB. One mapping serves all loads of an
         opened file. A mapped file must not be truncated while its tensors exist.
     read: how local files are read; None means OVERWIRE_READ. "auto", "buffered" (through the page cache), "direct"
-        (past the page cache), "gds": plain tensors go to a GPU by GPUDirect Storage. If that is not available
+        (by direct I/O), "gds": plain tensors go to a GPU by GPUDirect Storage. If that is not available
         (`doctor()["gpudirect_storage"]`) or does not support a file, a warning is given once, and "auto" is used.
         Not with group.
     storage_options: how to reach URIs other than local files; see `StorageOptions`.

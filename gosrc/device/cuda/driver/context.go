@@ -217,14 +217,14 @@ var statusTexts = []struct {
 	bit  uint32
 	text string
 }{
-	{1, "the parts do not fit the chunk"},
+	{1, "the parts do not match the chunk"},
 	{2, "a lane ends in a wrong state"},
-	{4, "words and escapes do not end with their segment"},
-	{8, "an escape out of order"},
-	{1 << 8, "no such stream, or a damaged header"},
-	{1 << 9, "another algorithm, length or chunk than was expected"},
-	{1 << 10, "a chunk outside its payload, or of an impossible form"},
-	{1 << 12, "a block that cannot be decoded"},
+	{4, "words and escapes do not end at the end of their segment"},
+	{8, "an escape is out of order"},
+	{1 << 8, "this is not such a stream, or its header is damaged"},
+	{1 << 9, "the algorithm, length or chunk size differs from the expected one"},
+	{1 << 10, "a chunk is outside its payload or has an invalid form"},
+	{1 << 12, "a block cannot be decoded"},
 }
 
 // StatusText says what the bits of a kernel's status word mean.

@@ -167,7 +167,7 @@ func Error(device int, call, text string, code int) error {
 		return errForked()
 	case C.OWCU_CAPTURED:
 		return errs.New(errs.ErrNotSupported, "%s: the stream is being captured into a CUDA graph, "+
-			"of which this cannot be a part: do it before the capture, or on another stream", where)
+			"and this cannot be part of it: do it before the capture, or on another stream", where)
 	case C.OWCU_OUT_OF_MEMORY:
 		return &errs.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: call + ": " + text}
 	}

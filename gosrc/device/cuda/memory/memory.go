@@ -255,7 +255,7 @@ func (m *Memory) MapExported(name string) (unsafe.Pointer, error) {
 	var h C.struct_owcu_ipc
 	raw, err := hex.DecodeString(name)
 	if err != nil || len(raw) != int(unsafe.Sizeof(h)) {
-		return nil, errs.New(errs.ErrArgument, "%q does not name memory of a device", name)
+		return nil, errs.New(errs.ErrArgument, "%q is not the name of device memory", name)
 	}
 	copy(unsafe.Slice((*byte)(unsafe.Pointer(&h)), len(raw)), raw)
 	var p C.owcu_ptr

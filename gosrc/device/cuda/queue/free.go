@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// freeSlots hands out slots that are probably still in the processor's cache, so that filling and copying them
+// freeSlots returns slots that are probably still in the processor's cache, so that filling and copying them
 // needs less memory bandwidth. A reader that fills slots of its own gets the one that it filled last; others get
 // the one that was returned last.
 type freeSlots struct {

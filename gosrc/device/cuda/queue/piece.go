@@ -120,7 +120,7 @@ func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 	c := &task.Chunk
 	lo, hi := int64(task.Src), int64(task.Src)+int64(c.Stored)
 	if hi > n || task.Dst == nil && c.Logical > 0 {
-		return errs.New(errs.ErrArgument, "a task on bytes [%d, %d) of %d, to %p", lo, hi, n, task.Dst)
+		return errs.New(errs.ErrArgument, "invalid task on bytes [%d, %d) of %d, to %p", lo, hi, n, task.Dst)
 	}
 	if err := checkCast(task); err != nil {
 		return err
@@ -145,7 +145,7 @@ func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 		}
 		return x16.Check(b.s.Memory()[lo:hi], *c)
 	}
-	return errs.New(errs.ErrNotSupported, "codec %d on a GPU", uint8(c.Codec))
+	return errs.New(errs.ErrNotSupported, "codec %d is not supported on a GPU", uint8(c.Codec))
 }
 
 // hasAllTasks reports whether every task is in a round.
@@ -195,11 +195,12 @@ func checkCast(task *device.DecodeTask) error {
 		return nil
 	}
 	if !CanCast(task.Cast) {
-		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", task.Cast.From, task.Cast.To)
+		return errs.New(errs.ErrNotSupported, "cannot cast %v to %v on a GPU", task.Cast.From, task.Cast.To)
 	}
 	from, to := task.Cast.From.Bits()/8, task.Cast.To.Bits()/8
 	if task.View != nil || int(task.Chunk.Logical)%from != 0 || uintptr(task.Dst)%uintptr(to) != 0 {
-		return errs.New(errs.ErrArgument, "cast of %d bytes of %v, or a part of them, to %p", task.Chunk.Logical,
+		return errs.New(errs.ErrArgument, "invalid cast of %d bytes of %v, or a part of them, to %p",
+			task.Chunk.Logical,
 			task.Cast.From, task.Dst)
 	}
 	return nil

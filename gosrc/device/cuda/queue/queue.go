@@ -144,7 +144,7 @@ func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 func (q *Queue) Put(s device.Slot) {
 	own := s.(*Slot)
 	if !own.owned {
-		panic("cuda: slot given back twice")
+		panic("cuda: slot returned twice")
 	}
 	own.owned = false
 	q.free.putSlot(own)
@@ -401,12 +401,13 @@ func (q *Queue) TraceTimes(trace device.TraceFunc) error {
 func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
 	c := device.Cast{From: from, To: to}
 	if !CanCast(c) {
-		return errs.New(errs.ErrNotSupported, "cast of %v to %v on a GPU", from, to)
+		return errs.New(errs.ErrNotSupported, "cannot cast %v to %v on a GPU", from, to)
 	}
 	in, out := int64(from.Bits()/8), int64(to.Bits()/8)
 	n := src.Bytes / in
 	if n*in != src.Bytes || n*out != dst.Bytes {
-		return errs.New(errs.ErrArgument, "cast of %d bytes of %v to %d bytes of %v", src.Bytes, from, dst.Bytes, to)
+		return errs.New(errs.ErrArgument, "invalid cast of %d bytes of %v to %d bytes of %v",
+			src.Bytes, from, dst.Bytes, to)
 	}
 	const step = 64 << 20 // elements that fit into the tables at a time
 	for at := int64(0); at < n; at += step {

@@ -203,7 +203,7 @@ func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, 
 		}
 		rows += s.blockCount()
 		if rows > MaxBatch || i >= MaxBatch {
-			return nil, errs.New(errs.ErrArgument, "a batch of more than %d chunks", MaxBatch)
+			return nil, errs.New(errs.ErrArgument, "a batch cannot have more than %d chunks", MaxBatch)
 		}
 	}
 	if rows == 0 {
@@ -211,7 +211,7 @@ func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, 
 	}
 	decoder, items := decoders[format]
 	if !items && format != FormatX16 {
-		return nil, errs.New(errs.ErrNotSupported, "format %d on a GPU", format)
+		return nil, errs.New(errs.ErrNotSupported, "format %d is not supported on a GPU", format)
 	}
 	work := batchWork{format: format, streams: streams, rows: rows, few: !items && len(streams) <= C.OW_STREAM_FEW}
 	return d.startBatch(on, work, func(split int) []kernelStep {
@@ -275,7 +275,7 @@ func (d *Batches) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch,
 			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes in one block", i, s.Size)
 		}
 		if rows += s.blockCount(); rows > MaxBatch {
-			return nil, errs.New(errs.ErrArgument, "a batch of more than %d chunks", MaxBatch)
+			return nil, errs.New(errs.ErrArgument, "a batch cannot have more than %d chunks", MaxBatch)
 		}
 	}
 	if rows == 0 {

@@ -28,7 +28,7 @@ type Digests struct{ On *Resident }
 // on those of `on.After`, and waits. It reads each byte once and does not copy tensors.
 func (d Digests) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 	if len(views) > maxDigests {
-		return nil, errs.New(errs.ErrArgument, "the digests of more than %d tensors", maxDigests)
+		return nil, errs.New(errs.ErrArgument, "cannot compute digests of more than %d tensors at once", maxDigests)
 	}
 	sizes := make([]int64, len(views))
 	var jobs []C.ow_digest_job

@@ -107,7 +107,7 @@ func statusError(w uint32) error {
 	}
 	if w&statusMisplaced != 0 && w&^statusMisplaced == 0 {
 		return errs.New(errs.ErrNotSupported,
-			"blocks that do not lie on multiples of 16: decode the stream without a config, or on the host")
+			"blocks are not at multiples of 16: decode the stream without a config, or on the host")
 	}
 	if w == statusTooSmall {
 		return errs.New(errs.ErrArgument, "the output is too small for the stream")

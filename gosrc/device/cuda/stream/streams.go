@@ -115,7 +115,7 @@ func (d *Streams) CheckStream(stream uintptr) error {
 		return C.owcu_check_stream(d.c, C.uint64_t(stream), &here, e)
 	})
 	if err == nil && here == 0 {
-		err = errs.New(errs.ErrArgument, "the stream %#x is not one of cuda:%d", stream, d.ctx.Index())
+		err = errs.New(errs.ErrArgument, "the stream %#x does not belong to cuda:%d", stream, d.ctx.Index())
 	}
 	return err
 }

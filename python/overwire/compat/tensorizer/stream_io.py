@@ -344,7 +344,8 @@ def _s3_download_url(
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> str:
-    """The URL of `s3_download`, which is a secret. ValueError for a URI that is not s3://, OSError where it cannot be signed."""
+    """The URL of `s3_download`, which is a secret. ValueError for a URI that is not s3://, OSError if it cannot
+    be signed."""
     return _s3.url_of(
         path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     )
