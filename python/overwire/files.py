@@ -206,16 +206,15 @@ def may_be_foreign(path: str, is_tree: bool = True) -> bool:
     if not os.path.isdir(path):
         return False
     try:
-        names = [
-            name for folder, _ in (folders_of(path) if is_tree else [(path, "")]) for name in os.listdir(folder)
-        ]
+        lists = [os.listdir(folder) for folder, _ in (folders_of(path) if is_tree else [(path, "")])]
     except (OSError, NotSupportedError):
         return False  # opening it reports why
-    if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for name in names):
+    if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for names in lists for name in names):
         return True
-    return any(name.endswith(TORCH_ENDINGS) for name in names) and not has_weights(names)
+    own = [names for names in lists if not has_weights(names)]
+    return not has_weights(lists[0]) and any(name.endswith(TORCH_ENDINGS) for names in own for name in names)
 
 
 def has_weights(names: list[str]) -> bool:
-    """Whether some of the names are those of safetensors files."""
-    return any(name.endswith(".safetensors") for name in names)
+    """Whether some of the names are those of safetensors files; the engine opens no hidden ones."""
+    return any(name.endswith(".safetensors") and not name.startswith(".") for name in names)

@@ -10,7 +10,7 @@ from ..files import AnonymousMemory, has_weights, may_be_foreign
 from ..paths import classed_errors, is_remote
 from .content import write_plain
 from .dcp import ENDING
-from .kinds import kind_of, listed_weights, open_content, refuse_empty
+from .kinds import kind_of, listed_weights, open_content, refuse_empty, select_listed
 
 
 class InMemory(NamedTuple):
@@ -39,11 +39,11 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
         if kind == "dcp":
             _refuse_second_model(path)
         if kind or not os.path.isdir(path):
-            sources = [path] if kind else []
+            sources: dict[str, set[str] | None] = {path: None} if kind else {}
         else:
-            names = [] if has_weights(os.listdir(path)) else listed_weights(path)
-            sources = [os.path.join(path, name) for name in names]
-    return [_in_memory(source, kind or "torch", is_header) for source in sources]
+            weights = {} if has_weights(os.listdir(path)) else listed_weights(path)
+            sources = {os.path.join(path, name): listed for name, listed in weights.items()}
+    return [_in_memory(source, kind or "torch", is_header, listed) for source, listed in sources.items()]
 
 
 def _refuse_second_model(folder: str) -> None:
@@ -55,9 +55,10 @@ def _refuse_second_model(folder: str) -> None:
         raise ArgumentError(f"overwire: open {folder}: {text}: {cure}", source=folder)
 
 
-def _in_memory(source: str, kind: str, is_header: bool) -> InMemory:
+def _in_memory(source: str, kind: str, is_header: bool, listed: set[str] | None) -> InMemory:
     memory = AnonymousMemory()
     with open_content(source, kind, compare=not is_header) as content:
         refuse_empty(content, source, kind)
+        select_listed(content, source, listed)
         write_plain(content, memory.number, source, is_header)
     return InMemory(memory, source, kind)

@@ -22,6 +22,7 @@ from ..errors import (
     TensorNotFoundError,
     did_you_mean,
 )
+from ..foreign.kinds import named_errors
 from ..frameworks.choose import check_device, check_dtype, check_framework, frame_for
 from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, heed, log, shown
@@ -148,7 +149,7 @@ class Model:
         if parts:
             spec["parts"] = True
         try:
-            with many_objects():
+            with many_objects(), named_errors(dict(zip(uris, called, strict=True))):
                 text, _, _, table, self.handle = _verbs.open(spec)
         except BaseException as error:
             if not probe:
@@ -165,7 +166,7 @@ class Model:
         self._sources = text
         try:
             if self.table and self.table[-1][5] > 0:  # several files
-                self._refuse_twins()
+                self._refuse_twins(dict(zip(uris, self.uris, strict=False)))
             self.chosen = self.choose(keys, filter)
         except BaseException:
             self.close()
@@ -216,12 +217,12 @@ class Model:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _refuse_twins(self) -> None:
+    def _refuse_twins(self, called: Mapping[str, str] | None = None) -> None:
         positions: dict[str, int] = {}
         for name, *_, source, _alias in self.table:
             first = positions.setdefault(name, source)
             if first != source:
-                uris = [part["uri"] for part in self.info()]
+                uris = [(called or {}).get(part["uri"], part["uri"]) for part in self.info()]
                 raise ArgumentError(
                     f'overwire: open {uris[source]} tensor "{name}": it is in {uris[first]} too; '
                     "open one of the files, or each by itself",
