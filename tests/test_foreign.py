@@ -265,6 +265,8 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (lambda m: set_place(m, transform_descriptors=["stream.zstd/1"]), ow.NotSupportedError, "stream.zstd.*dcp_to_torch"),
         (lambda m: set_dtype(m, torch.float64), ow.FormatError, r"F32 \[4, 3\] instead of F64"),
         (lambda m: set_dtype(m, torch.complex128), ow.NotSupportedError, "'w'.*complex128"),
+        (lambda m: m.state_dict_metadata.pop("w"), ow.FormatError, "'w'.*nothing describes it"),
+        (lambda m: m.state_dict_metadata.pop("n"), ow.FormatError, "'n'.*nothing describes it"),
         (lambda m: m.__dict__.update(planner_data=Evil(), storage_data=None), ow.FormatError, "malformed"),
         (lambda m: m.__dict__.update(state_dict_metadata={3: 4}), ow.FormatError, "malformed"),
         (lambda m: m.__dict__.update(mcore_data={"w": {"nd_reformulated_orig_global_shape": (6, 3)}}),
@@ -319,6 +321,41 @@ def test_damaged_folders(tmp_path: Path) -> None:
         with pytest.raises(ow.NotFoundError, match="torch.distributed.checkpoint without its .metadata"):
             call(folder)
     assert os.listdir(tmp_path) == ["ckpt"]
+
+
+def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
+    """The description of one of several ranks, a second model in the folder, a file number that no rank has, and
+    headers that break the rules of safetensors are refused."""
+    folder, read = altered(tmp_path, lambda meta: None), (ow.load_file, lambda path: ow.convert(path, tmp_path / "out/"))
+    before = ow.load_file(folder)
+    os.rename(folder / ".metadata", folder / "__0.metadata")
+    equal(ow.load_file(folder), before)
+    shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
+    cases: list[tuple[Path, type[Exception], str]] = [(folder, ow.NotFoundError, "__1_0.distcp is of another rank")]
+    shutil.copytree(folder, second := tmp_path / "second")
+    os.remove(second / "__1_0.distcp")
+    torch.save({"w": torch.ones(3)}, second / "pytorch_model.bin")
+    cases.append((second, ow.ArgumentError, "pytorch_model.bin"))
+    shutil.copytree(GOLDENS / "shards", shards := tmp_path / "shards")
+    for name in os.listdir(shards):
+        if "-model-00002-of-" in name:
+            os.remove(shards / name)
+    cases.append((shards, ow.NotFoundError, "no rank has a file 00002 of 00002"))
+    for number, (header, data, text) in enumerate([
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "twice"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "a hole before it"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"ab", "1 bytes after"),
+        ('{"__metadata__":{"k":1},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"a", "not texts"),
+    ]):  # fmt: skip
+        path = tmp_path / f"header{number}/shard-00001-model-00001-of-00001.safetensors"
+        path.parent.mkdir()
+        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data)
+        cases.append((path.parent, ow.FormatError, text))
+    for source, kind, text in cases:
+        for call in read:
+            with pytest.raises(kind, match=text):
+                call(source)
+    assert not (tmp_path / "out").exists()
 
 
 def test_parts_are_never_whole(tmp_path: Path) -> None:

@@ -257,7 +257,8 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
         if kind := kind_of(folder):
             done = set(files_of(names) if kind == "dcp" else shards_in(names))
             sources = {"model.safetensors": folder}
-            _refuse_twins(folder, sources, [name for name in names if name not in done and has_weights([name])])
+            others = [name for name in names if has_weights([name]) or has_usual_name(name)]
+            _refuse_twins(folder, sources, [name for name in others if name not in done])
             remainder += _write_plain_file(folder, os.path.join(place, "model.safetensors"), kind) or ()
             is_empty = False
         indexes = [name for name in names if name.endswith(INDEX)] if weights else []

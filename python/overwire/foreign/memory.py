@@ -10,7 +10,7 @@ from ..files import AnonymousMemory, has_weights, may_be_foreign
 from ..paths import classed_errors, is_remote
 from .content import write_plain
 from .dcp import ENDING
-from .kinds import kind_of, listed_weights, open_content, refuse_empty, select_listed
+from .kinds import has_usual_name, kind_of, listed_weights, open_content, refuse_empty, select_listed
 
 
 class InMemory(NamedTuple):
@@ -48,7 +48,7 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
 
 def _refuse_second_model(folder: str) -> None:
     names = os.listdir(folder)
-    others = sorted(name for name in names if has_weights([name]) and not name.startswith("."))
+    others = sorted(name for name in names if has_weights([name]) or has_usual_name(name))
     if others and any(name.endswith(ENDING) for name in names):
         text = f"the folder contains several models: a torch.distributed.checkpoint and {others[0]}"
         cure = "name that file, or move it to another folder to load the checkpoint"
