@@ -494,6 +494,12 @@ def test_nemo(tmp_path: Path) -> None:
         head[148:156] = b"%06o\0 " % sum(head)
         path.write_bytes(bytes(head) + whole[512:])
         refused(ow.OverwireError, "truncated|malformed size")
+    for digits in (b"9" * 5000, "\u00b2".encode(), b"-1"):
+        pax = tarfile.TarInfo("p")
+        pax.type, record = tarfile.XHDTYPE, b"9 size=" + digits + b"\n"
+        pax.size = len(record)
+        path.write_bytes(pax.tobuf(tarfile.USTAR_FORMAT) + record.ljust(-(-len(record) // 512) * 512, b"\0") + whole)
+        refused(ow.FormatError, "malformed size")
     path.write_bytes(b"no tar" * 200)
     refused(ow.FormatError, "not a tar archive")
     assert os.listdir(tmp_path) == ["m.nemo"]
@@ -544,7 +550,14 @@ def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(whole[:at] + b"\1" + whole[at + 1 :])
     refused(ow.CorruptError, "checksum")
     path.write_bytes(whole[: len(whole) // 2])
+    refused(ow.CorruptError, "a .npz file, cut off or damaged")
+    path.write_bytes(b"y" + whole[1 : len(whole) // 2])
     refused(ow.FormatError, "not a .npz file")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.npy", b"")
+        with archive.open("b.npy", "w") as file:
+            np.save(file, np.ones(3))
+    refused(ow.FormatError, "a: it does not begin as an array does")
     np.savez_compressed(path, a=np.arange(900.0))
     entry = bytearray(path.read_bytes())
     for offset in (entry.index(b"PK\1\2") + 24, entry.index(b"PK\3\4") + 22):
