@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import decimal
+import errno
 import functools
 import json
 import os
@@ -229,9 +230,33 @@ def test_each_folder_of_a_pipeline_is_read_by_its_files(tmp_path: Path) -> None:
     ow.convert(source, tmp_path / "out")
     assert set(ow.load_file(tmp_path / "out/unet")) == {"u"} and set(ow.load_file(tmp_path / "out/vae")) == {"v"}
     assert (tmp_path / "out/unet/words.bin").read_bytes() == b"words"
+    verified = [file["uri"] for file in ow.verify(source)["files"]]
+    assert verified == [str(source / name) for name in (
+        "vae/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.bin")]  # fmt: skip
+    done = run("verify", "--json", str(source))
+    assert done.returncode == 0 and sorted(file["uri"] for file in json.loads(done.stdout)["files"]) == sorted(verified)
     os.truncate(source / "unet/diffusion_pytorch_model.bin", 100)
-    with pytest.raises(ow.CorruptError, match="unet/diffusion_pytorch_model.bin"):
-        ow.convert(source, tmp_path / "again")
+    for call in (ow.verify, lambda path: ow.convert(path, tmp_path / "again")):
+        with pytest.raises(ow.CorruptError, match="unet/diffusion_pytorch_model.bin"):
+            call(source)
+    assert run("verify", str(source)).returncode == 1
+    os.remove(source / "vae/diffusion_pytorch_model.safetensors")
+    os.remove(source / "unet/words.bin")
+    torch.save({"u": torch.ones(3)}, source / "unet/diffusion_pytorch_model.bin")
+    assert ow.verify(source)["tensors"] == 1 and run("verify", str(source)).returncode == 0
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the disk at a folder is that error, not a folder without weights."""
+    torch.save({"u": torch.ones(3)}, tmp_path / "model.pt")
+
+    def fail(path: object) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(tmp_path))
+
+    monkeypatch.setattr(os, "listdir", fail)
+    for call in (ow.load_file, ow.verify, lambda path: ow.convert(path, tmp_path / "out")):
+        with pytest.raises(ow.IOFailure):
+            call(tmp_path)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -258,6 +283,20 @@ def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
     torch.save({datetime.date(2024, 1, 2): torch.ones(3), "w": torch.ones(2)}, tmp_path / "m.pt")
     with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors lie in objects"):
         ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+
+
+class _Kind(torch.Tensor):
+    pass
+
+
+def test_tensors_of_other_classes_are_not_left_out(tmp_path: Path) -> None:
+    """A tensor of a class of one's own is refused, also where another tensor has its storage."""
+    shared = torch.arange(6.0)
+    for kept in ({"a": shared.as_subclass(_Kind), "b": shared}, {"a": shared.as_subclass(_Kind), "b": torch.ones(2)}):
+        torch.save(kept, tmp_path / "m.pt")
+        for call in (ow.load_file, lambda path: ow.convert(path, tmp_path / "out.safetensors")):
+            with pytest.raises(ow.NotSupportedError, match="1 tensors lie in objects of .*_Kind"):
+                call(tmp_path / "m.pt")
 
 
 def test_values_of_one_name(tmp_path: Path) -> None:

@@ -13,7 +13,16 @@ import sys
 from collections.abc import Sequence
 
 from .errors import OverwireError
-from .plumbing import code_command, is_torch_model, local, names_of, plain_models, read_foreign, without_scheme
+from .plumbing import (
+    code_command,
+    is_torch_model,
+    local,
+    names_of,
+    plain_models,
+    read_components,
+    read_foreign,
+    without_scheme,
+)
 
 # Exit statuses of the command line.
 _STATUSES = {
@@ -43,8 +52,16 @@ def main(words: list[str]) -> int:
 def _read_only(words: list[str]) -> int:
     is_header = words[0] == "inspect" and not {"--digests", "--estimate", "-e"} & set(words) or "--plan" in words
     found = {word: read_foreign(local(word), is_header) for word in words[1:] if not word.startswith("-")}
+    kept = set()
+    if words[0] == "verify":
+        for word in [word for word, files in found.items() if not files]:
+            found[word], has_others = read_components(local(word))
+            kept |= {word} if has_others else set()
     names = {one.uri: one.name for files in found.values() for one in files}
-    plain = [uri for word in words for uri in ([one.uri for one in found.get(word) or ()] or [word])]
+    plain = []
+    for word in words:
+        files = [one.uri for one in found.get(word) or ()]
+        plain += [word, *files] if word in kept or not files else files
     numbers = [int(path.rpartition("/")[2]) for path in names]
     return _run_engine(plain, [], names, numbers)
 

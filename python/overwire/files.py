@@ -200,15 +200,17 @@ def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
 
 def may_be_foreign(path: str, is_tree: bool = True) -> bool:
     """Whether a local path has the name of a file of another library that is read, or is a folder with such names.
-    is_tree: names in its subfolders count as well. Opens no file."""
+    is_tree: names in its subfolders count as well. Opens no file. Raises for folders that cannot be listed."""
     if os.path.isfile(path):
         return path.endswith(FOREIGN_ENDINGS)
     if not os.path.isdir(path):
         return False
     try:
         lists = [os.listdir(folder) for folder, _ in (folders_of(path) if is_tree else [(path, "")])]
-    except (OSError, NotSupportedError):
+    except NotSupportedError:
         return False  # opening it reports why
+    except OSError as error:
+        raise error_of_system(error, "open", path) from error
     if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for names in lists for name in names):
         return True
     own = [names for names in lists if not has_weights(names)]

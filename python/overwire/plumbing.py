@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .dtypes import nbytes, torch_shape
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
-    from .foreign.memory import read_foreign
+    from .foreign.memory import read_components, read_foreign
     from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -66,7 +66,7 @@ _HOMES = {
     "dtypes": ("nbytes", "torch_shape"),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
-    "foreign.memory": ("read_foreign",),
+    "foreign.memory": ("read_components", "read_foreign"),
     "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed",),

@@ -265,6 +265,7 @@ class _Names(AllowList):
         # A tensor with attributes, which go nowhere; of another class, its content is that class's own.
         if type(function) is _Named and kind in _TENSOR_TYPES and type(args) is tuple:
             return self.call(function, args)
+        self._reader.count_lost(args)
         return _Opaque(kind if isinstance(kind, _Named) else _Named("torch._tensor", "_rebuild_from_type_v2"))
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
@@ -452,6 +453,12 @@ class _Reader:
         if name not in table:
             raise self._error_of(f"safetensors has no type {name[:50]}", NotSupportedError)
         return table[name]
+
+    def count_lost(self, args: Any) -> None:
+        """Counts the tensor that another class would make of a storage, which other tensors may have as well."""
+        storages = [arg for arg in args if type(arg) is _Storage] if type(args) is tuple else []
+        self._made += len(storages[:1])
+        self._used.update(storage.key for storage in storages)
 
     def rebuild_tensor(self, name: str, args: tuple[Any, ...]) -> _Tensor:
         """The tensor of a call of torch's functions that rebuild one."""

@@ -134,10 +134,10 @@ def plain_name(name: str) -> str:
     return f"{stem}.safetensors.index.json" if name.endswith(INDEX) else f"{stem}.safetensors"
 
 
-def listed_weights(folder: str) -> dict[str, set[str] | None]:
+def listed_weights(folder: str, is_usual: bool = False) -> dict[str, set[str] | None]:
     """Those of `weights_of` that are the model's by the rules of safetensors files, with the tensors that an index
     lists in each; None: all that it has. Raises ArgumentError for several models."""
-    names = [*weights_of(folder), *(name for name in os.listdir(folder) if name.endswith(INDEX))]
+    names = [*weights_of(folder, is_usual), *(name for name in os.listdir(folder) if name.endswith(INDEX))]
     by_plain: dict[str, str] = {}
     for name in names:
         if (other := by_plain.setdefault(plain_name(name), name)) != name:
