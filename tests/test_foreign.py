@@ -323,41 +323,6 @@ def test_damaged_folders(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["ckpt"]
 
 
-def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
-    """The description of one of several ranks, a second model in the folder, a file number that no rank has, and
-    headers that break the rules of safetensors are refused."""
-    folder, read = altered(tmp_path, lambda meta: None), (ow.load_file, lambda path: ow.convert(path, tmp_path / "out/"))
-    before = ow.load_file(folder)
-    os.rename(folder / ".metadata", folder / "__0.metadata")
-    equal(ow.load_file(folder), before)
-    shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
-    cases: list[tuple[Path, type[Exception], str]] = [(folder, ow.NotFoundError, "__1_0.distcp is of another rank")]
-    shutil.copytree(folder, second := tmp_path / "second")
-    os.remove(second / "__1_0.distcp")
-    torch.save({"w": torch.ones(3)}, second / "pytorch_model.bin")
-    cases.append((second, ow.ArgumentError, "pytorch_model.bin"))
-    shutil.copytree(GOLDENS / "shards", shards := tmp_path / "shards")
-    for name in os.listdir(shards):
-        if "-model-00002-of-" in name:
-            os.remove(shards / name)
-    cases.append((shards, ow.NotFoundError, "no rank has a file 00002 of 00002"))
-    for number, (header, data, text) in enumerate([
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "twice"),
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "a hole before it"),
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"ab", "1 bytes after"),
-        ('{"__metadata__":{"k":1},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"a", "not texts"),
-    ]):  # fmt: skip
-        path = tmp_path / f"header{number}/shard-00001-model-00001-of-00001.safetensors"
-        path.parent.mkdir()
-        path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data)
-        cases.append((path.parent, ow.FormatError, text))
-    for source, kind, text in cases:
-        for call in read:
-            with pytest.raises(kind, match=text):
-                call(source)
-    assert not (tmp_path / "out").exists()
-
-
 def test_parts_are_never_whole(tmp_path: Path) -> None:
     """A shard of torch's Hugging Face writer is not loaded or converted by its own name, and a folder that lacks one is
     refused; safe_open shows it as it is, as torch's reader needs it; files of one rank's whole state load."""
@@ -494,12 +459,6 @@ def test_nemo(tmp_path: Path) -> None:
         head[148:156] = b"%06o\0 " % sum(head)
         path.write_bytes(bytes(head) + whole[512:])
         refused(ow.OverwireError, "truncated|malformed size")
-    for digits in (b"9" * 5000, "\u00b2".encode(), b"-1"):
-        pax = tarfile.TarInfo("p")
-        pax.type, record = tarfile.XHDTYPE, b"9 size=" + digits + b"\n"
-        pax.size = len(record)
-        path.write_bytes(pax.tobuf(tarfile.USTAR_FORMAT) + record.ljust(-(-len(record) // 512) * 512, b"\0") + whole)
-        refused(ow.FormatError, "malformed size")
     path.write_bytes(b"no tar" * 200)
     refused(ow.FormatError, "not a tar archive")
     assert os.listdir(tmp_path) == ["m.nemo"]
@@ -553,11 +512,6 @@ def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(ow.CorruptError, "a .npz file, cut off or damaged")
     path.write_bytes(b"y" + whole[1 : len(whole) // 2])
     refused(ow.FormatError, "not a .npz file")
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a.npy", b"")
-        with archive.open("b.npy", "w") as file:
-            np.save(file, np.ones(3))
-    refused(ow.FormatError, "a: it does not begin as an array does")
     np.savez_compressed(path, a=np.arange(900.0))
     entry = bytearray(path.read_bytes())
     for offset in (entry.index(b"PK\1\2") + 24, entry.index(b"PK\3\4") + 22):

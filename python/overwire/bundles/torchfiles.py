@@ -58,8 +58,7 @@ _CURE = "Nothing of it was run. If it is your own file, save its state_dict() al
 #: The bytes that strided tensors may have beyond those of the file.
 _SPARE = 256 << 20
 
-#: How often all tensors together may have the bytes of the file, beyond the first _SPARE:
-#: one storage, or one tensor, may be there under many names.
+#: How often all tensors, which may share bytes, may have those of the file, beyond the first _SPARE.
 _TIMES = 64
 
 #: The most letters of what a pickle names.
@@ -249,8 +248,8 @@ class _Names(AllowList):
         if isinstance(function, type) and (
             function not in CALLS or any(isinstance(arg, (_Named, _Opaque)) for arg in args)
         ):
-            is_dict = function is collections.defaultdict
-            return {} if is_dict else _Opaque(_Named(function.__module__, function.__qualname__))
+            kind = _Named(function.__module__, function.__qualname__)
+            return {} if function is collections.defaultdict else _Opaque(kind)
         if not isinstance(function, _Named):
             return super().call(function, args)
         if function.module == "torch._utils" and function.name.startswith("_rebuild_"):
@@ -265,7 +264,7 @@ class _Names(AllowList):
         # A tensor with attributes, which go nowhere; of another class, its content is that class's own.
         if type(function) is _Named and kind in _TENSOR_TYPES and type(args) is tuple:
             return self.call(function, args)
-        self._reader.count_lost(args)
+        self._reader.count_lost(args if type(args) is tuple else ())
         return _Opaque(kind if isinstance(kind, _Named) else _Named("torch._tensor", "_rebuild_from_type_v2"))
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
@@ -454,11 +453,10 @@ class _Reader:
             raise self._error_of(f"safetensors has no type {name[:50]}", NotSupportedError)
         return table[name]
 
-    def count_lost(self, args: Any) -> None:
+    def count_lost(self, args: tuple[Any, ...]) -> None:
         """Counts the tensor that another class would make of a storage, which other tensors may have as well."""
-        storages = [arg for arg in args if type(arg) is _Storage] if type(args) is tuple else []
-        self._made += len(storages[:1])
-        self._used.update(storage.key for storage in storages)
+        keys = {arg.key for arg in args if type(arg) is _Storage}
+        self._made, self._used = self._made + len(keys), self._used | keys
 
     def rebuild_tensor(self, name: str, args: tuple[Any, ...]) -> _Tensor:
         """The tensor of a call of torch's functions that rebuild one."""
