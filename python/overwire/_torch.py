@@ -84,8 +84,8 @@ def _rewrite(words: list[str]) -> int:
 def _run_engine(
     words: list[str], left: list[str], names: dict[str, str] | None = None, numbers: Sequence[int] = ()
 ) -> int:
-    # names: as people know the plain files. numbers: of those in memory. Ctrl-C reaches both processes: this one waits while the
-    # other cleans up.
+    # names: as people know the plain files. numbers: of those in memory. Ctrl-C reaches both processes: this one
+    # waits while the other cleans up.
     engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}))"
     with subprocess.Popen(code_command(engine, *words), pass_fds=numbers) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)

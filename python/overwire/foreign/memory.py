@@ -49,7 +49,8 @@ def read_foreign(path: str, is_header: bool = False, is_usual: bool = False) -> 
 
 def read_components(path: str) -> tuple[list[InMemory], bool]:
     """For a local pipeline, whose root has no weights: the plain files of its folders with weights of other
-    libraries, and whether other folders have safetensors files. Otherwise no files, and True. Raises what `read_foreign` raises."""
+    libraries, and whether other folders have safetensors files. Otherwise no files, and True. Raises what
+    `read_foreign` raises."""
     if is_remote(path) or not os.path.isdir(path) or not may_be_foreign(path) or may_be_foreign(path, is_tree=False):
         return [], True
     with classed_errors(path, "open"):
