@@ -221,3 +221,16 @@ def test_a_slash_says_that_the_target_is_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "out/model.safetensors.index.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "out"]
     assert ow.load_file(tmp_path / "out", framework="np")["7"][0] == 7
+
+
+def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
+    """An index that lists a tensor which its file lacks is refused by verify and conversions into a folder."""
+    (source := tmp_path / "m").mkdir()
+    _shards(source)
+    index = json.loads((source / _INDEX).read_text())
+    index["weight_map"]["d"] = index["weight_map"]["a"]
+    (source / _INDEX).write_text(json.dumps(index))
+    for call in (ow.load_file, ow.verify, lambda path: ow.convert(path, tmp_path / "out/")):
+        with pytest.raises(ow.FormatError, match='"d".*not in this file'):
+            call(source)
+    assert not (tmp_path / "out").exists()

@@ -255,7 +255,7 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (lambda m: m.storage_data.pop(MetadataIndex("w", [4, 0])), ow.FormatError, "'w': chunk 1: no place"),
         (lambda m: m.storage_data.pop(MetadataIndex("n")), ow.FormatError, "'n': no place"),
         (lambda m: set_place(m, offset=place(m).offset + 1), ow.OverwireError, "'w'.*shares bytes"),
-        (lambda m: set_place(m, length=place(m).length - 1), ow.CorruptError, "__0_0.distcp: .*cut off.*'w'"),
+        (lambda m: set_place(m, length=place(m).length - 1), ow.CorruptError, "__0_0.distcp: .*truncated.*'w'"),
         (lambda m: set_place(m, offset=-1), ow.FormatError, "malformed"),
         (lambda m: set_place(m, length=huge), ow.CorruptError, "__0_0.distcp: truncated, 'w'"),
         (lambda m: set_place(m, relative_path="../outside.distcp"), ow.FormatError, "not the name of a file"),
@@ -265,6 +265,8 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (lambda m: set_place(m, transform_descriptors=["stream.zstd/1"]), ow.NotSupportedError, "stream.zstd.*dcp_to_torch"),
         (lambda m: set_dtype(m, torch.float64), ow.FormatError, r"F32 \[4, 3\] instead of F64"),
         (lambda m: set_dtype(m, torch.complex128), ow.NotSupportedError, "'w'.*complex128"),
+        (lambda m: m.state_dict_metadata.pop("w"), ow.FormatError, "'w'.*nothing describes it"),
+        (lambda m: m.state_dict_metadata.pop("n"), ow.FormatError, "'n'.*nothing describes it"),
         (lambda m: m.__dict__.update(planner_data=Evil(), storage_data=None), ow.FormatError, "malformed"),
         (lambda m: m.__dict__.update(state_dict_metadata={3: 4}), ow.FormatError, "malformed"),
         (lambda m: m.__dict__.update(mcore_data={"w": {"nd_reformulated_orig_global_shape": (6, 3)}}),
@@ -507,6 +509,8 @@ def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_bytes(whole[:at] + b"\1" + whole[at + 1 :])
     refused(ow.CorruptError, "checksum")
     path.write_bytes(whole[: len(whole) // 2])
+    refused(ow.CorruptError, "a .npz file, cut off or damaged")
+    path.write_bytes(b"y" + whole[1 : len(whole) // 2])
     refused(ow.FormatError, "not a .npz file")
     np.savez_compressed(path, a=np.arange(900.0))
     entry = bytearray(path.read_bytes())

@@ -236,6 +236,22 @@ def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_take
     assert fates[0] == fates[1] and (fates[0] is not None) == is_taken, fates
 
 
+def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
+    """A file that is cut off is a CorruptError of both readers, one with more bytes a FormatError; and tensors without
+    elements are read as torch tensors."""
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "m.safetensors"
+    ow.save_file({"a": np.arange(9), "e": np.empty((0, 3), np.float32), "n": np.empty(0, np.int16)}, path, compress=False)
+    whole = path.read_bytes()
+    loaded = read.load_file(path, framework="pt")
+    assert loaded["e"].shape == (0, 3) and loaded["e"].dtype == torch.float32 and loaded["n"].dtype == torch.int16
+    for data, error in ((whole[:-1], ow.CorruptError), (whole[:30], ow.CorruptError), (whole + b"x", ow.FormatError)):
+        path.write_bytes(data)
+        for load in (ow.load_file, read.load_file):
+            with pytest.raises(error):
+                load(path)
+
+
 @pytest.mark.parametrize(
     ("version", "minor", "is_taken"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import decimal
+import errno
 import functools
 import json
 import os
@@ -168,6 +169,96 @@ _OBJECTS: dict[str, Any] = {
 }
 
 
+def _shards(folder: Path, **weights: str) -> Path:
+    """Two shards, with an index that lists the weights, if there are any."""
+    folder.mkdir(parents=True)
+    for number, name in enumerate("ab", 1):
+        torch.save({name: torch.full((9,), float(number))}, folder / f"pytorch_model-0000{number}-of-00002.bin")
+    if weights:
+        listed = {name: f"pytorch_model-0000{number}-of-00002.bin" for name, number in weights.items()}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": listed}))
+    return folder
+
+
+def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
+    """Loads, verifications and conversions refuse shards that are not complete, an index that does not fit them, and
+    numbered parts with a gap, by the names of the files that are there; an index decides what belongs to the model."""
+    lacking = _shards(tmp_path / "lacking")
+    os.remove(lacking / "pytorch_model-00002-of-00002.bin")
+    (lacking / "pytorch_model-00002-of-00002.bin.part").touch()
+    swapped, more = _shards(tmp_path / "swapped", a="2", b="1"), _shards(tmp_path / "more", a="1", b="2", c="2")
+    twice, foreign = _shards(tmp_path / "twice", a="1"), _shards(tmp_path / "foreign", a="1")
+    (twice / "pytorch_model.bin.index.json").write_text('{"weight_map": {}, "weight_map": {"a": "x.bin"}}')
+    (foreign / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}')
+    gap = tmp_path / "gap"
+    gap.mkdir()
+    for number in (0, 2):
+        torch.save({str(number): torch.ones(3)}, gap / f"consolidated.0{number}.pth")
+    for source, text in (
+        (lacking, r"pytorch_model-00001-of-00002\.bin has no index.json, and 1 of 2 shards"),
+        (swapped, r"pytorch_model-0000\d-of-00002.bin.*index lists"),
+        (more, "00002-of-00002.bin.*index lists"), (twice, "a key appears twice"),
+        (foreign, "model.safetensors, which has not the ending"), (gap, "consolidated.01.pth is missing"),
+    ):  # fmt: skip
+        for call in (ow.load_file, ow.verify, lambda path: ow.convert(path, tmp_path / "out/")):
+            with pytest.raises((ow.FormatError, ow.NotFoundError), match=text) as caught:
+                call(source)
+            assert "/proc/" not in str(caught.value) and ".overwire-torch" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+    less = _shards(tmp_path / "less", a="1")
+    assert set(ow.load_file(less)) == {"a"} and ow.verify(less)["tensors"] == 1
+    assert ow.convert(less, tmp_path / "out/").left == (str(less / "pytorch_model-00002-of-00002.bin"),)
+    done = run("compress", str(less), "-o", str(tmp_path / "other"))
+    assert f"not copied: {less}/pytorch_model-00002-of-00002.bin" in done.stdout + done.stderr
+    torch.save({"a": torch.ones(3)}, gap / "consolidated.01.pth")
+    torch.save({"0": torch.zeros(3)}, gap / "consolidated.03.pth")
+    with pytest.raises(ow.ArgumentError, match="consolidated.03.pth tensor \"0\": it is in .*consolidated.00.pth"):
+        ow.load_file(gap)
+
+
+def test_each_folder_of_a_pipeline_is_read_by_its_files(tmp_path: Path) -> None:
+    """In a pipeline one component may have torch.save files and another safetensors files: all are converted, and
+    a damaged one is an error. Hidden files count for nothing."""
+    source = tmp_path / "pipeline"
+    for name in ("unet", "vae"):
+        (source / name).mkdir(parents=True)
+    ow.save_file({"v": torch.ones(3)}, source / "vae/diffusion_pytorch_model.safetensors", compress=False)
+    torch.save({"u": torch.ones(3)}, source / "unet/diffusion_pytorch_model.bin")
+    (source / "unet/._model.safetensors").write_bytes(b"\0\5\x16\7")
+    (source / "unet/words.bin").write_bytes(b"words")
+    ow.convert(source, tmp_path / "out")
+    assert set(ow.load_file(tmp_path / "out/unet")) == {"u"} and set(ow.load_file(tmp_path / "out/vae")) == {"v"}
+    assert (tmp_path / "out/unet/words.bin").read_bytes() == b"words"
+    verified = [file["uri"] for file in ow.verify(source)["files"]]
+    assert verified == [str(source / name) for name in (
+        "vae/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.bin")]  # fmt: skip
+    done = run("verify", "--json", str(source))
+    assert done.returncode == 0 and sorted(file["uri"] for file in json.loads(done.stdout)["files"]) == sorted(verified)
+    os.truncate(source / "unet/diffusion_pytorch_model.bin", 100)
+    for call in (ow.verify, lambda path: ow.convert(path, tmp_path / "again")):
+        with pytest.raises(ow.CorruptError, match="unet/diffusion_pytorch_model.bin"):
+            call(source)
+    assert run("verify", str(source)).returncode == 1
+    os.remove(source / "vae/diffusion_pytorch_model.safetensors")
+    os.remove(source / "unet/words.bin")
+    torch.save({"u": torch.ones(3)}, source / "unet/diffusion_pytorch_model.bin")
+    assert ow.verify(source)["tensors"] == 1 and run("verify", str(source)).returncode == 0
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the disk at a folder is that error, not a folder without weights."""
+    torch.save({"u": torch.ones(3)}, tmp_path / "model.pt")
+
+    def fail(path: object) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(tmp_path))
+
+    monkeypatch.setattr(os, "listdir", fail)
+    for call in (ow.load_file, ow.verify, lambda path: ow.convert(path, tmp_path / "out")):
+        with pytest.raises(ow.IOFailure):
+            call(tmp_path)
+
+
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
     """With dates, zones, bytes, default dicts and others in every protocol, the tensors are converted, plain data in
@@ -192,6 +283,20 @@ def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
     torch.save({datetime.date(2024, 1, 2): torch.ones(3), "w": torch.ones(2)}, tmp_path / "m.pt")
     with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors are inside objects"):
         ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
+
+
+class _Kind(torch.Tensor):
+    pass
+
+
+def test_tensors_of_other_classes_are_not_left_out(tmp_path: Path) -> None:
+    """A tensor of a class of one's own is refused, also where another tensor has its storage."""
+    shared = torch.arange(6.0)
+    for kept in ({"a": shared.as_subclass(_Kind), "b": shared}, {"a": shared.as_subclass(_Kind), "b": torch.ones(2)}):
+        torch.save(kept, tmp_path / "m.pt")
+        for call in (ow.load_file, lambda path: ow.convert(path, tmp_path / "out.safetensors")):
+            with pytest.raises(ow.NotSupportedError, match="1 tensors are inside objects of .*_Kind"):
+                call(tmp_path / "m.pt")
 
 
 def test_values_of_one_name(tmp_path: Path) -> None:

@@ -96,9 +96,13 @@ func openSet(ctx context.Context, at source.Location, open Opener, opt Options) 
 	}
 	ix, err = Open(ctx, srcs, opt)
 	changed = <-seen
-	if err == nil && set.Shards != nil && !opt.Unlisted {
-		if ix, err = set.Shards.Select(ix); err != nil {
-			err = placeError(at.URI, err)
+	if err == nil && set.Shards != nil {
+		listed, lacking := set.Shards.Select(ix)
+		switch {
+		case lacking != nil:
+			err = placeError(at.URI, lacking)
+		case !opt.Unlisted:
+			ix = listed
 		}
 	}
 	return ix, srcs, set, changed, err

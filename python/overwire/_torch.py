@@ -10,9 +10,19 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from .errors import OverwireError
-from .plumbing import code_command, is_torch_model, local, plain_models, read_foreign, without_scheme
+from .plumbing import (
+    code_command,
+    is_torch_model,
+    local,
+    names_of,
+    plain_models,
+    read_components,
+    read_foreign,
+    without_scheme,
+)
 
 # Exit statuses of the command line.
 _STATUSES = {
@@ -42,9 +52,18 @@ def main(words: list[str]) -> int:
 def _read_only(words: list[str]) -> int:
     is_header = words[0] == "inspect" and not {"--digests", "--estimate", "-e"} & set(words) or "--plan" in words
     found = {word: read_foreign(local(word), is_header) for word in words[1:] if not word.startswith("-")}
+    kept = set()
+    if words[0] == "verify":
+        for word in [word for word, files in found.items() if not files]:
+            found[word], has_others = read_components(local(word))
+            kept |= {word} if has_others else set()
     names = {one.uri: one.name for files in found.values() for one in files}
-    plain = [uri for word in words for uri in ([one.uri for one in found.get(word) or ()] or [word])]
-    return _run_engine(plain, [], names)
+    plain = []
+    for word in words:
+        files = [one.uri for one in found.get(word) or ()]
+        plain += [word, *files] if word in kept or not files else files
+    numbers = [int(path.rpartition("/")[2]) for path in names]
+    return _run_engine(plain, [], names, numbers)
 
 
 def _rewrite(words: list[str]) -> int:
@@ -56,16 +75,18 @@ def _rewrite(words: list[str]) -> int:
     if not sources or not outputs:  # the engine reports what is missing
         return _run_engine(words, [])
     with plain_models([words[at] for at in sources], local(outputs[0])) as (plain, remainder):
+        names = names_of(plain, [words[at] for at in sources])
         for at, path in zip(sources, plain, strict=True):
             words[at] = path
-        return _run_engine(words, remainder)
+        return _run_engine(words, remainder, names)
 
 
-def _run_engine(words: list[str], left: list[str], names: dict[str, str] | None = None) -> int:
-    # names: of files in memory, by their paths in /proc. Ctrl-C reaches both processes: this one waits while the
-    # other cleans up.
+def _run_engine(
+    words: list[str], left: list[str], names: dict[str, str] | None = None, numbers: Sequence[int] = ()
+) -> int:
+    # names: as people know the plain files. numbers: of those in memory. Ctrl-C reaches both processes: this one
+    # waits while the other cleans up.
     engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}))"
-    numbers = [int(path.rpartition("/")[2]) for path in names or ()]
     with subprocess.Popen(code_command(engine, *words), pass_fds=numbers) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

@@ -200,22 +200,23 @@ def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
 
 def may_be_foreign(path: str, is_tree: bool = True) -> bool:
     """Whether a local path has the name of a file of another library that is read, or is a folder with such names.
-    is_tree: names in its subfolders count as well. Opens no file."""
+    is_tree: names in its subfolders count as well. Opens no file. Raises for folders that cannot be listed."""
     if os.path.isfile(path):
         return path.endswith(FOREIGN_ENDINGS)
     if not os.path.isdir(path):
         return False
     try:
-        names = [
-            name for folder, _ in (folders_of(path) if is_tree else [(path, "")]) for name in os.listdir(folder)
-        ]
-    except (OSError, NotSupportedError):
+        lists = [os.listdir(folder) for folder, _ in (folders_of(path) if is_tree else [(path, "")])]
+    except NotSupportedError:
         return False  # opening it reports why
-    if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for name in names):
+    except OSError as error:
+        raise error_of_system(error, "open", path) from error
+    if any(name.endswith((".distcp", ".metadata")) or name.startswith("shard-") for names in lists for name in names):
         return True
-    return any(name.endswith(TORCH_ENDINGS) for name in names) and not has_weights(names)
+    own = [names for names in lists if not has_weights(names)]
+    return not has_weights(lists[0]) and any(name.endswith(TORCH_ENDINGS) for names in own for name in names)
 
 
 def has_weights(names: list[str]) -> bool:
-    """Whether some of the names are those of safetensors files."""
-    return any(name.endswith(".safetensors") for name in names)
+    """Whether some of the names are those of safetensors files; the engine opens no hidden ones."""
+    return any(name.endswith(".safetensors") and not name.startswith(".") for name in names)

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .errors import ArgumentError, NotFoundError, OverwireError, error_of_system
@@ -95,6 +95,18 @@ def classed_errors(path: str, verb: str = "save") -> Iterator[None]:
         raise
     except OSError as error:
         raise error_of_system(error, verb, path) from error
+
+
+@contextlib.contextmanager
+def named_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes errors about plain files name those that they stand for."""
+    try:
+        yield
+    except OverwireError as error:
+        for plain in sorted(names, key=len, reverse=True):  # /proc/self/fd/1 after /proc/self/fd/12
+            error.args = tuple(str(text).replace(plain, names[plain]) for text in error.args)
+            error.source = error.source and error.source.replace(plain, names[plain])
+        raise
 
 
 def raise_unless_absent(error: OSError, path: str) -> None:

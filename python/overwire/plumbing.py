@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from ._order import await_path
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
-    from .bundles.torchfolders import is_torch_model, plain_models
+    from .bundles.torchfolders import is_torch_model, names_of, plain_models
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, should_share_reading
     from .distributed.group import group_verb
     from .dtypes import nbytes, torch_shape
     from .errors import error_of_system
     from .files import number_of, read_file, regular, state_of_file
-    from .foreign.memory import read_foreign
+    from .foreign.memory import read_components, read_foreign
     from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
     from .jobs import shown
@@ -59,14 +59,14 @@ _HOMES = {
     "_order": ("await_path",),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),
-    "bundles.torchfolders": ("is_torch_model", "plain_models"),
+    "bundles.torchfolders": ("is_torch_model", "names_of", "plain_models"),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),
     "distributed.group": ("group_verb",),
     "dtypes": ("nbytes", "torch_shape"),
     "errors": ("error_of_system",),
     "files": ("number_of", "read_file", "regular", "state_of_file"),
-    "foreign.memory": ("read_foreign",),
+    "foreign.memory": ("read_components", "read_foreign"),
     "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
     "model.forked": ("is_compressed",),

@@ -247,8 +247,8 @@ class _Names(AllowList):
         if isinstance(function, type) and (
             function not in CALLS or any(isinstance(arg, (_Named, _Opaque)) for arg in args)
         ):
-            is_dict = function is collections.defaultdict
-            return {} if is_dict else _Opaque(_Named(function.__module__, function.__qualname__))
+            kind = _Named(function.__module__, function.__qualname__)
+            return {} if function is collections.defaultdict else _Opaque(kind)
         if not isinstance(function, _Named):
             return super().call(function, args)
         if function.module == "torch._utils" and function.name.startswith("_rebuild_"):
@@ -263,6 +263,7 @@ class _Names(AllowList):
         # A tensor with attributes, which are ignored. In another class they could be its content.
         if type(function) is _Named and kind in _TENSOR_TYPES and type(args) is tuple:
             return self.call(function, args)
+        self._reader.count_lost(args if type(args) is tuple else ())
         return _Opaque(kind if isinstance(kind, _Named) else _Named("torch._tensor", "_rebuild_from_type_v2"))
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
@@ -450,6 +451,11 @@ class _Reader:
         if name not in table:
             raise self._error_of(f"safetensors has no dtype {name[:50]}", NotSupportedError)
         return table[name]
+
+    def count_lost(self, args: tuple[Any, ...]) -> None:
+        """Counts the tensor that another class would make of a storage, which other tensors may have as well."""
+        keys = {arg.key for arg in args if type(arg) is _Storage}
+        self._made, self._used = self._made + len(keys), self._used | keys
 
     def rebuild_tensor(self, name: str, args: tuple[Any, ...]) -> _Tensor:
         """Returns the tensor for a call of one of torch's functions that rebuild tensors."""

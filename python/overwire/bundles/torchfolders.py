@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,14 +19,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .._tables import MOST_OTHER, OTHER_WEIGHTS
-from ..errors import ArgumentError, FormatError, NotFoundError, OverwireError
-from ..files import folders_of, has_weights, lock_file, may_be_foreign
+from ..errors import ArgumentError, FormatError, NotFoundError
+from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign
 from ..foreign.content import write_plain
 from ..foreign.dcp import files_of
-from ..foreign.kinds import INDEX, has_usual_name, kind_of, open_content, read_index, refuse_empty, weights_of
+from ..foreign.kinds import (
+    INDEX,
+    has_usual_name,
+    kind_of,
+    open_content,
+    plain_name,
+    read_index,
+    refuse_empty,
+    weights_of,
+)
 from ..foreign.links import may_follow
 from ..foreign.shards import shards_in
-from ..paths import classed_errors, is_remote, local, without_scheme
+from ..paths import classed_errors, is_remote, local, named_errors, without_scheme
 from ..progress import ProgressLike
 from ..verbs.inspecting import rewrite
 from ..verbs.saving import Report
@@ -83,7 +91,22 @@ def convert(
         return rewrite(source, path, **options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
         report = rewrite(plain if len(plain) > 1 else plain[0], path, **options)
-    return replace(report, left=(*report.left, *remainder))
+        called = names_of(plain, [local(name) for name in names])
+        left = [called.get(one, one) for one in report.left]
+    return replace(report, left=(*left, *remainder))
+
+
+def names_of(plain: list[str], sources: list[str]) -> dict[str, str]:
+    """For the paths of plain files and folders, and what is in them: the paths that they were made of."""
+    names: dict[str, str] = {}
+    for own, source in zip(plain, sources, strict=True):
+        names[own] = source
+        for folder, below, files in os.walk(own) if own != source else ():
+            place = os.path.normpath(os.path.join(source, os.path.relpath(folder, own)))
+            by_plain = {plain_name(one): one for one in os.listdir(place) if one.endswith((*TORCH_ENDINGS, INDEX))}
+            for name in (*below, *files):
+                names[os.path.join(folder, name)] = os.path.join(place, by_plain.get(name, name))
+    return names
 
 
 def is_torch_model(path: str) -> bool:
@@ -97,10 +120,7 @@ def is_torch_model(path: str) -> bool:
         folders = [folder for folder, below in folders_of(path) if not _is_sharded_copy(path, below)]
         if any(map(kind_of, folders)):
             return True
-        if _has_safetensors(folders):
-            return False
-        weights = [weights_of(folder) for folder in folders]  # any of them may have one that is damaged
-        return any(weights)
+        return any(_weights_by_folder(path, folders).values())
 
 
 def _is_sharded_copy(root: str, below: str) -> bool:
@@ -109,15 +129,16 @@ def _is_sharded_copy(root: str, below: str) -> bool:
     return name == "sharded" and has_weights(os.listdir(os.path.join(root, above)))
 
 
-def _has_safetensors(folders: list[str]) -> bool:
-    return any(has_weights(os.listdir(folder)) for folder in folders if kind_of(folder) != "shards")
+def _has_safetensors(folder: str) -> bool:
+    return has_weights(os.listdir(folder)) and kind_of(folder) != "shards"
 
 
-def _plain_name(name: str) -> str:
-    """The name of a file of weights, or of its index, as safetensors."""
-    stem = name.removesuffix(INDEX) if name.endswith(INDEX) else os.path.splitext(name)[0]
-    stem = re.sub(r"^pytorch_model\b", "model", stem)
-    return f"{stem}.safetensors.index.json" if name.endswith(INDEX) else f"{stem}.safetensors"
+def _weights_by_folder(root: str, folders: list[str]) -> dict[str, list[str]]:
+    """The torch.save files that become safetensors files, of each folder: none of folders that have such files, or
+    below a root that has them. Raises for those that are damaged or missing, in any folder."""
+    plain = {folder for folder in folders if _has_safetensors(folder)}
+    to_read = [folder for folder in folders if root not in plain and folder not in plain and not kind_of(folder)]
+    return {folder: weights_of(folder, is_usual=bool(plain)) for folder in to_read}
 
 
 @contextlib.contextmanager
@@ -135,24 +156,14 @@ def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], l
     try:
         with classed_errors(target):
             plain, remainder = _write_plain_models(sources, top, target.endswith((".safetensors", ".tensors")))
-        try:
+        with named_errors(names_of(plain, sources)):
             yield plain, remainder
-        except OverwireError as error:
-            _name_sources(error, dict(zip(plain, sources, strict=True)))
-            raise
     finally:
         try:
             with contextlib.suppress(OSError):  # a later conversion removes leftovers
                 shutil.rmtree(top, ignore_errors=True)
         finally:
             os.close(lock)
-
-
-def _name_sources(error: OverwireError, sources: Mapping[str, str]) -> None:
-    """Makes an error name the sources instead of the plain files made from them."""
-    for plain, source in sources.items():
-        error.args = tuple(str(text).replace(plain, source) for text in error.args)
-        error.source = error.source and error.source.replace(plain, source)
 
 
 def _write_plain_models(sources: list[str], top: str, into_file: bool) -> tuple[list[str], list[str]]:
@@ -168,7 +179,7 @@ def _write_plain_models(sources: list[str], top: str, into_file: bool) -> tuple[
             plain.append(os.path.join(place, os.path.basename(os.path.abspath(source))))
             remainder += _plain_folder(source, plain[-1], into_file)
         else:
-            plain.append(os.path.join(place, _plain_name(os.path.basename(source))))
+            plain.append(os.path.join(place, plain_name(os.path.basename(source))))
             remainder += _write_plain_file(source, plain[-1], kind_of(source)) or ()
     return plain, remainder
 
@@ -227,13 +238,11 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
     remainder: list[str] = []
     is_empty = True
     folders = dict(folders_of(source))
-    has_plain = _has_safetensors(list(folders))
-    of_folders: dict[str, set[str]] = {
-        folder: set() if has_plain or kind_of(folder) or _is_sharded_copy(source, below) else set(weights_of(folder))
-        for folder, below in folders.items()
-    }
-    for folder, weights in of_folders.items():
-        below = folders[folder]
+    has_plain = any(map(_has_safetensors, folders))
+    to_read = [own for own, below in folders.items() if not _is_sharded_copy(source, below)]
+    of_folders = _weights_by_folder(source, to_read)
+    for folder, below in folders.items():
+        weights = of_folders.get(folder, [])
         if below and _is_sharded_copy(source, below):
             remainder.append(folder)
             continue
@@ -245,7 +254,8 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
         if kind := kind_of(folder):
             done = set(files_of(names) if kind == "dcp" else shards_in(names))
             sources = {"model.safetensors": folder}
-            _refuse_twins(folder, sources, [name for name in names if name not in done and has_weights([name])])
+            others = [name for name in names if has_weights([name]) or has_usual_name(name)]
+            _refuse_twins(folder, sources, [name for name in others if name not in done])
             remainder += _write_plain_file(folder, os.path.join(place, "model.safetensors"), kind) or ()
             is_empty = False
         indexes = [name for name in names if name.endswith(INDEX)] if weights else []
@@ -256,19 +266,18 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
             if name in done or at in folders or name.startswith(_MARK):
                 continue
             if name in weights:
-                target = os.path.join(place, _plain_name(name))
+                target = os.path.join(place, plain_name(name))
                 left = _write_plain_file(at, target, "torch", may_lack=not has_usual_name(name))
                 if left is not None:
                     is_empty = False
                     remainder += left
                     continue
             if name in indexes:
-                _plain_index(at, os.path.join(place, _plain_name(name)))
+                _plain_index(at, os.path.join(place, plain_name(name)))
             elif (
-                into_file and not has_weights([name])
+                not has_weights([name]) and (into_file or not _is_companion(source, at))
                 or name in sources
                 or is_stale and name.endswith(".json") and ".safetensors." in name
-                or not _is_companion(source, at)
             ):  # fmt: skip
                 remainder.append(at)
             else:
@@ -281,8 +290,8 @@ def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
 
 def _refuse_twins(folder: str, sources: dict[str, str], names: list[str]) -> None:
     for name in names:
-        if (other := sources.setdefault(_plain_name(name), name)) != name:
-            why = f"{other} and {name} would both become {_plain_name(name)}: convert one of them by its name"
+        if (other := sources.setdefault(plain_name(name), name)) != name:
+            why = f"{other} and {name} would both become {plain_name(name)}: convert one of them by its name"
             raise ArgumentError(f"overwire: convert {folder}: {why}", source=folder)
 
 
@@ -306,6 +315,6 @@ def _link_or_copy(path: str, target: str) -> None:
 def _plain_index(path: str, target: str) -> None:
     """The index of shards, with their new names."""
     index = read_index(path)
-    index["weight_map"] = {name: _plain_name(shard) for name, shard in index["weight_map"].items()}
+    index["weight_map"] = {name: plain_name(shard) for name, shard in index["weight_map"].items()}
     with open(target, "x", encoding="utf-8") as file:
         file.write(json.dumps(index))

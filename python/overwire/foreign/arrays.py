@@ -53,6 +53,7 @@ class _Bytes(NamedTuple):
     size: int
     checksum: int | None
     deflated: bool
+    is_array: bool = True  # by the ending of its name
 
     def error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self.path}: {self.name}: {why}", source=self.path, tensor=self.name)
@@ -139,6 +140,8 @@ def _add_array(content: Content, source: _Bytes) -> None:
         if len(head) >= _MOST + 12:
             break
     if head[:6] != MAGIC or len(head) < 12:
+        if source.is_array:
+            raise source.error_of("it does not begin as an array does: damaged, copy or fetch it again")
         content.left.append(f"{source.name}: not an array")
         return
     version, start = head[6], 10 if head[6] == 1 else 12
@@ -175,9 +178,12 @@ def _read_entries(files: Files, path: str) -> list[_Bytes]:
     size = files.size_of(path)
     try:
         with files.open_file(path) as number, open(number, "rb", closefd=False) as file:
+            is_archive = file.read(2) == b"PK"
             entries = entries_of(file)
     except BAD_ZIP as error:
-        raise make_error(f"not a .npz file: {error}") from error
+        kind = CorruptError if is_archive else FormatError
+        what = "a .npz file, cut off or damaged" if is_archive else "not a .npz file"
+        raise make_error(f"{what} ({error}): copy or fetch it again", kind) from error
     sources: list[_Bytes] = []
     for info in entries:
         name = info.filename.removesuffix(".npy")
@@ -193,7 +199,8 @@ def _read_entries(files: Files, path: str) -> list[_Bytes]:
             raise make_error(f"{name} is encrypted, or compressed by other than deflate", NotSupportedError)
         if not deflated and info.compress_size != info.file_size:
             raise make_error(f"{name} has {info.compress_size} bytes and should have {info.file_size}")
-        sources.append(_Bytes(files, path, name, start, info.compress_size, info.file_size, info.CRC, deflated))
+        place = (start, info.compress_size, info.file_size, info.CRC, deflated)
+        sources.append(_Bytes(files, path, name, *place, info.filename.endswith(".npy")))
     if len({source.name for source in sources}) != len(sources):
         raise make_error("two arrays have one name")
     spans = sorted((source.start, source.stored) for source in sources)

@@ -135,7 +135,9 @@ def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[byte
         front = _verbs.plain_front(spec, array("q", numbers).tobytes())
     except ArgumentError as error:  # of a name that no file can have
         reason = str(error).rpartition("bad argument: ")[2]
-        raise FormatError(f"overwire: open {source}: {reason}", source=source, tensor=error.tensor) from error
+        is_named = error.tensor is None or repr(error.tensor)[1:-1] in reason
+        name = "" if is_named else f"tensor {error.tensor!r}: "
+        raise FormatError(f"overwire: open {source}: {name}{reason}", source=source, tensor=error.tensor) from error
     header = front["header"].encode()
     return len(header).to_bytes(8, "little") + header, front["order"]
 

@@ -176,6 +176,11 @@ class _Reader:
                 "fetch the whole folder again",
                 source=self._folder,
             )
+        rank = _OF_RANK.fullmatch(of_ranks[0])[1]  # type: ignore[index]
+        others = sorted(name for name in names if name.endswith(ENDING) and not name.startswith(f"__{rank}_"))
+        if others:
+            text = f"{of_ranks[0]} is the only description, and {others[0]} is of another rank: fetch the whole folder"
+            raise NotFoundError(f"overwire: open {self._folder}: {text}", source=self._folder)
         return of_ranks[0]
 
     def _error(
@@ -232,7 +237,9 @@ class _Reader:
             if place is None:
                 raise self._error("no place is given for it", name=name)
             self._add_object(content, name, place)
-        content.left.extend(f"{name!r}: nothing describes it" for name, _ in stored)
+        for name, offset in stored:  # no writer gives such a place, and the model would lack a tensor
+            why = f"a place is given for offset {None if offset is None else list(offset)}, and nothing describes it"
+            raise self._error(why, name=name)
         unused = sorted(name for name in self._names - used if name.endswith(ENDING))
         content.left.extend(f"{name}: {METADATA} does not list it" for name in unused)
         return content._replace(mode=self._files.mode)
@@ -319,12 +326,14 @@ class _Reader:
         """A tensor of its chunks, each of which is what the description says."""
         chunks = []
         for number, (offsets, sizes) in enumerate(one.boxes):
-            place = stored.pop((one.name, offsets), None)
             if 0 in sizes:
                 continue
+            place = stored.pop((one.name, offsets), None)
             if place is None:
                 raise self._error(f"no place is given for its chunk at {list(offsets)}", name=one.name, chunk=number)
             chunks.append(Chunk(offsets, sizes, self._run_of(one, number, place)))
+        for offsets, _ in one.boxes:  # those without elements may be at the offset of another
+            stored.pop((one.name, offsets), None)
         spec = TensorSpec(dtype=CALLED[one.dtype], shape=one.shape, data_ptr=0, data_len=0)
         return Joined(one.name, one.dtype, tuple(spec.shape), chunks, one.shape)
 

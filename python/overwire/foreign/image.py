@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from .._tables import BITS
 from ..errors import CorruptError, FormatError, OverwireError
+from ..portable.container import STRICTLY
 from .content import bytes_of
 from .joined import Files, Run
 
@@ -52,9 +53,11 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     text = bytearray(size)
     files.fill_block(path, memoryview(text), start + 8)
     try:
-        header = json.loads(text.decode())
+        header = json.loads(text.decode(), **STRICTLY)
         metadata = header.pop("__metadata__", None) or {}
-        sharding = json.loads(metadata[SHARDING]) if SHARDING in metadata else None
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata that are not texts")
+        sharding = json.loads(metadata[SHARDING], **STRICTLY) if SHARDING in metadata else None
         entries = {name: (one["dtype"], one["shape"], one["data_offsets"]) for name, one in header.items()}
         offsets = None if sharding is None else {name: one["saved_offsets"] for name, one in sharding.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -75,9 +78,13 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
         run = Run(files, path, start + 8 + size + low, high - low)
         parts[name] = Part(dtype, tuple(shape), None if at is None else tuple(at), run)
     spans = sorted((part.run.start, part.run.size, name) for name, part in parts.items() if part.run.size)
-    for (low, count, _), (begin, _, name) in zip(spans, spans[1:], strict=False):
-        if low + count > begin:
-            raise make_error("it shares bytes with another tensor", name)
+    end = start + 8 + size
+    for low, count, name in spans:
+        if low != end:
+            raise make_error("it shares bytes with another tensor" if low < end else "a hole before it", name)
+        end = low + count
+    if end != start + whole:
+        raise make_error(f"{start + whole - end} bytes after the last tensor")
     return parts
 
 

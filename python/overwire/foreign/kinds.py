@@ -11,9 +11,11 @@ from typing import Any
 
 from ..bundles import torchfiles
 from ..bundles.torcharchive import FOREIGN, refusal_of
-from ..errors import FormatError, NotFoundError
+from ..errors import ArgumentError, FormatError, NotFoundError
 from ..files import FOREIGN_ENDINGS, TORCH_ENDINGS, read_file
-from ..paths import classed_errors
+from ..paths import classed_errors, named_errors
+from ..portable.container import STRICTLY
+from ..portable.folders import choose_files, refuse_incomplete
 from . import arrays, dcp, shards, tars
 from .content import Content, Mapped
 
@@ -25,6 +27,8 @@ _WEIGHTS = re.compile(
 _OTHERS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|trainer_state)(\b|_\d).*|.*_states"
 )
+# Parts of Llama's layout: consolidated.00.pth, consolidated.01.pth and so on.
+_NUMBERED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 #: How the names of indexes of torch's shards end.
 INDEX = ".bin.index.json"
 
@@ -76,15 +80,16 @@ def has_usual_name(name: str) -> bool:
     return bool(_WEIGHTS.fullmatch(name))
 
 
-def weights_of(folder: str) -> list[str]:
+def weights_of(folder: str, is_usual: bool = False) -> list[str]:
     """The names of the files of weights in a folder. Raises for what has the name or the ending of weights and cannot
-    be read as such, or is missing: without it the model would lack tensors."""
+    be read as such, or is missing: without it the model would lack tensors. is_usual: only those with usual names."""
     entries = sorted(os.listdir(folder))
     names = [
         name
         for name in entries
         if name.endswith(TORCH_ENDINGS)
         and not name.startswith(".")
+        and (has_usual_name(name) or not is_usual)
         and not _OTHERS.fullmatch(os.path.splitext(name)[0])
         and not os.path.isdir(os.path.join(folder, name))
     ]
@@ -96,30 +101,69 @@ def weights_of(folder: str) -> list[str]:
             text = f"{min(lacking)} is missing, and {index} lists it: fetch the model again"
             raise NotFoundError(f"overwire: open {folder}: {text}", source=folder)
         usual |= shards
+    numbers = {int(one[1]) for one in map(_NUMBERED.fullmatch, names) if one}
+    if gap := sorted(set(range(max(numbers, default=0))) - numbers):
+        text = f"consolidated.{gap[0]:02d}.pth is missing, and there are files with higher numbers"
+        raise NotFoundError(f"overwire: open {folder}: {text}: fetch the model again", source=folder)
     for name, refusal in refusals.items():
         if refusal is not None and (refusal.rule != FOREIGN or name in usual):
             raise refusal
-    return [name for name in sorted(usual or names) if refusals[name] is None]
+    weights = [name for name in sorted(usual or names) if refusals[name] is None]
+    by_plain = {plain_name(name): name for name in [*weights, *entries] if name in usual or name.endswith(INDEX)}
+    with named_errors(by_plain):
+        refuse_incomplete(folder, list(by_plain))
+    return weights
 
 
-def listed_weights(folder: str) -> list[str]:
-    """Those of `weights_of` that are the model's: where one index is there, the files that it lists."""
-    names, indexes = weights_of(folder), [name for name in os.listdir(folder) if name.endswith(INDEX)]
-    if len(indexes) != 1:
-        return names
-    listed = set(read_index(os.path.join(folder, indexes[0]))["weight_map"].values())
-    return [name for name in names if name in listed]
+def plain_name(name: str) -> str:
+    """The name of a file of weights, or of its index, as safetensors."""
+    stem = name.removesuffix(INDEX) if name.endswith(INDEX) else os.path.splitext(name)[0]
+    stem = re.sub(r"^pytorch_model\b", "model", stem)
+    return f"{stem}.safetensors.index.json" if name.endswith(INDEX) else f"{stem}.safetensors"
+
+
+def listed_weights(folder: str, is_usual: bool = False) -> dict[str, set[str] | None]:
+    """Those of `weights_of` that are the model's by the rules of safetensors files, with the tensors that an index
+    lists in each; None: all that it has. Raises ArgumentError for several models."""
+    names = [*weights_of(folder, is_usual), *(name for name in os.listdir(folder) if name.endswith(INDEX))]
+    by_plain: dict[str, str] = {}
+    for name in names:
+        if (other := by_plain.setdefault(plain_name(name), name)) != name:
+            text = f"the folder contains several models: {other} and {name}: name one of them"
+            raise ArgumentError(f"overwire: open {folder}: {text}", source=folder)
+    if not by_plain:
+        return {}
+    with named_errors(by_plain):
+        chosen = choose_files(folder, sorted(by_plain))
+    if not isinstance(chosen, str):
+        return {by_plain[name]: None for name in chosen}
+    listed: dict[str, set[str]] = {}
+    for tensor, shard in read_index(os.path.join(folder, by_plain[chosen]))["weight_map"].items():
+        listed.setdefault(shard, set()).add(tensor)
+    return {name: listed[name] for name in sorted(listed)}
+
+
+def select_listed(content: Content, path: str, listed: set[str] | None) -> None:
+    """Leaves out tensors that the index does not list. FormatError if the file lacks one that it lists."""
+    if listed is None:
+        return
+    if lacking := listed - {name for name, _ in content.tensors}:
+        text = f"the shards' index lists the tensor {min(lacking)!r}, which is not in this file: fetch both again"
+        raise FormatError(f"overwire: open {path}: {text}", source=path, tensor=min(lacking))
+    content.tensors[:] = [(name, tensor) for name, tensor in content.tensors if name in listed]
 
 
 def read_index(path: str) -> dict[str, Any]:
-    """The index of shards; its weight_map has names only. Raises FormatError."""
+    """The index of shards; its weight_map has names of torch.save files only. Raises FormatError."""
     try:
-        index: dict[str, Any] = json.loads(read_file(path, 64 << 20))
-        if all(type(shard) is str for shard in index["weight_map"].values()):
-            return index
-        raise ValueError("a shard without a name")
+        index: dict[str, Any] = json.loads(read_file(path, 64 << 20).decode(), **STRICTLY)
+        if not index["weight_map"]:
+            raise ValueError("it lists no tensor")
+        if strange := [shard for shard in index["weight_map"].values() if not shard.endswith(TORCH_ENDINGS)]:
+            raise ValueError(f"it lists {strange[0]:.200}, which does not have the ending of a torch.save file")
+        return index
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise FormatError(f"overwire: open {path}: not an index of shards", source=path) from error
+        raise FormatError(f"overwire: open {path}: not an index of shards: {error!s:.300}", source=path) from error
 
 
 def refuse_empty(content: Content, path: str, kind: str) -> None:

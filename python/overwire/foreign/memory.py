@@ -9,7 +9,7 @@ import os
 from typing import NamedTuple
 
 from ..errors import ArgumentError
-from ..files import AnonymousMemory, has_weights, may_be_foreign
+from ..files import AnonymousMemory, folders_of, has_weights, may_be_foreign
 from ..paths import classed_errors, is_remote
 
 
@@ -26,9 +26,10 @@ class InMemory(NamedTuple):
         return f"/proc/self/fd/{self.memory.number}"
 
 
-def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
+def read_foreign(path: str, is_header: bool = False, is_usual: bool = False) -> list[InMemory]:
     """The plain files that a local path stands for, which take as much memory as its tensors; none where it is not
-    a file or folder of another library. is_header: the tensors are left out, and take no memory.
+    a file or folder of another library. is_header: the tensors are left out, and take no memory. is_usual: see
+    `kinds.weights_of`.
 
     Raises ArgumentError for a checkpoint's folder that also has safetensors files, and what
     `kinds.open_content` raises.
@@ -42,30 +43,45 @@ def read_foreign(path: str, is_header: bool = False) -> list[InMemory]:
         if kind == "dcp":
             _refuse_second_model(path)
         if kind or not os.path.isdir(path):
-            sources = [path] if kind else []
+            sources: dict[str, set[str] | None] = {path: None} if kind else {}
         else:
-            names = [] if has_weights(os.listdir(path)) else listed_weights(path)
-            sources = [os.path.join(path, name) for name in names]
-    return [_in_memory(source, kind or "torch", is_header) for source in sources]
+            weights = {} if has_weights(os.listdir(path)) else listed_weights(path, is_usual)
+            sources = {os.path.join(path, name): listed for name, listed in weights.items()}
+    return [_in_memory(source, kind or "torch", is_header, listed) for source, listed in sources.items()]
+
+
+def read_components(path: str) -> tuple[list[InMemory], bool]:
+    """For a local pipeline, whose root has no weights: the plain files of its folders with weights of other
+    libraries, and whether other folders have safetensors files. Otherwise no files, and True. Raises what
+    `read_foreign` raises."""
+    if is_remote(path) or not os.path.isdir(path) or not may_be_foreign(path) or may_be_foreign(path, is_tree=False):
+        return [], True
+    with classed_errors(path, "open"):
+        folders = [folder for folder, _ in folders_of(path)]
+        has_others = any(has_weights(os.listdir(folder)) for folder in folders)
+    found = [one for folder in folders for one in read_foreign(folder, is_usual=has_others)]
+    return found, has_others or not found
 
 
 def _refuse_second_model(folder: str) -> None:
     from .dcp import ENDING
+    from .kinds import has_usual_name
 
     names = os.listdir(folder)
-    others = sorted(name for name in names if has_weights([name]) and not name.startswith("."))
+    others = sorted(name for name in names if has_weights([name]) or has_usual_name(name))
     if others and any(name.endswith(ENDING) for name in names):
         text = f"the folder contains several models: a torch.distributed.checkpoint and {others[0]}"
         cure = "name that file, or move it to another folder to load the checkpoint"
         raise ArgumentError(f"overwire: open {folder}: {text}: {cure}", source=folder)
 
 
-def _in_memory(source: str, kind: str, is_header: bool) -> InMemory:
+def _in_memory(source: str, kind: str, is_header: bool, listed: set[str] | None) -> InMemory:
     from .content import write_plain
-    from .kinds import open_content, refuse_empty
+    from .kinds import open_content, refuse_empty, select_listed
 
     memory = AnonymousMemory()
     with open_content(source, kind, compare=not is_header) as content:
         refuse_empty(content, source, kind)
+        select_listed(content, source, listed)
         write_plain(content, memory.number, source, is_header)
     return InMemory(memory, source, kind)

@@ -53,6 +53,11 @@ def _read_content(folder: str, names: list[str], files: Files) -> Content:
     if missing := sorted(set(range(1, max(ranks) + 1)) - ranks)[:5] if max(ranks) <= 1 << 20 else [1]:
         text = f"overwire: open {folder}: the shards of {', '.join(f'shard-{one:05d}' for one in missing)} are missing"
         raise NotFoundError(f"{text}: fetch the folder again", source=folder)
+    numbers = {(int(one[2]), int(one[3])) for one in map(_SHARD.fullmatch, names) if one}
+    most = max(of for _, of in numbers)
+    if lacking := sorted(set(range(1, min(most, len(names) + 1) + 1)) - {number for number, _ in numbers}):
+        text = f"overwire: open {folder}: no rank has a file {lacking[0]:05d} of {most:05d}: fetch the folder again"
+        raise NotFoundError(text, source=folder)
     found: dict[str, list[tuple[str, Part]]] = {}
     for name in sorted(names):
         path = os.path.join(folder, name)

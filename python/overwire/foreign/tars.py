@@ -94,7 +94,9 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
         if _octal(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
             raise make_error("the checksum of a header does not fit: copy or fetch it again", at, CorruptError)
         kind, size = head[156:157], _octal(head[124:136])
-        size = int(longer.pop(b"size", b"")) if longer.get(b"size", b"").isdigit() and kind not in b"Lxg" else size
+        if kind not in b"Lxg" and b"size" in longer:
+            text = longer.pop(b"size")
+            size = int(text) if re.fullmatch(rb"\d{1,19}", text) else None
         count += 1
         if size is None or count > _MEMBERS:
             raise make_error(f"a malformed size, or more than {_MEMBERS} members", at)

@@ -27,6 +27,7 @@ from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, heed, log, shown
 from ..metering import note
 from ..model.joining import join, written
+from ..paths import named_errors
 from ..progress import Watcher
 from .loads import Load, many_objects
 from .options import check_values
@@ -148,7 +149,7 @@ class Model:
         if parts:
             spec["parts"] = True
         try:
-            with many_objects():
+            with many_objects(), named_errors(dict(zip(uris, called, strict=True))):
                 text, _, _, table, self.handle = _verbs.open(spec)
         except BaseException as error:
             if not probe:
@@ -164,8 +165,8 @@ class Model:
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
         self._sources = text
         try:
-            if self.table and self.table[-1][5] > 0:  # there are several files
-                self._refuse_twins()
+            if self.table and self.table[-1][5] > 0:  # several files
+                self._refuse_twins(dict(zip(uris, self.uris, strict=False)))
             self.chosen = self.choose(keys, filter)
         except BaseException:
             self.close()
@@ -216,12 +217,12 @@ class Model:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _refuse_twins(self) -> None:
+    def _refuse_twins(self, called: Mapping[str, str] | None = None) -> None:
         positions: dict[str, int] = {}
         for name, *_, source, _alias in self.table:
             first = positions.setdefault(name, source)
             if first != source:
-                uris = [part["uri"] for part in self.info()]
+                uris = [(called or {}).get(part["uri"], part["uri"]) for part in self.info()]
                 raise ArgumentError(
                     f'overwire: open {uris[source]} tensor "{name}": {uris[first]} has it also: '
                     "open only one of the files, or each separately",

@@ -86,7 +86,8 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
     checks = _Checks(path)
     checks.is_file(len(data) >= 8, "too short")
     size = int.from_bytes(bytes(data[:8]), "little")
-    checks.is_file(size <= min(_LONGEST_HEADER, len(data) - 8), f"its header's length is {size} bytes")
+    checks.is_file(size <= _LONGEST_HEADER, f"its header's length is {size} bytes")
+    checks.is_sound(8 + size <= len(data), f"truncated, its header has {size} bytes and the file {len(data)}")
     try:
         text = bytes(data[8 : 8 + size]).decode()
         header = json.loads(text, **STRICTLY)
@@ -180,7 +181,8 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
     for low, high, name, _ in rows:
         checks.is_file(low == end, f"tensor {name!r}: a gap or an overlap before it")
         end = high
-    checks.is_file(base + end == size, f"it has {size} bytes, but its tensors end at {base + end}")
+    checks.is_sound(base + end <= size, f"truncated, the file has {size} bytes of {base + end}")
+    checks.is_file(base + end == size, f"the file has {size - base - end} bytes after the last tensor")
     return {name: tensor for _, _, name, tensor in rows}
 
 

@@ -82,7 +82,7 @@ def model_of(place: str) -> Model:
     Raises NotFoundError for a folder without a model and for a listed file that is missing, FormatError for
     incomplete shards and for a malformed index, ArgumentError for several models."""
     if os.path.isdir(place):
-        name = _choose_files(place, sorted(os.listdir(place)))
+        name = choose_files(place, sorted(os.listdir(place)))
         if isinstance(name, list):
             return Model([os.path.join(place, file) for file in name], None, b"", None)
         return _read_index(os.path.join(place, name))
@@ -92,8 +92,8 @@ def model_of(place: str) -> Model:
     return Model([place], None, b"", None)
 
 
-def _choose_files(folder: str, names: list[str]) -> str | list[str]:
-    # Returns the index that lists the model, or its files.
+def choose_files(folder: str, names: list[str]) -> str | list[str]:
+    """Returns the index that lists the model, or the model's files. Raises what `model_of` raises."""
     families, leftovers = _families_of(names)
     families = _without_others(families)
     indexes = [one for one in families if one.name.is_index]
@@ -110,11 +110,22 @@ def _choose_files(folder: str, names: list[str]) -> str | list[str]:
         raise FormatError(f"overwire: {folder}: {text}: save or fetch the model again", source=folder)
     if not files:
         raise NotFoundError(f"overwire: {folder}: no {EXTENSION} file in this folder", source=folder)
-    for one in shard_sets:
-        if lacking := _lacking_shards(one):
+    _refuse_incomplete(folder, shard_sets)
+    return files
+
+
+def refuse_incomplete(folder: str, names: list[str]) -> None:
+    """Raises FormatError if the shards of a model, without an index, are not all among the names."""
+    families = _without_others(_families_of(names)[0])
+    indexed = {(one.name.stem, one.name.variant) for one in families if one.name.is_index}
+    _refuse_incomplete(folder, [one for one in families if (one.name.stem, one.name.variant) not in indexed])
+
+
+def _refuse_incomplete(folder: str, families: list[_Family]) -> None:
+    for one in families:
+        if one.name.of and (lacking := _lacking_shards(one)):
             text = f"{one.files[0]} has no index.json, and {lacking}: fetch the model again"
             raise FormatError(f"overwire: {folder}: {text}", source=folder)
-    return files
 
 
 def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:

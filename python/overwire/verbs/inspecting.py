@@ -10,6 +10,7 @@ from .. import _verbs
 from .._engine import program
 from .._notebook import Facts
 from ..errors import ArgumentError, OverwireError
+from ..foreign.memory import read_components
 from ..jobs import Job, heed, shown
 from ..metering import note
 from ..model.locate import uris_of
@@ -35,6 +36,18 @@ def _plain_uris_of(source: SourceLike, options: Mapping[str, object] | None, is_
         uris = [uri for path in opened.uris for uri in uris_of(path, options)]
         return opened._replace(uris=uris, names=uris)
     return opened
+
+
+def _with_components(opened: Opened, source: SourceLike) -> Opened:
+    """Adds the parts of a pipeline that are files of other libraries."""
+    if opened.keep is not None or not isinstance(source, (str, bytes, os.PathLike)):
+        return opened
+    files, has_others = read_components(local(source))
+    if not files:
+        return opened
+    uris = [*(opened.uris if has_others else ()), *(one.uri for one in files)]
+    names = [*(opened.names if has_others else ()), *(one.name for one in files)]
+    return Opened(uris, names, files, {one.name: one.kind for one in files})
 
 
 def _with_names(files: list[Any], opened: Opened) -> None:
@@ -178,6 +191,8 @@ def verify(
         raise ArgumentError("overwire: verify: original= cannot be used with tensors=")
     watcher = watch(progress, "verify")
     opened = _plain_uris_of(source, storage_options, False)
+    if tensors is None:
+        opened = _with_components(opened, source)
     uris = opened.uris
     request: VerifyRequest = {"uris": uris, "storage": storage(storage_options, uris), "original": bool(original)}
     if tensors is not None:
