@@ -35,11 +35,12 @@ class DeltaReport:
     """Tells what was written or applied.
 
     tensors: how many tensors the deltas name; changed: how many of them change.
-    bytes: of these tensors. stored: bytes of the delta that was written, or of the chunks that were applied.
-    path: the path that was written, as it was given, else "". files: its files in order: first those copied next to
-        it, an index.json last.
-    seconds: of the engine's stages, by name: "encode" and "write" of `save_delta`; "plan",
-        "base digests", "change" and "new digests" of `apply_delta`; else none.
+    bytes: the size of these tensors, including unchanged ones. stored: bytes of the delta that was written, or of the
+        chunks that were applied.
+    path: the path that was written, as it was given, or "" if nothing was written. files: the written files in order:
+        copied auxiliary files first, an index.json last.
+    seconds: how long each stage of the engine took, by name: "encode" and "write" for `save_delta`; "plan",
+        "base digests", "change" and "new digests" for `apply_delta`; empty for other functions.
     """
 
     __module__ = "overwire"
@@ -55,7 +56,7 @@ class DeltaReport:
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """How a tensor differs: `changed` of its `elements` have other bits, and a delta of it
+    """How a tensor differs: `changed` of its `elements` have different bits, and a delta for it
     takes `stored` bytes. Elements smaller than a byte are counted as bytes, complex
     numbers as two."""
 
@@ -71,7 +72,7 @@ class DeltaRow:
 
     @property
     def share(self) -> float:
-        """changed / elements; 0.0 without elements."""
+        """changed / elements; 0.0 if the tensor is empty."""
         return self.changed / self.elements if self.elements else 0.0
 
 
@@ -79,8 +80,8 @@ class DeltaRow:
 class Diff:
     """How two models differ.
 
-    rows: for each tensor that both have, also equal ones, in the order of names.
-    only_a, only_b: names that only one of them has. other: names with another dtype or shape.
+    rows: one row for each tensor that both models have, including equal ones, sorted by name.
+    only_a, only_b: names that only one model has. other: names with a different dtype or shape in each.
     """
 
     __module__ = "overwire"
@@ -124,8 +125,8 @@ class Diff:
 
 
 class Delta(HandleOwner):
-    """A delta in host memory, read whole and checked, from `open_delta`. It may be applied any number of times, and
-    by several threads. It holds the files' stored bytes (`nbytes`) and about 40 bytes for each 256 KiB of a tensor
+    """A delta that `open_delta` has read into host memory and checked. You can apply it any number of times, and
+    from several threads. It holds the files' stored bytes (`nbytes`) and about 40 bytes for each 256 KiB of a tensor
     that changes, but no decoded bytes."""
 
     __module__ = "overwire"
@@ -159,7 +160,7 @@ class Delta(HandleOwner):
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the tensors that it names."""
+        """Bytes of all tensors that the delta names."""
         return self._about["bytes"]
 
     def dtype(self, name: str) -> str:
@@ -179,7 +180,7 @@ class Delta(HandleOwner):
         return self._about["news"][self._place_of(name)]
 
     def stored(self, name: str) -> int:
-        """Returns the bytes of the file for a tensor; 0 if it does not change, or shares those of another."""
+        """Returns the bytes that a tensor takes in the file; 0 if it does not change or shares another's bytes."""
         return self._about["stored"][self._place_of(name)]
 
     def _place_of(self, name: str) -> int:
@@ -207,15 +208,15 @@ class Delta(HandleOwner):
 
 
 def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = None) -> Delta:
-    """Reads a delta whole into host memory and checks every byte, so that
+    """Reads a whole delta into host memory and checks every byte, so that
     `apply_delta` only has to apply it.
 
-    source: the path or URI of a file, of a folder of shards or of their index.json; or the
-        bytes of a delta's file, which are copied.
+    source: the path or URI of a file, a folder of shards, or their index.json; or the
+        contents of a delta file as bytes, which are copied.
     storage_options: as for `load_file`.
 
-    Raises NotFoundError, also if a shard is missing, CorruptError, FormatError for files that are not a delta and for
-    shards of different ones, ArgumentError for a folder with several deltas, OutOfMemoryError before it reads more
+    Raises NotFoundError (also if a shard is missing), CorruptError, FormatError if a file is not a delta or shards
+    belong to different deltas, ArgumentError for a folder with several deltas, OutOfMemoryError before it reads more
     than memory can hold, NotSupportedError.
     """
     if isinstance(source, Delta):
@@ -256,19 +257,19 @@ def save_delta(
     """Writes what changed from `base` to `new`. `apply_delta` turns one into the other with this file, which is
     small if little has changed.
 
-    new, base: the same names with the same dtypes and shapes: a dict of torch tensors or numpy arrays, a torch
-        module, or the path or URI of a model, which is loaded to the host 1 GiB at a time (a larger tensor by
-        itself). If both are on a GPU, it encodes; otherwise tensors on a GPU are copied to the host.
-    path: the file, or a writable URI. A folder if it is one, if it ends in a slash, or if `new` is a folder and path
-        does not end in .safetensors: then the files are called delta, and other files of `new` are copied next to
-        them, as by `convert`. The path appears complete or not at all.
-    metadata: texts to keep in it.
+    new, base: each a dict of torch tensors or numpy arrays, a torch module, or the path or URI of a model. Both must
+        have the same names, dtypes and shapes. A model is loaded to the host 1 GiB at a time (a larger tensor by
+        itself). If both are on a GPU, the GPU encodes; otherwise tensors on a GPU are copied to the host.
+    path: the file to write, or a writable URI. It is a folder if one exists there, if it ends in a slash, or if `new`
+        is a folder and path does not end in .safetensors. In a folder the files are called delta, and other files of
+        `new` are copied next to them, as `convert` does. The path appears complete or not at all.
+    metadata: texts to keep in the delta.
     max_shard_size: the most bytes of the delta in one file ("5GB", "512MiB", int). A longer delta is written in
         shards with an index.json, named like those of `save_file`; each tensor is in one of them.
 
     The same tensors give the same file, wherever they are. Unchanged tensors, and chunks of 256 KiB that did not
-    change, take no space. The file has the digests of each tensor before and after. The delta is in host
-    memory before it is written.
+    change, take no space. The file has the digests of each tensor before and after. The whole delta is held
+    in host memory before it is written.
 
     Raises ArgumentError for names, dtypes or shapes that differ, and the errors of `save_file`.
     """
@@ -344,19 +345,19 @@ def apply_delta(
     """Applies a delta, or several one after the other, to tensors in place, on the host
     and on GPUs.
 
-    tensors: a dict of torch tensors or numpy arrays, or a torch module; exactly the base of the delta. Tied tensors
+    tensors: a dict of torch tensors or numpy arrays, or a torch module, equal to the delta's base. Tied tensors
         are changed once. Tensors that the delta does not name stay unchanged. A tensor that is not dense is changed
         through a copy. A tensor with elements that share memory (`expand`) is refused.
-    delta: a path or URI, the bytes of a delta's file, or a delta from `open_delta`, which has read and checked it. A
-        list is a chain, in which each delta begins where the one before it ends. A chain takes as long as its
-        changes, whatever its length.
-    missing: whether the delta may have names that `tensors` lacks.
+    delta: a path or URI, the contents of a delta file as bytes, or an open delta from `open_delta`. A list is a chain:
+        each delta begins where the one before it ends. The time depends on how much the chain changes, not on how
+        many deltas it has.
+    missing: whether the delta may name tensors that `tensors` lacks.
     timeout: seconds after which DeadlineError is raised, counted from when the delta has been read. The tensors are
-        unchanged then. It no longer applies once the first tensor changes.
+        then unchanged. Once the first tensor changes, the timeout no longer applies.
 
-    Work queued on the current streams comes first; everything is done on return. The digest of each tensor is
-    compared before the first byte changes, and afterwards. If that fails, changes are undone, and the error tells
-    the state of the tensors. Nothing else may use the tensors meanwhile.
+    Work already queued on the current streams runs first, and all work is finished on return. The digest of each
+    tensor is compared before the first byte changes, and again afterwards. If a digest differs, changes are undone,
+    and the error states what state the tensors are in. Nothing else may use the tensors meanwhile.
 
     Raises DeltaBaseError if a tensor differs from the delta's base, ArgumentError,
     CorruptError, NotSupportedError, DeviceError, and the errors of `open_delta`.
@@ -423,9 +424,10 @@ def merge_deltas(
     max_shard_size: int | str | None = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
-    """Writes a chain of deltas as a single one: exactly the file that `save_delta` makes of the first delta's base
-    and the last one's result, without needing either. path and max_shard_size: as there. If it writes a folder of
-    shards, other files of the last delta's folder are copied next to them.
+    """Writes a chain of deltas as a single one: the same file that `save_delta` would write for
+    the first delta's base and the last delta's result. It needs neither of these models. path and max_shard_size are
+    those of `save_delta`. If it writes a folder of shards, other files of the last delta's folder are copied next to
+    them.
 
     Raises DeltaBaseError if a delta does not begin where the one before it ends, and the errors of
     `open_delta` and `save_delta`.
@@ -451,7 +453,7 @@ def merge_deltas(
 
 def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: StorageOptions | None = None) -> Diff:
     """Compares two models bit by bit: which tensors differ, in how many elements, and
-    what a delta of each would take.
+    how many bytes a delta for each would take.
 
     a, b: as for `save_delta`, but names, dtypes and shapes may differ. Tensors on a GPU
         are copied to the host.
