@@ -182,7 +182,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	}
 	fmt.Fprintln(w)
 	if compress && rep.BytesOut > rep.BytesIn {
-		fmt.Fprintln(w, "nothing gained: the index of a compressed file takes some kB, and these tensors shrink by less")
+		fmt.Fprintln(w, "nothing gained: a compressed file has an index of some kB, and these tensors shrink by less")
 	}
 }
 

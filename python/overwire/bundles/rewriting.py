@@ -94,9 +94,9 @@ def compress(source: Any, path: str | os.PathLike[str], **options: Any) -> Repor
 
     Returns a `Report`. Raises ArgumentError if path exists and overwrite is not set, and the errors of `convert`.
 
-    If source is an object, this is nyacomp's `compress(model, path)`, for scripts that use that name: it saves a module,
-    a pipeline or a state dict in nyacomp's layout, with the options of `save_bundle`, and returns stored / original
-    tensor bytes. New programs use `save_bundle`, or `save_model` and `save_file`.
+    If source is an object, this is nyacomp's `compress(model, path)`, for scripts that use that name. It saves a
+    module, a pipeline or a state dict in nyacomp's layout, with the options of `save_bundle`, and returns stored /
+    original tensor bytes. New programs use `save_bundle`, or `save_model` and `save_file`.
     """
     if not _are_paths(source):
         from .bundle import compress_model
