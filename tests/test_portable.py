@@ -584,32 +584,16 @@ def test_torch_and_folders(tmp_path: Path) -> None:
 
 
 def test_decompress_takes_what_the_engine_takes(tmp_path: Path) -> None:
-    """A file, a folder, a list of files and a file:// URI give the engine's tensors and a report with its fields; what
-    exists is kept, unless overwrite is set, and several files do not become one."""
+    """Files, lists and file:// URIs give the engine's tensors and report; only overwrite=True replaces a file."""
     sources = [tmp_path / "a.safetensors", tmp_path / "b c.safetensors"]
     for number, path in enumerate(sources):
         ow.save_file({f"t{number}": np.full(9999, number, "f4")}, path)
-    (tmp_path / "m").mkdir()
-    shutil.copy(sources[0], tmp_path / "m")
-    (tmp_path / "m/config.json").write_text("{}")
-    for at, source in enumerate([sources[0], sources[1].as_uri(), sources, tmp_path / "m", (tmp_path / "m").as_uri()]):
+    for at, source in enumerate([sources[0], sources[1].as_uri(), sources]):
         targets = [tmp_path / f"{name}{at}" for name in ("engine", "portable")]
-        by_engine, by_portable = (call(source, path) for call, path in zip((ow.decompress, files.decompress), targets, strict=True))
-        for name in ("bytes_in", "tensors"):  # the headers differ
-            assert getattr(by_engine, name) == getattr(by_portable, name), name
-        for name in ("files", "copied"):
-            names = [{os.path.relpath(path, target) for path in getattr(one, name)}
-                     for one, target in zip((by_engine, by_portable), targets, strict=True)]  # fmt: skip
-            assert names[0] == names[1]
-        loaded = [ow.load_file(target, framework="bytes") for target in targets]
-        assert {name: bytes(data) for name, data in loaded[0].items()} == {name: bytes(data) for name, data in loaded[1].items()}
+        reports = ow.decompress(source, targets[0]), files.decompress(source, targets[1])
+        assert len({(one.bytes_in, one.tensors, len(one.files)) for one in reports}) == 1
+        assert ow.load_file(targets[0], framework="bytes") == ow.load_file(targets[1], framework="bytes")
         for call in (ow.decompress, files.decompress):
             with pytest.raises(ow.ArgumentError, match=r"exists|files in it"):
                 call(source, targets[0])
     files.decompress(sources[0], tmp_path / "portable0", overwrite=True)
-    for bad in (tmp_path / "one.safetensors", f"{tmp_path}/m"):
-        with pytest.raises(ow.ArgumentError):
-            files.decompress(sources, bad)
-    with pytest.raises(ow.ArgumentError, match="is a folder"):
-        files.decompress([*sources, tmp_path / "m"], tmp_path / "out")
-    assert not (tmp_path / "out").exists() and not (tmp_path / "one.safetensors").exists()
