@@ -7,8 +7,8 @@ words, head = torch.nn.Embedding(500, 64), torch.nn.Linear(64, 500, bias=False)
 head.weight = words.weight  # tied: stored once, and tied again when loaded
 model = torch.nn.Sequential(words, head)
 
-ratio = ow.compress(model, "boneless_model.pth")  # stored / original
-again = ow.load_compressed("boneless_model.pth")
+report = ow.save_bundle(model, "model.pkl")
+again = ow.load_bundle("model.pkl")
 assert again[0].weight is again[1].weight and torch.equal(again[0].weight, words.weight)
 
 bundle = {"model": model, "step": 7, "rows": words.weight.detach()[:10]}

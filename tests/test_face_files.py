@@ -329,7 +329,7 @@ WRONG = {
     "convert metadata": (lambda p: ow.convert(p / "m", p / "x", metadata={1: "a"}), ValueError, "metadata: keys and values"),
     "delta metadata": (lambda p: ow.save_delta({}, {}, p / "x", metadata=[1]), ValueError, "metadata: expected a mapping"),
     "names": (lambda p: ow.safe_open(p / "m").get_tensors("a"), ValueError, "got one str: put it into a list"),
-    "a name as filter": (lambda p: ow.load_file(p / "m", filter="a"), ValueError, "got str; keys= takes names"),
+    "a name as filter": (lambda p: ow.load_file(p / "m", filter="a"), ValueError, "got str: keys= takes names"),
     "save folder": (lambda p: ow.save_file({}, p / "no" / "x"), OSError, "does not exist"),
     "save level": (lambda p: ow.save_file({}, p / "x", level="best"), ValueError, "level"),
     "save size": (lambda p: ow.save_file({}, p / "x", max_shard_size="5 parsecs"), ValueError, "parsecs"),

@@ -3,8 +3,10 @@ machine without a GPU."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -93,6 +95,76 @@ def test_shards(run: Run, tmp_path: Path) -> None:
     loaded = ow.load_file(tmp_path / "one.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(0, 6).items())
     assert "add the unit: 5GB" in run("compress", tmp_path / "set", "-o", tmp_path / "x", "--shard", "5", status=2)
+
+
+def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """compress and decompress take files, lists, folders and URIs, as the commands of the same names do, and write the
+    same; only overwrite=True replaces anything. An object as the first argument is saved as nyacomp does."""
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
+    model = tmp_path / "plain/model.safetensors"
+    run("compress", "plain", "-o", "by command")
+    report = ow.compress("plain", "small")
+    assert isinstance(report, ow.Report) and len(report.copied) == 3 and report.ratio < 0.8
+    names = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    for name in names:
+        assert (tmp_path / "small" / name).read_bytes() == (tmp_path / "by command" / name).read_bytes()
+    assert list(ow.decompress("small", "back").originals.values()) == list(report.originals.values())
+    assert [(tmp_path / "back" / name).read_bytes() for name in names] == [
+        (tmp_path / "plain" / name).read_bytes() for name in names
+    ]
+    assert ow.compress([model], tmp_path / "listed/").tensors == 3
+    assert ow.compress(model.as_uri(), "one.safetensors", level="smaller", sha256=False).compressed == 3
+    with processes.overwire_serve(tmp_path) as root:
+        ow.decompress(f"{root.rstrip('/')}/one.safetensors", "fetched.safetensors")
+    assert (tmp_path / "fetched.safetensors").read_bytes() == model.read_bytes()
+    for verb in (ow.compress, ow.decompress):
+        for path, why in (("one.safetensors", "it exists"), ("small", "a folder with files in it")):
+            with pytest.raises(ow.ArgumentError, match=f"{verb.__name__} .*{path}: {why}; overwrite=True"):
+                verb(model, path)
+        verb(model, "one.safetensors", overwrite=True)
+    assert (tmp_path / "one.safetensors").read_bytes() == model.read_bytes()
+    with pytest.raises(ow.ArgumentError, match="overwire.convert writes them"):
+        ow.compress(model, "m.tensors")
+    with pytest.raises(TypeError, match=r"compress\(\) got an unexpected keyword argument 'levl'"):
+        ow.compress(model, "x.safetensors", levl="smaller")  # type: ignore[call-overload]
+    assert isinstance(ow.save_bundle(weights(0), "x.pkl"), ow.Report)
+    assert isinstance(ow.compress(weights(0), "y.pkl"), float) and "meta.csv" in os.listdir("nya")
+    assert ow.load_bundle("y.pkl").keys() == ow.load_compressed("x.pkl").keys() == weights(0).keys()
+
+
+def test_help() -> None:
+    """help shows each public function with one signature of short lines, with types as in the source, and explains
+    every option; nyacomp's names are not in the list of names, but can be imported."""
+    functions = [value for name in ow.__all__ if inspect.isfunction(value := getattr(ow, name))]
+    assert len(functions) > 25 and ow.compress in functions and ow.decompress in functions
+    for function in functions:
+        text = pydoc.plain(pydoc.render_doc(function))
+        head = text.partition(f"\n{function.__name__}(")[2].partition(" -> ")[0]
+        assert head.strip() and max(map(len, head.splitlines())) <= 100 and ": '" not in head, head
+    first = {"obj", "path", "module", "tensors", "source", "device", "framework", "filename"}
+    for verb in (ow.load_file, ow.save_file, ow.load_model, ow.stream, ow.save_bundle, ow.load_bundle, ow.compress):
+        explained = ", ".join(re.findall(r"^(\w+(?:, \w+)*): ", inspect.getdoc(verb) or "", re.M)).split(", ")
+        assert inspect.signature(verb).parameters.keys() - {*explained} <= first, verb
+    nyacomps = {"compress_pickle", "load_compressed", "load_compressed_pickle"}
+    assert not nyacomps & {*ow.__all__, *dir(ow)} and all(callable(getattr(ow, name)) for name in nyacomps)
+    assert "overwire.compat.nyacomp" in (ow.__doc__ or "") and "nyacomp" in (ow.compress.__doc__ or "")
+
+
+def test_small_files_that_grow(run: Run, tmp_path: Path) -> None:
+    """compress says in one line that a small file became larger, and why; not if it became smaller."""
+    ow.save_file({"a": torch.ones(3)}, tmp_path / "small.safetensors", compress=False)
+    ow.save_file(weights(0), tmp_path / "large.safetensors", compress=False)
+    assert "\nnothing gained: " in run("compress", tmp_path / "small.safetensors")
+    assert "nothing gained" not in run("compress", tmp_path / "large.safetensors")
+
+
+def test_a_model_that_does_not_match(tmp_path: Path) -> None:
+    """The error of load_model has eight names of each kind, and says how many more there are."""
+    ow.save_file({f"t{number}": torch.ones(1) for number in range(1000)}, tmp_path / "m.safetensors")
+    with pytest.raises(ow.ModelMismatchError, match=r"and 992 more") as raised:
+        ow.load_model(torch.nn.Linear(2, 2), tmp_path / "m.safetensors")
+    assert len(str(raised.value)) < 500
 
 
 @pytest.mark.imports_torch
@@ -219,6 +291,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("inspect -", 2, "cannot read standard input"),
     ("load F", 3, "it has pytorch_model.bin"),
     ("load modle.safetensors", 3, "did you mean"),
+    ("load M --device gpu:1", 5, 'write "cuda:1"'),
     ("load M --device tpu", 5, 'only "cpu" and "cuda" are supported'),
     ("verify notes.txt", 1, "not a safetensors file"),
     ("load M --decrypt-key 0123", 2, "a secret on the command line would show"),

@@ -597,3 +597,19 @@ def test_torch_and_folders(tmp_path: Path) -> None:
         with pytest.raises(ow.ArgumentError, match="s3://bucket/m: .*stores"):
             call("s3://bucket/m")
     assert not (tmp_path / "out").exists()
+
+
+def test_decompress_takes_what_the_engine_takes(tmp_path: Path) -> None:
+    """Files, lists and file:// URIs give the engine's tensors and report; only overwrite=True replaces a file."""
+    sources = [tmp_path / "a.safetensors", tmp_path / "b c.safetensors"]
+    for number, path in enumerate(sources):
+        ow.save_file({f"t{number}": np.full(9999, number, "f4")}, path)
+    for at, source in enumerate([sources[0], sources[1].as_uri(), sources]):
+        targets = [tmp_path / f"{name}{at}" for name in ("engine", "portable")]
+        reports = ow.decompress(source, targets[0]), files.decompress(source, targets[1])
+        assert len({(one.bytes_in, one.tensors, len(one.files)) for one in reports}) == 1
+        assert ow.load_file(targets[0], framework="bytes") == ow.load_file(targets[1], framework="bytes")
+        for call in (ow.decompress, files.decompress):
+            with pytest.raises(ow.ArgumentError, match=r"exists|files in it"):
+                call(source, targets[0])
+    files.decompress(sources[0], tmp_path / "portable0", overwrite=True)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 
 import overwire
-from typing_extensions import get_overloads
 
 # Types of other packages, and names that only annotations use: no page of ours has them.
 FOREIGN = [
@@ -89,49 +87,10 @@ def rst(lines: list[str]) -> list[str]:
     return out
 
 
-def _taken_options(obj: object) -> set[str]:
-    """The names of the options that a function or class takes as `**options: Unpack[...]`, by all of its overloads."""
-    function = obj.__init__ if isinstance(obj, type) else obj  # type: ignore[misc]
-    if not inspect.isfunction(function):
-        return set()
-    kinds = {each.__annotations__.get("options", "") for each in [function, *get_overloads(function)]}
-    names = {name for kind in kinds if isinstance(kind, str) for name in re.findall(r"^Unpack\[(\w+)\]$", kind)}
-    return {option for name in names for option in getattr(vars(overwire.model.options).get(name), "__annotations__", ())}
-
-
-def _explained_options() -> Iterator[tuple[list[str], list[str]]]:
-    """Each option of `LoadOptions`, or several that belong together, with the lines that explain it."""
-    names: list[str] = []
-    text: list[str] = []
-    for line in [*inspect.cleandoc(overwire.LoadOptions.__doc__ or "").split("\n"), ""]:
-        found = _FIELD.match(line)
-        if names and (found or not line):
-            yield names, text
-            names = []
-        if found:
-            names, text = found[1].split(", "), [line]
-        elif names:
-            text.append(line)
-
-
-def add_options(obj: object, lines: list[str]) -> list[str]:
-    """A docstring with the options that its function takes, each explained, unless it explains them itself. They stand in
-    the place of the field `options`, or else at the end."""
-    taken = _taken_options(obj)
-    fields = [(at, found[1].split(", ")) for at, line in enumerate(lines) if (found := _FIELD.match(line))]
-    own = {name for _, names in fields for name in names}
-    added = [text for names, text in _explained_options() if taken.intersection(names) - own]
-    if not added:
-        return lines
-    begin = next((at for at, names in fields if names == ["options"]), len(lines))
-    end = next((at for at in range(begin + 1, len(lines)) if not lines[at].startswith(" ")), len(lines))
-    return [*lines[:begin], *([""] if begin == len(lines) else []), *(line for text in added for line in text), *lines[end:]]
-
-
 def join_overloads(overloads: list[inspect.Signature]) -> inspect.Signature:
-    """One signature for all overloads of a function: the last, which takes all that the others take, with a flag as a
+    """One signature for all overloads of a function: the last of those with the most parameters, with a flag as a
     bool, the default that any of them has, and every kind of result."""
-    last = overloads[-1]
+    last = max(reversed(overloads), key=lambda each: len(each.parameters))
     flags = {"Literal[True]", "Literal[False]"}
     parameters = []
     for p in last.parameters.values():
@@ -145,4 +104,4 @@ def join_overloads(overloads: list[inspect.Signature]) -> inspect.Signature:
 
 def convert(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Sphinx's hook: changes the lines in place. What Python itself says of a field says nothing."""
-    lines[:] = [] if lines and lines[0].startswith("Alias for field number") else [*rst(add_options(obj, lines)), ""]
+    lines[:] = [] if lines and lines[0].startswith("Alias for field number") else [*rst(lines), ""]

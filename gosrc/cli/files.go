@@ -16,7 +16,6 @@ import (
 	"github.com/overwire/overwire/gosrc/convert"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/modelfiles"
-	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -182,6 +181,9 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 		fmt.Fprintf(w, ", %s identical to the original (SHA-256)", countText(equal, "file"))
 	}
 	fmt.Fprintln(w)
+	if compress && rep.BytesOut > rep.BytesIn {
+		fmt.Fprintln(w, "nothing gained: a compressed file has an index of some kB, and these tensors shrink by less")
+	}
 }
 
 func (c *call) printDetails(w io.Writer, rep save.Report, compress bool) {
@@ -232,22 +234,15 @@ func sizesText(in, out int64) string {
 
 // refuseExisting returns an error if out is an existing file or object, or a non-empty folder.
 func (c *call) refuseExisting(out string) error {
-	if open.Writable(out) {
-		return c.refuseExistingRemote(out)
-	}
-	info, err := regular.FindTarget(out)
-	if info == nil {
-		return errs.In("save", out, err)
-	}
-	if info.IsDir() {
-		if list, err := os.ReadDir(out); err != nil || len(list) == 0 {
-			return errs.In("save", out, errs.FromOS(err))
-		}
+	held, err := open.Occupied(c.ctx, out, c.storage.Options)
+	switch held {
+	case open.Full:
 		return usage("%s is a folder with files in it; give --force to write into it and replace files of the "+
-			"same names",
-			out)
+			"same names", out)
+	case open.Taken:
+		return usage("%s exists; give --force to replace it", errs.RedactURI(out))
 	}
-	return usage("%s exists; give --force to replace it", out)
+	return err
 }
 
 var verifyVerb = &verb{

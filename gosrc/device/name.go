@@ -25,6 +25,9 @@ func Number(name string) (int64, error) {
 			"device %q: expected \"cpu\", \"cuda\", \"cuda:1\", a torch.device or an int", name)
 	case kind == "cpu":
 		return Host, nil
+	case kind == "gpu":
+		return 0, errs.New(errs.ErrNotSupported, "device %q: write \"cuda%s\", as in torch, or \"cpu\"",
+			name, name[len(kind):])
 	case kind != "cuda":
 		return 0, errs.New(errs.ErrNotSupported, "device %q: only \"cpu\" and \"cuda\" are supported", name)
 	case !hasNumber:

@@ -4,6 +4,11 @@ Importing the package does no work: it loads no engine, no thread, no torch and 
 Each name below is imported from its module on first use. Two environment variables change
 that: `OVERWIRE_PRELOAD` starts a preload here, on the engine's own threads, and
 `OVERWIRE_PATCH` runs `patch_safetensors`.
+
+Files: `load_file`, `save_file`, `compress`, `decompress`. Modules: `load_model`, `save_model`. Other
+objects with tensors: `save_bundle`, `load_bundle`. nyacomp's names (`compress(model, path)`,
+`compress_pickle`, `load_compressed`, `load_compressed_pickle`) are in `overwire.compat.nyacomp`, and
+scripts can still import them from here.
 """
 
 import os as _os
@@ -26,12 +31,13 @@ if TYPE_CHECKING:
     from . import distributed as distributed
     from . import errors as errors
     from ._tables import __version__ as __version__
-    from .bundles.bundle import compress as compress
     from .bundles.bundle import compress_pickle as compress_pickle
     from .bundles.bundle import save_bundle as save_bundle
     from .bundles.loading import load_bundle as load_bundle
     from .bundles.loading import load_compressed as load_compressed
     from .bundles.loading import load_compressed_pickle as load_compressed_pickle
+    from .bundles.rewriting import compress as compress
+    from .bundles.rewriting import decompress as decompress
     from .bundles.torchfolders import convert as convert
     from .compat.safetensors.patching import SafetensorsPatch as SafetensorsPatch
     from .compat.safetensors.patching import patch_safetensors as patch_safetensors
@@ -114,8 +120,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "": ("codecs", "compat", "distributed", "errors"),
     "_tables": ("__version__",),
-    "bundles.bundle": ("compress", "compress_pickle", "save_bundle"),
+    "bundles.bundle": ("compress_pickle", "save_bundle"),
     "bundles.loading": ("load_bundle", "load_compressed", "load_compressed_pickle"),
+    "bundles.rewriting": ("compress", "decompress"),
     "bundles.torchfolders": ("convert",),
     "compat.safetensors.patching": ("SafetensorsPatch", "patch_safetensors"),
     "errors": (
@@ -150,8 +157,11 @@ _HOMES = {
     "verbs.stream": ("stream",),
 }
 
+# nyacomp's names, which `overwire.compat.nyacomp` has: only scripts that import them from here find them.
+_NYACOMP = {"compress_pickle", "load_compressed", "load_compressed_pickle"}
+
 if not TYPE_CHECKING:
-    __all__ = sorted(name for names in _HOMES.values() for name in names)
+    __all__ = sorted({name for names in _HOMES.values() for name in names} - _NYACOMP)
 
     def _nearest_name(name):
         if name.startswith("_"):  # importing a submodule also asks for such names
@@ -161,7 +171,12 @@ if not TYPE_CHECKING:
         replacements = [public for public in __all__ if public in (f"{name}_file", f"safe_{name}")]
         return f"; did you mean {replacements[0]!r}?" if replacements else did_you_mean(name, __all__)
 
-    __getattr__ = _lazy_names(_HOMES, globals(), _nearest_name)
+    def _spell_out(function):
+        from .model.options import spell_out
+
+        spell_out(function)
+
+    __getattr__ = _lazy_names(_HOMES, globals(), _nearest_name, _spell_out)
 
     def __dir__():
         return __all__

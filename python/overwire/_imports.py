@@ -82,12 +82,16 @@ os.register_at_fork(after_in_child=_resume_in_child)
 
 
 def lazy_names(
-    homes: "dict[str, tuple[str, ...]]", names: "dict[str, Any]", hint: "Callable[[str], str]" = lambda name: ""
+    homes: "dict[str, tuple[str, ...]]",
+    names: "dict[str, Any]",
+    hint: "Callable[[str], str]" = lambda name: "",
+    finish: "Callable[[Any], None]" = lambda function: None,
 ) -> "Callable[[str], Any]":
     """A module's `__getattr__`, which imports a name from its module in the same package on first use.
 
     homes: maps modules to their names; "" lists names that are modules themselves. names: the
-    module's globals. hint: returns what the error adds for an unknown name.
+    module's globals. hint: returns what the error adds for an unknown name. finish: gets
+    each function without a `__signature__` on its first use.
     """
     home_of = {name: module for module, own in homes.items() for name in own}
 
@@ -101,6 +105,8 @@ def lazy_names(
             if not (home := home_of[name]):
                 return import_module(f"{package}.{name}")
             value = names[name] = getattr(import_module(f"{package}.{home}"), name)
+            if type(value) is type(find_name) and not hasattr(value, "__signature__"):
+                finish(value)
             return value
 
     return find_name

@@ -259,6 +259,11 @@ class Besides(TypedDict):
     uris: list[str]
 
 
+class OccupiedRequest(TypedDict, total=False):
+    uri: str
+    storage: FormatAccess
+
+
 class PresignRequest(TypedDict, total=False):
     uri: str
     storage: FormatAccess

@@ -238,6 +238,11 @@ def beside(request: _requests.BesideRequest) -> _requests.Besides:
     return loads(core().call("beside", _encode_request(request), b"")[0])
 
 
+def occupied(request: _requests.OccupiedRequest) -> str:
+    """Return what a path to be written holds: a file, a folder with files, or nothing."""
+    return loads(core().run("occupied", _encode_request(request), b"")[0])
+
+
 def presign(request: _requests.PresignRequest) -> str:
     """Return a secret URL that reads an S3 object without credentials for some seconds."""
     return loads(core().run("presign", _encode_request(request), b"")[0])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._order import await_path
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
+    from .bundles.loading import load_compressed_pickle
     from .bundles.torchfolders import is_torch_model, names_of, plain_models
     from .bundles.unpickling import load_plain
     from .distributed.blocks import Blocks, meet_to_load, should_share_reading
@@ -59,6 +60,7 @@ _HOMES = {
     "_order": ("await_path",),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),
+    "bundles.loading": ("load_compressed_pickle",),
     "bundles.torchfolders": ("is_torch_model", "names_of", "plain_models"),
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("Blocks", "meet_to_load", "should_share_reading"),

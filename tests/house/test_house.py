@@ -280,7 +280,8 @@ def test_the_tables_of_names_agree() -> None:
         imports = [one for one in block.body if isinstance(one, ast.ImportFrom)]
         checked = {(one.module or "", name.name) for one in imports for name in one.names}
         assert checked == {(home, name) for home, names in door._HOMES.items() for name in names}
-        assert len(door.__all__) == len(checked) == len(set(door.__all__))
+        hidden = getattr(door, "_NYACOMP", set())
+        assert len(door.__all__) == len(checked) - len(hidden) == len(set(door.__all__) - hidden)
         for name in door.__all__:
             assert getattr(door, name) is not None, name
 

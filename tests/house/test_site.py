@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import overwire
 import pytest
 from conftest import ROOT
 
@@ -30,17 +29,6 @@ import docstrings  # noqa: E402
 )
 def test_docstrings_become_text(text: str, rst: str) -> None:
     assert "\n".join(docstrings.rst(text.split("\n"))) == rst
-
-
-def test_options_are_explained_where_they_are_taken() -> None:
-    """Each option of a function is explained where the field `options` is, and no option that it lacks."""
-    lines = (overwire.load_file.__doc__ or "").split("\n")
-    text = "\n".join(docstrings.add_options(overwire.load_file, inspect.cleandoc("\n".join(lines)).split("\n")))
-    assert "those of `LoadOptions`" not in text and text.index("\nmax_memory: ") < text.index("\nReturns")
-    planned = docstrings.add_options(overwire.plan, ["Plans.", "", "keys: which."])
-    assert [line for line in planned if line.startswith(("keys", "lenient", "group"))][0] == "keys: which."
-    assert any(line.startswith("lenient: ") for line in planned) and not any(line.startswith("group: ") for line in planned)
-    assert docstrings.add_options(overwire.experts, ["Keeps."]) == ["Keeps."]
 
 
 def test_overloads_become_one_signature() -> None:

@@ -58,11 +58,11 @@ def test_compress_names_the_tensors(tmp_path: Path) -> None:
 
 
 def test_a_path_is_no_model(tmp_path: Path) -> None:
-    """A path in place of a model is refused with the name of the function that compresses files, and nothing is
-    written; a bundle may contain paths."""
+    """nyacomp's compress refuses a path in place of a model, with the name of the function that compresses files, and
+    nothing is written; a bundle may contain paths."""
     for path in ("a.safetensors", tmp_path / "a.safetensors", b"a.safetensors"):
-        with pytest.raises(ow.ArgumentError, match=r"overwire\.convert\('.*a\.safetensors', '.*b\.safetensors'\)"):
-            ow.compress(path, tmp_path / "b.safetensors")
+        with pytest.raises(ow.ArgumentError, match=r"overwire\.compress\('.*a\.safetensors', '.*b\.safetensors'\)"):
+            nyacomp.compress(path, tmp_path / "b.safetensors")
     assert not list(tmp_path.iterdir())
     state = {"model": {"w": torch.arange(6.0)}, "epoch": 3, "name": "a path/of it"}
     ow.save_bundle(state, tmp_path / "x.pkl")

@@ -126,6 +126,11 @@ type besides struct {
 	URIs []string `json:"uris"`
 }
 
+type occupiedRequest struct {
+	URI     string        `json:"uri"`
+	Storage format.Access `json:"storage"`
+}
+
 type presignRequest struct {
 	URI     string        `json:"uri"`
 	Storage format.Access `json:"storage"`
@@ -230,6 +235,10 @@ func fileVerbs() []*Verb {
 				}
 				return b, nil
 			}),
+		started("occupied", "Return what a path to be written holds: a file, a folder with files, or nothing.",
+			func(ctx context.Context, _ *job.Job, q occupiedRequest, _ []int64) (open.Occupant, error) {
+				return open.Occupied(ctx, q.URI, q.Storage.Options)
+			}).awaited(),
 		started("presign", "Return a secret URL that reads an S3 object without credentials for some seconds.",
 			func(ctx context.Context, _ *job.Job, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)

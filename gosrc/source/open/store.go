@@ -4,12 +4,16 @@ package open
 
 import (
 	"context"
+	"errors"
 	"maps"
+	"os"
 	"slices"
 	"strings"
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/modelfiles"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/http"
 )
@@ -46,6 +50,58 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 		return err
 	}
 	return s.remove(ctx, uri, withoutCache(opt))
+}
+
+// Occupant is the kind of what a path to be written holds already.
+type Occupant string
+
+// The kinds. A folder of a store is Taken, like a file and an object.
+const (
+	Free  Occupant = "" // nothing, or an empty folder
+	Taken Occupant = "file"
+	Full  Occupant = "folder" // a local folder with files in it
+)
+
+// Occupied returns the kind of what a path to be written holds.
+func Occupied(ctx context.Context, path string, opt source.Options) (Occupant, error) {
+	if Writable(path) {
+		return occupiedRemote(ctx, path, opt)
+	}
+	info, err := regular.FindTarget(path)
+	if info == nil {
+		return Free, errs.In("save", path, err)
+	}
+	if !info.IsDir() {
+		return Taken, nil
+	}
+	if list, err := os.ReadDir(path); err != nil || len(list) == 0 {
+		return Free, errs.In("save", path, errs.FromOS(err))
+	}
+	return Full, nil
+}
+
+func occupiedRemote(ctx context.Context, uri string, opt source.Options) (Occupant, error) {
+	if !source.Folder(uri) {
+		s, err := With(opt).Open(ctx, uri)
+		if err == nil {
+			_ = s.Close()
+			return Taken, nil
+		}
+		if !errors.Is(err, errs.ErrNotFound) {
+			return Free, err
+		}
+		if strings.HasSuffix(uri, modelfiles.Extension) {
+			return Free, nil
+		}
+	}
+	_, err := List(ctx, source.Directory(uri), opt)
+	switch {
+	case err == nil:
+		return Taken, nil
+	case errors.Is(err, errs.ErrNotFound), errors.Is(err, errs.ErrNotSupported):
+		return Free, nil
+	}
+	return Free, err
 }
 
 // List returns the URIs of the objects in a folder, sorted, without those in subfolders. An empty folder is

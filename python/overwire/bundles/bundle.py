@@ -47,6 +47,49 @@ if TYPE_CHECKING:
 
 
 @overload
+def save_bundle(
+    obj: Any, path: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[BundleOptions]
+) -> Report: ...
+
+
+@overload
+def save_bundle(
+    obj: Any, path: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[BundleOptions]
+) -> Saving: ...
+
+
+def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> Report | Saving:
+    """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's state. The bundle is a
+    pickle, with the object's tensors compressed in a container next to it. `load_bundle` loads it.
+
+    Everything that can be pickled is kept, bit for bit: torch tensors with their ties, views of one storage,
+    strides, memory format, requires_grad and subclass; parameters, buffers, modules; bool, complex, fp8, sub-byte,
+    quantised and sparse tensors; numpy arrays with their views and strides. As with torch.save, a view keeps its
+    whole storage, and `.grad` and hooks are not kept. The object is not changed. Tensors on a GPU are encoded
+    there, as by `save_file`, and remember their device.
+
+    Writes `path`, and `tensors/<stem>.safetensors` in its folder, where tensors have their names in the object
+    ("unet.conv_in.weight"), so that `safe_open` and `inspect` show them. Each is written atomically, the
+    pickle last. Several writers of one path wait for one another, and the last one's object stays. In a store
+    (s3://, redis://) the container alternates between `tensors/<name>.safetensors` and
+    `tensors/<name>.b.safetensors`, so that the old object stays whole until the new one replaces it. A store has no
+    locks: only one writer may write a path there at a time. The container of a replaced bundle in nyacomp's layout is
+    removed.
+
+    options: those of a bundle.
+    wait: False returns a `Saving` as soon as the object may change again: it is pickled, and its tensors' bytes are
+        in host memory.
+
+    Returns the `Report` of the container or, with wait=False, a `Saving`.
+
+    Raises what pickle raises for objects that cannot be pickled, AccessError, IOFailure, NotSupportedError for
+    storages without bytes (meta), ArgumentError if a signal handler saves the bundle whose save it interrupts.
+    """
+    check_options("save_bundle", options, BundleOptions)
+    return _save_bundle(obj, path, _How(layout.OWN, _names_of_tensors(obj), wait), options)
+
+
+@overload
 def compress_pickle(
     obj: Any, path: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[BundleOptions]
 ) -> float: ...
@@ -59,88 +102,30 @@ def compress_pickle(
 
 
 def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Saves any Python object as a pickle, with its tensors compressed in a container next to it.
+    """Saves any Python object, under nyacomp's name: new programs use `save_bundle`.
 
-    Everything that can be pickled is kept, bit for bit: torch tensors with their ties, views of one storage,
-    strides, memory format, requires_grad and subclass; parameters, buffers, modules; bool, complex, fp8, sub-byte,
-    quantised and sparse tensors; numpy arrays with their views and strides. As with torch.save, a view keeps its
-    whole storage, and `.grad` and hooks are not kept. The object is not changed. Tensors on a GPU are encoded
-    there, as by `save_file`, and remember their device.
-
-    Writes `path`, and `nya/<stem>.safetensors` and `nya/meta.csv` in its folder. Each is written atomically, the
-    pickle last. Several writers of one path wait for one another, and the last one's object stays. In a store
-    (s3://, redis://) the container alternates between `nya/<name>.safetensors` and `nya/<name>.b.safetensors`, so
-    that the old object stays whole until the new one replaces it. A store has no locks: only one writer may write a
-    path there at a time.
-
-    compress: False stores the tensors' bytes uncompressed, in a container that every safetensors reader reads.
-    storage_options: as for `load_file`, for a path that is a URI.
-    wait: False returns a `Saving` as soon as the object may change again: it is pickled, and its tensors' bytes are
-        in host memory. The `report` is that of the container.
-    max_memory: as for `save_file`.
+    It works like that, but writes `nya/<stem>.safetensors` and `nya/meta.csv`, and names the tensors by number.
 
     Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a third was saved; 1.0 if there are no
-    tensors.
-
-    Raises what pickle raises for objects that cannot be pickled, AccessError, IOFailure, NotSupportedError for
-    storages without bytes (meta), ArgumentError if a signal handler saves the bundle whose save it interrupts.
+    tensors. With wait=False, returns a `Saving`. Raises what `save_bundle` raises.
     """
     check_options("compress_pickle", options, BundleOptions)
-    return _save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options)
+    return _ratio(_save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options))
 
 
-@overload
-def save_bundle(
-    obj: Any, path: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[BundleOptions]
-) -> float: ...
-
-
-@overload
-def save_bundle(
-    obj: Any, path: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[BundleOptions]
-) -> Saving: ...
-
-
-def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's state.
-
-    It works like `compress_pickle`, but puts the container into the folder `tensors` next to the pickle, and names
-    the tensors in it as in the object, like `compress`. If it replaces a file that `compress_pickle` saved, it removes
-    that file's container. `load_bundle` loads it.
-
-    Returns stored / original tensor bytes or, with wait=False, a `Saving`. Raises what `compress_pickle` raises.
-    """
-    check_options("save_bundle", options, BundleOptions)
-    return _save_bundle(obj, path, _How(layout.OWN, _names_of_tensors(obj), wait), options)
-
-
-@overload
-def compress(
-    model: Any, path: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[BundleOptions]
-) -> float: ...
-
-
-@overload
-def compress(
-    model: Any, path: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[BundleOptions]
-) -> Saving: ...
-
-
-def compress(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Saves a torch module, a diffusers-like pipeline (an object with a `.config` that names its modules) or
-    a state dict, nested in any way, like `compress_pickle`.
-
-    The tensors in the container have their names in the model ("unet.conv_in.weight"), so that `safe_open` and
-    `inspect` show them. Returns stored / original tensor bytes. Raises ArgumentError if `model` is a path: use
-    `convert` to compress files.
-    """
+def compress_model(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
+    """Does `overwire.compress` for an object, like `compress_pickle`, with the names of tensors in the model."""
     check_options("compress", options, BundleOptions)
     how = _How(layout.NYACOMP, _names_in_model(model, path), wait, _list_container)
-    return _save_bundle(model, path, how, options)
+    return _ratio(_save_bundle(model, path, how, options))
 
 
-for _save_verb in (compress_pickle, save_bundle, compress):
+for _save_verb in (save_bundle, compress_pickle):
     spell_out(_save_verb, BundleOptions)
+
+
+def _ratio(saved: Report | Saving) -> float | Saving:
+    return saved if isinstance(saved, Saving) else saved.ratio
 
 
 #: Lists a pickle's container for nyacomp: the pickle, the container, what was written, storage options.
@@ -148,12 +133,12 @@ Lister = Callable[[str, str, Report, StorageOptions | None], None]
 
 
 def save_listed(obj: Any, path: str | os.PathLike[str], compress: bool, is_model: bool, lister: Lister) -> float:
-    """Works like `compress`, or like `compress_pickle` if the object is not a model, but lists the container by
+    """Works like `compress_model`, or like `compress_pickle` if the object is not a model, but lists the container by
     `lister` instead of in meta.csv. lister runs before the pickle is in place."""
     names = _names_in_model(obj, path) if is_model else {}
-    ratio = _save_bundle(obj, path, _How(layout.NYACOMP, names, True, lister), {"compress": compress})
-    assert not isinstance(ratio, Saving)
-    return ratio
+    report = _save_bundle(obj, path, _How(layout.NYACOMP, names, True, lister), {"compress": compress})
+    assert not isinstance(report, Saving)
+    return report.ratio
 
 
 def _list_container(target: str, container: str, report: Report, options: StorageOptions | None) -> None:
@@ -167,7 +152,7 @@ def _names_in_model(model: Any, path: str | os.PathLike[str]) -> dict[int, str]:
         raise ArgumentError(
             "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are "
             "compressed by "
-            f"overwire.convert({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r}), as by `overwire compress`"
+            f"overwire.compress({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r})"
         )
     return _names_of_tensors(model)
 
@@ -180,7 +165,7 @@ class _How(NamedTuple):
     lister: Lister = lambda *place: None
 
 
-def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dict[str, Any]) -> float | Saving:
+def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dict[str, Any]) -> Report | Saving:
     # options: those of `BundleOptions`.
     with Undisturbed():
         from .pickling import described, dump
@@ -221,7 +206,7 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
         except BaseException:
             one.undo()
             raise
-    return report.bytes_out / report.bytes_in if report.bytes_in else 1.0
+    return report
 
 
 class _Place(NamedTuple):

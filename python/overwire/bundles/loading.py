@@ -23,40 +23,34 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `compress_pickle` saved. Tensors are read and decoded while the pickle imports and builds objects.
-    If the same bundle is being preloaded, uses that preload.
+def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
+    """Loads what `save_bundle` saved. Tensors are read and decoded while the pickle imports and builds objects.
+    If the same bundle is being preloaded, uses that preload. Also loads bundles in nyacomp's layout: in a store the
+    container is looked for in `tensors` first, then in `nya`.
 
-    trust: a pickle can run any code. False allows containers, plain data, tensors, parameters, numpy arrays and
-        torch.nn's own modules, and raises UntrustedPickleError, which names the first other global. True allows all.
-    device: where to put torch tensors, wherever they were when saved: "cpu", "cuda", "cuda:1". None puts each where
-        it was; DeviceError if that device is not available. numpy arrays stay on the host. Tensors for a GPU are
-        decoded there.
-    tensors: the container, if it is not in its usual place next to the pickle: a path or URI.
-    storage_options: as for `load_file`, for a path that is a URI.
+    options: those of a bundle's load.
 
     Returns the object; its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, FormatError.
-    """
-    check_options("load_compressed_pickle", options, UnpickleOptions)
-    return _load_object(path, (layout.NYACOMP, layout.OWN), **options)
-
-
-def load_compressed(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `compress` saved: see `load_compressed_pickle`."""
-    check_options("load_compressed", options, UnpickleOptions)
-    return load_compressed_pickle(path, **options)
-
-
-def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `save_bundle` saved: see `load_compressed_pickle`. Each of the two also loads what the other's
-    counterpart saved. In a store this one looks for the container in `tensors` first, the other in `nya`.
     """
     check_options("load_bundle", options, UnpickleOptions)
     return _load_object(path, (layout.OWN, layout.NYACOMP), **options)
 
 
-for _verb in (load_compressed_pickle, load_compressed, load_bundle):
+def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
+    """Loads a bundle, under nyacomp's name: new programs use `load_bundle`, which explains the options and errors. In
+    a store, this one looks for the container in `nya` first."""
+    check_options("load_compressed_pickle", options, UnpickleOptions)
+    return _load_object(path, (layout.NYACOMP, layout.OWN), **options)
+
+
+def load_compressed(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
+    """Works like `load_compressed_pickle`."""
+    check_options("load_compressed", options, UnpickleOptions)
+    return load_compressed_pickle(path, **options)
+
+
+for _verb in (load_bundle, load_compressed_pickle, load_compressed):
     spell_out(_verb, UnpickleOptions)
 
 

@@ -22,7 +22,7 @@ _NAMES = {
     "numpy": "numpy",
     "bytes": "bytes",
 }
-_HOST = -2  # the engine's number for the host
+HOST = -2  # the engine's number for the host
 
 
 def check_framework(framework: object) -> None:
@@ -67,8 +67,8 @@ def _find_frame(name: str) -> Frame:
             return NumpyFrame()
     except ImportError as error:
         raise MissingPackageError(
-            f"overwire: framework {name!r} needs the package {name}: pip install {name}; framework='bytes' of a load "
-            "needs none"
+            f"overwire: framework {name!r} needs the package {name}: pip install {name}; framework='bytes' of a "
+            "load to the host needs none"
         ) from error
 
 
@@ -121,9 +121,11 @@ def device_number(device: Any) -> int:
     """The number of the GPU that a `device=` argument names, as the engine reads it. -1 if it has no
     number, -2 for the host. ArgumentError, NotSupportedError."""
     if str(device) in ("cpu", "cpu:0"):
-        return _HOST  # answered here, so that loads to the host work in a forked child
+        return HOST  # answered here, so that loads to the host work in a forked child
     if isinstance(device, int) and not isinstance(device, bool):
         return _verbs.device(f"cuda:{device}")
+    if isinstance(device, str) and device in _NAMES:
+        raise ArgumentError(f"overwire: device {device!r}: this is a framework: write framework={device!r}")
     if not isinstance(device, str) and type(device).__module__ != "torch":
         raise ArgumentError(f"overwire: device {device!r}: expected 'cpu', 'cuda', 'cuda:1', a torch.device or an int")
     return _verbs.device(str(device))
@@ -137,7 +139,7 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
     frame, only the host is allowed.
     """
     number = device_number(device)
-    if number == _HOST:
+    if number == HOST:
         return "cpu"
     if frame is None:
         raise NotSupportedError(

@@ -159,7 +159,7 @@ class NumpyFrame(Frame):
         name = SAVED.get(array.dtype.name)
         if name is None or array.dtype.kind in "OSUMm":
             raise NotSupportedError(
-                f"overwire: safetensors cannot hold numpy {array.dtype} arrays; compress_pickle keeps them"
+                f"overwire: safetensors cannot hold numpy {array.dtype} arrays; save_bundle keeps them"
             )
         shape = array.shape
         dense = np.asarray(array, order="C")

@@ -475,7 +475,7 @@ class TorchFrame(Frame):
         name = SAVED.get(tensor.dtype)
         if name is None or tensor.layout != torch.strided or tensor.is_quantized:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
-            raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; compress_pickle keeps them")
+            raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; save_bundle keeps them")
         if not ready:
             check_memory(tensor, "overwire")
         dense = self._plain_tensor(tensor)

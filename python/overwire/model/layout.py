@@ -258,7 +258,7 @@ def not_beside(path: str, container: str) -> NotFoundError | FormatError:
         return FormatError(f"overwire: open {path}: this is {kind.what}, not a bundle: {kind.do}", source=path)
     return NotFoundError(
         f"overwire: open {path}: its tensors are not at {container}: copy the folder next to the pickle with it; "
-        "if save_bundle or compress_pickle did not write it, use load_file (safetensors), torch.load or pickle",
+        "if save_bundle did not write it, use load_file (safetensors), torch.load or pickle",
         source=path,
     )
 

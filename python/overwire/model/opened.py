@@ -22,7 +22,7 @@ from ..errors import (
     TensorNotFoundError,
     did_you_mean,
 )
-from ..frameworks.choose import check_device, check_dtype, check_framework, frame_for
+from ..frameworks.choose import HOST, check_device, check_dtype, check_framework, device_number, frame_for
 from ..frameworks.frame import Frame, check_empty
 from ..jobs import Job, heed, log, shown
 from ..metering import note
@@ -437,7 +437,7 @@ def check_target(source: Any, framework: Any, device: Any, dtype: Any) -> tuple[
     check_source(source)
     check_framework(framework)
     open_library()  # the imports below take as long as Go's runtime needs to start
-    frame = frame_for(framework)
+    frame = frame_for("pt" if framework is None and device_number(device) != HOST else framework)
     return frame, check_device(device, frame), check_dtype(frame, dtype)
 
 

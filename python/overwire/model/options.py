@@ -205,7 +205,12 @@ class LoadOptions(StreamOptions, total=False):
 
 
 class BundleOptions(TypedDict, total=False):
-    """The options of `save_bundle`, `compress` and `compress_pickle`. `compress_pickle` explains them."""
+    """The options of `save_bundle`, and of `compress` for objects.
+
+    compress: False stores the tensors' bytes uncompressed, in a container that every safetensors reader reads.
+    storage_options: as for `load_file`, for a path that is a URI.
+    max_memory: as for `save_file`.
+    """
 
     compress: bool
     progress: ProgressLike
@@ -214,7 +219,32 @@ class BundleOptions(TypedDict, total=False):
 
 
 class SaveOptions(BundleOptions, total=False):
-    """The options of `save_file` and `save_model`. `save_file` explains them."""
+    """The options of `save_file` and `save_model`.
+
+    compress: write overwire's container, whose tensors are compressed without loss
+        where that gains at least 1 %; only overwire can read them. False writes a
+        plain file for every safetensors reader.
+    level: "default" decodes at full speed, on a GPU too. "smaller" takes 0.2 to 1.5 % of
+        the original less, but saving is slow, and its tensors are decoded by the CPU
+        alone, some ten times as slowly, on their way to a GPU too; overwire must be as
+        new as format 1.2.
+    digests: keep the digest of each tensor in a compressed file (see `digest`), so that
+        `verify(path, tensors=)` need not read the file's tensors.
+    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A
+        larger model becomes model-00001-of-00002.safetensors and so on, with
+        model.safetensors.index.json. Where an earlier set is, or weights that no index
+        lists, the names get a mark (model-ow1f2e3d4c-00001-of-00002.safetensors), so that
+        both sets are whole until the index is replaced; then the old one is removed.
+    storage_options: as for `load_file`, if path is a URI. If several processes write
+        one key at once, one of their files stays.
+        `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
+        encrypts a .tensors file, by tensorizer's XSalsa20-Poly1305: the bytes
+        of tensors, not their names and shapes.
+    max_memory: with wait=False, the most host memory for that ("20GB", int); None: what
+        there is. A save that could need more, were nothing to compress, is refused before
+        it begins. For tensors of a GPU the memory is pinned, and kept for the next save
+        or sleep until `empty_cache`.
+    """
 
     level: Level
     digests: bool
@@ -222,7 +252,16 @@ class SaveOptions(BundleOptions, total=False):
 
 
 class UnpickleOptions(TypedDict, total=False):
-    """The options of `load_bundle` and its variants. `load_compressed_pickle` explains them."""
+    """The options of `load_bundle`.
+
+    trust: a pickle can run any code. False allows containers, plain data, tensors, parameters, numpy arrays and
+        torch.nn's own modules, and raises UntrustedPickleError, which names the first other global. True allows all.
+    device: where to put torch tensors, wherever they were when saved: "cpu", "cuda", "cuda:1". None puts each where
+        it was; DeviceError if that device is not available. numpy arrays stay on the host. Tensors for a GPU are
+        decoded there.
+    tensors: the container, if it is not in its usual place next to the pickle: a path or URI.
+    storage_options: as for `load_file`, for a path that is a URI.
+    """
 
     trust: bool
     device: Any
@@ -247,17 +286,70 @@ _INSTEAD = {
 }
 
 
-def spell_out(function: Callable[..., Any], kind: Any) -> None:
-    """Makes `inspect.signature`, and so a notebook's Tab key, show the options that a
-    function takes as **options."""
+class _Source(str):
+    # An annotation as the source has it: `inspect` quotes other texts.
+    __repr__ = str.__str__
+
+
+class _Signature(inspect.Signature):
+    """A signature for `help`: a long one has a parameter in each line."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) <= 80:
+            return text
+        lines, is_marked = [], False
+        for one in self.parameters.values():
+            if one.kind is one.KEYWORD_ONLY and not is_marked:
+                lines.append("*")
+            is_marked = is_marked or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
+            lines.append(str(one))
+        return "(\n    " + ",\n    ".join(lines) + f",\n) -> {self.return_annotation}"
+
+
+def spell_out(function: Callable[..., Any], kind: Any = None, owner: Any = None) -> None:
+    """Makes `inspect.signature`, and so `help` and a notebook's Tab key, show the types as the source has them, and
+    each option that a function takes as **options: `kind`. The docstring then explains each, with the text of `kind`
+    or else of `LoadOptions`. owner: has the function's docstring; None: the function itself.
+    """
     here = inspect.signature(function)
-    options = []
-    for name, annotation in kind.__annotations__.items():
+    named = [one for one in here.parameters.values() if kind is None or one.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name, annotation in kind.__annotations__.items() if kind else ():
         text = getattr(annotation, "__forward_arg__", annotation)
         default = _DEFAULTS.get(name, False if text == "bool" else None)
-        options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
-    others = [one for one in here.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    function.__signature__ = here.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
+        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=text))
+    plain = [one.replace(annotation=_as_source(one.annotation)) for one in named]
+    signature = _Signature(plain, return_annotation=_as_source(here.return_annotation))
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    if kind and (owner or function).__doc__:  # None with python -OO
+        _explain_options(owner or function, kind)
+
+
+def _as_source(annotation: Any) -> Any:
+    return _Source(annotation) if isinstance(annotation, str) else annotation
+
+
+def _fields_of(docstring: str) -> dict[str, str]:
+    """Returns the lines that explain arguments, `name, name: text` and the indented ones after each, by names."""
+    fields = re.finditer(r"^([a-z]\w*(?:, \w+)*): .*(?:\n    .*)*", inspect.cleandoc(docstring), re.M)
+    return {found[1]: found[0] for found in fields}
+
+
+def _explain_options(owner: Any, kind: Any) -> None:
+    # In place of the field `options`, or else at the end, unless the docstring explains an option itself.
+    own = _fields_of(owner.__doc__)
+    missing = kind.__annotations__.keys() - {name for names in own for name in names.split(", ")}
+    fields = _fields_of(kind.__doc__)
+    fields |= {names: field for names, field in _fields_of(LoadOptions.__doc__ or "").items() if names not in fields}
+    added = "\n".join(field for names, field in fields.items() if missing.intersection(names.split(", ")))
+    text = inspect.cleandoc(owner.__doc__)
+    if "options" in own:
+        text = text.replace(own["options"], added)
+    elif added:
+        text += "\n\n" + added
+    owner.__doc__ = text
 
 
 def check_choice(value: object, what: str, literal: Any) -> None:

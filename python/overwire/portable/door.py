@@ -24,7 +24,7 @@ from overwire.errors import (
     TensorNotFoundError,
 )
 from overwire.portable.facts import NAMES, __version__
-from overwire.portable.files import decompress, inspect
+from overwire.portable.files import Report, decompress, inspect
 from overwire.portable.read import load_file, safe_open
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "NotFoundError",
     "NotSupportedError",
     "OverwireError",
+    "Report",
     "TensorNotFoundError",
     "__version__",
     "decompress",

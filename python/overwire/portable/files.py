@@ -9,8 +9,10 @@ import os
 import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import ArgumentError, OverwireError
 from .container import BITS
@@ -27,31 +29,89 @@ def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
     return {"sources": [_facts_of(file, set(names)) for file, names in open_model(source, "bytes")]}
 
 
-def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Writes a compressed file as a plain one that any safetensors reader reads. For a folder, does so for each file
-    of weights in it and its subfolders, and copies all other files. Compares every checksum. The result
-    appears whole or not at all, and is synced to the disk.
+class Report(NamedTuple):
+    """What was written, with the names that the engine's report has.
 
-    Raises ArgumentError if target exists and overwrite is not set, if target is the source, and for a link to a
-    folder; and errors of reading, also for a folder with an incomplete model.
+    bytes_in, bytes_out: bytes of the tensors, and of the files that hold them. ratio: out / in, 1.0 without tensors.
+    seconds: wall time. files: absolute paths. copied: those of other files than weights.
     """
-    here, there = Path(local_path(source)), Path(target)
-    weights = _weights_of(str(here))
-    if there.exists() and (not overwrite or there.is_dir() or here.samefile(there)):
-        raise ArgumentError(f"overwire: decompress: {there} exists already")
-    if here.is_dir() and here.resolve() in there.resolve().parents:
-        raise ArgumentError(f"overwire: decompress: {there} is inside {here}")
+
+    bytes_in: int
+    bytes_out: int
+    ratio: float
+    seconds: float
+    tensors: int
+    files: tuple[str, ...]
+    copied: tuple[str, ...]
+
+
+def decompress(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> Report:
+    """Writes a compressed file as a plain one that any safetensors reader reads. For a folder, does so for each file
+    of weights in it and its subfolders, and copies all other files. Several files go into a folder, each under its
+    name. Compares every checksum. The result appears whole or not at all, and is synced to the disk.
+
+    source: a path or file:// URI of a file or a folder, or a list of files. path: the file or folder to write.
+
+    Returns a `Report`. Raises ArgumentError if path is a file and overwrite is not set, if it is a folder with files in
+    it, if it is the source, and for a link to a folder; and errors of reading, also for a folder with an incomplete
+    model.
+    """
+    begun = time.perf_counter()
+    sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    places, there = [local_path(one) for one in sources], Path(local_path(path))
+    into = len(places) > 1 or os.fspath(path).endswith(("/", os.sep)) and not os.path.isdir(places[0])
+    if into and (there.suffix == EXTENSION or len({Path(one).name for one in places}) < len(places)):
+        raise ArgumentError(f"overwire: decompress: {there} must be a folder, and the files need different names")
+    weights = set().union(*(_weights_of(one) for one in places))
+    _refuse_target(there, [Path(one) for one in places], overwrite)
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=there.absolute().parent))
     try:
         place = work / "made"  # with the mode that the umask allows
-        if here.is_dir():
-            _write_folder(here, place, weights)
+        if into:
+            place.mkdir()
+            for one in places:
+                _write_plain(Path(one), place / Path(one).name)
+            _sync_folder(place)
+        elif os.path.isdir(places[0]):
+            _write_folder(Path(places[0]), place, weights)
         else:
-            _write_plain(here, place)
+            _write_plain(Path(places[0]), place)
+        if there.is_dir():
+            there.rmdir()
         os.replace(place, there)
         _sync_folder(there.absolute().parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    plain = {there / (Path(one).name if into else os.path.relpath(one, places[0])) for one in weights}
+    return _report_of(there.absolute(), {one.absolute() for one in plain}, begun)
+
+
+def _refuse_target(there: Path, sources: list[Path], overwrite: bool) -> None:
+    for here in sources:
+        if here.is_dir() and here.resolve() in there.resolve().parents:
+            raise ArgumentError(f"overwire: decompress: {there} is inside {here}")
+        if here.is_dir() and len(sources) > 1:
+            raise ArgumentError(f"overwire: decompress: {here} is a folder: decompress it by itself")
+        if there.exists() and here.samefile(there):
+            raise ArgumentError(f"overwire: decompress: {there} is the source")
+    if there.is_dir() and any(there.iterdir()):
+        raise ArgumentError(f"overwire: decompress: {there} is a folder with files in it")
+    if there.is_file() and not overwrite:
+        raise ArgumentError(f"overwire: decompress: {there} exists; overwrite=True replaces it")
+
+
+def _report_of(there: Path, weights: set[Path], begun: float) -> Report:
+    files = sorted(path for path in there.rglob("*") if path.is_file()) if there.is_dir() else [there]
+    entries = [tensor for path in weights for tensor in safe_open(path, "bytes").entries().values()]
+    nbytes, size = sum(one.nbytes for one in entries), sum(path.stat().st_size for path in weights)
+    copied = tuple(str(path) for path in files if path not in weights)
+    seconds = time.perf_counter() - begun
+    return Report(nbytes, size, size / nbytes if nbytes else 1.0, seconds, len(entries), tuple(map(str, files)), copied)
 
 
 def _weights_of(place: str) -> set[str]:

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import numpy as np
 from numpy.typing import NDArray
@@ -241,6 +243,9 @@ def open_model(
 
 def local_path(place: str | os.PathLike[str]) -> str:
     path = os.fspath(place)
+    uri = urlsplit(path)
+    if uri.scheme == "file" and uri.netloc in ("", "localhost") and not uri.query and not uri.fragment:
+        return url2pathname(uri.path)
     if "://" in path:
         raise ArgumentError(f"overwire: {path}: stores need the engine, which this machine lacks: download the file")
     return path

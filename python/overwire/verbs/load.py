@@ -75,10 +75,10 @@ def load_file(
 
 def load_file(
     source: SourceLike | None = None,
-    device: Any = "cpu",
+    device: DeviceLike = "cpu",
     *,
     filename: SourceLike | None = None,
-    framework: Any = None,
+    framework: FrameworkName | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Loads tensors from plain or compressed safetensors files.

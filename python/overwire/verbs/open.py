@@ -316,7 +316,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         return TensorSlice(self, name)
 
 
-spell_out(safe_open.__init__, OpenOptions)
+spell_out(safe_open.__init__, OpenOptions, owner=safe_open)
 
 
 class TensorSlice(Generic[T]):

@@ -86,34 +86,11 @@ def save_file(
         would still load the old model; with max_shard_size they are replaced.
     filename: path, by the name that safetensors gives it.
     metadata: texts for `__metadata__`; some loaders require {"format": "pt"}.
-    compress: write overwire's container, whose tensors are compressed without loss
-        where that gains at least 1 %; only overwire can read them. False writes a
-        plain file for every safetensors reader.
-    level: "default" decodes at full speed, on a GPU too. "smaller" takes 0.2 to 1.5 % of
-        the original less, but saving is slow, and its tensors are decoded by the CPU
-        alone, some ten times as slowly, on their way to a GPU too; overwire must be as
-        new as format 1.2.
-    digests: keep the digest of each tensor in a compressed file (see `digest`), so that
-        `verify(path, tensors=)` need not read the file's tensors.
-    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A
-        larger model becomes model-00001-of-00002.safetensors and so on, with
-        model.safetensors.index.json. Where an earlier set is, or weights that no index
-        lists, the names get a mark (model-ow1f2e3d4c-00001-of-00002.safetensors), so that
-        both sets are whole until the index is replaced; then the old one is removed.
-    storage_options: as for `load_file`, if path is a URI. If several processes write
-        one key at once, one of their files stays.
-        `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
-        encrypts a .tensors file, by tensorizer's XSalsa20-Poly1305: the bytes
-        of tensors, not their names and shapes.
-
+    options: those of a save.
     wait: False returns a `Saving` as soon as the tensors may change again: all that will
         be in the files is in host memory then, and they are written from there while the
         program goes on (see docs/saving.md). A save to the same path waits for it first.
         progress is then also called from another thread.
-    max_memory: with wait=False, the most host memory for that ("20GB", int); None: what
-        there is. A save that could need more, were nothing to compress, is refused before
-        it begins. For tensors of a GPU the memory is pinned, and kept for the next save
-        or sleep until `empty_cache`.
 
     Do not change the tensors before this returns: they are read in place; tensors that
     are not dense are copied to the host first. A GPU encodes its tensors itself, in up to
@@ -121,7 +98,7 @@ def save_file(
     they are less than 32 MiB or begin at no multiple of 16 bytes, with level="smaller",
     in a .tensors file, and where the GPU lacks the memory.
     Tied tensors are stored once when compressing. Only values are stored, not strides,
-    gradients or subclasses (see `compress_pickle`).
+    gradients or subclasses (see `save_bundle`).
 
     Raises ArgumentError, NotSupportedError for types that safetensors lacks,
     AccessError, IOFailure (a full disk), OutOfMemoryError (max_memory), and the error

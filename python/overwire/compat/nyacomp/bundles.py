@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
-from overwire import load_compressed_pickle as load_object  # import it now, not at the first call
 from overwire.plumbing import MetaRow, refuse_urls, regular, save_listed
+from overwire.plumbing import load_compressed_pickle as load_object  # import it now, not at the first call
 
 from . import _nyacomp, manifests, partition, settings
 from .merging import split_tensors, tensor_size
