@@ -15,10 +15,12 @@ import torch
 
 from ..frameworks.memory import users_of
 
+_State = tuple[int, int, tuple[Any, ...]]
+
 
 class Binding(NamedTuple):
     """Parameters in a slot's memory, as they were when they got it: the users of that memory, and
-    of each parameter its users, the number of its changes and its address.
+    of each parameter its users, the number of its changes, and how it lies in memory.
 
     is_owned: only their module and this have the parameters; else they are the user's, whose own
     references mean nothing."""
@@ -26,12 +28,12 @@ class Binding(NamedTuple):
     memory: torch.Tensor
     users: int
     parameters: list[torch.Tensor]
-    states: list[tuple[int, int, int]]
+    states: list[_State]
     is_owned: bool
 
     def compare_states(self) -> tuple[bool, bool]:
         """Whether anything else uses the memory; and whether torch has counted a change of a
-        parameter, or it has other memory."""
+        parameter, or it lies there otherwise, or elsewhere."""
         is_held, now = users_of(self.memory) > self.users, _states_of(self.parameters, self.is_owned)
         if now == self.states:
             return is_held, False
@@ -53,10 +55,17 @@ def binding_of(memory: torch.Tensor, parameters: Iterable[torch.Tensor], is_owne
     return Binding(memory, users_of(memory), tensors, _states_of(tensors, is_owned), is_owned)
 
 
-def _states_of(parameters: list[Any], is_owned: bool) -> list[tuple[int, int, int]]:
+def _states_of(parameters: list[Any], is_owned: bool) -> list[_State]:
     # In one place, as the references of this code count. Those of inference mode have no `_version`.
     if any(one.is_inference() for one in parameters):
-        return [(one._use_count(), 0, one.data_ptr()) for one in parameters]
+        return [(one._use_count(), 0, _layout_of(one)) for one in parameters]
     if is_owned:
-        return [(one._use_count() + getrefcount(one), one._version, one.data_ptr()) for one in parameters]
-    return [(one._use_count(), one._version, one.data_ptr()) for one in parameters]
+        return [(one._use_count() + getrefcount(one), one._version, _layout_of(one)) for one in parameters]
+    return [(one._use_count(), one._version, _layout_of(one)) for one in parameters]
+
+
+def _layout_of(parameter: Any) -> tuple[Any, ...]:
+    # `.data = ` changes any of these, the address only if it likes.
+    return (
+        parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.is_conj(), parameter.is_neg()
+    )
