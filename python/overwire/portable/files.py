@@ -36,6 +36,8 @@ def decompress(source: str | os.PathLike[str], target: str | os.PathLike[str], *
     a link to a folder; what reading raises, also for a folder with a part of a model.
     """
     here, there = Path(local_path(source)), Path(target)
+    if order := sys.modules.get("overwire._order"):  # the engine may have a save in the background there
+        order.await_path(str(there))
     weights = _weights_of(str(here))
     if there.exists() and (not overwrite or there.is_dir() or here.samefile(there)):
         raise ArgumentError(f"overwire: decompress: {there} is there already")
