@@ -122,6 +122,8 @@ CHANGES: dict[str, Callable[[Square], Any]] = {
     "data": lambda block: block.weight.data.mul_(1.5),
     "rows of data": lambda block: block.weight.data.copy_(block.weight.data.flip(0)),
     "other data": lambda block: setattr(block.weight, "data", block.weight.data * 1.5),
+    "the same data transposed": lambda block: setattr(block.weight, "data", block.weight.data.t()),
+    "the same data negated": lambda block: setattr(block.weight, "data", torch._neg_view(block.weight.data)),
     "numpy": lambda block: block.weight.numpy().fill(3),
     "set_": lambda block: block.weight.set_(block.weight * 1.5),
     "another parameter": lambda block: setattr(block, "weight", torch.nn.Parameter(block.weight * 1.5, False)),

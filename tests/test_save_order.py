@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any, ClassVar
 
 import overwire as ow
 import pytest
+import safetensors.torch
 import torch
 from overwire import _order
+from overwire.__main__ import main
 from overwire.compat.safetensors import torch as drop_in
 from overwire.compat.tensorizer import TensorSerializer
 from overwire.compat.tensorizer.stream_io import open_stream
+from overwire.portable.files import decompress
 
 EARLIER = {"w": torch.arange(40_000.0)}
 LATER = {"w": torch.ones(5)}
@@ -63,6 +67,20 @@ def serialize(path: str) -> None:
     serializer.close()
 
 
+def run_command(path: str) -> None:
+    """The command line, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["overwire", "compress", "source", "-o", path, "-f"])
+        with pytest.raises(SystemExit, match="^0$"):
+            main()
+
+
+def save_patched(path: str) -> None:
+    """safetensors' own function, under a patch that leaves saves to it."""
+    with ow.patch_safetensors():
+        safetensors.torch.save_file(LATER, path)
+
+
 def stream(path: str) -> None:
     with open_stream(path, "wb") as file:
         file.write(b"later")
@@ -79,12 +97,16 @@ WRITERS: dict[str, Callable[[str], Any]] = {
     "sleep": lambda path: ow.sleep({"w": torch.ones(5)}, to_file=path).wake(),
     "save_delta": lambda path: ow.save_delta({"w": torch.zeros(5)}, LATER, path),
     "merge_deltas": lambda path: ow.merge_deltas(["delta"], path),
+    "without the engine": lambda path: decompress("source", path, overwrite=True),
+    "command": run_command,
+    "patched": save_patched,
     "drop-in": lambda path: drop_in.save_file(LATER, path),
     "TensorSerializer": serialize,
     "open_stream": stream,
 }
 SPELLINGS = ["out/m.safetensors", "{folder}/out/../out/./m.safetensors", "linked/m.safetensors", "link", "file://{folder}/out/m.safetensors"]
-NO_URI = {"bundle", "TensorSerializer", "sleep", "drop-in", "open_stream"}
+NO_URI = {"without the engine", "command", "patched", "bundle", "TensorSerializer", "sleep", "drop-in", "open_stream"}
+REPLACES_LINKS = {"without the engine", "patched"}
 ENDINGS = {"bundle": ".pkl", "TensorSerializer": ".tensors"}
 
 
@@ -99,7 +121,7 @@ def test_the_later_save_stays(folder: Path, writer: str) -> None:
     for spelling in SPELLINGS:
         ending = ENDINGS.get(writer, ".safetensors")
         path = spelling.format(folder=folder).replace(".safetensors", ending)
-        if spelling.startswith("file") and writer in NO_URI:
+        if spelling.startswith("file") and writer in NO_URI or spelling == "link" and writer in REPLACES_LINKS:
             continue
         if spelling == "link":
             path = "link" + ending
@@ -112,6 +134,24 @@ def test_the_later_save_stays(folder: Path, writer: str) -> None:
         assert (folder / f"out/m{ending}").stat().st_size == size, spelling
         if writer != "bundle":
             assert size not in (size_of_earlier(ending), 0), spelling
+
+
+def test_a_path_that_becomes_a_link_or_a_file(folder: Path) -> None:
+    """While a save runs there: the later one is what the path leads to in the end."""
+    for is_link in (False, True):
+        if is_link:
+            os.symlink("before.safetensors", "m.safetensors")
+        held = Held(ow.save_file, "m.safetensors")
+        if is_link:
+            shutil.copy("source", "new")
+        else:
+            os.symlink("after.safetensors", "new")
+        os.replace("new", "m.safetensors")
+        held.leave_soon()
+        ow.save_file(LATER, "m.safetensors")
+        held.saving.wait()
+        assert ow.load_file("m.safetensors")["w"].shape == (5,)
+        os.unlink("m.safetensors")
 
 
 def test_names_that_belong_together(folder: Path) -> None:
@@ -188,4 +228,4 @@ def test_an_error_reaches_the_next_writer_of_any_kind(folder: Path) -> None:
 )
 def test_spellings_of_one_path(one: str, two: str) -> None:
     """URIs, too, as far as their text tells."""
-    assert _order._key_of(one) == _order._key_of(two)
+    assert _order._keys_of(one) == _order._keys_of(two)

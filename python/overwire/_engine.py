@@ -425,7 +425,10 @@ _READING = ("compress", "convert", "inspect", "verify", "load", "diff")
 
 
 def main() -> None:
-    """Runs the command `overwire`."""
+    """Runs the command `overwire`, after the saves in the background of a program that calls it."""
+    from ._order import await_all
+
+    await_all()
     if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in (["-h"], ["--help"]):
         from ._run import run
 

@@ -34,7 +34,7 @@ class Saver:
     """A save in the background, from `claim_paths` to `forget_saver`: `wait` returns when its files are there."""
 
     def __init__(self, paths: list[str], is_sharded: bool) -> None:
-        self._keys = list(dict.fromkeys(map(_key_of, paths)))
+        self._keys = list(dict.fromkeys(key for path in paths for key in _keys_of(path)))
         self._family = _family_of(self._keys[0]) if is_sharded else ""
         self._thread = get_ident()  # which works for it; 0: none, its job runs
         self._is_publishing = False  # that thread runs the save's own code, and no one's callback
@@ -51,7 +51,7 @@ class Saver:
         """Waits for the savers of the same paths, and is the one of them from now on."""
         while True:
             with lock:
-                earlier = next((one for key in self._keys if (one := _saver_of(key)) is not None), None)
+                earlier = _saver_of(self._keys)
                 if earlier is None:
                     _savers.append(self)
                     return
@@ -63,9 +63,9 @@ class Saver:
             if self in _savers:
                 _savers.remove(self)
 
-    def _writes_at(self, key: str) -> bool:
-        inner = any(own == key or own.startswith(f"{key.rstrip('/')}/") for own in self._keys)
-        return inner or self._family != "" and self._family == _family_of(key)
+    def _writes_at(self, keys: list[str]) -> bool:
+        inner = any(own == key or own.startswith(f"{key.rstrip('/')}/") for own in self._keys for key in keys)
+        return inner or self._family != "" and self._family in map(_family_of, keys)
 
 
 def await_saves(request: Mapping[str, Any]) -> None:
@@ -80,14 +80,25 @@ def await_path(path: str) -> None:
     """`await_saves` of a request for a path."""
     while _savers:
         with lock:
-            earlier = _saver_of(_key_of(path))
+            earlier = _saver_of(_keys_of(path))
         if earlier is None or earlier._thread == get_ident() and earlier._is_publishing:
             return
         _follow_saver(earlier)
 
 
-def _saver_of(key: str) -> Saver | None:
-    return next((one for one in _savers if one._writes_at(key)), None)
+def await_all() -> None:
+    """Waits for all saves in the background, before a command whose paths are not known here. Raises
+    the error of one that has failed and that no one knows."""
+    while _savers:
+        with lock:
+            earlier = next((one for one in _savers if one._thread != get_ident()), None)
+        if earlier is None:
+            return
+        earlier.wait()
+
+
+def _saver_of(keys: list[str]) -> Saver | None:
+    return next((one for one in _savers if one._writes_at(keys)), None)
 
 
 def _follow_saver(earlier: Saver) -> None:
@@ -99,12 +110,15 @@ def _follow_saver(earlier: Saver) -> None:
     earlier.wait()
 
 
-def _key_of(path: str) -> str:
+def _keys_of(path: str) -> list[str]:
+    # What a path leads to; and where it is itself, which may become a link, or be one no more, while a save runs.
     if not is_remote(path):
-        return os.path.realpath(path_of(path) if is_file(path) else path)
+        text = path_of(path) if is_file(path) else path
+        folder, name = os.path.split(text.rstrip("/"))
+        return list(dict.fromkeys([os.path.realpath(text), os.path.join(os.path.realpath(folder), name)]))
     scheme, _, rest = path.partition("://")
     host, slash, name = rest.partition("/")
-    return f"{scheme.lower()}://{host.lower().removesuffix(_DEFAULT_PORT)}{slash}{name}"
+    return [f"{scheme.lower()}://{host.lower().removesuffix(_DEFAULT_PORT)}{slash}{name}"]
 
 
 def _family_of(key: str) -> str:

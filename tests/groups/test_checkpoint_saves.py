@@ -20,6 +20,8 @@ torch = pytest.importorskip("torch")
 import overwire as ow  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from overwire.checkpoints import CheckpointReader, CheckpointWriter, places, reader, writer  # noqa: E402
+from overwire.model.forked import ForkedModel  # noqa: E402
+from overwire.portable import read as portable  # noqa: E402
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -127,6 +129,9 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
         lambda: ow.load_file(files),
         lambda: dict(ow.stream(files)),
         lambda: ow.verify(one),
+        lambda: portable.load_file(one),
+        lambda: ForkedModel(one),
+        lambda: ForkedModel(files),
     ):
         with pytest.raises(ow.CorruptError, match=r"model-0000\d-of-00004.*another save"):
             read()

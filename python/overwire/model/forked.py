@@ -23,6 +23,7 @@ from .. import errors
 from ..errors import FormatError, NotFoundError, error_of_system
 from ..frameworks.frame import Frame
 from ..paths import is_file, path_of, raise_unless_absent
+from ..portable.folders import refuse_mixture
 from ..progress import Watcher
 from .indexing import plan
 from .opened import Model
@@ -155,6 +156,7 @@ class ForkedModel(Model):
             )
         if [one for uri in uris for one in _files_of(uri)] != parts:
             raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced while it was opened", source=uris[0])
+        refuse_mixture((path, file.metadata) for path, file in zip(self.uris, self._files, strict=True))
         self.table = [
             (name, entry.dtype, entry.shape, entry.nbytes, entry.nbytes, at, -1)
             for at, (file, (path, names)) in enumerate(zip(self._files, parts, strict=True))

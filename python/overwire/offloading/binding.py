@@ -14,10 +14,12 @@ import torch
 
 from ..frameworks.memory import users_of
 
+_State = tuple[int, int, tuple[Any, ...]]
+
 
 class Binding(NamedTuple):
     """The state of parameters when they got a slot's memory: the number of users of the memory, and each
-    parameter's number of users, number of changes, and address.
+    parameter's number of users, number of changes, and layout in memory.
 
     is_owned: only the module and this object refer to the parameters. If not, they belong to the user, who may
     keep references to them, and their number of users is not compared."""
@@ -25,12 +27,12 @@ class Binding(NamedTuple):
     memory: torch.Tensor
     users: int
     parameters: list[torch.Tensor]
-    states: list[tuple[int, int, int]]
+    states: list[_State]
     is_owned: bool
 
     def compare_states(self) -> tuple[bool, bool]:
         """Returns two answers: whether anything else uses the memory, and whether a parameter was changed (by
-        torch's count) or has other memory."""
+        torch's count), has another layout or other memory."""
         is_held, now = users_of(self.memory) > self.users, _states_of(self.parameters, self.is_owned)
         if now == self.states:
             return is_held, False
@@ -52,10 +54,17 @@ def binding_of(memory: torch.Tensor, parameters: Iterable[torch.Tensor], is_owne
     return Binding(memory, users_of(memory), tensors, _states_of(tensors, is_owned), is_owned)
 
 
-def _states_of(parameters: list[Any], is_owned: bool) -> list[tuple[int, int, int]]:
+def _states_of(parameters: list[Any], is_owned: bool) -> list[_State]:
     # Counted in one place, because this code's own references count also. Inference tensors have no `_version`.
     if any(one.is_inference() for one in parameters):
-        return [(one._use_count(), 0, one.data_ptr()) for one in parameters]
+        return [(one._use_count(), 0, _layout_of(one)) for one in parameters]
     if is_owned:
-        return [(one._use_count() + getrefcount(one), one._version, one.data_ptr()) for one in parameters]
-    return [(one._use_count(), one._version, one.data_ptr()) for one in parameters]
+        return [(one._use_count() + getrefcount(one), one._version, _layout_of(one)) for one in parameters]
+    return [(one._use_count(), one._version, _layout_of(one)) for one in parameters]
+
+
+def _layout_of(parameter: Any) -> tuple[Any, ...]:
+    # An assignment to `.data` may change any of these, and need not change the address.
+    return (
+        parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.is_conj(), parameter.is_neg()
+    )

@@ -67,6 +67,8 @@ def decompress(
     into = len(places) > 1 or os.fspath(path).endswith(("/", os.sep)) and not os.path.isdir(places[0])
     if into and (there.suffix == EXTENSION or len({Path(one).name for one in places}) < len(places)):
         raise ArgumentError(f"overwire: decompress: {there} must be a folder, and the files need different names")
+    if order := sys.modules.get("overwire._order"):  # the engine may have a save in the background there
+        order.await_path(str(there))
     weights = set().union(*(_weights_of(one) for one in places))
     _refuse_target(there, [Path(one) for one in places], overwrite)
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=there.absolute().parent))

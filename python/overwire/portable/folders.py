@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import ArgumentError, FormatError, NotFoundError
+from ..errors import ArgumentError, CorruptError, FormatError, NotFoundError
 from .container import STRICTLY
 
 EXTENSION = ".safetensors"
@@ -19,6 +20,8 @@ _INDEX_NAME = re.compile(r"(.+)\.safetensors(?:\.([^.]+))?\.index(?:\.([^.]+))?\
 _SHARD_NAME = re.compile(r"(.*)-([0-9]{1,9})-of-([0-9]{1,9})(?:\.([^.]+))?")
 #: A mark in the names of files that replaced an earlier set. Without an index that lists it, such a file is ignored.
 _MARK = re.compile(r"-ow[0-9a-f]{8}\Z")
+#: The metadata entry with the id of a save, which is the same in all files of one save of a checkpoint.
+_SAVE = "overwire.checkpoint"
 
 
 class _Name(NamedTuple):
@@ -226,3 +229,18 @@ def select_names(model: Model, path: str, names: Any) -> list[str]:
         text = f"the index lists a tensor {name!r}, which this file lacks"
         raise FormatError(f"overwire: {path}: {text}", source=path, tensor=name)
     return [name for name in names if name in own]
+
+
+def refuse_mixture(files: Iterable[tuple[str, Mapping[str, str] | None]]) -> None:
+    """Raises CorruptError for files of one checkpoint, by path and metadata, that are from several saves."""
+    first: dict[str, tuple[str, str | None]] = {}
+    for path, metadata in files:
+        folder, file_name = os.path.split(path)
+        name = parse_name(file_name)
+        if name is None or name.stem != "model" or name.variant:
+            continue
+        save = (metadata or {}).get(_SAVE)
+        other, other_save = first.setdefault(folder.removesuffix("/training"), (path, save))
+        if save != other_save:
+            text = "it was replaced meanwhile, or parts of two were mixed"
+            raise CorruptError(f"overwire: {path}: it is from another save of the checkpoint than {other}: {text}", source=path)

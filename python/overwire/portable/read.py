@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..errors import ArgumentError, CorruptError, FormatError, MissingPackageError, TensorNotFoundError
 from . import planes, x16
 from .container import Container, Tensor, parse
-from .folders import model_of, select_names, was_replaced
+from .folders import model_of, refuse_mixture, select_names, was_replaced
 from .sums import crc32c
 
 Bytes = NDArray[np.uint8]
@@ -232,6 +232,11 @@ def open_model(
         try:
             files = [safe_open(path, framework, device) for path in model.files]
             parts = [(file, select_names(model, file.path, file.keys())) for file in files]
+            refuse_mixture((file.path, file.metadata()) for file in files)
+        except CorruptError:
+            if is_last:
+                raise
+            continue
         except (FormatError, FileNotFoundError):
             if is_last or not was_replaced(model):
                 raise

@@ -16,7 +16,7 @@ from typing import Any
 
 import overwire
 from overwire.integrations import AfterImport, Lazy
-from overwire.plumbing import forget, forked, is_compressed, keep, new_lock
+from overwire.plumbing import await_path, forget, forked, is_compressed, keep, new_lock
 
 from . import _bytes, _files, _lazy
 
@@ -138,6 +138,7 @@ def _writes(original: Any) -> Any:
     @functools.wraps(original)
     def serialize_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
         if forked() or not any(patch.compress for patch in _patches):
+            await_path(os.fsdecode(filename))
             original(tensor_dict, filename, metadata)
             return
         replacements = {
