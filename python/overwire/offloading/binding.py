@@ -66,5 +66,10 @@ def _states_of(parameters: list[Any], is_owned: bool) -> list[_State]:
 def _layout_of(parameter: Any) -> tuple[Any, ...]:
     # An assignment to `.data` may change any of these, and need not change the address.
     return (
-        parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.is_conj(), parameter.is_neg()
+        parameter.data_ptr(),
+        parameter.shape,
+        parameter.stride(),
+        parameter.dtype,
+        parameter.is_conj(),
+        parameter.is_neg(),
     )

@@ -243,4 +243,6 @@ def refuse_mixture(files: Iterable[tuple[str, Mapping[str, str] | None]]) -> Non
         other, other_save = first.setdefault(folder.removesuffix("/training"), (path, save))
         if save != other_save:
             text = "it was replaced meanwhile, or parts of two were mixed"
-            raise CorruptError(f"overwire: {path}: it is from another save of the checkpoint than {other}: {text}", source=path)
+            raise CorruptError(
+                f"overwire: {path}: it is from another save of the checkpoint than {other}: {text}", source=path
+            )
