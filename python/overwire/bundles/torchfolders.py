@@ -91,8 +91,8 @@ def convert(
         return rewrite(source, path, **options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
         report = rewrite(plain if len(plain) > 1 else plain[0], path, **options)
-        called = names_of(plain, [local(name) for name in names])
-        left = [called.get(one, one) for one in report.left]
+        sources = names_of(plain, [local(name) for name in names])
+        left = [sources.get(one, one) for one in report.left]
     return replace(report, left=(*left, *remainder))
 
 

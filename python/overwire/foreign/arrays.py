@@ -61,7 +61,7 @@ class _Bytes(NamedTuple):
     def read_blocks(self) -> Iterator[bytearray | bytes]:
         """The content in order, its length and checksum compared. Raises CorruptError."""
         inflate = zlib.decompressobj(-15) if self.deflated else None
-        total = given = 0
+        total = length = 0
         for at in range(0, self.stored, _STEP):
             block = bytearray(min(_STEP, self.stored - at))
             self.files.fill_block(self.path, memoryview(block), self.start + at)
@@ -75,12 +75,12 @@ class _Bytes(NamedTuple):
                     except zlib.error as error:
                         raise self.error_of(f"damaged: {error}", CorruptError) from None
                     rest = inflate.unconsumed_tail
-                total, given = zlib.crc32(data, total), given + len(data)
-                if given > self.size:
+                total, length = zlib.crc32(data, total), length + len(data)
+                if length > self.size:
                     raise self.error_of(f"more than the {self.size} bytes that its archive gives it", CorruptError)
                 yield data
-        if given != self.size:
-            raise self.error_of(f"{given} bytes of {self.size}: copy or fetch it again", CorruptError)
+        if length != self.size:
+            raise self.error_of(f"{length} bytes of {self.size}: copy or fetch it again", CorruptError)
         if self.checksum not in (None, total):
             raise self.error_of(f"checksum mismatch: {self.checksum:08x}, not {total:08x}", CorruptError)
 

@@ -59,8 +59,8 @@ def read_components(path: str) -> tuple[list[InMemory], bool]:
     with classed_errors(path, "open"):
         folders = [folder for folder, _ in folders_of(path)]
         has_others = any(has_weights(os.listdir(folder)) for folder in folders)
-    found = [one for folder in folders for one in read_foreign(folder, is_usual=has_others)]
-    return found, has_others or not found
+    files = [one for folder in folders for one in read_foreign(folder, is_usual=has_others)]
+    return files, has_others or not files
 
 
 def _refuse_second_model(folder: str) -> None:

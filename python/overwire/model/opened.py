@@ -126,9 +126,9 @@ class Model:
                 self.lands = device  # a preload there has the files' bytes
             self.chosen = self.choose(keys, filter)
             return
-        uris, called, keep, _ = resolve_plain(source)  # keep: until the engine has its own descriptors
+        uris, paths, keep, _ = resolve_plain(source)  # keep: until the engine has its own descriptors
         #: As shown to people.
-        self.uris = [shown(name) for name in called]
+        self.uris = [shown(name) for name in paths]
         spec: OpenRequest = {"uris": uris}
         if access := storage(storage_options, uris):
             spec["storage"] = access
@@ -149,7 +149,7 @@ class Model:
         if parts:
             spec["parts"] = True
         try:
-            with many_objects(), named_errors(dict(zip(uris, called, strict=True))):
+            with many_objects(), named_errors(dict(zip(uris, paths, strict=True))):
                 text, _, _, table, self.handle = _verbs.open(spec)
         except BaseException as error:
             if not probe:
@@ -217,12 +217,12 @@ class Model:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _refuse_twins(self, called: Mapping[str, str] | None = None) -> None:
+    def _refuse_twins(self, names: Mapping[str, str] | None = None) -> None:
         positions: dict[str, int] = {}
         for name, *_, source, _alias in self.table:
             first = positions.setdefault(name, source)
             if first != source:
-                uris = [(called or {}).get(part["uri"], part["uri"]) for part in self.info()]
+                uris = [(names or {}).get(part["uri"], part["uri"]) for part in self.info()]
                 raise ArgumentError(
                     f'overwire: open {uris[source]} tensor "{name}": {uris[first]} has it also: '
                     "open only one of the files, or each separately",

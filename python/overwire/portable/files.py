@@ -61,7 +61,7 @@ def decompress(
     it, if it is the source, and for a link to a folder; and errors of reading, also for a folder with an incomplete
     model.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     places, there = [local_path(one) for one in sources], Path(local_path(path))
     into = len(places) > 1 or os.fspath(path).endswith(("/", os.sep)) and not os.path.isdir(places[0])
@@ -90,7 +90,7 @@ def decompress(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     plain = {there / (Path(one).name if into else os.path.relpath(one, places[0])) for one in weights}
-    return _report_of(there.absolute(), {one.absolute() for one in plain}, begun)
+    return _report_of(there.absolute(), {one.absolute() for one in plain}, start)
 
 
 def _refuse_target(there: Path, sources: list[Path], overwrite: bool) -> None:
@@ -107,12 +107,12 @@ def _refuse_target(there: Path, sources: list[Path], overwrite: bool) -> None:
         raise ArgumentError(f"overwire: decompress: {there} exists; overwrite=True replaces it")
 
 
-def _report_of(there: Path, weights: set[Path], begun: float) -> Report:
+def _report_of(there: Path, weights: set[Path], start: float) -> Report:
     files = sorted(path for path in there.rglob("*") if path.is_file()) if there.is_dir() else [there]
     entries = [tensor for path in weights for tensor in safe_open(path, "bytes").entries().values()]
     nbytes, size = sum(one.nbytes for one in entries), sum(path.stat().st_size for path in weights)
     copied = tuple(str(path) for path in files if path not in weights)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     return Report(nbytes, size, size / nbytes if nbytes else 1.0, seconds, len(entries), tuple(map(str, files)), copied)
 
 
