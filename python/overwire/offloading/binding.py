@@ -66,6 +66,5 @@ def _states_of(parameters: list[Any], is_owned: bool) -> list[_State]:
 
 def _layout_of(parameter: Any) -> tuple[Any, ...]:
     # `.data = ` changes any of these, the address only if it likes.
-    return (
-        parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.is_conj(), parameter.is_neg()
-    )
+    bits = parameter.is_conj(), parameter.is_neg()
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, bits
