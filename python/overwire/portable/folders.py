@@ -231,5 +231,5 @@ def refuse_mixture(files: Iterable[tuple[str, Mapping[str, str] | None]]) -> Non
         save = (metadata or {}).get(_SAVE)
         other, other_save = first.setdefault(folder.removesuffix("/training"), (path, save))
         if save != other_save:
-            text = f"it is from another save of the checkpoint than {other}: it was replaced meanwhile, or parts were mixed"
+            text = f"it is from another save of the checkpoint than {other}: it was replaced, or parts were mixed"
             raise CorruptError(f"overwire: {path}: {text}", source=path)
