@@ -37,7 +37,7 @@ var writeOptions = append([]option{
 var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8,
 	doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its parts"}
 
-var levelOption = option{name: "level", value: "LEVEL",
+var levelOption = option{name: "level", value: "LEVEL", words: []string{"default", "smaller"},
 	doc: "default, or smaller: saves another 0.2 to 1.5 % of the original size, but decodes slowly and only on the CPU"}
 
 var sumOption = option{name: "no-sha256",
@@ -88,7 +88,7 @@ If the source is also a tensorizer file, its types, modules and dtypes are kept.
 	example: `overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4
 overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 	options: slices.Concat(writeOptions, []option{partsOption, levelOption, sumOption,
-		{name: "to", value: "FORMAT", doc: "overwire (default) or safetensors"}}, encryptOptions),
+		{name: "to", value: "FORMAT", words: []string{"overwire", "safetensors"}, doc: "overwire (default) or safetensors"}}, encryptOptions),
 	run: func(c *call) error {
 		switch to := c.opts["to"]; to {
 		case "", "overwire":
