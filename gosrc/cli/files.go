@@ -257,7 +257,9 @@ var verifyVerb = &verb{
 Reads every byte of compressed and .tensors files: it compares the checksum of each
 chunk, decodes it, and compares the hash of each tensor. Encrypted files need
 their key. Plain safetensors and GGUF files have no checksums, so only their structure
-is checked, and the report says so. --original also decompresses in memory, and compares
+is checked, and the report says so. Safetensors files from the Hugging Face Hub, in its
+cache or in a folder of "hf download --local-dir", are compared with the Hub's SHA-256.
+--original also decompresses in memory, and compares
 the SHA-256 of the original. At the first damage the command ends with status 1
 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
@@ -272,6 +274,9 @@ and names file, tensor, chunk and offset.`,
 			for _, f := range rep.Files {
 				fmt.Fprintf(w, "%s: %s, %s verified, %s, %s\n", place(f.URI), f.Format, f.Checked,
 					countText(f.Tensors, "tensor"), bytesText(f.Bytes))
+				if f.SHA256 != "" {
+					fmt.Fprintf(w, "  identical to the Hub's file, sha256 %s\n", f.SHA256)
+				}
 				switch o := f.Original; {
 				case !c.is("original"):
 				case o == nil:
