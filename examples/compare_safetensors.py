@@ -38,13 +38,12 @@ def compare(model: Path, plain: Path) -> list[str]:
             faults.append(f"{packed}: missing")
             continue
         with safe_open(file, "pt") as theirs, ow.safe_open(packed, "pt") as ours:
-            names = set(theirs.keys()) | set(ours.keys())
-            for name in sorted(names):
-                if name not in theirs.keys() or name not in ours.keys():
-                    faults.append(f"{packed}: {name}: only one reader has it")
-                elif not same(ours.get_tensor(name), theirs.get_tensor(name)):
+            both = set(theirs.keys()) & set(ours.keys())
+            faults += [f"{packed}: {name}: only one reader has it" for name in sorted(set(theirs.keys()) ^ set(ours.keys()))]
+            for name in sorted(both):
+                if not same(ours.get_tensor(name), theirs.get_tensor(name)):
                     faults.append(f"{packed}: {name}: differs")
-            count += len(names)
+            count += len(both)
     surplus = set() if model.is_file() else {p.relative_to(model) for p in plain_files(model)}
     faults += [f"{model / name}: no plain file" for name in sorted(surplus - {p.relative_to(plain) for p in plain_files(plain)})]
     print(f"{count} tensors compared with safetensors, {len(faults)} differences")

@@ -23,7 +23,7 @@ _STYLE = (
     ".overwire{overflow-x:auto}.overwire table{border-collapse:collapse;margin:4px 0 8px}"
     ".overwire caption{text-align:left;opacity:.75}.overwire th,.overwire "
     "td{padding:2px 10px;text-align:right;white-space:nowrap}"
-    ".overwire th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:14em}"
+    ".overwire th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:18em}"
     ".overwire td.text{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:20em}.overwire tbody "
     "th{font-weight:normal}"
     ".overwire thead th{border-bottom:1px solid}"
@@ -47,6 +47,8 @@ def _fact(name: object, value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         is_size = name in _SIZES or str(name).endswith("_bytes")
         return size(value) if is_size and value >= 0 else value
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
@@ -132,12 +134,10 @@ class Facts(dict[str, Any]):
             if isinstance(value, dict):
                 rows = [(key, _fact(key, one)) for key, one in value.items()]
                 tables.append(table(name, ("", ""), rows, len(rows)))
-            elif not isinstance(value, list):
-                facts.append((name, _fact(name, value)))
-            elif value and isinstance(value[0], dict):
+            elif isinstance(value, list) and value and isinstance(value[0], dict):
                 head = list(dict.fromkeys(key for row in value for key in row))
                 lines = [[_fact(key, row.get(key, "")) for key in head] for row in value]
                 tables.append(table(name, head, lines, len(lines)))
-            elif value:
-                facts.append((name, ", ".join(map(str, value))))
+            elif value != []:
+                facts.append((name, _fact(name, value)))
         return block(self._title, facts, *tables)
