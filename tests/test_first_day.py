@@ -3,6 +3,7 @@ machine without a GPU."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
@@ -17,6 +18,8 @@ import overwire as ow
 import processes
 import pytest
 import stores
+import warm
+from conftest import cleaned
 from overwire import _engine
 
 torch = pytest.importorskip("torch")
@@ -207,6 +210,56 @@ def test_looking(run: Run, tmp_path: Path) -> None:
     assert "overwire" in run("completion", "bash")
 
 
+def test_unrelated_models(run: Run, tmp_path: Path) -> None:
+    """diff of models without a common tensor says so in its last line, instead of "0 elements changed"."""
+    ow.save_file(weights(0), tmp_path / "a.safetensors")
+    ow.save_file({f"other.{name}": t for name, t in weights(0).items()}, tmp_path / "b.safetensors")
+    said = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert said.splitlines()[-1] == "no tensor is in both models" and "0 of 0" not in said
+
+
+def test_texts_say_command(run: Run) -> None:
+    """Help and completion call a command a command, as other programs do."""
+    for name in ("compress", "inspect", "verify", "fetch", "cache", "bench", "completion"):
+        assert not re.search(r"\bverbs?\b", run(name, "--help"))
+    assert not re.search(r"\bverbs?\b", run("--help"))
+
+
+def test_a_download(run: Run, tmp_path: Path) -> None:
+    """verify compares a folder of `hf download --local-dir` with the SHA-256 that huggingface_hub recorded, and finds
+    a changed bit that the size does not show."""
+    folder = pytest.importorskip("huggingface_hub._local_folder")
+    file = tmp_path / "model.safetensors"
+    ow.save_file(weights(0), file, compress=False)
+    assert "structure verified" in run("verify", tmp_path)
+    good = file.read_bytes()
+    folder.write_download_metadata(tmp_path, file.name, "0" * 40, hashlib.sha256(good).hexdigest())
+    assert "identical to the Hub's file" in run("verify", tmp_path)
+    assert ow.verify(file)["files"][0].get("sha256") == hashlib.sha256(good).hexdigest()
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert "differs from the Hub's" in run("verify", tmp_path, status=1)
+
+
+def test_a_comparison_with_safetensors(tmp_path: Path) -> None:
+    """The script of examples/ says which tensors differ from those that safetensors reads, and that none do."""
+    make_folder(tmp_path / "plain", *FOLDERS["a diffusers pipeline"])
+    ow.convert(tmp_path / "plain", tmp_path / "small")
+    script = Path(__file__).parents[1] / "examples/compare_safetensors.py"
+
+    def compare(*words: str) -> tuple[int, str]:
+        done = warm.run([str(script), *words], cwd=tmp_path, env=cleaned())
+        return done.returncode, done.stdout
+
+    assert compare("small") == (0, "6 tensors compared with safetensors, 0 differences\n")
+    assert compare("small", "plain")[0] == 0
+    changed = weights(1) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}
+    ow.save_file(changed, tmp_path / "small/vae/diffusion_pytorch_model.safetensors")
+    status, said = compare("small", "plain")
+    assert status == 1 and said.splitlines()[1:] == [
+        "small/vae/diffusion_pytorch_model.safetensors: layers.1.mlp.weight: differs"
+    ]
+
+
 def test_a_server(run: Run, tmp_path: Path) -> None:
     """A file of a web server is loaded, verified, compared and fetched."""
     ow.save_file(weights(0), tmp_path / "a.safetensors")
@@ -278,6 +331,13 @@ def test_what_other_readers_say(tmp_path: Path) -> None:
 MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compres M -o x", 2, "did you mean compress?"),
     ("version", 2, "write overwire --version"),
+    ("info M", 2, "write overwire inspect SRC"),
+    ("ls M", 2, "write overwire inspect SRC"),
+    ("download M", 2, "write overwire fetch URL -o OUT"),
+    ("benchmark", 2, "write overwire bench"),
+    ("compress nofile", 3, "open nofile: not found"),
+    ("compress old.pt -o x.safetensors", 1, "a torch.save file from before torch 1.6"),
+    ("cache lst", 2, "expected list or clear"),
     ("inspect --sumary M", 2, "did you mean --summary?"),
     ("convert M", 2, "needs -o OUT"),
     ("compress M -o x.tensors", 2, "write overwire convert"),
@@ -307,6 +367,7 @@ def test_mistakes(
     ow.save_file(weights(0, 1), "model.safetensors")
     os.mkdir("folder")
     torch.save(weights(0, 1), "folder/pytorch_model.bin")
+    torch.save(weights(0, 1), "old.pt", _use_new_zipfile_serialization=False)
     Path("notes.txt").write_text("What I did on my first day.")
     before = sorted(os.listdir())
     names = {"M": "model.safetensors", "F": "folder"}

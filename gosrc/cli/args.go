@@ -22,6 +22,7 @@ type option struct {
 	short string // -n, or ""
 	value string // the value's name in help: "N"; "" for a switch
 	doc   string
+	words []string // values that completion offers; nil: file names
 	// The value is a whole number from lo to hi, unless hi is 0. With size it is a size
 	// in bytes.
 	lo, hi int
@@ -32,11 +33,12 @@ type option struct {
 // A verb is a command: the first word after overwire.
 type verb struct {
 	name    string
-	args    string // the arguments, as printed by help: "SRC... -o OUT"
-	least   int    // minimum number of arguments
-	most    int    // maximum number of arguments; -1: no limit
-	short   string // one line
-	long    string // a paragraph, for --help
+	words   [][]string // words that completion offers for the first arguments; nil: file names
+	args    string     // the arguments, as printed by help: "SRC... -o OUT"
+	least   int        // minimum number of arguments
+	most    int        // maximum number of arguments; -1: no limit
+	short   string     // one line
+	long    string     // a paragraph, for --help
 	example string
 	options []option
 	run     func(*call) error

@@ -17,6 +17,7 @@ import (
 
 var benchVerb = &verb{
 	name: "bench", args: "[--device DEVICE] | gen KIND OUT", least: 0, most: 3,
+	words: [][]string{{"gen"}, kindNames()},
 	short: "measure compression and load speed on this machine, or generate test weights",
 	long: `
 Measures the size of compressed weights, and how fast they are saved and loaded,
@@ -42,11 +43,11 @@ overwire bench --ranks auto --size 16GB --dir /dev/shm
 overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
 		{name: "size", value: "SIZE", size: true, doc: "tensor bytes to save and load (default 2GB), or to generate"},
-		{name: "device", value: "DEVICE", doc: "device to load to: cuda, cuda:1, cpu (default cpu)"},
+		{name: "device", value: "DEVICE", words: devices, doc: "device to load to: cuda, cuda:1, cpu (default cpu)"},
 		{name: "file", value: "FILE", doc: "also measure how small your own weights become"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
-		{name: "ranks", value: "N", doc: "measure loads by N processes at once (or auto), with one GPU each; " +
+		{name: "ranks", value: "N", words: []string{"auto"}, doc: "measure loads by N processes at once (or auto), with one GPU each; " +
 			"needs torch"},
 		{name: "faces", value: "NAMES", doc: "measure only functions with one of these words in their names, " +
 			"separated by commas"},
@@ -67,6 +68,13 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		}
 		return c.measure()
 	},
+}
+
+func kindNames() (names []string) {
+	for _, k := range weights.Kinds() {
+		names = append(names, k.Name)
+	}
+	return names
 }
 
 func kindsText() string {

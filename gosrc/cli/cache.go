@@ -22,6 +22,7 @@ import (
 
 var cacheVerb = &verb{
 	name: "cache", args: "list|clear [FOLDER]", least: 1, most: 2,
+	words: [][]string{{"list", "clear"}},
 	short: "list or remove the prepared models that the vLLM plug-in keeps",
 	long: `
 list shows the files of prepared state in FOLDER (default: OVERWIRE_PREPARED, or

@@ -12,6 +12,7 @@ import (
 
 var completionVerb = &verb{
 	name: "completion", args: "bash|zsh|fish", least: 1, most: 1,
+	words: [][]string{{"bash", "zsh", "fish"}},
 	short: "print a script that lets a shell complete commands and options",
 	long: `
 Prints a script for the named shell. After it is loaded, the Tab key completes commands,
@@ -48,18 +49,8 @@ func (v *verb) all() []option {
 	return slices.Concat(v.options, []option{jsonOption, help})
 }
 
-// choices returns the words that each command accepts as its argument, for commands
-// that take none of their own file names: command names after help, shells after
-// completion.
-func choices(verbs []*verb) map[string][]string {
-	words := map[string][]string{"help": verbNames(verbs)}
-	for _, v := range verbs {
-		if v.name == "completion" {
-			words[v.name] = strings.Split(v.args, "|")
-		}
-	}
-	return words
-}
+// devices are the values that completion offers for --device.
+var devices = []string{"cpu", "cuda"}
 
 func verbNames(verbs []*verb) []string {
 	var names []string
@@ -73,18 +64,32 @@ func verbNames(verbs []*verb) []string {
 func bash(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, `# bash completion of overwire
 _overwire() {
-	local word=${COMP_WORDS[COMP_CWORD]} before words=
+	local word=${COMP_WORDS[COMP_CWORD]} before words= option=
 	COMPREPLY=()
+	[ "$word" = = ] && word= # --option=, which bash divides
+	before=${COMP_WORDS[COMP_CWORD-1]}
+	[ "$before" = = ] && before=${COMP_WORDS[COMP_CWORD-2]}
+	case $before in --?*) option=$before ;; esac
 	for before in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
 		[ "$before" = -- ] && return
 	done
 	case $COMP_CWORD in
 `)
-	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n\t\tcase ${COMP_WORDS[1]} in\n",
+	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n\t\tcase ${COMP_WORDS[1]}$option-$((COMP_CWORD - 1)) in\n",
 		strings.Join(verbNames(verbs), " "))
-	of := choices(verbs)
-	for _, name := range slices.Sorted(maps.Keys(of)) {
-		fmt.Fprintf(w, "\t\t%s) words='%s' ;;\n", name, strings.Join(of[name], " "))
+	offer := func(place string, words []string) {
+		fmt.Fprintf(w, "\t\t%s) words='%s' ;;\n", place, strings.Join(words, " "))
+	}
+	offer("help-1", verbNames(verbs))
+	for _, v := range verbs {
+		for i, words := range v.words {
+			offer(fmt.Sprintf("%s-%d", v.name, i+1), words)
+		}
+		for _, o := range v.options {
+			if o.words != nil {
+				offer(v.name+"--"+o.name+"-*", o.words)
+			}
+		}
 	}
 	fmt.Fprint(w, "\t\tesac\n\t\tcase $word in\n\t\t-*)\n\t\t\tcase ${COMP_WORDS[1]} in\n")
 	for _, v := range verbs {
@@ -113,18 +118,24 @@ func zsh(w io.Writer, verbs []*verb) {
 		for _, o := range v.all() {
 			doc := "[" + strings.NewReplacer("[", `\[`, "]", `\]`).Replace(o.doc) + "]"
 			if o.value != "" {
-				doc += ":" + strings.ReplaceAll(o.value, ":", `\:`) + ":_files"
+				values := "_files"
+				if o.words != nil {
+					values = "(" + strings.Join(o.words, " ") + ")"
+				}
+				doc += ":" + strings.ReplaceAll(o.value, ":", `\:`) + ":" + values
 			}
 			fmt.Fprintf(w, " \\\n\t\t\t%s", quoteForShell("--"+o.name+doc))
 			if o.short != "" {
 				fmt.Fprintf(w, " \\\n\t\t\t%s", quoteForShell("-"+o.short+doc))
 			}
 		}
-		rest := "*:file:_files"
-		if words := choices(verbs)[v.name]; words != nil {
-			rest = "1:word:(" + strings.Join(words, " ") + ")"
+		for i, words := range v.words {
+			fmt.Fprintf(w, " \\\n\t\t\t'%d:word:(%s)'", i+1, strings.Join(words, " "))
 		}
-		fmt.Fprintf(w, " \\\n\t\t\t%s ;;\n", quoteForShell(rest))
+		if v.most != len(v.words) {
+			fmt.Fprint(w, " \\\n\t\t\t'*:file:_files'")
+		}
+		fmt.Fprint(w, " ;;\n")
 	}
 	fmt.Fprint(w, "\tesac\n}\nif [[ $funcstack[1] == _overwire ]]; then\n\t_overwire \"$@\"\nelse\n\tcompdef "+
 		"_overwire overwire\nfi\n")
@@ -137,10 +148,17 @@ func fish(w io.Writer, verbs []*verb) {
 		fmt.Fprintf(w, "complete -c overwire -f -n __fish_use_subcommand -a %s -d %s\n", v.name, quoteForFish(v.short))
 	}
 	fmt.Fprint(w, "complete -c overwire -f -n __fish_use_subcommand -a help -d 'describe a command'\n")
-	of := choices(verbs)
-	for _, name := range slices.Sorted(maps.Keys(of)) {
-		fmt.Fprintf(w, "complete -c overwire -f -n '__fish_seen_subcommand_from %s' -a '%s'\n", name,
-			strings.Join(of[name], " "))
+	fmt.Fprintf(w, "complete -c overwire -f -n '__fish_seen_subcommand_from help' -a '%s'\n",
+		strings.Join(verbNames(verbs), " "))
+	for _, v := range verbs {
+		seen, files := "__fish_seen_subcommand_from "+v.name, ""
+		if v.most == len(v.words) {
+			files = " -f" // no file names
+		}
+		for _, words := range v.words {
+			fmt.Fprintf(w, "complete -c overwire%s -n '%s' -a '%s'\n", files, seen, strings.Join(words, " "))
+			seen += "; and __fish_seen_subcommand_from " + strings.Join(words, " ")
+		}
 	}
 	for _, v := range verbs {
 		for _, o := range v.all() {
@@ -148,7 +166,10 @@ func fish(w io.Writer, verbs []*verb) {
 			if o.short != "" {
 				fmt.Fprintf(w, " -s %s", o.short)
 			}
-			if o.value != "" {
+			switch {
+			case o.words != nil:
+				fmt.Fprintf(w, " -x -a '%s'", strings.Join(o.words, " "))
+			case o.value != "":
 				fmt.Fprint(w, " -r")
 			}
 			fmt.Fprintf(w, " -d %s\n", quoteForFish(o.doc))

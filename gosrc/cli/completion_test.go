@@ -41,8 +41,8 @@ func said(t *testing.T, dir, shell string, argv ...string) []string {
 	return words
 }
 
-// With the script, Bash completes commands, their options, shells and commands where they are arguments, and leaves
-// file names to its own completion.
+// With the script, Bash completes commands, their options and values, and shells and commands where they are
+// arguments. It leaves file names to its own completion.
 func TestCompletionBash(t *testing.T) {
 	script := written(t, "bash")
 	ask := `source "$0"; complete -p overwire >/dev/null || exit 1; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _overwire; printf '%s\n' "${COMPREPLY[@]}"`
@@ -55,6 +55,14 @@ func TestCompletionBash(t *testing.T) {
 		{[]string{"completion", "--j"}, []string{"--json"}},
 		{[]string{"help", "doc"}, []string{"doctor"}},
 		{[]string{"load", "mod"}, nil},
+		{[]string{"convert", "a.safetensors", "--to", ""}, []string{"overwire", "safetensors"}},
+		{[]string{"convert", "a.safetensors", "--to", "=", "s"}, []string{"safetensors"}},
+		{[]string{"load", "a", "--device", "="}, devices},
+		{[]string{"compress", "--level", "s"}, []string{"smaller"}},
+		{[]string{"cache", ""}, []string{"clear", "list"}},
+		{[]string{"bench", "gen", ""}, kindNames()},
+		{[]string{"bench", "--device", "c"}, devices},
+		{[]string{"bench", "gen", "uniform", ""}, nil},
 		{[]string{"verify", "--", "--j"}, nil},
 		{[]string{"squash", "-"}, nil},
 	} {
@@ -81,6 +89,8 @@ func TestCompletionZsh(t *testing.T) {
 		{[]string{"help", ""}, append(verbNames(verbs()), "help")},
 		{[]string{"completion", "z"}, []string{"--help[print", "this]", "-h[print", "this]", "--json[print", "one",
 			"JSON", "document", "for", "machines]", "1:word:(bash", "zsh", "fish)"}},
+		{[]string{"cache", ""}, []string{"--help[print", "this]", "-h[print", "this]", "--json[print", "one",
+			"JSON", "document", "for", "machines]", "1:word:(list", "clear)", "*:file:_files"}},
 	} {
 		slices.Sort(c.want)
 		if got := said(t, t.TempDir(), "zsh", slices.Concat([]string{"-f", "-c", ask, script, "overwire"},
@@ -101,6 +111,8 @@ func TestCompletionFish(t *testing.T) {
 		{"overwire inspect --summ", []string{"--summary"}},
 		{"overwire completion z", []string{"zsh"}},
 		{"overwire help docto", []string{"doctor"}},
+		{"overwire convert --to saf", []string{"safetensors"}},
+		{"overwire bench gen unif", []string{"uniform"}},
 	} {
 		// Each line is a word, a tab, and its description.
 		ask := `source $argv[1]; complete -C $argv[2] | string replace -r '\t.*' ''; true`

@@ -36,7 +36,7 @@ var writeOptions = append([]option{
 var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8,
 	doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its parts"}
 
-var levelOption = option{name: "level", value: "LEVEL",
+var levelOption = option{name: "level", value: "LEVEL", words: []string{"default", "smaller"},
 	doc: "default, or smaller: saves another 0.2 to 1.5 % of the original size, but decodes slowly and only on the CPU"}
 
 var sumOption = option{name: "no-sha256",
@@ -87,7 +87,8 @@ If the source is also a tensorizer file, its types, modules and dtypes are kept.
 	example: `overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4
 overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 	options: slices.Concat(writeOptions, []option{partsOption, levelOption, sumOption,
-		{name: "to", value: "FORMAT", doc: "overwire (default) or safetensors"}}, encryptOptions),
+		{name: "to", value: "FORMAT", words: []string{"overwire", "safetensors"},
+			doc: "overwire (default) or safetensors"}}, encryptOptions),
 	run: func(c *call) error {
 		switch to := c.opts["to"]; to {
 		case "", "overwire":
@@ -252,7 +253,9 @@ var verifyVerb = &verb{
 Reads every byte of compressed and .tensors files: it compares the checksum of each
 chunk, decodes it, and compares the hash of each tensor. Encrypted files need
 their key. Plain safetensors and GGUF files have no checksums, so only their structure
-is checked, and the report says so. --original also decompresses in memory, and compares
+is checked, and the report says so. Safetensors files from the Hugging Face Hub, in its
+cache or in a folder of "hf download --local-dir", are compared with the Hub's SHA-256.
+--original also decompresses in memory, and compares
 the SHA-256 of the original. At the first damage the command ends with status 1
 and names file, tensor, chunk and offset.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
@@ -267,6 +270,9 @@ and names file, tensor, chunk and offset.`,
 			for _, f := range rep.Files {
 				fmt.Fprintf(w, "%s: %s, %s verified, %s, %s\n", place(f.URI), f.Format, f.Checked,
 					countText(f.Tensors, "tensor"), bytesText(f.Bytes))
+				if f.SHA256 != "" {
+					fmt.Fprintf(w, "  identical to the Hub's file, sha256 %s\n", f.SHA256)
+				}
 				switch o := f.Original; {
 				case !c.is("original"):
 				case o == nil:

@@ -33,7 +33,7 @@ would need. With --keep SIZE it also prints what overwire.offload would keep on 
 and stream from host memory, as far as tensor names show the model's blocks.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
-		{name: "device", value: "DEVICE", doc: "cpu (default), cuda, cuda:1"},
+		{name: "device", value: "DEVICE", words: devices, doc: "cpu (default), cuda, cuda:1"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "number of loads, one after the other (default 1)"},
 		{name: "plan", doc: "print what the load would need, read only headers, and load nothing"},
 		{

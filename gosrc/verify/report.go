@@ -34,6 +34,8 @@ type VerifiedFile struct {
 	Tensors int    `json:"tensors"`
 	Bytes   int64  `json:"bytes"`
 	Stored  int64  `json:"stored"`
+	// SHA256 is the Hub's SHA-256 of the file, if a download recorded it and the file has it.
+	SHA256 string `json:"sha256,omitempty"`
 	// Original is the plain file from which the container was made, if that was
 	// requested.
 	Original *original.Summary `json:"original,omitempty"`

@@ -21,7 +21,8 @@ import (
 // exactly what the writer makes from their content, every chunk must match its CRC and decode,
 // every tensor must match its XXH3-128, and padding must be zero. In a plain safetensors or
 // GGUF file it can check only the structure, because there are no checksums, and the report
-// says so. In a .tensors file it compares every tensor's hashes, and with the key also the tags
+// says so; if the file was downloaded from the Hugging Face Hub and the SHA-256 is known, it compares that.
+// In a .tensors file it compares every tensor's hashes, and with the key also the tags
 // of encrypted ones. With originals, it also rebuilds the file from which a container was made,
 // and compares its SHA-256. It ends at the first error, with file, tensor, chunk and offset if
 // known.
@@ -59,7 +60,6 @@ func verifyModel(ctx context.Context, j *job.Job, m *stored.Model, rep *Report) 
 		f := VerifiedFile{URI: errs.RedactURI(s.URI), Format: s.Format, Checked: "contents", Stored: s.Size}
 		if checks[s.Format].sums == nil {
 			f.Checked = "structure"
-			rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
 		}
 		rep.Files = append(rep.Files, f)
 		rep.Stored += s.Size
@@ -81,6 +81,10 @@ func verifyModel(ctx context.Context, j *job.Job, m *stored.Model, rep *Report) 
 			if err := sums(ctx, j, m, k, rep); err != nil {
 				return err
 			}
+		} else if err := compareHubSum(ctx, j, m.Sources[k], rep, &rep.Files[k]); err != nil {
+			return err
+		} else if rep.Files[k].Checked == "structure" {
+			rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
 		}
 	}
 	digests, err := storedDigests(m)

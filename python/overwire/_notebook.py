@@ -23,7 +23,8 @@ _STYLE = (
     ".overwire{overflow-x:auto}.overwire table{border-collapse:collapse;margin:4px 0 8px}"
     ".overwire caption{text-align:left;opacity:.75}.overwire th,.overwire "
     "td{padding:2px 10px;text-align:right;white-space:nowrap}"
-    ".overwire th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere}.overwire tbody "
+    ".overwire th:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:18em}"
+    ".overwire td.text{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:20em}.overwire tbody "
     "th{font-weight:normal}"
     ".overwire thead th{border-bottom:1px solid}"
 )
@@ -37,6 +38,20 @@ def _cell_text(value: object) -> str:
     return f"<bdi>{text.translate(_BAD).translate(_MARKUP)}</bdi>"
 
 
+# Facts that are numbers of bytes.
+_SIZES = {"bytes", "stored", "written", "total", "available", "limit", "free", "memory"}
+
+
+def _fact(name: object, value: object) -> object:
+    """Formats one value of a dict for people."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        is_size = name in _SIZES or str(name).endswith("_bytes")
+        return size(value) if is_size and value >= 0 else value
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
 def size(number: int) -> str:
     """Formats a number of bytes for people: 16.1 GB."""
     value, unit = float(number), 0
@@ -48,6 +63,11 @@ def size(number: int) -> str:
 def largest(rows: Iterable[T], bytes_of: Callable[[T], int]) -> list[T]:
     """The rows with the most bytes, as many as a table shows. Among equals the first comes first."""
     return sorted(rows, key=bytes_of, reverse=True)[:MOST]
+
+
+def _class_of(cell: object) -> str:
+    """Long texts wrap and are aligned to the left."""
+    return ' class="text"' if isinstance(cell, str) and len(cell) > 40 else ""
 
 
 def table(
@@ -66,8 +86,9 @@ def table(
     """
     body = []
     for row in islice(rows, MOST):
-        first, *others = (_cell_text(cell) for cell in row)
-        body.append(f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>')
+        first, *others = row
+        cells = "".join(f"<td{_class_of(cell)}>{_cell_text(cell)}</td>" for cell in others)
+        body.append(f'<tr><th scope="row">{_cell_text(first)}</th>{cells}</tr>')
     if count is not None and count > len(body):
         body.append(f'<tr><th scope="row" colspan="{len(head)}">and {count - len(body):,} more</th></tr>')
     names = "".join(f'<th scope="col">{_cell_text(name)}</th>' for name in head)
@@ -111,12 +132,12 @@ class Facts(dict[str, Any]):
         tables = []
         for name, value in self.items():
             if isinstance(value, dict):
-                tables.append(table(name, ("", ""), value.items(), len(value)))
-            elif not isinstance(value, list):
-                facts.append((name, value))
-            elif value and isinstance(value[0], dict):
+                rows = [(key, _fact(key, one)) for key, one in value.items()]
+                tables.append(table(name, ("", ""), rows, len(rows)))
+            elif isinstance(value, list) and value and isinstance(value[0], dict):
                 head = list(dict.fromkeys(key for row in value for key in row))
-                tables.append(table(name, head, ([row.get(key, "") for key in head] for row in value), len(value)))
-            elif value:
-                facts.append((name, ", ".join(map(str, value))))
+                lines = [[_fact(key, row.get(key, "")) for key in head] for row in value]
+                tables.append(table(name, head, lines, len(lines)))
+            elif value != []:
+                facts.append((name, _fact(name, value)))
         return block(self._title, facts, *tables)

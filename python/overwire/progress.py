@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from .errors import ArgumentError
@@ -46,15 +47,23 @@ class Watcher:
 
 
 class _Bar(Watcher):
-    """A tqdm bar in tensor bytes, so that its rate is bytes per second. It appears with the first reading."""
+    """A tqdm bar in tensor bytes, so that its rate is bytes per second. It appears with the first reading.
 
-    def __init__(self, make_bar: Callable[[], Any]) -> None:
+    In a notebook it is removed at the end: tqdm hides its widget, but a saved notebook keeps the widget's first text.
+    """
+
+    def __init__(self, make_bar: Callable[..., Any], is_widget: bool) -> None:
         self._make_bar = make_bar
+        self._is_widget = is_widget
         self._bar: Any = None
+        self._shown: Any = None
 
     def update(self, now: Progress) -> None:
         if self._bar is None:
-            self._bar = self._make_bar()
+            self._bar = self._make_bar(display=False) if self._is_widget else self._make_bar()
+            if self._is_widget:
+                display = import_module("IPython.display").display  # no part of the package's requirements
+                self._shown = display(self._bar.container, display_id=True)
         self._bar.total = now.total_bytes or None
         self._bar.update(now.bytes - self._bar.n)
 
@@ -62,6 +71,9 @@ class _Bar(Watcher):
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.update({"text/plain": ""}, raw=True)
 
 
 class _Line(Watcher):
@@ -113,5 +125,6 @@ def watch(progress: ProgressLike, verb: str) -> Watcher | None:
             from tqdm.auto import tqdm  # type: ignore[import-untyped,unused-ignore]
         except ImportError:
             return _Line(verb)
-        return _Bar(partial(tqdm, desc=verb, unit="B", unit_scale=True, leave=False))
+        is_widget = any(kind.__name__ == "tqdm_notebook" for kind in tqdm.__mro__)
+        return _Bar(partial(tqdm, desc=verb, unit="B", unit_scale=True, leave=False), is_widget)
     return Watcher(progress)

@@ -21,6 +21,25 @@ HOSTILE = ["</bdi></td></table><img src=x onerror=alert(1)>", "<!--", "a\"b'c&am
 ALLOWED = {"div", "strong", "table", "caption", "thead", "tbody", "tr", "th", "td", "bdi", "details", "summary", "style"}
 
 
+def test_doctor_fits() -> None:
+    """In a notebook, doctor's names are not squeezed by long texts, which wrap, and bytes have units."""
+    text = ow.doctor()._repr_html_()  # type: ignore[attr-defined]
+    assert re.search(r"th:first-child\{[^}]*min-width", text) and re.search(r"td\.text\{[^}]*white-space:normal", text)
+    assert re.search(r'<td class="text"><bdi>Start loading this file', text)
+    assert re.search(r"<bdi>available</bdi></th><td><bdi>[\d.]+ GB</bdi>", text)
+
+
+def test_a_saved_notebook_keeps_no_bar(tmp_path: Path) -> None:
+    """A saved notebook has no progress bar at 0 left, with a widget that no one can show."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel"), pytest.importorskip("ipywidgets"), pytest.importorskip("tqdm")
+    ow.save_file({"a": np.ones(1000)}, tmp_path / "a.safetensors")
+    code = f"import overwire as ow\nreport = ow.verify({str(tmp_path / 'a.safetensors')!r}, progress=True)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+    assert [output.data for output in notebook.cells[0].outputs] == [{"text/plain": ""}]
+
+
 class Page(HTMLParser):
     """Collects elements, their attributes, and texts; every opened element is closed."""
 

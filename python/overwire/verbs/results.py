@@ -89,6 +89,7 @@ class VerifiedFile(TypedDict):
     tensors: int
     bytes: int
     stored: int
+    sha256: NotRequired[str]
     original: NotRequired[VerifiedOriginal]
 
 

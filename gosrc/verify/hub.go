@@ -1,0 +1,91 @@
+package verify
+
+// This file compares downloaded files with the SHA-256 that the Hugging Face Hub gave for them. Both layouts of
+// huggingface_hub keep it: a cache names the blob after it, and a local folder has it in
+// .cache/huggingface/download/FILE.metadata (three lines: commit, ETag, time of the download).
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// hubSum returns the SHA-256 that the Hub gave for a local file, or "" if none is known. A file that was written
+// after its download has none, as in huggingface_hub.
+func hubSum(path string) string {
+	path, err := filepath.Abs(path)
+	if err != nil {
+		return ""
+	}
+	blob, err := filepath.EvalSymlinks(path)
+	if err != nil {
+		return ""
+	}
+	if dir, name := filepath.Split(blob); filepath.Base(dir) == "blobs" && isSum(name) {
+		return name
+	}
+	info, err := os.Stat(path)
+	if err != nil {
+		return ""
+	}
+	for dir := filepath.Dir(path); ; dir = filepath.Dir(dir) {
+		name, _ := filepath.Rel(dir, path)
+		text, err := os.ReadFile(filepath.Join(dir, ".cache", "huggingface", "download", name+".metadata"))
+		lines := strings.Fields(string(text))
+		if err == nil && len(lines) == 3 {
+			seconds, err := strconv.ParseFloat(lines[2], 64)
+			if err == nil && isSum(lines[1]) && float64(info.ModTime().UnixNano())/float64(time.Second)-1 <= seconds {
+				return lines[1]
+			}
+			return ""
+		}
+		if dir == filepath.Dir(dir) {
+			return ""
+		}
+	}
+}
+
+// isSum reports whether text is a SHA-256. The Hub's ETags of small files are Git's hashes, which are shorter.
+func isSum(text string) bool {
+	_, err := hex.DecodeString(text)
+	return err == nil && len(text) == 2*sha256.Size && text == strings.ToLower(text)
+}
+
+// compareHubSum compares a local file with the SHA-256 that the Hub gave for it, and notes that in its report. It
+// does nothing without one. Memory is bounded, whatever the file's size.
+func compareHubSum(ctx context.Context, j *job.Job, src source.Source, rep *Report, f *VerifiedFile) error {
+	path, local := source.Local(src.URI())
+	if !local {
+		return nil
+	}
+	want := hubSum(path)
+	if want == "" {
+		return nil
+	}
+	j.TotalBytes.Add(f.Bytes)
+	sum, buf := sha256.New(), make([]byte, min(4<<20, src.Size()))
+	for off := int64(0); off < src.Size(); off += int64(len(buf)) {
+		buf = buf[:min(int64(len(buf)), src.Size()-off)]
+		if err := src.ReadAt(ctx, buf, off); err != nil {
+			return err
+		}
+		sum.Write(buf)
+	}
+	if got := hex.EncodeToString(sum.Sum(nil)); got != want {
+		return errs.Place("verify", src.URI(), "", -1, errs.New(errs.ErrCorrupt,
+			"the file differs from the Hub's: its SHA-256 is %s, expected %s: download it again", got, want))
+	}
+	f.Checked, f.SHA256 = "contents", want
+	rep.Bytes += f.Bytes
+	j.Bytes.Add(f.Bytes)
+	return nil
+}
