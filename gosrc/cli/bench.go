@@ -49,7 +49,7 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
 		{name: "ranks", value: "N", words: []string{"auto"},
 			doc: "measure loads by N processes at once (or auto), with one GPU each; " +
-			"needs torch"},
+				"needs torch"},
 		{name: "faces", value: "NAMES", doc: "measure only functions with one of these words in their names, " +
 			"separated by commas"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
