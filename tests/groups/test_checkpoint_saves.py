@@ -366,3 +366,28 @@ def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyP
         assert load(CheckpointReader(at, storage_options=options)) == {2.0} and not times
         names = {path.name[:17] for path in root.rglob("model-ow*")}
         assert len(names) == 1, "the files of a save have its id in their names"
+
+
+@pytest.mark.parametrize("name", ["w0", "other.safetensors"])
+def test_a_file_that_is_written_during_a_save_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A file that another save writes into the checkpoint which this one is about to replace ends this one. The old
+    checkpoint, with that file, stays, and the next save tells why."""
+    at = tmp_path / "c"
+    save(at, 1)
+    path = next(path for path in sorted(at.iterdir()) if path.suffix == ".safetensors") if name == "w0" else at / name
+    rename = places._rename_folder
+
+    def rename_late(made: str, target: str, exchange: bool) -> None:
+        if target == str(at):
+            ow.save_file({"later": torch.ones(5)}, path)
+        rename(made, target, exchange)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "_rename_folder", rename_late)
+        with pytest.raises(CheckpointException) as caught:
+            save(at, 2)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, ow.ArgumentError) and f"{path.name!r} was written while this save ran" in str(error)
+    assert list(ow.load_file(path)) == ["later"] and [entry.name for entry in tmp_path.iterdir()] == ["c"]

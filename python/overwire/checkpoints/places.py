@@ -78,6 +78,7 @@ class Place:
         self._unlock: weakref.finalize[..., Any] | None = None  # on the coordinator, while it has the destination
         self._own_folder: os.stat_result | None = None  # the folder that it made, until it is published
         self._remains: list[str] = []  # folders to remove at the end
+        self._replaced: dict[str, tuple[int, int, int]] | None = None  # files of the checkpoint to replace
         self._target = self._prefix = self.path
         if not self.remote:
             self._target = resolve_links(path_of(self.path) if is_file(self.path) else self.path)
@@ -143,6 +144,7 @@ class Place:
             self._refuse_indexes()
             return
         with self._naming_failures("make"):
+            self._replaced = _states_below(self._target) if old else None
             os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
             # The lock is next to the folder. It is held until the checkpoint is published and the old one removed.
             lock = _lock_file(f"{self._prefix}.lock")
@@ -184,7 +186,10 @@ class Place:
                         )
                 for folder in sorted({os.path.dirname(self.path_of(file)) for file in files}, reverse=True):
                     _sync_folder(folder)
-                _rename_folder(self._partial, self._target, self._has_checkpoint())
+                replaces = self._has_checkpoint()
+                _rename_folder(self._partial, self._target, replaces)
+                if replaces and self._replaced is not None:
+                    self._refuse_later_files(self._replaced)
                 _sync_folder(os.path.dirname(self._target), self._target)
             self._own_folder = None
             self._remains.append(self._partial)  # the replaced checkpoint
@@ -209,6 +214,14 @@ class Place:
             unlock, self._unlock = self._unlock, None
             if unlock is not None:
                 unlock()
+
+    def _refuse_later_files(self, before: dict[str, tuple[int, int, int]]) -> None:
+        # The replaced checkpoint has the hidden name now. If this raises, `drop` gives it its name back.
+        after = _states_below(self._partial)
+        if changed := sorted(file for file in before.keys() | after.keys() if before.get(file) != after.get(file)):
+            raise self._error_at(
+                f"{changed[0]!r} was written while this save ran, and would be removed: move it, or save to another name"
+            )
 
     def _take_back(self, state: os.stat_result) -> None:
         # Looks for the folder itself: a rename may have happened although it returned an error. Then the old
@@ -338,6 +351,12 @@ def _entries_below(folder: str, below: str = "") -> Iterator[str]:
                 yield from _entries_below(folder, name + "/")
             else:
                 yield name + "/"
+
+
+def _states_below(folder: str) -> dict[str, tuple[int, int, int]]:
+    # Identifies the content of each file, or link, of `_entries_below`.
+    states = {file: os.lstat(os.path.join(folder, file)) for file in _entries_below(folder)}
+    return {file: (state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states.items()}
 
 
 def _is_at(state: os.stat_result, path: str) -> bool:
