@@ -47,8 +47,8 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 		{name: "file", value: "FILE", doc: "also measure how small your own weights become"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
-		{name: "ranks", value: "N", words: []string{"auto"}, doc: "measure loads by N processes at once (or auto), with one GPU each; " +
-			"needs torch"},
+		{name: "ranks", value: "N", words: []string{"auto"},
+			doc: "measure loads by N processes at once (or auto), with one GPU each; needs torch"},
 		{name: "faces", value: "NAMES", doc: "measure only functions with one of these words in their names, " +
 			"separated by commas"},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},

@@ -75,7 +75,8 @@ _overwire() {
 	done
 	case $COMP_CWORD in
 `)
-	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n\t\tcase ${COMP_WORDS[1]}$option-$((COMP_CWORD - 1)) in\n",
+	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n"+
+		"\t\tcase ${COMP_WORDS[1]}$option-$((COMP_CWORD - 1)) in\n",
 		strings.Join(verbNames(verbs), " "))
 	offer := func(place string, words []string) {
 		fmt.Fprintf(w, "\t\t%s) words='%s' ;;\n", place, strings.Join(words, " "))

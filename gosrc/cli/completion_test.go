@@ -41,8 +41,8 @@ func said(t *testing.T, dir, shell string, argv ...string) []string {
 	return words
 }
 
-// With the script, Bash completes commands, their options and values, shells and commands where they are arguments, and leaves
-// file names to its own completion.
+// With the script, Bash completes commands, their options and values, shells and commands where they are arguments,
+// and leaves file names to its own completion.
 func TestCompletionBash(t *testing.T) {
 	script := written(t, "bash")
 	ask := `source "$0"; complete -p overwire >/dev/null || exit 1; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _overwire; printf '%s\n' "${COMPREPLY[@]}"`

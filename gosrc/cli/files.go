@@ -88,7 +88,8 @@ If the source is also a tensorizer file, its types, modules and dtypes are kept.
 	example: `overwire convert model-0000*.safetensors -o model.safetensors --to overwire --parts 4
 overwire convert model.tensors -o secret.tensors --encrypt-key file:model.key`,
 	options: slices.Concat(writeOptions, []option{partsOption, levelOption, sumOption,
-		{name: "to", value: "FORMAT", words: []string{"overwire", "safetensors"}, doc: "overwire (default) or safetensors"}}, encryptOptions),
+		{name: "to", value: "FORMAT", words: []string{"overwire", "safetensors"},
+			doc: "overwire (default) or safetensors"}}, encryptOptions),
 	run: func(c *call) error {
 		switch to := c.opts["to"]; to {
 		case "", "overwire":

@@ -186,7 +186,8 @@ func TestVerifyHub(t *testing.T) {
 	for _, blob := range []string{"whole", "damaged"} {
 		link := filepath.Join(dir, "snapshots", "c0", blob+".safetensors")
 		b := map[string][]byte{"whole": good, "damaged": bad}[blob]
-		if err := errors.Join(os.MkdirAll(filepath.Dir(link), 0o700), os.Symlink(put(blob+"/blobs/"+sum, b), link)); err != nil {
+		target := put(blob+"/blobs/"+sum, b)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(link), 0o700), os.Symlink(target, link)); err != nil {
 			t.Fatal(err)
 		}
 	}

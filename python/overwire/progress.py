@@ -61,7 +61,7 @@ class _Bar(Watcher):
         if self._bar is None:
             self._bar = self._make_bar(display=False) if self._is_widget else self._make_bar()
             if self._is_widget:
-                from IPython.display import display
+                from IPython.display import display  # type: ignore[import-not-found,unused-ignore]
 
                 self._shown = display(self._bar.container, display_id=True)
         self._bar.total = now.total_bytes or None
