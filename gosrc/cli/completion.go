@@ -110,9 +110,9 @@ func zsh(w io.Writer, verbs []*verb) {
 	for _, v := range verbs {
 		fmt.Fprintf(w, "\t\t%s\n", quoteForShell(v.name+":"+v.short))
 	}
-	fmt.Fprint(w, "\t\t'help:describe a command'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe verb "+
+	fmt.Fprint(w, "\t\t'help:describe a command'\n\t)\n\tif (( CURRENT == 2 )); then\n\t\t_describe command "+
 		"verbs\n\t\treturn\n\tfi\n\tlocal verb=$words[2]\n\tshift words\n\t(( CURRENT-- ))\n\tcase $verb in\n")
-	fmt.Fprint(w, "\thelp) _describe verb verbs ;;\n")
+	fmt.Fprint(w, "\thelp) _describe command verbs ;;\n")
 	for _, v := range verbs {
 		fmt.Fprintf(w, "\t%s)\n\t\t_arguments", v.name)
 		for _, o := range v.all() {
