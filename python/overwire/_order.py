@@ -111,7 +111,7 @@ def _follow_saver(earlier: Saver) -> None:
 
 
 def _keys_of(path: str) -> list[str]:
-    # What a path leads to; and where it is itself, which may become a link, or be one no more, while a save runs.
+    # The file to which a path leads, and the path itself, because it may become a link or stop being one during a save.
     if not is_remote(path):
         text = path_of(path) if is_file(path) else path
         folder, name = os.path.split(text.rstrip("/"))

@@ -220,7 +220,7 @@ class Place:
         after = _states_below(self._partial)
         if changed := sorted(file for file in before.keys() | after.keys() if before.get(file) != after.get(file)):
             raise self._error_at(
-                f"{changed[0]!r} was written while this save ran, and would be removed: move it, or save to another name"
+                f"{changed[0]!r} was written while this save ran, and would be removed: move it, or save elsewhere"
             )
 
     def _take_back(self, state: os.stat_result) -> None:

@@ -85,7 +85,7 @@ class Model:
 
     read: str | None = None
     chosen: list[int] | None = None  # the positions that keys and filter leave, None for all
-    #: Where `start` lands tensors: `device`, or the host if a load to a GPU joins a preload
+    #: The device on which `start` places tensors: `device`, or the host if a load to a GPU joins a preload
     #: to the host. None: not known yet; see `join`.
     lands: str | None = None
     #: Whether loads take preloaded tensors.

@@ -24,7 +24,7 @@ DeviceLike = Union[str, int, "torch.device"]
 #: A torch or numpy dtype, or a name: "bfloat16", "bf16", "torch.bfloat16", "BF16".
 DTypeLike = Union[str, "torch.dtype", "numpy.dtype[Any]", type[Any]]
 
-#: What can be saved: a torch tensor, a numpy array, or a `TensorSpec`.
+#: A value that can be saved: a torch tensor, a numpy array, or a `TensorSpec`.
 TensorLike = Union["torch.Tensor", "numpy.ndarray[Any, Any]", "numpy.generic", "TensorSpec"]
 
 TorchName = Literal["pt", "torch", "pytorch"]

@@ -51,7 +51,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class PlannedOffload:
-    """What `offload` would do with a model, in bytes.
+    """The memory that `offload` would use for a model, in bytes.
 
     rest: weights outside of blocks, which stay on the device.
     kept: blocks that stay on the device.
@@ -77,7 +77,7 @@ class PlannedOffload:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What `plan` returns: bytes by tensor and by file.
+    """The result of `plan`: bytes by tensor and by file.
 
     nbytes: bytes of all tensors after loading.
     peak: the most bytes that tensors take at any time; more than nbytes if `dtype=` casts.

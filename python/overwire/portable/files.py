@@ -30,7 +30,7 @@ def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 class Report(NamedTuple):
-    """What was written, with the names that the engine's report has.
+    """The result of a decompression, with the field names of the engine's report.
 
     bytes_in, bytes_out: bytes of the tensors, and of the files that hold them. ratio: out / in, 1.0 without tensors.
     seconds: wall time. files: absolute paths. copied: those of other files than weights.

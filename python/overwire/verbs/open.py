@@ -46,7 +46,7 @@ else:
 
 
 def _states_of_files(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
-    # What tells files from those that take their place; see `ForkedModel`.
+    # The identities of the files, to notice replaced ones; see `ForkedModel`.
     states: list[tuple[int, ...] | None] = []
     for path in paths:
         try:

@@ -49,11 +49,11 @@ class Preload(HandleOwner):
     def __init__(self, path: str, uris: list[str], device: str, reach: FormatAccess | None = None) -> None:
         if not (isinstance(uris, list) and all(isinstance(text, str) for text in (path, device, *uris))):
             raise ArgumentError("overwire: Preload: expected a path, a list of URIs and a device, as of preload()")
-        #: What was asked for.
+        #: The path or URI of the request.
         self.path = path
         #: The files that are read.
         self.uris = uris
-        #: Where the tensors go: "cpu" or "cuda:N".
+        #: The device of the tensors: "cpu" or "cuda:N".
         self.device = device
         self._job = _verbs.preload({"uris": uris, "device": device, "storage": reach or {}})
         started()
@@ -152,7 +152,7 @@ def _refuse_other_kinds(path: str) -> None:
         raise FormatError(f"overwire: preload {path}: not a file of safetensors, overwire or tensorizer", source=path)
 
 
-# Who says which of a machine's processes this is, before torch is there.
+# Variables with the number of this process on its machine, before torch is imported.
 _RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
@@ -203,13 +203,13 @@ def honour_nyacomp() -> None:
 
 
 def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
-    """What the import of overwire does when the variable `name` is set.
+    """Starts the preload of the variable `name` when overwire is imported.
 
-    Never raises: a wrong path is a warning here, and the load's to find out.
-    Processes that multiprocessing starts do not preload; ranks of torchrun do. Nor does
-    vLLM's first process, which asks for plug-ins and leaves the model to a child, by a fork
-    that the engine does not survive, unless VLLM_ENABLE_V1_MULTIPROCESSING=0 has it load.
-    OVERWIRE_NO_PRELOAD stops it.
+    Never raises: a wrong path gives a warning here, and the load raises the error.
+    Ranks of torchrun preload, and processes that multiprocessing starts do not. vLLM's first
+    process does not either, because it only looks for plug-ins and forks a child for the model,
+    which an engine does not survive. With VLLM_ENABLE_V1_MULTIPROCESSING=0 it loads itself,
+    and preloads. OVERWIRE_NO_PRELOAD turns preloads off.
     """
     elsewhere = "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
     if truth("OVERWIRE_NO_PRELOAD") or _is_child() or elsewhere:

@@ -145,7 +145,7 @@ def describe_named(name: str, tensor: Any) -> Bytes:
 
 
 def notes_of(metadata: Any) -> dict[str, str]:
-    """What a `metadata=` argument says; ArgumentError if it is no mapping of texts."""
+    """Returns the metadata of a `metadata=` argument. ArgumentError if it is not a mapping of strings."""
     if not isinstance(metadata, Mapping):
         raise ArgumentError(f"overwire: metadata: expected a mapping, got {type(metadata).__name__}")
     for key, value in metadata.items():
@@ -253,7 +253,7 @@ def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, st
 
 
 def _request_columns(spec: SaveRequest, described: list[tuple[str, Bytes]]) -> bytes:
-    # What a request says of tensors, but for their numbers, which it returns.
+    # Fills in a request's tensors, except their numbers, which it returns.
     spec["names"] = [name for name, _ in described]
     spec["dtypes"] = [b.dtype for _, b in described]
     if pieces := {name: list(b.pieces) for name, b in described if b.pieces}:

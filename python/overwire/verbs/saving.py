@@ -1,4 +1,4 @@
-"""What saves report, and saves that go on while the caller does."""
+"""Reports of saves, and saves in the background."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ from ..progress import Progress, spell_count
 
 @dataclass(frozen=True)
 class Report:
-    """What was written.
+    """The result of a save.
 
     bytes_in, bytes_out: bytes of the tensors, and of the files that hold them.
     bytes_copied: of the files in copied.
     ratio: out / in, 1.0 without tensors.
     seconds: wall time.
-    stages: seconds by what they went into, summed over threads, which work side by side:
+    stages: seconds of each stage, summed over concurrent threads:
         "plan" (samples of the tensors, ties, memory for the save), "read" (bytes of files,
         and of GPUs' memory), "encode" (by the host, or waiting for a GPU), "hash"
         (checksums and hashes by the host), "write" (to the files, until they are on the
         disk; to a store; with wait=False to memory first) and "publish" (names of the files).
-    compressed, aliases: how many tensors are stored compressed, and how many as
-        another's bytes (tied or identical).
+    compressed, aliases: the number of tensors stored compressed, and of tensors stored as a
+        reference to another's bytes (tied or identical).
     files: absolute paths, or URIs, in the order written, an index.json last.
-    copied: those of files that a converted folder had beside its weights, as they were.
-    left: what of a converted folder was not copied: weights that are not the model's
+    copied: files next to the weights of a converted folder, which were copied unchanged.
+    left: files of a converted folder that were not copied: weights that are not the model's
         (of 64 MiB and more, if they are not safetensors), hidden files, and links that
-        lead out of the folder to anything but the blobs of its Hugging Face cache. What is
-        not data in a file that torch.save wrote. Of `save_model`, extra states that are not tensors.
-    originals: of `convert`, files by name with the SHA-256, in hex, of the plain
-        file that a compressed one keeps, or that a decompressed one is, byte for byte;
-        "" where it was not hashed: it came over a network, `sha256=False`, or the
-        compressed file keeps none.
-    on_gpu: how many of bytes_in were encoded by the GPU that they were on; the rest, by
-        the host.
-    staged: seconds after which the tensors could change, with wait=False; else 0.
-    anew: plain files made of compressed ones that keep no original: their tensors are
-        the same, the header is new.
+        lead out of the folder, except to the blobs of its Hugging Face cache. Also objects in
+        a torch.save file that are not tensors, and `save_model`'s extra states that are not tensors.
+    originals: for `convert`, the SHA-256 in hex by file name: of the plain file that a compressed
+        file records, or of the plain file that was restored byte for byte. "" if it was not hashed,
+        because it came over a network, because of `sha256=False`, or because the compressed
+        file records none.
+    on_gpu: the part of bytes_in that was encoded on the tensors' GPU. The host encodes the rest.
+    staged: with wait=False, the seconds until the caller may change the tensors; otherwise 0.
+    anew: plain files made from compressed ones without a stored original. Their tensors are
+        the same, but the header is new.
     """
 
     __module__ = "overwire"

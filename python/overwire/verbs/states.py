@@ -142,7 +142,7 @@ def settle_devices(devices: Iterable[int]) -> None:
 
 
 def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
-    """Where a tensor is changed, and whether that is a copy. Raises for one that cannot be
+    """Returns the memory in which a tensor is changed, and whether that is a copy. Raises for one that cannot be
     written."""
     at = describe_named(name, tensor)
     frame = frame_of(tensor).name
