@@ -6,8 +6,7 @@ import (
 	"crypto/subtle"
 	"sync"
 
-	// lint:ignore SA1019 the format's own authenticator, with a separate key for each
-	// box
+	//lint:ignore SA1019 the format's own authenticator, with a separate key for each box
 	"golang.org/x/crypto/poly1305"
 	//lint:ignore SA1019 the format's own cipher
 	"golang.org/x/crypto/salsa20/salsa"
