@@ -176,7 +176,7 @@ def test_a_folder_of_one_file_stays_a_folder(tmp_path: Path) -> None:
     assert [source["format"] for source in ow.inspect(tmp_path / "packed")["sources"]] == ["overwire"] * 2
     assert ow.verify(tmp_path / "packed")["ok"]
     same(ow.load_file(tmp_path / "packed" / "vae")["w"], ow.load_file(tmp_path / "pipe" / "vae")["w"])
-    with pytest.raises(ow.NotFoundError, match=r"open a folder below it \(unet, vae\)"):
+    with pytest.raises(ow.NotFoundError, match=r"open one of its subfolders \(unet, vae\)"):
         ow.load_file(tmp_path / "packed")
     ow.convert(tmp_path / "pipe" / "unet", tmp_path / "one")
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]

@@ -326,7 +326,7 @@ def test_the_saver_writes_a_set_that_can_be_proved(tmp_path: Path) -> None:
             with pytest.raises(ShardSetError):
                 validate_shard_set(wrong)
     other = fst.ParallelSaver(num_shards=3).save(tensors, str(tmp_path / "other"))
-    with pytest.raises(ShardSetError, match="are of 2 saves"):
+    with pytest.raises(ShardSetError, match="belong to 2 saves"):
         validate_shard_set(metas[:2] + [fst.SafeTensorsMetadata.from_file(other[2], get_framework_op("pt"))])
     with pytest.raises(OSError, match="must stay free"):
         fst.ParallelSaver(num_shards=1, min_free_bytes=1 << 60).save(tensors, str(tmp_path / "full"))

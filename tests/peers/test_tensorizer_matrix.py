@@ -424,7 +424,7 @@ def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(100_000)}
     ow.save_file(tensors, plain, compress=False)
     ow.save_file(tensors, packed)
-    with pytest.raises(ow.ArgumentError, match="p.safetensors.*no sums"):
+    with pytest.raises(ow.ArgumentError, match="p.safetensors.*no checksums"):
         ow.load_file(plain, storage_options=options)
     assert same(ow.load_file(packed, storage_options=options)["a"], tensors["a"])
 

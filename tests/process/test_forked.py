@@ -133,7 +133,7 @@ def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
     (tmp_path / "plain dir").mkdir()
     done = torch_script(PROGRAM)
     assert done.stdout == "ok\n" and "Exception ignored" not in done.stderr, done.stderr
-    assert done.stderr.count("compressed files are decoded slowly here") == 2, done.stderr  # once per worker
+    assert done.stderr.count("decodes compressed files slowly") == 2, done.stderr  # once per worker
 
 
 DROPPING = """
@@ -535,7 +535,7 @@ def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
     """Whatever locks a thread of the parent holds, a child is refused reads through the parent's objects and can close
     them at once, and the parent goes on with all of them."""
     done = torch_script(HOLDING + OBJECTS)
-    assert all("decoded slowly" in line or line.startswith("  ") for line in done.stderr.splitlines()), done.stderr
+    assert all("decodes compressed files slowly" in line or line.startswith("  ") for line in done.stderr.splitlines()), done.stderr
 
 
 WRITERS = """

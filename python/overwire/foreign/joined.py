@@ -10,12 +10,12 @@ import contextlib
 import itertools
 import math
 import os
-import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from .._locks import new_lock
 from .._tables import BITS
 from ..errors import CorruptError, NotSupportedError, OverwireError, error_of_system
 from ..files import regular, state_of_file
@@ -35,7 +35,7 @@ class Files:
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._states: dict[str, tuple[int, ...] | None] = {}
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         #: The permissions that all of them give.
         self.mode = 0o666
 

@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,7 +249,8 @@ def local_path(place: str | os.PathLike[str]) -> str:
     path = os.fspath(place)
     uri = urlsplit(path)
     if uri.scheme == "file" and uri.netloc in ("", "localhost") and not uri.query and not uri.fragment:
-        return url2pathname(uri.path)
+        local = unquote(uri.path)
+        return local[1:] if os.name == "nt" and local[2:3] == ":" else local  # /C:/model
     if "://" in path:
         raise ArgumentError(f"overwire: {path}: stores need the engine, which this machine lacks: download the file")
     return path

@@ -80,6 +80,7 @@ class VerifiedFile(TypedDict):
     """One file.
 
     checked: every byte of its contents, or only its structure.
+    sha256: the Hugging Face Hub's SHA-256 of the file, if the download recorded it; the file has it.
     original: with `verify(original=True)`, for a file that can restore its plain file.
     """
 
