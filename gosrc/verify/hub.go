@@ -15,7 +15,10 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/avx"
+	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
+	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source"
 )
 
@@ -39,7 +42,7 @@ func hubSum(path string) string {
 	}
 	for dir := filepath.Dir(path); ; dir = filepath.Dir(dir) {
 		name, _ := filepath.Rel(dir, path)
-		text, err := os.ReadFile(filepath.Join(dir, ".cache", "huggingface", "download", name+".metadata"))
+		text, err := regular.Read(filepath.Join(dir, ".cache", "huggingface", "download", name+".metadata"), 4<<10)
 		lines := strings.Fields(string(text))
 		if err == nil && len(lines) == 3 {
 			seconds, err := strconv.ParseFloat(lines[2], 64)
@@ -72,13 +75,13 @@ func compareHubSum(ctx context.Context, j *job.Job, src source.Source, rep *Repo
 		return nil
 	}
 	j.TotalBytes.Add(f.Bytes)
-	sum, buf := sha256.New(), make([]byte, min(4<<20, src.Size()))
-	for off := int64(0); off < src.Size(); off += int64(len(buf)) {
-		buf = buf[:min(int64(len(buf)), src.Size()-off)]
-		if err := src.ReadAt(ctx, buf, off); err != nil {
-			return err
-		}
-		sum.Write(buf)
+	sum := sha256.New()
+	err := original.ReadBlocks(ctx, src, 0, src.Size(), func(b []byte) {
+		avx.Clear()
+		_, _ = sum.Write(b)
+	})
+	if err != nil {
+		return err
 	}
 	if got := hex.EncodeToString(sum.Sum(nil)); got != want {
 		return errs.Place("verify", src.URI(), "", -1, errs.New(errs.ErrCorrupt,

@@ -11,6 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/avx"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
@@ -113,7 +114,7 @@ func (h *Hashing) hashFile() error {
 	for i := range h.tensors {
 		t := &h.tensors[i]
 		if !h.passed[t.Name] {
-			if err := h.readTensor(t, add); err != nil {
+			if err := ReadBlocks(h.ctx, h.file.src, t.Off, t.Bytes, add); err != nil {
 				return err
 			}
 			continue
@@ -136,12 +137,12 @@ func (h *Hashing) hashFile() error {
 	return nil
 }
 
-// readTensor adds a tensor that is not passed.
-func (h *Hashing) readTensor(t *tensor.Tensor, add func(b []byte)) error {
-	buf := make([]byte, min(t.Bytes, 128<<10)) // stays in a core's second-level cache
-	for off := int64(0); off < t.Bytes; off += int64(len(buf)) {
-		buf = buf[:min(int64(len(buf)), t.Bytes-off)]
-		if err := h.file.src.ReadAt(h.ctx, buf, t.Off+off); err != nil {
+// ReadBlocks passes n bytes of a source from off on to add, in blocks that stay in a core's second-level cache.
+func ReadBlocks(ctx context.Context, src source.Source, off, n int64, add func(b []byte)) error {
+	buf := make([]byte, min(n, 128<<10))
+	for end := off + n; off < end; off += int64(len(buf)) {
+		buf = buf[:min(int64(len(buf)), end-off)]
+		if err := src.ReadAt(ctx, buf, off); err != nil {
 			return err
 		}
 		add(buf)
