@@ -144,7 +144,6 @@ class Place:
             self._refuse_indexes()
             return
         with self._naming_failures("make"):
-            self._replaced = _states_below(self._target) if old else None
             os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
             # The lock is next to the folder. It is held until the checkpoint is published and the old one removed.
             lock = _lock_file(f"{self._prefix}.lock")
@@ -153,6 +152,7 @@ class Place:
             self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._prefix}.lock", os.getpid())
             self._unlock.atexit = False
             try:
+                self._replaced = _states_below(self._target) if old else None
                 self._remains = self._empty_leftovers()
                 os.mkdir(self._partial)
                 self._own_folder = os.stat(self._partial)
