@@ -42,7 +42,7 @@ def _cell_text(value: object) -> str:
 _SIZES = {"bytes", "stored", "written", "total", "available", "limit", "free", "memory"}
 
 
-def _fact(name: object, value: object) -> object:
+def _format_fact(name: object, value: object) -> object:
     """Formats one value of a dict for people."""
     if isinstance(value, int) and not isinstance(value, bool):
         is_size = name in _SIZES or str(name).endswith("_bytes")
@@ -132,12 +132,12 @@ class Facts(dict[str, Any]):
         tables = []
         for name, value in self.items():
             if isinstance(value, dict):
-                rows = [(key, _fact(key, one)) for key, one in value.items()]
+                rows = [(key, _format_fact(key, one)) for key, one in value.items()]
                 tables.append(table(name, ("", ""), rows, len(rows)))
             elif isinstance(value, list) and value and isinstance(value[0], dict):
                 head = list(dict.fromkeys(key for row in value for key in row))
-                lines = [[_fact(key, row.get(key, "")) for key in head] for row in value]
+                lines = [[_format_fact(key, row.get(key, "")) for key in head] for row in value]
                 tables.append(table(name, head, lines, len(lines)))
             elif value != []:
-                facts.append((name, _fact(name, value)))
+                facts.append((name, _format_fact(name, value)))
         return block(self._title, facts, *tables)

@@ -110,21 +110,21 @@ def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True
     tensors. With wait=False, returns a `Saving`. Raises what `save_bundle` raises.
     """
     check_options("compress_pickle", options, BundleOptions)
-    return _ratio(_save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options))
+    return _ratio_of(_save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options))
 
 
 def compress_model(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
     """Does `overwire.compress` for an object, like `compress_pickle`, with the names of tensors in the model."""
     check_options("compress", options, BundleOptions)
     how = _How(layout.NYACOMP, _names_in_model(model, path), wait, _list_container)
-    return _ratio(_save_bundle(model, path, how, options))
+    return _ratio_of(_save_bundle(model, path, how, options))
 
 
 for _save_verb in (save_bundle, compress_pickle):
     spell_out(_save_verb, BundleOptions)
 
 
-def _ratio(saved: Report | Saving) -> float | Saving:
+def _ratio_of(saved: Report | Saving) -> float | Saving:
     return saved if isinstance(saved, Saving) else saved.ratio
 
 

@@ -145,9 +145,9 @@ def _rewrite(verb: str, source: Any, path: str | os.PathLike[str], overwrite: bo
         notes_of(options["metadata"])
     target = local(path)
     access = storage(options["storage_options"], [target], writes=True)
-    held = "" if overwrite else _verbs.occupied({"uri": target, "storage": access})
-    if held:
-        is_file = held == "file"
+    occupant = "" if overwrite else _verbs.occupied({"uri": target, "storage": access})
+    if occupant:
+        is_file = occupant == "file"
         why = "it exists" if is_file else "a folder with files in it"
         way = "replaces it" if is_file else "writes into it and replaces files of the same names"
         raise ArgumentError(f"overwire: {verb} {shown(target)}: {why}; overwrite=True {way}", source=target)

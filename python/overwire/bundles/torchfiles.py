@@ -162,14 +162,14 @@ def read_item(path: str, number: int, span: Span, name: str) -> StoredTensor | T
 
     The memory of the content's tensors stays valid. Raises what `opened` raises.
     """
-    with open(number, "rb", closefd=False) as file, _classed(path, file, span):
+    with open(number, "rb", closefd=False) as file, _classed_errors(path, file, span):
         reader = _Reader(path, entries_of(file, span), number, span)
         root = reader.read_root()
         return reader.locate(root) if isinstance(root, _Tensor) else reader.read_content(root, (name,))
 
 
 @contextlib.contextmanager
-def _classed(path: str, file: BinaryIO, span: Span | None) -> Iterator[None]:
+def _classed_errors(path: str, file: BinaryIO, span: Span | None) -> Iterator[None]:
     # Our classes for what reading an archive raises.
     try:
         yield
@@ -204,7 +204,7 @@ def opened(
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
         before = state_of_file(file.fileno())
-        with _classed(path, file, span):
+        with _classed_errors(path, file, span):
             entries, number, part = entries_of(file, span), file.fileno(), span
             if (copy := inflate_entries(path, file, entries, span, scratch)) is not None:
                 stack.callback(copy.close)

@@ -128,12 +128,12 @@ class Exchange:
     def _tell(self, what: Any) -> list[Any]:
         """Collective: returns what each rank passed."""
         there: list[Any] = [None] * self._duty.ranks
-        with self._sending():
+        with self._mark_failures():
             dist.all_gather_object(there, what, group=self._group)
         return there
 
     @contextlib.contextmanager
-    def _sending(self) -> Iterator[None]:
+    def _mark_failures(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -159,17 +159,17 @@ class Exchange:
             for peer, index in step.sends:
                 if peer not in self._readers or (peer, index) not in self._shared:
                     block = _raw_bytes(self._tensor(index).to(self._device))
-                    operations.append(self._message(dist.isend, block, peer))
+                    operations.append(self._make_operation(dist.isend, block, peer))
             for entry in step.entries:
                 if entry.dtype is not None:
                     out[entry.name] = self._whole_tensor(entry, operations, copies)
         if operations:
-            with self._sending():
+            with self._mark_failures():
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
         return out, copies
 
-    def _message(self, operation: Any, block: torch.Tensor, rank: int) -> dist.P2POp:
+    def _make_operation(self, operation: Any, block: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(operation, block, dist.get_global_rank(self._group, rank), self._group)
 
     def _whole_tensor(self, entry: Entry, operations: list[Any], copies: list[Copy]) -> Gathered:
@@ -191,7 +191,7 @@ class Exchange:
             into = place if place.is_contiguous() else torch.empty_like(place, memory_format=torch.contiguous_format)
             if into is not place:
                 copies.append((place, into))
-            operations.append(self._message(dist.irecv, _raw_bytes(into), block.rank))
+            operations.append(self._make_operation(dist.irecv, _raw_bytes(into), block.rank))
         return whole
 
     def _joined_tensor(self, entry: Entry, operations: list[Any]) -> JoinedTensor:
@@ -203,7 +203,7 @@ class Exchange:
                 part: torch.Tensor | None = self._tensor(block.index).to(self._device)
             elif (part := self._memory_of(block, entry.dtype)) is None:
                 part = torch.empty(block.sizes, dtype=entry.dtype)
-                operations.append(self._message(dist.irecv, _raw_bytes(part), block.rank))
+                operations.append(self._make_operation(dist.irecv, _raw_bytes(part), block.rank))
             assert part is not None
             parts[block.offsets[0]] = part
         return JoinedTensor([parts[begin] for begin in sorted(parts)])

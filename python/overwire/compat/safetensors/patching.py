@@ -157,9 +157,9 @@ def _puts_in_order(original: Any) -> Any:
     @functools.wraps(original)
     def save_in_order(*args: Any, **kwargs: Any) -> Any:
         # The original writes the memory at an address as it is, in its order.
-        given = args[0] if args else kwargs.get(first)
-        if isinstance(given, Mapping) and not forked() and any(patch.compress for patch in _patches):
-            ordered = {name: _in_order(value) for name, value in given.items()}
+        tensors = args[0] if args else kwargs.get(first)
+        if isinstance(tensors, Mapping) and not forked() and any(patch.compress for patch in _patches):
+            ordered = {name: _in_order(value) for name, value in tensors.items()}
             if args:
                 args = (ordered, *args[1:])
             else:

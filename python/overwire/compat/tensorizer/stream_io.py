@@ -122,7 +122,7 @@ class _Stream(io.BufferedReader):
         super().__init__(source, self._buffer_size)
         return source
 
-    def _message(self, error: object) -> str:
+    def _describe_error(self, error: object) -> str:
         """The text for an OSError."""
         return str(error)
 
@@ -134,7 +134,7 @@ class _Stream(io.BufferedReader):
         try:
             return call(*args)
         except OverwireError as error:
-            raise OSError(self._message(error)) from error
+            raise OSError(self._describe_error(error)) from error
         finally:
             self._waited(time.monotonic() - start)
 
@@ -277,7 +277,7 @@ class CURLStreamFile(_Stream):
         """Sets a text to add to this stream's errors."""
         self._note.append(msg)
 
-    def _message(self, error: object) -> str:
+    def _describe_error(self, error: object) -> str:
         return "".join(
             [f"Failed to read from {self._name or shown(self.uri)}: {error}", *(f"\n{note}" for note in self._note)]
         )
@@ -297,7 +297,7 @@ class CURLStreamFile(_Stream):
         limit = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
         count = super().readinto(view[:limit])
         if count < limit:
-            raise OSError(self._message(f"Requested {limit} != {count}: the object is shorter"))
+            raise OSError(self._describe_error(f"Requested {limit} != {count}: the object is shorter"))
         return count
 
     readinto1 = readinto
