@@ -18,7 +18,6 @@ import overwire as ow
 import processes
 import pytest
 import stores
-import warm
 from conftest import cleaned
 from overwire import _engine
 
@@ -241,23 +240,23 @@ def test_a_download(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_comparison_with_safetensors(tmp_path: Path) -> None:
-    """The script of examples/ says which tensors differ from those that safetensors reads, and that none do."""
+    """`verify --against` names each tensor that differs from what safetensors reads, and fails if there is one."""
     make_folder(tmp_path / "plain", *FOLDERS["a diffusers pipeline"])
     ow.convert(tmp_path / "plain", tmp_path / "small")
-    script = Path(__file__).parents[1] / "examples/compare_safetensors.py"
 
-    def compare(*words: str) -> tuple[int, str]:
-        done = warm.run([str(script), *words], cwd=tmp_path, env=cleaned())
+    def verify(*words: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "overwire", "verify", "small", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=cleaned(), capture_output=True, text=True)
         return done.returncode, done.stdout
 
-    assert compare("small") == (0, "6 tensors compared with safetensors, 0 differences\n")
-    assert compare("small", "plain")[0] == 0
+    assert verify("--against", "safetensors") == (0, "6 tensors compared with safetensors, 0 differences\n")
     changed = weights(1) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}
     ow.save_file(changed, tmp_path / "small/vae/diffusion_pytorch_model.safetensors")
-    status, said = compare("small", "plain")
-    assert status == 1 and said.splitlines()[1:] == [
-        "small/vae/diffusion_pytorch_model.safetensors: layers.1.mlp.weight: differs"
-    ]
+    status, said = verify("--against=plain", "--json")
+    assert status == 1 and json.loads(said) == {
+        "tensors": 6, "differences": ["small/vae/diffusion_pytorch_model.safetensors: layers.1.mlp.weight: differs"]
+    }
+    assert verify("--against", "none")[0] == 3
 
 
 def test_a_server(run: Run, tmp_path: Path) -> None:

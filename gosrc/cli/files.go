@@ -257,11 +257,21 @@ is checked, and the report says so. Safetensors files from the Hugging Face Hub,
 cache or in a folder of "hf download --local-dir", are compared with the Hub's SHA-256.
 --original also decompresses in memory, and compares
 the SHA-256 of the original. At the first damage the command ends with status 1
-and names file, tensor, chunk and offset.`,
+and names file, tensor, chunk and offset.
+
+--against safetensors is a check by another program: it decompresses the model into a
+temporary folder and compares every tensor with what the safetensors library reads.`,
 	example: "overwire verify model.ow.safetensors && echo whole",
 	options: append([]option{{name: "original", doc: "also compare the SHA-256 of the file that was compressed"},
+		{name: "against", value: "PLAIN", words: []string{"safetensors"},
+			doc: "compare every tensor with what the safetensors library reads from the plain files " +
+				"PLAIN, or with `safetensors` from a decompressed copy; needs torch"},
 		storageOption}, decryptOptions...),
 	run: func(c *call) error {
+		if c.opts["against"] != "" {
+			return errs.New(errs.ErrNotSupported,
+				"verify --against needs the overwire command of the Python package")
+		}
 		rep, err := verify.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))
 		if err != nil {
 			return err

@@ -435,6 +435,8 @@ def main() -> None:
         run(sys.argv[2:])
     if sys.argv[1:2] == ["bench"] and any(word.partition("=")[0] == "--ranks" for word in sys.argv[2:]):
         _replace_process("overwire._bench", sys.argv[2:])
+    if sys.argv[1:2] == ["verify"] and any(word.partition("=")[0] == "--against" for word in sys.argv[2:]):
+        _replace_process("overwire._against", sys.argv[2:])
     words = " ".join(["", *sys.argv[2:]]).replace("--device ", "--device=")
     if sys.argv[1:2] == ["bench"] and " --device=cuda" in words:
         _replace_process("overwire._bench_faces", sys.argv[2:])
