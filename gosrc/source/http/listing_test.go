@@ -13,11 +13,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A server's JSON listing gives the files of a folder and its subfolders. Names that cannot be a file in a folder, and
-// endless folders, are refused. A server with another listing or none gives an error of its own class.
+// Walk returns the files of a folder and its subfolders from a server's JSON listings. It refuses invalid file
+// names and endless folders. Servers with another kind of listing, or without one, give an error with a class
+// of its own.
 func TestWalk(t *testing.T) {
 	for name, c := range map[string]struct {
-		answers map[string]string // by path; "": 404
+		answers map[string]string // by path; "" means 404
 		want    string
 		class   error
 	}{

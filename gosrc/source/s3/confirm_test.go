@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A fakeStore keeps one object, and answers as its fields say.
+// A fakeStore stores one object and responds as its fields specify.
 type fakeStore struct {
 	mu    sync.Mutex
 	parts map[string][]byte
@@ -25,12 +25,12 @@ type fakeStore struct {
 	etag  string
 	date  time.Time
 
-	complete []func(w http.ResponseWriter, f *fakeStore) // the answers to completions; the last one repeats
+	complete []func(w http.ResponseWriter, f *fakeStore) // responses to completions; the last one repeats
 	put      func(w http.ResponseWriter, f *fakeStore, p []byte)
 	remove   func(w http.ResponseWriter)
 	list     string
-	noETags  bool // for parts and for the object
-	oddETags bool // that are not MD5s
+	noETags  bool // neither for parts nor for the object
+	oddETags bool // ETags that are not MD5s
 	tries    int
 }
 
@@ -120,8 +120,8 @@ func publish(t *testing.T, opt source.Options, name string, data []byte) error {
 	return d.Publish()
 }
 
-// An upload counts as complete only if the store names its ETag, or shows the object when it is asked: an answer's
-// status is not enough.
+// An upload counts as complete only if the response contains its ETag, or if a later request finds the object.
+// The status alone is not enough.
 func TestCompletion(t *testing.T) {
 	t.Parallel()
 	data, other := random(minPart+1), make([]byte, minPart+1)
@@ -177,7 +177,7 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// A small object counts as stored only if the store names its ETag, or gives its bytes back.
+// A small object counts as stored only if the response contains its ETag, or if the object can be read back.
 func TestPutAnswers(t *testing.T) {
 	t.Parallel()
 	data := []byte("hello")
@@ -207,8 +207,9 @@ func TestPutAnswers(t *testing.T) {
 	}
 }
 
-// An object that is written once appears only where none exists. An existing one stays, and is an argument error; one
-// that an earlier try has made counts. A store that does not know such writes gets a plain one.
+// With Once, an object is only created if none exists. An existing object is preserved and gives an argument
+// error, unless an earlier attempt of this write created it. A store that does not support such writes gets an
+// unconditional one.
 func TestOnce(t *testing.T) {
 	t.Parallel()
 	small, large := []byte("hello"), random(minPart+1)
@@ -284,7 +285,8 @@ func TestOnce(t *testing.T) {
 	}
 }
 
-// An answer of 200 that is not a list, or that holds an error, is neither an empty folder nor a deletion.
+// A response of 200 that is not a listing, or that contains an error, is treated neither as an empty folder nor
+// as a deletion.
 func TestOtherAnswers(t *testing.T) {
 	t.Parallel()
 	for _, text := range []string{"", "<html></html>", "<Error><Code>InternalError</Code></Error>"} {
