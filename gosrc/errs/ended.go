@@ -17,7 +17,7 @@ func Ended(ctx context.Context, err error) error {
 	return err
 }
 
-// Cause returns the error with which ctx ended, with a class.
+// Cause is context.Cause with a class added.
 func Cause(ctx context.Context) error {
 	err := context.Cause(ctx)
 	switch {

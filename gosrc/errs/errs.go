@@ -16,22 +16,22 @@ import (
 // The error classes. Every error that a package returns wraps exactly one of them, so errors.Is finds the class
 // through any wrapping.
 var (
-	ErrFormat       = errors.New("bad format")        // bytes that never were a valid file of this format
-	ErrCorrupt      = errors.New("corrupt data")      // a valid file whose bytes have changed
-	ErrNotFound     = errors.New("not found")         // no such file, object or tensor file
-	ErrPermission   = errors.New("permission denied") //
-	ErrIO           = errors.New("i/o error")         // the medium failed: EIO, ENOSPC, a short read
-	ErrTimeout      = errors.New("timed out")         //
-	ErrMemory       = errors.New("out of memory")     // host or device
-	ErrArgument     = errors.New("bad argument")      // the caller's mistake
-	ErrKey          = errors.New("no such tensor")    //
-	ErrNotSupported = errors.New("not supported")     // valid, but this build does not support it
-	ErrDevice       = errors.New("device error")      //
-	ErrCrypto       = errors.New("cryptography")      // a missing or wrong key, or changed encrypted bytes
-	ErrBase         = errors.New("another base")      // a delta that was made from other tensors
-	ErrCancelled    = errors.New("cancelled")         // by the caller or because of another error
-	ErrForked       = errors.New("engine forked")     // used in a forked child of the process that started it
-	ErrEngine       = errors.New("engine failure")    // a bug in overwire: a recovered panic
+	ErrFormat       = errors.New("bad format")   // bytes that never were a valid file of this format
+	ErrCorrupt      = errors.New("corrupt data") // a valid file whose bytes have changed
+	ErrNotFound     = errors.New("not found")    // no such file, object or tensor file
+	ErrPermission   = errors.New("permission denied")
+	ErrIO           = errors.New("i/o error") // the medium failed: EIO, ENOSPC, a short read
+	ErrTimeout      = errors.New("timed out")
+	ErrMemory       = errors.New("out of memory") // host or device
+	ErrArgument     = errors.New("bad argument")  // the caller's mistake
+	ErrKey          = errors.New("no such tensor")
+	ErrNotSupported = errors.New("not supported") // valid, but this build does not support it
+	ErrDevice       = errors.New("device error")
+	ErrCrypto       = errors.New("cryptography")   // a missing or wrong key, or changed encrypted bytes
+	ErrBase         = errors.New("another base")   // a delta that was made from other tensors
+	ErrCancelled    = errors.New("cancelled")      // by the caller or because of another error
+	ErrForked       = errors.New("engine forked")  // used in a forked child of the process that started it
+	ErrEngine       = errors.New("engine failure") // a bug in overwire: a recovered panic
 )
 
 // A ClassOf is an error class with its Python exception: the exception's name, the built-in exception from

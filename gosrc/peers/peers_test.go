@@ -40,7 +40,7 @@ func joined(t *testing.T, ranks int) []*Peers {
 	return all
 }
 
-// together returns such Peers after they have mapped each other's memory.
+// together returns joined Peers that have mapped each other's memory.
 func together(t *testing.T, ranks int) []*Peers {
 	t.Helper()
 	all := joined(t, ranks)
@@ -57,7 +57,7 @@ func together(t *testing.T, ranks int) []*Peers {
 	return all
 }
 
-// over ends all of them in parallel.
+// over ends all Peers in parallel.
 func over(t *testing.T, all []*Peers) {
 	t.Helper()
 	ended := make(chan error)

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// served is a server with a file x of size zeros.
+// served starts a server with a file x of the given size.
 func served(t *testing.T, size int64, opt Options) *Server {
 	t.Helper()
 	dir := t.TempDir()
@@ -81,18 +81,18 @@ func TestClientThatHolds(t *testing.T) {
 		opt  Options
 		step func(*net.TCPConn) error // called repeatedly; nil means nothing
 	}{
-		"reads nothing":          {request + "\r\n", Options{}, nil},
-		"reads a byte":           {request + "\r\n", Options{}, reads},
-		"reads nothing of range": {request + "Range: bytes=5-\r\n\r\n", Options{}, nil},
-		"without a length":       {request + "\r\n", Options{Chunked: true}, reads},
-		"without ranges":         {request + "\r\n", Options{NoRanges: true}, reads},
-		"of a fault":             {request + "\r\n", Options{Faults: map[string]float64{"length": 1}}, nil},
-		"of another fault":       {request + "Range: bytes=5-\r\n\r\n", Options{Faults: map[string]float64{"whole": 1}}, nil},
-		"no request":             {"", Options{}, nil},
-		"half a header":          {request, Options{}, writes},
-		"sends a body":           {request + "Content-Length: 200000\r\n\r\n", Options{}, writes},
-		"sends chunks":           {request + "Transfer-Encoding: chunked\r\n\r\n30000\r\n", Options{}, writes},
-		"no second request":      {"HEAD /x HTTP/1.1\r\nHost: h\r\n\r\n", Options{}, nil},
+		"reads nothing":                     {request + "\r\n", Options{}, nil},
+		"reads a byte":                      {request + "\r\n", Options{}, reads},
+		"reads nothing of a range":          {request + "Range: bytes=5-\r\n\r\n", Options{}, nil},
+		"without a length":                  {request + "\r\n", Options{Chunked: true}, reads},
+		"without ranges":                    {request + "\r\n", Options{NoRanges: true}, reads},
+		"reads nothing after a fault":       {request + "\r\n", Options{Faults: map[string]float64{"length": 1}}, nil},
+		"reads nothing after another fault": {request + "Range: bytes=5-\r\n\r\n", Options{Faults: map[string]float64{"whole": 1}}, nil},
+		"no request":                        {"", Options{}, nil},
+		"half a header":                     {request, Options{}, writes},
+		"sends a body":                      {request + "Content-Length: 200000\r\n\r\n", Options{}, writes},
+		"sends chunks":                      {request + "Transfer-Encoding: chunked\r\n\r\n30000\r\n", Options{}, writes},
+		"no second request":                 {"HEAD /x HTTP/1.1\r\nHost: h\r\n\r\n", Options{}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -255,8 +255,8 @@ type listener struct {
 // The pauses after a connection could not be accepted.
 const minPause, maxPause = 5 * time.Millisecond, time.Second
 
-// Accept does not return errors of single connections, or because the machine is short of memory or
-// descriptors: net/http would end the server for some of them.
+// Accept retries after errors of single connections, and while the machine is short of memory or descriptors,
+// because net/http would end the server for some of these errors.
 func (l *listener) Accept() (net.Conn, error) {
 	select {
 	case l.s.open <- struct{}{}:

@@ -79,7 +79,7 @@ func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	return n, nil
 }
 
-// Whole is Key plus the environment. Two options with equal results have the same effect.
+// Whole is Key plus the environment. Options with equal results have the same effect.
 func (o Options) Whole() string { return o.Key() + "\x00" + quotePairs(o.Env) }
 
 // Key returns equal keys for options with equal Storage that reach the same stores. Data read with one set of

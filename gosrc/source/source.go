@@ -23,7 +23,8 @@ type Source interface {
 	// failing medium returns errs.ErrIO with the system's text. ReadAt returns errs.ErrCancelled soon after ctx
 	// is cancelled.
 	ReadAt(ctx context.Context, p []byte, off int64) error
-	// Facts describes the source further. It is cheap. Most facts never change while the source is open.
+	// Facts returns further properties of the source. It is cheap. Most facts never change while the source is
+	// open.
 	Facts() Facts
 	// Close releases the source's resources. ReadAt calls in flight finish or fail; later calls fail. Close may
 	// be called more than once.
@@ -74,8 +75,8 @@ type Facts struct {
 	Prefetch func(off, n int64)
 }
 
-// HeadBytes is how much of a file is read first. It covers the whole header of most files. Opening an object
-// also reads these bytes.
+// HeadBytes is how much of a file is read first. It covers the whole header of most files. The request that
+// opens an object also fetches these bytes.
 const HeadBytes = 256 << 10
 
 // Head reads the first HeadBytes bytes of a source, or all of a shorter one.
@@ -84,8 +85,8 @@ func Head(ctx context.Context, src Source) ([]byte, error) {
 	return b, src.ReadAt(ctx, b, 0)
 }
 
-// ReadAtOnly returns the facts of a source that wraps this one and that checks or changes its bytes, so the
-// bytes are only available through ReadAt.
+// ReadAtOnly returns the facts of a wrapper that checks or changes the bytes, which are then only available
+// through ReadAt.
 func (f Facts) ReadAtOnly() Facts {
 	f.RangeBytes, f.Ranges, f.File, f.View = 0, nil, nil, nil
 	return f
@@ -95,8 +96,8 @@ func (f Facts) ReadAtOnly() Facts {
 type File interface {
 	// WithFD calls fn with the open file descriptor. The file stays open until fn returns.
 	WithFD(fn func(fd int) error) error
-	// Expect announces a load that will read total bytes, from this file and others, in the mode how, a value
-	// of OVERWIRE_READ. host says that the tensors are loaded into host memory. Expect returns how many
+	// Expect announces a load that will read total bytes, from this file and others, in the mode how (a value
+	// of OVERWIRE_READ). host says that the tensors are loaded into host memory. Expect returns how many
 	// parallel ReadAt calls suit the file best; 0 means any number.
 	Expect(total int64, host bool, how string) (depth int)
 	// DirectBytes is the number of bytes read by direct I/O since Expect.
@@ -114,7 +115,7 @@ type Identity struct {
 	Object, Pin string
 }
 
-// Pinned returns the Identity of an object in a store. It is unknown if pin is empty.
+// Pinned returns the Identity of an object in a store. The Identity is zero if pin is empty.
 func Pinned(s Source, pin string) (id Identity, settled bool) {
 	if pin == "" {
 		return Identity{}, false
@@ -174,8 +175,7 @@ type Ranges interface {
 	OpenRange(ctx context.Context) (Range, error)
 }
 
-// A Range is read by one goroutine at a time. Between Begin and its last step it does not wait for any other
-// range.
+// A Range is read by one goroutine at a time. Once it has begun, it does not wait for other ranges.
 type Range interface {
 	// Begin requests n bytes from off and waits until they start to arrive. It is called once.
 	Begin(ctx context.Context, off, n int64) error

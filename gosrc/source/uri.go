@@ -15,7 +15,7 @@ type Location struct {
 	Scheme string // in lower case; "" for a local path
 	Path   string // local: the file's path on this host; remote: the result of Path
 	Remote bool
-	// For a remote URI, Name, Folder and Directory have the results of the functions of these names.
+	// For a remote URI, Name, Folder and Directory are the results of the functions with the same names.
 	Name      string
 	Folder    bool
 	Directory string
@@ -41,7 +41,7 @@ func Scheme(uri string) string {
 	return strings.ToLower(s)
 }
 
-// WithoutScheme returns the path of a valid file:// URI, and anything else unchanged.
+// WithoutScheme returns the path of a valid file:// URI. It returns other names unchanged.
 func WithoutScheme(uri string) string {
 	if path, ok := Local(uri); ok {
 		return path

@@ -162,7 +162,7 @@ func (p *Place) refuseUnwritable() error {
 	return p.RefuseStrangers()
 }
 
-// RefuseStrangers refuses another user's file in a sticky folder that is world-writable.
+// RefuseStrangers refuses another user's file in a sticky, world-writable folder.
 func (p *Place) RefuseStrangers() error {
 	if !p.IsFile() {
 		return nil
@@ -242,8 +242,8 @@ func (t *Target) adoptOwner() error {
 	return t.fileError(-1, err)
 }
 
-// limitGroup removes rights from the group, and thereby from the entries of an ACL, that other users do not
-// have.
+// limitGroup removes rights from the group that other users do not have. For an ACL, this also limits its
+// entries.
 func limitGroup(mode fs.FileMode) fs.FileMode { return mode &^ ((^mode & 0o007) << 3) }
 
 // copyACL copies the POSIX ACL of a path to an open file, or removes the ACL that the file inherited from its

@@ -97,7 +97,7 @@ func isUnknownCall(err error) bool {
 // be a refusal; the alternative call is then refused as well.
 func lacksCall(err error) bool { return isUnknownCall(err) || errors.Is(err, unix.EPERM) }
 
-// syncFile syncs a file to the disk. It ignores that a file system does not support this.
+// syncFile syncs a file to the disk. It succeeds if the file system does not support syncing.
 func syncFile(f File) error {
 	if err := f.Sync(); !isUnknownCall(err) {
 		return err

@@ -23,8 +23,8 @@ import (
 
 // A Partial is a file that an earlier run may have begun. Its bytes are in the hidden file .NAME.partial in its
 // folder. A note next to it contains the object's identity, the number of bytes and their hash. After a killed
-// process, a full disk or a power failure, the bytes are verified with the note. A lock ensures that only one
-// process at a time uses the file.
+// process, a full disk or a power failure, the bytes are verified against the note. A lock ensures that only
+// one process at a time uses the file.
 type Partial struct {
 	Done int64 // bytes already written
 

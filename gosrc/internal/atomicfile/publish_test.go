@@ -200,11 +200,11 @@ func TestRenameFolder(t *testing.T) {
 		exchange bool
 		class    error
 	}{
-		"to nothing":              {nil, false, nil},
-		"to an empty folder":      {[]string{"to"}, false, nil},
-		"to a folder":             {[]string{"to/old"}, false, errs.ErrIO},
-		"in exchange":             {[]string{"to/old"}, true, nil},
-		"in exchange for nothing": {nil, true, errs.ErrNotFound},
+		"no target":                 {nil, false, nil},
+		"empty target":              {[]string{"to"}, false, nil},
+		"target with a file":        {[]string{"to/old"}, false, errs.ErrIO},
+		"exchange":                  {[]string{"to/old"}, true, nil},
+		"exchange without a target": {nil, true, errs.ErrNotFound},
 	} {
 		dir := t.TempDir() + "/"
 		for _, path := range append(c.there, "made/new") {

@@ -11,7 +11,7 @@ const module = "github.com/overwire/overwire/gosrc/"
 // The order follows the path of a byte: types, bytes, formats, the plan, the pipeline, the commands, the
 // bindings. No package imports one that is further down.
 var mayImport = map[string][]string{
-	// The basic types. They import only the standard library.
+	// The basic types.
 	"tensor": {"errs", "internal/sizes"}, // for its error classes
 	"errs":   {"internal/rawjson"},
 	"knob":   {"internal/near"},

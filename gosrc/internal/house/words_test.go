@@ -45,7 +45,7 @@ var retired = []struct{ word, say string }{
 func wordsIn(rel string) bool {
 	switch {
 	case strings.HasPrefix(rel, "gosrc/internal/house/words"), strings.HasPrefix(rel, "tests/goldens/"),
-		rel == "tests/house/counts.py", rel == "tests/house/test_counts.py", // this file has the same list for names
+		rel == "tests/house/counts.py", rel == "tests/house/test_counts.py", // lists of retired names
 		rel == "docs/glossary.md", rel == "CHANGELOG.md":
 		return false
 	}

@@ -47,7 +47,7 @@ type direct struct {
 	align int64 // of offsets and lengths; 0 means that direct I/O is not possible
 }
 
-// windows is the state of one load of a file, by window.
+// windows has the state of each window of a file during a load.
 type windows struct {
 	forced bool // use direct I/O also for resident ranges
 	fits   bool // tensors and page cache fit into memory, so a slow disk is read through the cache

@@ -5,8 +5,8 @@
 //
 // Cold ranges, which are not in the page cache, are read by direct I/O (O_DIRECT). Resident ranges are read
 // from the cache. Loading cold ranges into host memory through the cache would need memory twice, for the
-// tensors and for the cache. A virtual machine that first has to obtain this memory from its host does so more
-// slowly than the disk delivers. Cold ranges are nevertheless read through the cache in these cases:
+// tensors and for the cache. In a virtual machine, obtaining this memory from the host can take longer than
+// reading the disk. Cold ranges are nevertheless read through the cache in these cases:
 //
 //   - loads to a GPU that fit into half of the free memory, because other ranks read the same file;
 //   - the rest of a load that fits, once the disk has turned out to be slow, because the next load from memory
@@ -34,7 +34,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// step is the largest pread: a cancelled read then returns within milliseconds from any working disk.
+// step is the size of the largest pread, so that a cancelled read returns within milliseconds on any working
+// disk.
 const step = 4 << 20
 
 // maxRefusals is how often a read is retried, at intervals of a millisecond, while the file system returns

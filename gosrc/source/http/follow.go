@@ -57,7 +57,7 @@ func (o *object) followHops(ctx context.Context, h route.Hop, extra http.Header)
 			}
 			return resp, nil
 		}
-		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // little, so that the connection can be reused
+		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // read short bodies to the end to reuse the connection
 		_ = resp.Body.Close()
 		if h, err = h.Next(resp.Header.Get("Location")); err != nil {
 			return nil, err
@@ -91,8 +91,8 @@ func (o *object) sendHop(ctx context.Context, h route.Hop, extra http.Header) (*
 	return resp, err
 }
 
-// A body resets its connection if it is closed before its end. Otherwise closing would have to wait for locks
-// of the transport and for the close message of TLS, while the rest of the body keeps arriving.
+// A body resets its connection if it is closed before its end. Otherwise closing would wait for locks of the
+// transport and for TLS's close message, while the rest of the body keeps arriving.
 type body struct {
 	io.ReadCloser
 	conn net.Conn

@@ -78,7 +78,7 @@ type revision struct {
 	mu     sync.Mutex
 	commit string // "" until a response names it
 	done   bool   // a file was opened: the commit is known, or the hub does not send it
-	away   error  // the error because of which the hub is not asked anymore: it cannot be reached
+	away   error  // the error with which the hub could not be reached; it is not asked again
 }
 
 func (r *revision) settled() bool {

@@ -42,7 +42,7 @@ func offlineSetting(env map[string]string) string {
 type shelf struct {
 	*revision
 	ref    source.HF
-	folder string // of the repository
+	folder string // folder of the repository
 }
 
 func (h *Hub) shelfOf(uri string, env map[string]string) (shelf, bool) {
@@ -83,8 +83,8 @@ func (s shelf) notedCommit() string {
 	return ""
 }
 
-// loadState returns the commit of this load, or "" if it is not known yet, and the error because of which the
-// hub is not asked.
+// loadState returns the commit of this load, or "" if it is not known yet, and the error with which the hub
+// could not be reached, if any.
 func (s shelf) loadState() (commit string, away error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -139,9 +139,9 @@ func (h *Hub) Missing(uri string, env map[string]string) error {
 	return nil
 }
 
-// Away switches to the cache after the hub could not be reached with the error err. It succeeds if the cache
-// has the commit of the load. For a branch this is the commit that the cache last recorded, and Away adds a
-// notice. All later files of the load then come from this commit.
+// Away switches to the cache after a request to the hub failed with err. It succeeds if the cache has the
+// commit of the load. For a branch this is the commit that the cache last recorded, and Away adds a notice. All
+// later files of the load then come from this commit.
 func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	s, ok := h.shelfOf(uri, env)
 	if !ok || !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrTimeout) {

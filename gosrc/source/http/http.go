@@ -130,11 +130,11 @@ func isOldDate(date, modified string, age time.Duration) bool {
 	return err == nil && err2 == nil && now.Sub(then) >= age
 }
 
-// isWeak reports whether an ETag is weak, which means that the bytes may change while it does not.
+// isWeak reports whether an ETag is weak: the bytes may then change without a change of the ETag.
 func isWeak(etag string) bool { return strings.HasPrefix(etag, "W/") }
 
-// tagOfDate reports whether an ETag only encodes date and size, as in nginx. Such an ETag is as reliable as the
-// date.
+// tagOfDate reports whether an ETag only encodes date and size, as nginx's do. Such an ETag is as reliable as
+// the date.
 func tagOfDate(etag, modified string, size int64) bool {
 	date, err := http.ParseTime(modified)
 	return err == nil && etag == fmt.Sprintf(`"%x-%x"`, date.Unix(), size)
@@ -361,7 +361,7 @@ func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 		gone *changed
 		busy *failed
 		name *net.DNSError
-		// from a server that does not support our TLS versions
+		// Errors from a server that does not support our TLS versions.
 		header tls.RecordHeaderError
 		alert  tls.AlertError
 	)

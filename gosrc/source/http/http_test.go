@@ -274,9 +274,9 @@ func TestChanged(t *testing.T) {
 	})
 	// Without an ETag and a date, versions cannot be distinguished: one response is read to its end, and all
 	// reads use its bytes.
-	t.Run("nothing to pin", func(t *testing.T) {
+	t.Run("no reliable identity", func(t *testing.T) {
 		for name, c := range map[string][2]string{"no date": {}, "a date of now": {"now"},
-			"no date that can be read": {"yesterday"}, "a weak ETag": {"now", `W/"x"`}, "an ETag of date and size": {"now", "dated"},
+			"an invalid date": {"yesterday"}, "a weak ETag": {"now", `W/"x"`}, "an ETag of date and size": {"now", "dated"},
 		} {
 			date, etag := c[0], c[1]
 			var n atomic.Int64

@@ -74,7 +74,7 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 	return remote, nil
 }
 
-// wrapSource prevents that a nil pointer becomes a Source that is not nil.
+// wrapSource prevents a nil pointer from becoming a non-nil Source.
 func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 	if err != nil {
 		return nil, err
@@ -97,7 +97,7 @@ type Stores struct {
 // With returns the stores of one load.
 func With(opt source.Options) *Stores { return &Stores{opt: withoutCache(opt), local: cacheOf(opt)} }
 
-// Own is like With, but uses no cache and no external downloader. The downloader may be overwire itself.
+// Own is like With, but uses no cache, and no external downloader because that may be overwire itself.
 func Own(opt source.Options) *Stores { return &Stores{opt: opt, own: true} }
 
 // Open opens a URI.

@@ -51,17 +51,17 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	return s.remove(ctx, uri, withoutCache(opt))
 }
 
-// Occupant is the kind of what already exists at a path.
+// An Occupant is the kind of file or folder that already exists at a path.
 type Occupant string
 
-// The kinds of occupants. An object and a folder of a store are Taken, like a file.
+// The kinds of occupants. Objects and folders of a store are Taken, like local files.
 const (
 	Free  Occupant = "" // nothing, or an empty folder
 	Taken Occupant = "file"
 	Full  Occupant = "folder" // a local folder with files in it
 )
 
-// Occupied returns the kind of what already exists at a path.
+// Occupied returns the kind of file or folder that already exists at a path.
 func Occupied(ctx context.Context, path string, opt source.Options) (Occupant, error) {
 	if Writable(path) {
 		return occupiedRemote(ctx, path, opt)
@@ -155,8 +155,8 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	return s.presign(ctx, uri, withoutCache(opt), expires)
 }
 
-// Put writes a small object, then removes the stale ones. After the last use of data it calls failed with the
-// error, if any, before it cleans up the store.
+// Put writes a small object, then removes the objects named by stale. Once data is no longer in use, it calls
+// failed with the error, if any, and then cleans up the store.
 func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string,
 	failed func(error)) (err error) {
 	d, err := Create(ctx, uri, opt, int64(len(data)))

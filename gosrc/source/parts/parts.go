@@ -91,7 +91,7 @@ func (t *partial) listBytes(n int64) (all [][]byte) {
 	return all
 }
 
-// New begins a draft with parts of size bytes. Up to parallel parts are sent in parallel.
+// New begins a draft with parts of size bytes. parallel is the number of parts that may be sent in parallel.
 func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
 	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{},
 		tokens: make(chan struct{}, parallel)}
@@ -183,7 +183,7 @@ func (d *Draft) newBuffer() []byte {
 	return make([]byte, d.part)
 }
 
-// lockDraft takes the lock, or returns the error because of which the draft cannot continue.
+// lockDraft takes the lock. It returns an error if the draft cannot continue.
 func (d *Draft) lockDraft() error {
 	d.mu.Lock()
 	err := d.failure()
@@ -193,7 +193,7 @@ func (d *Draft) lockDraft() error {
 	return err
 }
 
-// failure returns the error because of which the draft cannot continue, or nil. The lock is held.
+// failure returns an error if the draft cannot continue. The lock is held.
 func (d *Draft) failure() error {
 	switch {
 	case d.err != nil:
@@ -206,7 +206,7 @@ func (d *Draft) failure() error {
 	return nil
 }
 
-// sendPart sends part k once the number of parallel sends permits.
+// sendPart waits until another part may be sent, and sends part k in the background.
 func (d *Draft) sendPart(k int, t *partial, n int64) error {
 	d.mu.Lock()
 	delete(d.open, k)
@@ -262,7 +262,7 @@ func (d *Draft) Finish(size int64) error {
 	d.waitForParts(d.ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.free = nil // it may take long until a finished draft is published
+	d.free = nil // publishing may follow much later
 	return d.failure()
 }
 

@@ -112,7 +112,7 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 		"the file was replaced %d times while its values were being listed", looks)
 }
 
-// looks is how often the values are listed if the file is replaced meanwhile.
+// looks is how often the values are listed if the file keeps being replaced.
 const looks = 10
 
 // refuseCluster refuses a cluster unless the key contains a {tag}, which stores all values on one server.
@@ -274,7 +274,7 @@ func (b *body) Read(p []byte) (int, error) {
 					continue
 				}
 				m := min(n-offset, v.off+v.n-off, step)
-				// With room for the line end, two more bytes, the library needs only one read. The next range
+				// Two more bytes give the library space to read the line end in the same call. The next range
 				// overwrites them.
 				to := p[offset:min(offset+m+2, n)]
 				cmd := redis.NewZeroCopyStringCmd(ctx, to, "getrange", v.key, off-v.off, off-v.off+m-1)

@@ -149,11 +149,11 @@ func TestRefusals(t *testing.T) {
 		{"no server", "redis://127.0.0.1:1/m", withConnection(s), errs.ErrIO, "refused"},
 		{"a wrong password in the URI", "redis://:planted@" + s.Addr + "/m", source.Options{}, errs.ErrPermission, "WRONGPASS"},
 		{"a wrong user in the URI", "redis://planted:planted%40@" + s.Addr + "/m", source.Options{}, errs.ErrPermission, "WRONGPASS"},
-		{"no escape in a password", "redis://:planted%zz@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "%25"},
+		{"an invalid escape in a password", "redis://:planted%zz@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "%25"},
 		{"a slash in a password", "redis://:planted/x@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "expected"},
 		{"no key", "redis://" + s.Addr, withConnection(s), errs.ErrArgument, "expected"},
 		{"an unknown option", at + "m", withConnection(s, "pasword", "planted"), errs.ErrArgument, "pasword"},
-		{"TLS where there is none", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout,
+		{"TLS with a server without TLS", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout,
 			""},
 	} {
 		_, err := get(q.uri, q.opt)

@@ -40,7 +40,7 @@ type limiter struct {
 
 const (
 	// first is the initial number. With 2, 4, 8, 16 and 32 connections on a 10 Gbit/s link and two cores, 8 was
-	// the smallest number that filled the link, with and without compression, and 32 was the first that cost
+	// the smallest number that filled the link, with and without compression, and 32 the smallest that cost
 	// more. More cores can use more connections: for loads to a GPU over loopback on 16 cores, which end within
 	// the first window, 16 connections were 6 to 10 % faster than 8.
 	first  = 8

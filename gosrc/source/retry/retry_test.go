@@ -336,7 +336,7 @@ func TestLimiter(t *testing.T) {
 }
 
 // A broken range resumes before ranges that wait for a permit, because its reader may hold resources that they
-// need. A range without a response waits behind them.
+// need. A range without a response queues after them.
 func TestTurns(t *testing.T) {
 	s := &store{data: random(100)}
 	refuse := false

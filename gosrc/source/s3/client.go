@@ -26,7 +26,7 @@ import (
 )
 
 // A client accesses stores with one set of options. It holds connections, credentials, and the regions of
-// buckets as far as they are known. Equal options share one client.
+// buckets as far as they are known. Calls with equal options share one client.
 type client struct {
 	*settings
 	transport *route.Client

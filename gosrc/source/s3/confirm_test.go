@@ -121,7 +121,7 @@ func publish(t *testing.T, opt source.Options, name string, data []byte) error {
 }
 
 // An upload counts as complete only if the response contains its ETag, or if a later request finds the object.
-// The status alone is not enough.
+// The status is not enough.
 func TestCompletion(t *testing.T) {
 	t.Parallel()
 	data, other := random(minPart+1), make([]byte, minPart+1)
@@ -144,23 +144,23 @@ func TestCompletion(t *testing.T) {
 		f      *fakeStore
 		stored bool
 	}{
-		{"nothing in it, nothing stored", &fakeStore{complete: answers{empty}}, false},
-		{"nothing in it, another object of the size",
+		{"empty response, not stored", &fakeStore{complete: answers{empty}}, false},
+		{"empty response, another object of the same size",
 			&fakeStore{complete: answers{empty}, had: other, etag: strings.Repeat("0", 32) + "-2", date: time.Now()},
 			false},
-		{"nothing in it, stored", &fakeStore{complete: answers{lost}}, true},
-		{"nothing in it, then a result", &fakeStore{complete: answers{empty, result}}, true},
-		{"cut, stored", &fakeStore{complete: answers{torn}}, true},
-		{"a page of a proxy", &fakeStore{complete: answers{web}}, false},
-		{"an error in a 200", &fakeStore{complete: answers{inside}}, false},
-		{"an error in a 200, then a result", &fakeStore{complete: answers{inside, result}}, true},
-		{"lost, then unknown, not stored", &fakeStore{complete: answers{inside, unknown}}, false},
-		{"lost, then unknown, stored", &fakeStore{complete: answers{
+		{"empty response, stored", &fakeStore{complete: answers{lost}}, true},
+		{"empty response, then a result", &fakeStore{complete: answers{empty, result}}, true},
+		{"truncated response, stored", &fakeStore{complete: answers{torn}}, true},
+		{"HTML page of a proxy", &fakeStore{complete: answers{web}}, false},
+		{"error with status 200", &fakeStore{complete: answers{inside}}, false},
+		{"error with status 200, then a result", &fakeStore{complete: answers{inside, result}}, true},
+		{"error, then unknown upload, not stored", &fakeStore{complete: answers{inside, unknown}}, false},
+		{"error, then unknown upload, stored", &fakeStore{complete: answers{
 			func(w http.ResponseWriter, f *fakeStore) { f.store(); inside(w, f) }, unknown}}, true},
-		{"unknown at once", &fakeStore{complete: answers{unknown}, had: data, date: time.Now()}, false},
-		{"ETags of another kind, an older object", &fakeStore{oddETags: true, complete: answers{empty}, had: other,
+		{"unknown upload", &fakeStore{complete: answers{unknown}, had: data, date: time.Now()}, false},
+		{"unusual ETags, an older object", &fakeStore{oddETags: true, complete: answers{empty}, had: other,
 			date: time.Now().Add(-time.Hour)}, false},
-		{"ETags of another kind, stored", &fakeStore{oddETags: true, complete: answers{lost}}, true},
+		{"unusual ETags, stored", &fakeStore{oddETags: true, complete: answers{lost}}, true},
 		{"parts without ETags", &fakeStore{noETags: true, complete: answers{result}}, false},
 	} {
 		t.Run(c.what, func(t *testing.T) {
@@ -240,11 +240,11 @@ func TestOnce(t *testing.T) {
 		data []byte
 		want error
 	}{
-		{"none is there", &fakeStore{put: first(refusing(http.StatusServiceUnavailable, "SlowDown"))}, small, nil},
-		{"another is there", &fakeStore{had: []byte("hallo"), put: func(w http.ResponseWriter, _ *fakeStore, _ []byte) {
+		{"no existing object", &fakeStore{put: first(refusing(http.StatusServiceUnavailable, "SlowDown"))}, small, nil},
+		{"another object exists", &fakeStore{had: []byte("hallo"), put: func(w http.ResponseWriter, _ *fakeStore, _ []byte) {
 			failed(w)
 		}}, small, errs.ErrArgument},
-		{"the answer was lost", &fakeStore{put: func(w http.ResponseWriter, f *fakeStore, p []byte) {
+		{"response lost", &fakeStore{put: func(w http.ResponseWriter, f *fakeStore, p []byte) {
 			if f.had != nil {
 				failed(w)
 				return
@@ -252,21 +252,21 @@ func TestOnce(t *testing.T) {
 			f.had = p
 			refuse(w, http.StatusInternalServerError, "InternalError")
 		}}, small, nil},
-		{"unknown to the store", &fakeStore{put: first(refusing(http.StatusNotImplemented, "NotImplemented"))}, small,
+		{"condition not supported", &fakeStore{put: first(refusing(http.StatusNotImplemented, "NotImplemented"))}, small,
 			nil},
-		{"another writer ends", &fakeStore{put: first(refusing(http.StatusConflict, "ConditionalRequestConflict"))},
+		{"concurrent write", &fakeStore{put: first(refusing(http.StatusConflict, "ConditionalRequestConflict"))},
 			small, nil},
-		{"parts, none is there", &fakeStore{complete: answers{multipart}}, large, nil},
-		{"parts, another is there", &fakeStore{had: small, complete: answers{func(w http.ResponseWriter, _ *fakeStore) {
+		{"parts, no existing object", &fakeStore{complete: answers{multipart}}, large, nil},
+		{"parts, another object exists", &fakeStore{had: small, complete: answers{func(w http.ResponseWriter, _ *fakeStore) {
 			failed(w)
 		}}}, large, errs.ErrArgument},
-		{"parts, the answer was lost", &fakeStore{complete: answers{
+		{"parts, response lost", &fakeStore{complete: answers{
 			func(w http.ResponseWriter, f *fakeStore) {
 				f.store()
 				refuse(w, http.StatusInternalServerError, "InternalError")
 			},
 			func(w http.ResponseWriter, _ *fakeStore) { failed(w) }}}, large, nil},
-		{"parts, unknown to the store", &fakeStore{complete: answers{
+		{"parts, condition not supported", &fakeStore{complete: answers{
 			func(w http.ResponseWriter, _ *fakeStore) { refusing(http.StatusNotImplemented, "NotImplemented")(w) },
 			multipart}}, large, nil},
 	} {

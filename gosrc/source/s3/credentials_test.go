@@ -105,7 +105,7 @@ sso_role_name = r
 		what    string
 		storage env
 		env     env
-		key     string // or:
+		key     string // expected access key
 		class   error
 	}{
 		{"keys of the caller", env{"key": "GIVEN", "secret": "s", "token": "t"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "ENV", "AWS_SECRET_ACCESS_KEY": "s"}, "GIVEN", nil},

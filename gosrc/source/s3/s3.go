@@ -134,7 +134,7 @@ func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 		return nil, err
 	}
 	if lo != 0 {
-		return nil, errs.New(errs.ErrIO, "the store's response is not a range from the beginning")
+		return nil, errs.New(errs.ErrIO, "the store's response does not begin at the start of the object")
 	}
 	if n != min(size, source.HeadBytes) && n != size {
 		return nil, errs.New(errs.ErrIO, "the store returned %d bytes of %d, expected %d", n, size, source.HeadBytes)
@@ -147,7 +147,7 @@ func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	return head, nil
 }
 
-// checkEmpty checks that an object is empty. An empty object contains no range.
+// checkEmpty checks that an object is empty. No range of an empty object can be requested.
 func (o *fetcher) checkEmpty(ctx context.Context) error {
 	out, err := callOnce(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.HeadObjectOutput, error) {
 		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version,
@@ -178,8 +178,8 @@ func (o *fetcher) pinObject(etag *string, changed *time.Time, answer middleware.
 	}
 }
 
-// isSame reports whether a response has the state that was opened. Stores that ignore conditions make this
-// check necessary.
+// isSame reports whether a response is from the state that was opened. The check is necessary because some
+// stores ignore conditions.
 func (o *fetcher) isSame(out *s3.GetObjectOutput) bool {
 	if o.etag != nil {
 		return out.ETag != nil && *out.ETag == *o.etag

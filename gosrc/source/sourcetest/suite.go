@@ -118,7 +118,7 @@ func (s *suite) steps(t *testing.T) {
 	defer src.Close()
 	from := src.Facts().Ranges
 	if from == nil {
-		return // facts compares them with the expected ones
+		return // facts tests whether ranges are expected
 	}
 	ctx := context.Background()
 	r := rand.New(rand.NewPCG(3, 4))

@@ -216,7 +216,7 @@ func (f *File) readyBytes() int64 {
 	return min(f.have, f.ends-1)
 }
 
-// Close removes the file. The caller must have stopped filling it.
+// Close frees the file. The caller must have stopped filling it.
 func (f *File) Close() error {
 	var err error
 	f.changeState(func() {
