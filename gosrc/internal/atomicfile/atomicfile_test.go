@@ -274,7 +274,7 @@ func TestACL(t *testing.T) {
 func TestGroup(t *testing.T) {
 	// If the writer is root, the new file has the owner and group of the old one.
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	path := put(t, t.TempDir()+"/f", 0o640)
 	if err := errors.Join(os.Chown(path, 1234, 4321), Write(t.Context(), path, nil)); err != nil {

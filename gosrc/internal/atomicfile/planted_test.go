@@ -15,7 +15,7 @@ import (
 // file in a sticky, world-writable folder.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for _, c := range []struct {
 		mode       fs.FileMode
@@ -63,7 +63,7 @@ func TestPlanted(t *testing.T) {
 // A link of another user that repeatedly appears and disappears is never followed.
 func TestLinkThatComesAndGoes(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	shared, home := t.TempDir(), t.TempDir()
 	path, link := shared+"/file", shared+"/link"
@@ -107,7 +107,7 @@ func isClosed(stop <-chan struct{}) bool {
 // new file's name or under its template's.
 func TestOwnerOfStrangersFile(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for _, name := range []string{"new", "like"} {
 		shared := t.TempDir()

@@ -14,7 +14,7 @@ import (
 func callAsUser(t *testing.T, user int, fn func() error) error {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Skip("only root may call for another user")
+		t.Skip("only root can act as another user")
 	}
 	done := make(chan error)
 	go func() {

@@ -16,7 +16,7 @@ import (
 // of the path. Those of this user, root and the folder's owner are not.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for _, c := range []struct {
 		mode          fs.FileMode

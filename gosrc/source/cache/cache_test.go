@@ -101,7 +101,7 @@ func TestKeep(t *testing.T) {
 	wg.Wait()
 	get("http://u:p@h/x?sig=2", "e", data)
 	if read.Load() != int64(len(data)) {
-		t.Errorf("%d bytes were fetched of %d", read.Load(), len(data))
+		t.Errorf("fetched %d of %d bytes", read.Load(), len(data))
 	}
 	kept := names(t, dir)
 	if len(kept) != 1 {

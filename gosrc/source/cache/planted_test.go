@@ -18,7 +18,7 @@ import (
 // file with a link, no file is created at its target.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	const uri = "http://h/x"
 	data, other := random(1000, 1), random(1000, 2)

@@ -113,7 +113,7 @@ func (r *revision) takeCommit(resp *http.Response) error {
 		r.commit = c
 	}
 	if r.commit != c {
-		return errs.New(errs.ErrCorrupt, "the hub returned commit %s, but this load began with commit %s", c, r.commit)
+		return errs.New(errs.ErrCorrupt, "the Hub returned commit %s, but this load began with commit %s", c, r.commit)
 	}
 	return nil
 }

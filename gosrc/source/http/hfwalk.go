@@ -34,7 +34,7 @@ func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at stri
 	if offlineSetting(opt.Env) == "" && err == nil {
 		commit, files, err = listFiles(ctx, ref, some, opt)
 		if rev := strings.ToLower(ref.Rev); err == nil && IsCommit(rev) && commit != "" && commit != rev {
-			err = errs.New(errs.ErrCorrupt, "the hub lists commit %s, but %s was requested", commit, rev)
+			err = errs.New(errs.ErrCorrupt, "the Hub lists commit %s, but %s was requested", commit, rev)
 		}
 	}
 	if err != nil && ctx.Err() == nil {
@@ -90,7 +90,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 	}
 	defer s.Close()
 	if s.Size() > maxListing {
-		return "", nil, errs.New(errs.ErrFormat, "the hub's file list has %d bytes: expected at most %d", s.Size(),
+		return "", nil, errs.New(errs.ErrFormat, "the Hub's file list has %d bytes: expected at most %d", s.Size(),
 			maxListing)
 	}
 	text := make([]byte, s.Size())
@@ -105,7 +105,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 		} `json:"siblings"`
 	}
 	if err := json.Unmarshal(text, &answer); err != nil || answer.SHA != "" && !IsCommit(answer.SHA) {
-		return "", nil, errs.New(errs.ErrIO, "the hub's response is not a list of files")
+		return "", nil, errs.New(errs.ErrIO, "the Hub's response is not a list of files")
 	}
 	for _, f := range answer.Siblings {
 		e := source.Entry{Name: f.Name, Size: -1}

@@ -218,7 +218,7 @@ func TestHubNoExist(t *testing.T) {
 // commit, snapshot or blob.
 func TestHubPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for planted, name := range map[string]string{
 		"": "", "the repository": "models--org--name", "the snapshots": "models--org--name/snapshots",

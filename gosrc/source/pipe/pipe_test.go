@@ -200,7 +200,7 @@ func TestLog(t *testing.T) {
 // The log is never another user's file, even if such a file repeatedly appears and disappears.
 func TestLogThatComesAndGoes(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	shared := t.TempDir()
 	path, planted := shared+"/log", shared+"/planted"

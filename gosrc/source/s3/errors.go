@@ -61,7 +61,7 @@ func (r *refusal) Unwrap() error { return r.class }
 // says explains error codes.
 var says = map[string]string{
 	"InvalidAccessKeyId":    "the store does not know this access key",
-	"SignatureDoesNotMatch": "the secret key does not match the access key, or the request was changed on its way",
+	"SignatureDoesNotMatch": "the secret key does not match the access key, or the request was changed in transit",
 	"ExpiredToken":          "the session token has expired",
 	"TokenRefreshRequired":  "the session token has expired",
 	"InvalidToken":          "the session token is not valid",
