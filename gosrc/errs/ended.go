@@ -8,7 +8,7 @@ import (
 	"fmt"
 )
 
-// Ended gives the bare errors of ended contexts a class.
+// Ended adds a class to the plain error of an ended context.
 func Ended(ctx context.Context, err error) error {
 	if err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) &&
 		!errors.Is(err, ErrCancelled) && !errors.Is(err, ErrTimeout) {
@@ -17,7 +17,7 @@ func Ended(ctx context.Context, err error) error {
 	return err
 }
 
-// Cause returns the reason why ctx ended, with a class.
+// Cause is context.Cause with a class added.
 func Cause(ctx context.Context) error {
 	err := context.Cause(ctx)
 	switch {

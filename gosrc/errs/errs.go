@@ -1,6 +1,5 @@
-// Package errs defines the error classes of overwire. Each class is one sentinel and
-// one Python exception. An At adds where an error happened. Redact removes secrets from
-// texts that people see.
+// Package errs defines the error classes of overwire. Each class is one sentinel error and one Python
+// exception. An At adds the location of an error. Redact removes secrets from texts that users see.
 package errs
 
 import (
@@ -14,37 +13,36 @@ import (
 	"syscall"
 )
 
-// The classes. Every error that leaves a package wraps exactly one of them, so
-// that errors.Is finds its class through any wrapping.
+// The error classes. Every error that a package returns wraps exactly one of them, so errors.Is finds the class
+// through any wrapping.
 var (
-	ErrFormat       = errors.New("bad format")        // bytes that never were a valid file of this format
-	ErrCorrupt      = errors.New("corrupt data")      // a valid file whose bytes have changed
-	ErrNotFound     = errors.New("not found")         // no such file, object or tensor file
-	ErrPermission   = errors.New("permission denied") //
-	ErrIO           = errors.New("i/o error")         // the medium failed: EIO, ENOSPC, a short read
-	ErrTimeout      = errors.New("timed out")         //
-	ErrMemory       = errors.New("out of memory")     // host or device
-	ErrArgument     = errors.New("bad argument")      // the caller's mistake
-	ErrKey          = errors.New("no such tensor")    //
-	ErrNotSupported = errors.New("not supported")     // valid, but not something this build can do
-	ErrDevice       = errors.New("device error")      //
-	ErrCrypto       = errors.New("cryptography")      // a missing or wrong key, or changed encrypted bytes
-	ErrBase         = errors.New("another base")      // a delta that was made from other tensors
-	ErrCancelled    = errors.New("cancelled")         // by the caller or by another error
-	ErrForked       = errors.New("engine forked")     // used in a child of the process that started it
-	ErrEngine       = errors.New("engine failure")    // a bug of ours: a recovered panic
+	ErrFormat       = errors.New("bad format")   // bytes that never were a valid file of this format
+	ErrCorrupt      = errors.New("corrupt data") // a valid file whose bytes have changed
+	ErrNotFound     = errors.New("not found")    // no such file, object or tensor file
+	ErrPermission   = errors.New("permission denied")
+	ErrIO           = errors.New("i/o error") // the medium failed: EIO, ENOSPC, a short read
+	ErrTimeout      = errors.New("timed out")
+	ErrMemory       = errors.New("out of memory") // host or device
+	ErrArgument     = errors.New("bad argument")  // the caller's mistake
+	ErrKey          = errors.New("no such tensor")
+	ErrNotSupported = errors.New("not supported") // valid, but this build does not support it
+	ErrDevice       = errors.New("device error")
+	ErrCrypto       = errors.New("cryptography")   // a missing or wrong key, or changed encrypted bytes
+	ErrBase         = errors.New("another base")   // a delta that was made from other tensors
+	ErrCancelled    = errors.New("cancelled")      // by the caller or because of another error
+	ErrForked       = errors.New("engine forked")  // used in a forked child of the process that started it
+	ErrEngine       = errors.New("engine failure") // a bug in overwire: a recovered panic
 )
 
-// A ClassOf is an error class and its Python exception: its name, the built-in
-// exception that a caller without knowledge of overwire would catch, and its
-// documentation. Own means that it has fields of its own.
+// A ClassOf is an error class with its Python exception: the exception's name, the built-in exception from
+// which it derives, and its documentation. Own means that the exception has additional fields.
 type ClassOf struct {
 	Err               error
 	Python, Base, Doc string
 	Own               bool
 }
 
-// classes are in the order in which Class tries them.
+// classes are in the order in which Class tests them.
 var classes = []ClassOf{
 	{ErrCancelled, "CancelledError", "RuntimeError",
 		"The work was cancelled: by the caller, or because the process ends.", false},
@@ -73,8 +71,8 @@ var classes = []ClassOf{
 // Classes lists the classes.
 func Classes() []ClassOf { return slices.Clone(classes) }
 
-// Class returns the name of the Python exception for err. An error without a class is
-// an EngineError, because each of ours should have one.
+// Class returns the name of the Python exception for err. An error without a class is an EngineError, because
+// every error of overwire should have a class.
 func Class(err error) string {
 	for _, c := range classes {
 		if errors.Is(err, c.Err) {
@@ -84,10 +82,10 @@ func Class(err error) string {
 	return "EngineError"
 }
 
-// An At says where something went wrong. Its text omits zero fields. Chunk and Offset
-// are -1 if unknown.
+// An At describes where an error occurred. Its text omits unknown fields: empty strings, and -1 for Chunk and
+// Offset.
 type At struct {
-	Verb   string // an operation of ARCHITECTURE.md, or the caller's: "decode", "save"
+	Verb   string // an operation named in ARCHITECTURE.md or by the caller: "decode", "save"
 	Source string
 	Tensor string
 	Chunk  int64
@@ -95,9 +93,8 @@ type At struct {
 	Err    error // wraps one class
 }
 
-// Error returns text like: decode model.safetensors tensor "x" chunk 17 @4096: checksum
-// mismatch. The path of a system error appears only if it differs from Source, and a
-// refusal appears only once.
+// Error returns text like: decode model.safetensors tensor "x" chunk 17 @4096: checksum mismatch. It contains
+// the path of a system error only if it differs from Source.
 func (a *At) Error() string { return a.placeText() + ": " + a.reasonText() }
 
 func (a *At) placeText() string {
@@ -130,29 +127,28 @@ func (a *At) reasonText() string {
 // Unwrap returns the cause.
 func (a *At) Unwrap() error { return a.Err }
 
-// RuleChecksum is the rule that stored bytes, an index or a header break if their checksum
-// differs.
+// RuleChecksum is the rule of an error for bytes, an index or a header whose checksum does not match.
 const RuleChecksum = "Checksum"
 
-// NewMismatch names the stored and the computed checksum.
+// NewMismatch returns the error for a stored checksum that differs from the computed one.
 func NewMismatch(stored, computed uint32) error {
 	return WithRule(RuleChecksum, New(ErrCorrupt, "checksum mismatch: %08x stored, %08x computed", stored, computed))
 }
 
-// A rule names the cause of an error more exactly than its class, for callers that react to
-// it: a format rule that the bytes break, or what is missing.
+// A rule names the cause of an error more precisely than its class, for callers that handle it: a violated
+// format rule, or what is missing.
 type rule struct {
 	error
 	name string
 }
 
-// Unwrap returns the error.
+// Unwrap returns the wrapped error.
 func (r *rule) Unwrap() error { return r.error }
 
-// WithRule adds the name of a rule to an error. The text stays the same.
+// WithRule adds the name of a rule to an error. The text remains the same.
 func WithRule(name string, err error) error { return &rule{err, name} }
 
-// OfRule is New with a rule. Its name is a field of the error and not part of the text.
+// OfRule is New with a rule. The rule's name is not part of the text.
 func OfRule(name string, class error, format string, args ...any) error {
 	return WithRule(name, New(class, format, args...))
 }
@@ -171,11 +167,11 @@ func New(class error, format string, args ...any) error {
 	return fmt.Errorf("%w: %s", class, fmt.Sprintf(format, args...))
 }
 
-// In is Locate for an error that concerns a whole file.
+// In is Locate for errors about a whole file.
 func In(verb, source string, err error) error { return Locate(verb, source, "", -1, err) }
 
-// Place adds the file, the tensor ("" for none) and the offset (-1 for none) to err,
-// unless err or an error that it wraps has a place. It returns nil for nil.
+// Place adds the file, the tensor ("" for none) and the offset (-1 for none) to err, unless err or an error
+// that it wraps is already an At. It returns nil for nil.
 func Place(verb, source, tensor string, off int64, err error) error {
 	var at *At
 	if err == nil || errors.As(err, &at) {
@@ -184,8 +180,8 @@ func Place(verb, source, tensor string, off int64, err error) error {
 	return &At{Verb: verb, Source: source, Tensor: tensor, Chunk: -1, Offset: off, Err: err}
 }
 
-// Locate adds the file, the tensor ("" for none) and the chunk (-1 for none) to err if
-// err lacks them. It returns nil for nil.
+// Locate adds the file, the tensor ("" for none) and the chunk (-1 for none) to err where they are unknown. It
+// returns nil for nil.
 func Locate(verb, source, tensor string, chunk int64, err error) error {
 	if err == nil {
 		return nil
@@ -216,8 +212,7 @@ func Classed(err error) bool {
 	return false
 }
 
-// system maps system errors to classes, in the order in which they are tried. All
-// others are ErrIO.
+// system maps system errors to classes, in the order in which they are tested. All others are ErrIO.
 var system = []struct{ from, class error }{
 	{context.Canceled, ErrCancelled},
 	{context.DeadlineExceeded, ErrTimeout},
@@ -240,9 +235,8 @@ var system = []struct{ from, class error }{
 	{os.ErrPermission, ErrPermission},
 }
 
-// FromOS gives a system error its class and keeps it: errors.Is finds both. EIO,
-// ENOSPC, EMFILE and all other errors of the medium are ErrIO. Errors with a class, and
-// nil, are returned unchanged.
+// FromOS adds a class to a system error: errors.Is finds both. EIO, ENOSPC, EMFILE and all other errors of the
+// medium are ErrIO. Errors with a class, and nil, are returned unchanged.
 func FromOS(err error) error {
 	if err == nil || Classed(err) {
 		return err
@@ -255,8 +249,8 @@ func FromOS(err error) error {
 	return fmt.Errorf("%w: %w", ErrIO, err)
 }
 
-// FromFile is FromOS for a call on an open file without arguments chosen by a caller. There EINVAL, which file
-// systems return for operations they lack, is ErrIO.
+// FromFile is FromOS for a call on an open file whose arguments the caller did not choose. EINVAL is then
+// ErrIO, because file systems return it for operations that they do not support.
 func FromFile(err error) error {
 	if errors.Is(err, syscall.EINVAL) && !Classed(err) {
 		return fmt.Errorf("%w: %w", ErrIO, err)

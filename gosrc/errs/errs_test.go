@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-// Class gives one Python name for every sentinel, through any wrapping.
+// Class returns a different Python name for every sentinel, through any wrapping.
 func TestClass(t *testing.T) {
 	seen := map[string]bool{}
 	for _, c := range classes {
@@ -21,16 +21,16 @@ func TestClass(t *testing.T) {
 			t.Errorf("Class(%v) = %q, want %q", c.Err, got, c.Python)
 		}
 		if seen[c.Python] {
-			t.Errorf("two classes are %q", c.Python)
+			t.Errorf("two classes have the exception %q", c.Python)
 		}
 		seen[c.Python] = true
 	}
 	if got := Class(errors.New("stray")); got != "EngineError" {
-		t.Errorf("an error without a class is %q", got)
+		t.Errorf("the class of an error without one is %q", got)
 	}
 }
 
-// At writes the standard sentence, without the secrets of the source.
+// The text of an At is complete and contains no secrets of the source.
 func TestAtText(t *testing.T) {
 	err := &At{"decode", "https://u:p4ss@host/m.safetensors?sig=s3cret", "x", 17, 4096, New(ErrCorrupt, "checksum mismatch")}
 	want := `decode https://***@host/m.safetensors?*** tensor "x" chunk 17 @4096: corrupt data: checksum mismatch`
@@ -56,7 +56,7 @@ func TestAtText(t *testing.T) {
 	}
 }
 
-// FromOS gives every system error a class and keeps the error.
+// FromOS adds a class to every system error and preserves the error.
 func TestFromOS(t *testing.T) {
 	for _, c := range []struct {
 		err   error
@@ -85,12 +85,11 @@ func TestFromOS(t *testing.T) {
 		t.Error("FromOS(nil) is an error")
 	}
 	if err := FromFile(syscall.EINVAL); !errors.Is(err, ErrIO) || !errors.Is(FromFile(syscall.EACCES), ErrPermission) {
-		t.Errorf("EINVAL of an open file is %v", err)
+		t.Errorf("FromFile(EINVAL) = %v", err)
 	}
 }
 
-// Text is one line of JSON, joined from every At on the way. It leaves out unknown fields, the broken rule, and where
-// memory is short, and has no secret.
+// Text is one line of JSON that merges all nested Ats. It omits unknown fields and contains no secrets.
 func TestText(t *testing.T) {
 	inner := &At{"decode", "", "", 3, 99, New(ErrCorrupt, "bad \"bytes\"\n\xff in s3://AKIAABCDEFGHIJKLMNOP:k/y@b/k")}
 	err := &At{"load", "redis://:hunter2@host/0?password=hunter2", "läyer", -1, -1, fmt.Errorf("wrapped: %w", inner)}
@@ -130,7 +129,7 @@ func TestText(t *testing.T) {
 	}
 }
 
-// Redact removes every planted secret and leaves harmless texts.
+// Redact removes every planted secret and does not change harmless texts.
 func TestRedact(t *testing.T) {
 	const canary = "cAnArY1234567890abcdef"
 	for _, text := range []string{
@@ -173,7 +172,7 @@ func TestRedact(t *testing.T) {
 		"signature: x", "password: expected str, got a number",
 	} {
 		if got := Redact(text); got != text {
-			t.Errorf("Redact(%q) = %q: hid what is no secret", text, got)
+			t.Errorf("Redact(%q) = %q: removed text that is not secret", text, got)
 		}
 	}
 	for _, text := range []string{"https://u:p@h/x?q", "Bearer abc", "a=b@c"} {

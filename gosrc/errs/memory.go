@@ -4,13 +4,13 @@ package errs
 
 import "fmt"
 
-// A Memory is an ErrMemory with sizes in bytes, each -1 if unknown: of the allocation,
-// of the free memory, and of all memory.
+// A Memory is an ErrMemory with the sizes of the allocation, of the free memory and of the total memory, in
+// bytes; -1 means unknown.
 type Memory struct {
 	Where              string // "cuda:0", "host"
 	Asked, Free, Total int64
-	For                string // the purpose: "3 tensors"
-	Err                string // the text from the system or the driver
+	For                string // purpose, such as "3 tensors"
+	Err                string // text from the system or the driver
 }
 
 // Error returns text like: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 of 9000 are free

@@ -1,6 +1,6 @@
 package errs
 
-// Removes credentials from texts.
+// This file removes credentials from texts.
 
 import (
 	"errors"
@@ -13,12 +13,12 @@ import (
 
 const hidden = "***"
 
-// A secret is one form in which a credential appears in a text.
+// A secret describes one form in which a credential appears in a text.
 type secret struct {
 	re   *regexp.Regexp
 	with string
-	// re matches no ASCII text whose lower case contains none of these words. With isAssigned it also needs a
-	// colon or an equals sign after the word. So most texts are not searched with a regular expression.
+	// re matches no ASCII text unless its lower case contains one of these words, followed by a colon or an
+	// equals sign if isAssigned. This avoids running the regular expression on most texts.
 	words      []string
 	isAssigned bool
 }
@@ -28,20 +28,20 @@ const named = `[\w-]*(?i:x-amz-signature|x-amz-credential|x-amz-security-token|x
 	`secret_?(?:access_?)?key|access_?key(?:_?id)?|session_?token|access_?token|auth_?token|hf_?token|` +
 	`api_?key|password|passwd|sas_?token)`
 
-// patterns returns the pattern for URIs in a text, and the other secrets. They are
-// compiled at first use, so that importing the package costs nothing.
+// patterns returns the pattern for URIs in a text, and the other secrets. They are compiled at first use, so
+// that importing the package costs nothing.
 var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 	words := []string{"signature", "credential", "token", "key", "passw"}
 	mk := func(re, with string, isAssigned bool, words ...string) secret {
 		return secret{regexp.MustCompile(re), with, words, isAssigned}
 	}
-	// Text after a colon that is not a port is a password, even with spaces.
+	// Text after a colon that is not a port is a password, even if it contains spaces.
 	return regexp.MustCompile(`[a-zA-Z][a-zA-Z0-9+.-]*://(?:[^/\s"'@:]*:[^/\s"'@:\[0-9][^\r\n"'@]*@)?[^\s"']*`),
 		[]secret{
 			mk(`(?i)\b(proxy-authorization|authorization|cookie)("?\s*[:=]\s*"?)[^\r\n"]+`, "${1}${2}"+hidden,
 				true, "authorization", "cookie"),
 			mk(`(?i)\b(bearer)\s+[^\s"',]+`, "${1} "+hidden, false, "bearer"),
-			// After "key: " a small word is an ordinary word, not a secret.
+			// After "key: ", a word in lower case is an ordinary word and not a secret.
 			mk(`\b(`+named+`)("\s*:\s*"?|\s*=\s*"?|\s*:\s*")[^\s"'&,;]+`, "${1}${2}"+hidden, true, words...),
 			mk(`\b(`+named+`)(\s*:\s*)[a-z-]*[^a-z\s"'&,;-][^\s"'&,;]*`, "${1}${2}"+hidden, true, words...),
 			// Keys with a known form: AWS ids, Hugging Face, GitHub, GitLab, Slack, Google, OpenAI, JSON web
@@ -54,20 +54,18 @@ var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 		}
 })
 
-// Redact replaces the credentials in a text: user, password and query of URIs, bearer
-// tokens and authorization headers, and keys with a telling name or the form of a known
-// service. It cannot always tell where a URI with spaces ends, so call RedactURI for a
-// URI before it becomes part of a text.
+// Redact replaces the credentials in a text: user, password and query of URIs, bearer tokens and authorization
+// headers, and keys with a revealing name or the form of a known service. It cannot always determine where a
+// URI with spaces ends, so apply RedactURI to a URI before it becomes part of a text.
 func Redact(text string) string {
 	uri, others := patterns()
-	if strings.Contains(text, "://") && strings.ContainsAny(text, "@?#") { // bareURI changes no other scheme
+	if strings.Contains(text, "://") && strings.ContainsAny(text, "@?#") { // bareURI does not change other URIs
 		text = uri.ReplaceAllStringFunc(text, func(s string) string {
-			end := len(strings.TrimRight(s, ":,;.)")) // of the sentence
+			end := len(strings.TrimRight(s, ":,;.)")) // punctuation of the sentence
 			return bareURI(s[:end]) + s[end:]
 		})
 	}
-	// The text is converted to lower case once, before secrets are replaced, because replacing
-	// adds neither words nor signs.
+	// The text is converted to lower case only once, because replacing secrets adds neither words nor signs.
 	lower, isASCII := strings.ToLower(text), !strings.ContainsFunc(text, isBeyondASCII)
 	prefix := lower[:max(0, strings.LastIndexAny(lower, ":="))]
 	for i := range others {
@@ -75,8 +73,7 @@ func Redact(text string) string {
 		if s.isAssigned {
 			before = prefix
 		}
-		// (?i) also matches letters outside ASCII, such as the Kelvin sign for k, which the words do
-		// not contain.
+		// (?i) also matches letters outside ASCII, such as the Kelvin sign for k, which are not in the words.
 		if !isASCII || slices.ContainsFunc(s.words, func(word string) bool { return strings.Contains(before, word) }) {
 			text = s.re.ReplaceAllString(text, s.with)
 		}
@@ -86,15 +83,15 @@ func Redact(text string) string {
 
 func isBeyondASCII(r rune) bool { return r >= utf8.RuneSelf }
 
-// pathNames are the names that people use for paths of this process, such as /proc/self/fd/7.
+// pathNames maps paths of this process, such as /proc/self/fd/7, to the paths that users wrote.
 var pathNames sync.Map
 
-// CallPath makes RedactURI return name for path. The file of that path, in memory, replaces the one
-// that the user named.
+// CallPath makes RedactURI return name for path. path is a file in memory that replaces the file with the
+// user's name.
 func CallPath(path, name string) { pathNames.Store(path, name) }
 
-// RedactURI is Redact for the URI or path of a file, as the user wrote it. Local paths stay
-// unchanged, except those named by CallPath.
+// RedactURI is Redact for the URI or path of a file as the user wrote it. It does not change local paths,
+// except those passed to CallPath.
 func RedactURI(uri string) string {
 	if name, ok := pathNames.Load(uri); ok {
 		return name.(string)
@@ -106,8 +103,8 @@ func RedactURI(uri string) string {
 	return Redact(bareURI(uri))
 }
 
-// HideUser is RedactURI for URIs with a user or a password; everything else stays unchanged. In hf:// URIs the
-// @ precedes a revision.
+// HideUser is RedactURI for URIs with a user or a password; it does not change others. In hf:// URIs, the @
+// precedes a revision.
 func HideUser(uri string) string {
 	scheme, rest, _ := strings.Cut(uri, "://")
 	authority, _, _ := strings.Cut(rest, "/")
@@ -117,11 +114,10 @@ func HideUser(uri string) string {
 	return RedactURI(uri)
 }
 
-// bareURI returns a URI without user, password, query and fragment. Signed queries are
-// secrets, and the names of parameters do not show which. A password may contain any
-// character, even those that a URL would have to escape, so everything between a colon in
-// the host part and the last @ may be one. Hiding part of a name is better than showing a
-// password.
+// bareURI returns a URI without user, password, query and fragment. Signed queries are secrets, and the names
+// of parameters do not show which. A password may contain any character, even those that a URL would have to
+// escape, so any text between a colon in the host part and the last @ may belong to it. Hiding part of a name
+// is better than showing a password.
 func bareURI(uri string) string {
 	scheme, rest, _ := strings.Cut(uri, "://")
 	scheme += "://"
@@ -139,7 +135,7 @@ func bareURI(uri string) string {
 	}
 	if at >= 0 {
 		if strings.ContainsAny(rest[:at], "?#") {
-			return scheme + hidden // of a password or a query, to which the rest may belong
+			return scheme + hidden // the rest may belong to a password or a query
 		}
 		scheme, rest = scheme+hidden+"@", rest[at+1:]
 	}
@@ -149,19 +145,18 @@ func bareURI(uri string) string {
 	return scheme + rest
 }
 
-// Message returns the text of an error for people, without credentials in the URIs of its
-// places or elsewhere. Local paths stay unchanged. Control characters are made visible
-// (see Visible).
+// Message returns the text of an error for users, without credentials in URIs or elsewhere. It does not change
+// local paths. Control characters are escaped (see Visible).
 func Message(err error) string { return Visible(redactError(err.Error(), err)) }
 
-// redactError is Message for a text that is that of err, or contains it.
+// redactError redacts a text that is or contains the text of err.
 func redactError(text string, err error) string {
 	var at *At
 	if !errors.As(err, &at) {
 		return Redact(text)
 	}
 	before, after, whole := strings.Cut(text, at.Error())
-	if !whole { // an error that does not repeat what it wraps
+	if !whole { // an error that does not contain the text of the error it wraps
 		return Redact(text)
 	}
 	reason := at.reasonText()

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// RedactURI hides the whole user part and query of a URI, whatever they contain, and nothing else.
+// RedactURI removes the whole user part and query of a URI, whatever they contain, and nothing else.
 func TestRedactURI(t *testing.T) {
 	for uri, want := range map[string]string{
 		"http://host:9/m?user=a@b&token=S":            "http://***",
@@ -44,7 +44,7 @@ func TestRedactURI(t *testing.T) {
 			t.Errorf("%q: %q, want %q", uri, got, want)
 		}
 		if again := RedactURI(got); again != got {
-			t.Errorf("%q: %q, and then %q", uri, got, again)
+			t.Errorf("%q: first %q, then %q", uri, got, again)
 		}
 	}
 }
@@ -69,8 +69,8 @@ func TestRedactWords(t *testing.T) {
 	}
 }
 
-// A message shows no credentials of the URIs that an error names, at any depth, also if its reason repeats one. Paths
-// of local files stay as they are.
+// A message contains no credentials of URIs in the error at any depth, even if the reason repeats a URI. Local
+// paths do not change.
 func TestMessage(t *testing.T) {
 	const uri = "redis://:my secret/word@host/k"
 	inner := &At{Verb: "read", Source: uri, Chunk: -1, Offset: 7, Err: New(ErrIO, "no answer of %s for password=hunter", uri)}
@@ -97,7 +97,7 @@ func TestMessage(t *testing.T) {
 	}
 }
 
-// RedactURI leaves no password in a URI, in whatever part it is.
+// RedactURI leaves no password in a URI, in whatever part of it.
 func FuzzRedactURI(f *testing.F) {
 	for _, word := range []string{"p@ss", "pa/ss", "pa ss", "pa%2Fss", "pa?ss", "pa#ss", `pa"ss'`, "12/34", "://x", "a@b&token=c", "pass\n", "[::1]", "?@", "y?"} {
 		f.Add(word)
@@ -112,18 +112,18 @@ func FuzzRedactURI(f *testing.F) {
 		} {
 			uri := parts[0] + word + parts[1]
 			got := RedactURI(uri)
-			// It may leave what the words around the password contain.
+			// The result may contain text that also occurs around the password.
 			if frame := "://***@host:6379/key ://***@bucket/key host/key?***"; strings.Contains(got, word) && !strings.Contains(parts[0]+parts[1]+frame, word) {
 				t.Errorf("%q: %q", uri, got)
 			}
 			if again := RedactURI(got); again != got {
-				t.Errorf("%q: %q, and then %q", uri, got, again)
+				t.Errorf("%q: first %q, then %q", uri, got, again)
 			}
 		}
 	})
 }
 
-// redactPlainly is the twin of Redact that tries every expression.
+// redactPlainly is the twin of Redact that runs every regular expression.
 func redactPlainly(text string) string {
 	uri, others := patterns()
 	text = uri.ReplaceAllStringFunc(text, func(s string) string {
@@ -136,7 +136,7 @@ func redactPlainly(text string) string {
 	return text
 }
 
-// An expression that is skipped would not have hidden anything.
+// Redact skips a regular expression only if it does not match.
 func FuzzRedact(f *testing.F) {
 	for _, text := range []string{
 		"open http://u:p@h/m?x=y#z, see", "Cookie: a", "PROXY-authorization = b", "bearer abc", "Bearer\n tok", "x-amz-credential=S3",

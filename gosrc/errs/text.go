@@ -1,6 +1,6 @@
 package errs
 
-// Describes errors for other languages.
+// This file describes errors for other languages.
 
 import (
 	"errors"
@@ -9,9 +9,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/rawjson"
 )
 
-// A Description is an error in the form that crosses to another language: its class, the redacted message,
-// where it happened, the broken rule, and the system's error number. For a lack of memory it also has the
-// device, and Asked, Free and Total in bytes. Unknown fields are omitted.
+// A Description is an error in the form that is passed to other languages: its class, redacted message,
+// location, rule, and system error number. If memory is short, it also has the device and the sizes Asked, Free
+// and Total in bytes. Unknown fields are omitted.
 type Description struct {
 	Class   string `json:"class"`
 	Message string `json:"message"`
@@ -49,7 +49,7 @@ func knownOrNil(n int64) *int64 {
 	return &n
 }
 
-// Prefix begins every text of Text.
+// Prefix begins the result of Text.
 const Prefix = "overwire-fault:"
 
 // Text returns Describe as one line: Prefix and JSON.
@@ -61,8 +61,7 @@ func Text(err error) string {
 	return Prefix + string(b)
 }
 
-// mergePlaces merges every At around the cause: outer fields win, inner ones fill what
-// is missing.
+// mergePlaces merges all nested Ats: outer fields take precedence, and inner fields fill the gaps.
 func mergePlaces(err error) At {
 	out := At{Chunk: -1, Offset: -1}
 	for {

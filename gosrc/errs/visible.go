@@ -1,6 +1,6 @@
 package errs
 
-// Makes characters visible that a terminal would obey instead of showing.
+// This file escapes characters that a terminal would interpret.
 
 import (
 	"fmt"
@@ -8,12 +8,12 @@ import (
 	"unicode/utf8"
 )
 
-// Visible escapes characters that control a terminal (C0, DEL, C1) or change the reading
-// order (bidirectional controls) as \u and their number, and stray C1 bytes as \x and their
-// number. Line ends and tabs stay. Strings in JSON keep their meaning.
+// Visible escapes characters that control a terminal (C0, DEL, C1) or change the text direction (bidirectional
+// controls) as \u and their number, and stray C1 bytes as \x and their number. It does not change line ends and
+// tabs. Strings in JSON keep their meaning.
 func Visible(text string) string { return visibleText(text, false) }
 
-// OneLine is Visible for a name, and also escapes line ends and tabs.
+// OneLine is Visible for a name. It also escapes line ends and tabs.
 func OneLine(text string) string { return visibleText(text, true) }
 
 func visibleText(text string, line bool) string {

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// Control characters are shown visibly, and everything else stays.
+// Control characters are escaped, and other characters do not change.
 func TestVisible(t *testing.T) {
 	for text, want := range map[string]string{
 		"": "", "a b~é日\u00a0": "a b~é日\u00a0", "a\nb\tc": "a\nb\tc", "\x00\x1b\x7f": `\u0000\u001b\u007f`,

@@ -1,6 +1,6 @@
-// Package fetch writes the bytes of URIs, one after the other, to one writer. It reads
-// parts ahead: two at first, and one more for each part written, up to a fixed window.
-// So a caller that stops early has not fetched the rest.
+// Package fetch writes the bytes of URIs, one after the other, to one writer. It reads parts ahead: two at
+// first, and one more for each part written, up to a fixed window. If the caller stops early, most of the rest
+// has not been downloaded.
 package fetch
 
 import (
@@ -20,39 +20,38 @@ import (
 
 const (
 	part   = 4 << 20
-	window = 16 // most parts in memory
-	begin  = 2  // parts read ahead before any was written
+	window = 16 // maximum number of parts in memory
+	begin  = 2  // parts read ahead before the first one is written
 )
 
-// A Spec says what to fetch.
+// A Spec describes what to fetch.
 type Spec struct {
 	URIs    []string       `json:"uris"`
 	Storage source.Options `json:"storage"`
-	// Sizes are the sizes of the objects in bytes; nil if unknown. If an object has
-	// another size, Fetch fails before its first byte. With sizes, an external
-	// downloader is started only once for all objects.
+	// Sizes are the sizes of the objects in bytes; nil if unknown. If an object has another size, Fetch fails
+	// before writing its first byte. With sizes, an external downloader is started only once for all objects.
 	Sizes []int64 `json:"sizes"`
-	// Own disables the external downloader, which may be this very program.
+	// Own disables the external downloader, which may be this program.
 	Own bool `json:"own"`
 	// Most limits the total bytes of all objects; 0 means no limit.
 	Most int64 `json:"most"`
-	// From and To (exclusive) select bytes of the one URI; To 0 means up to its end. An
-	// object that ends earlier is not an error.
+	// From and To (exclusive) select bytes of a single URI; To 0 means its end. It is not an error if the
+	// object ends earlier.
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
-	// Pin identifies the one object as an earlier fetch found it. If the object has
-	// changed, Fetch returns errs.ErrCorrupt before the first byte.
+	// Pin is the state of a single object in an earlier fetch. If the object has changed, Fetch returns
+	// errs.ErrCorrupt before writing a byte.
 	Pin *Pin `json:"pin"`
 
-	counted bool          // the job already counts the bytes
-	first   source.Source // the first URI, already opened; Fetch closes it
+	counted bool          // the caller has already added the size to the job
+	first   source.Source // the opened first URI; Fetch closes it
 }
 
-// A Pin identifies a state of an object by what its store reports.
+// A Pin identifies a state of an object as its store reports it.
 type Pin struct {
 	Size int64 `json:"size"`
-	// Identity is an ETag, a date, or a file's inode and time; nil if the store reports
-	// none. It is bytes, because an ETag need not be UTF-8.
+	// Identity is an ETag, a date, or a file's inode and time; nil if the store reports none. It consists of
+	// bytes, because an ETag need not be UTF-8.
 	Identity []byte `json:"identity"`
 }
 
@@ -62,7 +61,7 @@ type Report struct {
 	Seconds float64 `json:"seconds"`
 	// Pin is set once the source is open, if there is only one URI.
 	Pin *Pin `json:"pin"`
-	// Headers are those of the server's first response; nil if there were none.
+	// Headers are the headers of the server's first response, or nil.
 	Headers map[string][]string `json:"headers"`
 }
 
@@ -71,22 +70,21 @@ type piece struct {
 	buf  []byte
 	err  error
 	done chan struct{}
-	last source.Source // a source to close after this piece
+	last source.Source // closed after this piece; nil if there are more pieces of it
 }
 
-// Fetch writes the bytes of every URI to w. After an error, w has a prefix of them. j
-// may be nil.
+// Fetch writes the bytes of every URI to w. After an error, w has received a prefix of them. j may be nil.
 func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, error) {
 	start := time.Now()
 	if len(spec.URIs) == 0 {
 		return Report{}, errs.New(errs.ErrArgument, "nothing to fetch")
 	}
 	if spec.From < 0 || spec.To < 0 || (spec.From > 0 || spec.To > 0) && len(spec.URIs) != 1 {
-		return Report{}, errs.New(errs.ErrArgument, "a range (bytes %d to %d) needs exactly one URI, got "+
+		return Report{}, errs.New(errs.ErrArgument, "a range (bytes %d to %d) requires exactly one URI, got "+
 			"%d", spec.From, spec.To, len(spec.URIs))
 	}
 	if spec.Pin != nil && len(spec.URIs) != 1 {
-		return Report{}, errs.New(errs.ErrArgument, "a pin needs exactly one URI, got %d", len(spec.URIs))
+		return Report{}, errs.New(errs.ErrArgument, "a pin requires exactly one URI, got %d", len(spec.URIs))
 	}
 	if spec.Sizes != nil && len(spec.Sizes) != len(spec.URIs) {
 		return Report{}, errs.New(errs.ErrArgument, "got %d sizes for %d URIs: expected one for "+
@@ -99,7 +97,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	pieces := make(chan *piece, window)
 	free := make(chan []byte, window)
 	ready := begin
-	if spec.Own { // another program reads the output, so fetch ahead at any rate
+	if spec.Own { // another program reads the output, so it will need all of it
 		ready = window
 	}
 	for range ready {
@@ -120,7 +118,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 		defer close(pieces)
 		err := spawn.Guard("fetch", func() error { return readAhead(ctx, j, spec, opened, pieces, free, &wg) })
 		if err != nil {
-			cancel(err) // the first cause counts
+			cancel(err) // only the first cause counts
 		}
 	})
 	for p := range pieces {
@@ -157,11 +155,10 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	return rep, nil
 }
 
-// identity returns what the store reports to tell this state of a source from others,
-// or nil.
+// identity returns what the store reports to distinguish this state of a source from others, or nil.
 func identity(s source.Source) []byte {
 	switch f := s.Facts(); {
-	case f.File != nil: // a tag that may miss a change still finds most
+	case f.File != nil: // it may miss a change, but detects most
 		return fmt.Append(nil, f.Identity.Device, f.Identity.Inode, f.Identity.Modified)
 	case f.Identity.Known():
 		return []byte(f.Identity.Pin)
@@ -169,7 +166,7 @@ func identity(s source.Source) []byte {
 	return nil
 }
 
-// same compares the state now with the pin. A nil pin accepts every state.
+// same compares the current state with the pin. A nil pin accepts every state.
 func (p *Pin) same(now *Pin, uri string) error {
 	if p == nil || p.Size == now.Size && bytes.Equal(p.Identity, now.Identity) {
 		return nil
@@ -181,8 +178,7 @@ func (p *Pin) same(now *Pin, uri string) error {
 	return errs.In("fetch", uri, errs.New(errs.ErrCorrupt, "the object changed since it was opened: %s", what))
 }
 
-// readAhead opens the sources and starts reads while there are free buffers. It calls
-// opened for each source.
+// readAhead opens the sources and starts reads while there are free buffers. It calls opened for each source.
 func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.Source) error, pieces chan<- *piece,
 	free <-chan []byte, wg *sync.WaitGroup) error {
 	dial := open.With(spec.Storage).Open
@@ -219,7 +215,7 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 		from := min(spec.From, size)
 		if total += size - from; spec.Most > 0 && total > spec.Most {
 			_ = s.Close()
-			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "the object brings the total to %d bytes, over "+
+			return errs.In("fetch", uri, errs.New(errs.ErrFormat, "with this object, the total is %d bytes, over "+
 				"the limit of %d", total, spec.Most))
 		}
 		if j != nil && !spec.counted {
@@ -228,7 +224,7 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 		if size == from {
 			_ = s.Close()
 		}
-		n := int64(source.HeadBytes) // opening the source may have read them
+		n := int64(source.HeadBytes) // opening the source may have read these bytes
 		for off := from; off < size; off, n = off+n, part {
 			var buf []byte
 			select {
@@ -245,7 +241,7 @@ func readAhead(ctx context.Context, j *job.Job, spec Spec, opened func(source.So
 			if off+n == size {
 				p.last = s
 			}
-			pieces <- p // never blocks: there are no more buffers than places
+			pieces <- p // never blocks: the channel has room for all buffers
 			spawn.GoFor(wg, "fetch part", func() {
 				defer close(p.done)
 				p.err = spawn.Guard("fetch part", func() error { return s.ReadAt(ctx, p.buf, off) })

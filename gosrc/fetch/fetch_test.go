@@ -24,8 +24,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Bodies arrive whole and in order, whatever the network does. A missing one is an error after what came before it, and
-// a failing writer ends everything.
+// All bodies arrive complete and in order despite network faults. A missing object gives an error after the
+// preceding bytes were written. A failing writer ends the fetch.
 func TestFetch(t *testing.T) {
 	dir := t.TempDir()
 	r := rand.New(rand.NewPCG(1, 2))
@@ -62,7 +62,7 @@ func TestFetch(t *testing.T) {
 		}
 	}
 	if err != nil || !bytes.Equal(got.Bytes(), want) {
-		t.Fatalf("%v, or other bytes", err)
+		t.Fatalf("%v, or wrong bytes", err)
 	}
 	steady, err := serve.New(dir, serve.Options{})
 	if err != nil {
@@ -85,8 +85,8 @@ func TestFetch(t *testing.T) {
 	}
 }
 
-// A fetch reports what it has opened. One that is pinned to that report gives no byte of a replaced object: another
-// size, date or file.
+// A fetch reports the state of its object. A fetch with that pin writes no byte of an object that was replaced
+// by one with another size, date or inode.
 func TestPin(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "x")
@@ -139,8 +139,8 @@ func TestPin(t *testing.T) {
 	}
 }
 
-// The bytes read ahead grow with the bytes that were taken: two parts at first, and two more for each. A caller that
-// only looks at an object makes the server send no more.
+// The number of parts read ahead grows with the parts written: two at first, and two more for each. A caller
+// that only inspects the beginning causes few requests.
 func TestAhead(t *testing.T) {
 	const parts = 6
 	var asked atomic.Int64 // the highest byte requested so far
@@ -158,7 +158,7 @@ func TestAhead(t *testing.T) {
 	rep, err := Fetch(context.Background(), nil, Spec{URIs: []string{s.URL}}, writer(func(p []byte) (int, error) {
 		time.Sleep(20 * time.Millisecond) // time for reads that should not happen
 		if most := (begin + 2*n) * part; asked.Load() >= most {
-			t.Errorf("%d parts were taken, and byte %d was asked for", n, asked.Load())
+			t.Errorf("byte %[2]d was requested after only %[1]d parts were written", n, asked.Load())
 		}
 		n++
 		return len(p), nil
@@ -172,8 +172,8 @@ type writer func(p []byte) (int, error)
 
 func (w writer) Write(p []byte) (int, error) { return w(p) }
 
-// An external downloader is started once for all objects of known sizes, and is dead when Fetch returns. Sizes are
-// compared with and without one.
+// An external downloader is started once for all objects of known sizes, and has ended when Fetch returns.
+// Sizes are verified with and without one.
 func TestDownloader(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	dir := t.TempDir()
@@ -208,13 +208,13 @@ func TestDownloader(t *testing.T) {
 		}
 		var got bytes.Buffer
 		if err := fetch(&got, whole...); err != nil || !bytes.Equal(got.Bytes(), append(slices.Clone(a), b...)) {
-			t.Fatalf("%q: %v, or other bytes", program, err)
+			t.Fatalf("%q: %v, or wrong bytes", program, err)
 		}
 		for i := range whole {
 			for _, by := range []int64{-1, 1} {
 				wrong := slices.Clone(whole)
 				wrong[i] += by
-				// A stream that is cut elsewhere is recognised by extra or missing bytes at its end.
+				// If the stream is divided at wrong offsets, its end has extra or missing bytes.
 				if err := fetch(io.Discard, wrong...); !errors.Is(err, errs.ErrCorrupt) &&
 					(wrong[i] >= 0 || !errors.Is(err, errs.ErrArgument)) {
 					t.Errorf("%q: body %d of %d bytes: %v", program, i, wrong[i], err)

@@ -27,9 +27,9 @@ type FolderReport struct {
 }
 
 // Folder fetches the files of a remote folder and its subfolders into the folder dst, weights first. It omits
-// hidden files. From the Hub, all files come from one commit. A new dst appears when it is complete; until then
-// it is hidden, and a later run continues what an interrupted one has fetched, as File does. Names that lead
-// out of dst are refused before anything is written.
+// hidden files. From the Hub, all files come from one commit. A new dst becomes visible when it is complete.
+// Until then it is hidden, and a later run resumes an interrupted one, as in File. Names that lead out of dst
+// are refused before anything is written.
 func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options) (rep FolderReport, err error) {
 	start := time.Now()
 	dir, files, err := filesOf(ctx, uri, opt)
@@ -42,7 +42,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 		}
 	}
 	work, some := dst, false
-	var partial *atomicfile.PartialFolder // nil: dst exists
+	var partial *atomicfile.PartialFolder // nil if dst exists
 	if st, statErr := os.Stat(dst); statErr != nil || !st.IsDir() {
 		if err := atomicfile.CheckFolder(dst); err != nil {
 			return rep, err
@@ -60,7 +60,7 @@ func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options
 	}
 	defer func() {
 		if err != nil && some {
-			source.Notice(dst + ": the fetched part is kept: run fetch again to continue")
+			source.Notice(dst + ": the files fetched so far are saved: run fetch again to resume")
 		}
 	}()
 	paths := make([]string, len(files))
@@ -102,7 +102,7 @@ func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, f
 	})
 	for _, f := range files {
 		if !filepath.IsLocal(f.Name) || path.Clean(f.Name) != f.Name || strings.ContainsRune(f.Name, 0) {
-			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid file name in a folder",
+			return "", nil, errs.In("fetch", uri, errs.New(errs.ErrFormat, "%q is not a valid file name",
 				f.Name))
 		}
 	}
@@ -110,8 +110,8 @@ func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, f
 	return dir, files, nil
 }
 
-// order puts weights first, then their indexes, and last the files that refer to both: a folder with only some of its
-// files is not a model yet.
+// order returns 0 for weights, 1 for their indexes, and 2 for other files, which are fetched in this order. The
+// files that make a folder a model are fetched last.
 func order(name string) int {
 	n, weights := modelfiles.ParseName(path.Base(name))
 	switch {

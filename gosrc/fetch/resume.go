@@ -1,6 +1,6 @@
 package fetch
 
-// This file fetches objects to files, and continues where an earlier run stopped.
+// This file fetches objects to files and resumes interrupted fetches.
 
 import (
 	"context"
@@ -16,9 +16,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// File writes the bytes of the URIs to a file, which is complete or absent. If it fetches a single object and
-// is interrupted, a hidden file keeps the bytes together with the object's state at the store (ETag, size). The
-// next run compares their hash and continues after them, unless the object has changed.
+// File writes the bytes of the URIs to a file, which is either complete or absent. If the fetch of a single
+// object is interrupted, a hidden file retains the bytes and the object's state in the store (ETag, size). The
+// next run verifies their hash and resumes after them, unless the object has changed.
 func File(ctx context.Context, j *job.Job, spec Spec, out string) (Report, error) {
 	if len(spec.URIs) != 1 || spec.From > 0 || spec.To > 0 {
 		return fetchAnew(ctx, j, spec, out)
@@ -35,8 +35,8 @@ func fetchAnew(ctx context.Context, j *job.Job, spec Spec, out string) (rep Repo
 	return rep, err
 }
 
-// bringObject is File for one URI. With inFolder, the note about what was fetched stays, and a file that an
-// earlier run completed is not fetched again. some reports that bytes of this or an earlier run are kept.
+// bringObject is File for one URI. With inFolder, the note about the fetch remains, and a file that an earlier
+// run completed is not fetched again. some reports whether bytes of this or an earlier run remain on the disk.
 func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolder bool) (
 	rep Report, some bool, err error) {
 	s, err := open.Own(spec.Storage).Open(ctx, spec.URIs[0])
@@ -77,7 +77,7 @@ func bringObject(ctx context.Context, j *job.Job, spec Spec, out string, inFolde
 		err = p.Publish(inFolder)
 	}
 	if err != nil && p.Done > 0 && !inFolder {
-		source.Notice(fmt.Sprintf("%d of %d bytes of %s are kept: run fetch again to continue", p.Done, s.Size(), out))
+		source.Notice(fmt.Sprintf("%d of %d bytes of %s are saved: run fetch again to resume", p.Done, s.Size(), out))
 	}
 	return rep, p.Done > 0, err
 }
@@ -88,8 +88,8 @@ func countBytes(j *job.Job, n int64) {
 	}
 }
 
-// objectState names an object in its state at its store. "" means that nothing identifies the state, or that it
-// is a local file, which is copied just as fast.
+// objectState returns an identifier of an object and its state in the store. It returns "" if the state has no
+// identity, or for a local file, for which a new copy is just as fast.
 func objectState(s source.Source, opt source.Options) string {
 	f := s.Facts()
 	if f.File != nil || f.Identity.Pin == "" {

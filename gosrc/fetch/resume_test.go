@@ -28,7 +28,7 @@ func noise(n int, seed uint64) []byte {
 	return b
 }
 
-// hiddenIn are the hidden names of a folder and those below it.
+// hiddenIn returns the hidden names in a folder and its subfolders.
 func hiddenIn(dir string) (names []string) {
 	_ = filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
 		if err == nil && path != dir && strings.HasPrefix(d.Name(), ".") {
@@ -39,7 +39,7 @@ func hiddenIn(dir string) (names []string) {
 	return names
 }
 
-// A slow server, whose bytes are counted.
+// serving starts a slow server. It returns its URL and the number of bytes sent.
 func serving(t *testing.T, dir string) (url string, sent *atomic.Int64) {
 	t.Helper()
 	s, err := serve.New(dir, serve.Options{Rate: 60 << 20})
@@ -50,7 +50,7 @@ func serving(t *testing.T, dir string) (url string, sent *atomic.Int64) {
 	return s.URL(), &s.Sent
 }
 
-// stopAt runs fn until that many bytes have come, and returns its error.
+// stopAt runs fn, cancels it after n bytes have arrived, and returns its error.
 func stopAt(n int64, fn func(ctx context.Context, j *job.Job) error) error {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	j, done := job.New("fetch"), make(chan struct{})
@@ -68,8 +68,9 @@ func stopAt(n int64, fn func(ctx context.Context, j *job.Job) error) error {
 	return fn(ctx, j)
 }
 
-// An interrupted fetch continues where it stopped: the server sends only the rest, the file is not visible before it
-// is complete, and nothing else is left. If the object or the partial file has changed, the fetch starts over.
+// An interrupted fetch resumes where it stopped: the server sends only the rest, the file is not visible before
+// it is complete, and no other files remain. If the object or the partial file has changed, the fetch starts
+// over.
 func TestResume(t *testing.T) {
 	const size = 14 << 20
 	for name, between := range map[string]func(t *testing.T, served, partial string){
@@ -101,10 +102,10 @@ func TestResume(t *testing.T) {
 				t.Fatal(err)
 			}
 			if st, err := os.Stat(partial); err != nil || st.Size() < 6<<20 {
-				t.Fatalf("what was fetched is gone: %v", err)
+				t.Fatalf("the partial file is missing or too short: %v", err)
 			}
 			if _, err := os.Stat(out); err == nil {
-				t.Fatal("a part of the file is visible")
+				t.Fatal("an incomplete file is visible")
 			}
 			source.Notices()
 			between(t, served, partial)
@@ -114,10 +115,10 @@ func TestResume(t *testing.T) {
 			}
 			want, _ := os.ReadFile(served)
 			if got, err := os.ReadFile(out); err != nil || !bytes.Equal(got, want) {
-				t.Errorf("%v, or other bytes", err)
+				t.Errorf("%v, or wrong bytes", err)
 			}
 			if again := sent.Load() - before; (name == "the rest") != (again < size-5<<20) {
-				t.Errorf("the server has sent %d bytes again, of %d", again, size)
+				t.Errorf("the second run received %d of %d bytes", again, size)
 			}
 			if left := hiddenIn(filepath.Dir(out)); len(left) > 0 {
 				t.Errorf("left: %v", left)
@@ -133,8 +134,7 @@ func replace(t *testing.T, path string, data []byte) {
 	}
 }
 
-// Several concurrent fetches of one file all end with the complete file. An object without an ETag or date is fetched
-// from the start.
+// Several concurrent fetches to one file all end with the complete file.
 func TestSeveralFetches(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "x")
 	want := noise(9<<20, 1)
@@ -150,12 +150,12 @@ func TestSeveralFetches(t *testing.T) {
 	}
 	wg.Wait()
 	if got, err := os.ReadFile(out); err != nil || !bytes.Equal(got, want) || len(hiddenIn(filepath.Dir(out))) > 0 {
-		t.Errorf("%v, or other bytes, or %v", err, hiddenIn(filepath.Dir(out)))
+		t.Errorf("%v, or wrong bytes, or hidden files %v", err, hiddenIn(filepath.Dir(out)))
 	}
 }
 
-// A folder becomes visible when it is complete. An interrupted run leaves its files hidden. The next run fetches the
-// rest, and drops files that are no longer listed.
+// A folder becomes visible when it is complete. An interrupted run leaves its files hidden. The next run
+// fetches the rest and removes files that are no longer listed.
 func TestResumeFolder(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "m")
 	for name, data := range map[string][]byte{"model.safetensors": noise(8<<20, 1), "model2.safetensors": noise(8<<20, 2), "old.txt": nil,
@@ -174,7 +174,7 @@ func TestResumeFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(out); err == nil {
-		t.Fatal("a part of the folder is visible")
+		t.Fatal("an incomplete folder is visible")
 	}
 	source.Notices()
 	if err := os.Remove(filepath.Join(dir, "old.txt")); err != nil {
@@ -185,12 +185,12 @@ func TestResumeFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	if again := sent.Load() - before; again > 7<<20 {
-		t.Errorf("the server has sent %d bytes again, of 16 MiB", again)
+		t.Errorf("the second run received %d bytes of 16 MiB", again)
 	}
 	for _, name := range []string{"model.safetensors", "model2.safetensors", "sub/config.json"} {
 		want, _ := os.ReadFile(filepath.Join(dir, name))
 		if got, err := os.ReadFile(filepath.Join(out, name)); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("%s: %v, or other bytes", name, err)
+			t.Errorf("%s: %v, or wrong bytes", name, err)
 		}
 	}
 	if entries, _ := os.ReadDir(out); len(entries) != 3 || len(hiddenIn(filepath.Dir(out))) > 0 {

@@ -1,10 +1,9 @@
-// Package knob holds every environment variable of overwire in one table: name, type,
-// default, one sentence, and older names that still work.
+// Package knob has one table of all environment variables of overwire: name, type, default, a description in
+// one sentence, and older names that still work.
 //
-// No other package reads the environment. Inside Python, Go does not see changes of
-// os.environ, so Python passes its variables to Load; the command line and Go tests
-// pass Environ. An argument of a call overrides its knob. A bad value causes a warning
-// and the default, never an abort.
+// No other package reads the environment. Inside Python, Go does not see changes of os.environ, so Python
+// passes its variables to Load. The command line and Go tests pass Environ. An argument of a call overrides the
+// knob. An invalid value causes a warning, and the default is used.
 //
 // Load and the getters are safe for concurrent use.
 package knob
@@ -31,19 +30,18 @@ type Knob[T any] struct {
 
 type setting[T any] struct {
 	val  T
-	from string // the variable that set it; "" for the default
+	from string // the variable that set it; "" means the default
 }
 
-// An entry is one line of the table.
+// An entry is one row of the table.
 type entry struct {
 	name, kind string
-	page, doc  string // page: in docs/, for details
+	page, doc  string // page in docs/ with details
 	aliases    []alias
 }
 
-// An alias is another name of a knob. to translates its value ("" means not set); nil
-// keeps the value. A shared alias is also used by unrelated programs (DEBUG), so a
-// value that we cannot parse causes no warning.
+// An alias is another name of a knob. to translates its value ("" means not set); nil means that no translation
+// is needed. A shared alias is also used by unrelated programs (DEBUG), so an invalid value causes no warning.
 type alias struct {
 	name   string
 	to     func(string) string
@@ -58,8 +56,8 @@ func (k *Knob[T]) Get() T {
 	return k.def
 }
 
-// Check says why a call may not use text as the knob's value, or returns nil. The empty
-// text stands for the knob's own value.
+// Check returns an error if text is not a valid value of the knob. The empty text is valid and stands for the
+// current value.
 func (k *Knob[T]) Check(text string) error {
 	if text == "" {
 		return nil
@@ -106,7 +104,7 @@ func (k *Knob[T]) row() Row {
 	return r
 }
 
-// A Row is one knob as `overwire doctor --env` shows it.
+// A Row is one knob in the form that `overwire doctor --env` shows.
 type Row struct {
 	Name    string   `json:"name"`
 	Type    string   `json:"type"`
@@ -115,11 +113,11 @@ type Row struct {
 	From    string   `json:"from,omitempty"` // the variable that set the value
 	Aliases []string `json:"aliases,omitempty"`
 	Doc     string   `json:"doc"`
-	Page    string   `json:"page"` // in docs/, with the heading, for details
+	Page    string   `json:"page"` // page and heading in docs/ with details
 }
 
-// Load sets every knob from env and returns warnings for the user: values that
-// were ignored, and OVERWIRE_ names that are not settings.
+// Load sets every knob from env and returns warnings for the user: values that were ignored, and OVERWIRE_
+// names that are not settings.
 func Load(env map[string]string) []string {
 	var warnings []string
 	names := map[string]bool{}
@@ -183,7 +181,7 @@ func choice(name, page, doc string, choices []string, aliases ...alias) *Knob[st
 		parse: func(s string) (string, error) {
 			s = strings.ToLower(s)
 			if !slices.Contains(choices, s) {
-				return "", fmt.Errorf("not one of %s", strings.Join(choices, ", "))
+				return "", fmt.Errorf("expected one of %s", strings.Join(choices, ", "))
 			}
 			return s, nil
 		},
@@ -196,7 +194,7 @@ func number(name string, lo, hi, def int, page, doc string, aliases ...alias) *K
 		parse: func(s string) (int, error) {
 			n, err := strconv.Atoi(s)
 			if err != nil || n < lo || n > hi {
-				return 0, fmt.Errorf("not a number from %d to %d", lo, hi)
+				return 0, fmt.Errorf("expected a number from %d to %d", lo, hi)
 			}
 			return n, nil
 		},
@@ -221,8 +219,8 @@ func truth(s string) (bool, error) {
 	return false, fmt.Errorf("neither yes nor no")
 }
 
-// whenTrue translates yes to value and no to "". Any other text stays, and the knob
-// refuses it.
+// whenTrue translates yes to value and no to "". It returns any other text unchanged, and the knob then refuses
+// it.
 func whenTrue(value string) func(string) string {
 	return func(s string) string {
 		yes, err := truth(s)

@@ -14,7 +14,7 @@ func load(t *testing.T, env map[string]string) []string {
 	return Load(env)
 }
 
-// Values, aliases, precedence and bad values give the documented settings for each environment.
+// Values, aliases, precedence and invalid values give the documented settings for each environment.
 func TestLoad(t *testing.T) {
 	preload := func() any { return Preload.Get() }
 	threads := func() any { return Threads.Get() }
@@ -25,7 +25,7 @@ func TestLoad(t *testing.T) {
 		env  map[string]string
 		get  func() any
 		want any
-		warn string // part of the one warning, "" if none
+		warn string // part of the only warning; "" if there is none
 	}{
 		{"nothing set", nil, preload, "", ""},
 		{"our name", map[string]string{"OVERWIRE_PRELOAD": "a"}, preload, "a", ""},
@@ -34,7 +34,7 @@ func TestLoad(t *testing.T) {
 		{"empty is unset", map[string]string{"OVERWIRE_PRELOAD": "", "PRELOAD_PATH": "b"}, preload, "b", ""},
 		{"number", map[string]string{"NUM_THREADS": " 8 "}, threads, 8, ""},
 		{"word for a number", map[string]string{"NUM_THREADS": "many"}, threads, 0, `NUM_THREADS="many" ignored`},
-		{"negative", map[string]string{"OVERWIRE_THREADS": "-1"}, threads, 0, "not a number from 0 to 1024"},
+		{"negative", map[string]string{"OVERWIRE_THREADS": "-1"}, threads, 0, "expected a number from 0 to 1024"},
 		{"beyond int64", map[string]string{"OVERWIRE_THREADS": "99999999999999999999"}, threads, 0, "OVERWIRE_THREADS"},
 		{"yes", map[string]string{"NO_PRELOAD": "yes"}, off, true, ""},
 		{"zero is no", map[string]string{"NO_PRELOAD": "0"}, off, false, ""},
@@ -45,7 +45,7 @@ func TestLoad(t *testing.T) {
 		{"someone else's DEBUG", map[string]string{"DEBUG": "app:*"}, log, "warning", ""},
 		{"SILENT", map[string]string{"SILENT": "1"}, log, "silent", ""},
 		{"choice in capitals", map[string]string{"OVERWIRE_LOG": "ERROR"}, log, "error", ""},
-		{"no such choice", map[string]string{"OVERWIRE_LOG": "loud"}, log, "warning", "not one of warning, debug"},
+		{"no such choice", map[string]string{"OVERWIRE_LOG": "loud"}, log, "warning", "expected one of warning, debug"},
 		{"a misspelled setting", map[string]string{"OVERWIRE_TREADS": "4"}, threads, 0,
 			"OVERWIRE_TREADS is not a setting of this version (did you mean OVERWIRE_THREADS?"},
 		{"no such setting", map[string]string{"OVERWIRE_XYZ": "4"}, threads, 0,
@@ -64,7 +64,7 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// A second Load forgets what the first one set.
+// A second Load discards the values of the first one.
 func TestLoadReplaces(t *testing.T) {
 	load(t, map[string]string{"OVERWIRE_THREADS": "3"})
 	if from := Threads.row().From; from != "OVERWIRE_THREADS" || Threads.Get() != 3 {
@@ -76,7 +76,8 @@ func TestLoadReplaces(t *testing.T) {
 	}
 }
 
-// Every declared knob is in the table once, its name starts with OVERWIRE_, and its text is one sentence.
+// Every declared knob is in the table once, its name begins with OVERWIRE_, and its description is one
+// sentence.
 func TestTable(t *testing.T) {
 	file, err := parser.ParseFile(token.NewFileSet(), "table.go", nil, 0)
 	if err != nil {
@@ -102,7 +103,7 @@ func TestTable(t *testing.T) {
 	for _, r := range rows {
 		for _, name := range append([]string{r.Name}, r.Aliases...) {
 			if seen[name] {
-				t.Errorf("%s stands twice", name)
+				t.Errorf("%s is in the table twice", name)
 			}
 			seen[name] = true
 		}
@@ -113,7 +114,7 @@ func TestTable(t *testing.T) {
 			t.Errorf("%s: %q is not one sentence", r.Name, r.Doc)
 		}
 		if len(r.Doc) > 120 || r.Page == "" {
-			t.Errorf("%s: %d letters, more on page %q: at most 120, and a page", r.Name, len(r.Doc), r.Page)
+			t.Errorf("%s: %d characters, page %q: want at most 120, and a page", r.Name, len(r.Doc), r.Page)
 		}
 		if r.From != "" || r.Value != r.Default {
 			t.Errorf("%s is set before any Load", r.Name)
@@ -121,7 +122,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// Rows name the variable that decided.
+// Rows name the variable that set the value.
 func TestRowsSayFrom(t *testing.T) {
 	load(t, map[string]string{"PRELOAD_PATH": "x.safetensors"})
 	for _, r := range Table() {

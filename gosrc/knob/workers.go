@@ -1,11 +1,10 @@
 package knob
 
-// Sets the number of workers.
+// This file determines the number of workers.
 
 import "runtime"
 
-// Workers returns the number of workers: asked, or if that is 0 the setting, or one per
-// core.
+// Workers returns the number of workers: asked, or if that is 0 the setting, or else one per CPU.
 func Workers(asked int) int {
 	if asked <= 0 {
 		asked = Threads.Get()

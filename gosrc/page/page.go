@@ -1,5 +1,5 @@
-// Package page renders what the command line reports as self-contained HTML pages.
-// Texts from a model are never treated as markup or script.
+// Package page renders reports of the command line as self-contained HTML pages. Texts from a model are never
+// interpreted as markup or script.
 package page
 
 import (
@@ -13,8 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// Every page consists of the frame with the common style, and a body with the common
-// script and the data.
+// Every page consists of the frame with the common style, and a body with the common script and the data.
 var (
 	//go:embed frame.html
 	frame string
@@ -27,14 +26,14 @@ var (
 	modelBody string
 )
 
-// assemblePage renders a page from a body in which @data@ marks the place of the data.
+// assemblePage renders a page. @data@ in the body marks where the data is inserted.
 func assemblePage(body string, data any) ([]byte, error) {
-	// Marshal escapes <, > and & as \u003c ..., so that no name can end the element.
+	// Marshal escapes <, > and & as \u003c ..., so no name can end the element.
 	text, err := json.Marshal(data)
 	if err != nil {
 		return nil, errs.New(errs.ErrEngine, "page: %v", err)
 	}
-	// Insert the data last, so that nothing inside them is replaced.
+	// Insert the data last, so that markers in it are not replaced.
 	before, after, _ := strings.Cut(staticPage(body), "@data@")
 	return bytes.Join([][]byte{[]byte(before), text, []byte(after)}, nil), nil
 }
@@ -44,8 +43,8 @@ func staticPage(body string) string {
 	return strings.NewReplacer("@style@", style, "@body@", strings.Replace(body, "@script@", script, 1)).Replace(frame)
 }
 
-// columns holds the tensors of a model in the page's form: a list for each property, in
-// which numbers stand for repeated texts.
+// columns has the tensors of a model in the page's form: one list per property. Repeated texts are replaced by
+// their index.
 type columns struct {
 	Files   []string `json:"files"`
 	Names   []string `json:"names"`
@@ -59,8 +58,7 @@ type columns struct {
 	Coding  []int    `json:"coding"`
 }
 
-// Model returns a page with the tensors of an inspection: a treemap by the parts of
-// their names, and a table.
+// Model returns a page with the tensors of an inspection: a treemap of their names, and a table.
 func Model(in *verify.Inspection) ([]byte, error) {
 	c := columns{Files: []string{}, Names: []string{}, File: []int{}, DTypes: []string{}, DType: []int{},
 		Shapes: []string{},
@@ -79,7 +77,7 @@ func Model(in *verify.Inspection) ([]byte, error) {
 	return assemblePage(modelBody, c)
 }
 
-// numberOf returns a text's index in a list, and appends it at its first use.
+// numberOf returns the index of a text in a list, and appends the text at its first use.
 func numberOf(list *[]string, known map[string]int, text string) int {
 	at, ok := known[text]
 	if !ok {

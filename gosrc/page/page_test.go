@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// inspection is a model of n tensors in two files, with some names that try to break out of the page.
+// inspection is a model of n tensors in two files. Some names try to break out of the page.
 func inspection(n int) *verify.Inspection {
 	in := &verify.Inspection{Sources: []verify.InspectedFile{{URI: "a.safetensors"}, {URI: "<b>&.safetensors"}}}
 	for i := range n {
@@ -28,8 +28,8 @@ func inspection(n int) *verify.Inspection {
 	return in
 }
 
-// Every tensor is in the page's data with its own values. No text of a model ends the element that contains it, and a
-// model of 18,867 tensors takes at most 3 MB.
+// Every tensor is in the page's data with its own values. No text of a model ends the element that contains it.
+// The page of a model with 18,867 tensors has at most 3 MB.
 func TestModel(t *testing.T) {
 	in := inspection(18_861)
 	text, err := Model(in)
@@ -42,7 +42,7 @@ func TestModel(t *testing.T) {
 	_, rest, _ := bytes.Cut(text, []byte(`id="data">`))
 	data, after, _ := bytes.Cut(rest, []byte("</script>"))
 	if bytes.ContainsAny(data, "<>&") || bytes.Count(after, []byte("<script>")) != 1 {
-		t.Error("a name is outside the data")
+		t.Error("a name appears outside the data")
 	}
 	var c columns
 	if err := json.Unmarshal(data, &c); err != nil {
@@ -64,14 +64,14 @@ func TestModel(t *testing.T) {
 	}
 }
 
-// No page makes a request. Each has one place for its data, and a policy that forbids everything else.
+// No page sends requests. Each has one marker for its data, and a policy that forbids requests.
 func TestPagesAskForNothing(t *testing.T) {
 	for name, body := range map[string]string{"model": modelBody, "trace": traceBody} {
 		text := staticPage(body)
 		for _, word := range []string{"http://", "https://", "src=", "url(", "import(", "fetch(", "@style@", "@script@",
 			"@body@"} {
 			if strings.Contains(text, word) {
-				t.Errorf("%s asks for something: %s", name, word)
+				t.Errorf("page %s contains %s", name, word)
 			}
 		}
 		if strings.Count(text, "@data@") != 1 || !strings.Contains(text, `content="default-src 'none'`) {

@@ -1,7 +1,6 @@
 package page
 
-// This file renders the page of a trace: when each worker and each queue of a device
-// did what.
+// This file renders a trace as a page: what each worker and each device queue did at which time.
 
 import (
 	"bytes"
@@ -27,14 +26,13 @@ const (
 	maxTime   = 1e13 // microseconds: four months
 )
 
-// event is one event of Chrome's trace event format, as overwire writes it. X is a
-// span, M names a row.
+// event is an event in Chrome's trace event format, as overwire writes it. X is a span; M names a row.
 type event struct {
 	Name string  `json:"name"`
 	Kind string  `json:"ph"`
 	PID  int     `json:"pid"`
 	TID  int     `json:"tid"`
-	At   float64 `json:"ts"` // microseconds, and so is Took
+	At   float64 `json:"ts"` // Took is also in microseconds
 	Took float64 `json:"dur"`
 	Args struct {
 		Name  string `json:"name"`
@@ -42,11 +40,11 @@ type event struct {
 	} `json:"args"`
 }
 
-// line says where an event happened, by the trace's numbers.
+// line identifies a row of the trace.
 type line struct{ pid, tid int }
 
-// row is what one worker or queue did, sorted by start. Times are in nanoseconds, and
-// each start is relative to the previous one.
+// row has the spans of one worker or queue, sorted by start. Times are in nanoseconds. Each start is relative
+// to the previous one.
 type row struct {
 	Name   string  `json:"name"`
 	Device bool    `json:"device"`
@@ -62,11 +60,11 @@ type Timeline struct {
 	Stages []string `json:"stages"` // in the order of their first use
 	Rows   []*row   `json:"rows"`   // the load, its workers, then the device's queues
 	Spans  int      `json:"spans"`
-	End    int64    `json:"end"` // nanoseconds, of the last span
+	End    int64    `json:"end"` // end of the last span, in nanoseconds
 }
 
-// ReadTrace reads a trace that overwire wrote. Anything else is errs.ErrFormat; a trace
-// beyond the limits is errs.ErrNotSupported.
+// ReadTrace reads a trace that overwire wrote. Other input is errs.ErrFormat; a trace beyond the limits is
+// errs.ErrNotSupported.
 func ReadTrace(title string, text []byte) (*Timeline, error) {
 	t := &Timeline{Title: title, Stages: []string{}, Rows: []*row{}}
 	names, rows := map[line]string{}, map[line][]*event{}
@@ -86,7 +84,7 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 			t.Spans++
 		}
 		if count++; count > maxSpans+maxRows || len(rows) > maxRows {
-			return errs.New(errs.ErrNotSupported, "the trace is too large for a page: over %d spans or %d "+
+			return errs.New(errs.ErrNotSupported, "the trace is too large for a page: more than %d spans or %d "+
 				"rows", maxSpans,
 				maxRows)
 		}
@@ -108,15 +106,15 @@ func ReadTrace(title string, text []byte) (*Timeline, error) {
 		t.Rows = append(t.Rows, r)
 	}
 	if len(t.Stages) > maxStages {
-		return nil, errs.New(errs.ErrNotSupported, "the trace is too large for a page: %d stages, at most "+
+		return nil, errs.New(errs.ErrNotSupported, "the trace is too large for a page: %d stages, expected at most "+
 			"%d", len(t.Stages),
 			maxStages)
 	}
 	return t, nil
 }
 
-// eachEvent calls take with each event of a trace in turn, so that they can be counted
-// before memory is allocated for them. take may keep them.
+// eachEvent calls take with each event of a trace, one at a time, so that events can be counted before memory
+// is allocated for them. take may retain the event.
 func eachEvent(text []byte, take func(*event) error) error {
 	bad := func(err error) error { return errs.New(errs.ErrFormat, "this is not an overwire trace: %v", err) }
 	d := json.NewDecoder(bytes.NewReader(text))
@@ -168,5 +166,5 @@ func (r *row) takeSpans(t *Timeline, events []*event, stages map[string]int) {
 	}
 }
 
-// HTML returns the page: zoomable rows by worker and queue, and the same as tables.
+// HTML returns the page: zoomable rows by worker and queue, and tables of the same data.
 func (t *Timeline) HTML() ([]byte, error) { return assemblePage(traceBody, t) }

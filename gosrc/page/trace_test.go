@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/pipeline"
 )
 
-// The page shows a trace that overwire wrote span by span, in rows by worker.
+// The page shows every span of a trace that overwire wrote, in rows by worker.
 func TestTrace(t *testing.T) {
 	trace := pipeline.NewTrace()
 	now := time.Now()
@@ -47,7 +47,7 @@ func TestTrace(t *testing.T) {
 		}
 	}
 	if line.End != at+49e3 {
-		t.Errorf("ends at %d, its last span at %d", line.End, at)
+		t.Errorf("the trace ends at %d, its last span begins at %d", line.End, at)
 	}
 }
 
@@ -77,7 +77,7 @@ func TestTraceNames(t *testing.T) {
 	}
 }
 
-// Anything that is not a trace is refused with a typed error.
+// Input that is not a trace is refused with a typed error.
 func TestTraceRefuses(t *testing.T) {
 	span := func(at, took string) string {
 		return fmt.Sprintf(`{"traceEvents":[{"ph":"X","name":"read","pid":1,"tid":1,"ts":%s,"dur":%s}]}`, at, took)

@@ -1,6 +1,6 @@
 package peers
 
-// This file lets processes tell each other their progress by flags, and wait for each other.
+// This file has the flags with which processes announce their progress and wait for each other.
 
 import (
 	"cmp"
@@ -19,26 +19,27 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// lineBytes is the space of a process's flags, so that no two processes share a cache line.
+// lineBytes is the space for a process's flags. It keeps the flags of different processes in different cache
+// lines.
 const lineBytes = 128
 
-// processFlags are one process's flags. Only that process writes them, and the numbers only rise. It rings the
-// bell after changing a flag that others sleep for: joined, trouble, ended.
+// processFlags are the flags of one process. Only that process writes them, and the numbers only rise. After
+// changing joined, trouble or ended, for which others sleep, it rings the bell.
 type processFlags struct {
 	bell      atomic.Uint32
-	joined    atomic.Uint64 // 1: it has joined; 2: it has mapped the others' memory
+	joined    atomic.Uint64 // 1: has joined; 2: has mapped the memory of the others
 	published atomic.Uint64 // number of complete pieces in its memory
-	trouble   atomic.Uint64 // it has failed
-	ended     atomic.Uint64 // it no longer uses memory of the others
+	trouble   atomic.Uint64 // has failed
+	ended     atomic.Uint64 // no longer uses memory of the others
 	alive     atomic.Uint64 // heartbeat
 }
 
-// A Board holds the flags of all processes, in memory that they share, and watches the other processes.
+// A Board has the flags of all processes in shared memory and watches the other processes.
 type Board struct {
 	rank, ranks int
 	flags       *sharedMemory
 	lines       []*processFlags // nil before joining
-	processes   []*process      // by rank; nil for this process, or before joining
+	processes   []*process      // by rank; nil for this process, and before joining
 
 	stop chan struct{} // ends the heartbeat
 	beat sync.WaitGroup
@@ -47,14 +48,14 @@ type Board struct {
 	seen   []uint64 // last heartbeat of each process
 	since  []time.Time
 	lost   []int
-	looked time.Time // last time CheckOthers checked for life; not guarded
+	looked time.Time // last check for life in CheckOthers; not guarded by mu
 }
 
-// lifeEvery is how often waiting processes check that others are alive, and check for changes that ring no bell.
-// A test makes it longer.
+// lifeEvery is how often waiting processes check whether others are alive, and check flags that change without
+// a bell. A test makes it longer.
 var lifeEvery = 20 * time.Millisecond
 
-// Operations of futex(2), on memory shared by several processes.
+// Operations of futex(2) for memory that processes share.
 const (
 	futexWait = 0 // FUTEX_WAIT
 	futexWake = 1 // FUTEX_WAKE
@@ -90,14 +91,14 @@ func (b *Board) connect(offers []Offer) error {
 	return nil
 }
 
-// ringBell wakes everyone who waits for a bell.
+// ringBell wakes every process that waits for a bell.
 func ringBell(bell *atomic.Uint32) {
 	bell.Add(1)
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
-// waitForBell waits until a bell's value differs from heard, or for lifeEvery. time.Sleep would be up to a
-// millisecond late: in a process where all goroutines wait, Go's timers are as coarse as epoll_wait's.
+// waitForBell waits until a bell's value differs from heard, at most lifeEvery. time.Sleep could be a
+// millisecond late: if all goroutines of a process wait, Go's timers have the resolution of epoll_wait.
 func waitForBell(bell *atomic.Uint32, heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard),
@@ -124,24 +125,25 @@ func (b *Board) showLife(own *processFlags) {
 // because the others poll.
 func (b *Board) Publish(pieces int) { b.lines[b.rank].published.Store(uint64(pieces)) }
 
-// CountPublished is how many pieces of a process's memory are complete.
+// CountPublished returns how many pieces of a process's memory are complete.
 func (b *Board) CountPublished(rank int) int { return int(b.lines[rank].published.Load()) }
 
-// takenBytes is the space for one process's counts of the pieces it has taken from each process.
+// takenBytes is the space for one process's counts of the pieces that it has taken, by owner.
 func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
 
-// flagBytes is the space of all flags: the lines, and after them each process's counts of taken pieces.
+// flagBytes is the space for all flags: first the lines, then each process's counts of taken pieces.
 func flagBytes(ranks int) int64 { return int64(ranks) * int64(lineBytes+takenBytes(ranks)) }
 
-// takenOf is how many pieces of an owner's memory a process no longer needs. Only that process writes it.
+// takenOf returns how many pieces of an owner's memory a process no longer needs. Only that process writes the
+// number.
 func (b *Board) takenOf(owner, by int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Add(b.flags.base, b.ranks*lineBytes+by*takenBytes(b.ranks)+8*owner))
 }
 
-// ReleasePieces announces that this process no longer needs the first pieces of another's memory.
+// ReleasePieces announces that this process no longer needs the first pieces of another process's memory.
 func (b *Board) ReleasePieces(owner, pieces int) { b.takenOf(owner, b.rank).Store(uint64(pieces)) }
 
-// CountTaken is how many pieces of this process's memory no other process needs.
+// CountTaken returns how many pieces of this process's memory no other process needs.
 func (b *Board) CountTaken() int {
 	least := uint64(math.MaxInt)
 	for rank := range b.lines {
@@ -152,7 +154,8 @@ func (b *Board) CountTaken() int {
 	return int(least)
 }
 
-// CheckOthers returns an error if another process has failed or is gone. It checks every lifeEvery.
+// CheckOthers returns an error if another process has failed or is gone. It looks for processes that are gone
+// at most once per lifeEvery.
 func (b *Board) CheckOthers() error {
 	now := time.Now()
 	if now.Sub(b.looked) < lifeEvery {
@@ -171,7 +174,7 @@ func (b *Board) checkAll() error {
 	return err
 }
 
-// findTrouble returns the error of a process that has failed.
+// findTrouble returns an error if a process has failed.
 func (b *Board) findTrouble() error {
 	for rank, l := range b.lines {
 		if l.trouble.Load() != 0 {
@@ -181,7 +184,7 @@ func (b *Board) findTrouble() error {
 	return nil
 }
 
-// ReportFailure announces that this process has failed, so that those that wait for it stop.
+// ReportFailure announces that this process has failed, so that processes waiting for it stop.
 func (b *Board) ReportFailure() {
 	if b.lines != nil {
 		own := b.lines[b.rank]
@@ -190,8 +193,7 @@ func (b *Board) ReportFailure() {
 	}
 }
 
-// AwaitJoined waits until every process has begun to map the others. From then on, another process's End waits
-// for this one.
+// AwaitJoined waits until every process has joined. From then on, another process's End waits for this one.
 func (b *Board) AwaitJoined(ctx context.Context) error {
 	for _, l := range b.lines {
 		if err := l.awaitReady(ctx, func() bool { return l.joined.Load() > 0 }, b.checkAll); err != nil {
@@ -201,8 +203,8 @@ func (b *Board) AwaitJoined(ctx context.Context) error {
 	return nil
 }
 
-// AwaitMapTurn waits until the process before this one has finished mapping the others' memory. The driver lets
-// one process map at a time, and the copies of a process that waits for it are also delayed.
+// AwaitMapTurn waits until the process with the previous rank has mapped the memory of the others. The driver
+// maps for one process at a time, and also delays the copies of processes that wait.
 func (b *Board) AwaitMapTurn(ctx context.Context) error {
 	if b.rank == 0 {
 		return nil
@@ -211,15 +213,15 @@ func (b *Board) AwaitMapTurn(ctx context.Context) error {
 	return l.awaitReady(ctx, func() bool { return l.joined.Load() > 1 }, b.checkAll)
 }
 
-// EndMapTurn announces that this process has mapped the others' memory.
+// EndMapTurn announces that this process has mapped the memory of the others.
 func (b *Board) EndMapTurn() {
 	own := b.lines[b.rank]
 	own.joined.Store(2)
 	ringBell(&own.bell)
 }
 
-// awaitReady waits until the process is ready, which it announces by its bell, until ctx ends, or until check
-// returns an error. It calls check at least every lifeEvery.
+// awaitReady waits until ready returns true, ctx ends, or check returns an error. The process rings its bell
+// when it becomes ready. check is called at least once per lifeEvery.
 func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check func() error) error {
 	for {
 		heard := l.bell.Load()
@@ -230,7 +232,7 @@ func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check 
 			return context.Cause(ctx)
 		}
 		if err := check(); err != nil {
-			if ready() { // it became ready as its last act
+			if ready() { // became ready before it failed
 				return nil
 			}
 			return err
@@ -239,7 +241,7 @@ func (l *processFlags) awaitReady(ctx context.Context, ready func() bool, check 
 	}
 }
 
-// checkLife returns an error if a process is gone, or has sent no heartbeat for too long. It ignores processes
+// checkLife returns an error if a process is gone or has sent no heartbeat for too long. It ignores processes
 // that have not joined or have ended.
 func (b *Board) checkLife(rank int) error {
 	b.mu.Lock()
@@ -266,7 +268,7 @@ func (b *Board) checkLife(rank int) error {
 	return errs.New(errs.ErrIO, "rank %d of this host is gone: %s", rank, why)
 }
 
-// awaitEnded waits until all others have ended. It returns the error of the first that is gone.
+// awaitEnded waits until all others have ended. It returns the error of the first process that is gone.
 func (b *Board) awaitEnded(ctx context.Context) (first error) {
 	for rank, l := range b.lines {
 		hasEnded := func() bool { return l.joined.Load() == 0 || l.ended.Load() != 0 }
@@ -276,7 +278,7 @@ func (b *Board) awaitEnded(ctx context.Context) (first error) {
 	return first
 }
 
-// Lost lists the processes that are gone without having ended.
+// Lost returns the ranks of processes that are gone without having ended.
 func (b *Board) Lost() []int {
 	b.mu.Lock()
 	defer b.mu.Unlock()

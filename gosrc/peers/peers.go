@@ -1,14 +1,16 @@
-// Package peers connects processes of a host that load together. Each has GPU or host memory that the others
-// read, and they tell each other their progress by flags in shared memory.
+// Package peers connects processes of one host that load together. Each provides GPU or host memory that the
+// others read. They announce their progress by flags in shared memory.
 //
-// New makes one process's part, and its Offer says how to reach it. The caller brings every process's offer to
-// every other. Join connects the processes by their flags, and MapMemoryOf maps the memory of one. All waiting
-// processes notice when another ends early, dies or hangs. End is the last step: it returns when no process uses
-// another's memory any more. If this process has failed or is cancelled, End returns soon and finishes in the
-// background. Nothing has a name in a file system, so a process that dies leaves nothing there.
+// New creates one process's Peers, and its Offer describes how to reach it. The caller distributes every
+// process's offer to the others. Join connects the processes through their flags, and MapMemoryOf maps the
+// memory of another process. All waiting processes detect when another one ends early, dies or hangs. End is
+// the last step: it returns when no process uses another's memory any more. If this process has failed or is
+// cancelled, End returns soon and finishes in the background. Nothing has a name in a file system, so a process
+// that dies leaves no files.
 //
-// The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run at the
-// same time as another method; MapMemoryOf for the same process, and CheckOthers, may have one caller at a time.
+// The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run in
+// parallel with another method. MapMemoryOf for the same process, and CheckOthers, may only have one caller at
+// a time.
 package peers
 
 import (
@@ -27,47 +29,47 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// An Offer says how the others reach a process's part.
+// An Offer describes how other processes reach this one.
 type Offer struct {
 	Rank    int    `json:"rank"`
 	Process int    `json:"process"`
-	Token   string `json:"token"` // first bytes of its files
+	Token   string `json:"token"` // first bytes of its shared memory
 	Flags   int    `json:"flags"` // descriptor of the flags; only rank 0 has them
-	File    int    `json:"file"`  // descriptor of host memory; -1 if it is a GPU's
+	File    int    `json:"file"`  // descriptor of host memory; -1 for GPU memory
 	Memory  string `json:"memory"`
 	Bytes   int64  `json:"bytes"`
 }
 
-// ErrOther is the class of errors of CheckOthers and the Await methods when another process has failed. That
-// process's own error says more.
+// ErrOther is the error of CheckOthers and the Await methods if another process has failed. That process's own
+// error has the details.
 var ErrOther = errors.New("another process of the group has failed")
 
-// silence is how long a living process may send no heartbeat before the others give it up. beat is the interval
-// of heartbeats. Tests make them shorter.
+// silence is how long a living process may send no heartbeat before the others consider it gone. beat is the
+// interval of heartbeats. Tests make both shorter.
 var silence, beat = 30 * time.Second, 200 * time.Millisecond
 
 // grace is how long a process that has failed or is cancelled waits for the others.
 const grace = 500 * time.Millisecond
 
-// A Peers is one process's part.
+// A Peers is this process's membership in the group.
 type Peers struct {
 	Board  Board
-	gpu    *cuda.Device // nil: the host
+	gpu    *cuda.Device // nil means the host
 	mine   Offer
 	offers []Offer
 
-	memory device.Memory    // of the GPU
-	file   *sharedMemory    // memory of the host
-	at     []unsafe.Pointer // by rank: address of its memory in this process; atomic
+	memory device.Memory    // on the GPU
+	file   *sharedMemory    // on the host
+	at     []unsafe.Pointer // by rank: address of its memory in this process; accessed atomically
 	files  []*sharedMemory
 	ended  bool
 	late   bool // End returned before the others had ended
 }
 
-// New makes this process's part with n bytes of memory, on a GPU, or on the host if gpu is nil.
+// New creates this process's Peers with n bytes of memory, on a GPU, or on the host if gpu is nil.
 func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	if rank < 0 || rank >= ranks || n <= 0 {
-		return nil, errs.New(errs.ErrArgument, "invalid peer %d of %d with %d bytes", rank, ranks, n)
+		return nil, errs.New(errs.ErrArgument, "invalid peer: rank %d of %d with %d bytes", rank, ranks, n)
 	}
 	p := &Peers{gpu: gpu, mine: Offer{Rank: rank, Process: pid(), Flags: -1, File: -1, Bytes: n},
 		at: make([]unsafe.Pointer, ranks), files: make([]*sharedMemory, ranks),
@@ -80,7 +82,7 @@ func New(gpu *cuda.Device, n int64, rank, ranks int) (*Peers, error) {
 	return p, nil
 }
 
-// makeOffer makes the memory, and on rank 0 the flags.
+// makeOffer allocates the memory and, on rank 0, the flags.
 func (p *Peers) makeOffer(n int64) (err error) {
 	token := make([]byte, tokenBytes)
 	_, _ = rand.Read(token) // never fails
@@ -107,27 +109,28 @@ func (p *Peers) makeOffer(n int64) (err error) {
 	return err
 }
 
-// Offer is this process's offer to the others.
+// Offer returns this process's offer to the others.
 func (p *Peers) Offer() Offer { return p.mine }
 
-// Memory is the address of a process's memory in this process. The memory of other processes is only read.
+// Memory returns the address of a process's memory in this process. The memory of other processes must not be
+// written.
 func (p *Peers) Memory(rank int) unsafe.Pointer { return atomic.LoadPointer(&p.at[rank]) }
 
-// Join connects this process with the processes that made these offers. From then on each sees what the others
-// publish. An errs.ErrNotSupported says that they cannot reach each other.
+// Join connects this process with the processes that made these offers. From then on, each sees what the others
+// publish. errs.ErrNotSupported means that they cannot reach each other.
 func (p *Peers) Join(offers []Offer) error {
 	if len(offers) != p.Board.ranks {
-		return errs.New(errs.ErrArgument, "got %d offers for %d peers", len(offers), p.Board.ranks)
+		return errs.New(errs.ErrArgument, "got %d offers, expected %d, one per rank", len(offers), p.Board.ranks)
 	}
 	for rank, o := range offers {
 		if o.Rank != rank || o.Bytes != p.mine.Bytes || (o.File < 0) != (p.gpu != nil) {
-			return errs.New(errs.ErrArgument, "offer %d is of peer %d and has %d bytes, expected %d",
+			return errs.New(errs.ErrArgument, "offer %d has rank %d and %d bytes, expected %d",
 				rank, o.Rank, o.Bytes,
 				p.mine.Bytes)
 		}
 	}
 	if offers[p.mine.Rank] != p.mine {
-		return errs.New(errs.ErrArgument, "the offer of peer %d is not its own", p.mine.Rank)
+		return errs.New(errs.ErrArgument, "the offer of rank %d differs from its own", p.mine.Rank)
 	}
 	if err := p.Board.connect(offers); err != nil {
 		return err
@@ -136,8 +139,8 @@ func (p *Peers) Join(offers []Offer) error {
 	return nil
 }
 
-// MapMemoryOf maps the memory of another process, after Join; Memory then returns its address. An
-// errs.ErrNotSupported says that this process or its device cannot reach the memory. If the other process is
+// MapMemoryOf maps the memory of another process, after Join. Memory then returns its address.
+// errs.ErrNotSupported means that this process or its device cannot reach the memory. If the other process is
 // gone, the error says so.
 func (p *Peers) MapMemoryOf(rank int) (err error) {
 	o, at := &p.offers[rank], unsafe.Pointer(nil)
@@ -156,10 +159,10 @@ func (p *Peers) MapMemoryOf(rank int) (err error) {
 	return nil
 }
 
-// End announces that this process no longer uses the others' memory, and waits until they have announced the same
-// or are gone. The caller ends its work on that memory first. End returns the error of a process that is gone
-// without having announced its end. good says that this process has succeeded. If it has not, or ctx ends, End
-// waits no longer than grace, since others may be stopped or hang.
+// End announces that this process no longer uses the memory of the others, and waits until they have announced
+// the same or are gone. The caller must have ended its work on that memory. End returns the error of a process
+// that is gone without having announced its end. good says that this process has succeeded. If it has not, or
+// ctx ends, End waits at most grace, because others may be stopped or hang.
 func (p *Peers) End(ctx context.Context, good bool) error {
 	if p.Board.lines == nil || p.ended {
 		return nil
@@ -206,8 +209,8 @@ func (p *Peers) unmapOthers() {
 	}
 }
 
-// Close frees everything. If End could not wait for the others, the memory is freed when they have ended. Unless
-// all went well, Close first calls End with good false.
+// Close frees everything. If End could not wait for the others, the memory is freed once they have ended. If
+// End was not called, Close first calls it with good false.
 func (p *Peers) Close() {
 	_ = p.End(context.Background(), false)
 	if !p.late {

@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// joined returns the parts of some ranks, all in this process, that have joined.
+// joined returns joined Peers of several ranks, all in this process.
 func joined(t *testing.T, ranks int) []*Peers {
 	t.Helper()
 	all := make([]*Peers, ranks)
@@ -40,7 +40,7 @@ func joined(t *testing.T, ranks int) []*Peers {
 	return all
 }
 
-// together returns such parts after they have mapped each other's memory.
+// together returns joined Peers that have mapped each other's memory.
 func together(t *testing.T, ranks int) []*Peers {
 	t.Helper()
 	all := joined(t, ranks)
@@ -57,7 +57,7 @@ func together(t *testing.T, ranks int) []*Peers {
 	return all
 }
 
-// over ends all of them, at the same time.
+// over ends all Peers in parallel.
 func over(t *testing.T, all []*Peers) {
 	t.Helper()
 	ended := make(chan error)
@@ -75,7 +75,8 @@ func over(t *testing.T, all []*Peers) {
 	}
 }
 
-// After one part has published what it wrote, the others read it. A buffer is free when all have taken it.
+// The others can read what one process wrote and published. A piece counts as taken when all others have
+// released it.
 func TestTogether(t *testing.T) {
 	all := together(t, 3)
 	for from, p := range all {
@@ -85,26 +86,26 @@ func TestTogether(t *testing.T) {
 	for _, p := range all {
 		for from := range all {
 			if n := p.Board.CountPublished(from); n != 1 {
-				t.Fatalf("rank %d has published %d", from, n)
+				t.Fatalf("rank %d has published %d pieces", from, n)
 			}
 			if got := unsafe.Slice((*byte)(p.Memory(from)), 8192)[8191]; got != byte(from+1) {
-				t.Errorf("rank %d's memory has %d", from, got)
+				t.Errorf("the memory of rank %d contains %d", from, got)
 			}
 		}
 	}
 	all[1].Board.ReleasePieces(0, 1)
-	all[2].Board.ReleasePieces(1, 1) // another's
+	all[2].Board.ReleasePieces(1, 1) // memory of another rank
 	if n := all[0].Board.CountTaken(); n != 0 {
-		t.Errorf("%d taken by rank 1 alone", n)
+		t.Errorf("%d pieces are taken, but only rank 1 has released any", n)
 	}
 	all[2].Board.ReleasePieces(0, 2)
 	if n := all[0].Board.CountTaken(); n != 1 {
-		t.Errorf("%d taken, not 1", n)
+		t.Errorf("%d pieces are taken, want 1", n)
 	}
 	over(t, all)
 }
 
-// A waiting process is woken by the event that it waits for, not only when it next polls.
+// A waiting process is woken by the event, not only by its next poll.
 func TestBell(t *testing.T) {
 	usual := lifeEvery
 	lifeEvery = time.Hour
@@ -118,7 +119,7 @@ func TestBell(t *testing.T) {
 		"turn": {func() error { return all[1].Board.AwaitMapTurn(t.Context()) }, func() { all[0].Board.EndMapTurn() }},
 	} {
 		go func() { woken <- step.wait() }()
-		time.Sleep(20 * time.Millisecond) // it is most likely waiting by then
+		time.Sleep(20 * time.Millisecond) // most likely it is waiting by then
 		step.then()
 		if err := <-woken; err != nil {
 			t.Errorf("%s: %v", name, err)
@@ -135,7 +136,7 @@ func TestBell(t *testing.T) {
 	over(t, all[2:])
 }
 
-// A failure of one ends the waits of all with an error of its class.
+// A failure of one process ends the waits of all others with a typed error.
 func TestTrouble(t *testing.T) {
 	all := together(t, 3)
 	all[2].Board.ReportFailure()
@@ -147,13 +148,13 @@ func TestTrouble(t *testing.T) {
 	over(t, all)
 }
 
-// A part that hangs is given up, and the others end.
+// A process that hangs is considered gone, and the others end.
 func TestSilence(t *testing.T) {
 	usual := silence
 	silence = 300 * time.Millisecond
 	defer func() { silence = usual }()
 	all := together(t, 2)
-	close(all[1].Board.stop) // it lives, but does nothing any more
+	close(all[1].Board.stop) // it lives, but sends no heartbeats
 	all[1].Board.beat.Wait()
 	err := all[0].Board.CheckOthers()
 	for deadline := time.Now().Add(time.Minute); err == nil && time.Now().Before(deadline); {
@@ -163,15 +164,15 @@ func TestSilence(t *testing.T) {
 		t.Errorf("%v, lost %v", err, all[0].Board.Lost())
 	}
 	if err := all[0].End(t.Context(), true); err == nil {
-		t.Error("it ended as if all were well")
+		t.Error("End returned no error")
 	}
 	all[0].Close()
 	all[1].Board.stop = make(chan struct{})
 	all[1].Close()
 }
 
-// Memory may be requested while another goroutine maps it: it is there, or not yet. The race detector checks that both
-// agree.
+// Memory may be called while another goroutine maps the memory: it returns nil or the final address. The race
+// detector checks this.
 func TestMemoryWhileItIsMapped(t *testing.T) {
 	all := joined(t, 2)
 	seen := make(chan unsafe.Pointer)
@@ -187,13 +188,13 @@ func TestMemoryWhileItIsMapped(t *testing.T) {
 			t.Fatal(err)
 		}
 		if at := <-seen; at != p.Memory(1-rank) {
-			t.Errorf("rank %d sees the memory at %p and %p", rank, at, p.Memory(1-rank))
+			t.Errorf("rank %d: Memory returned %p and %p", rank, at, p.Memory(1-rank))
 		}
 	}
 	over(t, all)
 }
 
-// A cancelled part does not wait for an idle one, and releases its memory when that one has ended.
+// A cancelled process does not wait for an idle one. Its memory is released when that one has ended.
 func TestStoppedEndsSoon(t *testing.T) {
 	all := together(t, 2)
 	memory := uintptr(all[0].file.raw)
@@ -210,7 +211,7 @@ func TestStoppedEndsSoon(t *testing.T) {
 		t.Error(err)
 	}
 	if !isShared(t, memory) {
-		t.Error("the memory that another may read is gone")
+		t.Error("memory that another process may read was freed")
 	}
 	if err := all[1].End(t.Context(), false); err != nil {
 		t.Error(err)
@@ -220,12 +221,12 @@ func TestStoppedEndsSoon(t *testing.T) {
 		t.Error(left)
 	}
 	if isShared(t, memory) {
-		t.Error("the memory stays")
+		t.Error("the memory was not freed")
 	}
 }
 
-// isShared reports whether shared memory is mapped at an address according to the system, since another goroutine may
-// be freeing it.
+// isShared reports whether shared memory is mapped at an address. It asks the system, because another goroutine
+// may be freeing the memory.
 func isShared(t *testing.T, at uintptr) bool {
 	maps, err := os.ReadFile("/proc/self/maps")
 	if err != nil {
@@ -239,7 +240,7 @@ func isShared(t *testing.T, at uintptr) bool {
 	return false
 }
 
-// A killed process is noticed at once, before its parent has waited for it.
+// A killed process is detected immediately, before its parent has waited for it.
 func TestKilled(t *testing.T) {
 	child := exec.Command("sleep", "60")
 	if err := child.Start(); err != nil {
@@ -251,21 +252,21 @@ func TestKilled(t *testing.T) {
 	}
 	defer p.close()
 	if !p.isAlive() {
-		t.Error("a process that runs is missed")
+		t.Error("a running process counts as ended")
 	}
 	_ = child.Process.Kill()
 	for deadline := time.Now().Add(time.Minute); p.isAlive(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatal("a process that was killed lives on")
+			t.Fatal("a killed process counts as running")
 		}
 	}
 	_ = child.Wait()
 	if p.isAlive() {
-		t.Error("a process that is gone lives on")
+		t.Error("a process that has ended counts as running")
 	}
 }
 
-// A handle that leads to something other than what was offered is refused.
+// An offer whose descriptor refers to something else is refused.
 func TestStrangers(t *testing.T) {
 	a, err := New(nil, 4096, 0, 2)
 	if err != nil {
@@ -302,7 +303,8 @@ func TestStrangers(t *testing.T) {
 	}
 }
 
-// Memory shared by processes keeps its size, also for a process that has it open. Memory that could shrink is refused.
+// Memory shared by processes cannot change its size, even for a process that has it open. Memory that could
+// shrink is refused.
 func TestSharedMemoryKeepsItsSize(t *testing.T) {
 	token := bytes.Repeat([]byte{7}, tokenBytes)
 	s, err := newShared(8192, token)
@@ -312,7 +314,7 @@ func TestSharedMemoryKeepsItsSize(t *testing.T) {
 	defer s.close()
 	for _, size := range []int64{0, pageBytes, 1 << 20} {
 		if err := unix.Ftruncate(s.fd, size); !errors.Is(err, unix.EPERM) {
-			t.Errorf("it has %d bytes now: %v", size, err)
+			t.Errorf("changed its size to %d bytes: %v", size, err)
 		}
 	}
 	own := &Offer{Process: pid(), Token: hex.EncodeToString(token)}

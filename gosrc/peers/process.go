@@ -1,7 +1,7 @@
 package peers
 
-// This file watches the processes of the other ranks. A forked child of such a process does not count: it has its
-// parent's memory and descriptors, and outlives it.
+// This file watches the processes of the other ranks. A forked child of such a process must not keep it alive:
+// the child shares the parent's memory and descriptors and may outlive it.
 
 import (
 	"bytes"
@@ -12,15 +12,15 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A process is a watched process. It holds /proc/PID/stat open, which keeps referring to that process even when
-// its number is reused. nil is none.
+// A process is a watched process. It keeps /proc/PID/stat open, which refers to that process even if its number
+// is reused. nil means no process.
 type process struct{ fd int }
 
-// watchProcess starts to watch a process.
+// watchProcess begins to watch a process.
 func watchProcess(number int) (*process, error) {
 	fd, err := unix.Open(fmt.Sprintf("/proc/%d/stat", number), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return nil, errs.New(errs.ErrNotSupported, "process %d cannot be reached: %v", number, err)
+		return nil, errs.New(errs.ErrNotSupported, "cannot watch process %d: %v", number, err)
 	}
 	return &process{fd}, nil
 }

@@ -1,6 +1,6 @@
 package peers
 
-// This file shares memory between processes: files without a name, which others open by their descriptor.
+// This file shares memory between processes: unnamed files that others open by their descriptor.
 
 import (
 	"bytes"
@@ -18,14 +18,14 @@ import (
 
 const (
 	tokenBytes = 16
-	pageBytes  = 4096 // the file's first page holds the token, the memory follows
+	pageBytes  = 4096 // the first page holds the token; the memory follows
 
-	// lasting prevents that the file shrinks, which would kill the processes that have it mapped at their next
+	// lasting prevents the file from shrinking, which would kill processes that have mapped it on their next
 	// access.
 	lasting = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 )
 
-// A sharedMemory is shared memory, mapped here. nil is none.
+// A sharedMemory is shared memory that is mapped in this process. nil means none.
 type sharedMemory struct {
 	fd   int
 	raw  unsafe.Pointer
@@ -35,7 +35,7 @@ type sharedMemory struct {
 
 func pid() int { return os.Getpid() }
 
-// newShared makes n bytes of zeros.
+// newShared creates n bytes of zeros.
 func newShared(n int64, token []byte) (*sharedMemory, error) {
 	fd, err := unix.MemfdCreate("overwire", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
@@ -61,15 +61,15 @@ func mapShared(fd int, size int64) (*sharedMemory, error) {
 		_ = unix.Close(fd)
 		return nil, errs.New(errs.ErrIO, "shared memory of %d bytes: %v", size, err)
 	}
-	// A forked child does not need it.
+	// A forked child does not need the memory.
 	_ = unix.Madvise(unsafe.Slice((*byte)(raw), size), unix.MADV_DONTFORK)
 	return &sharedMemory{fd: fd, raw: raw, base: unsafe.Add(raw, pageBytes), n: size}, nil
 }
 
-// openShared maps n bytes of another process's memory, or of this one's again.
+// openShared maps n bytes of another process's memory, or maps this process's memory again.
 func openShared(o *Offer, number int, n int64) (*sharedMemory, error) {
 	refuse := func(why any) (*sharedMemory, error) {
-		return nil, errs.New(errs.ErrNotSupported, "the shared memory of process %d cannot be reached: %v", o.Process,
+		return nil, errs.New(errs.ErrNotSupported, "cannot open the shared memory of process %d: %v", o.Process,
 			why)
 	}
 	fd, err := unix.Open(fmt.Sprintf("/proc/%d/fd/%d", o.Process, number),
@@ -77,7 +77,7 @@ func openShared(o *Offer, number int, n int64) (*sharedMemory, error) {
 	if err != nil {
 		return refuse(err)
 	}
-	// In another PID namespace the number may belong to another process, so the token is compared.
+	// In another PID namespace, the number may belong to another process, so the token is compared.
 	var st unix.Stat_t
 	token := make([]byte, tokenBytes)
 	if err = unix.Fstat(fd, &st); err == nil && (st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size != pageBytes+n) {

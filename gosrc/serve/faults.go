@@ -1,6 +1,6 @@
 package serve
 
-// This file makes the server fail as real servers do.
+// This file simulates the failures of real servers.
 
 import (
 	"bufio"
@@ -23,11 +23,11 @@ import (
 )
 
 type fault struct {
-	says   string // the effect for the client
-	ranged bool   // applies only to range responses
-	// send answers with net/http. If it is nil, the response is written to the
-	// connection itself: head changes its first lines, cut ends the body at a random
-	// byte, and rest continues from there. head and rest may be nil.
+	says   string // the effect that the client observes
+	ranged bool   // only applies to range responses
+	// send responds through net/http. If it is nil, the response is written to the connection directly: head
+	// changes its first lines, cut ends the body at a random byte, and rest continues from there. head and rest
+	// may be nil.
 	send func(*reply)
 	head func(*reply)
 	cut  bool
@@ -39,13 +39,13 @@ var faults = map[string]fault{
 		rest: func(_ *reply, c net.Conn, _ io.Reader) {
 			resetConnection(c)
 		}},
-	"short":   {says: "the connection ends within the body", cut: true},
-	"stall":   {says: "the body stops, the connection stays", cut: true, rest: stallBody},
-	"trickle": {says: "the body continues with single bytes now and then", cut: true, rest: trickleBody},
+	"short":   {says: "the connection is closed within the body", cut: true},
+	"stall":   {says: "the body stops, and the connection remains open", cut: true, rest: stallBody},
+	"trickle": {says: "the body continues slowly with single bytes", cut: true, rest: trickleBody},
 	"range":   {says: "206 with a different range than requested", ranged: true, head: sendOtherRange},
 	"whole":   {says: "200 with the whole file for a range", ranged: true, send: sendWhole},
 	"length":  {says: "a Content-Length that differs from the range's length", ranged: true, head: claimOtherLength},
-	"etag":    {says: "the right bytes under another ETag", ranged: true, head: func(p *reply) { p.tag = `"another"` }},
+	"etag":    {says: "the right bytes with another ETag", ranged: true, head: func(p *reply) { p.tag = `"another"` }},
 	"gzip":    {says: "a body encoded with gzip, although identity was requested", send: sendZipped},
 	"loop": {says: "a redirect to the same address", send: func(p *reply) {
 		http.Redirect(p.w, p.r, p.r.URL.Path, http.StatusFound)
@@ -55,7 +55,7 @@ var faults = map[string]fault{
 	"429": {says: "429 with Retry-After", send: func(p *reply) { p.askForRetry(http.StatusTooManyRequests) }},
 }
 
-// Kinds returns the effect for the client for each fault.
+// Kinds returns the effect of each fault, as the client observes it.
 func Kinds() map[string]string {
 	says := map[string]string{}
 	for name, f := range faults {
@@ -76,7 +76,7 @@ func newDice(p map[string]float64, seed uint64) (*dice, error) {
 	sum := 0.0
 	for name, v := range p {
 		if _, ok := faults[name]; !ok {
-			return nil, errs.New(errs.ErrArgument, "unknown fault %q; known faults are %s", name,
+			return nil, errs.New(errs.ErrArgument, "unknown fault %q: expected one of %s", name,
 				strings.Join(slices.Sorted(maps.Keys(faults)), ", "))
 		}
 		if sum += v; v < 0 || sum > 1 {
@@ -87,7 +87,7 @@ func newDice(p map[string]float64, seed uint64) (*dice, error) {
 		nil
 }
 
-// nextFault returns the fault of one response, or "" for none.
+// nextFault returns the fault for the next response, or "" for none.
 func (d *dice) nextFault() string {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -112,8 +112,7 @@ func (d *dice) countFault(kind string) {
 	d.mu.Unlock()
 }
 
-// A reply is the response that a fault changes: length bytes of f from an offset on, in
-// total most.
+// A reply is a response to which a fault is applied. It consists of length bytes of f from the offset from.
 type reply struct {
 	s            *Server
 	w            http.ResponseWriter
@@ -125,8 +124,7 @@ type reply struct {
 	tag          string
 }
 
-// sendFault sends a response with a fault, or returns false if the fault does not suit
-// the request.
+// sendFault sends a response with a fault. It returns false if the fault does not apply to the request.
 func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, f *content, size int64,
 	tag string) bool {
 	p := &reply{s: s, w: w, r: r, f: f, size: size, length: size, tag: tag}
@@ -147,7 +145,7 @@ func (s *Server) sendFault(kind string, w http.ResponseWriter, r *http.Request, 
 	}
 }
 
-// spoilConnection writes the response to the connection itself.
+// spoilConnection writes the response directly to the connection.
 func (p *reply) spoilConnection(how fault) bool {
 	c, _, err := http.NewResponseController(p.w).Hijack()
 	if err != nil {
@@ -203,7 +201,7 @@ func sendZipped(p *reply) {
 	_, _ = p.w.Write(b.Bytes())
 }
 
-// sendOtherRange moves the range by a byte, or shortens it if it is the whole file.
+// sendOtherRange shifts the range by a byte, or shortens it if it is the whole file.
 func sendOtherRange(p *reply) {
 	switch {
 	case p.from+1+p.length <= p.size:
@@ -224,8 +222,7 @@ func trickleBody(p *reply, c net.Conn, body io.Reader) {
 	})
 }
 
-// tickUntil calls fn at each tick until fn returns false, the client disconnects or
-// the server closes.
+// tickUntil calls fn at each tick until fn returns false, the client disconnects or the server closes.
 func (s *Server) tickUntil(c net.Conn, tick time.Duration, fn func() bool) {
 	end := make(chan struct{})
 	t := time.NewTicker(tick)
@@ -252,8 +249,8 @@ func (s *Server) tickUntil(c net.Conn, tick time.Duration, fn func() bool) {
 	}
 }
 
-// resetConnection closes a connection with RST instead of FIN, below any TLS: the client
-// sees a truncated TLS stream.
+// resetConnection closes a connection with RST instead of FIN, below TLS if there is TLS: the client sees a
+// truncated TLS stream.
 func resetConnection(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// served is a server with a file of size zeros, called x.
+// served starts a server with a file x of the given size.
 func served(t *testing.T, size int64, opt Options) *Server {
 	t.Helper()
 	dir := t.TempDir()
@@ -59,9 +59,9 @@ func dial(t *testing.T, s *Server, text string) *net.TCPConn {
 
 const request = "GET /x HTTP/1.1\r\nHost: h\r\n"
 
-// A client that takes or sends nothing more, or only a byte now and then, is dropped: with a body, a header, a
-// request's body, and between requests, with and without ranges, lengths and faults. The next client in line is served
-// then.
+// A client that stops reading or sending, or that only transfers single bytes, is disconnected: during a body,
+// a header, a request's body, and between requests, with and without ranges, lengths and faults. The next
+// waiting client is then served.
 func TestClientThatHolds(t *testing.T) {
 	refuseLeft(t)
 	const size = 64 << 20 // more than the kernel's buffers hold
@@ -79,20 +79,20 @@ func TestClientThatHolds(t *testing.T) {
 	for name, c := range map[string]struct {
 		text string
 		opt  Options
-		step func(*net.TCPConn) error // again and again; nil means nothing
+		step func(*net.TCPConn) error // called repeatedly; nil means nothing
 	}{
-		"reads nothing":          {request + "\r\n", Options{}, nil},
-		"reads a byte":           {request + "\r\n", Options{}, reads},
-		"reads nothing of range": {request + "Range: bytes=5-\r\n\r\n", Options{}, nil},
-		"without a length":       {request + "\r\n", Options{Chunked: true}, reads},
-		"without ranges":         {request + "\r\n", Options{NoRanges: true}, reads},
-		"of a fault":             {request + "\r\n", Options{Faults: map[string]float64{"length": 1}}, nil},
-		"of another fault":       {request + "Range: bytes=5-\r\n\r\n", Options{Faults: map[string]float64{"whole": 1}}, nil},
-		"no request":             {"", Options{}, nil},
-		"half a header":          {request, Options{}, writes},
-		"sends a body":           {request + "Content-Length: 200000\r\n\r\n", Options{}, writes},
-		"sends chunks":           {request + "Transfer-Encoding: chunked\r\n\r\n30000\r\n", Options{}, writes},
-		"no second request":      {"HEAD /x HTTP/1.1\r\nHost: h\r\n\r\n", Options{}, nil},
+		"reads nothing":                     {request + "\r\n", Options{}, nil},
+		"reads a byte":                      {request + "\r\n", Options{}, reads},
+		"reads nothing of a range":          {request + "Range: bytes=5-\r\n\r\n", Options{}, nil},
+		"without a length":                  {request + "\r\n", Options{Chunked: true}, reads},
+		"without ranges":                    {request + "\r\n", Options{NoRanges: true}, reads},
+		"reads nothing after a fault":       {request + "\r\n", Options{Faults: map[string]float64{"length": 1}}, nil},
+		"reads nothing after another fault": {request + "Range: bytes=5-\r\n\r\n", Options{Faults: map[string]float64{"whole": 1}}, nil},
+		"no request":                        {"", Options{}, nil},
+		"half a header":                     {request, Options{}, writes},
+		"sends a body":                      {request + "Content-Length: 200000\r\n\r\n", Options{}, writes},
+		"sends chunks":                      {request + "Transfer-Encoding: chunked\r\n\r\n30000\r\n", Options{}, writes},
+		"no second request":                 {"HEAD /x HTTP/1.1\r\nHost: h\r\n\r\n", Options{}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -112,14 +112,14 @@ func TestClientThatHolds(t *testing.T) {
 					break
 				}
 				if try == 20 {
-					t.Fatalf("who waits: %v", err)
+					t.Fatalf("the waiting client: %v", err)
 				}
 			}
 		})
 	}
 }
 
-// A slow client that makes progress gets everything, even if it takes several times the server's patience.
+// A slow client that makes progress receives everything, even if it takes several times the server's patience.
 func TestSlowClient(t *testing.T) {
 	refuseLeft(t)
 	const size = 24 << 20
@@ -143,7 +143,7 @@ func TestSlowClient(t *testing.T) {
 	}
 }
 
-// Headers of any length, thousands of ranges and pipelined requests get bounded answers.
+// Headers of any length, thousands of ranges and pipelined requests get bounded responses.
 func TestHeaders(t *testing.T) {
 	refuseLeft(t)
 	s := served(t, 1<<20, Options{})
@@ -182,7 +182,7 @@ func TestHeaders(t *testing.T) {
 	}
 }
 
-// More clients than allowed connections are all served, one after the other.
+// If more clients connect than connections are allowed, all are served, one after the other.
 func TestManyClients(t *testing.T) {
 	refuseLeft(t)
 	s := served(t, 1000, Options{Connections: 3})

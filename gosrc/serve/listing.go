@@ -1,6 +1,6 @@
 package serve
 
-// This file lists folders, as JSON in nginx's form (autoindex_format json) or as a page for people.
+// This file lists folders, as JSON in nginx's format (autoindex_format json) or as an HTML page.
 
 import (
 	"encoding/json"
@@ -17,10 +17,10 @@ import (
 	"unicode/utf8"
 )
 
-// An entry is a file or a folder of a listing.
+// An entry is a file or a folder in a listing.
 type entry struct {
 	Name string `json:"name"`
-	Type string `json:"type"` // "file", "directory"
+	Type string `json:"type"` // "file" or "directory"
 	Time string `json:"mtime"`
 	Size int64  `json:"size,omitempty"` // of a file
 }
@@ -28,7 +28,7 @@ type entry struct {
 // isHidden reports whether a path has a hidden element.
 func isHidden(name string) bool { return strings.HasPrefix(name, ".") || strings.Contains(name, "/.") }
 
-// entriesOf lists an open folder, sorted: its folders, and its regular files, including links to files below
+// entriesOf lists an open folder, sorted: its subfolders, and its regular files, including links to files below
 // the served folder. Links to folders are omitted because they could form a loop. Hidden names are omitted.
 func (s *Server) entriesOf(name string, dir *os.File) (all []entry, err error) {
 	list, err := dir.ReadDir(-1)
@@ -58,8 +58,8 @@ func (s *Server) entriesOf(name string, dir *os.File) (all []entry, err error) {
 	return all, nil
 }
 
-// answerFolder answers with the listing of an open folder, as a page if the client asks for HTML, as
-// browsers do.
+// answerFolder responds with the listing of an open folder, as a page if the client accepts HTML, as browsers
+// do.
 func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name string, dir *os.File) {
 	isPage := strings.Contains(r.Header.Get("Accept"), "text/html")
 	if !strings.HasSuffix(r.URL.Path, "/") {
@@ -93,8 +93,8 @@ func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name strin
 	_, _ = w.Write(text)
 }
 
-// pageOf renders a listing for people. Names are untrusted: they are escaped, and each link begins with ./, so
-// that it cannot name another scheme or host.
+// pageOf renders a listing as HTML. Names are untrusted: they are escaped, and each link begins with ./, so it
+// cannot lead to another scheme or host.
 func pageOf(at string, all []entry) []byte {
 	var b strings.Builder
 	title := html.EscapeString(strings.ToValidUTF8(at, "\ufffd"))

@@ -11,8 +11,8 @@ import (
 	"testing"
 )
 
-// Folders are listed as JSON for programs and as a page for browsers, with every name escaped. Hidden files, links out
-// of the folder and links to folders are not listed.
+// Folders are listed as JSON for programs and as a page for browsers, with every name escaped. Hidden files,
+// links that lead out of the folder and links to folders are not listed.
 func TestListing(t *testing.T) {
 	dir := t.TempDir()
 	odd := `<img src=x onerror="a">&javascript:b`

@@ -1,12 +1,11 @@
-// Package serve is a small HTTP server for the files in one folder. It lists folders, supports
-// ranges, strong ETags and If-Match, simulates a link of any speed and latency, and produces the
-// faults of networks and stores, by probability and seed. It is for tests and experiments, not for
-// the internet: it has no passwords, and listens only on this machine unless Options name another
-// address.
+// Package serve is a small HTTP server for the files in one folder. It lists folders and supports ranges,
+// strong ETags and If-Match. It simulates links of any speed and latency, and faults of networks and stores, by
+// probability and seed. It is meant for tests and experiments, not for the internet: it has no passwords, and
+// listens only on this machine unless Options name another address.
 //
-// A client may hold a connection as long as it makes progress. Options.Patience limits each step
-// of a body, a handshake, a request's header and body, and the pause before the next request. The
-// number of connections is limited; further clients wait until one ends.
+// A client may hold a connection as long as it makes progress. Options.Patience limits each step of a body, a
+// handshake, a request's header and body, and the pause before the next request. The number of connections is
+// limited; further clients wait until another connection ends.
 package serve
 
 import (
@@ -31,27 +30,23 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Options of New. The zero value serves as fast as it can, without faults, on
-// a free port of 127.0.0.1.
+// Options configure New. The zero value serves at full speed, without faults, on a free port of 127.0.0.1.
 type Options struct {
-	Address string        // "127.0.0.1:0"
-	Rate    int64         // bytes per second over all connections; 0: no limit
-	Each    int64         // bytes per second of one connection; 0: no limit
+	Address string        // default "127.0.0.1:0"
+	Rate    int64         // bytes per second over all connections; 0 means no limit
+	Each    int64         // bytes per second of one connection; 0 means no limit
 	Latency time.Duration // before every response
-	// NoRanges ignores Range headers, as HTTP/1.0 servers do. Chunked sends no
-	// Content-Length.
+	// NoRanges ignores Range headers, as HTTP/1.0 servers do. Chunked omits the Content-Length.
 	NoRanges, Chunked bool
-	Cert, Key         string // PEM files; both for TLS
-	// Faults are the probabilities of each fault of Kinds in a response.
+	Cert, Key         string // PEM files; both are required for TLS
+	// Faults are the probabilities of the faults in Kinds, per response.
 	Faults map[string]float64
 	Seed   uint64
-	// RetryAfter is the Retry-After of responses 429 and 503.
+	// RetryAfter is the value of Retry-After in responses with status 429 and 503.
 	RetryAfter time.Duration
-	// Header, if not nil, is called before each response. If it returns false, the
-	// request is refused with 401.
+	// Header, if not nil, is called before each response. If it returns false, the response has status 401.
 	Header func(http.Header) bool
-	// Patience is how long a client may take for one step, 256 KiB of a body; 0 means a
-	// minute.
+	// Patience is how long a client may take for one step, 256 KiB of a body; 0 means a minute.
 	Patience time.Duration
 	// Connections limits simultaneous connections; 0 means 1,024.
 	Connections int
@@ -70,13 +65,13 @@ type Server struct {
 	addr string
 	done chan struct{}
 	end  chan struct{} // closed by Close; ends stalled responses
-	open chan struct{} // holds one element for each connection
+	open chan struct{} // has one element per connection
 
 	once sync.Once
 	Sent atomic.Int64 // bytes of bodies and headers that the kernel accepted
 }
 
-// New starts a server of a folder.
+// New starts a server for a folder.
 func New(dir string, opt Options) (*Server, error) {
 	opt.Address = cmp.Or(opt.Address, "127.0.0.1:0")
 	opt.Patience = cmp.Or(opt.Patience, time.Minute)
@@ -111,12 +106,12 @@ func New(dir string, opt Options) (*Server, error) {
 		IdleTimeout: opt.Patience, MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0)}
 	spawn.Go("serve", func() {
 		defer close(s.done)
-		_ = s.http.Serve(l) // ends with Close
+		_ = s.http.Serve(l) // until Close
 	})
 	return s, nil
 }
 
-// URL returns the address of the folder, with a slash at its end.
+// URL returns the address of the folder, with a trailing slash.
 func (s *Server) URL() string {
 	if s.opt.Cert != "" {
 		return "https://" + s.addr + "/"
@@ -152,7 +147,7 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 	if s.opt.Latency > 0 {
 		time.Sleep(s.opt.Latency)
 	}
-	if r.ContentLength != 0 { // bodies are unused, but net/http reads them before it answers
+	if r.ContentLength != 0 { // bodies are unused, but net/http reads them before it responds
 		w.Header().Set("Connection", "close")
 		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(s.opt.Patience))
 	}
@@ -169,8 +164,7 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 		http.NotFound(w, r)
 		return
 	}
-	// The root keeps paths and links inside the folder, and opening a pipe must not
-	// wait for its writer.
+	// os.Root confines paths and links to the folder. Opening a pipe must not wait for its writer.
 	f, err := s.root.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	switch {
 	case errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE):
@@ -191,7 +185,7 @@ func (s *Server) answerRequest(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// answerFile answers with bytes of an open regular file.
+// answerFile responds with bytes of an open regular file.
 func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, f *os.File) {
 	now, isSettled, err := settledState(f)
 	if err != nil {
@@ -229,10 +223,10 @@ func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, f *os.File) 
 type link struct {
 	rate int64
 	mu   sync.Mutex
-	free time.Time // when it will have sent its bytes
+	free time.Time // when all accepted bytes will have been sent
 }
 
-// step is the most bytes that a shaped link accepts at once.
+// step is the largest number of bytes that a limited link accepts in one call.
 const step = 256 << 10
 
 // waitForLink waits until the link can send n bytes.
@@ -258,11 +252,11 @@ type listener struct {
 	s *Server
 }
 
-// Pauses after a connection that could not be accepted.
+// The pauses after a connection could not be accepted.
 const minPause, maxPause = 5 * time.Millisecond, time.Second
 
-// Accept does not return errors of single connections, or of a machine short of memory or descriptors: net/http
-// would end the server for some of them.
+// Accept retries after errors of single connections, and while the machine is short of memory or descriptors,
+// because net/http would end the server for some of these errors.
 func (l *listener) Accept() (net.Conn, error) {
 	select {
 	case l.s.open <- struct{}{}:
@@ -298,8 +292,7 @@ func (c *conn) Close() error {
 	return c.TCPConn.Close()
 }
 
-// beginStep waits until n bytes may be sent, and extends the client's deadline for
-// them.
+// beginStep waits until n bytes may be sent, and sets the client's deadline for receiving them.
 func (c *conn) beginStep(n int) error {
 	c.waitForLinks(n)
 	return c.SetWriteDeadline(time.Now().Add(c.s.opt.Patience))
@@ -325,8 +318,8 @@ func (c *conn) Write(p []byte) (done int, err error) {
 	return done, err
 }
 
-// ReadFrom copies. With sendfile a change of the file would show in pages that the client has not received
-// yet.
+// ReadFrom copies through a buffer. With sendfile, a change of the file would affect pages that the client has
+// not received yet.
 func (c *conn) ReadFrom(r io.Reader) (int64, error) {
 	return io.CopyBuffer(struct{ io.Writer }{c}, struct{ io.Reader }{r}, make([]byte, step))
 }

@@ -39,7 +39,7 @@ func get(t *testing.T, url, span string) (int, string) {
 	return resp.StatusCode, string(b)
 }
 
-// Only files below the folder are served, whole and in ranges.
+// Only files below the folder are served, as a whole and in ranges.
 func TestServe(t *testing.T) {
 	top := t.TempDir()
 	dir := filepath.Join(top, "d")
@@ -68,7 +68,7 @@ func TestServe(t *testing.T) {
 		{"link", "", 404, ""}, {".hidden", "", 404, ""}, {"sub/.git/config", "", 404, ""},
 		{"sub", "", 404, ""}, {"sub/a/", "", 404, ""},
 		{"%2e%2e/secret", "", 404, ""}, {"none", "", 404, ""},
-		{"pipe", "", 404, ""}, // no thread waits for its writer
+		{"pipe", "", 404, ""}, // no thread waits for a writer
 	} {
 		code, body := get(t, s.URL()+c.path, c.span)
 		if code != c.code || c.body != "" && body != c.body {
@@ -83,8 +83,7 @@ func TestServe(t *testing.T) {
 	}
 }
 
-// A connection waits for the server's link and for its own, each as fast as its rate, by a clock that only they
-// advance.
+// A connection waits for the server's link and for its own, each at its rate. The clock is simulated.
 func TestRate(t *testing.T) {
 	for _, c := range []*conn{{s: &Server{link: link{rate: 10 << 20}}}, {s: &Server{}, own: link{rate: 10 << 20}}} {
 		synctest.Test(t, func(t *testing.T) {
@@ -127,7 +126,8 @@ func TestSeed(t *testing.T) {
 	}
 }
 
-// Each fault shows the client what Kinds says, and leaves no goroutine. Faults of ranges do not affect other requests.
+// Each fault has the effect that Kinds describes, and leaves no goroutine. Faults of ranges do not affect other
+// requests.
 func TestEachFault(t *testing.T) {
 	dir := t.TempDir()
 	text := make([]byte, 5000)

@@ -1,6 +1,6 @@
 package serve
 
-// This file distinguishes the states of a file, so that no response mixes bytes of two states.
+// This file distinguishes the states of a file, so that no response mixes bytes of different states.
 
 import (
 	"errors"
@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// A state identifies the bytes of a file. A program can set size and modification time to
-// those of another file, but not both the inode and the change time.
+// A state identifies the bytes of a file. A program can set size and modification time to those of another
+// file, but not both the inode and the change time.
 type state struct {
 	device, inode uint64
 	size          int64
@@ -33,12 +33,12 @@ func stateOf(f *os.File) (state, error) {
 	return state{uint64(st.Dev), st.Ino, st.Size, st.Mtim.Nano(), st.Ctim.Nano(), st.Mode & unix.S_IFMT}, nil
 }
 
-// Ticks of the clocks with which file systems record changes: two changes within one tick have the same time.
-// The kernel's ticks last some milliseconds; those of servers, and of formats like FAT, up to two seconds.
+// The clock resolution of file systems: two changes within one tick have the same time. The kernel's ticks last
+// some milliseconds. Those of servers, and of formats like FAT, last up to two seconds.
 const fineTick, coarseTick = 50 * time.Millisecond, 3 * time.Second
 
-// settledState returns the state of a file, and whether every later change will alter it. If one tick of the
-// kernel's clock is enough for that, it waits.
+// settledState returns the state of a file, and whether every later change will alter it. It waits if one tick
+// of the kernel's clock is enough to ensure that.
 func settledState(f *os.File) (s state, settled bool, err error) {
 	tick := coarseTick
 	kind, kindErr := regular.IdentifyFile(int(f.Fd()))
@@ -58,8 +58,7 @@ func settledState(f *os.File) (s state, settled bool, err error) {
 	}
 }
 
-// entityTag returns the ETag of a state. It is weak if the file could change while the state
-// stays the same.
+// entityTag returns the ETag of a state. It is weak if the file could change without a change of its state.
 func (s state) entityTag(settled bool) string {
 	tag := fmt.Sprintf(`"%x-%x-%x-%x-%x"`, s.size, s.modified, s.changed, s.inode, s.device)
 	if !settled {
@@ -70,7 +69,7 @@ func (s state) entityTag(settled bool) string {
 
 var errChanged = errors.New("the file has changed since its ETag was sent")
 
-// A content reads a file in one state. Its reads fail once the file is in another one.
+// A content reads a file in one state. Its reads fail once the state has changed.
 type content struct {
 	*os.File
 	opened state
@@ -82,7 +81,7 @@ func (c *content) Read(p []byte) (int, error) {
 	return c.checkRead(n, err)
 }
 
-// ReadAt is Read at an offset.
+// ReadAt is like Read, at an offset.
 func (c *content) ReadAt(p []byte, off int64) (int, error) {
 	n, err := c.File.ReadAt(p, off)
 	return c.checkRead(n, err)
@@ -98,10 +97,10 @@ func (c *content) checkRead(n int, err error) (int, error) {
 	return n, err
 }
 
-// endSpoiled cuts the connection of a response that cannot be completed, because a chunked response does not
-// reveal that by its length.
+// endSpoiled closes the connection of a response that cannot be completed, because the length of a chunked
+// response does not reveal that.
 func (c *content) endSpoiled() {
 	if c.err != nil {
-		panic(http.ErrAbortHandler) // net/http recovers it, and closes the connection
+		panic(http.ErrAbortHandler) // net/http recovers it and closes the connection
 	}
 }

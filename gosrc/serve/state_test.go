@@ -31,8 +31,8 @@ func put(t *testing.T, path string, fill byte, inPlace bool) {
 	}
 }
 
-// Another file of the same size and time has another ETag, so that a client notices. Only a file that is written all
-// the time has a weak ETag.
+// Another file of the same size and time has another ETag, so that clients detect the change. Only a file that
+// is written continuously has a weak ETag.
 func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x")
 	s, err := New(filepath.Dir(path), Options{})
@@ -70,7 +70,7 @@ func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
 	}()
 	defer func() { close(end); <-done }()
 	var tags []string
-	for range 50 { // on a busy machine the writer may pause for longer than a tick
+	for range 50 { // on a busy machine, the writer may pause for longer than a tick
 		resp, err := http.DefaultClient.Head(s.URL() + "x")
 		if err != nil {
 			t.Fatal(err)
@@ -82,10 +82,11 @@ func TestStatesHaveETagsOfTheirOwn(t *testing.T) {
 		}
 		tags = append(tags, tag)
 	}
-	t.Errorf("a file that is being written to has the ETags %s", tags)
+	t.Errorf("the ETags of a file that is being written are all strong: %s", tags)
 }
 
-// An answer during which the file is replaced or written ends early, and has bytes of only one file.
+// If the file is replaced or written during a response, the response ends early and contains bytes of only one
+// state.
 func TestAnswersHaveOneState(t *testing.T) {
 	for name, opt := range map[string]Options{
 		"ranges": {}, "no ranges": {NoRanges: true}, "chunked": {Chunked: true},

@@ -1,32 +1,31 @@
 package source
 
-// This file defines Draft, an object of a store while it is being written.
+// This file defines Draft, an object that is being written to a store.
 
-// A Draft is an object of a store while it is being written. Readers see it only once it is published. Cancelling
-// the context that it was created with ends every call except Drop.
+// A Draft is an object that is being written to a store. Readers do not see it until it is published.
+// Cancelling the context with which it was created ends every call except Drop.
 //
-// Write and Skip may run in parallel; the other calls follow them, one at a time. Memory is bounded: parts are
-// sent while the rest is still being written.
+// Write and Skip may run in parallel. The other methods are called afterwards, one at a time. Memory is
+// bounded: parts are sent while the rest is still being written.
 type Draft interface {
-	// URI names the object as the user wrote it.
+	// URI is the object's name as the user wrote it.
 	URI() string
-	// Write writes bytes at an offset, each offset at most once. It does not keep p. It blocks while the store is
-	// slower than the caller.
+	// Write writes bytes at an offset, each offset at most once. It does not retain p. It blocks while the
+	// store is slower than the caller.
 	Write(p []byte, off int64) error
-	// WriteView is Write for bytes that do not change until the draft has ended or StopSends has returned. The
-	// store sends them without a copy.
+	// WriteView is like Write, but sends the bytes without a copy. They must not change until the draft has
+	// ended or StopSends has returned.
 	WriteView(p []byte, off int64) error
-	// Skip declares that [lo, hi) will not be written and is zero.
+	// Skip declares that [lo, hi) will not be written and consists of zeros.
 	Skip(lo, hi int64) error
-	// Finish sets the object's size and returns when the store has all of it. Ranges that were neither written
-	// nor skipped are zero.
+	// Finish sets the object's size and waits until the store has received all of it. Ranges that were neither
+	// written nor skipped are zeros.
 	Finish(size int64) error
-	// Publish makes the finished object visible in one step. It replaces any earlier object of that name.
+	// Publish makes the finished object visible atomically. It replaces an existing object of the same name.
 	Publish() error
-	// StopSends aborts all sends at once. Only Drop may follow. The draft no longer reads the bytes of WriteView
-	// afterwards.
+	// StopSends aborts all sends immediately. Only Drop may follow. Once it returns, the draft no longer reads
+	// bytes passed to WriteView.
 	StopSends()
-	// Drop ends the draft and removes from the store everything that was not published. It may be called more
-	// than once.
+	// Drop ends the draft and removes all unpublished data from the store. It may be called more than once.
 	Drop()
 }

@@ -7,17 +7,17 @@ import (
 	"sync"
 )
 
-// notices are the warnings that no one has taken yet.
+// notices are the warnings that Notices has not returned yet.
 var notices struct {
 	sync.Mutex
 	texts []string
 }
 
-// maxNotices bounds them.
+// maxNotices is the largest number of stored warnings.
 const maxNotices = 64
 
-// Notice adds a sentence, without secrets, that the next call of Notices returns. A program shows it once, as a
-// warning.
+// Notice stores a warning until the next call of Notices. The text must not contain secrets. The caller of
+// Notices shows it once.
 func Notice(text string) {
 	notices.Lock()
 	defer notices.Unlock()
@@ -26,7 +26,7 @@ func Notice(text string) {
 	}
 }
 
-// Notices returns the sentences that were added since the last call.
+// Notices returns the warnings added since the last call.
 func Notices() []string {
 	notices.Lock()
 	defer notices.Unlock()

@@ -12,22 +12,23 @@ import (
 )
 
 // Options says how to reach a store. The zero value means the store's defaults and an empty environment. Values
-// may be secrets: they never appear in messages. Errors name only keys.
+// may be secrets, so messages never contain them; errors name only keys.
 type Options struct {
-	// Storage is the caller's storage_options=, with all values as text. HTTP headers are entries "header.NAME".
+	// Storage is the caller's storage_options=, with all values as text. HTTP headers have keys of the form
+	// "header.NAME".
 	Storage map[string]string `json:"storage"`
-	// Env holds the variables named by EnvNames, as Python's os.environ has them now. Go's own environment is
-	// from the start of the process.
+	// Env holds the current values in Python's os.environ of the variables in EnvNames. Go's own environment
+	// only has the values from the start of the process.
 	Env map[string]string `json:"env"`
 	// Once makes a write fail if the object exists already: see open.PutOnce.
 	Once bool `json:"-"`
 }
 
-// HeaderPrefix begins the entries of Options.Storage that are HTTP headers.
+// HeaderPrefix is the prefix of the keys in Options.Storage that set HTTP headers.
 const HeaderPrefix = "header."
 
-// EnvNames are the variables that a store may need. A name that ends in * stands for all names with that prefix.
-// Names of proxies are also read in lower case.
+// EnvNames are the variables that a store may need. A name that ends in * stands for all names with that
+// prefix. Proxy variables are also read in lower case.
 var EnvNames = []string{
 	"AWS_*", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN",
 	"HF_TOKEN_PATH",
@@ -37,7 +38,7 @@ var EnvNames = []string{
 	"SSL_CERT_FILE", "SSL_CERT_DIR", "HOME", "USERPROFILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "REDISCLI_AUTH",
 }
 
-// Check refuses entries of Storage that the scheme does not know.
+// Check refuses keys of Storage that the scheme does not support.
 func (o Options) Check(scheme string, known ...string) error {
 	for _, k := range slices.Sorted(maps.Keys(o.Storage)) {
 		name := k
@@ -52,7 +53,7 @@ func (o Options) Check(scheme string, known ...string) error {
 	return nil
 }
 
-// Flag reads a switch of Storage, false if it is not given.
+// Flag reads a boolean from Storage; it is false if the key is missing.
 func (o Options) Flag(name string) (bool, error) {
 	text, ok := o.Storage[name]
 	if !ok {
@@ -65,7 +66,7 @@ func (o Options) Flag(name string) (bool, error) {
 	return on, nil
 }
 
-// Number reads a number from lo to hi in Storage, def if it is not given.
+// Number reads a number from lo to hi from Storage; it is def if the key is missing.
 func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	text, ok := o.Storage[name]
 	if !ok {
@@ -78,11 +79,11 @@ func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	return n, nil
 }
 
-// Whole is Key plus the environment. It is equal for options that mean the same.
+// Whole is Key plus the environment. Options with equal results have the same effect.
 func (o Options) Whole() string { return o.Key() + "\x00" + quotePairs(o.Env) }
 
-// Key is equal for equal Storage and equal stores. What was reached with one set of credentials must not be given
-// to a caller with another. Key contains the values.
+// Key returns equal keys for options with equal Storage that reach the same stores. Data read with one set of
+// credentials must not be returned to a caller with different ones. A key contains the secret values.
 func (o Options) Key() string {
 	if len(o.Storage) == 0 && len(o.Env) == 0 { // local files
 		return ""
@@ -102,8 +103,8 @@ func quotePairs(values map[string]string) string {
 	return b.String()
 }
 
-// choices are the options and variables of each scheme that say where a URI's objects are, or how the sender is
-// authenticated. None is a secret.
+// choices are the options and variables of each scheme that determine where a URI's objects are or which
+// credentials are used. None of them is secret.
 var choices = map[string]struct{ storage, env []string }{
 	"s3": {[]string{"endpoint_url", "aws_endpoint_url", "endpoint", "profile", "profile_name", "region", "region_name",
 		"aws_region"}, []string{"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL",
@@ -115,8 +116,8 @@ var choices = map[string]struct{ storage, env []string }{
 	"rediss": {[]string{"db"}, nil},
 }
 
-// StoreOf returns everything besides the URI that determines which store a URI of this scheme names. Data of one
-// store is never used for another, even if the ETags are equal. It contains no secret.
+// StoreOf returns everything except the URI that determines which store a URI of this scheme refers to. Data
+// from one store is never used for another, even if the ETags are equal. The result contains no secrets.
 func (o Options) StoreOf(scheme string) string {
 	values := map[string]string{}
 	for _, name := range choices[scheme].storage {

@@ -46,12 +46,11 @@ func TestOptions(t *testing.T) {
 	}
 	a, b := map[string]string{"a": "b", "c": "d"}, map[string]string{"a": "b\x00c", "d": ""}
 	if (Options{Storage: a}).Key() == (Options{Storage: b}).Key() {
-		t.Error("two options with one key")
+		t.Error("different options have the same key")
 	}
 }
 
-// An option that selects a store gives a different one, only for its scheme, and no secret is in the key that
-// distinguishes them.
+// Options that select a store change the key of their own scheme only, and keys contain no secret.
 func TestStore(t *testing.T) {
 	set := func(in, name string) Options {
 		values := map[string]string{name: "value"}
@@ -79,7 +78,7 @@ func TestStore(t *testing.T) {
 			t.Errorf("%+v: %v", one, got)
 		}
 		if one.counts && o.Key() == (Options{}).Key() {
-			t.Errorf("%+v: the same key", one)
+			t.Errorf("%+v: the key is that of empty options", one)
 		}
 	}
 }

@@ -1,24 +1,26 @@
 package source
 
-// This file passes a reader's expectations of an object to its source, before it is opened.
+// This file passes a reader's expectations about an object to the source that opens it.
 
 import "context"
 
-// An Outline is what a reader expects of an object. It lets a source that reads from the beginning, from a store
-// that does not state a size, stop when the object cannot be the expected one. The zero value expects nothing.
+// An Outline is what a reader expects of an object. Some stores do not report sizes, so their objects are read
+// from the beginning. With an outline, such a source stops when the object cannot be the expected one. The zero
+// value expects nothing.
 type Outline struct {
 	// Most is the largest size that the object may have, in bytes; 0 means any size.
 	Most int64
-	// Size returns the object's size as its first bytes state it, -1 if they do not. If need exceeds len(head),
-	// it needs that many bytes to tell. nil means that nothing is known.
+	// Size derives the object's size from its first bytes. It returns -1 if they do not state it. If need
+	// exceeds len(head), Size must be called again with that many bytes. A nil Size means that the size is
+	// unknown.
 	Size func(uri string, head []byte) (size, need int64, err error)
-	// Longer says that the object may have more bytes, which are not wanted.
+	// Longer says that the object may have more bytes than Size reports; those are not needed.
 	Longer bool
 }
 
 type outlineKey struct{}
 
-// In returns a context that opens objects with this outline.
+// In returns a context in which objects are opened with this outline.
 func (o Outline) In(ctx context.Context) context.Context {
 	return context.WithValue(ctx, outlineKey{}, o)
 }

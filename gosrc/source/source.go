@@ -1,5 +1,5 @@
-// Package source defines where bytes come from: a Source returns bytes by offset
-// and knows nothing of tensors. Each kind of source is a package below this one.
+// Package source defines Source, which reads the bytes of a file or object by offset. Sources know nothing
+// about tensors. Each package below this one implements one kind of source.
 package source
 
 import (
@@ -13,67 +13,70 @@ import (
 //
 // It is safe for concurrent use: ReadAt calls run in parallel.
 type Source interface {
-	// URI names the source as the user wrote it. It may hold secrets: apply errs.RedactURI before showing it.
+	// URI is the source's name as the user wrote it. It may contain secrets: apply errs.RedactURI before
+	// showing it.
 	URI() string
 	// Size is the number of bytes, fixed when the source was opened.
 	Size() int64
-	// ReadAt fills all of p from offset off or returns an error; it never returns a partial result. Reading past
-	// Size, or a medium that has fewer bytes than Size promised, is errs.ErrCorrupt ("truncated"). A failing
-	// medium is errs.ErrIO with the system's text. ReadAt returns soon after ctx is cancelled, with
-	// errs.ErrCancelled.
+	// ReadAt fills all of p from offset off or returns an error; it never returns a partial result. Reading
+	// beyond Size, or from a medium with fewer bytes than Size, returns errs.ErrCorrupt ("truncated"). A
+	// failing medium returns errs.ErrIO with the system's text. ReadAt returns errs.ErrCancelled soon after ctx
+	// is cancelled.
 	ReadAt(ctx context.Context, p []byte, off int64) error
-	// Facts says what else callers may rely on. It is cheap. Most of it never changes while the source is open.
+	// Facts returns further properties of the source. It is cheap. Most facts never change while the source is
+	// open.
 	Facts() Facts
-	// Close releases what the source holds. ReadAt calls in flight finish or fail;
-	// later ones fail. Close may be called more than once.
+	// Close releases the source's resources. ReadAt calls in flight finish or fail; later calls fail. Close may
+	// be called more than once.
 	Close() error
 }
 
-// Facts describe a source beyond its bytes. The zero value describes a source that only has ReadAt, with reads
-// that cost no round trip and a state that nothing identifies. A source that wraps another one passes on only the
-// facts that hold for both: see ReadAtOnly.
+// Facts describe a source beyond its bytes. The zero value describes a source that can only be read with
+// ReadAt, with no round trip per read, and that has no identity. A source that wraps another one passes on only
+// the facts that are true of the wrapper: see ReadAtOnly.
 type Facts struct {
-	// Remote says that the bytes cross a network or come from another program. Network file systems count as
-	// remote.
+	// Remote says that the bytes come from another program or over a network, which includes network file
+	// systems.
 	Remote bool
-	// Quick says that no read waits longer than a disk takes, because the kernel itself serves the file. An
-	// unknown file system is neither Remote nor Quick, since it may wait for a server.
+	// Quick says that the kernel serves the file from a local disk or memory, so reads never wait for a server.
+	// A file on an unknown file system is neither Remote nor Quick.
 	Quick bool
-	// Concurrency is the most reads in flight that the source can use. Each costs a round trip, so few large
-	// reads are better than many small ones. 1 means that the bytes come in order, 0 that there is no limit and
-	// reads may have any size.
+	// Concurrency is the largest number of parallel reads that the source can use. Each read costs a round
+	// trip, so a few large reads are better than many small ones. 1 means that the bytes arrive in order. 0
+	// means that there is no limit and that small reads cost nothing extra.
 	Concurrency int
-	// RangeBytes is the best size of a range: large enough to hide a round trip. If it is 0, use ReadAt; Ranges
-	// is nil.
+	// RangeBytes is the best size of a range: large enough to hide a round trip. 0 means that Ranges is nil and
+	// that the source is read with ReadAt.
 	RangeBytes int64
 	Ranges     Ranges
-	// Identity distinguishes the state in which the source was opened from every other. The zero value means that
-	// nothing does. While Settled is false, the bytes could change without a change of Identity.
+	// Identity distinguishes the state in which the source was opened from every other state. The zero value
+	// means that the state is unknown. While Settled is false, the bytes could change without a change of
+	// Identity.
 	Identity Identity
 	Settled  bool
-	// Now returns the current Identity, since a file may have been written to. nil means that the source cannot
+	// Now returns the current Identity, because a file may have been written to. It is nil if the source cannot
 	// change while it is open.
 	Now func() (Identity, error)
-	// File is the local file that holds these bytes, nil if there is none.
+	// File is the local file that holds these bytes, or nil.
 	File File
-	// View returns n bytes from off without a copy, for a source in memory; nil for all other sources. The bytes
-	// belong to the source, are read-only and stay valid until Close. With Compare, every load compares their
-	// checksums; otherwise that was done once for all loads.
+	// View returns n bytes from off without a copy. Only sources in memory have it. The bytes belong to the
+	// source, are read-only and stay valid until Close. If Compare is set, every load verifies their checksums;
+	// otherwise they were verified once for all loads.
 	View    func(off, n int64) ([]byte, error)
 	Compare bool
-	// Coding names how the bytes at an offset are stored underneath, for example "encrypted". nil means that they
-	// are stored as they are.
+	// Coding names how the store keeps the bytes at an offset, for example "encrypted". nil means that they are
+	// stored unchanged.
 	Coding func(off int64) string
-	// Headers are those of the response that opened the source, unverified. nil means that there was no such
+	// Headers are the headers of the response that opened the source, unverified. nil means that there was no
 	// response.
 	Headers map[string][]string
-	// Prefetch announces a range that will be read soon, which makes some reads faster. It neither waits nor
-	// fails. nil means that announcing would not help.
+	// Prefetch announces a range that will be read soon. It neither waits nor fails. nil means that the source
+	// does not prefetch.
 	Prefetch func(off, n int64)
 }
 
-// HeadBytes is how much of a file is read first. It covers the whole header of most files. Opening an object
-// brings these bytes with it.
+// HeadBytes is how much of a file is read first. It covers the whole header of most files. The request that
+// opens an object also fetches these bytes.
 const HeadBytes = 256 << 10
 
 // Head reads the first HeadBytes bytes of a source, or all of a shorter one.
@@ -82,8 +85,8 @@ func Head(ctx context.Context, src Source) ([]byte, error) {
 	return b, src.ReadAt(ctx, b, 0)
 }
 
-// ReadAtOnly returns the facts of a source that wraps this one and checks or changes its bytes, so they are only
-// available by ReadAt.
+// ReadAtOnly returns the facts of a wrapper that checks or changes the bytes, which are then only available
+// through ReadAt.
 func (f Facts) ReadAtOnly() Facts {
 	f.RangeBytes, f.Ranges, f.File, f.View = 0, nil, nil, nil
 	return f
@@ -91,11 +94,11 @@ func (f Facts) ReadAtOnly() Facts {
 
 // A File is a local file that a source has open.
 type File interface {
-	// WithFD calls fn with the open descriptor, which stays open meanwhile.
+	// WithFD calls fn with the open file descriptor. The file stays open until fn returns.
 	WithFD(fn func(fd int) error) error
-	// Expect announces a load that will read total bytes, of this file and others, in the mode that
-	// OVERWIRE_READ=how names. host says that its tensors fill host memory. Expect returns how many ReadAt calls
-	// in flight suit the file best; 0 means any number.
+	// Expect announces a load that will read total bytes, from this file and others, in the mode how (a value
+	// of OVERWIRE_READ). host says that the tensors are loaded into host memory. Expect returns how many
+	// parallel ReadAt calls suit the file best; 0 means any number.
 	Expect(total int64, host bool, how string) (depth int)
 	// DirectBytes is the number of bytes read by direct I/O since Expect.
 	DirectBytes() int64
@@ -107,12 +110,12 @@ type Identity struct {
 	Size          int64
 	Modified      int64 // ns since 1970
 	Changed       int64 // ns since 1970
-	// Object and Pin are set for remote sources. Object is the URI. Pin identifies the state at its store: an
-	// ETag, a date, or a key that is used once.
+	// Object and Pin are set for remote sources. Object is the URI. Pin identifies the state in the store: an
+	// ETag, a date, or a key that is used only once.
 	Object, Pin string
 }
 
-// Pinned returns the Identity of an object of a store. Without a pin there is none.
+// Pinned returns the Identity of an object in a store. The Identity is zero if pin is empty.
 func Pinned(s Source, pin string) (id Identity, settled bool) {
 	if pin == "" {
 		return Identity{}, false
@@ -120,10 +123,10 @@ func Pinned(s Source, pin string) (id Identity, settled bool) {
 	return Identity{Size: s.Size(), Object: s.URI(), Pin: pin}, true
 }
 
-// Known reports whether id identifies a state.
+// Known reports whether id is set.
 func (id Identity) Known() bool { return id != Identity{} }
 
-// Unchanged reports whether a source still has the Identity id.
+// Unchanged reports whether the source still has the Identity id.
 func (f Facts) Unchanged(id Identity) bool {
 	now := f.Identity
 	if f.Now != nil {
@@ -135,10 +138,10 @@ func (f Facts) Unchanged(id Identity) bool {
 	return now.Known() && now == id
 }
 
-// RuleNotCached is the rule of an errs.ErrNotFound that a cache returns without asking its store.
+// RuleNotCached is the rule of an errs.ErrNotFound that comes from a cache, without a request to the store.
 const RuleNotCached = "NotCached"
 
-// RuleRefused is the rule of an errs.ErrIO when a store refuses a request and another try would not help.
+// RuleRefused is the rule of an errs.ErrIO when a store refuses a request and a retry would not help.
 const RuleRefused = "Refused"
 
 // Changed returns the error for bytes that have changed since the source was opened.
@@ -146,9 +149,9 @@ func Changed() error {
 	return errs.New(errs.ErrCorrupt, "changed while it was read: it was replaced or written to; load it again")
 }
 
-// Unwritten refuses a source that was written to since it was opened: data read from it may mix both states. It
-// costs one fstat call. Changing a file's name or mode does not count: a file that a save replaces is still
-// whole. Writes within one tick of the file system's clock cannot be seen.
+// Unwritten returns an error if the source was written to after it was opened, because data read from it may
+// mix old and new bytes. It costs one fstat call. Renames and mode changes do not count: a file that a save
+// replaced is still intact. Writes within one tick of the file system's clock are not detected.
 func Unwritten(s Source) error {
 	f := s.Facts()
 	if f.Now == nil {
@@ -161,27 +164,26 @@ func Unwritten(s Source) error {
 	return err
 }
 
-// Ranges are read in steps, in order: while a caller works on one step, the next is on its way. A range requests
-// enough to hide a round trip and keeps one step in memory.
+// Ranges opens ranges. A range is read in order, step by step: while the caller processes one step, the next
+// one arrives. A range requests enough bytes to hide a round trip and keeps one step in memory.
 type Ranges interface {
-	// AtOnce is how many ranges to read at once now. A source that measures its link may change the number at any
-	// time.
+	// AtOnce returns how many ranges should currently be read in parallel. A source that measures its link may
+	// change the number at any time.
 	AtOnce() int
-	// OpenRange waits for a permit and returns a range that has not requested anything yet. That lets the caller
-	// choose its bytes as late as possible.
+	// OpenRange waits for a permit and returns a range that has not requested anything yet. The caller can then
+	// choose the bytes as late as possible.
 	OpenRange(ctx context.Context) (Range, error)
 }
 
-// A Range is read by one goroutine at a time. Between Begin and its end it waits
-// for no other range.
+// A Range is read by one goroutine at a time. Once it has begun, it does not wait for other ranges.
 type Range interface {
 	// Begin requests n bytes from off and waits until they start to arrive. It is called once.
 	Begin(ctx context.Context, off, n int64) error
-	// Next fills p with the bytes after those of the last step, as Source.ReadAt
-	// does. After an error there is no further step.
+	// Next fills p with the bytes that follow the previous step, under the same rules as Source.ReadAt. It is
+	// not called again after an error.
 	Next(p []byte) error
-	// Waited returns how long the steps since the last call waited for a permit, and for a response to begin.
+	// Waited returns how long the steps since the last call waited for a permit, and for responses to begin.
 	Waited() (permit, answer time.Duration)
-	// Close abandons what was not read.
+	// Close discards the bytes that were not read.
 	Close() error
 }

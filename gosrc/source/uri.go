@@ -12,10 +12,10 @@ import (
 // A Location is a parsed path or URI.
 type Location struct {
 	URI    string // as the user wrote it
-	Scheme string // in lower case; "" for a path
-	Path   string // local: the file's path on this host; remote: see Path
+	Scheme string // in lower case; "" for a local path
+	Path   string // local: the file's path on this host; remote: the result of Path
 	Remote bool
-	// For a remote URI: its last name, as Beside takes it; whether it names a folder; the URI of that folder.
+	// For a remote URI, Name, Folder and Directory are the results of the functions with the same names.
 	Name      string
 	Folder    bool
 	Directory string
@@ -32,7 +32,7 @@ func LocationOf(uri string) Location {
 	return l
 }
 
-// Scheme is the scheme of a URI in lower case, or "" for a local path.
+// Scheme returns the scheme of a URI in lower case, or "" for a local path.
 func Scheme(uri string) string {
 	s, _, ok := strings.Cut(uri, "://")
 	if !ok || strings.ContainsAny(s, "/\\.") {
@@ -41,7 +41,7 @@ func Scheme(uri string) string {
 	return strings.ToLower(s)
 }
 
-// WithoutScheme returns the path of a valid file:// URI, and anything else unchanged.
+// WithoutScheme returns the path of a valid file:// URI. It returns other names unchanged.
 func WithoutScheme(uri string) string {
 	if path, ok := Local(uri); ok {
 		return path
@@ -49,14 +49,13 @@ func WithoutScheme(uri string) string {
 	return uri
 }
 
-// Remote reports whether a name is a URI of anything but a local file.
+// Remote reports whether a name is a URI of something other than a local file.
 func Remote(uri string) bool {
 	s := Scheme(uri)
 	return s != "" && s != "file"
 }
 
-// Local is the path of a local file, which a path or a file:// URI names; ok is false
-// for any other URI.
+// Local returns the file path that a plain path or a file:// URI refers to; ok is false for any other URI.
 func Local(uri string) (path string, ok bool) {
 	switch Scheme(uri) {
 	case "":
@@ -67,8 +66,8 @@ func Local(uri string) (path string, ok bool) {
 	return "", false
 }
 
-// FilePath is the path of a file:// URI on this host, with the escapes %XX replaced by their bytes. A bare ? or #
-// is refused: some readers end the path there, others treat it as part of the name.
+// FilePath returns the path of a file:// URI on this host, with %XX escapes decoded. It refuses an unescaped ?
+// or #: some readers end the path there, others treat it as part of the name.
 func FilePath(uri string) (string, error) {
 	path, ok := pathOfFile(uri)
 	if !ok {
@@ -87,7 +86,7 @@ func pathOfFile(uri string) (path string, ok bool) {
 	return u.Path, true
 }
 
-// Path is the part of a URI that ends in the object's name. It has no query, no fragment, and for hf:// no
+// Path returns a URI up to the end of the object's name: without query and fragment, and for hf:// without
 // revision.
 func Path(uri string) string {
 	head, _ := splitURI(uri)
@@ -102,7 +101,7 @@ func Folder(uri string) bool {
 	return strings.HasSuffix(Path(uri), "/") || isBucket(uri)
 }
 
-// Directory is the URI of a remote folder. It ends in a slash if its scheme cannot mark a folder otherwise.
+// Directory returns the URI of a remote folder. It appends a slash if the URI would otherwise look like a file.
 func Directory(uri string) string {
 	if Folder(uri) && !isBucket(uri) {
 		return uri
@@ -115,7 +114,7 @@ func Directory(uri string) string {
 	return head + "/" + tail
 }
 
-// Below is the URI of a folder below a remote one; for "" it is dir itself.
+// Below returns the URI of a folder below a remote one, or dir if name is "".
 func Below(dir, name string) string {
 	if name == "" {
 		return dir
@@ -123,10 +122,10 @@ func Below(dir, name string) string {
 	return Beside(dir, name+"/")
 }
 
-// isBucket reports whether an S3 URI names a bucket, without a slash after it.
+// isBucket reports whether an S3 URI names a bucket without a trailing slash.
 func isBucket(uri string) bool { return Scheme(uri) == "s3" && strings.Count(uri, "/") == 2 }
 
-// Name is the last name of a URI, as Beside takes it.
+// Name returns the last path element of a URI, in the form that Beside accepts.
 func Name(uri string) string {
 	head := Path(uri)
 	name := head[strings.LastIndexByte(head, '/')+1:]
@@ -136,8 +135,9 @@ func Name(uri string) string {
 	return name
 }
 
-// Beside is the URI of another name in the same folder as uri, or in uri itself if that is a folder. The name may
-// have slashes. A query stays, since signatures of a whole folder are in it.
+// Beside returns the URI of another name in the same folder as uri, or in uri itself if that is a folder. The
+// name may contain slashes. A query is preserved because it may be a signature that is valid for the whole
+// folder.
 func Beside(uri, name string) string {
 	if r, ok := ParseHF(uri); ok {
 		r.File = r.File[:strings.LastIndexByte(r.File, '/')+1] + name
@@ -155,14 +155,15 @@ func EscapePath(path string) string {
 	return strings.ReplaceAll(url.PathEscape(path), "%2F", "/")
 }
 
-// EscapeGlob escapes a path so that filepath.Glob does not read it as a pattern.
+// EscapeGlob escapes the pattern characters of a path for filepath.Glob.
 func EscapeGlob(path string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 
 func isWeb(uri string) bool { return Scheme(uri) == "http" || Scheme(uri) == "https" }
 
-// splitURI cuts off what follows the path of http:// and https://. Keys of other stores may contain ? and #.
+// splitURI splits an http:// or https:// URI after its path. Other schemes are not split because their keys may
+// contain ? and #.
 func splitURI(uri string) (head, tail string) {
 	if r, ok := ParseHF(uri); ok {
 		r.Rev = ""
@@ -171,7 +172,7 @@ func splitURI(uri string) (head, tail string) {
 	if !isWeb(uri) {
 		return uri, ""
 	}
-	// A user's password may contain any of these characters; it ends before the host.
+	// A password may contain ? and #, so the search starts after the user information.
 	path := strings.Index(uri, "://") + 3
 	if host := strings.IndexByte(uri[path:], '/'); host >= 0 && strings.Contains(uri[path:path+host], "@") {
 		path += host
@@ -182,17 +183,16 @@ func splitURI(uri string) (head, tail string) {
 	return uri, ""
 }
 
-// HF is a file, or a whole repository, of the Hugging Face hub.
+// HF is a file or a whole repository on the Hugging Face hub.
 type HF struct {
 	Repo string // "org/name", "name", "datasets/org/name"
-	Rev  string // "" is main
-	File string // "" is the repository
+	Rev  string // "" means main
+	File string // "" means the whole repository
 }
 
-// ParseHF reads hf://org/name/file@rev, hf://org/name@rev/file and
-// hf://org/name@rev. A repository without an organisation is written
-// hf://name@rev, or with a file that ends in .safetensors or .json. Escapes %XX of the
-// revision are replaced by their bytes, once: feature%2Fx is the branch feature/x.
+// ParseHF parses hf://org/name/file@rev, hf://org/name@rev/file and hf://org/name@rev. A repository without an
+// organisation is written hf://name@rev, or hf://name/file with a file name that ends in .safetensors or .json.
+// %XX escapes of the revision are decoded once: feature%2Fx is the branch feature/x.
 func ParseHF(uri string) (HF, bool) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	if !ok || !strings.EqualFold(scheme, "hf") {
@@ -215,8 +215,8 @@ func ParseHF(uri string) (HF, bool) {
 	if !hasRevision {
 		return r, true
 	}
-	// After the file, everything is the revision. After the repository, the revision ends at the next slash,
-	// except in refs/pr/1 and refs/convert/parquet.
+	// A revision that follows the file extends to the end. A revision that follows the repository ends at the
+	// next slash, except in refs/pr/1 and refs/convert/parquet.
 	r.Rev = rev
 	if len(all) <= names {
 		words := 1
@@ -235,7 +235,7 @@ func ParseHF(uri string) (HF, bool) {
 	return r, true
 }
 
-// String is the URI, with the revision at its end.
+// String returns the URI, which ends in the revision.
 func (r HF) String() string {
 	s := "hf://" + r.Repo
 	if r.File != "" {
@@ -246,7 +246,7 @@ func (r HF) String() string {
 	}
 	rev := strings.ReplaceAll(r.Rev, "%", "%25")
 	if r.File == "" && !strings.HasPrefix(rev, "refs/") {
-		rev = strings.ReplaceAll(rev, "/", "%2F") // or the rest would be read as the file
+		rev = strings.ReplaceAll(rev, "/", "%2F") // an unescaped slash would begin the file name
 	}
 	return s + "@" + rev
 }

@@ -42,10 +42,10 @@ func TestURIs(t *testing.T) {
 		"hf://org/name/d/a.pkl@v1": "a.pkl", "hf://org/name@v1/d/a.pkl": "a.pkl", "https://h/x/": "",
 	} {
 		if got := Name(uri); got != want {
-			t.Errorf("the name of %s: %q", uri, got)
+			t.Errorf("name of %s: %q", uri, got)
 		}
 		if got := Beside(uri, "nya/é #1"); !strings.HasSuffix(Path(got), map[bool]string{true: "/nya/%C3%A9%20%231", false: "/nya/é #1"}[isWeb(uri)]) {
-			t.Errorf("a folder beside %s: %s", uri, got)
+			t.Errorf("Beside %s with a folder: %s", uri, got)
 		}
 	}
 	for uri, want := range map[string]bool{"/x": false, "x.y": false, "file:///x": false, "FILE://x": false, "http://x": true, "./a://b": false} {
@@ -55,7 +55,7 @@ func TestURIs(t *testing.T) {
 	}
 }
 
-// LocationOf gives the same answers as the single functions of this file.
+// LocationOf returns the same results as the separate functions.
 func TestLocationOf(t *testing.T) {
 	for _, want := range []Location{
 		{URI: "/x/a b", Path: "/x/a b"},
@@ -74,8 +74,8 @@ func TestLocationOf(t *testing.T) {
 }
 
 func TestFilePath(t *testing.T) {
-	// A file:// URI names exactly the bytes that its escapes stand for. One that readers would take for different files
-	// is refused.
+	// FilePath decodes every escape of a file:// URI. It refuses URIs that other readers would resolve to
+	// different files.
 	for uri, want := range map[string]string{
 		"file:///a/b": "/a/b", "FILE:///a%20b": "/a b", "file://localhost/x": "/x", "file:///caf%E9": "/caf\xe9", "file:///%E2%82": "/\xe2\x82",
 		"file:///caf\xe9": "/caf\xe9", "file:///caf%EF%BF%BD": "/caf\ufffd", "file:///a%3Fb%23c%25": "/a?b#c%", "file:///a%0Ab": "/a\nb", "file:///a+b;c": "/a+b;c",
@@ -91,7 +91,7 @@ func TestFilePath(t *testing.T) {
 	}
 }
 
-// The escapes of a revision are replaced once, and a URI made from its parts means the same.
+// Escapes in a revision are decoded once, and formatting a parsed URI preserves its meaning.
 func TestRevisions(t *testing.T) {
 	for uri, want := range map[string]HF{
 		"hf://o/n@feature%2Fx/file":       {"o/n", "feature/x", "file"},
@@ -118,11 +118,11 @@ func TestEscapeGlob(t *testing.T) {
 	for _, name := range []string{"a", "*", "?", "[a]", `\`, `\*`, "a[b", "[^a]"} {
 		for _, other := range []string{"a", "b", "xx", `\`, "*", "?"} {
 			if ok, err := filepath.Match(EscapeGlob(name), other); err != nil || ok != (name == other) {
-				t.Errorf("%s stands for %s: %v, %v", name, other, ok, err)
+				t.Errorf("pattern of %s matches %s: %v, %v", name, other, ok, err)
 			}
 		}
 		if ok, err := filepath.Match(EscapeGlob(name), name); !ok || err != nil {
-			t.Errorf("%s does not stand for itself: %v", name, err)
+			t.Errorf("pattern of %s does not match itself: %v", name, err)
 		}
 	}
 }

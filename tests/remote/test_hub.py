@@ -47,7 +47,7 @@ def test_a_commit_needs_no_server(model: dict[str, np.ndarray], caplog: pytest.L
 
 def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
     """The error for a missing file names the cache and the Hub."""
-    with pytest.raises(ow.NotFoundError, match="not in the cache of huggingface_hub, and the Hub cannot be reached"):
+    with pytest.raises(ow.NotFoundError, match="not in the huggingface_hub cache, and the Hub cannot be reached"):
         ow.load_file(f"hf://org/name/other.safetensors@{COMMIT}", framework="np", storage_options={"retries": 0})
     with pytest.raises(ow.IOFailure):
         ow.load_file("hf://org/other", framework="np", storage_options={"retries": 0})
@@ -56,5 +56,5 @@ def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
 def test_offline_is_said(model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository that is not in the cache is not found, and the error names the setting that forbids a request."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ow.NotFoundError, match="not in the cache of huggingface_hub, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(ow.NotFoundError, match="not in the huggingface_hub cache, and HF_HUB_OFFLINE is set"):
         ow.load_file("hf://org/other", framework="np")

@@ -1,15 +1,13 @@
-// Package atomicfile writes files that appear complete or not at all. Each is written
-// under a temporary name in its folder, synced to the disk, and only then renamed.
-// Whatever stops the writing, readers find the old file or the new one.
+// Package atomicfile writes files that appear complete or not at all. A file is written under a temporary name
+// in its folder, synced to the disk, and then renamed. If writing is interrupted, readers find either the old
+// file or the new one.
 //
-// A new file has the mode 0666 less the umask. A file that replaces another keeps the
-// old one's mode (without set-id bits), owner, group and POSIX ACL. Until then only the
-// writer can read it (0600), so that a private file is never readable by more users
-// than the old one was. If the process may not set the group, or read the ACL, the
-// group gets no more rights than all others. Where modes cannot be set, the new file
-// stays private to its writer. Other extended attributes and other names (hard links)
-// stay with the old file. A symbolic link is followed and kept: its target is replaced.
-// But a blob of a Hugging Face cache, to which the links of its snapshots lead, is
+// A new file has the mode 0666 less the umask. A file that replaces another one takes over its mode (without
+// set-id bits), owner, group and POSIX ACL. Until then only the writer can read it (0600), so that a private
+// file never becomes readable by more users. If the process may not set the group or read the ACL, the group
+// gets no more rights than all other users. If modes cannot be set, the new file remains private to its writer.
+// Other extended attributes and other names (hard links) remain with the old file. Symbolic links are followed:
+// their target is replaced. Blobs of a Hugging Face cache, which are the targets of links in its snapshots, are
 // refused. The umask belongs to the whole process and is never changed.
 package atomicfile
 
@@ -36,36 +34,35 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Target is one file that is being written. It has a temporary name in the same
-// folder, and gets its own name by a rename once it is on the disk. Until then an older
-// file of that name stays.
+// A Target is a file that is being written. It has a temporary name in the same folder, and is renamed once it
+// is on the disk. An existing file of its final name remains until then.
 type Target struct {
-	Path string // the file's path, symbolic links followed
-	New  bool   // no file may have the name when this one is renamed; see Publish
+	Path string // path of the file, with symbolic links resolved
+	New  bool   // the final name must be free when this file is renamed; see Publish
 	fs   FS
-	temp string      // the temporary path; "" once renamed or removed
+	temp string      // temporary path; "" once renamed or removed
 	file File        // nil once closed
-	info fs.FileInfo // identifies the finished file, whatever its name
-	like string      // the path of CreateTarget's likes that has a file; "": none
-	lock int         // a second descriptor that holds the lock; 0: none
+	info fs.FileInfo // identifies the finished file, independent of its name
+	like string      // first path of CreateTarget's likes that has a file, or ""
+	lock int         // a second descriptor that holds the lock, or 0
 
-	// Clock, if not nil, receives the nanoseconds that writing to the file and its disk takes,
-	// without the time that writers wait for each other.
+	// Clock, if not nil, counts the nanoseconds of writing to the file and syncing it, without the time that
+	// writers wait for each other.
 	Clock *atomic.Int64
 
-	gate    chan struct{} // holds one element for each active writer
+	gate    chan struct{} // has one element per active writer
 	written atomic.Int64
 }
 
-// writers is how many write to one file at once. File systems admit one at a time: a
-// second one is ready when the first leaves, and more would only spin.
+// writers is how many goroutines may write to one file in parallel. File systems admit one at a time. A second
+// one can follow immediately; more would only spin.
 const writers = 2
 
-// kickEvery is the number of bytes after which the disk is asked to start writing, so
-// that the final sync has less to wait for.
+// kickEvery is the number of bytes after which the disk is asked to start writing, which shortens the final
+// sync.
 const kickEvery = 32 << 20
 
-// New is Follow and CreateTarget.
+// New calls Follow and CreateTarget.
 func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	place, err := Follow(path)
 	if err != nil {
@@ -74,10 +71,9 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	return place.CreateTarget(sys, most, new(Listing), like)
 }
 
-// CreateTarget opens the temporary file for a place, and removes those that killed saves left in
-// its folder. If there is no file yet, the new one gets mode, owner, group and ACL of the first of
-// likes that has one. If none has, its mode is most (0666 if that is 0) less the umask. The files
-// of a save share a Listing.
+// CreateTarget creates the temporary file for a place, and removes those of killed saves in the same folder. If
+// no file exists at the place, the new one takes over mode, owner, group and ACL of the first file among likes.
+// If there is none, its mode is most (0666 if most is 0) less the umask. All files of a save share a Listing.
 func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes ...string) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
@@ -100,9 +96,8 @@ func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes .
 		return nil, Failed(p.asked, -1, err)
 	}
 	if f, ok := t.file.(*os.File); ok {
-		// Until Drop, the lock shows removeAll that this process is alive. It needs a
-		// separate descriptor, because a shard's file is closed long before the last
-		// shard is written.
+		// Until Drop, the lock shows removeAll that this process is alive. It is held by a separate descriptor,
+		// because the file of a shard is closed long before the last shard is written.
 		if syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB) == nil {
 			if fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 3); err == nil {
 				t.lock = fd
@@ -117,16 +112,16 @@ func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes .
 	return t, nil
 }
 
-// lockTime is longer than a writer needs from creating its file to locking it.
+// lockTime is longer than a writer takes from creating its file to locking it.
 const lockTime = 5 * time.Second
 
-// Check returns an error for a path that cannot be written to, as New does.
+// Check returns an error for a path that New would refuse.
 func Check(path string) error {
 	_, err := resolvePath(path)
 	return err
 }
 
-// resolvePath is Follow to a place where a file may be written.
+// resolvePath follows a path to a place where a file may be written.
 func resolvePath(path string) (*Place, error) {
 	p, err := Follow(path)
 	if err != nil {
@@ -135,24 +130,23 @@ func resolvePath(path string) (*Place, error) {
 	return p, p.refuseUnwritable()
 }
 
-// A Place is the target of a path, and what exists there. It is looked up once for everything
-// that a save does there.
+// A Place is the target of a path and the file that exists there. It is looked up once per save.
 type Place struct {
-	Path string // with symbolic links of the last element followed
+	Path string // path with symbolic links in the last element resolved
 
-	asked    string      // the given path
-	old      fs.FileInfo // nil: nothing
-	hasLinks bool        // the links among the folders of the path
+	asked    string      // the path as passed to Follow
+	old      fs.FileInfo // nil if nothing exists
+	hasLinks bool        // a folder of the path is a symbolic link
 }
 
-// IsFile reports whether a regular file exists there.
+// IsFile reports whether a regular file exists at the place.
 func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() }
 
 // refuseUnwritable returns an error for a place that cannot be written to.
 func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
-			"the path leads to %s in a Hugging Face cache, where files are named by content and shared by all "+
+			"the path leads to %s in a Hugging Face cache, whose files are named by their content and shared by "+
 				"snapshots: "+
 				"write to another folder", p.Path))
 	}
@@ -160,7 +154,7 @@ func (p *Place) refuseUnwritable() error {
 	case p.old == nil:
 		return nil
 	case p.old.IsDir():
-		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is a folder: name a file in it"))
+		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is a folder: expected a file"))
 	case !p.IsFile():
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument, "the path is not a regular file "+
 			"(%v)", p.old.Mode().Type()))
@@ -168,8 +162,7 @@ func (p *Place) refuseUnwritable() error {
 	return p.RefuseStrangers()
 }
 
-// RefuseStrangers refuses a file that belongs to another user, in a sticky folder that
-// everyone can write.
+// RefuseStrangers refuses another user's file in a sticky, world-writable folder.
 func (p *Place) RefuseStrangers() error {
 	if !p.IsFile() {
 		return nil
@@ -177,14 +170,13 @@ func (p *Place) RefuseStrangers() error {
 	return Failed(p.asked, -1, refuseStrangers(p.Path, p.old))
 }
 
-// isBlob reports whether a place is in the blobs folder of a Hugging Face cache.
-// Snapshots would serve changed bytes under a blob's name as the content that the name
-// is the hash of.
+// isBlob reports whether a place is in the blobs folder of a Hugging Face cache. The name of a blob is the hash
+// of its content, so snapshots would serve changed bytes as the original.
 func (p *Place) isBlob() bool {
 	dir, err := Folder(p.Path), error(nil)
 	if p.hasLinks {
 		if dir, err = filepath.EvalSymlinks(dir); err != nil {
-			return false // the save reports it
+			return false // the save will report the error
 		}
 	}
 	if dir, err = filepath.Abs(dir); err != nil || filepath.Base(dir) != "blobs" {
@@ -194,8 +186,8 @@ func (p *Place) isBlob() bool {
 	return err == nil && st.IsDir()
 }
 
-// firstFile returns the first of some paths that has a regular file which refuseStrangers accepts; nil if none
-// has. A new file gets its mode from the file that it replaces or should resemble.
+// firstFile returns the first path that has a regular file accepted by refuseStrangers, or nil. A new file
+// takes over the mode of a file that it replaces or should resemble.
 func firstFile(paths ...string) (string, fs.FileInfo, error) {
 	for _, path := range paths {
 		if path == "" {
@@ -219,8 +211,8 @@ func firstFile(paths ...string) (string, fs.FileInfo, error) {
 	return "", nil, nil
 }
 
-// adoptOwner gives the written file the present owner, ACL and mode of the old file. It
-// sets the mode last, because until then only the writer can read the file.
+// adoptOwner sets owner, ACL and mode of the written file to the current ones of the old file. It sets the mode
+// last, because only the writer can read the file until then.
 func (t *Target) adoptOwner() error {
 	path, old, err := firstFile(t.Path, t.like)
 	if old == nil {
@@ -228,13 +220,13 @@ func (t *Target) adoptOwner() error {
 	}
 	mode := old.Mode().Perm()
 	if own, ok := old.Sys().(*syscall.Stat_t); ok {
-		// Only root may change the owner; for others it stays the writer.
+		// Only root may change the owner. For other users, the writer remains the owner.
 		if t.file.Chown(int(own.Uid), int(own.Gid)) != nil && t.file.Chown(-1, int(own.Gid)) != nil {
 			mode = limitGroup(mode)
 		}
 	}
 	if f, ok := t.file.(*os.File); ok {
-		if err := copyACL(path, int(f.Fd())); errors.Is(err, fs.ErrPermission) { // by a sandbox
+		if err := copyACL(path, int(f.Fd())); errors.Is(err, fs.ErrPermission) { // a sandbox refuses it
 			mode = limitGroup(mode)
 		} else if err != nil {
 			return Failed(t.Path, -1, err)
@@ -244,18 +236,18 @@ func (t *Target) adoptOwner() error {
 	if err != nil || st.Mode().Perm() == mode {
 		return t.fileError(-1, err)
 	}
-	if err = t.file.Chmod(mode); lacksCall(err) && st.Mode().Perm()&^mode == 0 { // it stays with fewer rights
+	if err = t.file.Chmod(mode); lacksCall(err) && st.Mode().Perm()&^mode == 0 { // it remains with fewer rights
 		err = nil
 	}
 	return t.fileError(-1, err)
 }
 
-// limitGroup removes those rights from the group, and so from the entries of an ACL, that all others
-// lack.
+// limitGroup removes rights from the group that other users do not have. For an ACL, this also limits its
+// entries.
 func limitGroup(mode fs.FileMode) fs.FileMode { return mode &^ ((^mode & 0o007) << 3) }
 
-// copyACL copies the POSIX ACL of a path to an open file, or removes the ACL that the
-// file inherited from its folder. It does nothing where ACLs do not exist.
+// copyACL copies the POSIX ACL of a path to an open file, or removes the ACL that the file inherited from its
+// folder. It does nothing if the file system does not support ACLs.
 func copyACL(path string, fd int) error {
 	const name = "system.posix_acl_access"
 	acl := make([]byte, 1<<10)
@@ -302,10 +294,10 @@ func (t *Target) addTime(start time.Time) {
 	}
 }
 
-// Skip does nothing: unwritten bytes of a file are zero.
+// Skip does nothing, because unwritten bytes of a file are zero.
 func (t *Target) Skip(_, _ int64) error { return nil }
 
-// Finish sets the file's size, owner and mode, and waits until it is on the disk.
+// Finish sets the file's size, owner and mode, and syncs it to the disk.
 func (t *Target) Finish(size int64) error {
 	defer t.addTime(time.Now())
 	var err error
@@ -326,7 +318,7 @@ func (t *Target) Finish(size int64) error {
 	return t.fileError(-1, f.Close())
 }
 
-// endAt sets a file's size if it differs, because mounts of some stores lack the call.
+// endAt sets a file's size if it differs, because mounts of some stores do not support the call.
 func (t *Target) endAt(size int64) error {
 	now := t.info.Size()
 	if now == size {
@@ -339,8 +331,8 @@ func (t *Target) endAt(size int64) error {
 	return err
 }
 
-// FinishUnless is Finish, which may take long, but it does not wait after ctx has ended. The sync then continues,
-// and Drop removes the file's name.
+// FinishUnless is like Finish, but stops waiting when ctx ends, because a sync may take long. The sync then
+// continues in the background, and Drop removes the file's name.
 func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	if f, ok := t.file.(*os.File); ok && regular.SyncsAtOnce(int(f.Fd())) {
 		return t.Finish(size)
@@ -349,7 +341,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	rest := &Target{Path: t.Path, Clock: t.Clock, fs: t.fs, like: t.like, file: t.file}
 	t.file = nil
 	spawn.Go("save.sync", func() {
-		err := errs.New(errs.ErrEngine, "the sync was not awaited")
+		err := errs.New(errs.ErrEngine, "the goroutine that syncs the file ended early")
 		defer func() { done <- err }()
 		err = rest.Finish(size)
 		rest.Drop()
@@ -363,7 +355,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	}
 }
 
-// Drop ends a target: it removes the file if it was not published.
+// Drop ends a target and removes the file if it was not published.
 func (t *Target) Drop() {
 	if t.lock != 0 {
 		_ = syscall.Flock(t.lock, syscall.LOCK_UN) // a forked child may also have the file open
@@ -380,8 +372,8 @@ func (t *Target) Drop() {
 	}
 }
 
-// refuseStrangers refuses another user's file at a path in a sticky folder that everyone can write, as Linux
-// does (fs.protected_regular). That user may be waiting there for a file that gets its owner or its mode.
+// refuseStrangers refuses another user's file in a sticky, world-writable folder, as Linux does
+// (fs.protected_regular). That user may have created it to become the owner of the new file.
 func refuseStrangers(path string, st fs.FileInfo) error {
 	folder, err := regular.FindTarget(Folder(path))
 	if folder == nil || folder.Mode()&fs.ModeSticky == 0 {
@@ -390,9 +382,8 @@ func refuseStrangers(path string, st fs.FileInfo) error {
 	return regular.RefusePlantedFile(path, st, folder)
 }
 
-// Follow resolves symbolic links in the last element of a path. The file that the last
-// link names need not exist. Like Linux (fs.protected_symlinks), it refuses links on
-// the way that another user may have planted.
+// Follow resolves symbolic links in the last element of a path. The target of the last link need not exist.
+// Like Linux (fs.protected_symlinks), it refuses links that another user may have planted.
 func Follow(path string) (*Place, error) {
 	p := &Place{Path: path, asked: path}
 	for range 40 {
@@ -404,18 +395,18 @@ func Follow(path string) (*Place, error) {
 			return nil, err
 		}
 		if p.old == nil || p.old.Mode().Type() != fs.ModeSymlink {
-			return p, nil // opening it reports the error
+			return p, nil // opening the path reports the error
 		}
 		to, err := regular.ReadLink(p.Path)
 		switch {
 		case errors.Is(err, syscall.EINVAL), errors.Is(err, fs.ErrNotExist):
-			continue // it has gone, or changed
+			continue // the link is gone or has changed
 		case err != nil:
 			return nil, err
 		}
 		if !filepath.IsAbs(to) {
-			// As the system does it: ".." in to is the parent of path's real folder,
-			// which may differ from the preceding name.
+			// A ".." in the target refers to the parent of the real folder of path, which may differ from the
+			// preceding element.
 			to = p.Path[:strings.LastIndexByte(p.Path, '/')+1] + to
 		}
 		p.Path = to
@@ -424,15 +415,15 @@ func Follow(path string) (*Place, error) {
 }
 
 const (
-	tempMark = ".overwire-" // a file that is being written
-	bootHex  = 8            // hex digits after the mark: which start of which machine
-	hidden   = 16           // hex digits after the mark, the others random
+	tempMark = ".overwire-" // marks a file that is being written
+	bootHex  = 8            // hex digits after the mark that identify a boot of a machine
+	hidden   = 16           // hex digits after the mark; those after bootHex are random
 )
 
-// bootTag differs between machines and between their boots, except for one pair in
-// 4,000,000,000. A file of another machine is only treated as an orphan after foreignAge.
+// bootTag identifies a boot of this machine. Two boots have the same tag with a probability of 1 in
+// 4,000,000,000. A file with another tag only becomes an orphan after foreignAge.
 var bootTag = sync.OnceValue(func() string {
-	id, _ := regular.Read("/proc/sys/kernel/random/boot_id", 1<<10) // without it, all are the same
+	id, _ := regular.Read("/proc/sys/kernel/random/boot_id", 1<<10) // without it, all tags are the same
 	sum := sha256.Sum256(id)
 	return hex.EncodeToString(sum[:bootHex/2])
 })
@@ -445,8 +436,8 @@ func hiddenName(path string) string {
 	return dir + hiddenStem(name) + bootTag() + hex.EncodeToString(r[:])
 }
 
-// hiddenStem returns the name without its digits. It shortens names near the limit of
-// file systems, 255 bytes.
+// hiddenStem returns the hidden name of a file without its digits. It shortens names that would exceed 255
+// bytes, the limit of file systems.
 func hiddenStem(name string) string {
 	most := 255 - 1 - len(tempMark) - hidden
 	if len(name) > most {
@@ -458,15 +449,14 @@ func hiddenStem(name string) string {
 	return "." + name + tempMark
 }
 
-// orphans are the hidden files that killed saves left in the folder of a path: no
-// process has locked them, and they have not changed for age.
+// orphans describes the hidden files that killed saves left in the folder of a path. They are not locked by any
+// process, and have not changed for age.
 type orphans struct {
 	path string
-	own  string // no orphan
+	own  string // not an orphan
 	age  time.Duration
-	// folder includes those of every path in the folder. Files of another machine, or
-	// from before the last boot, are removed after foreignAge, because their locks may
-	// not be visible here.
+	// folder includes the orphans of all other files in the folder. Those from another machine or boot are
+	// removed after foreignAge, because their locks may not be visible on this machine.
 	folder  bool
 	listing *Listing
 }
@@ -497,8 +487,8 @@ func (o orphans) removeAll(sys FS) {
 	}
 }
 
-// A Listing holds possible names of orphans, by folder. Each folder is listed once, however many files are
-// written to it.
+// A Listing caches the names of possible orphans. Each folder is listed once, independent of the number of
+// files written to it.
 type Listing struct {
 	mu    sync.Mutex
 	names map[string][]string
@@ -534,9 +524,8 @@ func (l *Listing) hiddenNames(dir string) []string {
 	return hidden
 }
 
-// minimumAge returns how long a hidden name must be unchanged before it is removed. ok
-// is false for names that are not ours, or that belong to another path that was not
-// requested.
+// minimumAge returns how long a hidden file must be unchanged before it is removed. ok is false for names of
+// other programs, and for files that are not included.
 func (o orphans) minimumAge(name, stem string) (age time.Duration, ok bool) {
 	digits := name[max(0, len(name)-hidden):]
 	if bare := strings.TrimSuffix(name, digits); bare != stem &&
@@ -550,8 +539,7 @@ func (o orphans) minimumAge(name, stem string) (age time.Duration, ok bool) {
 	return foreignAge, true
 }
 
-// Alive reports whether the save that writes or has just published a file is still
-// running, or may be.
+// Alive reports whether the save that writes or has just published a file may still be running.
 func Alive(path string) bool {
 	fd, _, err := regular.Open(path)
 	if err != nil {

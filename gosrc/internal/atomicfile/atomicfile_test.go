@@ -20,11 +20,11 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A watch inspects the temporary file after every call, as another process might.
+// A watch inspects the temporary file after every call, as another process could.
 type watch struct {
 	Disk
 	t    *testing.T
-	wide fs.FileMode // permissions that no temporary file may have
+	wide fs.FileMode // permissions that the temporary file must never have
 	temp string
 	seen int
 }
@@ -36,7 +36,7 @@ func (w *watch) look(after string) {
 	}
 	w.seen++
 	if got := st.Mode().Perm() & w.wide; got != 0 {
-		w.t.Errorf("after %s the temporary file lets %v in", after, got)
+		w.t.Errorf("after %s, the temporary file has the permissions %v", after, got)
 	}
 }
 
@@ -83,9 +83,9 @@ func (f *watched) Sync() error {
 }
 
 func TestModes(t *testing.T) {
-	// A replaced file's mode is kept. A new one gets what the umask leaves, or the mode of its template. Links stay,
-	// and other names keep the old bytes. At every moment only those who may read or write the finished file can read
-	// or write the temporary one.
+	// A replaced file's mode is preserved. A new file gets the default mode less the umask, or the mode of its
+	// template. Links are preserved, and other names still refer to the old bytes. At no time do more users
+	// have access to the temporary file than to the finished one.
 	for _, mask := range []int{0o022, 0o027, 0o077} {
 		old := syscall.Umask(mask)
 		for _, c := range []struct {
@@ -123,7 +123,7 @@ func TestModes(t *testing.T) {
 				return link(t, "1", dir+"/f"), ""
 			}, 0o600},
 			{"link out of a linked folder", func(dir string) (string, string) {
-				// dir/here -> dir/sub/deep with l -> ../r there: it means sub/r, not dir/r
+				// dir/here -> dir/sub/deep, which contains l -> ../r: it refers to sub/r, not dir/r
 				put(t, dir+"/sub/r", 0o600)
 				put(t, dir+"/r", 0o644)
 				link(t, "../r", dir+"/sub/deep/l")
@@ -153,20 +153,20 @@ func TestModes(t *testing.T) {
 				t.Errorf("umask %o, %s: %q with %v, want %v", mask, c.name, b, st.Mode(), c.want)
 			}
 			if now, _ := os.Lstat(path); before != nil && now.Mode().Type() != before.Mode().Type() {
-				t.Errorf("%s: it was %v and is %v", c.name, before.Mode(), now.Mode())
+				t.Errorf("%s: the mode changed from %v to %v", c.name, before.Mode(), now.Mode())
 			}
 			if w.seen < 4 {
-				t.Errorf("%s: looked %d times", c.name, w.seen)
+				t.Errorf("%s: the file was inspected %d times", c.name, w.seen)
 			}
 			none(t, dir)
 			if c.name == "link out of a linked folder" {
 				if b, _ := os.ReadFile(dir + "/r"); string(b) != "old" {
-					t.Errorf("%s: another file was replaced", c.name)
+					t.Errorf("%s: the wrong file was replaced", c.name)
 				}
 			}
 		}
 		if now := syscall.Umask(old); now != mask {
-			t.Errorf("the umask was %o and is %o", mask, now)
+			t.Errorf("the umask changed from %o to %o", mask, now)
 		}
 	}
 }
@@ -187,7 +187,7 @@ func link(t *testing.T, to, path string) string {
 	return path
 }
 
-// none fails if a hidden file is left below a folder.
+// none fails if there is a hidden file below a folder.
 func none(t *testing.T, dir string) {
 	t.Helper()
 	_ = filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
@@ -199,7 +199,7 @@ func none(t *testing.T, dir string) {
 }
 
 func TestHardLink(t *testing.T) {
-	// Another name of the old file keeps the old bytes and mode.
+	// Another name of the old file still refers to the old bytes and mode.
 	dir := t.TempDir()
 	put(t, dir+"/f", 0o600)
 	if err := errors.Join(os.Link(dir+"/f", dir+"/other"), Write(t.Context(), dir+"/f", []byte("new"))); err != nil {
@@ -211,7 +211,7 @@ func TestHardLink(t *testing.T) {
 	}
 }
 
-// acl is a POSIX ACL as the kernel stores it: entries of tag, permissions, id.
+// acl returns a POSIX ACL in the kernel's format: entries of tag, permissions, id.
 func acl(entries ...[3]uint32) []byte {
 	b := binary.LittleEndian.AppendUint32(nil, 2)
 	for _, e := range entries {
@@ -223,8 +223,8 @@ func acl(entries ...[3]uint32) []byte {
 }
 
 func TestACL(t *testing.T) {
-	// Users with access by the old file's ACL keep it, and the group gets no more than the ACL gave it. A folder's
-	// default ACL does not widen access to a replaced file.
+	// Users with access through the old file's ACL retain it, and the group gets no more rights than it had in
+	// the ACL. A folder's default ACL does not give more users access to a replaced file.
 	const name = "system.posix_acl_access"
 	none := uint32(1<<32 - 1)
 	dir := t.TempDir()
@@ -261,10 +261,10 @@ func TestACL(t *testing.T) {
 		}
 	}
 	if !bytes.Equal(get(dir+"/f"), before) || before == nil {
-		t.Errorf("the ACL was %x and is %x", before, get(dir+"/f"))
+		t.Errorf("the ACL changed from %x to %x", before, get(dir+"/f"))
 	}
 	if got := get(dir + "/plain"); got != nil {
-		t.Errorf("the replaced file has an ACL now: %x", got)
+		t.Errorf("the replaced file has an ACL: %x", got)
 	}
 	if st, _ := os.Stat(dir + "/plain"); st.Mode() != 0o640 {
 		t.Error(st.Mode())
@@ -272,9 +272,9 @@ func TestACL(t *testing.T) {
 }
 
 func TestGroup(t *testing.T) {
-	// Root gives the new file the owner and group of the old one.
+	// If the writer is root, the new file has the owner and group of the old one.
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	path := put(t, t.TempDir()+"/f", 0o640)
 	if err := errors.Join(os.Chown(path, 1234, 4321), Write(t.Context(), path, nil)); err != nil {
@@ -286,13 +286,13 @@ func TestGroup(t *testing.T) {
 	}
 }
 
-// A stubborn file refuses to be given to another group.
+// A stubborn file refuses a change of its group.
 type stubborn struct{ File }
 
 func (f stubborn) Chown(int, int) error { return syscall.EPERM }
 
 func TestGroupRefused(t *testing.T) {
-	// Where the group cannot be kept, the writer's own group gets no more rights than all others.
+	// If the group cannot be preserved, the writer's own group gets no more rights than other users.
 	for old, want := range map[fs.FileMode]fs.FileMode{0o660: 0o600, 0o664: 0o644, 0o640: 0o600, 0o604: 0o604,
 		0o666: 0o666, 0o600: 0o600} {
 		path := put(t, t.TempDir()+"/f", old)
@@ -310,7 +310,7 @@ func TestGroupRefused(t *testing.T) {
 }
 
 func TestRefused(t *testing.T) {
-	// Anything that is not a file is not replaced, and a failure leaves nothing.
+	// Only regular files are replaced, and a failure leaves no files.
 	dir := t.TempDir()
 	if err := errors.Join(syscall.Mkfifo(dir+"/fifo", 0o600), os.Symlink("loop", dir+"/loop"),
 		os.Symlink("/dev/null", dir+"/null"), os.Mkdir(dir+"/sub", 0o777)); err != nil {
@@ -348,7 +348,7 @@ func TestRefused(t *testing.T) {
 }
 
 func TestRename(t *testing.T) {
-	// A file that another program has written is renamed like one of ours.
+	// A file that another program wrote is published like one of ours.
 	dir := t.TempDir()
 	put(t, dir+"/real", 0o600)
 	link(t, "real", dir+"/f")
@@ -367,7 +367,7 @@ func TestRename(t *testing.T) {
 }
 
 func TestNames(t *testing.T) {
-	// Names of any bytes are used as they are, up to 255 bytes.
+	// Names may consist of any bytes, up to 255.
 	dir := t.TempDir()
 	names := []string{"caf\xe9", "caf\ufffd", "caf\xe8", " ", "a\nb", "%E9", "-f", "f.", "\xed\xa0\x80",
 		strings.Repeat("\xff", 255), strings.Repeat("ü", 127), strings.Repeat("x", 254) + "\xc3"}
@@ -381,7 +381,7 @@ func TestNames(t *testing.T) {
 	for _, e := range es {
 		b, _ := os.ReadFile(dir + "/" + e.Name())
 		if string(b) != e.Name() {
-			t.Errorf("%q holds %q", e.Name(), b)
+			t.Errorf("%q contains %q", e.Name(), b)
 		}
 		got = append(got, e.Name())
 	}
@@ -392,10 +392,11 @@ func TestNames(t *testing.T) {
 }
 
 func TestOrphans(t *testing.T) {
-	// Leftovers of killed saves are removed by the next save into the folder. Running saves and files of others stay.
+	// The next save into a folder removes temporary files of killed saves. Those of running saves and of other
+	// programs remain.
 	dir := t.TempDir()
 	p := filepath.Join(dir, "m")
-	other := strings.Map(func(r rune) rune { return '0' + (r+1)%10 }, bootTag()) // from another machine
+	other := strings.Map(func(r rune) rune { return '0' + (r+1)%10 }, bootTag()) // as on another machine
 	if other == bootTag() {
 		t.Fatal(other)
 	}
@@ -409,7 +410,7 @@ func TestOrphans(t *testing.T) {
 		goes bool
 	}{
 		{name: here(".m", "89abcdef"), age: hour, goes: true},
-		{name: here(".m", "76543210")}, // brand new
+		{name: here(".m", "76543210")}, // just created
 		{name: here(".m", "00000000"), age: hour, held: true},
 		{name: here(".other", "89abcdef"), age: hour, goes: true},
 		{name: here("."+strings.Repeat("x", 200), "89abcdef"), age: hour, goes: true},
@@ -448,7 +449,7 @@ func TestOrphans(t *testing.T) {
 			}
 		}()
 	}
-	// Folders and links with such names are not ours.
+	// Folders and links with such names are not removed.
 	folder, link := filepath.Join(dir, here(".f", "89abcdef")), filepath.Join(dir, here(".l", "89abcdef"))
 	if err := errors.Join(os.Mkdir(folder, 0o700), os.Symlink("a", link)); err != nil {
 		t.Fatal(err)
@@ -463,8 +464,8 @@ func TestOrphans(t *testing.T) {
 	}
 }
 
-// Nothing is written into the blobs of a Hugging Face cache, neither by their names nor through a snapshot's link.
-// Other links are followed as usual.
+// Files in the blobs folder of a Hugging Face cache are not written, neither by their names nor through a
+// snapshot's link. Other links are followed.
 func TestBlobsOfACache(t *testing.T) {
 	top := t.TempDir()
 	cache := filepath.Join(top, "models--a--b")
@@ -511,7 +512,7 @@ func TestBlobsOfACache(t *testing.T) {
 	}
 }
 
-// A write with an ended context keeps the old file, and leaves no other.
+// If the context of a write has ended, the old file remains, and no other file.
 func TestWriteEnds(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a")
@@ -523,7 +524,7 @@ func TestWriteEnds(t *testing.T) {
 	if err := Write(ctx, path, bytes.Repeat([]byte("new"), 100)); !errors.Is(err, errs.ErrCancelled) {
 		t.Error(err)
 	}
-	// Also while the disk is writing it.
+	// The same holds if the context ends during the sync.
 	target, err := New(Disk{}, path, "", 0)
 	if err != nil {
 		t.Fatal(err)
@@ -544,7 +545,7 @@ func TestWriteEnds(t *testing.T) {
 	}
 }
 
-// slowFile reaches the disk only when sync is closed.
+// slowFile is synced only when sync is closed.
 type slowFile struct {
 	File
 	sync chan struct{}
@@ -552,7 +553,8 @@ type slowFile struct {
 
 func (f *slowFile) Sync() error { <-f.sync; return f.File.Sync() }
 
-// An unknown file mode is not taken for the umask's default, since the replacement could then be open to more readers.
+// If a file's mode cannot be determined, the mode from the umask is not used instead, because more users might
+// then be able to read the replacement.
 func TestUnknownModeIsNotTheUmasks(t *testing.T) {
 	dir := t.TempDir()
 	unknown := dir + "/loop/file"
@@ -560,7 +562,7 @@ func TestUnknownModeIsNotTheUmasks(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := New(Disk{}, dir+"/new", unknown, 0); !errors.Is(err, syscall.ELOOP) {
-		t.Errorf("its like: %v", err)
+		t.Errorf("a template with an unknown mode: %v", err)
 	}
 	if err := os.WriteFile(dir+"/old", []byte("old"), 0o600); err != nil {
 		t.Fatal(err)
@@ -571,10 +573,10 @@ func TestUnknownModeIsNotTheUmasks(t *testing.T) {
 	}
 	target.Path = unknown
 	if err := target.Finish(0); !errors.Is(err, syscall.ELOOP) {
-		t.Errorf("at the end: %v", err)
+		t.Errorf("an unknown mode in Finish: %v", err)
 	}
 	target.Drop()
 	if names, _ := os.ReadDir(dir); len(names) != 2 {
-		t.Errorf("it left %v", names)
+		t.Errorf("the folder contains %v", names)
 	}
 }

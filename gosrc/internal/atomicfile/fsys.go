@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file defines the few file system calls that writing needs.
+// This file defines the file system calls for writing.
 
 import (
 	"errors"
@@ -17,21 +17,19 @@ import (
 
 // FS is a file system to write to. Tests use one that fails at its i-th call.
 type FS interface {
-	// Create makes a new file with mode less the umask. It never opens an existing
-	// file.
+	// Create creates a new file with mode less the umask. It never opens an existing file.
 	Create(path string, mode fs.FileMode) (File, error)
 	Rename(from, to string) error
-	// RenameNew is Rename, but fails with fs.ErrExist if to exists.
+	// RenameNew is like Rename, but fails with fs.ErrExist if to exists.
 	RenameNew(from, to string) error
 	Remove(path string) error
 	// SyncNames makes the names in the folder of a file durable.
 	SyncNames(path string) error
-	// Free returns how many bytes may still be written below dir; ok is false
-	// if the system does not say.
+	// Free returns how many bytes may be written below dir. ok is false if the system does not report it.
 	Free(dir string) (n int64, ok bool)
 }
 
-// A File is a new file that is being written; WriteAt is safe in parallel.
+// A File is a new file that is being written. WriteAt may be called in parallel.
 type File interface {
 	WriteAt(p []byte, off int64) (int, error)
 	Stat() (fs.FileInfo, error)
@@ -45,7 +43,7 @@ type File interface {
 // Disk is the real file system.
 type Disk struct{}
 
-// Create implements FS, as the other methods do.
+// Create implements FS, like the other methods.
 func (Disk) Create(path string, mode fs.FileMode) (File, error) {
 	f, err := openPlainly(path, unix.O_RDWR|unix.O_CREAT|unix.O_EXCL, mode)
 	if err != nil {
@@ -54,8 +52,7 @@ func (Disk) Create(path string, mode fs.FileMode) (File, error) {
 	return f, nil
 }
 
-// openPlainly is os.OpenFile without the five system calls that check whether a file can be
-// polled.
+// openPlainly is os.OpenFile without its five system calls that check whether the file can be polled.
 func openPlainly(path string, flags int, mode fs.FileMode) (f *os.File, err error) {
 	err = regular.Again(func() error {
 		fd, err := unix.Open(path, flags|unix.O_CLOEXEC, uint32(mode.Perm()))
@@ -67,7 +64,7 @@ func openPlainly(path string, flags int, mode fs.FileMode) (f *os.File, err erro
 	return f, err
 }
 
-// Rename calls the system's rename, once.
+// Rename calls the system's rename without a prior check.
 func (Disk) Rename(from, to string) error {
 	if err := regular.Again(func() error { return unix.Rename(from, to) }); err != nil {
 		return &os.LinkError{Op: "rename", Old: from, New: to, Err: err}
@@ -75,7 +72,7 @@ func (Disk) Rename(from, to string) error {
 	return nil
 }
 
-// RenameNew checks before it renames if the system has no single call for both.
+// RenameNew checks and then renames if the system has no single call for this.
 func (Disk) RenameNew(from, to string) error {
 	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
 	if lacksCall(err) {
@@ -91,16 +88,16 @@ func (Disk) RenameNew(from, to string) error {
 	return nil
 }
 
-// isUnknownCall reports whether an error says that a file system does not have the call.
+// isUnknownCall reports whether an error means that a file system does not support the call.
 func isUnknownCall(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENOTSUP)
 }
 
-// lacksCall is isUnknownCall that also accepts the answer of a sandbox and of some mounts. That may also mean a
-// refusal, which the alternative then meets as well.
+// lacksCall is like isUnknownCall, but also accepts the error of sandboxes and some mounts. That error may also
+// be a refusal; the alternative call is then refused as well.
 func lacksCall(err error) bool { return isUnknownCall(err) || errors.Is(err, unix.EPERM) }
 
-// syncFile waits until a file is on the disk. If the file system has no such call, nothing more can be done.
+// syncFile syncs a file to the disk. It succeeds if the file system does not support syncing.
 func syncFile(f File) error {
 	if err := f.Sync(); !isUnknownCall(err) {
 		return err
@@ -111,8 +108,8 @@ func syncFile(f File) error {
 // Remove is os.Remove.
 func (Disk) Remove(path string) error { return os.Remove(path) }
 
-// SyncNames syncs the folder. A folder that can be written but not listed cannot be opened; then the whole file
-// system is synced through the file.
+// SyncNames syncs the folder. A folder that may be written but not listed cannot be opened; the whole file
+// system is then synced through the file.
 func (Disk) SyncNames(path string) error {
 	sync := func(f *os.File) error { return syncFile(f) }
 	d, err := openPlainly(Folder(path), unix.O_RDONLY, 0)
@@ -126,7 +123,7 @@ func (Disk) SyncNames(path string) error {
 	return errors.Join(sync(d), d.Close())
 }
 
-// Free returns the bytes that this user may still write.
+// Free returns how many bytes this user may write.
 func (Disk) Free(dir string) (int64, bool) {
 	var s syscall.Statfs_t
 	if err := syscall.Statfs(dir, &s); err != nil || s.Bsize <= 0 || s.Blocks == 0 {
@@ -135,20 +132,19 @@ func (Disk) Free(dir string) (int64, bool) {
 	return int64(s.Bavail) * int64(s.Bsize), true
 }
 
-// Failed gives a system error its class and its position. off is -1 if it has no
-// offset.
+// Failed adds the class, the path and the offset to a system error. off is -1 if there is no offset.
 func Failed(path string, off int64, err error) error {
 	if err == nil {
 		return nil
 	}
-	// At names the path.
+	// The At already contains the path.
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		err = pe.Err
 	}
 	if le, ok := errors.AsType[*os.LinkError](err); ok {
 		err = le.Err
 		if isUnknownCall(err) {
-			err = fmt.Errorf("%w: its file system cannot rename files (%w): save to a local folder and copy the file, "+
+			err = fmt.Errorf("%w: the file system cannot rename files (%w): save to a local folder and copy the file, "+
 				"or to the store itself (s3://...)", errs.ErrNotSupported, err)
 		}
 	}

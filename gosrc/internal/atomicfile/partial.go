@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file writes files from the beginning, over as many runs as that takes.
+// This file writes files whose content arrives in several runs.
 
 import (
 	"context"
@@ -21,14 +21,14 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// A Partial is a file that an earlier run may have begun. Its bytes are in a hidden file in its folder,
-// .NAME.partial, next to a note with the object's identity, the number of bytes, and their hash. Whatever a
-// killed process, a full disk or a power failure leaves is compared with the note. One process at a time holds
-// it.
+// A Partial is a file that an earlier run may have begun. Its bytes are in the hidden file .NAME.partial in its
+// folder. A note next to it contains the object's identity, the number of bytes and their hash. After a killed
+// process, a full disk or a power failure, the bytes are verified against the note. A lock ensures that only
+// one process at a time uses the file.
 type Partial struct {
 	Done int64 // bytes already written
 
-	path  string // of the file, with links followed
+	path  string // path of the file, with links resolved
 	temp  string
 	of    string
 	file  *os.File
@@ -36,7 +36,7 @@ type Partial struct {
 	noted int64
 }
 
-// A partialNote describes the first bytes of a Partial, or of a whole file.
+// A partialNote describes the first bytes of a Partial, or a complete file.
 type partialNote struct {
 	Of   string `json:"of"`
 	Done int64  `json:"done"`
@@ -46,11 +46,11 @@ type partialNote struct {
 const (
 	partialEnd = ".partial"
 	noteEnd    = ".json"
-	noteEvery  = 16 << 20 // the note is rewritten after this many bytes
+	noteEvery  = 16 << 20 // bytes after which the note is rewritten
 	maxNote    = 4 << 10
 )
 
-// partialName returns the hidden name for a path; "" if its name is too long for one.
+// partialName returns the hidden name for a path, or "" if it would be too long.
 func partialName(path string) string {
 	dir, name := filepath.Split(path)
 	if len(name)+len(partialEnd)+len(noteEnd)+20 > 255 {
@@ -59,9 +59,9 @@ func partialName(path string) string {
 	return dir + "." + name + partialEnd
 }
 
-// OpenPartial opens the future file of a path, with what earlier runs have written of the same object, which
-// `of` identifies. It is nil if that is impossible: another process writes it, or the folder does not allow
-// such files. The caller closes it.
+// OpenPartial opens the partial file for a path, with the bytes that earlier runs wrote for the same object,
+// which `of` identifies. It returns nil if another process is writing the file or the folder does not permit
+// such files. The caller closes the result.
 func OpenPartial(ctx context.Context, path, of string) (*Partial, error) {
 	place, err := resolvePath(path)
 	if err != nil {
@@ -88,7 +88,7 @@ func OpenPartial(ctx context.Context, path, of string) (*Partial, error) {
 		if unix.Lstat(p.temp, &named) == nil && named.Ino == here.Ino && named.Dev == here.Dev {
 			return p, p.takeUp(ctx)
 		}
-		_ = p.file.Close() // another process has renamed it meanwhile
+		_ = p.file.Close() // another process has renamed it in the meantime
 	}
 	if p.file != nil {
 		_ = p.file.Close()
@@ -96,7 +96,7 @@ func OpenPartial(ctx context.Context, path, of string) (*Partial, error) {
 	return nil, nil
 }
 
-// takeUp keeps the bytes that the note describes, and drops all others.
+// takeUp preserves the bytes that the note describes, and truncates the file after them.
 func (p *Partial) takeUp(ctx context.Context) error {
 	n, ok := readNote(p.temp, p.of)
 	var err error
@@ -132,7 +132,7 @@ func (p *Partial) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// writeNote replaces the note. Without a note the next run starts over.
+// writeNote replaces the note. Without a note, the next run starts over.
 func (p *Partial) writeNote() {
 	text, err := json.Marshal(partialNote{p.of, p.Done, sumOf(p.hash)})
 	if err != nil {
@@ -155,8 +155,7 @@ func (p *Partial) writeNote() {
 	}
 }
 
-// Publish gives the finished file its name. With keepNote the note stays, for
-// IsComplete.
+// Publish renames the finished file. With keepNote, the note remains for IsComplete.
 func (p *Partial) Publish(keepNote bool) error {
 	if keepNote {
 		p.writeNote()
@@ -171,7 +170,7 @@ func (p *Partial) Publish(keepNote bool) error {
 	return nil
 }
 
-// Close ends the writing. If the file was not published, its bytes stay for a later run.
+// Close ends the writing. If the file was not published, its bytes remain for a later run.
 func (p *Partial) Close() {
 	switch {
 	case p.temp == "":
@@ -184,8 +183,8 @@ func (p *Partial) Close() {
 	_ = p.file.Close()
 }
 
-// IsComplete reports whether the file at a path is a whole object, according to the note that an earlier run
-// kept with Publish.
+// IsComplete reports whether the file at a path is the whole object, according to the note that Publish left
+// with keepNote.
 func IsComplete(ctx context.Context, path, of string, size int64) bool {
 	n, ok := readNote(partialName(path), of)
 	if !ok || n.Done != size {
@@ -201,7 +200,7 @@ func IsComplete(ctx context.Context, path, of string, size int64) bool {
 	return err == nil && st.Size == size && regular.IsTrusted(path, &st) && sumOf(h) == n.Sum
 }
 
-// ForgetPartial removes the note that Publish has kept.
+// ForgetPartial removes the note that Publish left with keepNote.
 func ForgetPartial(path string) {
 	if temp := partialName(path); temp != "" {
 		_ = os.Remove(temp + noteEnd)
@@ -220,7 +219,7 @@ func newHash(of string) *xxh3.Hasher {
 	return h
 }
 
-// hashFile hashes the first bytes of a file.
+// hashFile hashes the first size bytes of a file.
 func hashFile(ctx context.Context, f *os.File, of string, size int64) (*xxh3.Hasher, error) {
 	h, block := newHash(of), make([]byte, 4<<20)
 	for off := int64(0); off < size; {
@@ -241,8 +240,8 @@ func sumOf(h *xxh3.Hasher) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// A PartialFolder is a folder that is filled over as many runs as that takes, under a hidden name. One process
-// at a time holds it.
+// A PartialFolder is a folder that is filled in several runs, under a hidden name. A lock ensures that only one
+// process at a time uses it.
 type PartialFolder struct {
 	Work string // the folder to fill
 
@@ -250,11 +249,11 @@ type PartialFolder struct {
 	lock *os.File
 }
 
-// OpenPartialFolder opens the future folder of a path. Nothing may exist there yet.
+// OpenPartialFolder opens the partial folder for a path, at which nothing may exist.
 func OpenPartialFolder(path string) (*PartialFolder, error) {
 	p := &PartialFolder{path: strings.TrimRight(path, "/")}
 	if p.Work = partialName(p.path); p.Work == "" {
-		return nil, errs.In("fetch", path, errs.New(errs.ErrArgument, "the name of the folder is too long"))
+		return nil, errs.In("fetch", path, errs.New(errs.ErrArgument, "the folder's name is too long"))
 	}
 	if _, err := MakeFolder(p.Work); err != nil {
 		return nil, err
@@ -274,8 +273,7 @@ func OpenPartialFolder(path string) (*PartialFolder, error) {
 	return p, nil
 }
 
-// KeepOnly removes what earlier runs have left in the folder, except the files of these paths, begun or
-// complete.
+// KeepOnly removes files of earlier runs from the folder, except the partial and complete files of these paths.
 func (p *PartialFolder) KeepOnly(paths []string) error {
 	files, folders := map[string]bool{}, map[string]bool{p.Work: true}
 	for _, path := range paths {
@@ -299,7 +297,7 @@ func (p *PartialFolder) KeepOnly(paths []string) error {
 	return Failed(p.Work, -1, err)
 }
 
-// Publish gives the folder its name.
+// Publish renames the folder.
 func (p *PartialFolder) Publish() error {
 	if err := (Disk{}).Rename(p.Work, p.path); err != nil {
 		return Failed(p.path, -1, err)
@@ -307,7 +305,7 @@ func (p *PartialFolder) Publish() error {
 	return Failed(p.path, -1, Disk{}.SyncNames(p.path))
 }
 
-// Close ends the filling. With drop it removes the folder and its contents.
+// Close ends the filling. With drop, it removes the folder and its contents.
 func (p *PartialFolder) Close(drop bool) {
 	if drop {
 		_ = os.RemoveAll(p.Work)

@@ -11,19 +11,19 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A write follows no link that another user has put into a folder that everyone may write to, and replaces no file of
-// another user in a sticky one.
+// A write follows no link that another user created in a world-writable folder, and replaces no other user's
+// file in a sticky, world-writable folder.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for _, c := range []struct {
 		mode       fs.FileMode
 		owner      int
-		link, file bool // refused
+		link, file bool // expected refusals
 	}{
 		{0o777 | fs.ModeSticky, 1234, true, true},
-		{0o777, 1234, true, false}, // those who may rename there do not need a planted file
+		{0o777, 1234, true, false}, // users who may rename files there do not need to plant one
 		{0o777 | fs.ModeSticky, 0, false, false},
 		{0o755, 1234, false, false},
 	} {
@@ -38,7 +38,7 @@ func TestPlanted(t *testing.T) {
 		err := Write(t.Context(), shared+"/link", []byte("new"))
 		after, _ := os.ReadFile(aim)
 		if errors.Is(err, errs.ErrPermission) != c.link || c.link != bytes.Equal(before, after) {
-			t.Errorf("%+v: the link: %v, and its file is %q", c, err, after)
+			t.Errorf("%+v: the link: %v, and its target contains %q", c, err, after)
 		}
 		err = Write(t.Context(), shared+"/file", []byte("new"))
 		if errors.Is(err, errs.ErrPermission) != c.file || err == nil == c.file {
@@ -60,10 +60,10 @@ func TestPlanted(t *testing.T) {
 	}
 }
 
-// A link of another user that comes and goes is never followed.
+// A link of another user that repeatedly appears and disappears is never followed.
 func TestLinkThatComesAndGoes(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	shared, home := t.TempDir(), t.TempDir()
 	path, link := shared+"/file", shared+"/link"
@@ -81,7 +81,7 @@ func TestLinkThatComesAndGoes(t *testing.T) {
 	}()
 	for range 20_000 {
 		if place, err := Follow(path); err == nil && place.Path != path {
-			t.Errorf("it leads to %s", place.Path)
+			t.Errorf("Follow returned the target of the link, %s", place.Path)
 			break
 		} else if err != nil && !errors.Is(err, errs.ErrPermission) && !errors.Is(err, syscall.ELOOP) {
 			t.Error(err)
@@ -103,11 +103,11 @@ func isClosed(stop <-chan struct{}) bool {
 	}
 }
 
-// A new file does not get the owner or mode of a file that another user has put into a sticky folder, neither under its
-// own name nor under its template's name.
+// A new file does not get the owner or mode of a file that another user created in a sticky folder, under the
+// new file's name or under its template's.
 func TestOwnerOfStrangersFile(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for _, name := range []string{"new", "like"} {
 		shared := t.TempDir()
@@ -138,7 +138,7 @@ func TestOwnerOfStrangersFile(t *testing.T) {
 			t.Fatal(err)
 		}
 		if own := st.Sys().(*syscall.Stat_t); own.Uid != 0 || own.Gid != 0 || st.Mode() != 0o600 {
-			t.Errorf("%s: %v of user %d", name, st.Mode(), own.Uid)
+			t.Errorf("%s: mode %v, user %d", name, st.Mode(), own.Uid)
 		}
 	}
 }

@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file moves written files to their names.
+// This file renames finished files to their final names.
 
 import (
 	"context"
@@ -17,17 +17,16 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Publish gives finished targets their names. The last target is the file that readers
-// open: the only file, or the index of shards. The shards are New.
+// Publish renames finished targets. The last target is the file that readers open: the only file, or the index
+// of shards. The shards are New.
 //
-// New files come first: no reader looks for them before the rename of the index, which
-// replaces the old set by the new one in one step. Each other file replaces its own
-// predecessor in one step. If a step fails, the old last file stays, and the new files are
-// removed.
+// New files are renamed first, because no reader looks for them before the index is renamed, which atomically
+// replaces the old set by the new one. Each other file atomically replaces its predecessor. If a step fails,
+// the old last file remains, and the new files are removed.
 func Publish(sys FS, ts []*Target) error {
 	last := ts[len(ts)-1]
 	var done []*Target
-	isKnown := true // the identity of the file with the last name
+	isKnown := true // the identity of the file with the last name is known
 	err := func() error {
 		for _, t := range ts {
 			if t.New {
@@ -38,7 +37,7 @@ func Publish(sys FS, ts []*Target) error {
 			}
 		}
 		if len(ts) > 1 && len(done) > 0 {
-			// The shards' names must be durable before the index that lists them.
+			// The names of the shards must be durable before the index that lists them.
 			if err := sys.SyncNames(done[0].Path); err != nil {
 				return Failed(last.Path, -1, err)
 			}
@@ -66,14 +65,14 @@ func Publish(sys FS, ts []*Target) error {
 	if err != nil {
 		return err
 	}
-	// If the folder was not synced, a power loss leaves either the complete old file or
-	// the complete new one. The caller must know that.
+	// If the folder was not synced, a power failure leaves either the complete old file or the complete new
+	// one. The caller must receive the error.
 	return Failed(last.Path, -1, sys.SyncNames(last.Path))
 }
 
-// takeName renames a finished target. What counts is which file has the name afterwards, not the result of the
-// call: a server's answer may be lost, or be an error although it has renamed. isKnown reports that the disk
-// could tell.
+// takeName renames a finished target. The file that has the name afterwards determines the result, not the
+// return value of the call: a server's response may be lost, or may be an error although it has renamed.
+// isKnown reports whether the file could be identified.
 func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown bool, err error) {
 	if err = call(t.temp, t.Path); err == nil {
 		return true, true, nil
@@ -82,8 +81,8 @@ func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown boo
 	return unknown == nil && os.SameFile(there, t.info), unknown == nil || errors.Is(unknown, fs.ErrNotExist), err
 }
 
-// RenameFolder renames a folder to path, where nothing or an empty folder exists, or exchanges it with the
-// folder there, in one step. What counts is which folder has the name afterwards, as for files.
+// RenameFolder renames a folder to path, where nothing or an empty folder exists, or atomically exchanges it
+// with the folder at path. As for files, the folder that has the name afterwards determines the result.
 func RenameFolder(made, path string, exchange bool) error {
 	which, err := os.Lstat(made)
 	if err != nil {
@@ -102,24 +101,24 @@ func RenameFolder(made, path string, exchange bool) error {
 		return nil
 	}
 	if exchange && isUnknownCall(err) {
-		return Failed(path, -1, fmt.Errorf("%w: its file system cannot exchange two folders in one step (%w): "+
+		return Failed(path, -1, fmt.Errorf("%w: the file system cannot exchange two folders atomically (%w): "+
 			"save to another name", errs.ErrNotSupported, err))
 	}
 	return Failed(path, -1, &os.LinkError{Op: "rename", Old: made, New: path, Err: err})
 }
 
-// nameTaken is the error of a new file if another save has taken its name meanwhile.
+// nameTaken returns the error for a new file after another save has used its name.
 func nameTaken(path string, err error) error {
 	if errors.Is(err, fs.ErrExist) {
-		return errs.In("save", path, errs.New(errs.ErrIO, "another save has written this file meanwhile: save again"))
+		return errs.In("save", path, errs.New(errs.ErrIO, "another save wrote this file in the meantime: save again"))
 	}
 	return Failed(path, -1, err)
 }
 
-// Folder returns the folder of a path as the system resolves it, so ".." stays.
+// Folder returns the folder of a path as the system resolves it, so ".." is not removed.
 func Folder(path string) string { return regular.FolderOf(path) }
 
-// MakeFolders creates a folder and its missing parents. It follows no other user's link.
+// MakeFolders creates a folder and its missing parents. It does not follow links of other users.
 func MakeFolders(path string) error {
 	if _, err := regular.RefusePlantedLinks(path); err != nil {
 		return err
@@ -127,8 +126,8 @@ func MakeFolders(path string) error {
 	return errs.FromOS(os.MkdirAll(path, 0o777))
 }
 
-// MakeFolder creates the folder to write to if it is missing; isNew reports that it did. Like Follow, it
-// refuses another user's link in its place.
+// MakeFolder creates a folder if it is missing; isNew reports whether it did. Like Follow, it refuses another
+// user's link at that path.
 func MakeFolder(path string) (isNew bool, err error) {
 	if _, err := Follow(strings.TrimRight(path, "/")); err != nil {
 		return false, Failed(path, -1, err)
@@ -142,7 +141,7 @@ func MakeFolder(path string) (isNew bool, err error) {
 	return err == nil, Failed(path, -1, err)
 }
 
-// CheckFolder refuses the path of a folder to be created, as MakeFolder does.
+// CheckFolder refuses a path at which MakeFolder cannot create a folder.
 func CheckFolder(path string) error {
 	place, err := Follow(strings.TrimRight(path, "/"))
 	if err == nil && place.old != nil && !place.old.IsDir() {
@@ -151,7 +150,7 @@ func CheckFolder(path string) error {
 	return Failed(path, -1, err)
 }
 
-// Write replaces a file with data. If ctx ends first, the old file stays.
+// Write replaces a file with data. If ctx ends first, the old file remains.
 func Write(ctx context.Context, path string, data []byte) error {
 	t, err := New(Disk{}, path, "", 0)
 	if err != nil {
@@ -172,14 +171,14 @@ func Write(ctx context.Context, path string, data []byte) error {
 	return Publish(Disk{}, []*Target{t})
 }
 
-// With replaces a file with what fill writes. If fill fails, the old file stays.
+// With replaces a file with what fill writes. If fill fails, the old file remains.
 func With(path string, fill func(f *os.File) error) error {
 	t, err := New(Disk{}, path, "", 0)
 	if err != nil {
 		return err
 	}
 	defer t.Drop()
-	f := t.file.(*os.File) // Disk's
+	f := t.file.(*os.File) // Disk returns this type
 	if err := fill(f); err != nil {
 		if errs.Classed(err) { // not an error of this file
 			return err
@@ -196,8 +195,7 @@ func With(path string, fill func(f *os.File) error) error {
 	return Publish(Disk{}, []*Target{t})
 }
 
-// Rename renames a finished file of the same folder to path, as if it had been written
-// here.
+// Rename publishes a finished file of the same folder under path, as if this package had written it.
 func Rename(from, path string) error {
 	place, err := resolvePath(path)
 	if err != nil {

@@ -13,10 +13,10 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A lossy disk answers renames of some names with an error: after they have happened, or instead of them.
+// A lossy disk returns an error for renames to some names, after renaming or instead of renaming.
 type lossy struct {
 	Disk
-	names   string // suffixes of the names
+	names   string // suffix of the names
 	happens bool
 }
 
@@ -40,7 +40,7 @@ func (l lossy) RenameNew(from, to string) error {
 	return l.answer(to, func() error { return l.Disk.RenameNew(from, to) })
 }
 
-// finish returns the targets of a set: two new shards with the index that lists them, or one file.
+// finish returns finished targets: one file, or a set of two new shards and the index that lists them.
 func finish(t *testing.T, sys FS, dir string, names ...string) (targets []*Target) {
 	t.Helper()
 	for _, name := range names {
@@ -58,8 +58,8 @@ func finish(t *testing.T, sys FS, dir string, names ...string) (targets []*Targe
 }
 
 func TestRenameWhoseAnswerIsLost(t *testing.T) {
-	// A rename that has happened counts, whatever its answer was (a lost NFS reply, FUSE). After one that has not
-	// happened, the old set is intact. So one of the two sets is there with all its files.
+	// A rename that took place counts, even if it returned an error (a lost NFS reply, FUSE). After one that
+	// did not, the old set is intact. Either the old or the new set exists with all its files.
 	for _, c := range []struct {
 		files   []string
 		sys     lossy
@@ -99,7 +99,7 @@ func TestRenameWhoseAnswerIsLost(t *testing.T) {
 	}
 }
 
-// A mount has files with missing calls.
+// A mount is a file system that does not support some calls.
 type mount struct {
 	Disk
 	rename error
@@ -149,8 +149,8 @@ func unless(err error, call func() error) error {
 }
 
 func TestMountsThatLackCalls(t *testing.T) {
-	// A mount without ftruncate, fsync or fchmod takes a file. One that cannot write or rename gives an error that is
-	// not an argument error and says what is lacking, and the old file stays.
+	// A mount without ftruncate, fsync or fchmod can store a file. One that cannot write or rename gives an
+	// error that is not an argument error and names what is missing, and the old file remains.
 	for name, c := range map[string]struct {
 		sys   mount
 		class error
@@ -176,7 +176,7 @@ func TestMountsThatLackCalls(t *testing.T) {
 				return err
 			}
 			defer target.Drop()
-			// Longer than the content, like a file that ends with zeros.
+			// The size is larger than the content, as for a file that ends with zeros.
 			if err := errors.Join(target.Write([]byte("new"), 0), target.Finish(9)); err != nil {
 				return err
 			}
@@ -193,18 +193,18 @@ func TestMountsThatLackCalls(t *testing.T) {
 }
 
 func TestRenameFolder(t *testing.T) {
-	// A folder is published where nothing or an empty folder is, or by an exchange with the existing folder. Otherwise
-	// there is a typed error, and both folders stay as they were.
+	// A folder is published where nothing or an empty folder exists, or is exchanged with the existing folder.
+	// Otherwise there is a typed error, and both folders are unchanged.
 	for name, c := range map[string]struct {
 		there    []string
 		exchange bool
 		class    error
 	}{
-		"to nothing":              {nil, false, nil},
-		"to an empty folder":      {[]string{"to"}, false, nil},
-		"to a folder":             {[]string{"to/old"}, false, errs.ErrIO},
-		"in exchange":             {[]string{"to/old"}, true, nil},
-		"in exchange for nothing": {nil, true, errs.ErrNotFound},
+		"no target":                 {nil, false, nil},
+		"empty target":              {[]string{"to"}, false, nil},
+		"target with a file":        {[]string{"to/old"}, false, errs.ErrIO},
+		"exchange":                  {[]string{"to/old"}, true, nil},
+		"exchange without a target": {nil, true, errs.ErrNotFound},
 	} {
 		dir := t.TempDir() + "/"
 		for _, path := range append(c.there, "made/new") {
@@ -219,7 +219,7 @@ func TestRenameFolder(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 		if _, err := os.Stat(dir + "made/old"); c.exchange && c.class == nil && err != nil {
-			t.Errorf("%s: the old one is gone: %v", name, err)
+			t.Errorf("%s: the old folder is missing: %v", name, err)
 		}
 	}
 }

@@ -10,11 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// callAsUser calls fn in a thread that acts as another user in the file system; the thread ends with it.
+// callAsUser calls fn in a thread that acts as another user for file access. The thread then ends.
 func callAsUser(t *testing.T, user int, fn func() error) error {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Skip("only root may call for another user")
+		t.Skip("only root can act as another user")
 	}
 	done := make(chan error)
 	go func() {
@@ -28,8 +28,8 @@ func callAsUser(t *testing.T, user int, fn func() error) error {
 	return <-done
 }
 
-// Files and sets of files are written and replaced in another user's folder that is writable but not listable (a drop
-// box), without an error after they are there.
+// Files and sets of files can be written and replaced in another user's folder that is writable but not
+// listable (a drop box).
 func TestFolderThatMayNotBeListed(t *testing.T) {
 	const user = 1234
 	folder, err := os.MkdirTemp("/tmp", "overwire")
@@ -43,7 +43,7 @@ func TestFolderThatMayNotBeListed(t *testing.T) {
 	path := filepath.Join(folder, "x")
 	err = callAsUser(t, user, func() error {
 		if _, err := os.ReadDir(folder); !errors.Is(err, os.ErrPermission) {
-			t.Errorf("its list: %v", err)
+			t.Errorf("listing the folder: %v", err)
 		}
 		for _, text := range []string{"old", "new"} {
 			fill := func(f *os.File) error {

@@ -2,7 +2,7 @@
 
 package avx
 
-// This file clears vector registers, in binaries where Go code and preemption use AVX.
+// This file clears vector registers in binaries in which Go code and preemption use AVX.
 
 import "simd/archsimd"
 

@@ -2,7 +2,7 @@
 
 package avx
 
-// For binaries without AVX in Go code.
+// This file is for binaries in which Go code does not use AVX.
 
 // Clear does nothing.
 func Clear() {}

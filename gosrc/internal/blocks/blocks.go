@@ -1,4 +1,4 @@
-// Package blocks caches blocks of bytes that are expensive to make.
+// Package blocks caches blocks of bytes that are expensive to produce.
 package blocks
 
 import (
@@ -9,15 +9,14 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Cache holds blocks. Each is made once, however many callers request it at the same
-// time. If there are too many bytes, the least recently used blocks are dropped. It is
-// safe for concurrent use.
+// A Cache holds blocks. Each block is produced once, even if several callers request it in parallel. If the
+// cache is full, it drops the least recently used blocks. It is safe for concurrent use.
 type Cache[K comparable] struct {
 	most int64
 	mu   sync.Mutex
 	size int64
 	by   map[K]*Block[K]
-	lru  list.List // of *Block[K] that are not in use, oldest first
+	lru  list.List // unused blocks, of type *Block[K], oldest first
 }
 
 // A Block's bytes are valid from Get to Put.
@@ -27,12 +26,12 @@ type Block[K comparable] struct {
 	key   K
 	ready chan struct{}
 	err   error
-	ended bool // the context of the caller that filled it had ended
+	ended bool // the context of the caller that filled the block had ended
 	users int
-	place *list.Element // in lru
+	place *list.Element // position in lru
 }
 
-// New returns a cache of at most that many bytes, in addition to blocks in use.
+// New returns a cache for at most that many bytes, not counting blocks in use.
 func New[K comparable](most int64) *Cache[K] {
 	return &Cache[K]{most: most, by: map[K]*Block[K]{}}
 }
@@ -44,10 +43,9 @@ func (c *Cache[K]) Need(n int64) {
 	c.mu.Unlock()
 }
 
-// Get returns a block, which fill makes if it is missing. The caller returns it with Put.
-// A caller does not wait for another's fill after its own ctx has ended. A failed fill
-// fails all callers that wait for it, unless it was cancelled: then the next caller's
-// fill is tried.
+// Get returns a block, which fill produces if it is missing. The caller returns the block with Put. A caller
+// stops waiting for another caller's fill when its own ctx ends. A failed fill fails all callers that wait for
+// it, unless it was cancelled: then the fill of the next caller is used.
 func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) (*Block[K], error) {
 	for {
 		e, isKnown := c.takeBlock(key)
@@ -70,7 +68,7 @@ func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) 
 	}
 }
 
-// takeBlock returns the block of a key for one more user, and adds it if it is missing.
+// takeBlock returns the block of a key and adds a user. It adds the block if it is missing.
 func (c *Cache[K]) takeBlock(key K) (e *Block[K], known bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -87,8 +85,7 @@ func (c *Cache[K]) takeBlock(key K) (e *Block[K], known bool) {
 	return e, known
 }
 
-// fillBlock fills a block. A block that cannot be filled is dropped, and the next caller
-// tries again.
+// fillBlock fills a block. If that fails, the block is dropped, and the next caller tries again.
 func (c *Cache[K]) fillBlock(ctx context.Context, e *Block[K], fill func() ([]byte, error)) error {
 	e.err = errs.New(errs.ErrEngine, "a block was not filled") // in case fill panics
 	defer func() {
@@ -118,7 +115,7 @@ func (c *Cache[K]) Put(e *Block[K]) {
 	}
 }
 
-// trimKept must be called with mu held.
+// trimKept drops unused blocks while the cache is too large. mu is held.
 func (c *Cache[K]) trimKept() {
 	for c.size > c.most && c.lru.Len() > 0 {
 		e := c.lru.Remove(c.lru.Front()).(*Block[K])

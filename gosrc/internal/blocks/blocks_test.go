@@ -12,8 +12,8 @@ import (
 )
 
 func TestCache(t *testing.T) {
-	// A block is made once for all callers that ask at the same time. An error is not kept, and unused blocks are
-	// dropped when there are too many.
+	// A block is produced once for all callers that request it in parallel. Errors are not cached, and unused
+	// blocks are dropped when the cache is full.
 	c := New[int64](100)
 	var made atomic.Int64
 	bad := errors.New("bad")
@@ -34,20 +34,21 @@ func TestCache(t *testing.T) {
 		t.Fatal(err)
 	}
 	if made.Load() != 2 {
-		t.Fatalf("made %d times", made.Load())
+		t.Fatalf("the block was produced %d times, want 2", made.Load())
 	}
 	for k := range int64(50) {
 		if err := get(k, 30, nil); err != nil {
 			t.Fatal(err)
 		}
 		if c.size > 130 {
-			t.Fatalf("%d bytes are held", c.size)
+			t.Fatalf("the cache has %d bytes", c.size)
 		}
 	}
 }
 
 func TestOthers(t *testing.T) {
-	// A cancelled caller does not fail others that wait for the same block. One with an ended context does not wait.
+	// A cancelled caller does not fail others that wait for the same block. A caller whose context has ended
+	// does not wait.
 	c := New[int](100)
 	begun, end := make(chan struct{}), make(chan struct{})
 	failed := make(chan error, 1)
@@ -78,28 +79,28 @@ func TestOthers(t *testing.T) {
 			c.Put(e)
 		}()
 	}
-	time.Sleep(10 * time.Millisecond) // some of them wait
+	time.Sleep(10 * time.Millisecond) // some of them are now waiting
 	close(end)
 	wg.Wait()
 	if err := <-failed; !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 	if c.size != 1 || c.lru.Len() != 1 {
-		t.Errorf("%d bytes in %d blocks that are not in use", c.size, c.lru.Len())
+		t.Errorf("%d bytes in %d unused blocks", c.size, c.lru.Len())
 	}
 	defer func() {
 		if recover() == nil {
 			t.Error("no panic")
 		}
 		if _, err := c.Get(context.Background(), 2, func() ([]byte, error) { return nil, nil }); err != nil {
-			t.Error(err) // a panic leaves nothing
+			t.Error(err) // the panic must not leave a block
 		}
 	}()
 	_, _ = c.Get(context.Background(), 2, func() ([]byte, error) { panic("a fill") })
 }
 
 func TestFailed(t *testing.T) {
-	// Waiters of a fill that fails get its error and do not retry; later callers retry.
+	// Callers that wait for a fill that fails get its error and do not retry. Later callers retry.
 	c := New[int](100)
 	begun, end := make(chan struct{}), make(chan struct{})
 	broken := errors.New("broken")

@@ -1,4 +1,4 @@
-// Package hostmem reports how much memory the host has left.
+// Package hostmem reports how much memory is available on the host.
 package hostmem
 
 import (
@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// Available returns how many bytes the process can still use, including the page cache:
-// free memory, or less in a control group.
+// Available returns how many bytes the process can still use, including the page cache: the available memory,
+// or less in a control group.
 func Available() int64 {
 	n := int64(math.MaxInt64)
 	if v, ok := Field("/proc/meminfo", "MemAvailable:"); ok {
@@ -18,9 +18,8 @@ func Available() int64 {
 	return min(n, leftOfGroup("/sys/fs/cgroup/"))
 }
 
-// leftOfGroup returns what the limit of a control group leaves, of version 2 or version 1 (where
-// a limit of about 2^63 means none). The page cache does not count as used, because it makes
-// room.
+// leftOfGroup returns how many bytes the limit of a control group leaves, for versions 1 and 2. In version 1, a
+// limit of about 2^63 means none. The page cache does not count as used, because it can be dropped.
 func leftOfGroup(group string) int64 {
 	for _, v := range []struct{ limit, stat, used string }{
 		{"memory.max", "memory.stat", "anon "},
@@ -34,7 +33,7 @@ func leftOfGroup(group string) int64 {
 	return math.MaxInt64
 }
 
-// Field returns the number after a word at the beginning of a line of a file.
+// Field returns the number after a word at the beginning of a line in a file.
 func Field(path, word string) (int64, bool) {
 	b, err := os.ReadFile(path)
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// A control group's limit minus its usage counts, in both versions; without a limit there is none.
+// In both versions, the result is the control group's limit minus its usage, or unlimited if there is no limit.
 func TestLeft(t *testing.T) {
 	for name, c := range map[string]struct {
 		files map[string]string

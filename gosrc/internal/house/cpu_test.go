@@ -1,6 +1,6 @@
 package house
 
-// Checks that vector instructions run only on CPUs that have them.
+// Checks that vector instructions run only on CPUs that support them.
 
 import (
 	"go/ast"
@@ -20,8 +20,8 @@ import (
 	"testing"
 )
 
-// featuresAskedFor lists, by file, what its package asks of the CPU before that file's functions run. A file that needs
-// less than others of its package is a separate file.
+// featuresAskedFor lists, by file, which CPU features its package checks before it calls the file's functions.
+// Functions that need fewer features than others of their package are in a separate file.
 var featuresAskedFor = map[string][]string{
 	"gosrc/codec/digest/fast_amd64.go": {"AVX512"},
 	"gosrc/codec/sum_amd64.go":         {"AVX512", "AVX512VPCLMULQDQ"},
@@ -34,21 +34,22 @@ var featuresAskedFor = map[string][]string{
 	"gosrc/internal/avx/avx_amd64.go":  {"AVX"},
 }
 
-// includedFeatures lists what a CPU with a feature also has; AVX512 is archsimd's word for F, CD, BW, DQ and VL.
+// includedFeatures lists the features that a feature implies. AVX512 is archsimd's name for F, CD, BW, DQ and
+// VL.
 var includedFeatures = map[string][]string{
 	"AVX512F": {"AVX2", "AVX"}, "AVX512": {"AVX512F", "AVX512BW", "AVX2", "AVX"}, "AVX2": {"AVX"},
 }
 
 var documentedFeature = regexp.MustCompile(`CPU Features?: (\w+)`)
 
-// TestVectorFilesAskForTheirFeatures compares what each file's archsimd calls need, by their documentation, with
-// featuresAskedFor, and that with what its package asks for. A feature that is not asked for ends the process with
-// SIGILL on an older CPU.
+// TestVectorFilesAskForTheirFeatures compares the documented features of each file's archsimd calls with
+// featuresAskedFor, and these with the checks in the file's package. Without a check, a missing feature ends
+// the process with SIGILL on an older CPU.
 func TestVectorFilesAskForTheirFeatures(t *testing.T) {
 	if runtime.GOARCH != "amd64" {
 		t.Skip("archsimd has instructions of amd64 only")
 	}
-	root, err := exec.Command("go", "env", "GOROOT").Output() // -trimpath removes it from the test
+	root, err := exec.Command("go", "env", "GOROOT").Output() // -trimpath removes it from the test binary
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -87,7 +88,7 @@ func TestVectorFilesAskForTheirFeatures(t *testing.T) {
 			}
 			for _, feature := range featuresAskedFor[file] {
 				if !asked[feature] {
-					t.Errorf("%s: its package never asks the CPU for %s", file, feature)
+					t.Errorf("%s: its package never checks the CPU for %s", file, feature)
 				}
 			}
 		}
@@ -97,7 +98,7 @@ func TestVectorFilesAskForTheirFeatures(t *testing.T) {
 	}
 }
 
-// readDocumentedFeatures reads in Go's source which feature each function of archsimd needs.
+// readDocumentedFeatures reads from Go's source which feature each archsimd function needs.
 func readDocumentedFeatures(t *testing.T) map[string]string {
 	t.Helper()
 	names, err := filepath.Glob(filepath.Join(build.Default.GOROOT, "src", "simd", "archsimd", "*_amd64.go"))
@@ -127,7 +128,7 @@ func readDocumentedFeatures(t *testing.T) map[string]string {
 	return out
 }
 
-// simdCallsOf lists, by file of a package, the functions and methods of archsimd that it names.
+// simdCallsOf lists, by file of a package, the archsimd functions and methods that it uses.
 func simdCallsOf(t *testing.T, tree *Tree, pkg string, sources types.Importer) map[string][]string {
 	t.Helper()
 	var files []*ast.File
@@ -142,7 +143,7 @@ func simdCallsOf(t *testing.T, tree *Tree, pkg string, sources types.Importer) m
 		}
 	}
 	info := types.Info{Uses: map[*ast.Ident]types.Object{}}
-	// Other packages of this module are not resolved: no value of archsimd comes from them.
+	// Other packages of this module are not resolved, because they provide no archsimd values.
 	config := types.Config{Importer: sources, Error: func(error) {}, FakeImportC: true}
 	_, _ = config.Check(pkg, tree.fset, files, &info)
 	out := map[string][]string{}

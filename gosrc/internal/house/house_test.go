@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// The repository keeps every rule.
+// The repository follows every rule.
 func TestHouse(t *testing.T) {
 	tree := read(t, filepath.Join("..", "..", ".."))
 	if len(tree.Packages) < 5 {
@@ -23,7 +23,7 @@ func TestHouse(t *testing.T) {
 	}
 }
 
-// Every rule finds the faults of the bad tree where they are, and nothing else, and gives a reason.
+// Every rule finds exactly the faults of the bad tree, with their locations and a reason.
 func TestBadTree(t *testing.T) {
 	tree := read(t, filepath.Join("testdata", "bad"))
 	want := map[string][]string{
@@ -40,8 +40,8 @@ func TestBadTree(t *testing.T) {
 		"file lengths":     {"python/overwire/long.py"},
 		"function lengths": {"gosrc/codec/long.go:82"},
 		"struct sizes":     {"gosrc/codec/codec.go:25", "gosrc/codec/parts.go:5"},
-		"method files":     {"codec.Chunk", "tensor.Index"}, // one is listed, and is not in this tree
-		"package lengths":  {"cli", "gosrc/tensor"},         // one is listed, and short there
+		"method files":     {"codec.Chunk", "tensor.Index"}, // one is in the table, but not in this tree
+		"package lengths":  {"cli", "gosrc/tensor"},         // one is in the table, but short in this tree
 		"architecture":     {"ARCHITECTURE.md", "ARCHITECTURE.md", "ARCHITECTURE.md"},
 		"python printing":  {"python/overwire/compat/nyacomp.py:4"},
 		"machine paths":    {"README.md:2"},
@@ -57,7 +57,7 @@ func TestBadTree(t *testing.T) {
 			for _, f := range rule(tree) {
 				got = append(got, f.Where)
 				if f.What == "" || len(f.Why) < 20 {
-					t.Errorf("%v does not say what and why", f)
+					t.Errorf("%v lacks a description or a reason", f)
 				}
 			}
 			slices.Sort(got)
@@ -68,7 +68,7 @@ func TestBadTree(t *testing.T) {
 	}
 }
 
-// The table of packages names only packages that it also lists.
+// Every package that the table of packages mentions is also in the table.
 func TestTableIsWhole(t *testing.T) {
 	for pkg, list := range mayImport {
 		for _, p := range list {
@@ -81,12 +81,13 @@ func TestTableIsWhole(t *testing.T) {
 	}
 	for _, pkg := range append(slices.Clone(cgoPackages), vague...) {
 		if strings.Contains(pkg, " ") {
-			t.Errorf("%q is no package", pkg)
+			t.Errorf("%q is not a package", pkg)
 		}
 	}
 }
 
-// read reads a tree. The bad tree is copied and its long files are generated, so that testdata need not hold them.
+// read reads a tree. The bad tree is copied and its long files are generated, so that testdata need not contain
+// them.
 func read(t *testing.T, root string) *Tree {
 	t.Helper()
 	if filepath.Base(root) == "bad" {

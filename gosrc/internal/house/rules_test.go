@@ -1,6 +1,6 @@
 package house
 
-// Checks Go packages and the sizes of files.
+// Checks Go packages and file sizes.
 
 import (
 	"fmt"
@@ -11,7 +11,7 @@ import (
 	"strings"
 )
 
-// Rules are the checks by name, so that tests can run them one by one.
+// Rules are the checks by name, so that tests can run them separately.
 var Rules = map[string]func(*Tree) []Finding{
 	"imports":          checkImports,
 	"cgo":              checkCgo,
@@ -56,22 +56,22 @@ func checkImports(t *Tree) (out []Finding) {
 	}
 	t.eachFile(func(r *Package, f *File) {
 		if _, ok := mayImport[r.Path]; !ok || f.Test {
-			return // reported above; and tests may import any package
+			return // reported above; tests may import any package
 		}
 		for _, spec := range f.AST.Imports {
 			p, _ := strconv.Unquote(spec.Path.Value)
 			if pkg, ok := strings.CutPrefix(p, module); ok {
 				if pkg != r.Path && !matchesAny(pkg, mayImport[r.Path]) {
 					out = append(out, Finding{t.placeOf(spec), fmt.Sprintf("%s imports %s", r.Path, pkg),
-						"a package can be understood, tested and replaced alone only if it imports no more than " +
-							"the table allows; " +
+						"a package can only be understood, tested and replaced separately if it imports only what " +
+							"the table allows: " +
 							"leaves never import each other, and no package imports upwards"})
 				}
 				continue
 			}
 			if first, _, _ := strings.Cut(p, "/"); strings.Contains(first, ".") && !allowedModule(p, r.Path) {
 				out = append(out, Finding{t.placeOf(spec), fmt.Sprintf("%s imports %s", r.Path, p),
-					"each foreign module is imported in one place, listed in gosrc/internal/house/table_test.go"})
+					"each third-party module is imported only by the packages in gosrc/internal/house/table_test.go"})
 			}
 		}
 	})
@@ -91,13 +91,13 @@ func allowedModule(imported, pkg string) bool {
 }
 
 func checkCgo(t *Tree) (out []Finding) {
-	for _, name := range t.packageNames() { // also generated files
+	for _, name := range t.packageNames() { // including generated files
 		for _, f := range t.Packages[name].Files {
 			for _, spec := range f.AST.Imports {
 				if spec.Path.Value == `"C"` && !matchesAny(name, cgoPackages) && !f.Ignored {
 					out = append(out, Finding{t.placeOf(spec), name + ` imports "C"`,
-						"cgo stays in " + strings.Join(cgoPackages, ", ") +
-							", so that what imports none of them builds and tests with CGO_ENABLED=0"})
+						"cgo is limited to " + strings.Join(cgoPackages, ", ") +
+							", so that other packages can be built and tested with CGO_ENABLED=0"})
 				}
 			}
 		}
@@ -131,8 +131,8 @@ func checkPackageComments(t *Tree) (out []Finding) {
 func checkPackageNames(t *Tree) (out []Finding) {
 	for _, name := range t.packageNames() {
 		if slices.Contains(vague, path.Base(name)) {
-			out = append(out, Finding{"gosrc/" + name, "a package called " + path.Base(name),
-				"a package is named by its duty; one for everything has none"})
+			out = append(out, Finding{"gosrc/" + name, "a package with the name " + path.Base(name),
+				"a package is named after its duty, and such a name states none"})
 		}
 	}
 	return out
@@ -155,7 +155,8 @@ func checkGoStatements(t *Tree) (out []Finding) {
 	return out
 }
 
-// eachMention reports every mention of pkg.name, for the listed names, where pkg is imported from path.
+// eachMention calls found for every use of pkg.name, for the listed names, where pkg is imported from
+// importPath.
 func eachMention(t *Tree, f *File, importPath string, names []string, found func(ast.Node, string)) {
 	local := ""
 	for _, spec := range f.AST.Imports {
@@ -203,7 +204,7 @@ func checkFileWriting(t *Tree) (out []Finding) {
 		eachMention(t, f, "os", []string{"Create", "CreateTemp", "OpenFile", "WriteFile", "Rename", "Chmod"},
 			func(n ast.Node, call string) {
 				out = append(out, Finding{t.placeOf(n), call,
-					"a file that is replaced keeps its mode, owner and link, and appears whole: write it with " +
+					"a replaced file must keep its mode, owner and links, and never be incomplete: write it with " +
 						"internal/atomicfile"})
 			})
 	})
@@ -215,7 +216,7 @@ func checkInits(t *Tree) (out []Finding) {
 		for _, d := range f.AST.Decls {
 			if fn, ok := d.(*ast.FuncDecl); ok && fn.Recv == nil && fn.Name.Name == "init" {
 				out = append(out, Finding{t.placeOf(fn), "an init function",
-					"importing does no work and registers nothing behind the reader's back: use explicit tables"})
+					"an import must not do work or register anything implicitly: use explicit tables"})
 			}
 		}
 	})
@@ -229,7 +230,7 @@ func checkPrinting(t *Tree) (out []Finding) {
 		}
 		report := func(n ast.Node, call string) {
 			out = append(out, Finding{t.placeOf(n), call,
-				"the engine lives in someone else's process: results go to a writer that was passed in, messages " +
+				"the engine runs in the user's process: write results to a writer parameter, and messages " +
 					"to Python's logger"})
 		}
 		eachMention(t, f, "fmt", []string{"Print", "Printf", "Println"}, report)
@@ -251,7 +252,7 @@ func checkHealing(t *Tree) (out []Finding) {
 		}
 		eachMention(t, f, module+"internal/spawn", []string{"Heal"}, func(n ast.Node, call string) {
 			out = append(out, Finding{t.placeOf(n), call,
-				"state that a panic left half-changed is not to be trusted again: only tests heal"})
+				"state that a panic left inconsistent must not be used again: only tests may call Heal"})
 		})
 	})
 	return out
@@ -276,7 +277,7 @@ func checkFileLengths(t *Tree) (out []Finding) {
 		}
 		if n := countLines([]byte(src)); n > maxFileLines {
 			out = append(out, Finding{p, fmt.Sprintf("%d lines", n),
-				fmt.Sprintf("a file is read in one sitting: at most %d lines", maxFileLines)})
+				fmt.Sprintf("a file must be readable in one sitting: at most %d lines", maxFileLines)})
 		}
 	}
 	return out
@@ -295,7 +296,7 @@ func checkFunctionLengths(t *Tree) (out []Finding) {
 			n := t.fset.Position(fn.End()).Line - t.fset.Position(fn.Pos()).Line + 1
 			if n > maxFunctionLines {
 				out = append(out, Finding{t.placeOf(fn), fmt.Sprintf("%s has %d lines", fn.Name.Name, n),
-					fmt.Sprintf("a function is read at a glance: at most %d lines", maxFunctionLines)})
+					fmt.Sprintf("a function must be readable at a glance: at most %d lines", maxFunctionLines)})
 			}
 		}
 	})
@@ -326,8 +327,8 @@ func checkPackageLengths(t *Tree) (out []Finding) {
 func staleEntries(listed map[string]string, over map[string]bool) (out []Finding) {
 	for name := range listed {
 		if !over[name] {
-			out = append(out, Finding{name, "listed as too long and is not (any more)",
-				"an exception that is no longer needed hides the next one"})
+			out = append(out, Finding{name, "is listed as too long, but is not",
+				"an unneeded exception would hide the next violation"})
 		}
 	}
 	return out

@@ -1,6 +1,6 @@
 package house
 
-// Helps to read source files.
+// This file has helpers for reading source files.
 
 import (
 	"bytes"
@@ -18,10 +18,10 @@ func countLines(b []byte) int {
 	return n
 }
 
-// headOf is the beginning of a file, where generators sign.
+// headOf returns the beginning of a file, where generators put their notice.
 func headOf(b []byte) string { return string(b[:min(len(b), 2048)]) }
 
-// isText reports, by its name, whether people wrote a file.
+// isText reports whether a file is hand-written text, according to its name.
 func isText(rel string) bool {
 	base := path.Base(rel)
 	if slices.Contains([]string{"Makefile", "LICENSE", "NOTICE", "go.mod", "go.sum", "run", ".gitignore"}, base) {

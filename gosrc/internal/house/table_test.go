@@ -1,18 +1,18 @@
 package house
 
-// Lists the packages, their imports, and every exception to a rule.
+// This file lists the packages, their imports, and every exception to a rule.
 
-// module is the path that our own imports begin with.
+// module is the prefix of our own import paths.
 const module = "github.com/overwire/overwire/gosrc/"
 
-// mayImport lists the packages that a package may import. "x/..." is x and the packages below it. Every package must be
-// listed: add it with its duty to ARCHITECTURE.md first.
+// mayImport lists the packages that a package may import. "x/..." means x and the packages below it. Every
+// package must be listed; add it with its duty to ARCHITECTURE.md first.
 //
-// The order follows a byte: types, bytes, formats, the plan, the pipeline, the commands, the bindings. No package
-// imports one that is further down.
+// The order follows the path of a byte: types, bytes, formats, the plan, the pipeline, the commands, the
+// bindings. No package imports one that is further down.
 var mayImport = map[string][]string{
-	// The basic types: standard library only.
-	"tensor": {"errs", "internal/sizes"}, // for the classes of its errors
+	// The basic types.
+	"tensor": {"errs", "internal/sizes"}, // for its error classes
 	"errs":   {"internal/rawjson"},
 	"knob":   {"internal/near"},
 
@@ -74,23 +74,23 @@ var mayImport = map[string][]string{
 	"format/gguf":          {"source", "errs", "internal/sizes"},
 	"format/safetensors": {"tensor", "source", "errs",
 		"internal/..."},
-	// The container is a safetensors file (docs/format.md 1): one parser and one validator serve both, so this import
-	// is intended.
+	// The container is a safetensors file (docs/format.md 1). One parser and one validator serve both formats,
+	// so this import is intended.
 	"format/overwire": {"format/safetensors", "tensor", "source", "errs", "codec", "codec/digest",
 		"internal/..."},
 
-	// Another project's file format. Only the tables of format and save, and the commands for such files, know this
-	// package.
+	// Another project's file format. Only the format and save packages, and the commands for such files, use
+	// this package.
 	"tensorizer": {"tensor", "source", "errs", "internal/..."},
 
 	"plan":     {"device", "tensor", "errs", "internal/sizes"}, // device for DecodeTask and View
 	"pipeline": {"plan", "source", "codec", "device/...", "tensor", "errs", "internal/..."},
 	"dlpack":   {"tensor", "device", "errs"},
 
-	// Processes of a host that share memory.
+	// Processes of one host that share memory.
 	"peers": {"device", "device/cuda", "errs", "internal/..."},
 
-	// The verbs.
+	// The commands.
 	"stored": {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
 	"unpack": {"stored", "codec", "source", "tensor", "errs", "internal/..."},
 	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open",
@@ -129,8 +129,7 @@ var mayImport = map[string][]string{
 		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
-	// nvCOMP's bitstreams. The library imports package nvcomp, but none of the
-	// packages below it.
+	// The nvCOMP bitstreams. The library imports package nvcomp, but none of the packages below it.
 	"nvcomp": {"nvcomp/...", "codec/x16", "device", "device/cpu", "device/cuda", "device/cuda/stream",
 		"knob", "tensor", "errs", "internal/..."},
 	"nvcomp/lz4":      {"errs"},
@@ -140,7 +139,7 @@ var mayImport = map[string][]string{
 	"nvcomp/gdeflate": {"errs"},
 	"nvcomp/cascaded": {"errs"},
 
-	// The binding to Python.
+	// The Python binding.
 	"bind/api": {"bind/binding", "dlpack"},
 	"bind/binding": {"tensorizer", "format", "load", "stored", "save", "convert", "verify", "delta", "nvcomp", "cli", "bench", "preload", "sleep",
 		"source", "source/cache", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
@@ -151,7 +150,7 @@ var mayImport = map[string][]string{
 		"source", "tensor", "verify"},
 }
 
-// modules lists the packages that may import a foreign module; "" is every package.
+// modules lists the packages that may import a third-party module; "" means every package.
 var modules = map[string][]string{
 	"golang.org/x/sys": {""},
 	"github.com/zeebo/xxh3": {"codec", "codec/blocksum", "device/cuda", "save", "verify", "sleep", "format",
@@ -163,27 +162,28 @@ var modules = map[string][]string{
 	"go.uber.org/goleak":                      {""},
 	"golang.org/x/net/http/httpproxy":         {"source/route"},
 	"github.com/aws/aws-sdk-go-v2":            {"source/s3"},
-	"github.com/aws/smithy-go":                {"source/s3"}, // the SDK's errors
+	"github.com/aws/smithy-go":                {"source/s3"}, // for the SDK's errors
 	"github.com/redis/go-redis":               {"source/redis"},
 	"golang.org/x/crypto":                     {"tensorizer"},
 	"github.com/overwire/overwire/cuda/built": {"device/cuda"}, // our own compiled kernels
 }
 
-// cgoPackages may import "C". Packages that import none of them build and test with CGO_ENABLED=0.
+// cgoPackages may import "C". Packages that import none of them can be built and tested with CGO_ENABLED=0.
 var cgoPackages = []string{"bind", "bind/...", "dlpack", "device/cuda/...",
 	"device/gds", "internal/sodium"}
 
-// mayWrite lists the packages that write files without internal/atomicfile, and why.
+// mayWrite lists the packages that write files without internal/atomicfile, with the reason.
 var mayWrite = map[string]string{
-	"source/cache": "names are made of contents and never replaced; syncing would cost more than fetching again",
-	"source/spool": "a file without a name",
-	"source/pipe":  "a log that is only added to",
-	"bench":        "scratch files in a folder of its own",
+	"source/cache": "files are named by their content and never replaced; syncing would cost more than fetching again",
+	"source/spool": "an unnamed file",
+	"source/pipe":  "a log file, opened for appending",
+	"bench":        "scratch files in its own folder",
 }
 
-// longPackages are over the limit, each for a reason. An unneeded entry fails. Files and functions have no such list.
+// longPackages lists the packages over the limit, with the reason. An unneeded entry fails. There is no such
+// list for files and functions.
 var longPackages = map[string]string{
-	"cli": "a verb is some lines over the packages that do the work; all share the reading of words and the printing",
+	"cli": "each command is a few lines that call other packages; all share the parsing of arguments and the output",
 }
 
 const (
@@ -196,12 +196,12 @@ const (
 // vague are package names that do not state a duty.
 var vague = []string{"util", "utils", "common", "helper", "helpers", "misc", "shared", "base", "lib"}
 
-// narrow are packages with small structs: code in which several goroutines and processes act at once is easier to
-// understand in small parts.
+// narrow lists packages whose structs must be small: code in which several goroutines and processes run in
+// parallel is easier to understand in small parts.
 var narrow = []string{"codec/...", "plan", "relay", "save/...", "convert", "verify", "stored"}
 
-// wideStructs have more fields than narrow packages allow, including those of embedded structs. Each number may only
-// fall.
+// wideStructs lists structs with more fields than narrow packages allow, including the fields of embedded
+// structs. The numbers may only be lowered.
 var wideStructs = map[string]int{
 	"codec/x16.decoder": 25,
 	"relay.Report":      16,
@@ -211,7 +211,7 @@ var wideStructs = map[string]int{
 	"save.Report":       16,
 }
 
-// scatteredMethods are the types with methods in several files. Each number of files may only fall.
+// scatteredMethods lists types with methods in several files. The numbers may only be lowered.
 var scatteredMethods = map[string]int{
 	"bench.run":                  4,
 	"internal/atomicfile.Target": 3,

@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// checkArchitecture checks that ARCHITECTURE.md names every package, and no other.
+// checkArchitecture checks that ARCHITECTURE.md names exactly the packages of the tree.
 func checkArchitecture(t *Tree) (out []Finding) {
 	const file = "ARCHITECTURE.md"
 	text := t.readText(file)
@@ -18,13 +18,13 @@ func checkArchitecture(t *Tree) (out []Finding) {
 		names[m[1]] = true
 		if t.Packages[m[1]] == nil {
 			out = append(out, Finding{file, "names the package " + m[1] + ", which does not exist",
-				"a wrong map misleads its readers"})
+				"a wrong overview misleads its readers"})
 		}
 	}
 	for _, name := range t.packageNames() {
 		if !names[name] {
 			out = append(out, Finding{file, "does not name the package " + name,
-				"a newcomer finds any byte's place from this page: a table row \"| `package` | duty |\" for each"})
+				"newcomers find code through this page: add a table row \"| `package` | duty |\""})
 		}
 	}
 	return out
@@ -45,14 +45,14 @@ func checkPythonPrinting(t *Tree) (out []Finding) {
 			code, _, _ := strings.Cut(line, "#")
 			if call.MatchString(code) && !strings.Contains(line, ">>>") {
 				out = append(out, Finding{fmt.Sprintf("%s:%d", p, i+1), "print(",
-					"a library speaks through logging.getLogger(\"overwire\")"})
+					"a library writes messages to logging.getLogger(\"overwire\")"})
 			}
 		}
 	}
 	return out
 }
 
-// checkMachinePaths finds paths of one machine in files that every user gets.
+// checkMachinePaths finds paths of a development machine in files that are distributed to users.
 func checkMachinePaths(t *Tree) (out []Finding) {
 	place := regexp.MustCompile(`(^|[\s"'=(:,` + "`" + `])/(work|root|home/\w+)(/|\b)`)
 	for _, p := range t.Texts {
@@ -62,7 +62,7 @@ func checkMachinePaths(t *Tree) (out []Finding) {
 		for i, line := range strings.Split(t.readText(p), "\n") {
 			if m := place.FindString(line); m != "" {
 				out = append(out, Finding{fmt.Sprintf("%s:%d", p, i+1), "names " + strings.TrimSpace(m),
-					"paths of the machine that built it mean nothing on any other"})
+					"paths of the development machine do not exist on other machines"})
 			}
 		}
 	}

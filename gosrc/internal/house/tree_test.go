@@ -1,9 +1,9 @@
-// Package house checks the source against the rules that ARCHITECTURE.md explains: which package may import which,
-// where cgo, goroutines and the environment may be used, how long a file may be, and which words are used.
+// Package house checks the source against the rules in ARCHITECTURE.md: which package may import which, where
+// cgo, goroutines and the environment may be used, how long a file may be, and which words may be used.
 //
-// A check takes a tree and returns findings, each with its location and the reason for the rule. The tests run every
-// check on this repository, and on a small bad tree in testdata, where each must find something. The checks use only
-// the standard library, and build nothing.
+// A check receives a tree and returns findings, each with its location and the reason for the rule. The tests
+// run every check on this repository, and on a small bad tree in testdata, in which each check must find
+// something. The checks use only the standard library and build nothing.
 package house
 
 import (
@@ -23,32 +23,32 @@ import (
 	"strings"
 )
 
-// A Finding is a location that breaks a rule.
+// A Finding is a violation of a rule.
 type Finding struct {
-	Where string // path from the root, with :line if there is one
+	Where string // path from the root, followed by :line if it has a line
 	What  string
 	Why   string // the reason for the rule
 }
 
 func (f Finding) String() string { return f.Where + ": " + f.What + "\n\treason: " + f.Why }
 
-// A Tree is the source that the checks read.
+// A Tree is the source code that the checks read.
 type Tree struct {
 	Root     string
 	Packages map[string]*Package // by path below gosrc
-	Texts    []string            // every text file of the repository, from the root
+	Texts    []string            // every text file of the repository, relative to the root
 	fset     *token.FileSet
 }
 
-// A Package is one folder of Go files.
+// A Package is a folder of Go files.
 type Package struct {
 	Path  string
 	Files []File
 }
 
-// A File is one Go file of a package.
+// A File is a Go file of a package.
 type File struct {
-	Path      string // from the root
+	Path      string // relative to the root
 	Lines     int
 	Test      bool
 	Generated bool
@@ -56,11 +56,11 @@ type File struct {
 	AST       *ast.File
 }
 
-// outside are folders that are not checked: those of tools, caches and builds, which git ignores, and every hidden
-// folder except .ci.
+// outside are folders that are not checked: those of tools, caches and builds, which git ignores. Hidden
+// folders except .ci are not checked either.
 var outside = []string{"build", "dist", "node_modules", "__pycache__", "bin", "shared"}
 
-// Read parses the Go packages below root/gosrc and lists the text files of root.
+// Read parses the Go packages below root/gosrc and lists the text files below root.
 func Read(root string) (*Tree, error) {
 	t := &Tree{Root: root, Packages: map[string]*Package{}, fset: token.NewFileSet()}
 	err := filepath.WalkDir(root, func(p string, d fs.DirEntry, err error) error {
@@ -110,7 +110,7 @@ func (t *Tree) addFile(pkg, rel string) error {
 	return nil
 }
 
-// isIgnored asks go/build whether any of our builds includes the file.
+// isIgnored reports whether none of our builds includes the file, according to go/build.
 func isIgnored(rel string, src []byte) bool {
 	for _, tags := range [][]string{{}, {"goexperiment.simd"}, {"pyext"}, {"goexperiment.simd", "pyext"}, {"cuda"}} {
 		ctx := build.Default
@@ -121,7 +121,7 @@ func isIgnored(rel string, src []byte) bool {
 			return false
 		}
 	}
-	return !strings.Contains(rel, "_") // files of other platforms are still ours
+	return !strings.Contains(rel, "_") // files for other platforms are still ours
 }
 
 // eachFile calls fn for every hand-written Go file that is built, package by package.

@@ -1,6 +1,6 @@
 package house
 
-// Checks how many fields a struct has, and where its methods are.
+// Checks how many fields a struct has, and in how many files its methods are.
 
 import (
 	"fmt"
@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// receiverOf is the name of a method's receiver type; "" for functions.
+// receiverOf returns the name of a method's receiver type, or "" for a function.
 func receiverOf(d ast.Decl) string {
 	fn, ok := d.(*ast.FuncDecl)
 	if !ok || fn.Recv == nil {
@@ -34,7 +34,7 @@ func receiverOf(d ast.Decl) string {
 	return ""
 }
 
-// checkMethodFiles requires the methods of a type to be in one file.
+// checkMethodFiles requires all methods of a type to be in one file.
 func checkMethodFiles(t *Tree) (out []Finding) {
 	files := map[string]map[string]bool{} // by type: the files with its methods
 	t.eachFile(func(p *Package, f *File) {
@@ -59,14 +59,14 @@ func checkMethodFiles(t *Tree) (out []Finding) {
 		if counts[key] > max(1, scatteredMethods[key]) {
 			out = append(out, Finding{key, fmt.Sprintf("its methods are in %d files: %s", counts[key],
 				strings.Join(slices.Sorted(maps.Keys(files[key])), ", ")),
-				"a type that does not fit in one file is two types; each cut through a type is an arrow up and one down"})
+				"a type that does not fit in one file should be two types; splitting it makes the files depend on each other"})
 		}
 	}
 	return append(out, loweredCeilings(t, scatteredMethods, counts, 1)...)
 }
 
-// loweredCeilings finds type exceptions in packages of this tree that are higher than today's counts. Up to usual no
-// exception is needed.
+// loweredCeilings finds exceptions for types of this tree that are higher than the current count. No exception
+// is needed for counts up to usual.
 func loweredCeilings(t *Tree, ceilings, counts map[string]int, usual int) (out []Finding) {
 	for _, key := range slices.Sorted(maps.Keys(ceilings)) {
 		pkg := key[:strings.LastIndexByte(key, '.')]
@@ -76,14 +76,14 @@ func loweredCeilings(t *Tree, ceilings, counts map[string]int, usual int) (out [
 			if counts[key] <= usual {
 				what += ": remove it from the list"
 			}
-			out = append(out, Finding{key, what, "a ceiling only falls: a higher one than today's hides the next growth"})
+			out = append(out, Finding{key, what, "ceilings are only lowered: a ceiling above the current count would hide new growth"})
 		}
 	}
 	return out
 }
 
-// checkStructSizes counts the fields of structs in narrow packages: each name of a list, and the fields of embedded
-// structs.
+// checkStructSizes limits the fields of structs in narrow packages. Each name in a list of names counts, and so
+// do the fields of embedded structs.
 func checkStructSizes(t *Tree) (out []Finding) {
 	types := structTypes(t)
 	counts := map[string]int{}
@@ -106,7 +106,7 @@ func checkStructSizes(t *Tree) (out []Finding) {
 			counts[named[s]] = fields
 			if fields > max(maxFields, wideStructs[named[s]]) {
 				out = append(out, Finding{t.placeOf(s), fmt.Sprintf("a struct of %d fields", fields),
-					fmt.Sprintf("a type has one duty that can be held in mind: at most %d fields, with those of "+
+					fmt.Sprintf("a type has one duty that one can remember: at most %d fields, with those of "+
 						"embedded structs", maxFields)})
 			}
 			return true
@@ -115,7 +115,7 @@ func checkStructSizes(t *Tree) (out []Finding) {
 	return append(out, loweredCeilings(t, wideStructs, counts, maxFields)...)
 }
 
-// structsByName returns the structs of a tree by package and name.
+// structsByName maps package and name to the structs of a tree.
 type structsByName map[string]declared
 
 type declared struct {
@@ -147,7 +147,8 @@ func structTypes(t *Tree) structsByName {
 	return all
 }
 
-// countFields counts the fields of a struct. An embedded type that is not a struct of this tree is one field.
+// countFields counts the fields of a struct. An embedded type that is not a struct of this tree counts as one
+// field.
 func (all structsByName) countFields(pkg string, f *File, s *ast.StructType) (n int) {
 	for _, field := range s.Fields.List {
 		if len(field.Names) > 0 {

@@ -8,16 +8,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Cores determines whether the process leaves a core unused. It belongs to one thread,
-// and does not count that thread's work.
+// Cores determines whether the process leaves a core unused. It belongs to one thread and ignores that thread's
+// own work.
 type Cores struct {
-	cores   float64 // cores that others may use
+	cores   float64 // cores available to other threads
 	at      time.Time
-	others  time.Duration // processor time until at
-	patient time.Duration // how much longer to wait in total
+	others  time.Duration // CPU time of other threads until at
+	patient time.Duration // remaining time to wait in total
 }
 
-// New returns the Cores of the calling thread, to which the goroutine must be locked.
+// New returns the Cores for the calling thread, to which the goroutine must be locked.
 func New() *Cores {
 	s := &Cores{cores: float64(runtime.GOMAXPROCS(0)) - 0.75, patient: time.Second}
 	s.sampleUse()
@@ -33,8 +33,8 @@ func (s *Cores) sampleUse() bool {
 	return float64(others) <= s.cores*float64(wall)
 }
 
-// Wait waits until a core is unused. It returns false if stop is true, or once it has
-// waited for a second in total.
+// Wait waits until a core is unused. It returns false if stop returns true, or once it has waited for a second
+// in total.
 func (s *Cores) Wait(stop func() bool) bool {
 	for pause := time.Millisecond; s.patient > 0 && !stop(); pause = min(2*pause, 50*time.Millisecond) {
 		if time.Since(s.at) < time.Millisecond { // too short to measure
@@ -49,8 +49,8 @@ func (s *Cores) Wait(stop func() bool) bool {
 	return false
 }
 
-// processorTimes returns the processor time used by the process, and by the calling thread.
-// Both are 0 if the kernel does not report them.
+// processorTimes returns the CPU time of the process and of the calling thread. Both are 0 if the kernel does
+// not report them.
 func processorTimes() (process, thread time.Duration) {
 	var p, t unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &p) != nil ||

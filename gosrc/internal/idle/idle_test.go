@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// A core counts as unused by what the process does outside the asking thread.
+// A core is unused if the process, except for the calling thread, does not use it.
 func TestCores(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -16,28 +16,28 @@ func TestCores(t *testing.T) {
 	never := func() bool { return false }
 	s := New()
 	for end := time.Now().Add(20 * time.Millisecond); time.Now().Before(end); {
-	} // its own work does not count
+	} // the thread's own work does not count
 	if !s.Wait(never) {
-		t.Error("no core is unused, though nothing runs")
+		t.Error("found no unused core, although no other thread runs")
 	}
 	if s.Wait(func() bool { return true }) {
-		t.Error("waited for what was over")
+		t.Error("Wait did not stop")
 	}
 	s.patient = 0
 	if s.Wait(never) {
-		t.Error("waited after it had lost patience")
+		t.Error("Wait waited longer than a second in total")
 	}
-	// A core that no one may use is never unused.
+	// A core that is not available is never unused.
 	s = New()
 	s.cores, s.patient = -1, 3*time.Millisecond
 	if s.Wait(never) {
-		t.Error("found a core where there is none")
+		t.Error("found an unused core, but none is available")
 	}
-	// Use by others in the meantime counts.
+	// CPU time used by other threads since the last sample counts.
 	s = New()
 	s.at = s.at.Add(-10 * time.Millisecond)
 	s.others -= time.Hour
 	if s.sampleUse() {
-		t.Error("an hour of others' work in 10 ms was not seen")
+		t.Error("an hour of CPU time of other threads within 10 ms was ignored")
 	}
 }

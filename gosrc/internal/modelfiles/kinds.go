@@ -1,7 +1,6 @@
 package modelfiles
 
-// This file is the table of files and folders that are found where safetensors weights were
-// expected.
+// This file has a table of files and folders that users may pass instead of safetensors weights.
 
 import (
 	"path"
@@ -9,19 +8,19 @@ import (
 	"strings"
 )
 
-// A Kind is a format of files, or of folders, that people have instead of safetensors weights, or that another
+// A Kind is a format of files or folders that users have instead of safetensors weights, or that another
 // library reads.
 type Kind struct {
-	// Magics are the possible bytes of such a file at Offset. nil: only its name decides.
+	// Magics are the possible bytes of such a file at Offset. nil means that only its name is compared.
 	Magics []string
 	Offset int
-	// Names are globs. The name of a file must match one of them, and in a folder each of them must match a
-	// name. nil: any name.
+	// Names are globs. A file's name must match one of them. In a folder, each of them must match a name. nil
+	// matches any name.
 	Names []string
-	// What the file is ("a GGUF file"), and what to do with it.
+	// What describes the file ("a GGUF file"), and Do says what to do with it.
 	What, Do string
-	// Foreign means that the file may be part of a model: a folder of other weights may contain
-	// it. Other kinds are where weights were expected.
+	// Foreign means that the file may be part of a model with other weights. Other kinds are only found in
+	// place of weights.
 	Foreign bool
 }
 
@@ -51,14 +50,14 @@ const (
 	tensorflow = "r = tensorflow.train.load_checkpoint(PREFIX); overwire.save_file({n: r.get_tensor(n) for n in " +
 		"r.get_variable_to_shape_map()}, OUT)"
 	keras = "unzip model.weights.h5 from it, and then: " + hdf5
-	// oldTorch is the number at the start of torch.save files before torch 1.6, as a pickle.
+	// oldTorch is the magic number at the start of torch.save files before torch 1.6, as a pickle.
 	oldTorch = "\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-	// oldFrame is the frame around it from protocol 4 on.
+	// oldFrame is oldTorch within a frame, which pickles have from protocol 4 on.
 	oldFrame = "\x95\r\x00\x00\x00\x00\x00\x00\x00" + oldTorch
 )
 
-// kinds are tried in this order. The commands here and in folders were run with the libraries that they name, except
-// those of DeepSpeed, Megatron-LM and TensorFlow, which follow their documentation.
+// kinds are tested in this order. The commands here and in folders were run with the libraries that they name,
+// except those for DeepSpeed, Megatron-LM and TensorFlow, which follow their documentation.
 var kinds = []Kind{
 	{Magics: []string{"PK\x03\x04"}, Names: []string{"*.keras"}, What: "a Keras archive", Do: keras},
 	{Magics: []string{"PK\x03\x04"}, Names: []string{"*.npz"}, What: "a numpy archive", Do: convert + "local ones"},
@@ -96,7 +95,7 @@ var kinds = []Kind{
 		"*.index.json, and overwire inspect TRACE.json --html PAGE.html shows a trace"},
 }
 
-// folders are tried in this order.
+// folders are tested in this order.
 var folders = []Kind{
 	{What: "a torch.distributed.checkpoint (FSDP, torchtitan, Megatron-core)", Names: []string{"*.distcp"},
 		Do: local},
@@ -134,8 +133,8 @@ var folders = []Kind{
 // ListKinds returns the kinds of files.
 func ListKinds() []Kind { return kinds }
 
-// KindOf returns the format of the file with this name or URI that begins with head, which has HeadBytes if the
-// file does; nil if the format is unknown.
+// KindOf returns the kind of the file with this name or URI, or nil if it is unknown. head is the beginning of
+// the file: HeadBytes, or all of a shorter file.
 func KindOf(name string, head []byte) *Kind {
 	return find(kinds, func(k *Kind) bool {
 		isNamed := func(glob string) bool { return matches(glob, name) }
@@ -143,7 +142,7 @@ func KindOf(name string, head []byte) *Kind {
 	})
 }
 
-// KindOfFolder is KindOf for a folder that contains these names.
+// KindOfFolder returns the kind of a folder that contains these names, or nil.
 func KindOfFolder(names []string) *Kind {
 	return find(folders, func(k *Kind) bool {
 		isAbsent := func(glob string) bool {
@@ -168,9 +167,9 @@ func (k *Kind) hasMagic(head []byte) bool {
 }
 
 func matches(glob, name string) bool {
-	ok, _ := path.Match(glob, path.Base(name)) // the patterns are ours
+	ok, _ := path.Match(glob, path.Base(name)) // the patterns are valid
 	return ok
 }
 
-// Unknown says what to do with a file of unknown format.
+// Unknown says what to do with a file of an unknown format.
 const Unknown = withTheirs

@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// Files that other programs write are named by their names and first bytes, with what makes
-// safetensors files of them; others are not.
+// Files of other programs are identified by their names and first bytes, and the text says how to convert them.
+// Unknown files are not identified.
 func TestKinds(t *testing.T) {
 	tar := "./model_config.yaml" + strings.Repeat("\x00", 257-19) + "ustar  \x00"
 	for _, c := range []struct{ name, head, want, do string }{
@@ -40,7 +40,7 @@ func TestKinds(t *testing.T) {
 	}
 }
 
-// Folders are named by what is in them.
+// Folders are identified by the names in them.
 func TestKindsOfFolders(t *testing.T) {
 	for names, want := range map[string]string{
 		".metadata __0_0.distcp common.pt":                  "Megatron-core",

@@ -1,14 +1,13 @@
-// Package modelfiles parses the names of weights: a single file, the shards of a
-// family, variants, and the index.json of shards.
+// Package modelfiles parses the names of weights: single files, shards, variants, and the index.json of shards.
 //
-//	model.safetensors                          a single file
-//	model-00001-of-00004.safetensors           a shard
-//	model.safetensors.index.json               the index of shards
-//	model.fp16.safetensors                     a variant, for stems that libraries have them of,
-//	model.fp16-00001-of-00004.safetensors      its shards,
-//	model-00001-of-00004.fp16.safetensors      the same in another writing,
-//	model.safetensors.index.fp16.json          and their index
-//	model-ow0123abcd-00001-of-00004.safetensors  a shard of a save over an earlier set
+// model.safetensors a single file
+// model-00001-of-00004.safetensors a shard
+// model.safetensors.index.json the index of shards
+// model.fp16.safetensors a variant, for the base names in withVariants
+// model.fp16-00001-of-00004.safetensors a shard of a variant
+// model-00001-of-00004.fp16.safetensors the same in another spelling
+// model.safetensors.index.fp16.json the index of a variant
+// model-ow0123abcd-00001-of-00004.safetensors a shard of a save over an earlier set
 package modelfiles
 
 import (
@@ -21,20 +20,20 @@ import (
 )
 
 const (
-	// Extension ends the names of weights.
+	// Extension is the suffix of weights files.
 	Extension = ".safetensors"
-	// IndexSuffix ends the names of indexes, after the name of the file that they divide.
+	// IndexSuffix is the suffix of indexes, after the name of the file that is divided into shards.
 	IndexSuffix = ".index.json"
 )
 
-// withVariants are the base names for which libraries write variants (fp16), which are
-// separate models. In other base names, a dot is part of the name.
+// withVariants are the base names for which libraries write variants (fp16), which are separate models. In
+// other names, a dot is part of the base name.
 var withVariants = []string{"model", "diffusion_pytorch_model"}
 
 // A Name is the parsed name of a weights file or an index.
 type Name struct {
 	Stem       string
-	Variant    string // "": the default one
+	Variant    string // "" means the default variant
 	Number, Of int    // of a shard; Of is 0 for a single file
 	Marked     bool   // see Mark
 	Index      bool
@@ -47,7 +46,7 @@ var (
 	markedEnd = regexp.MustCompile(`-ow[0-9a-f]{8}$`)
 )
 
-// ParseName parses a name. ok is false for names of other files, and for hidden ones.
+// ParseName parses a name. ok is false for other files and for hidden files.
 func ParseName(name string) (n Name, ok bool) {
 	if strings.HasPrefix(name, ".") {
 		return n, false
@@ -78,11 +77,11 @@ func ParseName(name string) (n Name, ok bool) {
 	return stemOf(base), true
 }
 
-// IsPart reports whether a name is that of a file of torch's HuggingFaceStorageWriter that holds
-// parts of tensors: shard-RANK-model-FILE-of-FILES.safetensors.
+// IsPart reports whether a name is that of a file with parts of tensors, as torch's HuggingFaceStorageWriter
+// writes it: shard-RANK-model-FILE-of-FILES.safetensors.
 func IsPart(name string) bool { return partName.MatchString(name) }
 
-// stemOf removes the mark and the variant from a stem.
+// stemOf removes the mark and the variant from a base name.
 func stemOf(base string) (n Name) {
 	n.Marked = markedEnd.MatchString(base)
 	n.Stem = markedEnd.ReplaceAllString(base, "")
@@ -94,16 +93,16 @@ func stemOf(base string) (n Name) {
 	return n
 }
 
-// Mark returns a new mark. A save over an earlier set marks the names of its files, so that
-// none has the name of an old one, and both sets are complete until the index is replaced.
-// Without an index that lists it, a marked file belongs to no model.
+// Mark returns a new mark. A save over an earlier set adds a mark to the names of its files, so that they
+// differ from the old names and both sets are complete until the index is replaced. A marked file that no index
+// lists belongs to no model.
 func Mark() string {
 	var r [4]byte
 	_, _ = rand.Read(r[:]) // cannot fail
 	return "-ow" + hex.EncodeToString(r[:])
 }
 
-// WithMark returns the name with another mark, or without one.
+// WithMark returns the name with another mark, or without a mark.
 func WithMark(name, mark string) string {
 	stem, rest, ok := divideName(name)
 	if !ok {
@@ -112,8 +111,8 @@ func WithMark(name, mark string) string {
 	return stem + mark + rest
 }
 
-// Family returns what tells the files of one model from others: their names without
-// mark, number and extension. A variant has the same family in both spellings.
+// Family returns what the names of one model's files have in common: the name without mark, number and
+// extension. The family of a variant is the same in both spellings.
 func Family(name string) string {
 	stem, rest, ok := divideName(name)
 	if !ok {

@@ -2,8 +2,8 @@ package modelfiles
 
 import "testing"
 
-// Names of weights are split as the libraries that write them compose them, and a mark goes in and out without changing
-// the rest.
+// Names are parsed as the libraries that write them compose them. Adding and removing a mark does not change
+// the rest of the name.
 func TestNames(t *testing.T) {
 	for name, want := range map[string]Name{
 		"model.safetensors":                                   {Stem: "model"},
@@ -49,9 +49,9 @@ func TestNames(t *testing.T) {
 		}
 	}
 	if !IsPart("shard-00002-model-00001-of-00003.safetensors") || IsPart("model-00001-of-00003.safetensors") {
-		t.Error("shards of ranks are parts, and others are not")
+		t.Error("IsPart is wrong")
 	}
 	if WithMark("model-ow0123abcd.safetensors", "") != "model.safetensors" {
-		t.Error("a mark stays")
+		t.Error("WithMark did not remove the mark")
 	}
 }

@@ -1,14 +1,13 @@
-// Package near suggests the probable name for a misspelled one.
+// Package near suggests the most similar valid name for a misspelled one.
 package near
 
 import "strings"
 
-// most is the longest name that is compared, because the work grows with the square of
-// the length.
+// most is the longest name that is compared, because the cost grows with the square of the length.
 const most = 128
 
-// Best returns the name nearest to word, or "" if none is near: at most a third of its
-// letters may differ, ignoring case. If names are equally near, the first wins.
+// Best returns the name most similar to word, or "" if none is similar: at most a third of its letters may
+// differ, ignoring case. The first one wins if several are equally similar.
 func Best(word string, names []string) string {
 	best, least := "", 0
 	if len(word) > most {

@@ -6,7 +6,7 @@ import (
 )
 
 func TestBest(t *testing.T) {
-	// A typo is recognised, another word is not.
+	// A typo is recognised; an unrelated word is not.
 	names := []string{"compress", "convert", "model.safetensors", "a", "", strings.Repeat("x", 300)}
 	for word, want := range map[string]string{
 		"compres": "compress", "COMPRESS": "compress", "cmopress": "compress", "konvert": "convert", "model.safetensor": "model.safetensors",

@@ -1,9 +1,8 @@
 // Package nodes finds the NUMA node of a device, and places threads and memory on it.
 //
-// It reads the kernel's tables below /sys; tests pass another folder. A host with only
-// one node with cores, or with unreadable tables, has no Place: a nil *Place is valid,
-// and its methods then ignore nodes. Results never depend on nodes, so if a container
-// refuses something, loads do not fail; doctor reports it.
+// It reads the kernel's tables below /sys; tests use another folder. A host with only one node with cores, or
+// with unreadable tables, has no Place: a nil *Place is valid, and its methods ignore nodes. Nodes never affect
+// results. If a container does not permit placement, loads do not fail, and doctor reports it.
 //
 // A Place is immutable and safe for concurrent use.
 package nodes
@@ -20,24 +19,24 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// System is where the kernel's tables are.
+// System is the folder of the kernel's tables.
 const System = "/sys"
 
 const (
 	maxCores = 1 << 16 // more than any host has
-	maxNodes = 1 << 10 // more than the kernel can have
+	maxNodes = 1 << 10 // more than the kernel supports
 
 	preferred = 1 // MPOL_PREFERRED
 )
 
-// A Node is a node with cores. Nodes that only have memory, such as that of a coherent
-// GPU, run no threads, and nothing is placed on them.
+// A Node is a NUMA node with cores. Nodes with only memory, such as those of coherent GPUs, run no threads and
+// are not used.
 type Node struct {
 	Number int   `json:"node"`
 	Cores  []int `json:"cores"` // online cores
 }
 
-// Read returns the nodes with cores, by number; nil if the tables make no sense.
+// Read returns the nodes with cores, by number, or nil if the tables are invalid.
 func Read(root string) (all []Node) {
 	for _, n := range readList(root + "/devices/system/node/online") {
 		text, err := os.ReadFile(fmt.Sprintf("%s/devices/system/node/node%d/cpulist", root, n))
@@ -54,7 +53,7 @@ func Read(root string) (all []Node) {
 	return all
 }
 
-// Online returns how many cores of the host are online; 0 if the tables do not say.
+// Online returns how many cores of the host are online, or 0 if the tables do not say.
 func Online(root string) int { return len(readList(root + "/devices/system/cpu/online")) }
 
 func readList(file string) []int {
@@ -65,8 +64,7 @@ func readList(file string) []int {
 	return Cores(string(text))
 }
 
-// Cores parses a list in the kernel's form, such as "0-3,8"; nil if it is invalid or
-// empty.
+// Cores parses a list in the kernel's format, such as "0-3,8". It returns nil if the list is invalid or empty.
 func Cores(text string) (all []int) {
 	for part := range strings.SplitSeq(strings.TrimSpace(text), ",") {
 		low, high, two := strings.Cut(part, "-")
@@ -85,7 +83,7 @@ func Cores(text string) (all []int) {
 	return all
 }
 
-// Of returns the number of a PCI device's node, -1 if the tables do not say.
+// Of returns the number of a PCI device's node, or -1 if the tables do not say.
 func Of(root, pci string) int {
 	text, err := os.ReadFile(filepath.Join(root, "bus/pci/devices", filepath.Base(pci), "numa_node"))
 	n, bad := strconv.Atoi(strings.TrimSpace(string(text)))
@@ -95,16 +93,16 @@ func Of(root, pci string) int {
 	return n
 }
 
-// A Place is the node of a device, on a host with several nodes.
+// A Place is the node of a device on a host with several nodes.
 type Place struct {
 	Node  int
 	cores []int
-	here  int // GPUs on it
-	gpus  int // of the host
+	here  int // GPUs on the node
+	gpus  int // GPUs of the host
 }
 
-// Near returns the place of a PCI device. It is nil if the host has one node, or if the
-// tables do not say which node is near. pci is only called on hosts with several nodes.
+// Near returns the Place of a PCI device. It is nil if the host has one node, or if the tables do not say on
+// which node the device is. pci is only called on hosts with several nodes.
 func Near(root string, pci func() string) *Place {
 	all := Read(root)
 	if len(all) < 2 {
@@ -137,8 +135,8 @@ func (p *Place) countGPUs(root string) {
 	}
 }
 
-// Ranks returns how many of a host's ranks, with one GPU each, may be on this node; the
-// tables do not know ranks. If there are more ranks than GPUs, it returns all.
+// Ranks returns how many of a host's ranks, with one GPU each, may be on this node, because the tables do not
+// contain ranks. If there are more ranks than GPUs, it returns their number.
 func (p *Place) Ranks(ranks int) int {
 	if p == nil || ranks > p.gpus {
 		return ranks
@@ -146,8 +144,7 @@ func (p *Place) Ranks(ranks int) int {
 	return max(1, min(ranks, p.here))
 }
 
-// Within returns those of some cores that are on the device's node, and how many cores
-// those are.
+// Within returns those of the given cores that are on the device's node, and how many cores the node has.
 func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	if p == nil {
 		return near, 0
@@ -160,8 +157,8 @@ func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	return near, len(p.cores)
 }
 
-// coreSets returns the cores on which this thread may run, and those of them on the
-// device's node. ok means that there are some.
+// coreSets returns the cores on which this thread may run, and those of them that are on the device's node. ok
+// means that there are such cores.
 func (p *Place) coreSets() (had, near unix.CPUSet, ok bool) {
 	if p == nil || unix.SchedGetaffinity(0, &had) != nil {
 		return had, near, false
@@ -170,8 +167,8 @@ func (p *Place) coreSets() (had, near unix.CPUSet, ok bool) {
 	return had, near, near.Count() > 0
 }
 
-// Run runs fn on a thread that may run only on the cores of the device's node, as far
-// as it may run there, and restores the thread's cores afterwards.
+// Run runs fn on a thread that is restricted to the permitted cores of the device's node, and then restores the
+// thread's cores.
 func (p *Place) Run(fn func() error) error {
 	if p == nil {
 		return fn()
@@ -190,9 +187,9 @@ func (p *Place) Run(fn func() error) error {
 	return fn()
 }
 
-// Bind requests that b, which begins on an untouched page, is placed in memory on the
-// device's node if there is space. It does nothing if this thread may not run on that
-// node, because its writes would then cross between nodes.
+// Bind requests that b, which begins on an untouched page, is placed in memory of the device's node if there is
+// space. It does nothing if this thread may not run on that node, because its writes would then have to cross
+// nodes.
 func (p *Place) Bind(b []byte) error {
 	if _, _, ok := p.coreSets(); !ok || len(b) == 0 {
 		return nil
@@ -208,8 +205,8 @@ func (p *Place) Bind(b []byte) error {
 	return nil
 }
 
-// Refused says why memory or threads cannot be placed on the node; "" if they can, or
-// if there is no place.
+// Refused returns why memory or threads cannot be placed on the node, or "" if they can or if there is no
+// Place.
 func (p *Place) Refused() string {
 	if p == nil {
 		return ""

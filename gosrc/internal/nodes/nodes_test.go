@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tree makes a folder of kernel tables from files.
+// tree creates a folder with kernel tables.
 func tree(t *testing.T, files map[string]string) string {
 	t.Helper()
 	root := t.TempDir()
@@ -36,7 +36,7 @@ func gpu(files map[string]string, pci, node string) {
 	files[dir+"vendor"], files[dir+"class"], files[dir+"numa_node"] = "0x10de\n", "0x030200\n", node
 }
 
-// two is a host with two nodes of these cores, and four GPUs each.
+// two returns the tables of a host with two nodes that have these cores and four GPUs each.
 func two(first, second string) map[string]string {
 	const at = "devices/system/node/"
 	files := map[string]string{at + "online": "0-1\n", at + "node0/cpulist": first + "\n",
@@ -44,7 +44,7 @@ func two(first, second string) map[string]string {
 	for i := range 8 {
 		gpu(files, fmt.Sprintf("0000:%02x:00.0", i+1), fmt.Sprint(i/4, "\n"))
 	}
-	// A device that is not an NVIDIA GPU does not count.
+	// Devices that are not NVIDIA GPUs do not count.
 	files["bus/pci/devices/0000:09:00.0/vendor"], files["bus/pci/devices/0000:09:00.0/class"] = "0x8086\n", "0x030000\n"
 	files["bus/pci/devices/0000:0a:00.0/vendor"], files["bus/pci/devices/0000:0a:00.0/class"] = "0x10de\n", "0x068000\n"
 	return files
@@ -52,32 +52,32 @@ func two(first, second string) map[string]string {
 
 func near(root, pci string) *Place { return Near(root, func() string { return pci }) }
 
-// A host's tables are read as they are; nonsense gives no location, and no error.
+// Near reads a host's tables. Invalid tables give no Place and no error.
 func TestNear(t *testing.T) {
 	const at = "devices/system/node/"
 	numa := "bus/pci/devices/0000:05:00.0/numa_node"
 	for _, c := range []struct {
 		name string
 		edit func(map[string]string)
-		want int // node of GPU 4; -1 if unknown
+		want int // node of GPU 4; -1 means unknown
 	}{
 		{"two nodes", func(map[string]string) {}, 1},
 		{"no tables", func(f map[string]string) { clear(f) }, -1},
 		{"one node", func(f map[string]string) { f[at+"online"] = "0\n" }, -1},
 		{"no list of nodes", func(f map[string]string) { delete(f, at+"online") }, -1},
 		{"an empty list of nodes", func(f map[string]string) { f[at+"online"] = "\n" }, -1},
-		{"a list that is none", func(f map[string]string) { f[at+"online"] = "0-x\n" }, -1},
+		{"an invalid list of nodes", func(f map[string]string) { f[at+"online"] = "0-x\n" }, -1},
 		{"a node without a table", func(f map[string]string) { delete(f, at+"node0/cpulist") }, -1},
-		{"cores that are none", func(f map[string]string) { f[at+"node0/cpulist"] = "0-99999999999999999999" }, -1},
+		{"an invalid core list", func(f map[string]string) { f[at+"node0/cpulist"] = "0-99999999999999999999" }, -1},
 		{"the GPU's node has no cores", func(f map[string]string) { f[at+"node1/cpulist"] = "\n" }, -1},
 		{"the other node has no cores", func(f map[string]string) { f[at+"node0/cpulist"] = "" }, -1},
-		{"three nodes, one with memory alone", func(f map[string]string) {
+		{"three nodes, one with only memory", func(f map[string]string) {
 			f[at+"online"], f[at+"node2/cpulist"] = "0-2", ""
 		}, 1},
 		{"no node of the GPU", func(f map[string]string) { delete(f, numa) }, -1},
 		{"node -1", func(f map[string]string) { f[numa] = "-1\n" }, -1},
-		{"node 7, which is none", func(f map[string]string) { f[numa] = "7\n" }, -1},
-		{"a node that is no number", func(f map[string]string) { f[numa] = "one" }, -1},
+		{"a node that does not exist", func(f map[string]string) { f[numa] = "7\n" }, -1},
+		{"a node that is not a number", func(f map[string]string) { f[numa] = "one" }, -1},
 		{"a node above all", func(f map[string]string) {
 			f[at+"online"], f[at+"node5000/cpulist"], f[numa] = "0,5000", "64", "5000"
 		}, -1},
@@ -90,7 +90,7 @@ func TestNear(t *testing.T) {
 			t.Errorf("%s: %+v, want node %d", c.name, p, got)
 		}
 		if (c.name == "one node" || c.name == "no tables") && asked > 0 {
-			t.Errorf("%s: the device is asked for its address", c.name)
+			t.Errorf("%s: pci was called", c.name)
 		}
 	}
 	if p := near(tree(t, two("0-31", "32-63")), "../../../../etc"); p != nil {
@@ -102,7 +102,7 @@ func TestNear(t *testing.T) {
 	}
 }
 
-// The kernel's lists are read; anything else gives nothing.
+// The kernel's lists are parsed. Invalid lists give no cores.
 func TestCores(t *testing.T) {
 	for text, want := range map[string]int{"0-63\n": 64, "0": 1, "0-3,8-11": 8, "": 0, "3-1": 0,
 		"0-99999999999999999999": 0, "0-70000": 0, "-1": 0, "0,,2": 0, "0-": 0,
@@ -120,12 +120,12 @@ func TestCores(t *testing.T) {
 	}
 }
 
-// At most as many ranks count as local to a node as it has GPUs. With more ranks than GPUs, all may.
+// At most as many ranks count as local to a node as it has GPUs. If there are more ranks than GPUs, all count.
 func TestRanks(t *testing.T) {
 	p := near(tree(t, two("0-31", "32-63")), "0000:05:00.0")
 	for ranks, want := range map[int]int{1: 1, 2: 2, 4: 4, 8: 4, 9: 9} {
 		if got := p.Ranks(ranks); got != want {
-			t.Errorf("of %d ranks %d are near node 1, want %d", ranks, got, want)
+			t.Errorf("of %d ranks, %d are on node 1, want %d", ranks, got, want)
 		}
 	}
 	if got := (*Place)(nil).Ranks(8); got != 8 {
@@ -133,7 +133,7 @@ func TestRanks(t *testing.T) {
 	}
 }
 
-// affinity returns that of this thread.
+// affinity returns the cores on which this thread may run.
 func affinity(t *testing.T) (set unix.CPUSet) {
 	t.Helper()
 	if err := unix.SchedGetaffinity(0, &set); err != nil {
@@ -142,7 +142,7 @@ func affinity(t *testing.T) (set unix.CPUSet) {
 	return set
 }
 
-// first is a core that this thread may run on.
+// first returns a core of the set.
 func first(set unix.CPUSet) int {
 	for c := range 1024 {
 		if set.IsSet(c) {
@@ -152,8 +152,8 @@ func first(set unix.CPUSet) int {
 	return 0
 }
 
-// A thread runs on the cores of the node that the process may use, and afterwards where it could before. If it may use
-// none of them, it stays where it is, and so does its memory.
+// A thread is restricted to the cores of the node that the process may use, and its cores are restored
+// afterwards. If the process may use none of them, neither the thread nor its memory is placed.
 func TestRun(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -168,12 +168,12 @@ func TestRun(t *testing.T) {
 		var want unix.CPUSet
 		want.Set(core)
 		if got := affinity(t); got != want {
-			t.Errorf("it runs on %v", got)
+			t.Errorf("the thread runs on %v", got)
 		}
 		return bad
 	})
 	if got := affinity(t); !errors.Is(err, bad) || got != had {
-		t.Errorf("%v, and then on %v", err, got)
+		t.Errorf("%v; afterwards the thread runs on %v", err, got)
 	}
 	for name, p := range map[string]*Place{"none": nil,
 		"cores of others": near(tree(t, two("0", "1021-1023")), "0000:05:00.0")} {
@@ -182,13 +182,13 @@ func TestRun(t *testing.T) {
 		}
 		if err := p.Run(func() error {
 			if got := affinity(t); got != had {
-				t.Errorf("%s: it runs on %v", name, got)
+				t.Errorf("%s: the thread runs on %v", name, got)
 			}
 			return bad
 		}); !errors.Is(err, bad) {
 			t.Error(err)
 		}
-		if err := p.Bind(make([]byte, 1)); err != nil { // it would fail: this is not a page
+		if err := p.Bind(make([]byte, 1)); err != nil { // does nothing; binding would fail: not a page
 			t.Errorf("%s: %v", name, err)
 		}
 		if why := p.Refused(); (why != "") != (p != nil) {
@@ -197,7 +197,8 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// Memory is on the node that it was bound to before it was touched. A container may refuse that, which Refused reports.
+// Memory is on the node to which it was bound before its first use. A container may refuse this, which Refused
+// reports.
 func TestBind(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -209,7 +210,7 @@ func TestBind(t *testing.T) {
 	defer func() { _ = unix.Munmap(page) }()
 	err = p.Bind(page)
 	if why := p.Refused(); (why == "") != (err == nil) {
-		t.Errorf("%q, and %v", why, err)
+		t.Errorf("Refused returned %q, Bind %v", why, err)
 	}
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSYS) {
 		t.Skipf("this container refuses mbind: %v", err)
@@ -222,7 +223,7 @@ func TestBind(t *testing.T) {
 	const ofAddress = 2 // MPOL_F_ADDR
 	if _, _, no := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&policy)),
 		uintptr(unsafe.Pointer(&mask)), maxNodes+1, uintptr(unsafe.Pointer(&page[4096])), ofAddress, 0); no != 0 {
-		t.Skipf("this container does not tell policies: %v", no)
+		t.Skipf("this container does not report memory policies: %v", no)
 	}
 	if policy != preferred || mask[0] != 1 {
 		t.Errorf("policy %d, nodes %x", policy, mask[0])
@@ -230,6 +231,6 @@ func TestBind(t *testing.T) {
 	absent := *p
 	absent.Node = 1000
 	if err := absent.Bind(page); err == nil || absent.Refused() == "" {
-		t.Error("memory is bound to a node that is not there")
+		t.Error("memory was bound to a node that does not exist")
 	}
 }

@@ -1,5 +1,4 @@
-// Package ordered runs tasks on several workers, and one step of each task in task
-// order.
+// Package ordered runs tasks on several workers, with one step of each task in task order.
 package ordered
 
 import (
@@ -10,15 +9,14 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Tasks are n tasks for several workers. Each has three steps:
+// Tasks are N tasks for several workers. Each has three steps:
 //
-//	Work(w, k)  in parallel: read and encode task k
-//	Turn(k)     one at a time, k = 0, 1, 2 …: hash it, place it
-//	Flush(k)    in parallel: write it
+// Work(w, k) in parallel: read and encode task k
+// Turn(k) one at a time, k = 0, 1, 2 …: hash it, assign its offset
+// Flush(k) in parallel: write it
 //
-// At most Window tasks are between Work and the end of Flush, so task k may use slot k
-// mod Window; this bounds memory. The first error ends all tasks, and so does the end
-// of the context.
+// At most Window tasks are between Work and the end of Flush, which limits memory: task k may use slot k mod
+// Window. All tasks end at the first error, or when the context ends.
 type Tasks struct {
 	N, Window   int
 	Workers     int
@@ -31,19 +29,19 @@ type slotState uint8
 const (
 	idle slotState = iota
 	working
-	worked  // waits for its turn
-	placed  // waits for its flush
-	flushed // waits for earlier tasks, so that the window moves on
+	worked  // waits for Turn
+	placed  // waits for Flush
+	flushed // waits for earlier tasks to end, which advances the window
 )
 
-// Run runs all tasks. It returns when every worker has ended.
+// Run runs all tasks. It returns when all workers have ended.
 func (o *Tasks) Run(ctx context.Context, name string) error {
 	r := &run{Tasks: o, state: make([]slotState, o.Window)}
 	r.wake.L = &r.mu
 	stop := context.AfterFunc(ctx, func() { r.recordError(errs.FromOS(context.Cause(ctx))) })
 	defer stop()
 	spawn.Workers(name, min(o.Workers, o.N), r.recordError, r.runWorker)
-	r.mu.Lock() // a cancelled context may still be setting the error
+	r.mu.Lock() // after a cancellation, recordError may still be running
 	defer r.mu.Unlock()
 	return r.err
 }
@@ -53,11 +51,11 @@ type run struct {
 	mu    sync.Mutex
 	wake  sync.Cond
 	state []slotState
-	// Tasks below base have ended, tasks below next have begun; front is the first task that has not had its
-	// Turn. base <= front <= next <= base+Window.
+	// Tasks below base have ended, and tasks below next have begun. front is the first task that has not had
+	// its Turn. base <= front <= next <= base+Window.
 	base, front, next int
-	turning           bool // a worker runs Turn
-	unflushed         int  // tasks ready for Flush
+	turning           bool // a worker is running Turn
+	unflushed         int  // number of tasks that wait for Flush
 	err               error
 }
 
@@ -70,8 +68,7 @@ func (r *run) recordError(err error) {
 	r.wake.Broadcast()
 }
 
-// runWorker runs one worker. It prefers the step that frees slots: flush, then turn,
-// then work.
+// runWorker runs one worker. It prefers the step that frees slots: Flush, then Turn, then Work.
 func (r *run) runWorker(w int) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -80,8 +77,8 @@ func (r *run) runWorker(w int) error {
 		defer r.mu.Lock()
 		return f()
 	}
-	// do runs f without the lock. It records the error before another worker looks for
-	// a task, which would otherwise take the same turn again.
+	// do runs f without the lock. It records an error before another worker can look for a task, because that
+	// worker would otherwise run the same Turn again.
 	do := func(f func() error) error {
 		err := withoutLock(f)
 		if r.err == nil {
@@ -100,7 +97,7 @@ func (r *run) runWorker(w int) error {
 				k++
 			}
 			r.unflushed--
-			r.state[k%r.Window] = working // no other worker takes it
+			r.state[k%r.Window] = working // so that no other worker takes it
 			if err := do(func() error { return r.Flush(k) }); err != nil {
 				return err
 			}
@@ -139,7 +136,7 @@ func (r *run) runWorker(w int) error {
 	}
 }
 
-// endTask marks task k as ended and moves the window.
+// endTask marks task k as ended and advances the window.
 func (r *run) endTask(k int) {
 	r.state[k%r.Window] = flushed
 	for r.base < r.front && r.state[r.base%r.Window] == flushed {

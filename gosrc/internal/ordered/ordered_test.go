@@ -15,7 +15,7 @@ import (
 
 var bg = context.Background()
 
-// newRand prints its seed, so that a failure can be repeated.
+// newRand logs its seed, so that a failure can be reproduced.
 func newRand(t testing.TB) *rand.Rand {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -23,7 +23,8 @@ func newRand(t testing.TB) *rand.Rand {
 }
 
 func TestOrdered(t *testing.T) {
-	// Every task is worked, has its turn in order, and is flushed, each once. At most the window is in progress.
+	// Every task runs Work, then Turn in order, then Flush, each exactly once. At most Window tasks are in
+	// progress.
 	r := newRand(t)
 	for range 200 {
 		n, workers := r.IntN(200), 1+r.IntN(8)
@@ -34,7 +35,7 @@ func TestOrdered(t *testing.T) {
 			mu.Lock()
 			defer mu.Unlock()
 			if did[k] != from {
-				t.Errorf("task %d is at step %d, not %d", k, did[k], from)
+				t.Errorf("task %d is at step %d, want %d", k, did[k], from)
 			}
 			did[k]++
 			return nil
@@ -43,7 +44,7 @@ func TestOrdered(t *testing.T) {
 		o := Tasks{N: n, Window: window, Workers: workers,
 			Work: func(_, k int) error {
 				if under.Add(1) > int64(window) {
-					t.Errorf("more than %d at once", window)
+					t.Errorf("more than %d tasks in progress", window)
 				}
 				if k%7 == 0 {
 					time.Sleep(time.Microsecond)
@@ -52,7 +53,7 @@ func TestOrdered(t *testing.T) {
 			},
 			Turn: func(k int) error {
 				if next.Add(1) != int64(k)+1 {
-					t.Errorf("turn of %d too early", k)
+					t.Errorf("Turn of task %d is out of order", k)
 				}
 				return step(k, 1)
 			},
@@ -70,7 +71,7 @@ func TestOrdered(t *testing.T) {
 }
 
 func TestOrderedErrors(t *testing.T) {
-	// An error in any step ends the run with it; so do a cancel and a panic. No worker is left.
+	// An error in any step ends the run with that error. A cancellation also ends the run. No worker remains.
 	r := newRand(t)
 	bad := errors.New("bad")
 	for i := range 300 {
@@ -106,7 +107,7 @@ func TestOrderedErrors(t *testing.T) {
 }
 
 func TestTurnsOnce(t *testing.T) {
-	// A turn that fails is the last; no worker takes it again.
+	// After a Turn fails, no worker runs Turn again.
 	broken := errors.New("broken")
 	for range 2000 {
 		var turns atomic.Int64

@@ -1,7 +1,6 @@
-// Package rawjson reads and writes JSON with strings that may contain any bytes. JSON
-// strings are characters, but file names are bytes. A byte that is not part of a
-// character is written as an escape \udc80 ... \udcff, as in Python's os.fsdecode, so
-// that different names stay different.
+// Package rawjson reads and writes JSON with strings of arbitrary bytes. JSON strings consist of characters,
+// but file names consist of bytes. A byte that is not part of a character is written as an escape \udc80 ...
+// \udcff, as in Python's os.fsdecode, so that different names remain different.
 package rawjson
 
 import (
@@ -17,18 +16,16 @@ import (
 	"unicode/utf8"
 )
 
-// mark begins the form of such a byte, and of NUL, while encoding/json handles a
-// string: NUL and two hex digits.
+// mark precedes two hex digits that represent such a byte, or NUL, while encoding/json processes a string.
 const mark = "\x00"
 
-// markJSON is the mark as JSON writes it.
+// markJSON is the JSON escape of mark.
 const markJSON = `\u0000`
 
-// Marshal is json.Marshal, but it keeps bytes that are not UTF-8, and does not
-// escape <, > and &.
+// Marshal is json.Marshal, but it preserves bytes that are not UTF-8, and does not escape <, > and &.
 func Marshal(v any) ([]byte, error) {
 	b, err := marshalPlain(v)
-	// encoding/json writes the character U+FFFD unchanged, and bad bytes as its escape.
+	// encoding/json writes the character U+FFFD unchanged, and invalid bytes as its escape.
 	if err != nil || !bytes.Contains(b, []byte(`\ufffd`)) {
 		return b, err
 	}
@@ -61,9 +58,9 @@ func marshalPlain(v any) ([]byte, error) {
 	return bytes.TrimSuffix(out.Bytes(), []byte("\n")), nil
 }
 
-// Unmarshal is json.Unmarshal, but it turns the escapes \udc80 ... \udcff into bytes,
-// and keeps bytes that are not UTF-8. It refuses other lone surrogates, and keys for
-// which a struct has no field, because a misspelled key would otherwise be ignored.
+// Unmarshal is json.Unmarshal, but it converts the escapes \udc80 ... \udcff to bytes, and preserves bytes that
+// are not UTF-8. It refuses other lone surrogates. It also refuses unknown keys of structs, because a
+// misspelled key would otherwise be ignored.
 func Unmarshal(text string, v any) error {
 	if utf8.ValidString(text) && !strings.Contains(text, `\ud`) && !strings.Contains(text, `\uD`) {
 		return unmarshalKnown(text, v)
@@ -80,7 +77,7 @@ func Unmarshal(text string, v any) error {
 		case 0xDC80 <= r && r < 0xDD00:
 			fmt.Fprintf(out, markJSON+"%02x", r&0xFF)
 		case 0xD800 <= r && r < 0xE000:
-			lone = fmt.Errorf("%s is only half of a character", escape)
+			lone = fmt.Errorf("%s is a lone surrogate", escape)
 		default:
 			out.WriteString(escape)
 		}
@@ -97,7 +94,7 @@ func Unmarshal(text string, v any) error {
 	return nil
 }
 
-// unmarshalKnown is json.Unmarshal without keys that v does not know.
+// unmarshalKnown is json.Unmarshal, but refuses keys that v does not have.
 func unmarshalKnown(text string, v any) error {
 	d := json.NewDecoder(strings.NewReader(text))
 	d.DisallowUnknownFields()
@@ -105,13 +102,13 @@ func unmarshalKnown(text string, v any) error {
 		return err
 	}
 	if _, err := d.Token(); err != io.EOF {
-		return errors.New("more than one value")
+		return errors.New("the text has more than one value")
 	}
 	return nil
 }
 
-// rewriteEscapes copies a JSON text and calls each to replace every \uXXXX. each returns
-// how many bytes of the rest it has consumed.
+// rewriteEscapes copies a JSON text and calls each to replace every \uXXXX. each returns how many bytes of rest
+// it has consumed.
 func rewriteEscapes(text string, each func(out *strings.Builder, escape, rest string) int) string {
 	var out strings.Builder
 	for i := 0; i < len(text); {
@@ -163,7 +160,7 @@ func toMarks(text string) string {
 	return out.String()
 }
 
-// fromMarks undoes toMarks.
+// fromMarks reverses toMarks.
 func fromMarks(text string) string {
 	before, rest, hasMark := strings.Cut(text, mark)
 	if !hasMark {
@@ -181,7 +178,7 @@ func fromMarks(text string) string {
 	return string(out)
 }
 
-// mapTexts returns a copy of v with fn applied to every string that JSON writes.
+// mapTexts returns a copy of v with fn applied to every string that is written to JSON.
 func mapTexts(v reflect.Value, fn func(string) string) reflect.Value {
 	if !v.IsValid() {
 		return reflect.Zero(reflect.TypeFor[any]())
@@ -228,8 +225,8 @@ func mapTexts(v reflect.Value, fn func(string) string) reflect.Value {
 	return out
 }
 
-// mayHoldTexts reports whether values of a type may contain strings, so that long lists
-// of numbers need not be searched.
+// mayHoldTexts reports whether values of a type may contain strings, so that long lists of numbers are not
+// searched.
 func mayHoldTexts(t reflect.Type) bool {
 	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer &&
 		t.Kind() != reflect.Func

@@ -28,7 +28,7 @@ type outer struct {
 }
 
 func TestBytes(t *testing.T) {
-	// Every text comes back byte for byte, wherever it is, and different texts are different JSON.
+	// Every string is preserved byte for byte, at any depth, and different strings have different JSON.
 	names := []string{
 		"", "plain", "caf\xe9", "caf\ufffd", "caf\xef\xbf\xbd", "\x00e9", "\x00", "a\x00\xe9b", `\udce9`, `\\udce9`,
 		`\ufffd`, "\\", "\\\xff", "\xff\\",
@@ -42,7 +42,7 @@ func TestBytes(t *testing.T) {
 			t.Fatalf("%q: %s, %v", name, b, err)
 		}
 		if other, twice := seen[string(b)]; twice && other != name {
-			t.Errorf("%q and %q are both %s", name, other, b)
+			t.Errorf("%q and %q have the same JSON %s", name, other, b)
 		}
 		seen[string(b)] = name
 		v := outer{URIs: []string{name, "x"}, In: &inner{name, map[string]string{name: name, "k": name}},
@@ -60,13 +60,13 @@ func TestBytes(t *testing.T) {
 			t.Errorf("%q: %s gives %+v", name, b, got)
 		}
 		if v.URIs[0] != name || v.In.Name != name || v.In.Table[name] != name {
-			t.Errorf("%q: the value itself was changed", name)
+			t.Errorf("%q: Marshal changed its argument", name)
 		}
 	}
 }
 
 func TestRandomBytes(t *testing.T) {
-	// The same holds for random bytes.
+	// The same applies to random bytes.
 	seed := uint64(time.Now().UnixNano())
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -111,7 +111,7 @@ func TestRefusedKeys(t *testing.T) {
 }
 
 func TestRefused(t *testing.T) {
-	// Half a character that does not encode a byte is refused, not replaced.
+	// A lone surrogate that does not represent a byte is refused, not replaced.
 	for _, text := range []string{`"\ud800"`, `"\udc00"`, `"\udc7f"`, `"\udd00"`, `"\udfff"`, `"\ud800x"`,
 		`"\ud83d\ud83d\ude00"`, `"\uD800"`} {
 		var got string
@@ -129,13 +129,13 @@ func TestRefused(t *testing.T) {
 	}
 	for _, text := range []string{`"\udce9`, `"\ud`, `\`, `"\udc`, ``, "\"a\x00e9\""} {
 		if err := Unmarshal(text, new(string)); err == nil {
-			t.Errorf("%q was read", text)
+			t.Errorf("no error for %q", text)
 		}
 	}
 }
 
 func TestPython(t *testing.T) {
-	// The written text is os.fsdecode of the bytes, and the reverse.
+	// The JSON text represents os.fsdecode of the bytes, and vice versa.
 	python, err := exec.LookPath("python3")
 	if err != nil {
 		t.Skip("no python3 here")
@@ -162,10 +162,10 @@ func TestPython(t *testing.T) {
 	}
 	for i, name := range names {
 		if got[len(names)+i] != name {
-			t.Errorf("%q comes back as %q", name, got[len(names)+i])
+			t.Errorf("%q was read back as %q", name, got[len(names)+i])
 		}
 		if want := hexOf(name); got[i] != want {
-			t.Errorf("%q is %s for Python, want %s", name, got[i], want)
+			t.Errorf("Python reads %q as %s, want %s", name, got[i], want)
 		}
 	}
 }

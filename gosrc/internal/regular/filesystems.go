@@ -1,6 +1,6 @@
 package regular
 
-// This file identifies file systems by the number from statfs.
+// This file identifies file systems by the number that statfs returns.
 
 import (
 	"fmt"
@@ -8,26 +8,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Kind of file system says where its files are, and so how to read them best, and whether a sync
+// A Kind of file system says where its files are. It determines how to read them best, and whether a sync
 // waits.
 type Kind int
 
-// The kinds.
+// The kinds of file systems.
 const (
 	Unknown  Kind = iota // like Disk, but perhaps on a server
 	Disk                 // on a disk of this machine, through the kernel's page cache
-	Network              // on a server, or with a cache of its own: direct I/O gains nothing
+	Network              // on a server, or with its own cache: direct I/O has no benefit
 	InMemory             // only in memory: no call and no sync waits for a disk
 )
 
 // A FileSystem is the file system of a file.
 type FileSystem struct {
-	Name string // "ext4", or its number if the table lacks it: "0x786f4256"
+	Name string // "ext4", or the number of an unknown file system: "0x786f4256"
 	Kind Kind
 }
 
-// fileSystems are keyed by the number from statfs. Those in the kernel's headers are in
-// x/sys.
+// fileSystems are keyed by the number that statfs returns. x/sys has those of the kernel's headers.
 var fileSystems = map[uint32]FileSystem{
 	unix.TMPFS_MAGIC:     {"tmpfs", InMemory}, // also memfd_create and devtmpfs
 	unix.RAMFS_MAGIC:     {"ramfs", InMemory},

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The file system decides how files are read and written.
+// The number from statfs determines the name and the kind.
 func TestNameFileSystem(t *testing.T) {
 	for number, want := range map[uint32]FileSystem{0x6969: {"nfs", Network}, 0x65735546: {"fuse", Network},
 		0xef53: {"ext4", Disk}, 0x01021994: {"tmpfs", InMemory}, 0xff534d42: {"cifs", Network},
@@ -19,7 +19,7 @@ func TestNameFileSystem(t *testing.T) {
 	}
 }
 
-// A file without a disk syncs at once, with or without a name.
+// A file in memory syncs immediately, with or without a name.
 func TestMemoryFilesSyncAtOnce(t *testing.T) {
 	for _, flags := range []int{unix.MFD_CLOEXEC, unix.MFD_CLOEXEC | unix.MFD_HUGETLB} {
 		fd, err := unix.MemfdCreate("x", flags)
@@ -29,7 +29,7 @@ func TestMemoryFilesSyncAtOnce(t *testing.T) {
 		}
 		f := os.NewFile(uintptr(fd), "x")
 		if !SyncsAtOnce(fd) {
-			t.Errorf("flags %#x: it waits", flags)
+			t.Errorf("flags %#x: SyncsAtOnce is false", flags)
 		}
 		_ = f.Close()
 	}

@@ -1,7 +1,6 @@
 package regular
 
-// This file determines whether a call to the file system may wait for a server or another
-// program.
+// This file determines whether a file system call may have to wait for a server or another program.
 
 import (
 	"strings"
@@ -10,9 +9,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// IsQuick reports whether a path is a regular file of at most most bytes, and no call for it can wait for
-// longer than a disk takes: the process sees no file system that is served by a server or a program,
-// which might never answer. If it sees one, a link could lead there.
+// IsQuick reports whether a path is a regular file of at most most bytes, and calls for it can only wait for a
+// disk. The latter requires that every visible file system is served by the kernel: a server or program might
+// never respond, and a link could lead to its file system.
 func IsQuick(path string, most int64) bool {
 	if !mounts.areLocal() {
 		return false
@@ -21,8 +20,8 @@ func IsQuick(path string, most int64) bool {
 	return unix.Stat(path, &st) == nil && Check(&st) == nil && st.Size <= most
 }
 
-// IsInMemory reports whether a file is written only to memory: no sync of it waits for a disk, and no call for
-// it waits for longer than IsQuick says. The path leads to no other file.
+// IsInMemory reports whether writes to a file go only to memory: syncs do not wait for a disk, and calls are as
+// quick as in IsQuick. The path must not be a link.
 func IsInMemory(path string) bool {
 	var st unix.Stat_t
 	if !mounts.areLocal() || unix.Lstat(path, &st) == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
@@ -32,8 +31,7 @@ func IsInMemory(path string) bool {
 	return err == nil && of.Kind == InMemory
 }
 
-// SyncsAtOnce reports whether a sync of an open file waits for nothing because it is only in
-// memory.
+// SyncsAtOnce reports whether a sync of an open file does not wait, because the file is only in memory.
 func SyncsAtOnce(fd int) bool {
 	of, err := IdentifyFile(fd)
 	return err == nil && of.Kind == InMemory
@@ -44,17 +42,17 @@ var kernelTypes = " ext2 ext3 ext4 xfs btrfs bcachefs f2fs jfs zfs overlay squas
 	"ntfs3 tmpfs ramfs rootfs hugetlbfs devtmpfs devpts proc sysfs cgroup cgroup2 mqueue debugfs tracefs securityfs " +
 	"pstore bpf configfs fusectl binfmt_misc nsfs efivarfs selinuxfs "
 
-// mounts are the file systems that the process sees.
+// mounts are the file systems that are visible to the process.
 var mounts mountTable
 
 type mountTable struct {
 	mu      sync.Mutex
 	isOpen  bool
-	fd      int  // of the kernel's list, which signals changes; also 0 if stdin was closed
-	isLocal bool // all are of kernelTypes
+	fd      int  // of the kernel's list, which signals changes; may be 0 if stdin was closed
+	isLocal bool // all are kernelTypes
 }
 
-// areLocal reports whether all are served by the kernel itself.
+// areLocal reports whether the kernel itself serves all of them.
 func (m *mountTable) areLocal() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -82,8 +80,8 @@ func (m *mountTable) areLocal() bool {
 	return m.isLocal
 }
 
-// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has only kernelTypes.
-// Mounts below /proc contain no user's files.
+// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has only kernelTypes. Mounts
+// below /proc are ignored, because they contain no user files.
 func areKernelTypes(text string) bool {
 	for line := range strings.Lines(text) {
 		where, what, isWhole := strings.Cut(line, " - ")

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A process that sees a network, FUSE or unknown file system waits for other threads' calls. Mounts below /proc, and
-// the kernel's own file systems, change nothing.
+// A network, FUSE or unknown file system makes the result false. Mounts below /proc and the kernel's own file
+// systems do not.
 func TestKernelTypes(t *testing.T) {
 	const own = "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n" +
 		"25 24 0:23 / /dev/shm rw,relatime shared:3 master:1 - tmpfs tmpfs rw\n"
@@ -35,7 +35,7 @@ func TestKernelTypes(t *testing.T) {
 	}
 }
 
-// The list of mounts is opened once, also if its descriptor is 0 because the process has no stdin.
+// The list of mounts is opened once, even if its descriptor is 0 because the process has no stdin.
 func TestMountsWithoutStdin(t *testing.T) {
 	stdin, err := unix.FcntlInt(0, unix.F_DUPFD_CLOEXEC, 3)
 	if err != nil {
@@ -52,11 +52,11 @@ func TestMountsWithoutStdin(t *testing.T) {
 	var m mountTable
 	isLocal, fd := m.areLocal(), m.fd
 	if fd != 0 || m.areLocal() != isLocal || m.fd != fd {
-		t.Errorf("opened as %d, and again as %d", fd, m.fd)
+		t.Errorf("first opened as %d, then as %d", fd, m.fd)
 	}
 }
 
-// Only small regular files are quick, whether or not the table of mounts was read before.
+// Only small regular files are quick, whether or not the list of mounts was read before.
 func TestQuick(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "x")
@@ -71,15 +71,15 @@ func TestQuick(t *testing.T) {
 		}
 	}
 	if IsQuick(path, 99) {
-		t.Error("a larger file is quick")
+		t.Error("a file above the limit is quick")
 	}
 }
 
-// Writes to a file system in memory do not wait for a disk; links and special files may.
+// IsInMemory is true for files in a memory file system, and false for links and special files.
 func TestIsInMemory(t *testing.T) {
 	const memory = "/dev/shm"
 	if of, err := IdentifyFolder(memory); err != nil || of.Kind != InMemory {
-		t.Skip("no file system in memory is here")
+		t.Skip("this machine has no memory file system")
 	}
 	dir, err := os.MkdirTemp(memory, "overwire")
 	if err != nil {

@@ -1,6 +1,6 @@
 package regular
 
-// This file distinguishes trusted files from those that another user of the machine may have planted.
+// This file distinguishes trusted files from files that another user of the machine may have planted.
 
 import (
 	"errors"
@@ -15,18 +15,18 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// everyone is the mode bit for folders that every user may write.
+// everyone is the mode bit of world-writable files and folders.
 const everyone = 0o002
 
-// IsPlanted reports whether an entry of a folder that everyone may write belongs to another user: not to
-// this user, root, or the folder's owner. In other folders, users who can write were let in by the owner. Linux
-// has the same rule for links in sticky folders (fs.protected_symlinks).
+// IsPlanted reports whether an entry of a world-writable folder belongs to another user, other than root and
+// the folder's owner. In other folders, the owner has permitted users to write. Linux has the same rule for
+// links in sticky folders (fs.protected_symlinks).
 func IsPlanted(entry, folder *unix.Stat_t) bool {
-	return folder.Mode&everyone != 0 && entry.Dev == folder.Dev && // only root mounts
+	return folder.Mode&everyone != 0 && entry.Dev == folder.Dev && // only root can mount
 		entry.Uid != uint32(os.Geteuid()) && entry.Uid != 0 && entry.Uid != folder.Uid
 }
 
-// RefusePlantedFile is RefusePlantedEntry for results of package os.
+// RefusePlantedFile is RefusePlantedEntry for file information from package os.
 func RefusePlantedFile(path string, entry, folder fs.FileInfo) error {
 	e, f := entry.Sys().(*syscall.Stat_t), folder.Sys().(*syscall.Stat_t)
 	at := &unix.Stat_t{Dev: e.Dev, Uid: e.Uid}
@@ -36,13 +36,13 @@ func RefusePlantedFile(path string, entry, folder fs.FileInfo) error {
 	return nil
 }
 
-// IsTrusted reports whether no other user can have put an open file under its name, or can change it.
+// IsTrusted reports whether no other user can have put an open file at its path or can change it.
 func IsTrusted(path string, st *unix.Stat_t) bool {
 	var folder unix.Stat_t
 	return unix.Stat(filepath.Dir(path), &folder) == nil && !IsPlanted(st, &folder) && st.Mode&everyone == 0
 }
 
-// ReadTrusted is Read for files for which IsTrusted is true.
+// ReadTrusted is Read, but refuses files that are not trusted.
 func ReadTrusted(path string, most int64) ([]byte, error) {
 	fd, st, err := Open(path)
 	if err != nil {
@@ -55,13 +55,12 @@ func ReadTrusted(path string, most int64) ([]byte, error) {
 	return readAll(path, fd, &st, most)
 }
 
-// RefusePlanted refuses a path if another user of the machine may have planted one of its folders, a
-// link or the file itself. Missing files are not planted.
+// RefusePlanted refuses a path if another user of the machine may have planted the file, one of its folders or
+// a link. Missing files are not planted.
 func RefusePlanted(path string) error { return eachElement(path, RefusePlantedEntry) }
 
-// RefusePlantedLinks is RefusePlanted for links only: a user who writes into another user's own folder was let
-// in by its owner, but only the maker of a link decides where it leads. hasLinks reports that the path has
-// other links.
+// RefusePlantedLinks is RefusePlanted for links only. A folder's owner may permit others to write there, but
+// only the creator of a link decides where it leads. hasLinks reports whether the path has permitted links.
 func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 	err = eachElement(path, func(at string) error {
 		var entry unix.Stat_t
@@ -75,9 +74,9 @@ func RefusePlantedLinks(path string) (hasLinks bool, err error) {
 	return hasLinks, err
 }
 
-// ReadLink returns the target of a link. It refuses a link that another user may have planted, one in a planted
-// folder, and one to an open file without a name. It reads the same link that it has checked, even if the path
-// changes meanwhile.
+// ReadLink returns the target of a link. It refuses a link that another user may have planted, a link in a
+// planted folder, and a link to an unnamed open file. It reads the same link that it has checked, even if the
+// path changes in the meantime.
 func ReadLink(path string) (string, error) {
 	fd := -1
 	err := Again(func() (err error) {
@@ -93,14 +92,14 @@ func ReadLink(path string) (string, error) {
 		return "", err
 	}
 	if entry.Mode&unix.S_IFMT != unix.S_IFLNK {
-		return "", unix.EINVAL // as readlink returns it
+		return "", unix.EINVAL // as readlink does
 	}
 	if err := refuseOthers(path, &entry); err != nil {
 		return "", err
 	}
 	err = eachElement(FolderOf(path), func(at string) error {
 		err := checkEntry(at)
-		if isAbsent(err) { // it has just been there
+		if isAbsent(err) { // it existed a moment ago
 			return err
 		}
 		return refuseUnknown(at, err)
@@ -117,8 +116,8 @@ func ReadLink(path string) (string, error) {
 	return to, refuseUnnamed(fd, path, to)
 }
 
-// refuseUnnamed refuses a link of /proc to an open file without a name, such as a memfd or a deleted file. The
-// link's text only describes the file, and a save would write another file named by the description.
+// refuseUnnamed refuses a link in /proc to an unnamed open file, such as a memfd or a deleted file. The link's
+// text is only a description, and a save would write a file with that description as its name.
 func refuseUnnamed(fd int, path, to string) error {
 	var of unix.Statfs_t
 	if err := unix.Fstatfs(fd, &of); err != nil || of.Type != unix.PROC_SUPER_MAGIC {
@@ -133,11 +132,10 @@ func refuseUnnamed(fd int, path, to string) error {
 		open.Ino == named.Ino {
 		return nil
 	}
-	return errs.New(errs.ErrArgument, "it leads to an open file without a name (%s): use a file in a folder", to)
+	return errs.New(errs.ErrArgument, "the link leads to an open file without a name (%s): use a file in a folder", to)
 }
 
-// eachElement calls check for the path and each of its folders, as the system resolves
-// them.
+// eachElement calls check for the path and each of its folders, as the system resolves them.
 func eachElement(path string, check func(at string) error) error {
 	if !filepath.IsAbs(path) {
 		wd, err := os.Getwd()
@@ -146,7 +144,7 @@ func eachElement(path string, check func(at string) error) error {
 		}
 		path = wd + "/" + path
 	}
-	// As the system resolves it: ".." is the parent of a link's target.
+	// As the system resolves it, ".." is the parent of a link's target.
 	for at := strings.TrimRight(path, "/"); at != ""; {
 		end := strings.LastIndexByte(at, '/')
 		if name := at[end+1:]; name != "." && name != ".." {
@@ -171,7 +169,7 @@ func checkEntry(path string) error {
 	return refuseOthers(path, &entry)
 }
 
-// refuseOthers refuses an entry at a path, or one that was just there, if IsPlanted.
+// refuseOthers refuses an entry that is planted, even if it no longer exists at the path.
 func refuseOthers(path string, entry *unix.Stat_t) error {
 	var folder unix.Stat_t
 	if err := Again(func() error { return unix.Stat(FolderOf(path), &folder) }); err != nil {
@@ -183,8 +181,8 @@ func refuseOthers(path string, entry *unix.Stat_t) error {
 	return nil
 }
 
-// refuseUnknown returns the error if a path's owner cannot be determined; nil if it is missing or unreachable,
-// because opening it will fail.
+// refuseUnknown returns an error if the owner of a path cannot be determined. It returns nil if the path is
+// missing or unreachable, because opening it will fail.
 func refuseUnknown(path string, err error) error {
 	if err == nil || isAbsent(err) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ELOOP) {
 		return nil
@@ -195,7 +193,7 @@ func refuseUnknown(path string, err error) error {
 	return errs.FromOS(&os.PathError{Op: "lstat", Path: path, Err: err})
 }
 
-// FolderOf returns the folder of a path as the system resolves it, so ".." stays.
+// FolderOf returns the folder of a path as the system resolves it, so ".." is not removed.
 func FolderOf(path string) string {
 	switch at := strings.LastIndexByte(path, '/'); at {
 	case -1:
@@ -208,6 +206,6 @@ func FolderOf(path string) string {
 }
 
 func refusePlanted(path string, entry *unix.Stat_t) error {
-	return errs.New(errs.ErrPermission, "%s belongs to user %d, in a folder that everyone can write: remove it, "+
-		"or choose a folder of your own", path, entry.Uid)
+	return errs.New(errs.ErrPermission, "%s belongs to user %d, in a world-writable folder: remove it, "+
+		"or use your own folder", path, entry.Uid)
 }

@@ -12,11 +12,11 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A link or file that another user has put into a folder that everyone may write to is refused, also as a folder on the
-// way. One's own, root's and the folder owner's are not.
+// A link or file that another user created in a world-writable folder is refused, even if it is a parent folder
+// of the path. Those of this user, root and the folder's owner are not.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for _, c := range []struct {
 		mode          fs.FileMode
@@ -28,7 +28,7 @@ func TestPlanted(t *testing.T) {
 		{0o777, 4321, 1234, true},
 		{0o777, 1234, 1234, false},
 		{0o777, 4321, 0, false},
-		{0o775, 4321, 1234, false}, // a user whom the owner has let in
+		{0o775, 4321, 1234, false}, // the folder's owner has permitted this user to write
 		{0o700, 0, 1234, false},
 	} {
 		dir := filepath.Join(t.TempDir(), "d")
@@ -62,6 +62,6 @@ func TestPlanted(t *testing.T) {
 	}
 	var st unix.Stat_t
 	if err := unix.Stat(dir+"/f", &st); err != nil || IsTrusted(dir+"/f", &st) {
-		t.Errorf("a file that everyone may write is trusted (%v)", err)
+		t.Errorf("a world-writable file is trusted (%v)", err)
 	}
 }

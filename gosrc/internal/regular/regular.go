@@ -1,8 +1,8 @@
-// Package regular opens and reads regular files. It refuses at once everything that
-// could block or never end: pipes, sockets or devices.
+// Package regular opens and reads regular files. It immediately refuses files that could block or never end:
+// pipes, sockets and devices.
 //
-// It opens the file first and then examines it, so that it cannot be replaced in
-// between. Errors have a class but no position, which the caller adds.
+// It opens the file before it examines it, so that the file cannot be replaced in between. Errors have a class
+// but no path, which the caller adds.
 package regular
 
 import (
@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Open opens a regular file for reading and returns its state. The caller closes the
-// descriptor. It has O_NONBLOCK, which regular files ignore.
+// Open opens a regular file for reading and returns its state. The caller closes the descriptor, which has
+// O_NONBLOCK; regular files ignore that flag.
 func Open(path string) (fd int, st unix.Stat_t, err error) {
 	err = Again(func() (err error) {
 		fd, err = unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
@@ -41,7 +41,7 @@ func Open(path string) (fd int, st unix.Stat_t, err error) {
 
 var errSpecial = errs.New(errs.ErrArgument, "not a regular file")
 
-// Check refuses the state of anything except a regular file.
+// Check refuses every file that is not a regular file.
 func Check(st *unix.Stat_t) error {
 	if st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return errSpecial
@@ -49,10 +49,10 @@ func Check(st *unix.Stat_t) error {
 	return nil
 }
 
-// MaxSetting is the largest settings file that is read: certificates, a token.
+// MaxSetting is the largest settings file that is read, such as certificates or a token.
 const MaxSetting = 16 << 20
 
-// Sized refuses a file that reports size 0 although it has bytes, as files of /proc do.
+// Sized refuses a file that reports size 0 although it has bytes, as files in /proc do.
 func Sized(fd int, st *unix.Stat_t) error {
 	if st.Size > 0 {
 		return nil
@@ -68,20 +68,19 @@ func Sized(fd int, st *unix.Stat_t) error {
 		return errs.FromFile(&os.PathError{Op: "read", Path: "its beginning", Err: err})
 	case n > 0:
 		var now unix.Stat_t
-		if unix.Fstat(fd, &now) == nil && now.Size > 0 { // a writer has truncated it, and goes on
-			return errs.New(errs.ErrCorrupt, "it is being written: load it again when that has ended")
+		if unix.Fstat(fd, &now) == nil && now.Size > 0 { // a writer has truncated it and continues
+			return errs.New(errs.ErrCorrupt, "the file is being written: load it again afterwards")
 		}
 		return errs.New(errs.ErrNotSupported,
-			"its size is unknown, as for files in /proc: copy it to a disk first")
+			"the file's size is unknown, as in /proc: copy the file to a disk first")
 	}
 	return nil
 }
 
-// step is how much to read beyond the reported size, because files of /proc report 0.
+// step is how much is read beyond the reported size, because files in /proc report 0.
 const step = 32 << 10
 
-// Read returns the content of a small file. A file with more than most bytes, reported
-// or real, is errs.ErrFormat.
+// Read returns the content of a small file. A file with a reported or actual size above most is errs.ErrFormat.
 func Read(path string, most int64) ([]byte, error) {
 	fd, st, err := Open(path)
 	if err != nil {
@@ -93,7 +92,7 @@ func Read(path string, most int64) ([]byte, error) {
 
 func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 	large := func(n int64) error {
-		return errs.New(errs.ErrFormat, "the file has %d bytes or more, but at most %d are allowed", n, most)
+		return errs.New(errs.ErrFormat, "the file has at least %d bytes: expected at most %d", n, most)
 	}
 	if st.Size > most {
 		return nil, large(st.Size)
@@ -108,7 +107,7 @@ func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 			n, err = unix.Read(fd, b[len(b):cap(b)])
 			return err
 		})
-		if err != nil { // also EAGAIN: it has nothing now, and waiting could last for ever
+		if err != nil { // includes EAGAIN: waiting for bytes could take forever
 			return nil, errs.FromFile(&os.PathError{Op: "read", Path: path, Err: err})
 		}
 		if n == 0 {
@@ -120,8 +119,8 @@ func readAll(path string, fd int, st *unix.Stat_t, most int64) ([]byte, error) {
 	}
 }
 
-// FindEntry is os.Lstat; nil if the path does not exist. Other answers are errors: a caller that treated them
-// as absence could replace an existing file, or expose it.
+// FindEntry is os.Lstat, but returns nil if the path does not exist. Other errors are returned: a caller that
+// treated them as absence could replace or expose an existing file.
 func FindEntry(path string) (fs.FileInfo, error) { return orAbsent(os.Lstat(path)) }
 
 // FindTarget is FindEntry for the target of the path.
@@ -137,7 +136,7 @@ func orAbsent(st fs.FileInfo, err error) (fs.FileInfo, error) {
 	return nil, errs.FromOS(err)
 }
 
-// isAbsent reports whether an error says that a path does not, or cannot, exist.
+// isAbsent reports whether an error means that a path does not or cannot exist.
 func isAbsent(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ENAMETOOLONG)
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Anything but a regular file is refused, directly and through a link, and nothing waits.
+// Every file that is not a regular file is refused, directly and through a link, without waiting.
 func TestOnlyRegularFiles(t *testing.T) {
 	dir := t.TempDir()
 	in := func(name string) string { return filepath.Join(dir, name) }
@@ -33,7 +33,7 @@ func TestOnlyRegularFiles(t *testing.T) {
 	if err := unix.Mkfifo(in("fifo"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	t.Chdir(dir) // the name of a socket is short
+	t.Chdir(dir) // socket paths have a short length limit
 	l, err := net.Listen("unix", "socket")
 	if err != nil {
 		t.Fatal(err)
@@ -52,8 +52,8 @@ func TestOnlyRegularFiles(t *testing.T) {
 	descriptor := "/proc/self/fd/" + strconv.Itoa(int(r.Fd()))
 	for _, c := range []struct {
 		path  string
-		class error // nil if it is read
-		bytes int   // -1: some
+		class error // nil if the file can be read
+		bytes int   // -1 means any number above 0
 	}{
 		{write("plain", []byte("content")), nil, 7},
 		{write("empty", nil), nil, 0},
@@ -61,7 +61,7 @@ func TestOnlyRegularFiles(t *testing.T) {
 		{write("over", make([]byte, 1001)), errs.ErrFormat, 0},
 		{link("link", "plain"), nil, 7},
 		{"/proc/self/stat", nil, -1},
-		{"/proc/self/smaps", errs.ErrFormat, 0}, // of size 0, with more than the limit
+		{"/proc/self/smaps", errs.ErrFormat, 0}, // reports size 0, but has more bytes than the limit
 		{"/proc/self/mem", errs.ErrIO, 0},
 		{sparse, errs.ErrFormat, 0},
 		{in("fifo"), errs.ErrArgument, 0},
@@ -88,7 +88,7 @@ func TestOnlyRegularFiles(t *testing.T) {
 	}
 }
 
-// A file has the size that it reports, or is refused.
+// A file that does not report its actual size is refused.
 func TestSized(t *testing.T) {
 	empty := filepath.Join(t.TempDir(), "empty")
 	if err := os.WriteFile(empty, nil, 0o600); err != nil {

@@ -6,11 +6,11 @@ import (
 	"testing"
 )
 
-// edges are the numbers at which sums and products wrap around.
+// edges are numbers at which sums and products overflow.
 var edges = []uint64{0, 1, 2, 3, 7, 8, 63, 64, 65, 1023, 1 << 31, 1<<31 - 1, 1 << 32, 1<<32 - 1, 1<<63 - 64, 1<<63 - 1,
 	1 << 63, 1<<64 - 64, 1<<64 - 1}
 
-// Every result equals unlimited arithmetic, or is reported as too large.
+// Every result equals that of arbitrary-precision arithmetic, or is reported as too large.
 func TestAgainstBig(t *testing.T) {
 	for _, a := range edges {
 		for _, b := range edges {
@@ -28,18 +28,18 @@ func TestAgainstBig(t *testing.T) {
 				q.Add(q, big.NewInt(1))
 			}
 			if n := CeilDiv(a, b); n != q.Uint64() {
-				t.Errorf("%d / %d: %d, not %d", a, b, n, q)
+				t.Errorf("%d / %d: %d, want %d", a, b, n, q)
 			}
 			up := new(big.Int).Mul(q, y)
 			if n := RoundUp(a, b); up.IsUint64() && n != up.Uint64() {
-				t.Errorf("%d up to %d: %d, not %d", a, b, n, up)
+				t.Errorf("%d rounded up to a multiple of %d: %d, want %d", a, b, n, up)
 			}
 			if a <= math.MaxInt64 && b <= math.MaxInt64 {
 				if n := CeilDiv(int64(a), int64(b)); uint64(n) != q.Uint64() {
-					t.Errorf("%d / %d: %d, not %d", a, b, n, q)
+					t.Errorf("%d / %d: %d, want %d", a, b, n, q)
 				}
 				if n := RoundUp(int64(a), int64(b)); up.IsInt64() && n != up.Int64() {
-					t.Errorf("%d up to %d: %d, not %d", a, b, n, up)
+					t.Errorf("%d rounded up to a multiple of %d: %d, want %d", a, b, n, up)
 				}
 			}
 		}

@@ -1,6 +1,6 @@
-// Package sodium seals and opens boxes (XSalsa20-Poly1305) with the system's libsodium,
-// if it is installed: it uses AVX2 and AVX-512 where golang.org/x/crypto uses SSE2. The
-// library is found at run time and is not part of overwire.
+// Package sodium encrypts and decrypts boxes (XSalsa20-Poly1305) with the system's libsodium, if it is
+// installed. libsodium uses AVX2 and AVX-512, while golang.org/x/crypto uses SSE2. The library is found at run
+// time and is not part of overwire.
 package sodium
 
 /*
@@ -49,8 +49,8 @@ import (
 	"unsafe"
 )
 
-// Version returns the version of the system's libsodium, "" if it is not installed. The
-// first call loads the library, which stays as long as the process.
+// Version returns the version of the system's libsodium, or "" if it is not installed. The first call loads the
+// library for the lifetime of the process.
 var Version = sync.OnceValue(func() string {
 	if v := C.ow_sodium_find(); v != nil {
 		return C.GoString(v)
@@ -60,12 +60,12 @@ var Version = sync.OnceValue(func() string {
 
 // Seal encrypts p in place and returns the MAC. Version must not be "".
 func Seal(p []byte, nonce *[24]byte, key *[32]byte) (mac [16]byte) {
-	C.ow_sodium_seal(at(p), at(mac[:]), C.size_t(len(p)), at(nonce[:]), at(key[:])) // always 0
+	C.ow_sodium_seal(at(p), at(mac[:]), C.size_t(len(p)), at(nonce[:]), at(key[:])) // always returns 0
 	return mac
 }
 
-// Open decrypts p in place if mac matches its bytes, and reports whether it does; if
-// not, p is unchanged. Version must not be "".
+// Open decrypts p in place if mac matches its bytes, and reports whether it does. Otherwise p is unchanged.
+// Version must not be "".
 func Open(p []byte, mac *[16]byte, nonce *[24]byte, key *[32]byte) bool {
 	return C.ow_sodium_open(at(p), at(mac[:]), C.size_t(len(p)), at(nonce[:]), at(key[:])) == 0
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Each calls for every number once, never more at a time than allowed, and returns the error of the lowest failed
-// number. Nothing runs after it.
+// Each makes one call per number, at most as many in parallel as there are workers, and returns the error of
+// the lowest number that failed. No call runs after it returns.
 func TestEach(t *testing.T) {
 	ctx := context.Background()
 	var now, most, calls atomic.Int64
@@ -22,7 +22,7 @@ func TestEach(t *testing.T) {
 		calls.Add(1)
 		return nil
 	}); err != nil || calls.Load() != 100 || most.Load() > 3 {
-		t.Fatalf("%v, %d calls, %d at once", err, calls.Load(), most.Load())
+		t.Fatalf("%v, %d calls, %d in parallel", err, calls.Load(), most.Load())
 	}
 	bad := errors.New("bad")
 	for range 50 {
@@ -43,7 +43,7 @@ func TestEach(t *testing.T) {
 	}
 }
 
-// Each ends with its context, and with a panic; no worker is left.
+// Each ends with its context or a panic, and no worker remains.
 func TestEachEnds(t *testing.T) {
 	quiet(t)
 	ctx, cancel := context.WithCancelCause(context.Background())
@@ -56,7 +56,7 @@ func TestEachEnds(t *testing.T) {
 		}
 		return nil
 	})
-	// Two workers may have checked ctx before it ended.
+	// The other two workers may have checked ctx before it ended.
 	if late := calls.Load() - before.Load(); !errors.Is(err, why) || late > 2 {
 		t.Errorf("%v after %d calls, %d of them late", err, calls.Load(), late)
 	}
@@ -73,7 +73,7 @@ func TestEachEnds(t *testing.T) {
 	}
 }
 
-// Every worker has its own number, and any worker's error is reported while the others run.
+// Every worker has a different number. An error of a worker is reported while the others run.
 func TestWorkers(t *testing.T) {
 	for _, n := range []int{0, 1, 5} {
 		var all, at atomic.Int64

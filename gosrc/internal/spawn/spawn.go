@@ -1,10 +1,9 @@
 // Package spawn starts every goroutine of the engine and guards every call into it,
 // because an unrecovered Go panic would end the Python process.
 //
-// A recovered panic prints its stack once to standard error and poisons the engine,
-// because it may leave state half changed. Context ends, which stops everything that
-// runs, and the binding asks Poisoned before each call and refuses to begin new work.
-// Panics that Go cannot recover (concurrent map writes, a crash inside C) still end the
+// A recovered panic prints its stack once to standard error. It also poisons the engine, because it may leave
+// state inconsistent: Context ends, which stops running work, and the binding calls Poisoned before each call
+// and refuses new work. Panics that Go cannot recover (concurrent map writes, a crash in C) still end the
 // process.
 package spawn
 
@@ -29,19 +28,19 @@ var (
 	mu    sync.Mutex
 	names = map[string]int{} // running goroutines, by name
 
-	out io.Writer = os.Stderr // replaced by tests
+	out io.Writer = os.Stderr // replaced in tests
 )
 
 type poisoned struct{ err error }
 
-// life is the context that Context returns, and its cancel function.
+// life has the context that Context returns, and its cancel function.
 type life struct {
 	ctx context.Context
 	end context.CancelCauseFunc
 }
 
-// Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only that
-// goroutine: fn must defer whatever releases those that wait for its result.
+// Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only that goroutine: fn must use
+// defer to release callers that wait for its result.
 func Go(name string, fn func()) {
 	enterCall(name)
 	go func() {
@@ -50,14 +49,14 @@ func Go(name string, fn func()) {
 	}()
 }
 
-// GoFor is Go for callers that wait for fn to end through wg.
+// GoFor is Go for callers that wait for fn through wg.
 func GoFor(wg *sync.WaitGroup, name string, fn func()) {
 	wg.Add(1)
 	Go(name, func() { defer wg.Done(); fn() })
 }
 
-// Guard runs fn in the calling goroutine and returns its error. A panic in fn becomes
-// an errs.ErrEngine and poisons the engine.
+// Guard runs fn in the calling goroutine and returns its error. A panic in fn becomes an errs.ErrEngine and
+// poisons the engine.
 func Guard(name string, fn func() error) (err error) {
 	defer func() {
 		if v := recover(); v != nil {
@@ -67,8 +66,8 @@ func Guard(name string, fn func() error) (err error) {
 	return fn()
 }
 
-// Poisoned returns nil, or the errs.ErrEngine of the first panic, which every later
-// call into the engine should return.
+// Poisoned returns the errs.ErrEngine of the first panic, or nil. Every later call into the engine should
+// return this error.
 func Poisoned() error {
 	if p := poison.Load(); p != nil {
 		return p.err
@@ -76,9 +75,8 @@ func Poisoned() error {
 	return nil
 }
 
-// Context returns a context that ends with the first panic, which is its cause.
-// Background work derives its context from this one, so that nothing continues to write
-// after a panic.
+// Context returns a context that ends with the first panic, which is its cause. Background work derives its
+// context from it, so that no work continues to write after a panic.
 func Context() context.Context {
 	if l := engine.Load(); l != nil {
 		return l.ctx
@@ -88,14 +86,13 @@ func Context() context.Context {
 	if !engine.CompareAndSwap(nil, l) {
 		return engine.Load().ctx
 	}
-	if err := Poisoned(); err != nil { // the panic may have come before the context
+	if err := Poisoned(); err != nil { // the panic may have occurred before the context was created
 		l.end(err)
 	}
 	return l.ctx
 }
 
-// Running returns how many goroutines started by Go have not ended. Leak tests compare
-// it before and after.
+// Running returns how many goroutines started by Go have not ended. Leak tests compare it before and after.
 func Running() (n int) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -119,9 +116,9 @@ func Names() []string {
 	return all
 }
 
-// Left waits up to a minute until only the named goroutines run, and returns the names
-// of the others. It is the leak test of every package. It waits because the count drops
-// a moment after a goroutine has released those that wait for its result.
+// Left waits up to a minute until only the named goroutines run, and returns the names of the others. It is the
+// leak test of every package. It waits because a goroutine is counted for a moment after it has released
+// callers that wait for its result.
 func Left(but ...string) []string {
 	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		running := slices.DeleteFunc(Names(), func(n string) bool { return slices.Contains(but, n) })
@@ -131,8 +128,8 @@ func Left(but ...string) []string {
 	}
 }
 
-// Heal forgets a panic. Only tests that provoke one may call it; the house tests check
-// that.
+// Heal resets the engine after a panic. Only tests that provoke a panic may call it; the house tests enforce
+// this.
 func Heal() {
 	poison.Store(nil)
 	engine.Store(nil)
@@ -165,9 +162,9 @@ func leaveCall(name string) {
 	}
 }
 
-// Workers runs fn for workers 0 to n-1 at the same time, at least for one, and waits
-// for all of them. The caller's goroutine is worker 0. It calls failed with each error
-// immediately, from several goroutines: failed should stop the other workers.
+// Workers runs fn for workers 0 to n-1 in parallel, at least for worker 0, and waits for all of them. Worker 0
+// runs in the caller's goroutine. failed is called with each error immediately, by several goroutines, and
+// should stop the other workers.
 func Workers(name string, n int, failed func(error), fn func(worker int) error) {
 	work := func(w int) {
 		if err := Guard(name, func() error { return fn(w) }); err != nil {
@@ -182,14 +179,13 @@ func Workers(name string, n int, failed func(error), fn func(worker int) error) 
 	wg.Wait()
 }
 
-// Each calls fn for 0 to n-1 on several workers, until a call fails or ctx ends, and
-// waits for every call that began. It returns the error of the failed call with the
-// lowest number. It makes all calls with lower numbers, so that timing does not decide
-// which error that is.
+// Each calls fn for 0 to n-1 on several workers, until a call fails or ctx ends, and waits for every call that
+// began. It returns the error of the failed call with the lowest number. All calls with lower numbers are made,
+// so the returned error does not depend on timing.
 func Each(ctx context.Context, name string, workers, n int, fn func(i int) error) error {
 	var (
 		next  atomic.Int64
-		least atomic.Int64 // number that failed, n if none
+		least atomic.Int64 // number of the failed call, or n
 		mu    sync.Mutex
 		err   error
 	)

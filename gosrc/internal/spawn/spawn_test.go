@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// quiet catches stderr output and heals the engine afterwards.
+// quiet captures stderr output and heals the engine afterwards.
 func quiet(t *testing.T) *bytes.Buffer {
 	t.Helper()
 	b := new(bytes.Buffer)
@@ -22,12 +22,12 @@ func quiet(t *testing.T) *bytes.Buffer {
 	return b
 }
 
-// A panic becomes an ErrEngine that names the goroutine. The stack is printed once however many panics follow, and the
-// first one stays the poison.
+// A panic becomes an ErrEngine that names the goroutine. The stack is printed only once, and the first panic
+// remains the cause.
 func TestPanicPoisonsOnce(t *testing.T) {
 	b := quiet(t)
 	if err := Poisoned(); err != nil {
-		t.Fatalf("poisoned before anything: %v", err)
+		t.Fatalf("poisoned before the first panic: %v", err)
 	}
 	first := Guard("load", func() error { panic("first") })
 	second := Guard("save", func() error { var p *int; _ = *p; return nil })
@@ -37,17 +37,17 @@ func TestPanicPoisonsOnce(t *testing.T) {
 		}
 	}
 	if Poisoned() != first {
-		t.Errorf("poison is %v, not the first panic", Poisoned())
+		t.Errorf("Poisoned returned %v, want the first panic", Poisoned())
 	}
 	if n := strings.Count(b.String(), "[running]:"); n != 1 {
 		t.Errorf("%d stacks printed:\n%s", n, b)
 	}
 	if !strings.Contains(b.String(), "TestPanicPoisonsOnce") {
-		t.Errorf("the stack does not show where:\n%s", b)
+		t.Errorf("the stack does not contain the test:\n%s", b)
 	}
 }
 
-// The first panic ends Context, with that panic as the cause. A context that is asked for later has also ended.
+// The first panic ends Context, with that panic as the cause. A context created later has also ended.
 func TestPanicEndsContext(t *testing.T) {
 	quiet(t)
 	before := Context()
@@ -64,7 +64,7 @@ func TestPanicEndsContext(t *testing.T) {
 	Heal()
 	_ = Guard("load", func() error { panic("third") })
 	if ctx := Context(); ctx.Err() == nil {
-		t.Error("a context that begins after the panic goes on")
+		t.Error("a context created after the panic has not ended")
 	}
 }
 
@@ -78,7 +78,7 @@ func TestGuardPassesErrors(t *testing.T) {
 	}
 }
 
-// Running and Names follow goroutines from start to end, whether they return, panic or leave by Goexit.
+// Running and Names count goroutines from start to end, whether they return, panic or call Goexit.
 func TestCounter(t *testing.T) {
 	quiet(t)
 	if n := Left(); len(n) != 0 { // from earlier tests
@@ -96,6 +96,6 @@ func TestCounter(t *testing.T) {
 	close(hold)
 	wg.Wait()
 	if n := Left(); len(n) != 0 || Running() != 0 {
-		t.Errorf("%d left: %v", Running(), n)
+		t.Errorf("%d goroutines left: %v", Running(), n)
 	}
 }

@@ -1,16 +1,19 @@
-// Package cache keeps whole objects of remote sources in a local folder.
+// Package cache stores whole objects of remote sources in a local folder.
 //
-// A file is called KEY-SUM: KEY is made of the URI (without its query, which may be a signature), what else
-// chooses the store (an endpoint), the object's ETag and its size; SUM is the XXH3-128 of KEY and its bytes.
-// Every use compares the bytes with SUM. A damaged file is fetched again, and so is one that another user of the
-// machine may have planted or could change. NAME.note records what the store last said about a URI. It serves
-// callers that do not ask the store, because it cannot be reached or because the URI names one immutable state. A
-// file is written under a temporary name and renamed: no reader sees an incomplete one. It is not synced: damage
-// from a power failure is found like any other damage. Where files can be locked, one process at a time fetches
-// an object (it locks KEY.lock) and the others wait for it.
+// A file is named KEY-SUM. KEY is a hash of the URI without its query (which may be a signature), the other
+// settings that select the store (such as an endpoint), the object's ETag and its size. SUM is the XXH3-128 of
+// KEY and the file's bytes. Every use verifies SUM. The cache fetches an object again if its file is damaged,
+// or if another user of the machine may have planted it or could change it.
 //
-// With a limit, the least recently used files are removed before a new one is added. The folder is the user's:
-// any file in it may be removed at any time.
+// NAME.note records the store's last response for a URI. It is used when the store is not asked, because it
+// cannot be reached or because the URI refers to an immutable state.
+//
+// A file is written under a temporary name and then renamed, so readers never see an incomplete file. It is not
+// synced; damage from a power failure is detected by SUM. If the file system supports locks, one process
+// fetches an object while holding a lock on KEY.lock, and other processes wait for it.
+//
+// With a limit, the least recently used files are removed before a new one is added. Users may delete any file
+// in the folder at any time.
 package cache
 
 import (
@@ -42,17 +45,17 @@ import (
 )
 
 const (
-	part  = 4 << 20 // size of one read, in bytes
-	reads = 24      // most reads of a remote source at once
+	part  = 4 << 20 // bytes per read
+	reads = 24      // maximum number of parallel reads from a remote source
 
-	// The umask may clear more bits. Files that everyone may write are never trusted, so these modes have no such
-	// bit.
+	// The umask may clear more bits. Neither mode is world-writable, because world-writable files are never
+	// trusted.
 	folderMode, fileMode = 0o775, 0o664
 )
 
-// A Folder keeps objects, at most Limit bytes of them; 0: any number. StoreOf returns everything besides the URI
-// that determines which store a URI of the scheme names: data of one store is never used for another. nil means
-// that the URI is enough.
+// A Folder is a cache folder for at most Limit bytes of objects; 0 means no limit. StoreOf returns everything
+// besides the URI that determines which store a URI of the scheme refers to, so that data from one store is
+// never used for another. nil means that the URI is enough.
 type Folder struct {
 	Path    string
 	Limit   int64
@@ -66,8 +69,8 @@ func (c Folder) storeOf(uri string) string {
 	return c.StoreOf(source.Scheme(uri))
 }
 
-// Keep returns the object of src from the folder, and fetches it first if it is missing. It closes src. An object
-// that has no Identity or is longer than the limit is not kept: Keep then returns src itself.
+// Keep returns the object of src from the folder. It first fetches the object if it is missing. It closes src.
+// It does not store an object that has no Identity or is larger than the limit, and returns src itself instead.
 func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, error) {
 	dir, pin := c.Path, src.Facts().Identity.Pin
 	if pin == "" || c.Limit > 0 && src.Size() > c.Limit {
@@ -83,7 +86,7 @@ func (c Folder) Keep(ctx context.Context, src source.Source) (source.Source, err
 	}
 	defer f.Close()
 	c.writeNote(src.URI(), note{Pin: pin, Size: src.Size()})
-	local, err := file.FromFD(int(f.Fd()), src.URI()) // the open file keeps a descriptor of its own
+	local, err := file.FromFD(int(f.Fd()), src.URI()) // file.FromFD duplicates the descriptor
 	if err != nil {
 		return nil, err
 	}
@@ -102,8 +105,8 @@ func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (
 	switch {
 	case isWithoutLocks(err):
 		source.Notice(fmt.Sprintf(
-			"the cache %s: files cannot be locked there (%v), so each process fetches for itself "+
-				"and the leftovers of killed processes stay", c.Path, err))
+			"cache %s: the file system does not support locks (%v): each process downloads its own copy, "+
+				"and temporary files of killed processes are not removed", c.Path, err))
 	case err != nil:
 		return nil, err
 	default:
@@ -117,7 +120,7 @@ func (c Folder) keepObject(ctx context.Context, src source.Source, pin string) (
 	return fetchObject(ctx, key, src)
 }
 
-// makeFolder makes the folder if it is missing, and refuses one that another user may have planted.
+// makeFolder creates the folder if it is missing. It refuses a folder that another user may have planted.
 func (c Folder) makeFolder() error {
 	if err := os.MkdirAll(c.Path, folderMode); err != nil {
 		return errs.FromOS(err)
@@ -130,9 +133,9 @@ func (c Folder) keyOf(uri, pin string, size int64) string {
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16]))
 }
 
-// removeLeftovers removes unfinished objects and notes of killed processes that no later file would replace. own
-// is the key that the caller has locked. For every other object, its lock shows whether its writer is alive.
-// Notes have no lock, since writing one takes an instant.
+// removeLeftovers removes temporary files of killed processes, for objects and notes. The caller has locked the
+// key own. For every other object, the lock shows whether its writer is alive. Notes have no lock because
+// writing one takes little time, so theirs are removed after an hour.
 func (c Folder) removeLeftovers(own string) {
 	entries, _ := os.ReadDir(c.Path)
 	for _, e := range entries {
@@ -159,8 +162,8 @@ func (c Folder) removeLeftovers(own string) {
 // isLeftover matches the temporary names of objects and notes.
 var isLeftover = regexp.MustCompile(`^[0-9a-f]{32}(\.tmp|\.note)-[0-9a-f]+$`)
 
-// evictFiles removes files until there is room for one of size bytes. Processes that have a removed file open can
-// still read it.
+// evictFiles removes objects until one of size bytes fits within the limit. Processes that have a removed file
+// open can still read it.
 func (c Folder) evictFiles(size int64) {
 	if c.Limit <= 0 {
 		return
@@ -185,14 +188,15 @@ func (c Folder) evictFiles(size int64) {
 	}
 }
 
-// noteUse records on a key's lock file that its object is used now. The object's own times must not change,
-// because readers see by them that no one writes to it. A folder that cannot be written to does not evict either.
+// noteUse records the last use of an object as the time of its lock file. The object's own times must not
+// change because readers use them to detect writes. Errors are ignored: if the folder is not writable, no files
+// are evicted either.
 func noteUse(key string) {
 	now := unix.NsecToTimespec(time.Now().UnixNano())
 	_ = unix.UtimesNanoAt(unix.AT_FDCWD, key+".lock", []unix.Timespec{now, now}, unix.AT_SYMLINK_NOFOLLOW)
 }
 
-// lastUse is the later of when an object was added and when it was last used.
+// lastUse returns when an object was last used, or when it was added if it was not used since.
 func (c Folder) lastUse(object fs.FileInfo) time.Time {
 	at := object.ModTime()
 	key, _, _ := strings.Cut(object.Name(), "-")
@@ -202,10 +206,10 @@ func (c Folder) lastUse(object fs.FileInfo) time.Time {
 	return at
 }
 
-// isObject matches the names of objects; a user's folder may contain other files.
+// isObject matches the names of objects. The folder may also contain the user's own files.
 var isObject = regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`)
 
-// bareURI is a URI without user, query and fragment.
+// bareURI returns a URI without user, query and fragment.
 func bareURI(uri string) string {
 	path := source.Path(uri)
 	scheme, rest, _ := strings.Cut(path, "://")
@@ -216,7 +220,7 @@ func bareURI(uri string) string {
 	return scheme + "://" + host[strings.LastIndexByte(host, '@')+1:] + "/" + name
 }
 
-// findKept opens the file of a key if its bytes match its hash, and removes files that do not match or cannot be
+// findKept opens the file of a key if its hash matches. It removes files that do not match or that are not
 // trusted.
 func findKept(ctx context.Context, key string, size int64) *os.File {
 	names, _ := filepath.Glob(source.EscapeGlob(key) + "-*")
@@ -253,9 +257,9 @@ func hasSum(ctx context.Context, f *os.File, key string, size int64) bool {
 	return err == nil && f.Name() == key+"-"+sum
 }
 
-// passBytes reads size bytes with several workers and hashes the key and then the bytes, in order. Hashing the
-// key keeps another object's file from passing under this name. write, if not nil, gets each block after it was
-// hashed, while others are being read.
+// passBytes reads size bytes with several workers. It hashes the key and then the bytes, in order. The key is
+// hashed so that the file of another object does not match under this name. If write is not nil, it is called
+// with each hashed block while further blocks are being read.
 func passBytes(ctx context.Context, key string, size int64, workers int,
 	read, write func(b []byte, off int64) error) (string, error) {
 	h := xxh3.New128()
@@ -289,7 +293,7 @@ func passBytes(ctx context.Context, key string, size int64, workers int,
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// fetchObject fetches the object and gives it its name.
+// fetchObject fetches the object into a temporary file and renames it.
 func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File, err error) {
 	var r [8]byte
 	_, _ = rand.Read(r[:]) // cannot fail
@@ -320,8 +324,8 @@ func fetchObject(ctx context.Context, key string, src source.Source) (f *os.File
 	return f, nil
 }
 
-// lockFile waits for an exclusive lock. The lock ends with the process; unlock also releases it for forked
-// children.
+// lockFile waits for an exclusive lock. The lock ends with the process. unlock also releases it for forked
+// children, which inherit the open file.
 func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 	for {
 		if unlock, isFree, err := tryLock(path); isFree || err != nil {
@@ -335,13 +339,13 @@ func lockFile(ctx context.Context, path string) (unlock func(), err error) {
 	}
 }
 
-// isWithoutLocks reports whether a file system, or a sandbox, has no locks.
+// isWithoutLocks reports whether an error means that a file system or sandbox does not support locks.
 func isWithoutLocks(err error) bool {
 	return slices.ContainsFunc([]error{unix.ENOLCK, unix.ENOSYS, unix.ENOTSUP, unix.EINVAL, unix.EPERM},
 		func(number error) bool { return errors.Is(err, number) })
 }
 
-// tryLock is lockFile without the wait. It does not create a file where a symbolic link leads.
+// tryLock is like lockFile but does not wait. It does not follow symbolic links.
 func tryLock(path string) (unlock func(), isFree bool, err error) {
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, fileMode)
 	if err != nil {

@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// tagged is a source in memory with an ETag that counts what is read.
+// tagged is a source in memory that has an ETag and counts the bytes read.
 type tagged struct {
 	sourcetest.Mem
 	id   string
@@ -73,8 +73,8 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// An object is fetched once for everyone who wants it, however its URL is signed. Another ETag means another object, a
-// corrupted one is fetched again, and an unidentifiable one is not kept.
+// An object is fetched only once, even by parallel callers whose URLs have different signatures. A different
+// ETag means a different object. A corrupted file is fetched again. An object without identity is not stored.
 func TestKeep(t *testing.T) {
 	ctx := context.Background()
 	dir := filepath.Join(t.TempDir(), "a*b", "c")
@@ -90,7 +90,7 @@ func TestKeep(t *testing.T) {
 		defer s.Close()
 		p := make([]byte, len(data))
 		if err := s.ReadAt(ctx, p, 0); err != nil || !bytes.Equal(p, data) || s.URI() != uri {
-			t.Errorf("%s: %v, or other bytes", uri, err)
+			t.Errorf("%s: %v, or wrong bytes", uri, err)
 		}
 	}
 	var wg sync.WaitGroup
@@ -101,7 +101,7 @@ func TestKeep(t *testing.T) {
 	wg.Wait()
 	get("http://u:p@h/x?sig=2", "e", data)
 	if read.Load() != int64(len(data)) {
-		t.Errorf("%d bytes were fetched of %d", read.Load(), len(data))
+		t.Errorf("fetched %d of %d bytes", read.Load(), len(data))
 	}
 	kept := names(t, dir)
 	if len(kept) != 1 {
@@ -116,7 +116,7 @@ func TestKeep(t *testing.T) {
 	read.Store(0)
 	get("http://h/x", "e", data)
 	if read.Load() != int64(len(data)) {
-		t.Errorf("a file that rotted: %d bytes were fetched", read.Load())
+		t.Errorf("a corrupted file: fetched %d bytes", read.Load())
 	}
 	other := random(1000, 2)
 	get("http://h/x", "f", other)
@@ -130,7 +130,7 @@ func TestKeep(t *testing.T) {
 	}
 }
 
-// A failed fetch leaves nothing, and leftovers of a killed process are swept.
+// A failed fetch leaves no files, and temporary files of a killed process are removed.
 func TestFailure(t *testing.T) {
 	dir := t.TempDir()
 	src := &tagged{Mem: sourcetest.Mem{Name: "http://h/x", Data: random(9<<20, 1)}, id: "e", read: new(atomic.Int64),
@@ -155,8 +155,8 @@ func TestFailure(t *testing.T) {
 	if kept := names(t, dir); len(kept) != 1 || strings.Contains(kept[0], "tmp") {
 		t.Error(kept)
 	}
-	// Also leftovers of another object that may never be wanted again, and of a note. Files of a living process, and a
-	// note that was just written, stay.
+	// The same applies to temporary files of other objects and of notes. Files of a living process, and a note
+	// that was just written, stay.
 	dead, live, hour := strings.Repeat("d", 32), strings.Repeat("e", 32), time.Now().Add(-2*time.Hour)
 	unlock, err := lockFile(context.Background(), filepath.Join(dir, live+".lock"))
 	if err != nil {
@@ -182,7 +182,7 @@ func TestFailure(t *testing.T) {
 		t.Error(kept)
 	}
 	if _, err := (Folder{Path: "/proc/none"}).Keep(context.Background(), src); err == nil {
-		t.Error("a folder that cannot be")
+		t.Error("no error for a folder that cannot be created")
 	}
 	ctx, cancel := context.WithCancelCause(context.Background())
 	cancel(errs.ErrCancelled)
@@ -191,8 +191,8 @@ func TestFailure(t *testing.T) {
 	}
 }
 
-// With a limit, the least recently used object is removed before a new one comes. One that is longer than the limit is
-// not kept, and files with other names stay.
+// With a limit, the least recently used object is removed before a new one is added. An object larger than the
+// limit is not stored, and files with other names stay.
 func TestLimit(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "mine"), make([]byte, 5000), 0o600); err != nil {
@@ -224,18 +224,18 @@ func TestLimit(t *testing.T) {
 	}
 	kept("c", 1000)
 	if kept("a", 1000).Load() != 0 || kept("b", 1000).Load() == 0 {
-		t.Error("another object than that of longest ago went")
+		t.Error("removed an object that was not the least recently used")
 	}
 	if read := kept("d", 3000); read.Load() != 0 {
-		t.Error("an object longer than the limit was fetched")
+		t.Error("an object larger than the limit was fetched")
 	}
 	if _, err := os.Stat(filepath.Join(dir, "mine")); err != nil {
 		t.Error(err)
 	}
 }
 
-// A child that is forked while an object is fetched has the lock's file open, but does not keep others from fetching it
-// afterwards.
+// A child that is forked during a fetch inherits the open lock file. This does not prevent later fetches of the
+// object.
 func TestLockOfAForkedChild(t *testing.T) {
 	dir, read := t.TempDir(), new(atomic.Int64)
 	src := func(fail bool) source.Source {
@@ -254,7 +254,7 @@ func TestLockOfAForkedChild(t *testing.T) {
 	s.Close()
 }
 
-// A forking source is read while the process forks, so the locks' open files exist twice.
+// A forking source duplicates the open lock files whenever it is read, as a fork would.
 type forking struct {
 	tagged
 	t *testing.T
@@ -273,7 +273,7 @@ func (f *forking) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return f.tagged.ReadAt(ctx, p, off)
 }
 
-// Another use of a kept object does not count as a write for those that are reading it.
+// Using an object again does not look like a write to its other readers.
 func TestUseChangesNoState(t *testing.T) {
 	c := Folder{Path: t.TempDir(), Limit: 1 << 20}
 	keep := func() source.Source {

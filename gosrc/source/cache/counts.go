@@ -1,11 +1,11 @@
 package cache
 
-// This file counts what the caches of this process do, for operators.
+// This file counts the operations of this process's caches.
 
 import "sync/atomic"
 
-// Counts counts objects since the process began. Hits were found in a folder, fetches came from their store, and
-// away counts the hits that were used because their store could not be reached.
+// Counts are numbers of objects and bytes since the process started. Hits came from a folder and fetches from
+// the store. Away counts the hits that were used because the store could not be reached.
 type Counts struct {
 	Hits       int64 `json:"hits"`
 	HitBytes   int64 `json:"hit_bytes"`
@@ -26,5 +26,5 @@ func CountedObjects() Counts {
 	}
 }
 
-// CountAway counts an object that Last gave because its store could not be reached.
+// CountAway counts an object that Last returned because its store could not be reached.
 func CountAway() { counts.away.Add(1) }

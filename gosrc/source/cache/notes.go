@@ -1,6 +1,6 @@
 package cache
 
-// This file records what stores last said, for callers that do not ask them.
+// This file records the last responses of stores, for use without asking the store.
 
 import (
 	"context"
@@ -18,20 +18,20 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// A note is what a store said about a URI: an object's state, that there is no object, or a folder's listing.
+// A note is a store's last response for a URI: an object's state, its absence, or a folder's listing.
 type note struct {
-	Name   string   `json:"name"` // the file's; the note of another URI must not pass under this name
+	Name   string   `json:"name"` // the note's file name, so that another URI's note does not match
 	Pin    string   `json:"pin,omitempty"`
 	Size   int64    `json:"size,omitempty"`
 	Absent bool     `json:"absent,omitempty"`
 	List   []string `json:"list,omitempty"`
 }
 
-// maxNote bounds a note that is read.
+// maxNote is the largest note that is read, in bytes.
 const maxNote = 64 << 20
 
-// notePath is the path of a URI's note. It includes the query, since the query may select the object. An object's
-// key leaves the query out, because it has a pin.
+// notePath returns the path of a URI's note. It depends on the query, which may select the object. The key of
+// an object does not depend on the query because it contains the pin.
 func (c Folder) notePath(uri string) string {
 	query := ""
 	if _, hub := source.ParseHF(uri); !hub {
@@ -41,7 +41,7 @@ func (c Folder) notePath(uri string) string {
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16])+".note")
 }
 
-// writeNote replaces a note. It ignores errors: a missing note only matters once the store cannot be reached.
+// writeNote replaces a note. It ignores errors: a missing note only matters while the store cannot be reached.
 func (c Folder) writeNote(uri string, n note) {
 	n.Name = filepath.Base(c.notePath(uri))
 	text, err := json.Marshal(n)
@@ -71,11 +71,11 @@ func (c Folder) read(uri string) (n note, ok bool) {
 	return n, true
 }
 
-// Absent records that there is no such object.
+// Absent records that the object does not exist.
 func (c Folder) Absent(uri string) { c.writeNote(uri, note{Absent: true}) }
 
-// Last returns the object in the state that the store last reported. errs.ErrNotFound means that there was no
-// object then; nil, nil that nothing is known or the object is no longer kept.
+// Last returns the object in the state that the store last reported. It returns errs.ErrNotFound if the object
+// did not exist then. It returns nil, nil if nothing is known or the object is not in the folder.
 func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 	n, ok := c.read(uri)
 	switch {
@@ -83,7 +83,7 @@ func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 		return nil, nil
 	case n.Absent:
 		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound,
-			"the store had no such object when it was last asked"))
+			"the object did not exist when the store was last asked"))
 	}
 	f := findKept(ctx, c.keyOf(uri, n.Pin, n.Size), n.Size)
 	if f == nil {
@@ -96,7 +96,7 @@ func (c Folder) Last(ctx context.Context, uri string) (source.Source, error) {
 // KeepList records a folder's listing.
 func (c Folder) KeepList(uri string, uris []string) { c.writeNote(uri, note{List: uris}) }
 
-// LastList is a folder's last recorded listing, nil if there is none.
+// LastList returns a folder's last recorded listing, or nil.
 func (c Folder) LastList(uri string) []string {
 	n, _ := c.read(uri)
 	return n.List

@@ -13,12 +13,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Another user of the machine who may write the cache's folder cannot choose what a load gets: not with their own
-// object or note, not with another name of a kept object, and not with the folder itself. Their link in place of a lock
-// makes no file.
+// Another user who can write to the cache folder cannot choose the bytes of a load: not with their own object
+// or note, not with another name for a stored object, and not with the folder itself. If they replace a lock
+// file with a link, no file is created at its target.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	const uri = "http://h/x"
 	data, other := random(1000, 1), random(1000, 2)
@@ -60,8 +60,8 @@ func TestPlanted(t *testing.T) {
 		return dir
 	}
 
-	// Plants what the attacker's own overwire makes of their bytes for the same key, under their name or as the
-	// victim's own link.
+	// The attacker's own overwire stores different bytes under the same key. Plant that object and note, owned
+	// by the attacker or as links owned by the victim.
 	theirs := t.TempDir()
 	if _, err := open(theirs, uri, other); err != nil {
 		t.Fatal(err)
@@ -81,17 +81,17 @@ func TestPlanted(t *testing.T) {
 			}
 		}
 		if b := last(dir); b != nil {
-			t.Errorf("linked %v: without the store the other user's bytes are loaded", linked)
+			t.Errorf("linked %v: Last loads another user's bytes", linked)
 		}
 		if b, err := open(dir, uri, data); err != nil || !bytes.Equal(b, data) {
-			t.Errorf("linked %v: another user's bytes are loaded (%v)", linked, err)
+			t.Errorf("linked %v: Keep loads another user's bytes (%v)", linked, err)
 		}
 		if b := last(dir); !bytes.Equal(b, data) {
-			t.Error("what was fetched again is not kept")
+			t.Error("the object fetched again was not stored")
 		}
 	}
 
-	// Plants another name of a kept object: a rename in a folder that is not sticky, or a link.
+	// Plant another name of a stored object: a rename in a folder that is not sticky, or a link.
 	dir := shared(0o777)
 	if _, err := open(dir, "http://h/y", other); err != nil {
 		t.Fatal(err)
@@ -101,7 +101,7 @@ func TestPlanted(t *testing.T) {
 		t.Fatal(err)
 	}
 	if b, err := open(dir, uri, data); err != nil || !bytes.Equal(b, data) {
-		t.Errorf("an object by another's name is loaded (%v)", err)
+		t.Errorf("loaded an object under the name of another (%v)", err)
 	}
 	f := Folder{Path: dir}
 	f.Absent("http://h/y")
@@ -109,19 +109,19 @@ func TestPlanted(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := f.Last(t.Context(), uri); err != nil {
-		t.Errorf("the note of another URI counts: %v", err)
+		t.Errorf("used the note of another URI: %v", err)
 	}
 
-	// Plants a folder that the attacker has made first.
+	// Plant a folder that the attacker created first.
 	dir = filepath.Join(shared(0o777), "cache")
 	if err := errors.Join(os.Mkdir(dir, 0o755), os.Chown(dir, 1234, 0)); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := open(dir, uri, data); !errors.Is(err, errs.ErrPermission) {
-		t.Errorf("another user's folder in a shared one: %v", err)
+		t.Errorf("another user's folder in a shared folder: %v", err)
 	}
 	if _, err := open(dir+"/below", uri, data); !errors.Is(err, errs.ErrPermission) {
-		t.Errorf("a folder in it: %v", err)
+		t.Errorf("a folder below another user's folder: %v", err)
 	}
 
 	dir = shared(0o777)
@@ -129,9 +129,9 @@ func TestPlanted(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := open(dir, uri, data); err == nil {
-		t.Error("a link is taken for a lock")
+		t.Error("a link was used as a lock")
 	}
 	if _, err := os.Lstat(filepath.Join(theirs, "new")); err == nil {
-		t.Error("a planted link makes a file elsewhere")
+		t.Error("a file was created at the target of a planted link")
 	}
 }

@@ -1,7 +1,7 @@
 package file
 
-// This file asks the kernel about a file: the kind of its file system, and how much
-// of it is in the page cache.
+// This file asks the kernel for the kind of a file's file system and for the share of the file in the page
+// cache.
 
 import (
 	"errors"
@@ -12,22 +12,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kindOf is the kind of file system that a file lies on.
+// kindOf returns the kind of file system that holds a file.
 func kindOf(fd int) regular.Kind {
 	of, err := regular.IdentifyFile(fd)
 	if err != nil {
-		return regular.Network // unknown: leave it to the page cache
+		return regular.Network // unknown: read through the page cache
 	}
 	return of.Kind
 }
 
-// noCachestat is set once the kernel has answered that it lacks cachestat (before
-// 6.5).
+// noCachestat is set once the kernel has answered that it lacks cachestat, which is new in Linux 6.5.
 var noCachestat atomic.Bool
 
-// residentShare is the share of the pages of [off, off+n) that are in the page cache;
-// known is false where the kernel does not say. For a file that the user may not
-// write, the kernel says that all of it is resident.
+// residentShare returns the share of the pages of [off, off+n) that are in the page cache. known is false if
+// the kernel does not report it. For a file that the user may not write, the kernel reports that every page is
+// resident.
 func residentShare(fd int, off, n int64) (share float64, known bool) {
 	if n <= 0 {
 		return 1, true
@@ -50,7 +49,7 @@ func residentShare(fd int, off, n int64) (share float64, known bool) {
 	return mincoreShare(fd, first*page, int(last-first+1))
 }
 
-// mincoreShare is residentShare by mincore(2) on a mapping.
+// mincoreShare implements residentShare with mincore(2) on a mapping.
 func mincoreShare(fd int, off int64, pages int) (float64, bool) {
 	m, err := unix.MmapPtr(fd, off, nil, uintptr(pages)*page, unix.PROT_READ, unix.MAP_SHARED)
 	if err != nil {

@@ -1,6 +1,6 @@
 package file
 
-// This file decides which ranges of a file are read by direct I/O, and reads them.
+// This file decides which ranges of a file are read by direct I/O (O_DIRECT), and reads them.
 
 import (
 	"errors"
@@ -17,22 +17,21 @@ import (
 )
 
 const (
-	// depth is the number of reads in flight that suits a disk, for direct I/O and
-	// for filling the cache.
+	// depth is the number of parallel reads that suits a disk, for direct I/O and for filling the cache.
 	depth = 16
-	// window is the unit in which a file counts as resident or cold.
+	// window is the unit in which the file is classified as resident or cold.
 	window = 16 << 20
 	// least is the smallest direct read. Smaller reads are dominated by the disk's latency, which the kernel's
 	// read-ahead hides.
 	least = 128 << 10
-	// page is the alignment of memory for direct reads in place. Devices accept less, but a page must not be
-	// shared with other data: after a fork of the process, a write to another part of the page would move it to a
-	// copy, while the device goes on writing to the original.
+	// page is the memory alignment for direct reads without a buffer. Devices accept smaller alignments, but
+	// the page must not be shared with other data: after a fork, a write to another part of the page would copy
+	// the page, while the device still writes to the original.
 	page = 4096
 	// bounce is the size of the buffers for reads that are not aligned.
 	bounce = 1 << 20
-	// A disk is slow (0.15 GB/s) if depth readers wait longer than probeTime for the first probe bytes. The page
-	// cache then costs little compared with the reads, and a later load from the cache gains much.
+	// A disk is slow (0.15 GB/s) if depth readers wait longer than probeTime for the first probe bytes. Reading
+	// through the page cache then costs little extra, and the next load is much faster.
 	probe     = 128 << 20
 	probeTime = 900 * time.Millisecond
 )
@@ -42,20 +41,20 @@ type direct struct {
 	load    atomic.Pointer[windows] // nil: direct I/O is off
 	stopped atomic.Bool
 
-	mu    sync.Mutex // opening
+	mu    sync.Mutex // held while fd is opened or closed
 	tried bool
-	fd    int   // with O_DIRECT, valid if align > 0
-	align int64 // of offsets and lengths; 0: direct I/O is not possible
+	fd    int   // opened with O_DIRECT; valid if align > 0
+	align int64 // of offsets and lengths; 0 means that direct I/O is not possible
 }
 
-// windows is what one load knows about the windows of a file.
+// windows has the state of each window of a file during a load.
 type windows struct {
-	forced bool // direct I/O also for resident ranges
-	fits   bool // tensors and cache fit into memory, so a slow disk is read through the cache
+	forced bool // use direct I/O also for resident ranges
+	fits   bool // tensors and page cache fit into memory, so a slow disk is read through the cache
 	state  []atomic.Int32
 	bytes  atomic.Int64 // read by direct I/O
-	waited atomic.Int64 // ns, of all readers together
-	slow   atomic.Bool  // the disk has turned out to be slow
+	waited atomic.Int64 // ns, summed over all readers
+	slow   atomic.Bool  // the disk is slow
 }
 
 // The states of a window.
@@ -65,7 +64,7 @@ const (
 	cold
 )
 
-// Expect decides how the coming load reads; see source.File.
+// Expect decides how the next load reads the file; see source.File.
 func (f *File) Expect(total int64, host bool, how string) int {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -90,10 +89,10 @@ func (f *File) Expect(total int64, host bool, how string) int {
 	if isForced {
 		return 0
 	}
-	return depth // cold bytes have to be brought into the cache
+	return depth // the cold bytes are read into the page cache
 }
 
-// DirectBytes is how many bytes direct I/O has read; see source.File.
+// DirectBytes returns the number of bytes that direct I/O has read; see source.File.
 func (f *File) DirectBytes() int64 {
 	if l := f.direct.load.Load(); l != nil {
 		return l.bytes.Load()
@@ -133,8 +132,8 @@ func (p *direct) wantsDirect(f *File, off int64, n int) bool {
 	return state == cold
 }
 
-// openDirect opens the file of fd again for direct I/O. It opens that very file, even if its name now leads to
-// another.
+// openDirect reopens the file of fd for direct I/O. It opens that same file even if its path now leads to
+// another file.
 func (p *direct) openDirect(fd int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -157,12 +156,12 @@ func (p *direct) openDirect(fd int) bool {
 	return true
 }
 
-// dioAlign is the alignment of offsets and lengths of direct reads. 0 means that direct reads are not possible or
-// need more than a page.
+// dioAlign returns the alignment that direct reads need for offsets and lengths. 0 means that direct reads are
+// not possible or need more than page alignment.
 func dioAlign(fd int) int64 {
 	var st unix.Statx_t
 	err := regular.Again(func() error { return unix.Statx(fd, "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &st) })
-	if err != nil || st.Mask&unix.STATX_DIOALIGN == 0 { // a kernel before 6.1: a page always suffices
+	if err != nil || st.Mask&unix.STATX_DIOALIGN == 0 { // Linux before 6.1: a page always suffices
 		return page
 	}
 	if st.Dio_mem_align > page || st.Dio_offset_align > page {
@@ -171,7 +170,7 @@ func dioAlign(fd int) int64 {
 	return int64(st.Dio_offset_align)
 }
 
-// buffers are aligned to a page and bounce bytes long.
+// buffers holds page-aligned buffers of bounce bytes.
 var buffers = sync.Pool{New: func() any {
 	b := make([]byte, bounce+page)
 	skip := -uintptr(unsafe.Pointer(&b[0])) & (page - 1)
@@ -179,8 +178,8 @@ var buffers = sync.Pool{New: func() any {
 	return &b
 }}
 
-// readDirect reads some of p from off, in place if memory and offset are aligned and
-// through a buffer if not. Like pread, it returns 0 at the end of the file.
+// readDirect reads a part of b from off. It uses a buffer if memory or offset is not aligned. Like pread, it
+// returns 0 at the end of the file.
 func (p *direct) readDirect(b []byte, off int64) (int, error) {
 	head, start := off%p.align, time.Now()
 	if whole := min(len(b), step) &^ (page - 1); head == 0 && whole > 0 && uintptr(unsafe.Pointer(&b[0]))%page == 0 {
@@ -208,7 +207,7 @@ func (p *direct) countRead(n int, begun time.Time) int {
 	return n
 }
 
-// isRefusal reports whether an error is about O_DIRECT and not about the bytes.
+// isRefusal reports whether an error is caused by O_DIRECT.
 func isRefusal(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP)
 }
@@ -216,7 +215,7 @@ func isRefusal(err error) bool {
 // stopDirect ends direct reads of this file.
 func (p *direct) stopDirect() { p.stopped.Store(true) }
 
-// closeDirect closes the second descriptor. The caller waits for reads first.
+// closeDirect closes the second descriptor. The caller has waited for all reads.
 func (p *direct) closeDirect() {
 	p.mu.Lock()
 	defer p.mu.Unlock()

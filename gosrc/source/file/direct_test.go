@@ -22,7 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// noise is a file of n random bytes that are on the disk and not only in memory.
+// noise creates a file of n random bytes and syncs it to the disk.
 func noise(t *testing.T, n int, seed uint64) (string, []byte) {
 	t.Helper()
 	data := make([]byte, n)
@@ -43,7 +43,7 @@ func noise(t *testing.T, n int, seed uint64) (string, []byte) {
 	return path, data
 }
 
-// opened is an open file that expects a load of total bytes.
+// opened opens a file and announces a load of total bytes.
 func opened(t *testing.T, path string, total int64, how string) *File {
 	t.Helper()
 	f, err := Open(path)
@@ -55,7 +55,7 @@ func opened(t *testing.T, path string, total int64, how string) *File {
 	return f
 }
 
-// evict drops a range from the page cache, and skips the test where that does not work.
+// evict drops a range from the page cache, and skips the test if that does not work.
 func evict(t *testing.T, f *File, off, n int64) {
 	t.Helper()
 	_ = unix.Fadvise(f.fd, off, n, unix.FADV_DONTNEED)
@@ -64,15 +64,15 @@ func evict(t *testing.T, f *File, off, n int64) {
 	}
 }
 
-// A file reads the same with direct I/O as through the cache.
+// A file reads the same by direct I/O as through the cache.
 func TestSuiteDirect(t *testing.T) {
 	sourcetest.Suite(t, sourcetest.Is{File: true, Known: true}, func(t *testing.T, data []byte) source.Source {
 		return opened(t, write(t, data), int64(len(data)), "direct")
 	})
 }
 
-// Any offset, length and address gives the bytes of the file, in every way of reading, by several readers at once, and
-// nothing outside the destination is written.
+// Parallel reads at any offset, length and address return the bytes of the file in every mode, and write
+// nothing outside the destination.
 func TestAnyAlignment(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -96,7 +96,7 @@ func TestAnyAlignment(t *testing.T) {
 						off := r.IntN(len(data))
 						n := r.IntN(len(data) - off + 1)
 						at := 1 + r.IntN(len(mem)-n-2)
-						switch r.IntN(4) { // like the pipeline: everything in blocks
+						switch r.IntN(4) { // like the pipeline, which reads aligned blocks
 						case 0:
 							off, at = off&^4095, at&^4095
 						case 1:
@@ -122,9 +122,9 @@ func TestAnyAlignment(t *testing.T) {
 	}
 }
 
-// Cold pages are read by direct I/O and stay cold, and resident pages are taken from the cache, in a load that does not
-// fit into memory and in one that fills the host's memory. A GPU load that fits, and a load from a slow disk, leave
-// everything in the cache.
+// In a load that does not fit into memory, or that fills host memory, cold pages are read by direct I/O and
+// stay cold, and resident pages are read from the cache. A GPU load that fits, and a load from a slow disk,
+// leave everything in the cache.
 func TestColdStaysCold(t *testing.T) {
 	path, data := noise(t, 3*window+100_000, 7)
 	f := opened(t, path, 1, "buffered")
@@ -137,7 +137,7 @@ func TestColdStaysCold(t *testing.T) {
 		clear(got)
 		for at := 0; at < len(data); at += piece {
 			end := min(len(data), at+piece)
-			f.prefetchRange(int64(at), int64(end-at)) // must not bring in what direct I/O reads
+			f.prefetchRange(int64(at), int64(end-at)) // must not load pages that direct I/O reads
 			if err := f.ReadAt(context.Background(), got[at:end], int64(at)); err != nil {
 				t.Fatal(err)
 			}
@@ -151,7 +151,7 @@ func TestColdStaysCold(t *testing.T) {
 		name       string
 		total      int64
 		host, slow bool
-		kept       float64 // the share of the cold window that is resident afterwards
+		kept       float64 // share of the cold window that is resident afterwards
 	}{
 		{"too large", 1 << 50, false, false, 0},
 		{"too large, slow", 1 << 50, true, true, 0},
@@ -164,7 +164,7 @@ func TestColdStaysCold(t *testing.T) {
 			read()
 			evict(t, f, window, window)
 			if d := f.Expect(c.total, c.host, "auto"); d != depth {
-				return fmt.Errorf("%s: depth %d of a load that is cold in part", c.name, d)
+				return fmt.Errorf("%s: depth %d for a partly cold load", c.name, d)
 			}
 			l := f.direct.load.Load()
 			if l == nil && c.kept == 0 {
@@ -198,15 +198,15 @@ func TestColdStaysCold(t *testing.T) {
 		f.Expect(fits, false, "buffered")
 		read()
 		if d := f.Expect(1<<50, true, "auto"); d != 0 {
-			return fmt.Errorf("depth %d of a file that is resident", d)
+			return fmt.Errorf("depth %d for a resident file", d)
 		}
 		return nil
 	})
 }
 
-// undisturbed calls check until it finds nothing, five times at most. A host that is short of memory, or reclaims what
-// seems unused, drops pages at any time. So what check finds counts only if untouched pages stay for as long as check
-// took, and more than once.
+// undisturbed calls check up to five times, until it succeeds. A host that is short of memory, or that reclaims
+// memory which seems unused, may drop pages at any time. A failure therefore counts only if untouched pages
+// remain in the cache for as long as check took, at least twice.
 func undisturbed(t *testing.T, path string, f *File, size int64, check func() error) {
 	t.Helper()
 	var err error
@@ -229,10 +229,10 @@ func undisturbed(t *testing.T, path string, f *File, size int64, check func() er
 	if stayed > 1 {
 		t.Fatal(err)
 	}
-	t.Skip("the page cache here keeps nothing for long")
+	t.Skip("this host drops pages from the page cache too quickly")
 }
 
-// Both ways of asking for residency agree.
+// cachestat and mincore report the same residency.
 func TestResident(t *testing.T) {
 	const size = 8 << 20
 	path, _ := noise(t, size, 3)
@@ -262,8 +262,7 @@ func TestResident(t *testing.T) {
 	})
 }
 
-// A kernel that refuses a direct read in the middle of a range does not fail the load: the rest is read through the
-// cache.
+// If the kernel refuses a direct read in the middle of a range, the rest is read through the cache.
 func TestRefusedDirect(t *testing.T) {
 	path, data := noise(t, 3<<20+5, 4)
 	f := opened(t, path, 1, "direct")
@@ -276,15 +275,15 @@ func TestRefusedDirect(t *testing.T) {
 		t.Fatalf("%v, or wrong bytes", err)
 	}
 	if !f.direct.stopped.Load() {
-		t.Skip("this file system takes any offset")
+		t.Skip("this file system accepts unaligned direct reads")
 	}
 	if f.direct.wantsDirect(f, 0, 1<<20) {
-		t.Error("tried again after it was refused")
+		t.Error("direct I/O is tried again after a refusal")
 	}
 }
 
-// In every way of reading, a file that shrinks gives an error at the first missing byte, and a failing medium gives its
-// own error.
+// In every mode, a file that shrinks gives an error at the first missing byte, and a failing medium gives the
+// kernel's error.
 func TestReadErrors(t *testing.T) {
 	for _, how := range []string{"buffered", "direct"} {
 		t.Run(how, func(t *testing.T) {
@@ -304,7 +303,7 @@ func TestReadErrors(t *testing.T) {
 		})
 	}
 	t.Run("EIO", func(t *testing.T) {
-		// A real EIO from the kernel: unmapped memory of this process.
+		// Reading unmapped memory of this process gives a real EIO from the kernel.
 		fd, err := unix.Open("/proc/self/mem", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 		if err != nil {
 			t.Skip(err)
@@ -318,7 +317,7 @@ func TestReadErrors(t *testing.T) {
 		}
 	})
 	t.Run("short read", func(t *testing.T) {
-		// A real short read from the kernel: the readable memory of this process ends in the middle of the request.
+		// The readable memory of this process ends within the request, so the kernel returns a real short read.
 		mem, err := unix.Mmap(-1, 0, 3*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 		if err != nil {
 			t.Fatal(err)
@@ -349,7 +348,7 @@ func TestReadErrors(t *testing.T) {
 	})
 }
 
-// A file's state changes with its bytes, and counts only once it has settled.
+// A file's identity changes with its bytes, and is reliable only once it has settled.
 func TestIdentity(t *testing.T) {
 	begun := time.Now()
 	path := write(t, make([]byte, 1000))
@@ -382,12 +381,12 @@ func TestIdentity(t *testing.T) {
 	}
 	c, _ := state()
 	if b == c {
-		t.Error("written anew with the old time: the same state")
+		t.Error("same identity after a write that restored the modification time")
 	}
 }
 
-// A file that was written since it was opened is noticed, also if the writer has restored its old time, as rsync does.
-// A new name, mode or link, and another file in its place, do not change its bytes.
+// A write after the file was opened is detected, even if the writer restored the modification time as rsync
+// does. A new name, mode or link, or another file in its place, does not change its bytes.
 func TestUnwritten(t *testing.T) {
 	old := time.Now().Add(-time.Hour)
 	for name, c := range map[string]struct {

@@ -1,24 +1,23 @@
-// Package file is the source of local files: parallel pread on one descriptor.
+// Package file reads local files with parallel pread calls on one descriptor.
 //
-// A file that shrinks while it is open gives errs.ErrCorrupt at the missing bytes. A file that is replaced by
-// rename stays the one that was opened.
+// A file that shrinks while it is open gives errs.ErrCorrupt at the first missing byte. If another file is
+// renamed onto its path, the source still reads the original.
 //
-// Cold ranges, which are not in the page cache, are read by direct I/O (O_DIRECT), resident ones from the cache.
-// Reading a load into host memory through the cache would take memory twice, for the tensors and for the cache,
-// and memory that a virtual machine first has to get from its host is slower than the disk. These reads go
-// through the cache:
+// Cold ranges, which are not in the page cache, are read by direct I/O (O_DIRECT). Resident ranges are read
+// from the cache. Loading cold ranges into host memory through the cache would need memory twice, for the
+// tensors and for the cache. In a virtual machine, obtaining this memory from the host can take longer than
+// reading the disk. Cold ranges are nevertheless read through the cache in these cases:
 //
-//   - loads to a GPU that fit into half of the free memory, since other ranks read
-//     the same file;
-//   - the rest of a load that fits, once the disk has turned out to be slow, since the
-//     next load then comes from memory, many times faster;
-//   - files on network file systems, which have a cache and read-ahead of their own.
+//   - loads to a GPU that fit into half of the free memory, because other ranks read the same file;
+//   - the rest of a load that fits, once the disk has turned out to be slow, because the next load from memory
+//     is many times faster;
+//   - files on network file systems, which have their own cache and read-ahead.
 //
-// OVERWIRE_READ overrules this. Where O_DIRECT does not exist or fails, buffered reads take over, even in the
-// middle of a range: the choice affects time, never bytes.
+// OVERWIRE_READ overrides these rules. If O_DIRECT is unavailable or fails, even in the middle of a range,
+// reads are buffered: the choice affects speed, never the bytes.
 //
-// Direct I/O uses threads with pread, not io_uring: on the disks that were measured, both saturate the device
-// from 8 reads in flight on.
+// Direct I/O uses threads with pread, not io_uring: on the measured disks, both saturate the device from 8
+// parallel reads on.
 package file
 
 import (
@@ -35,11 +34,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// step bounds one pread: small enough that a cancelled read returns within
-// milliseconds from any working disk.
+// step is the size of the largest pread, so that a cancelled read returns within milliseconds on any working
+// disk.
 const step = 4 << 20
 
-// maxRefusals is how often a read is retried, a millisecond apart, while the file system has no bytes yet.
+// maxRefusals is how often a read is retried, at intervals of a millisecond, while the file system returns
+// EAGAIN.
 const maxRefusals = 5000
 
 // A File is an open local file. It implements source.Source.
@@ -58,7 +58,7 @@ type File struct {
 	direct direct
 }
 
-// attributes may change, and with them the file's change time, while its bytes stay the same.
+// attributes may change, and with them the file's change time, without a change of its bytes.
 type attributes struct {
 	mode, uid, gid uint32
 	links          uint64
@@ -68,8 +68,8 @@ func attributesOf(st *unix.Stat_t) attributes {
 	return attributes{st.Mode, st.Uid, st.Gid, uint64(st.Nlink)}
 }
 
-// Open opens a regular file for reading. It refuses directories and special files, since their size means
-// nothing.
+// Open opens a regular file for reading. It refuses directories and special files because their size is not
+// meaningful.
 func Open(path string) (*File, error) {
 	fd, st, err := regular.Open(path)
 	if err != nil {
@@ -82,8 +82,7 @@ func Open(path string) (*File, error) {
 	return newFile(path, fd, &st), nil
 }
 
-// FromFD makes a source of a duplicate of a descriptor that the caller keeps;
-// uri names it in errors.
+// FromFD returns a source that reads a duplicate of the caller's descriptor. uri names the source in errors.
 func FromFD(fd int, uri string) (*File, error) {
 	var st unix.Stat_t
 	err := regular.Again(func() error { return unix.Fstat(fd, &st) })
@@ -114,17 +113,18 @@ func identityOf(st *unix.Stat_t) source.Identity {
 	}
 }
 
-// URI is the path as the caller gave it.
+// URI returns the path as the caller passed it.
 func (f *File) URI() string { return f.uri }
 
-// Size is the file's size when it was opened.
+// Size returns the file's size when it was opened.
 func (f *File) Size() int64 { return f.size }
 
-// settle is how old a file's last change must be for Identity to be reliable: some file systems have time stamps
-// of two seconds, and a second write within one tick cannot be seen.
+// settle is how old a file's last change must be for Identity to be reliable. Some file systems store times
+// with a resolution of two seconds, and a second write within one tick is not detected.
 const settle = 3 * time.Second
 
-// Facts are those of a file. It is remote if it is on a network file system or on one with a cache of its own.
+// Facts implements source.Source. The file is remote if it is on a network file system or on one with its own
+// cache, such as ZFS.
 func (f *File) Facts() source.Facts {
 	last := time.Unix(0, max(f.id.Modified, f.id.Changed))
 	facts := source.Facts{Remote: f.kind == regular.Network,
@@ -136,8 +136,8 @@ func (f *File) Facts() source.Facts {
 	return facts
 }
 
-// stateNow is the present Identity. A change of name, mode, owner or links does not change the state of an open
-// file: a file that a save replaces is still whole.
+// stateNow returns the current Identity. A change of name, mode, owner or links does not change it: a file that
+// a save replaced is still intact.
 func (f *File) stateNow() (id source.Identity, err error) {
 	err = f.WithFD(func(fd int) error {
 		var st unix.Stat_t
@@ -205,7 +205,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 			refusals++
 			time.Sleep(time.Millisecond)
 			continue
-		case err == nil && n == 0 && bypass: // the cache knows where the file ends
+		case err == nil && n == 0 && bypass: // let a buffered read decide whether the file ends here
 			bypass = false
 			continue
 		case err != nil:
@@ -221,9 +221,9 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// prefetchRange tells the kernel that a range will be read soon, for read-ahead across a network. It does nothing
-// on disks: reads in flight do as well or better there (measured alternating), and direct I/O would read the
-// range a second time.
+// prefetchRange announces a range to the kernel for read-ahead over a network. It does nothing on disks:
+// parallel reads are as fast or faster there (measured in alternating runs), and direct I/O would read the
+// range twice.
 func (f *File) prefetchRange(off, n int64) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -232,7 +232,7 @@ func (f *File) prefetchRange(off, n int64) {
 	}
 }
 
-// WithFD calls fn with the open descriptor, which stays open meanwhile.
+// WithFD calls fn with the open descriptor, which stays open until fn returns.
 func (f *File) WithFD(fn func(fd int) error) error {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -242,7 +242,7 @@ func (f *File) WithFD(fn func(fd int) error) error {
 	return fn(f.fd)
 }
 
-// Close closes the descriptor after the reads in flight.
+// Close waits for the reads in flight and closes the descriptor.
 func (f *File) Close() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()

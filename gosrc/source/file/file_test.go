@@ -41,7 +41,7 @@ func TestSuite(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				f.kind = regular.Network // as it would be on a network
+				f.kind = regular.Network // as on a network file system
 				return f
 			})
 	})
@@ -83,7 +83,8 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
-// A file that another program truncates gives an error at the missing bytes, and the remaining bytes can still be read.
+// If another program truncates a file, reads fail at the first missing byte, and the remaining bytes can still
+// be read.
 func TestShrinkingFile(t *testing.T) {
 	path := write(t, make([]byte, 10_000))
 	f, err := Open(path)

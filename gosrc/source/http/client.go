@@ -1,6 +1,6 @@
 package http
 
-// This file shares connections among sources and reads the options of http.
+// This file shares connections among sources and reads the HTTP options.
 
 import (
 	"maps"
@@ -15,8 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A client holds the connections of all sources with the same options: the shards
-// of a model share them.
+// A client holds the connections of all sources with the same options, such as the shards of a model.
 type client struct {
 	key       string
 	refs      int
@@ -28,7 +27,7 @@ var (
 	clients   = map[string]*client{}
 )
 
-// holdClient returns the client of these options and counts its use.
+// holdClient returns the client for these options and adds a reference.
 func holdClient(opt source.Options) (*client, error) {
 	key := opt.Whole()
 	clientsMu.Lock()
@@ -46,7 +45,7 @@ func holdClient(opt source.Options) (*client, error) {
 	return c, nil
 }
 
-// dropClient ends one use; the last one closes the connections.
+// dropClient removes a reference. The last one closes the idle connections.
 func (c *client) dropClient() {
 	clientsMu.Lock()
 	defer clientsMu.Unlock()
@@ -56,7 +55,7 @@ func (c *client) dropClient() {
 	}
 }
 
-// newTransport makes connections that trust the authorities that the caller names, or else those of the
+// newTransport returns a transport that trusts the CA certificates from the options, or else those from the
 // environment.
 func newTransport(opt source.Options) (*route.Client, error) {
 	insecure, err := opt.Flag("insecure")
@@ -71,8 +70,8 @@ func newTransport(opt source.Options) (*route.Client, error) {
 	return c, nil
 }
 
-// headersOf returns the caller's headers, with the token. They go only to the origin that the user named; see
-// package route.
+// headersOf returns the caller's headers, including the token. They are sent only to the origin that the user
+// named; see package route.
 func headersOf(opt source.Options) (http.Header, error) {
 	h := http.Header{}
 	for _, k := range slices.Sorted(maps.Keys(opt.Storage)) {
@@ -81,7 +80,8 @@ func headersOf(opt source.Options) (http.Header, error) {
 			continue
 		}
 		if !isToken(name) || strings.ContainsAny(opt.Storage[k], "\r\n\x00") {
-			return nil, errs.New(errs.ErrArgument, "storage_options: headers: %q cannot be sent", name)
+			return nil, errs.New(errs.ErrArgument,
+				"storage_options: headers: %q: expected a valid name and a value without line breaks", name)
 		}
 		switch http.CanonicalHeaderKey(name) {
 		case "Range", "If-Match", "If-None-Match", "If-Range", "If-Modified-Since", "If-Unmodified-Since",
@@ -98,7 +98,7 @@ func headersOf(opt source.Options) (http.Header, error) {
 	}
 	if t := strings.TrimSpace(opt.Storage["token"]); t != "" && h.Get("Authorization") == "" {
 		if strings.ContainsAny(t, "\r\n\x00") {
-			return nil, errs.New(errs.ErrArgument, "storage_options: token: it contains a line break")
+			return nil, errs.New(errs.ErrArgument, "storage_options: token: expected a value without line breaks")
 		}
 		h.Set("Authorization", "Bearer "+t)
 	}

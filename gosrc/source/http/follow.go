@@ -1,6 +1,6 @@
 package http
 
-// This file sends requests along redirects.
+// This file sends requests and follows redirects.
 
 import (
 	"context"
@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// getObject sends a request to where the object is, following redirects. Later requests go directly to the server
-// that gave the first response.
+// getObject sends a request for the object and follows redirects. Later requests go directly to the server that
+// returned the first response.
 func (o *object) getObject(ctx context.Context, extra http.Header) (*http.Response, error) {
 	o.mu.Lock()
 	at := o.moved
@@ -25,7 +25,7 @@ func (o *object) getObject(ctx context.Context, extra http.Header) (*http.Respon
 		}
 		switch resp.StatusCode {
 		case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound, http.StatusGone:
-			// A signed URL has expired: ask the first server for another.
+			// The signed URL may have expired: ask the first server for a new one.
 			_ = resp.Body.Close()
 			o.mu.Lock()
 			o.moved = nil
@@ -57,7 +57,7 @@ func (o *object) followHops(ctx context.Context, h route.Hop, extra http.Header)
 			}
 			return resp, nil
 		}
-		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // short, so that the connection can be used again
+		_, _ = io.CopyN(io.Discard, resp.Body, 4<<10) // read short bodies to the end to reuse the connection
 		_ = resp.Body.Close()
 		if h, err = h.Next(resp.Header.Get("Location")); err != nil {
 			return nil, err
@@ -91,8 +91,8 @@ func (o *object) sendHop(ctx context.Context, h route.Hop, extra http.Header) (*
 	return resp, err
 }
 
-// A body resets its connection if it is closed before its end. Otherwise the transport would wait for locks, and
-// TLS for its close message, while the rest keeps arriving.
+// A body resets its connection if it is closed before its end. Otherwise closing would wait for locks of the
+// transport and for TLS's close message, while the rest of the body keeps arriving.
 type body struct {
 	io.ReadCloser
 	conn net.Conn

@@ -17,15 +17,16 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Hub opens the files of one load. The files of one repository and revision come from one commit, which the
-// hub's first response names, even if a branch moves meanwhile. A hub that names no commit (X-Repo-Commit) pins
-// nothing. The zero value is ready to use. A Hub is safe for concurrent use.
+// A Hub opens the files of one load. All files of one repository and revision come from one commit, even if a
+// branch moves during the load. The commit is the one in the hub's first response. If the hub does not send one
+// (X-Repo-Commit), files are not tied to a commit. The zero value is ready to use. A Hub is safe for concurrent
+// use.
 type Hub struct {
 	mu        sync.Mutex
 	revisions map[string]*revision
 }
 
-// Open asks for the first bytes of an object.
+// Open requests the first bytes of an object.
 func (h *Hub) Open(ctx context.Context, uri string, opt source.Options) (*Source, error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok {
@@ -68,16 +69,16 @@ func (h *Hub) revision(ref source.HF) *revision {
 	return r
 }
 
-// A revision is a branch, tag or commit of a repository, and the commit that it
-// meant when the load began.
+// A revision is a branch, tag or commit of a repository, and the commit that it referred to when the load
+// began.
 type revision struct {
 	name   string
 	asking chan struct{}
 
 	mu     sync.Mutex
 	commit string // "" until a response names it
-	done   bool   // a file was opened: the commit is known, or the hub names none
-	away   error  // why the hub is no longer asked: it could not be reached
+	done   bool   // a file was opened: the commit is known, or the hub does not send it
+	away   error  // the error with which the hub could not be reached; it is not asked again
 }
 
 func (r *revision) settled() bool {
@@ -92,14 +93,15 @@ func (r *revision) settleRevision() {
 	r.mu.Unlock()
 }
 
-// commitNow is the revision to request.
+// commitNow returns the revision to request.
 func (r *revision) commitNow() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return cmp.Or(r.commit, r.name)
 }
 
-// takeCommit takes the commit from a response of the hub. It refuses a commit that differs from the known one.
+// takeCommit records the commit from a response of the hub. It refuses a commit that differs from the recorded
+// one.
 func (r *revision) takeCommit(resp *http.Response) error {
 	c := strings.ToLower(resp.Header.Get("X-Repo-Commit"))
 	if !IsCommit(c) {
@@ -111,17 +113,17 @@ func (r *revision) takeCommit(resp *http.Response) error {
 		r.commit = c
 	}
 	if r.commit != c {
-		return errs.New(errs.ErrCorrupt, "the hub responds with commit %s, but the load began at %s", c, r.commit)
+		return errs.New(errs.ErrCorrupt, "the Hub returned commit %s, but this load began with commit %s", c, r.commit)
 	}
 	return nil
 }
 
-// IsCommit reports whether s is the full name of a commit: a SHA-1 or a SHA-256.
+// IsCommit reports whether s is a full commit hash: a SHA-1 or a SHA-256.
 func IsCommit(s string) bool {
 	return (len(s) == 40 || len(s) == 64) && strings.Trim(s, "0123456789abcdef") == ""
 }
 
-// homeURL is the URL to request first.
+// homeURL returns the URL of the first request.
 func (o *object) homeURL() *url.URL {
 	if o.revision == nil {
 		return o.url
@@ -133,8 +135,8 @@ func (o *object) homeURL() *url.URL {
 	return u
 }
 
-// hubURL turns hf:// into the hub's URL for any revision, and finds the user's token where huggingface_hub keeps
-// it: in the options, the environment, or the file that a login wrote.
+// hubURL returns a function that maps a revision to the hub's URL of an hf:// file. If the options have no
+// token, it adds the user's token from the environment or from the file that a huggingface_hub login wrote.
 func hubURL(uri string, opt source.Options) (func(rev string) string, source.Options, error) {
 	r, ok := source.ParseHF(uri)
 	if !ok || r.Repo == "" || strings.ContainsAny(r.Repo, ":?#%\\ ") || r.File == "" || strings.HasSuffix(r.File, "/") {
@@ -142,7 +144,7 @@ func hubURL(uri string, opt source.Options) (func(rev string) string, source.Opt
 	}
 	for _, part := range strings.Split(r.Repo+"/"+r.File, "/") {
 		if part == "" || part == "." || part == ".." {
-			return nil, opt, errs.New(errs.ErrArgument, "invalid name for the hub: it contains %q", part)
+			return nil, opt, errs.New(errs.ErrArgument, "invalid hf:// URI: its path contains the element %q", part)
 		}
 	}
 	if opt.Storage["token"] == "" {
@@ -159,7 +161,7 @@ func hubURL(uri string, opt source.Options) (func(rev string) string, source.Opt
 	}, opt, nil
 }
 
-// hubEndpoint is the hub's address, or that of a mirror.
+// hubEndpoint returns the address of the hub or of a mirror.
 func hubEndpoint(env map[string]string) string {
 	return cmp.Or(strings.TrimRight(env["HF_ENDPOINT"], "/"), "https://huggingface.co")
 }

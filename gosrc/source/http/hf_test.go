@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// hf:// asks the endpoint for the file at the revision, with the user's token.
+// Opening hf:// requests the file at its revision from the endpoint, with the user's token.
 func TestHub(t *testing.T) {
 	data := random(1000)
 	var seen sync.Map
@@ -70,8 +70,8 @@ func TestHub(t *testing.T) {
 	}
 }
 
-// A moving hub serves files of a branch that moves on after some answers. Each commit has its own bytes; large files
-// are in a separate store.
+// A moving hub serves a branch that moves to another commit after some responses. Each commit has its own
+// bytes. Large files are in a separate store.
 func moving(t *testing.T, after int64, names bool) (endpoint string, at func(commit int) []byte) {
 	t.Helper()
 	at = func(commit int) []byte { return bytes.Repeat([]byte{byte('a' + commit)}, 600_000) }
@@ -124,8 +124,8 @@ func moving(t *testing.T, after int64, names bool) (endpoint string, at func(com
 	return s.URL, at
 }
 
-// A branch that moves on between two files of a load, or between two ranges of a file, changes nothing: the load gets
-// the commit that it began with.
+// A branch that moves between two files of a load, or between two ranges of a file, has no effect: all files
+// come from the commit with which the load began.
 func TestMovingBranch(t *testing.T) {
 	for after := range int64(6) {
 		for _, files := range [][]string{
@@ -144,7 +144,7 @@ func TestMovingBranch(t *testing.T) {
 				}
 				p := make([]byte, s.Size())
 				if err := s.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, at(1)) {
-					t.Errorf("%v, moved after %d: %s is of commit %c: %v", files, after+1, f, p[0], err)
+					t.Errorf("%v, moved after %d: %s is from commit %c: %v", files, after+1, f, p[0], err)
 				}
 				s.Close()
 			}
@@ -153,8 +153,8 @@ func TestMovingBranch(t *testing.T) {
 	isSettled(t)
 }
 
-// Files that are opened at the same time also belong to one commit, however the branch moves. Each load asks for the
-// branch anew.
+// Files that are opened in parallel also come from one commit, even if the branch moves. Each load resolves the
+// branch again.
 func TestMovingBranchAtOnce(t *testing.T) {
 	for after := range int64(4) {
 		endpoint, at := moving(t, after, true)
@@ -193,7 +193,8 @@ func TestMovingBranchAtOnce(t *testing.T) {
 	}
 }
 
-// A hub that answers from another commit than requested is an error, and an answer that names none is still read.
+// A response from a commit other than the requested one is an error. A response that names no commit can be
+// read.
 func TestCommits(t *testing.T) {
 	endpoint, at := moving(t, 100, false)
 	opt := source.Options{Env: map[string]string{"HF_ENDPOINT": endpoint}}

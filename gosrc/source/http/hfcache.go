@@ -1,6 +1,6 @@
 package http
 
-// This file finds hf:// files in the cache of huggingface_hub.
+// This file finds hf:// files in the huggingface_hub cache.
 
 import (
 	"cmp"
@@ -16,12 +16,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// isYes reads a switch as huggingface_hub does.
+// isYes reads a boolean as huggingface_hub does.
 func isYes(text string) bool {
 	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(text))
 }
 
-// offlineSetting is the name of the setting that forbids requests to the hub, "" if none does.
+// offlineSetting returns the name of the setting that forbids requests to the hub, or "".
 func offlineSetting(env map[string]string) string {
 	for _, name := range []string{"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} { // the first that is set decides
 		if env[name] != "" {
@@ -34,14 +34,15 @@ func offlineSetting(env map[string]string) string {
 	return ""
 }
 
-// A shelf is the place of an hf:// file in huggingface_hub's cache.
+// A shelf is the location of an hf:// file in the huggingface_hub cache.
 //
-// Source: huggingface_hub's guide "Understand caching": models--org--name holds refs/REVISION, a file that
-// contains a commit; snapshots/COMMIT/FILE; and .no_exist/COMMIT/FILE for files that a commit does not have.
+// Source: huggingface_hub guide "Understand caching". The folder models--org--name contains refs/REVISION, a
+// file that contains a commit; snapshots/COMMIT/FILE; and .no_exist/COMMIT/FILE for files that are not in a
+// commit.
 type shelf struct {
 	*revision
 	ref    source.HF
-	folder string // of the repository
+	folder string // folder of the repository
 }
 
 func (h *Hub) shelfOf(uri string, env map[string]string) (shelf, bool) {
@@ -69,7 +70,7 @@ func kindOf(repo string) (kind, name string) {
 	return "models", repo
 }
 
-// notedCommit is the commit that the cache last recorded for the revision, "" if none.
+// notedCommit returns the commit that the cache last recorded for the revision, or "".
 func (s shelf) notedCommit() string {
 	path := filepath.Join(s.folder, "refs", filepath.FromSlash(s.name))
 	if regular.RefusePlanted(path) != nil {
@@ -82,7 +83,8 @@ func (s shelf) notedCommit() string {
 	return ""
 }
 
-// loadState returns the commit of this load, "" if it is not known yet, and why the hub is not asked for it.
+// loadState returns the commit of this load, or "" if it is not known yet, and the error with which the hub
+// could not be reached, if any.
 func (s shelf) loadState() (commit string, away error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -93,9 +95,9 @@ func (s shelf) at(kind, commit string) string {
 	return filepath.Join(s.folder, kind, commit, filepath.FromSlash(s.ref.File))
 }
 
-// Cached is the path of an hf:// file in huggingface_hub's cache, "" if it is not there or the commit is not
-// known. The commit of a branch is the one that the hub named in this load, or without the hub the one that the
-// cache last recorded.
+// Cached returns the path of an hf:// file in the huggingface_hub cache, or "" if the file is not there or the
+// commit is not known. The commit of a branch is the one that the hub returned in this load. In offline mode,
+// it is the one that the cache last recorded.
 func (h *Hub) Cached(uri string, env map[string]string) string {
 	s, ok := h.shelfOf(uri, env)
 	if !ok {
@@ -114,12 +116,12 @@ func (h *Hub) Cached(uri string, env map[string]string) string {
 	return ""
 }
 
-// Missing is the error for a file that is not cached and cannot come from the hub: its commit is known not to
-// have it, or the hub must not or cannot be asked. nil means that the hub should be asked.
+// Missing returns the error for a file that is not cached and cannot be requested: the cache records that it is
+// not in the commit, or the hub must not or cannot be asked. nil means that the hub should be asked.
 func (h *Hub) Missing(uri string, env map[string]string) error {
 	if name := offlineSetting(env); name != "" {
 		return errs.WithRule(source.RuleNotCached, errs.New(errs.ErrNotFound,
-			"it is not in the cache of huggingface_hub, and %s is set", name))
+			"not in the huggingface_hub cache, and %s is set", name))
 	}
 	s, ok := h.shelfOf(uri, env)
 	if !ok {
@@ -129,17 +131,17 @@ func (h *Hub) Missing(uri string, env map[string]string) error {
 	switch {
 	case commit != "" && isFile(s.at(".no_exist", commit)):
 		return errs.WithRule(source.RuleNotCached, errs.New(errs.ErrNotFound,
-			"commit %s has no such file, according to the cache of huggingface_hub", commit))
+			"not in commit %s, according to the huggingface_hub cache", commit))
 	case away != nil:
 		return errs.WithRule(source.RuleNotCached, fmt.Errorf(
-			"%w: it is not in the cache of huggingface_hub, and the Hub cannot be reached: %w", errs.ErrNotFound, away))
+			"%w: not in the huggingface_hub cache, and the Hub cannot be reached: %w", errs.ErrNotFound, away))
 	}
 	return nil
 }
 
-// Away continues without the hub, which err says cannot be reached, if the cache has the commit of the load. For
-// a branch that is the commit that the cache last recorded, and Away adds a notice. All later files of the load
-// then come from this commit.
+// Away switches to the cache after a request to the hub failed with err. It succeeds if the cache has the
+// commit of the load. For a branch this is the commit that the cache last recorded, and Away adds a notice. All
+// later files of the load then come from this commit.
 func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	s, ok := h.shelfOf(uri, env)
 	if !ok || !errors.Is(err, errs.ErrIO) && !errors.Is(err, errs.ErrTimeout) {
@@ -162,15 +164,15 @@ func (h *Hub) Away(uri string, env map[string]string, err error) bool {
 	s.mu.Unlock()
 	if branch {
 		source.Notice(fmt.Sprintf(
-			"hf://%s: the Hub cannot be reached (%s): %s resolves to commit %s, which the cache of "+
-				"huggingface_hub recorded last",
-			s.ref.Repo, errs.Message(err), s.name, commit))
+			"hf://%s: the Hub cannot be reached (%s): using commit %s of %s, the last one "+
+				"in the huggingface_hub cache",
+			s.ref.Repo, errs.Message(err), commit, s.name))
 	}
 	return true
 }
 
-// isFile reports whether a file of the cache exists and neither it nor the blob that it links to may have been
-// planted by another user of the machine.
+// isFile reports whether a file of the cache exists, and neither the file nor the blob that it links to may
+// have been planted by another user of the machine.
 func isFile(path string) bool {
 	real, err := filepath.EvalSymlinks(path)
 	if err != nil || regular.RefusePlanted(path) != nil || regular.RefusePlanted(real) != nil {
@@ -180,7 +182,7 @@ func isFile(path string) bool {
 	return err == nil && info.Mode().IsRegular()
 }
 
-// hubHome is huggingface_hub's folder, "" if the user has none.
+// hubHome returns the huggingface_hub folder, or "" if the user has no home folder.
 func hubHome(env map[string]string) string {
 	if home := env["HF_HOME"]; home != "" {
 		return home
@@ -194,7 +196,7 @@ func hubHome(env map[string]string) string {
 	return ""
 }
 
-// hubCache is huggingface_hub's download folder.
+// hubCache returns the download folder of huggingface_hub.
 func hubCache(env map[string]string) string {
 	if folder := cmp.Or(env["HF_HUB_CACHE"], env["HUGGINGFACE_HUB_CACHE"]); folder != "" {
 		return folder

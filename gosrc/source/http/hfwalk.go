@@ -17,22 +17,24 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// maxListing bounds the hub's list of a repository, in bytes.
+// maxListing is the largest file list that is read from a server, in bytes.
 const maxListing = 64 << 20
 
-// Walk lists the files of a repository, or of a folder in it, sorted, and returns its URI at the commit of the
-// list. If the hub must not or cannot be asked, Walk lists the files of the commit in huggingface_hub's cache.
+// Walk lists the files of a repository or of a folder in it, sorted, and returns its URI at the commit of the
+// list. If the hub must not or cannot be asked, Walk lists the files of that commit in the huggingface_hub
+// cache.
 func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok || !source.Folder(uri) {
-		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument, "this is not a folder of the hub"))
+		return "", nil, errs.In("open", uri, errs.New(errs.ErrArgument,
+			"expected a folder: hf://organisation/name or a path that ends in /"))
 	}
-	some := source.Beside(uri, "x") // any name, for functions that need one
+	some := source.Beside(uri, "x") // some functions need the URI of a file
 	commit, files, err := "", nil, h.Missing(some, opt.Env)
 	if offlineSetting(opt.Env) == "" && err == nil {
 		commit, files, err = listFiles(ctx, ref, some, opt)
 		if rev := strings.ToLower(ref.Rev); err == nil && IsCommit(rev) && commit != "" && commit != rev {
-			err = errs.New(errs.ErrCorrupt, "the hub lists commit %s, but %s was requested", commit, rev)
+			err = errs.New(errs.ErrCorrupt, "the Hub lists commit %s, but %s was requested", commit, rev)
 		}
 	}
 	if err != nil && ctx.Err() == nil {
@@ -53,12 +55,12 @@ func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at stri
 	}
 	files = inFolder(files, ref.File)
 	if len(files) == 0 {
-		return "", nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "there is no file in this folder"))
+		return "", nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "the folder has no files"))
 	}
 	return ref.String(), files, nil
 }
 
-// inFolder are the files below a folder of a repository, by their names there, sorted.
+// inFolder returns the files below a folder of a repository, sorted, with names relative to it.
 func inFolder(all []source.Entry, folder string) (files []source.Entry) {
 	for _, f := range all {
 		name, ok := strings.CutPrefix(f.Name, folder)
@@ -70,9 +72,9 @@ func inFolder(all []source.Entry, folder string) (files []source.Entry) {
 	return files
 }
 
-// listFiles asks the hub for the files of a repository, and the commit that has them.
+// listFiles requests the list of files of a repository and the commit that contains them.
 //
-// Source: the Hub's API, GET /api/models/REPO/revision/REVISION?blobs=true.
+// Source: Hugging Face Hub API, GET /api/models/REPO/revision/REVISION?blobs=true.
 func listFiles(ctx context.Context, ref source.HF, file string, opt source.Options) (commit string,
 	files []source.Entry, err error) {
 	_, opt, err = hubURL(file, opt) // checks the repository's name
@@ -88,7 +90,8 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 	}
 	defer s.Close()
 	if s.Size() > maxListing {
-		return "", nil, errs.New(errs.ErrFormat, "the hub's file list has %d bytes, which is too long", s.Size())
+		return "", nil, errs.New(errs.ErrFormat, "the Hub's file list has %d bytes: expected at most %d", s.Size(),
+			maxListing)
 	}
 	text := make([]byte, s.Size())
 	if err := s.ReadAt(ctx, text, 0); err != nil {
@@ -102,7 +105,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 		} `json:"siblings"`
 	}
 	if err := json.Unmarshal(text, &answer); err != nil || answer.SHA != "" && !IsCommit(answer.SHA) {
-		return "", nil, errs.New(errs.ErrIO, "the hub's response is not a list of files")
+		return "", nil, errs.New(errs.ErrIO, "the Hub's response is not a list of files")
 	}
 	for _, f := range answer.Siblings {
 		e := source.Entry{Name: f.Name, Size: -1}
@@ -114,7 +117,7 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 	return answer.SHA, files, nil
 }
 
-// shelvedFiles are the files of a snapshot in huggingface_hub's cache.
+// shelvedFiles returns the files of a snapshot in the huggingface_hub cache.
 func shelvedFiles(snapshot string) (files []source.Entry) {
 	_ = filepath.WalkDir(snapshot, func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() {

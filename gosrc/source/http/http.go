@@ -1,15 +1,15 @@
-// Package http is the source of http://, https:// and hf:// objects.
+// Package http reads http://, https:// and hf:// objects.
 //
-// Opening requests the first bytes of the object. The response gives its size, pins its ETag, and usually
-// contains the format's whole header. Each read is a ranged GET, and its body goes from the socket straight into
-// the caller's memory; package retry resumes broken ranges. A response that is not about that range of the pinned
-// object is never used: it has a wrong Content-Range, another ETag or size, or an encoding. An object that has
-// changed is errs.ErrCorrupt.
+// Opening requests the first bytes of the object. The response gives the size and the ETag that later reads
+// require, and usually contains the format's whole header. Each read is a ranged GET whose body is read from
+// the socket directly into the caller's memory. Package retry resumes interrupted ranges. A response is only
+// used if it is exactly the requested range of the same version: one with another Content-Range, ETag or size,
+// or with a content encoding, is rejected. A changed object is errs.ErrCorrupt.
 //
-// Servers without ranges are read by one GET in order; see spool.go. So are servers that give neither an ETag nor
-// a date, since two requests could return bytes of two versions.
+// Servers without ranges are read in order by one GET; see spool.go. So are servers that send neither an ETag
+// nor a date, because two requests could return bytes of different versions.
 //
-// Package route decides where requests may go and which credentials they carry; see follow.go.
+// Package route decides which servers may be asked and which credentials they receive; see follow.go.
 package http
 
 import (
@@ -33,7 +33,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
-// options are the names that storage_options= may have.
+// options are the supported keys of storage_options=.
 var options = append([]string{"headers", "token", "cacert", "capath", "insecure"}, retry.Names...)
 
 // A Source is an open object. It implements source.Source.
@@ -96,7 +96,7 @@ func openScheme(ctx context.Context, uri string, opt source.Options, r *revision
 	return s, nil
 }
 
-// Facts are those of ranges, or of a stream from one GET, together with the pin.
+// Facts returns the facts of the ranges or of the stream, with the object's identity and headers.
 func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	f.Identity, f.Settled = source.Pinned(s, s.pin())
@@ -104,8 +104,8 @@ func (s *Source) Facts() source.Facts {
 	return f
 }
 
-// pin identifies the object's state. It is its ETag, else its date, else "". A weak ETag pins nothing, nor does a
-// recent date.
+// pin returns what identifies the object's state: its ETag, otherwise its date, otherwise "". Weak ETags and
+// recent dates are not used.
 func (s *Source) pin() string {
 	switch isDated := tagOfDate(s.o.etag, s.o.modified, s.Size()); {
 	case isWeak(s.o.etag), (isDated || s.o.etag == "") && !isOldDate(s.o.date, s.o.modified, settle):
@@ -119,32 +119,31 @@ func (s *Source) pin() string {
 	return s.o.modified
 }
 
-// settle is how old a date must be, by the server's clock, to pin.
+// settle is how old a date must be, by the server's clock, to identify a state.
 const settle = 2 * time.Second
 
-// isOldDate reports whether an object's date was at least age old when the server answered. Dates have whole
-// seconds, so a second change within one cannot be seen.
+// isOldDate reports whether an object's date was at least age old when the server responded. Dates have a
+// resolution of one second, so a second change within that second is not detected.
 func isOldDate(date, modified string, age time.Duration) bool {
 	now, err := http.ParseTime(date)
 	then, err2 := http.ParseTime(modified)
 	return err == nil && err2 == nil && now.Sub(then) >= age
 }
 
-// isWeak reports whether an ETag is weak: then the bytes may change without a change of it.
+// isWeak reports whether an ETag is weak: the bytes may then change without a change of the ETag.
 func isWeak(etag string) bool { return strings.HasPrefix(etag, "W/") }
 
-// tagOfDate reports whether an ETag only encodes date and size, as nginx's do. Such an ETag is as reliable as the
-// date.
+// tagOfDate reports whether an ETag only encodes date and size, as nginx's do. Such an ETag is as reliable as
+// the date.
 func tagOfDate(etag, modified string, size int64) bool {
 	date, err := http.ParseTime(modified)
 	return err == nil && etag == fmt.Sprintf(`"%x-%x"`, date.Unix(), size)
 }
 
-// An object is what a URL referred to when it was opened. It implements
-// retry.Fetcher.
+// An object is the state of a URL when it was opened. It implements retry.Fetcher.
 type object struct {
 	uri     string
-	url     *url.URL // as the user named it
+	url     *url.URL // as the user wrote it
 	headers http.Header
 	client  *client
 
@@ -153,14 +152,14 @@ type object struct {
 	at       func(rev string) string
 
 	size     int64
-	answer   http.Header // of the first response
-	etag     string      // as the server writes it, "" if it has none
+	answer   http.Header // headers of the first response
+	etag     string      // as the server sent it, or ""
 	modified string      // Last-Modified
-	date     string      // of the response that named it
+	date     string      // Date of the first response
 
 	way   route.Way
 	mu    sync.Mutex
-	moved *route.Hop // end of the redirects, if any
+	moved *route.Hop // where the redirects led, if there were any
 }
 
 func (o *object) URI() string  { return o.uri }
@@ -168,7 +167,7 @@ func (o *object) Size() int64  { return o.size }
 func (o *object) Close() error { o.client.dropClient(); return nil }
 
 // requestFirst requests the first bytes. It returns nil without an error if the server does not support ranges
-// for this object, or gives nothing that pins it.
+// for this object, or sends neither a usable ETag nor a usable date.
 func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source, error) {
 	resp, err := o.getObject(ctx, http.Header{"Range": {fmt.Sprintf("bytes=0-%d", source.HeadBytes-1)}})
 	if err != nil {
@@ -180,7 +179,7 @@ func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source
 	case resp.StatusCode == http.StatusPartialContent && !hasPin(resp, total):
 		return nil, plain(resp)
 	case resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && isRange && total == 0:
-		return nil, nil // empty: a plain GET will tell
+		return nil, nil // perhaps empty: spool.Open sends a GET without a range
 	case resp.StatusCode == http.StatusOK:
 		if err := plain(resp); err != nil {
 			return nil, err
@@ -200,7 +199,7 @@ func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source
 		return nil, err
 	}
 	if n, _ := resp.Body.Read(make([]byte, 1)); n > 0 {
-		return nil, errors.New("the body is longer than its range")
+		return nil, errors.New("the response body is longer than the requested range")
 	}
 	o.answer = resp.Header
 	o.size, o.etag, o.modified, o.date = total, resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"),
@@ -209,7 +208,7 @@ func (o *object) requestFirst(ctx context.Context, tries retry.Options) (*Source
 	return &Source{retry.New(o, tries), o}, nil
 }
 
-// Fetch opens a range; see retry.Fetcher.
+// Fetch requests a range; see retry.Fetcher.
 func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
 	h := http.Header{"Range": {fmt.Sprintf("bytes=%d-%d", off, off+n-1)}}
 	o.pin(h)
@@ -224,8 +223,8 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 	return resp.Body, nil
 }
 
-// pin makes a request conditional: the server must return the object that was opened or fail. A weak ETag cannot
-// be a condition; checkSame compares it.
+// pin makes a request conditional: the server must return the object that was opened, or an error. Weak ETags
+// cannot be used as conditions, so checkSame compares them.
 func (o *object) pin(h http.Header) {
 	switch {
 	case o.etag != "" && !isWeak(o.etag):
@@ -237,8 +236,8 @@ func (o *object) pin(h http.Header) {
 
 var errAnother = errors.New("the server returned a different range than requested")
 
-// checkRange checks that a response is about this range of the pinned object. If it does not match its request,
-// the error has no class, since a retry may get another response.
+// checkRange checks that a response is this range of the opened object. If the response does not match the
+// request, the error has no class, because a retry may return another response.
 func (o *object) checkRange(resp *http.Response, off, n int64) error {
 	from, to, total, isRange := route.ContentRange(resp.Header.Get("Content-Range"))
 	switch resp.StatusCode {
@@ -247,7 +246,7 @@ func (o *object) checkRange(resp *http.Response, off, n int64) error {
 		if err := o.checkSame(resp); err != nil {
 			return err
 		}
-		return errors.New("the server returned the whole object for a range")
+		return errors.New("the server returned the whole object instead of a range")
 	case http.StatusRequestedRangeNotSatisfiable:
 		return &changed{"it is shorter now"}
 	default:
@@ -265,13 +264,13 @@ func (o *object) checkRange(resp *http.Response, off, n int64) error {
 	case !isRange || from != off || to != off+n-1:
 		return errAnother
 	case resp.ContentLength >= 0 && resp.ContentLength != n:
-		return fmt.Errorf("the server returned %d bytes for a range of %d", resp.ContentLength, n)
+		return fmt.Errorf("the server returned %d bytes for a range of %d bytes", resp.ContentLength, n)
 	}
 	return nil
 }
 
-// hasPin reports whether a response identifies a version of an object: by an ETag that is not weak, or by a date
-// at least a second old, since until then another version could get the same date. If the server sends no time,
+// hasPin reports whether a response identifies a version of an object, by a strong ETag or by a date that is at
+// least a second old. Within that second, another version could get the same date. If the server sends no time,
 // this machine's clock is used.
 func hasPin(resp *http.Response, size int64) bool {
 	etag, modified, date := resp.Header.Get("ETag"), resp.Header.Get("Last-Modified"), resp.Header.Get("Date")
@@ -284,7 +283,7 @@ func hasPin(resp *http.Response, size int64) bool {
 	return isOldDate(date, modified, time.Second)
 }
 
-// checkSame compares what pins the object.
+// checkSame compares the ETag and the date with those of the opened object.
 func (o *object) checkSame(resp *http.Response) error {
 	if tag := resp.Header.Get("ETag"); tag != o.etag {
 		return &changed{"its ETag has changed"}
@@ -307,12 +306,12 @@ func plain(resp *http.Response) error {
 	return nil
 }
 
-// changed says that the object has been replaced.
+// changed is the error for an object that was replaced.
 type changed struct{ what string }
 
 func (c *changed) Error() string { return c.what }
 
-// A failed is a response with an error status.
+// failed is a response with an error status.
 type failed struct {
 	code  int
 	after time.Duration
@@ -321,7 +320,7 @@ type failed struct {
 func (f *failed) Error() string {
 	text := fmt.Sprintf("HTTP %d %s", f.code, http.StatusText(f.code))
 	if f.after >= time.Second {
-		text += fmt.Sprintf(": the server asks to wait %.0f s", f.after.Seconds())
+		text += fmt.Sprintf(": the server asked to wait %.0f s", f.after.Seconds())
 	}
 	return text
 }
@@ -356,13 +355,13 @@ func (o *object) checkStatus(resp *http.Response) error {
 	return f
 }
 
-// Judge says what an error means; see retry.Fetcher.
+// Judge classifies an error; see retry.Fetcher.
 func (o *object) Judge(err error) (retry.Verdict, time.Duration) {
 	var (
 		gone *changed
 		busy *failed
 		name *net.DNSError
-		// of a server that does not speak TLS as we do
+		// Errors from a server that does not support our TLS versions.
 		header tls.RecordHeaderError
 		alert  tls.AlertError
 	)

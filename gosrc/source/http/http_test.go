@@ -36,7 +36,7 @@ func random(n int) []byte {
 	return b
 }
 
-// started serves data as /x of our own server.
+// started serves data as /x with our own server.
 func started(t *testing.T, data []byte, opt serve.Options) (*serve.Server, string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -70,10 +70,10 @@ func isSettled(t *testing.T) {
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
-	t.Errorf("still there: %v, %d clients", spawn.Names(), len(clients))
+	t.Errorf("left over: goroutines %v, %d clients", spawn.Names(), len(clients))
 }
 
-// A server with ranges, one without, and one that gives no length are sources like any other.
+// Servers with ranges, without ranges, and without a Content-Length pass the common suite.
 func TestSuite(t *testing.T) {
 	for name, opt := range map[string]serve.Options{"ranges": {}, "plain": {NoRanges: true},
 		"chunked": {Chunked: true}} {
@@ -88,7 +88,7 @@ func TestSuite(t *testing.T) {
 	isSettled(t)
 }
 
-// An HTTP/1.0 server works: it gives no length, and the body ends with the connection.
+// An HTTP/1.0 server works: it sends no length, and the body ends with the connection.
 func TestOldServer(t *testing.T) {
 	data := random(700_000)
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -106,13 +106,13 @@ func TestOldServer(t *testing.T) {
 	src := opened(t, s.URL+"/x", nil)
 	p := make([]byte, len(data)-5)
 	if src.Size() != int64(len(data)) || src.ReadAt(context.Background(), p, 5) != nil || !bytes.Equal(p, data[5:]) {
-		t.Errorf("%d bytes of %d, or other ones", src.Size(), len(data))
+		t.Errorf("%d bytes of %d, or wrong bytes", src.Size(), len(data))
 	}
 }
 
-// Whatever a server and the network do to answers, the bytes are right, a broken transfer resumes where it broke, and
-// almost nothing is fetched in vain: at most 1 % more than was wanted comes over the network, read or not. Reads are
-// like those of loads: ranges in steps, and smaller ones. With -faults 10000 this is the soak test.
+// With any combination of server and network faults, the bytes are correct and a broken transfer resumes where
+// it broke. At most 1 % more bytes than requested come over the network, whether they are read or not. The
+// reads are like those of loads: ranges in steps, and smaller reads. With -faults 10000 this is the soak test.
 func TestFaults(t *testing.T) {
 	if testing.Short() {
 		*faults = min(*faults, 40)
@@ -136,7 +136,7 @@ func TestFaults(t *testing.T) {
 			if err == nil && src.Facts().Ranges != nil {
 				break
 			}
-			if err == nil { // the first answer was the whole file: a server without ranges
+			if err == nil { // the first response was the whole file, as from a server without ranges
 				_ = src.Close()
 			}
 			src, err = new(Hub).Open(context.Background(), uri, source.Options{Storage: storage})
@@ -192,7 +192,7 @@ func TestFaults(t *testing.T) {
 		src.Close()
 		came := wire.close(t)
 		extra := 100 * (float64(came)/float64(wanted.Load()) - 1)
-		t.Logf("%s, seed %d: %d reads, %d faults %v, %d wrong, %d bytes wanted, %.2f%% more came, %.1f s",
+		t.Logf("%s, seed %d: %d reads, %d faults %v, %d wrong, %d bytes requested, %.2f%% more received, %.1f s",
 			mode, seed, reads.Load(), injected(), s.Faults(), wrong.Load(), wanted.Load(), extra,
 			time.Since(begun).Seconds())
 		if wrong.Load() != 0 {
@@ -202,18 +202,18 @@ func TestFaults(t *testing.T) {
 		if mode == "https" {
 			most += 0.2 // TLS records and handshakes
 		}
-		if *faults < 2000 { // a few refused answers matter: each has about 1 MB in flight
+		if *faults < 2000 { // a few refused responses matter: each has about 1 MB in flight
 			most = 4
 		}
 		if extra > most || extra < 0 {
-			t.Errorf("%.2f%% more came than was wanted", extra)
+			t.Errorf("received %.2f%% more bytes than requested", extra)
 		}
 		s.Close()
 	}
 	isSettled(t)
 }
 
-// On servers without ranges, a broken GET begins again, and bytes that come twice are compared.
+// On servers without ranges, a broken GET is restarted, and bytes received twice are compared.
 func TestSpoolFaults(t *testing.T) {
 	t.Cleanup(func() { isSettled(t) })
 	data := random(2 << 20)
@@ -223,12 +223,12 @@ func TestSpoolFaults(t *testing.T) {
 		src := opened(t, uri, map[string]string{"timeout": "1", "retries": "50"})
 		p := make([]byte, len(data))
 		if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, data) {
-			t.Errorf("seed %d: %v, or other bytes", seed, err)
+			t.Errorf("seed %d: %v, or wrong bytes", seed, err)
 		}
 	}
 }
 
-// An object that changes after it was opened is a CorruptError, however the server shows it.
+// An object that changes after it was opened is errs.ErrCorrupt, however the server reports it.
 func TestChanged(t *testing.T) {
 	data := random(1 << 20)
 	ctx := context.Background()
@@ -256,7 +256,7 @@ func TestChanged(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 		if n := asked.Load(); n != 2 {
-			t.Errorf("%d requests: opening, and one read", n)
+			t.Errorf("%d requests, want 2: opening and one read", n)
 		}
 	})
 	t.Run("another ETag", func(t *testing.T) {
@@ -272,11 +272,11 @@ func TestChanged(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 	})
-	// Without an ETag and a date nothing distinguishes two versions: one answer is read to its end, and all reads use
-	// its bytes.
-	t.Run("nothing to pin", func(t *testing.T) {
+	// Without an ETag and a date, versions cannot be distinguished: one response is read to its end, and all
+	// reads use its bytes.
+	t.Run("no reliable identity", func(t *testing.T) {
 		for name, c := range map[string][2]string{"no date": {}, "a date of now": {"now"},
-			"no date that can be read": {"yesterday"}, "a weak ETag": {"now", `W/"x"`}, "an ETag of date and size": {"now", "dated"},
+			"an invalid date": {"yesterday"}, "a weak ETag": {"now", `W/"x"`}, "an ETag of date and size": {"now", "dated"},
 		} {
 			date, etag := c[0], c[1]
 			var n atomic.Int64
@@ -319,7 +319,7 @@ func TestChanged(t *testing.T) {
 			s.Close()
 		}
 	})
-	t.Run("by its date alone", func(t *testing.T) {
+	t.Run("by its date", func(t *testing.T) {
 		var n atomic.Int64
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			changed := time.Unix(1_700_000_000, 0)
@@ -332,7 +332,7 @@ func TestChanged(t *testing.T) {
 		defer s.Close()
 		src := opened(t, s.URL+"/x?version=1", nil)
 		if id := opened(t, s.URL+"/x?version=2", nil).pin(); id == src.pin() || id == "" {
-			t.Errorf("two objects of one date are both %q", id)
+			t.Errorf("two objects with the same date have the same pin %q", id)
 		}
 		if err := src.ReadAt(ctx, make([]byte, 100), 500_000); !errors.Is(err, errs.ErrCorrupt) {
 			t.Errorf("%v", err)
@@ -355,7 +355,7 @@ func TestChanged(t *testing.T) {
 	})
 }
 
-// An object with an encoding label that does not change the bytes is read, with ranges and without.
+// Objects with a Content-Encoding that does not change the bytes can be read, with and without ranges.
 func TestLabels(t *testing.T) {
 	data := random(500_000)
 	for _, ranges := range []bool{true, false} {
@@ -381,7 +381,7 @@ func TestLabels(t *testing.T) {
 	}
 }
 
-// A server's answer becomes the class that a user would catch, and no secret of the caller is in any text.
+// A response becomes an error of the documented class, and no text contains a secret of the caller.
 func TestClasses(t *testing.T) {
 	var requests atomic.Int64
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -467,7 +467,7 @@ func TestClasses(t *testing.T) {
 	isSettled(t)
 }
 
-// The proxy of the environment is used with its password, and NO_PROXY is obeyed.
+// The proxy from the environment is used with its password, and NO_PROXY is respected.
 func TestProxy(t *testing.T) {
 	data := random(1000)
 	var through atomic.Int64
@@ -504,7 +504,7 @@ func TestProxy(t *testing.T) {
 	}
 }
 
-// A cancel soon ends a read that hangs, and leaves nothing.
+// A cancelled read that hangs ends soon and leaves nothing behind.
 func TestCancel(t *testing.T) {
 	data := random(1 << 20)
 	var n atomic.Int64
@@ -520,7 +520,7 @@ func TestCancel(t *testing.T) {
 	src := opened(t, s.URL+"/x", nil)
 	ctx, cancel := context.WithCancelCause(context.Background())
 	time.AfterFunc(50*time.Millisecond, func() { cancel(errs.ErrCancelled) })
-	// Without the cancel it would end as a stall.
+	// Without the cancellation it would end with a timeout.
 	if err := src.ReadAt(ctx, make([]byte, 500_000), 300_000); !errors.Is(err, errs.ErrCancelled) {
 		t.Error(err)
 	}
@@ -547,7 +547,7 @@ func TestShared(t *testing.T) {
 func TestNames(t *testing.T) {
 	for _, n := range retry.Names {
 		if !slices.Contains(options, n) {
-			t.Errorf("%s is no option", n)
+			t.Errorf("%s is not an option", n)
 		}
 	}
 }

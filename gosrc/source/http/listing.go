@@ -1,7 +1,7 @@
 package http
 
-// This file lists folders of servers that return JSON listings: overwire's own, and nginx with autoindex_format
-// json.
+// This file lists folders of servers that return JSON listings: overwire's own server, and nginx with
+// autoindex_format json.
 
 import (
 	"context"
@@ -16,14 +16,14 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Bounds of one folder, including the folders in it.
+// The limits of one folder, including its subfolders.
 const (
 	mostEntries = 100_000
 	mostDepth   = 16
 )
 
-// Walk lists the files of a folder and of the folders below it, sorted. A server that does not list folders, or
-// not in this form, is errs.ErrNotSupported.
+// Walk lists the files of a folder and its subfolders, sorted. It returns errs.ErrNotSupported if the server
+// does not return JSON listings.
 func Walk(ctx context.Context, uri string, opt source.Options) (files []source.Entry, err error) {
 	own := maps.Clone(opt.Storage)
 	if own == nil {
@@ -37,7 +37,7 @@ func Walk(ctx context.Context, uri string, opt source.Options) (files []source.E
 		return nil, errs.Place("open", uri, "", -1, err)
 	}
 	if len(w.files) == 0 {
-		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "there is no file in this folder"))
+		return nil, errs.In("open", uri, errs.New(errs.ErrNotFound, "the folder has no files"))
 	}
 	slices.SortFunc(w.files, func(a, b source.Entry) int { return strings.Compare(a.Name, b.Name) })
 	return w.files, nil
@@ -47,10 +47,11 @@ type walk struct {
 	ctx   context.Context
 	opt   source.Options
 	files []source.Entry
-	seen  int // entries
+	seen  int // number of entries
 }
 
-// listFolder adds the files of a folder. below is its path below the first one and ends in a slash.
+// listFolder adds the files of a folder. below is the folder's path relative to the first one, with a trailing
+// slash.
 func (w *walk) listFolder(uri, below string) error {
 	text, err := w.readListing(uri)
 	if err != nil {
@@ -70,7 +71,7 @@ func (w *walk) listFolder(uri, below string) error {
 	}
 	for _, e := range entries {
 		if !filepath.IsLocal(e.Name) || e.Name == "." || strings.ContainsAny(e.Name, "/\\\x00") {
-			return errs.New(errs.ErrFormat, "the server lists %q, which is not a valid file name in a folder", e.Name)
+			return errs.New(errs.ErrFormat, "the server lists %q, which is not a valid file name", e.Name)
 		}
 		switch {
 		case strings.HasPrefix(e.Name, "."):
@@ -93,7 +94,8 @@ func (w *walk) listFolder(uri, below string) error {
 func (w *walk) readListing(uri string) ([]byte, error) {
 	s, err := openScheme(source.Outline{Most: maxListing}.In(w.ctx), uri, w.opt, nil)
 	if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) {
-		return nil, errs.New(errs.ErrNotSupported, "this server does not list folders, or there is none here: %v", err)
+		return nil, errs.New(errs.ErrNotSupported, "this server does not list folders, or the folder is missing: %v",
+			err)
 	}
 	if err != nil {
 		return nil, err

@@ -13,24 +13,24 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A server's JSON listing gives the files of a folder and its subfolders. Names that cannot be a file in a folder, and
-// endless folders, are refused. A server with another listing or none gives an error of its own class.
+// Walk returns the files of a folder and its subfolders from a server's JSON listings. It refuses invalid file
+// names and endless folders. Servers with another kind of listing, or without one, give errs.ErrNotSupported.
 func TestWalk(t *testing.T) {
 	for name, c := range map[string]struct {
-		answers map[string]string // by path; "": 404
+		answers map[string]string // by path; "" means 404
 		want    string
 		class   error
 	}{
 		"files and folders": {map[string]string{"/m/": `[{"name":"b","type":"file","size":5},{"name":"a %","type":"directory"},{"name":".x","type":"file"},{"name":"s","type":"socket"}]`,
 			"/m/a %/": `[{"name":"c","type":"file"}]`}, "[{a %/c -1} {b 5}]", nil},
-		"empty":     {map[string]string{"/m/": `[]`}, "", errs.ErrNotFound},
-		"none":      {nil, "", errs.ErrNotSupported},
-		"a page":    {map[string]string{"/m/": `<html>`}, "", errs.ErrNotSupported},
-		"an object": {map[string]string{"/m/": `{"files":[]}`}, "", errs.ErrNotSupported},
-		"out of it": {map[string]string{"/m/": `[{"name":"..","type":"directory"}]`}, "", errs.ErrFormat},
-		"a path":    {map[string]string{"/m/": `[{"name":"a/b","type":"file"}]`}, "", errs.ErrFormat},
-		"a root":    {map[string]string{"/m/": `[{"name":"/etc/passwd","type":"file"}]`}, "", errs.ErrFormat},
-		"no end":    {map[string]string{"/m/": `[{"name":"m","type":"directory"}]`, "*": ""}, "", errs.ErrNotSupported},
+		"empty":             {map[string]string{"/m/": `[]`}, "", errs.ErrNotFound},
+		"none":              {nil, "", errs.ErrNotSupported},
+		"HTML":              {map[string]string{"/m/": `<html>`}, "", errs.ErrNotSupported},
+		"an object":         {map[string]string{"/m/": `{"files":[]}`}, "", errs.ErrNotSupported},
+		"a parent folder":   {map[string]string{"/m/": `[{"name":"..","type":"directory"}]`}, "", errs.ErrFormat},
+		"a path":            {map[string]string{"/m/": `[{"name":"a/b","type":"file"}]`}, "", errs.ErrFormat},
+		"an absolute path":  {map[string]string{"/m/": `[{"name":"/etc/passwd","type":"file"}]`}, "", errs.ErrFormat},
+		"an endless folder": {map[string]string{"/m/": `[{"name":"m","type":"directory"}]`, "*": ""}, "", errs.ErrNotSupported},
 	} {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			text := c.answers[r.URL.Path]

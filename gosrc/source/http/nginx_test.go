@@ -19,8 +19,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// nginx starts a real nginx over a folder, and returns the folder and the
-// addresses of its servers: with ranges, without, over TLS.
+// nginx starts a real nginx over a folder. It returns the folder and the addresses of three servers: with
+// ranges, without ranges, and with TLS.
 func nginx(t *testing.T) (dir, ranges, plain, secure string, c certs) {
 	t.Helper()
 	program, err := exec.LookPath("nginx")
@@ -39,7 +39,7 @@ func nginx(t *testing.T) (dir, ranges, plain, secure string, c certs) {
 	work := t.TempDir()
 	c = makeCerts(t)
 	var at []string
-	var held []net.Listener // all at once, so that no port is used twice
+	var held []net.Listener // open together, so that all ports differ
 	for range 3 {
 		l, err := net.Listen("tcp", sourcetest.Host()+":0")
 		if err != nil {
@@ -100,7 +100,7 @@ func executable(path string) bool {
 
 var hours time.Duration
 
-// writeOld writes a file that is some hours older than the previous one.
+// writeOld writes a file with a date that is an hour older than that of the previous file.
 func writeOld(t *testing.T, path string, data []byte) {
 	t.Helper()
 	hours += time.Hour
@@ -110,7 +110,7 @@ func writeOld(t *testing.T, path string, data []byte) {
 	}
 }
 
-// A real server, with and without ranges, with and without TLS, is a source like any other. A replaced file is noticed.
+// A real server passes the common suite, with and without ranges and with TLS. A replaced file is detected.
 func TestNginx(t *testing.T) {
 	dir, ranges, plain, secure, c := nginx(t)
 	for base, storage := range map[string]map[string]string{ranges: nil, plain: nil, secure: {"cacert": c.ca}} {
@@ -127,7 +127,7 @@ func TestNginx(t *testing.T) {
 		src := opened(t, uri, nil)
 		p := make([]byte, len(data))
 		if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, data) {
-			t.Errorf("%s: %v, or other bytes", uri, err)
+			t.Errorf("%s: %v, or wrong bytes", uri, err)
 		}
 		if ranged := src.Facts().Concurrency > 1; ranged != (uri == ranges+"x") {
 			t.Errorf("%s: ranges %v", uri, ranged)
@@ -137,7 +137,7 @@ func TestNginx(t *testing.T) {
 	if err := os.Chtimes(path, begun, begun); err != nil {
 		t.Fatal(err)
 	}
-	// nginx makes ETags from the size and a date in seconds, so another file could get the same one right now.
+	// nginx derives ETags from the size and a date in seconds, so another file could still get the same ETag.
 	if fresh := opened(t, ranges+"x", nil); fresh.pin() != "" && time.Since(begun) < settle {
 		t.Errorf("%q pins a file that may change within this second", fresh.pin())
 	}

@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Over every kind of redirect, only the allowed servers are reached, with only the allowed secrets.
+// With every kind of redirect, only the permitted servers are reached, and only with the permitted secrets.
 func TestRoutes(t *testing.T) {
 	sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
 		s, err := new(Hub).Open(context.Background(), uri, opt)
@@ -36,8 +36,8 @@ func TestRoutes(t *testing.T) {
 	isSettled(t)
 }
 
-// After a first request that was redirected within a private network, an object is found again where it was, over
-// several new connections at once.
+// After a first request that was redirected within a private network, reads go directly to the redirect's
+// target, also over several new parallel connections.
 func TestRedirectedRanges(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for _, from := range []string{"net", "pub"} {
@@ -52,7 +52,7 @@ func TestRedirectedRanges(t *testing.T) {
 					off := int64(270_000 + 70_000*i)
 					err := s.ReadAt(context.Background(), p, off)
 					if err == nil && !bytes.Equal(p, w.Data[off:off+70_000]) {
-						err = errors.New("other bytes")
+						err = errors.New("wrong bytes")
 					}
 					failures <- err
 				}()
@@ -72,7 +72,7 @@ func TestRedirectedRanges(t *testing.T) {
 	}
 }
 
-// A connection that belongs to one object is not used for another that may not use it.
+// A connection that belongs to one object is not used for another object that may not use it.
 func TestIdleConnections(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b", "pub/a": "http://{net2}/b"})
@@ -90,8 +90,8 @@ func TestIdleConnections(t *testing.T) {
 	}
 }
 
-// A name that now resolves to an address further inside is not followed, not even by the server that the caller named,
-// because the route began on the internet.
+// If a name resolves to an address in a more private network than before, it is not followed, even for the
+// server that the caller named, because the route began on the internet.
 func TestRebinding(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	pub, inside := w.URL("{pub}"), w.URL("{net}")
@@ -104,7 +104,7 @@ func TestRebinding(t *testing.T) {
 	var turned atomic.Bool
 	dial := c.transport.DialContext
 	c.transport.DialContext = func(ctx context.Context, network, address string) (net.Conn, error) {
-		if strings.HasPrefix(address, "rebound.example:") { // as a name server would
+		if strings.HasPrefix(address, "rebound.example:") { // as a name server would resolve it
 			address = pub
 			if turned.Load() {
 				address = inside
@@ -125,7 +125,7 @@ func TestRebinding(t *testing.T) {
 			t.Errorf("%s was asked", at)
 		}
 	}
-	// Also after a redirect by a name.
+	// The same holds for a redirect to a name.
 	turned.Store(true)
 	w.Script(302, map[string]string{"pub2/a": "http://rebound.example/b"})
 	if _, err := new(Hub).Open(context.Background(), w.URL("http://{pub2}/a"), opt); !errors.Is(err,
@@ -134,7 +134,7 @@ func TestRebinding(t *testing.T) {
 	}
 }
 
-// The address that a proxy connects to is unknown here, except where the URL itself has one.
+// The address to which a proxy connects is unknown, unless the URL contains it.
 func TestProxiedRedirects(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	env := map[string]string{"HTTP_PROXY": w.URL("http://proxy:" + sourcetest.Planted + "@{net}")}
@@ -161,7 +161,8 @@ func TestProxiedRedirects(t *testing.T) {
 			t.Errorf("%v shows a secret", err)
 		}
 	}
-	// In a private network, by its own words; and a server without a proxy after one with a proxy.
+	// These redirects are within a private network, as their URLs show. The second one leads from a server
+	// behind a proxy to one without.
 	w.Script(302, map[string]string{"net/a": "http://10.0.0.2/b"})
 	if s, err := new(Hub).Open(context.Background(), "http://10.0.0.1/a", source.Options{Env: env}); err != nil {
 		t.Error(err)
@@ -176,8 +177,8 @@ func TestProxiedRedirects(t *testing.T) {
 	}
 }
 
-// Up to 5 redirects are followed. The caller's headers go only to the first server, and an expired signed address is
-// asked for again.
+// Up to 5 redirects are followed. The caller's headers go only to the first server. An expired signed URL is
+// requested again.
 func TestRedirects(t *testing.T) {
 	data := random(1 << 20)
 	var leaked, expired, signed atomic.Int64
@@ -223,12 +224,12 @@ func TestRedirects(t *testing.T) {
 	}
 	signed.Add(1)
 	if err := src.ReadAt(context.Background(), p, 400_000); err != nil || expired.Load() != 1 {
-		t.Errorf("%v after %d answers of 403", err, expired.Load())
+		t.Errorf("%v after %d responses with status 403", err, expired.Load())
 	}
 	if leaked.Load() != 0 {
-		t.Error("credentials went to another server")
+		t.Error("credentials were sent to another server")
 	}
 	if _, err := new(Hub).Open(context.Background(), hub.URL+"/6", source.Options{Storage: storage}); err == nil {
-		t.Error("6 redirects")
+		t.Error("no error after 6 redirects")
 	}
 }

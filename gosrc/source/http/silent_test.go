@@ -17,9 +17,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
-// A server without ranges that falls silent, or sends a byte now and then, is given up after as many tries as one that
-// never answers, each as long as the timeout. A try that ends before a slow host has shown it to the server is not
-// counted; a longer timeout then shows them all.
+// A server without ranges that becomes silent, or that sends single bytes, is abandoned after as many attempts
+// as a server that never responds. Each attempt lasts as long as the timeout. On a slow host, an attempt may
+// end before its request reaches the server and is then not counted; the test repeats with longer timeouts
+// until all are counted.
 func TestSilentSpool(t *testing.T) {
 	for name, body := range map[string]func(io.Writer){
 		"silent after the first answer": nil,
@@ -44,13 +45,13 @@ func TestSilentSpool(t *testing.T) {
 				}
 				t.Logf("timeout %s s: %d of %d tries reached the server", timeout, asked, want)
 			}
-			t.Error("asked too few times")
+			t.Error("too few attempts reached the server")
 		})
 	}
 }
 
-// silent reads from a server that answers a GET of the whole object with body, or not at all. It returns how many GETs
-// came, how many were expected, and the error.
+// silent reads from a server that responds to a GET of the whole object with body, or not at all. It returns
+// the number of these GETs, the expected number, and the error.
 func silent(t *testing.T, body func(io.Writer), timeout string) (asked, want int64, err error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -1,6 +1,7 @@
 package http
 
-// This file reads objects by one GET, in order, if the server has no ranges or gives nothing that pins an object.
+// This file reads an object in order by one GET, if the server does not support ranges or sends nothing that
+// identifies the object's version.
 
 import (
 	"context"

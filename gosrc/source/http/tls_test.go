@@ -29,7 +29,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// certs are files: a certificate authority, and certificates from it with one key.
+// certs are the paths of a certificate authority and of certificates that share one key.
 type certs struct{ ca, capath, key, good, expired, other, unknown string }
 
 func makeCerts(t *testing.T) certs {
@@ -86,8 +86,8 @@ func makeCerts(t *testing.T) certs {
 	return out
 }
 
-// An untrusted certificate is refused at once as a permission error. The authority comes from the options or the
-// environment, and only insecure=true turns the check off.
+// An untrusted certificate is refused immediately as a permission error. The authority comes from the options
+// or the environment, and only insecure=true disables the check.
 func TestTLS(t *testing.T) {
 	c := makeCerts(t)
 	data := random(300_000)
@@ -111,7 +111,7 @@ func TestTLS(t *testing.T) {
 		{"not insecure", c.expired, source.Options{Storage: map[string]string{"insecure": "false"}}, false},
 	} {
 		_, uri := started(t, data, serve.Options{Cert: x.cert, Key: c.key})
-		// A refusal must not be retried: with this many retries the deadline would come first.
+		// A refusal must not be retried: with this many retries, the deadline would expire first.
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		storage := map[string]string{"retries": "1000"}
 		maps.Copy(storage, x.opt.Storage)

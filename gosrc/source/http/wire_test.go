@@ -19,7 +19,7 @@ type wire struct {
 	came, open atomic.Int64
 }
 
-// watch makes the client of these options before a source does.
+// watch creates the client for these options before a source does.
 func watch(t *testing.T, opt source.Options) *wire {
 	t.Helper()
 	c, err := holdClient(opt)
@@ -39,7 +39,7 @@ func watch(t *testing.T, opt source.Options) *wire {
 	return w
 }
 
-// close returns the client, waits until its connections end, and returns how many bytes have come.
+// close releases the client, waits until its connections have ended, and returns the number of bytes received.
 func (w *wire) close(t *testing.T) int64 {
 	t.Helper()
 	w.client.dropClient()

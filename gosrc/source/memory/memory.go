@@ -1,5 +1,5 @@
-// Package memory is the source of a file that was read into memory completely. Facts.View returns its bytes
-// without a copy.
+// Package memory provides a source for a file that was read into memory as a whole. Facts.View returns its
+// bytes without a copy.
 package memory
 
 import (
@@ -10,30 +10,30 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Memory holds such a file. It implements source.Source.
+// A Memory is a file in memory. It implements source.Source.
 type Memory struct {
 	uri   string
 	bytes []byte
 	close sync.Once
 	free  func()
 
-	// Compare makes every load compare the checksums of its bytes. It is set before the source is used.
+	// Compare makes every load verify the checksums of its bytes. It is set before the source is used.
 	Compare bool
 
 	mu   sync.RWMutex // held for reading by every copy
 	shut bool
 }
 
-// New makes a source of bytes that stay valid until free is called; Close calls it once. uri names the source in
-// errors.
+// New returns a source for bytes that stay valid until free is called. Close calls free once. uri names the
+// source in errors.
 func New(uri string, bytes []byte, free func()) *Memory {
 	return &Memory{uri: uri, bytes: bytes, free: free}
 }
 
-// URI is the name of what was read.
+// URI returns the name of the file.
 func (m *Memory) URI() string { return m.uri }
 
-// Size is the number of bytes.
+// Size returns the number of bytes.
 func (m *Memory) Size() int64 { return int64(len(m.bytes)) }
 
 // ReadAt copies bytes; see source.Source.
@@ -50,7 +50,7 @@ func (m *Memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return err
 }
 
-// Facts say that the bytes can be viewed.
+// Facts implements source.Source: the bytes can be viewed.
 func (m *Memory) Facts() source.Facts { return source.Facts{View: m.viewBytes, Compare: m.Compare} }
 
 func (m *Memory) viewBytes(off, n int64) ([]byte, error) {
@@ -59,7 +59,7 @@ func (m *Memory) viewBytes(off, n int64) ([]byte, error) {
 	return m.sliceBytes(off, n)
 }
 
-// sliceBytes is a range of the bytes. m.mu is held.
+// sliceBytes returns a range of the bytes. m.mu is held.
 func (m *Memory) sliceBytes(off, n int64) ([]byte, error) {
 	if m.shut {
 		return nil, m.placeError(off, errs.New(errs.ErrArgument, "the source is closed"))
@@ -71,7 +71,7 @@ func (m *Memory) sliceBytes(off, n int64) ([]byte, error) {
 	return m.bytes[off : off+n : off+n], nil
 }
 
-// Close frees the bytes after the copies in flight; views become invalid.
+// Close waits for copies in flight and frees the bytes. Views become invalid.
 func (m *Memory) Close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

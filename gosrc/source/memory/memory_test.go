@@ -14,7 +14,8 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// A view is the bytes themselves, up to their end. Close frees them once, and views end.
+// A view shares memory with the source and cannot grow beyond its end. Close frees the bytes once; later views
+// fail.
 func TestView(t *testing.T) {
 	data := []byte("0123456789")
 	freed := 0

@@ -19,8 +19,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A cache, set by its option or by the setting with its default folder, answers with what the store had last when the
-// store cannot be reached, and says so once. A URI that never changes is asked for once. The store's own answer counts.
+// A cache is set by its option, or by the setting with its default folder. If the store cannot be reached, the
+// cache returns the last known state, with one notice. An immutable URI is requested once. A response of the
+// store takes precedence.
 func TestCacheAway(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	knob.Load(map[string]string{"OVERWIRE_CACHE": "on"})
@@ -65,11 +66,11 @@ func TestCacheAway(t *testing.T) {
 		t.Fatal(err)
 	}
 	if list, _ := os.ReadDir(filepath.Join(home, ".cache", "overwire", "objects")); len(list) == 0 {
-		t.Fatal("nothing in the default place")
+		t.Fatal("nothing in the default folder")
 	}
 	requests.Store(0)
 	if _, err := get(With(opt), pinned); err != nil || requests.Load() != 0 {
-		t.Errorf("a commit: %v after %d requests", err, requests.Load())
+		t.Errorf("a URI with a commit: %v after %d requests", err, requests.Load())
 	}
 	status = 0
 	stores := With(opt)
@@ -98,7 +99,7 @@ func TestCacheAway(t *testing.T) {
 	elsewhere.Env = maps.Clone(opt.Env)
 	elsewhere.Env["HF_ENDPOINT"] = "http://127.0.0.1:1"
 	if _, err := get(With(elsewhere), pinned); !errors.Is(err, errs.ErrIO) {
-		t.Errorf("what another hub has: %v", err)
+		t.Errorf("an object of another hub: %v", err)
 	}
 	without := opt
 	without.Storage = map[string]string{"retries": "0", "cache": ""}
@@ -111,8 +112,8 @@ func TestCacheAway(t *testing.T) {
 	}
 }
 
-// Bytes from one store are never given for another that names the same ETag, size and date: a mirror, a server without
-// certificate check, another virtual host.
+// Bytes from one store are never returned for another store with the same ETag, size and date: a mirror, a
+// server without certificate check, another virtual host.
 func TestCacheOfAnotherStore(t *testing.T) {
 	answer := func(text string) http.HandlerFunc {
 		return func(w http.ResponseWriter, r *http.Request) {
@@ -120,7 +121,7 @@ func TestCacheOfAnotherStore(t *testing.T) {
 			_, _ = io.WriteString(w, map[bool]string{true: "other", false: text}[r.Host == "other.test"])
 		}
 	}
-	var current atomic.Value // for the server with TLS
+	var current atomic.Value // for the TLS server
 	forged, right := httptest.NewServer(answer("false")), httptest.NewServer(answer("right"))
 	secure := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		current.Load().(http.HandlerFunc)(w, r)
@@ -166,8 +167,8 @@ func TestCacheOfAnotherStore(t *testing.T) {
 	}
 }
 
-// An answer that an object does not exist is never final, also at a commit: the store is asked again, and if it cannot
-// be reached, its last answer counts.
+// A response that an object does not exist is never final, even at a commit: the store is asked again. Its last
+// response is used if it cannot be reached.
 func TestAbsentIsAskedAgain(t *testing.T) {
 	source.Notices()
 	var status atomic.Int64
@@ -205,7 +206,7 @@ func TestAbsentIsAskedAgain(t *testing.T) {
 	}
 }
 
-// Only names that can never mean other bytes are taken from a cache without asking.
+// Only names that never refer to other bytes are read from a cache without asking the store.
 func TestImmutable(t *testing.T) {
 	for uri, want := range map[string]bool{
 		"hf://org/name/a@" + commit: true, "hf://org/name/a@main": false, "hf://org/name/a": false,

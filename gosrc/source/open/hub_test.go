@@ -19,7 +19,7 @@ import (
 
 const commit = "0123456789abcdef0123456789abcdef01234567"
 
-// downloaded is a cache as huggingface_hub leaves it: one blob, a link to it, a ref.
+// downloaded creates a cache in the layout of huggingface_hub: one blob, a link to it, and refs.
 func downloaded(t *testing.T, data string) (folder string) {
 	t.Helper()
 	folder = t.TempDir()
@@ -44,7 +44,7 @@ func downloaded(t *testing.T, data string) (folder string) {
 	return folder
 }
 
-// content opens a URI and reads it all.
+// content opens a URI and reads all of it.
 func content(uri string, env map[string]string) (string, error) {
 	s, err := With(source.Options{Env: env}).Open(context.Background(), uri)
 	if err != nil {
@@ -56,8 +56,8 @@ func content(uri string, env map[string]string) (string, error) {
 	return string(b), err
 }
 
-// Offline, a file comes from huggingface_hub's cache at the commit that the cache noted, or is not found. No server is
-// asked.
+// In offline mode, a file comes from the huggingface_hub cache at the commit that the cache recorded, or is not
+// found. No server is asked.
 func TestHubOffline(t *testing.T) {
 	env := map[string]string{"HF_HUB_CACHE": downloaded(t, "local"), "HF_HUB_OFFLINE": "1",
 		"HF_ENDPOINT": "http://127.0.0.1:1"}
@@ -89,8 +89,8 @@ func TestHubOffline(t *testing.T) {
 	}
 }
 
-// Online, a named commit is taken from the cache without asking. A branch is looked up, and its file is read from the
-// cache if it is of that commit.
+// In online mode, a file at a named commit is read from the cache without asking. A branch is resolved first,
+// and its file is read from the cache if the cache has that commit.
 func TestHubCacheFirst(t *testing.T) {
 	for _, c := range []struct {
 		name, rev, serves, far, want string
@@ -122,9 +122,9 @@ func TestHubCacheFirst(t *testing.T) {
 	}
 }
 
-// If the Hub cannot be reached, a load's files come from the cache at one commit: the URI's or, with a notice, the one
-// that the cache noted last. The Hub is not asked again. Files missing from the cache are not found, and the error
-// names both.
+// If the Hub cannot be reached, all files of a load come from the cache at one commit: the commit in the URI
+// or, with a notice, the last one that the cache recorded. The Hub is not asked again. A file that is not in
+// the cache is not found, and the error names both the cache and the Hub.
 func TestHubAway(t *testing.T) {
 	source.Notices()
 	for _, c := range []struct {
@@ -164,8 +164,8 @@ func TestHubAway(t *testing.T) {
 	}
 }
 
-// Without the Hub, a file that the cache does not know gives the Hub's own error. So does the Hub's answer that a file
-// does not exist or that the user may not read it.
+// If the Hub cannot be reached and the file is not in the cache, the error is that of the Hub. A response that
+// the file does not exist or may not be read is also returned unchanged.
 func TestHubErrors(t *testing.T) {
 	for _, c := range []struct {
 		uri    string
@@ -197,7 +197,7 @@ func TestHubErrors(t *testing.T) {
 	}
 }
 
-// A file that the cache has noted as missing from a commit is not asked for.
+// A file that the cache records as missing from a commit is not requested.
 func TestHubNoExist(t *testing.T) {
 	folder := downloaded(t, "local")
 	if err := os.MkdirAll(filepath.Join(folder, "models--org--name", ".no_exist", commit), 0o755); err != nil {
@@ -214,11 +214,11 @@ func TestHubNoExist(t *testing.T) {
 	}
 }
 
-// Nothing that another user has put into a world-writable huggingface_hub cache is believed: no repository, noted
+// Nothing that another user put into a world-writable huggingface_hub cache is trusted: no repository, recorded
 // commit, snapshot or blob.
 func TestHubPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	for planted, name := range map[string]string{
 		"": "", "the repository": "models--org--name", "the snapshots": "models--org--name/snapshots",
@@ -247,7 +247,7 @@ func TestHubPlanted(t *testing.T) {
 	}
 }
 
-// A list of another commit than the requested one is refused.
+// A file list of a commit other than the requested one is refused.
 func TestListOfAnotherCommit(t *testing.T) {
 	other := strings.Repeat("f", 40)
 	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

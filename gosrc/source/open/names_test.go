@@ -12,7 +12,7 @@ import (
 )
 
 func TestForeignBytes(t *testing.T) {
-	// A store is asked only for names in UTF-8; a local file may have any name.
+	// Only UTF-8 names are sent to a store. A local file may have any name.
 	for _, uri := range []string{"http://127.0.0.1:1/caf\xe9", "s3://b/\xff", "redis://127.0.0.1:1/\xc3", "hf://a/b/\x80"} {
 		if _, err := With(source.Options{}).Open(context.Background(), uri); !errors.Is(err, errs.ErrArgument) {
 			t.Errorf("%q: %v", uri, err)

@@ -1,4 +1,4 @@
-// Package open opens a URI as a Source, by an explicit table of schemes.
+// Package open opens a URI as a Source. Explicit tables map schemes to packages.
 package open
 
 import (
@@ -22,8 +22,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/pipe"
 )
 
-// schemes maps a scheme to the function that opens it; stores holds the others. A name without a scheme is a
-// local path.
+// schemes maps a scheme to the function that opens it; stores has the other schemes. A name without a scheme is
+// a local path.
 var schemes = map[string]func(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source,
 	error){
 	"": func(_ context.Context, _ *http.Hub, path string, _ source.Options) (source.Source, error) {
@@ -45,8 +45,8 @@ func overHTTP(ctx context.Context, hub *http.Hub, uri string, opt source.Options
 	return wrapSource(hub.Open(ctx, uri, opt))
 }
 
-// ofHub opens a file of the hub. It takes the file from huggingface_hub's cache if it is there at the same
-// commit, or if the hub cannot be reached.
+// ofHub opens a file of the hub. It reads the huggingface_hub cache if the file is there at the same commit, or
+// if the hub cannot be reached.
 func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (source.Source, error) {
 	if path := hub.Cached(uri, opt.Env); path != "" {
 		return wrapSource(file.Open(path))
@@ -74,7 +74,7 @@ func ofHub(ctx context.Context, hub *http.Hub, uri string, opt source.Options) (
 	return remote, nil
 }
 
-// wrapSource keeps a nil *file.File from becoming a Source that is not nil.
+// wrapSource prevents a nil pointer from becoming a non-nil Source.
 func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 	if err != nil {
 		return nil, err
@@ -82,12 +82,12 @@ func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 	return s, nil
 }
 
-// Stores opens and lists the URIs of one load, with the caller's options. Local files ignore the options. All
-// files of one hf:// repository come from one commit. If a setting names an external downloader, http and https
-// go through it. A cache, chosen by the option "cache" or a setting, keeps whole objects of any store; see
-// package cache. Stores is safe for concurrent use.
+// Stores opens and lists the URIs of one load with the caller's options. Options do not apply to local files.
+// All files of one hf:// repository come from one commit. If a setting names an external downloader, it fetches
+// http and https URIs. A cache, selected by the option "cache" or by a setting, stores whole objects of any
+// store; see package cache. Stores is safe for concurrent use.
 type Stores struct {
-	opt   source.Options // without a cache
+	opt   source.Options // without the cache option
 	local cache.Folder   // Path is "" if there is no cache
 	own   bool           // never use an external downloader
 	hub   http.Hub
@@ -97,8 +97,7 @@ type Stores struct {
 // With returns the stores of one load.
 func With(opt source.Options) *Stores { return &Stores{opt: withoutCache(opt), local: cacheOf(opt)} }
 
-// Own is With, but never keeps objects or runs an external downloader: the downloader may be
-// overwire itself.
+// Own is like With, but uses no cache, and no external downloader because that may be overwire itself.
 func Own(opt source.Options) *Stores { return &Stores{opt: opt, own: true} }
 
 // Open opens a URI.
@@ -108,8 +107,8 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 	}
 	if isImmutable(uri) || s.away.Load() {
 		last, err := s.local.Last(ctx, uri)
-		// The cached answer may be outdated: an object may exist now, or the caller may be allowed to see it now,
-		// even at a fixed commit.
+		// The cached response may be outdated, even at a fixed commit: the object may exist now, or the caller
+		// may be permitted to read it now.
 		if last != nil || err != nil && (s.away.Load() || !errors.Is(err, errs.ErrNotFound)) {
 			if last != nil && s.away.Load() {
 				cache.CountAway()
@@ -127,7 +126,7 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 			return nil, err
 		}
 		if !s.away.Swap(true) {
-			source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): using the copy in the cache %s",
+			source.Notice(fmt.Sprintf("%s: the store cannot be reached (%s): using the copy in cache %s",
 				errs.RedactURI(uri), errs.Message(err), s.local.Path))
 		}
 		if last != nil {
@@ -140,8 +139,8 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 	return src, err
 }
 
-// List returns the objects of a folder, as the function List does. If the store cannot be reached, it returns the
-// listing that a cache recorded.
+// List returns the objects of a folder, like the function List. If the store cannot be reached, it returns the
+// listing that the cache recorded.
 func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 	uris, err := List(ctx, uri, s.opt)
 	switch {
@@ -156,7 +155,7 @@ func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 	return uris, err
 }
 
-// openWhereItLies opens a URI at its store, by the table of its scheme.
+// openWhereItLies opens a URI at its store.
 func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source, error) {
 	if !s.own && Downloaded(uri) {
 		return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, s.opt))
@@ -182,8 +181,8 @@ func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source
 		scheme, strings.Join(names[1:], ", "))) // the first is "", a local path
 }
 
-// RecipeOf is the error for a scheme of a store that is reached through another scheme, nil for all other
-// schemes.
+// RecipeOf returns an error for the scheme of a store that must be accessed through another scheme, and nil for
+// all other schemes.
 func RecipeOf(scheme string) error {
 	if recipe := recipes[scheme]; recipe != "" {
 		return errs.New(errs.ErrNotSupported, "%s:// is not supported directly: %s", scheme, recipe)
@@ -191,20 +190,20 @@ func RecipeOf(scheme string) error {
 	return nil
 }
 
-// recipes say how to reach stores that speak another store's protocol.
+// recipes say how to access stores that implement another store's protocol.
 var recipes = map[string]string{
 	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure,
 	"adl": azure, "wasb": azure, "wasbs": azure,
 }
 
 const (
-	gcs = "Google Cloud Storage speaks S3: write s3://BUCKET/KEY, with storage_options endpoint_url " +
-		"https://storage.googleapis.com, and key and secret of an HMAC key (Settings, Interoperability, of the project)"
+	gcs = "Google Cloud Storage supports S3: write s3://BUCKET/KEY, with storage_options endpoint_url " +
+		"https://storage.googleapis.com, and an HMAC key as key and secret (project Settings, Interoperability)"
 	azure = "Azure Blob Storage can be read over https, but not written to: write " +
-		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB?SAS, with a shared access signature that may read"
+		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB?SAS, with a shared access signature for reading"
 )
 
-// withoutCache is opt without the cache, for calls that must reach the store.
+// withoutCache returns opt without the cache option, for calls that must reach the store.
 func withoutCache(opt source.Options) source.Options {
 	if _, ok := opt.Storage["cache"]; ok {
 		opt.Storage = maps.Clone(opt.Storage)
@@ -213,7 +212,7 @@ func withoutCache(opt source.Options) source.Options {
 	return opt
 }
 
-// cacheOf is the folder of the option "cache", or of the setting. Its Path is "" if neither is set.
+// cacheOf returns the cache folder of the option "cache" or of the setting. Its Path is "" if neither is set.
 func cacheOf(opt source.Options) cache.Folder {
 	dir, isGiven := opt.Storage["cache"]
 	if !isGiven {
@@ -228,25 +227,25 @@ func cacheOf(opt source.Options) cache.Folder {
 	return cache.Folder{Path: dir, Limit: int64(knob.CacheGB.Get()) * 1e9, StoreOf: opt.StoreOf}
 }
 
-// isImmutable reports whether a URI names an immutable state of an object: a commit of the hub, or a version in
-// S3 other than "null", which is replaced in place.
+// isImmutable reports whether a URI refers to an immutable state of an object: a commit of the hub, or an S3
+// version other than "null", which is replaced in place.
 func isImmutable(uri string) bool {
 	r, ok := source.ParseHF(uri)
 	_, version, _ := strings.Cut(uri, "?versionId=")
 	return ok && http.IsCommit(r.Rev) || source.Scheme(uri) == "s3" && version != "" && version != "null"
 }
 
-// Downloaded reports whether an external downloader fetches a URI. Then nothing identifies the object's state.
+// Downloaded reports whether an external downloader fetches a URI. The object then has no identity.
 func Downloaded(uri string) bool {
 	return knob.Downloader.Get() != "" && (source.Scheme(uri) == "http" || source.Scheme(uri) == "https")
 }
 
-// argvs is how many URLs one run of a program gets, since the size of arguments is limited, usually to 2 MiB.
+// argvs is the number of URLs per run of the program. The size of its arguments is limited, usually to 2 MiB.
 const argvs = 1000
 
-// WithSizes is With for URIs of known sizes that are each opened once and in this order. If a setting names an
-// external downloader and all URIs are http or https, one run of it fetches up to argvs of them. The caller calls
-// rest at the end; it closes the sources that were fetched but not opened.
+// WithSizes is like With, for URIs of known sizes that are opened once each, in this order. If a setting names
+// an external downloader and all URIs are http or https, one run of it fetches up to argvs of them. The caller
+// calls rest at the end to close the sources that were fetched but not opened.
 func WithSizes(uris []string, sizes []int64, opt source.Options) (
 	dial func(ctx context.Context, uri string) (source.Source, error), rest func()) {
 	program := knob.Downloader.Get()
@@ -276,8 +275,7 @@ func WithSizes(uris []string, sizes []int64, opt source.Options) (
 	}
 }
 
-// checkSound refuses a URI of a remote scheme that is not valid UTF-8, since programs disagree on how to escape
-// it.
+// checkSound refuses a remote URI that is not valid UTF-8, because programs escape such URIs differently.
 func checkSound(verb, uri string) error {
 	if utf8.ValidString(uri) {
 		return nil

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Everything that is opened by its URI, through a cache or not, follows the common redirect policy.
+// Every URI is opened under the common redirect policy, with and without a cache.
 func TestRoutes(t *testing.T) {
 	for _, cached := range []bool{false, true} {
 		sourcetest.Routes(t, func(uri string, opt source.Options) ([]byte, error) {
@@ -32,7 +32,7 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
-// A Location never opens another store or a local file, even if its scheme is known.
+// A redirect never opens another store or a local file, even if its scheme is supported.
 func TestSchemes(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for scheme := range schemes {
@@ -49,13 +49,13 @@ func TestSchemes(t *testing.T) {
 			}
 			s.Close()
 		} else if err == nil {
-			t.Errorf("%s: opened", scheme)
+			t.Errorf("%s: opened after a redirect", scheme)
 			s.Close()
 		}
 	}
 }
 
-// An unknown scheme gives an error that lists the known ones.
+// An unknown scheme gives an error that lists the known schemes.
 func TestUnknownScheme(t *testing.T) {
 	_, err := With(source.Options{}).Open(context.Background(), "ftp://host/model.safetensors")
 	if !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), "file, hf, http, https") {
@@ -63,7 +63,8 @@ func TestUnknownScheme(t *testing.T) {
 	}
 }
 
-// A store that speaks another store's protocol is refused with what to write instead, for reading and for writing.
+// A store that implements another store's protocol is refused for reading and writing, and the error says what
+// to write instead.
 func TestRecipes(t *testing.T) {
 	for uri, says := range map[string]string{
 		"gs://bucket/m.safetensors": "https://storage.googleapis.com", "GCS://bucket/m.safetensors": "HMAC",

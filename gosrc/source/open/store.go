@@ -18,8 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/http"
 )
 
-// A store has the operations of a scheme that can be written to. Local files have rules of their own (package
-// save).
+// A store has the operations of a scheme that supports writing. Local files are handled by package save.
 type store struct {
 	open    func(ctx context.Context, uri string, opt source.Options) (source.Source, error)
 	create  func(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error)
@@ -34,7 +33,7 @@ func Writable(uri string) bool {
 	return ok
 }
 
-// Create starts to write an object of at most limit bytes; see source.Draft.
+// Create begins an object of at most limit bytes; see source.Draft.
 func Create(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error) {
 	s, err := storeOf("save", uri)
 	if err != nil {
@@ -43,7 +42,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	return s.create(ctx, uri, withoutCache(opt), limit)
 }
 
-// Remove deletes an object. It is not an error if there is none.
+// Remove deletes an object. It succeeds if the object does not exist.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	s, err := storeOf("save", uri)
 	if err != nil {
@@ -52,17 +51,17 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	return s.remove(ctx, uri, withoutCache(opt))
 }
 
-// Occupant is the kind of what a path to be written holds already.
+// An Occupant is the kind of file or folder that already exists at a path.
 type Occupant string
 
-// The kinds. A folder of a store is Taken, like a file and an object.
+// The kinds of occupants. Objects and folders of a store are Taken, like local files.
 const (
 	Free  Occupant = "" // nothing, or an empty folder
 	Taken Occupant = "file"
 	Full  Occupant = "folder" // a local folder with files in it
 )
 
-// Occupied returns the kind of what a path to be written holds.
+// Occupied returns the kind of file or folder that already exists at a path.
 func Occupied(ctx context.Context, path string, opt source.Options) (Occupant, error) {
 	if Writable(path) {
 		return occupiedRemote(ctx, path, opt)
@@ -104,8 +103,8 @@ func occupiedRemote(ctx context.Context, uri string, opt source.Options) (Occupa
 	return Free, err
 }
 
-// List returns the URIs of the objects in a folder, sorted, without those in subfolders. An empty folder is
-// errs.ErrNotFound; a store without folders is errs.ErrNotSupported.
+// List returns the URIs of the objects in a folder, sorted, without those in subfolders. It returns
+// errs.ErrNotFound for an empty folder and errs.ErrNotSupported for a store without folders.
 func List(ctx context.Context, uri string, opt source.Options) ([]string, error) {
 	files, err := walkStore(ctx, uri, opt, false)
 	var uris []string
@@ -115,8 +114,8 @@ func List(ctx context.Context, uri string, opt source.Options) ([]string, error)
 	return uris, err
 }
 
-// Walk returns the sorted files of a remote folder and of all folders below it, and the folder's URI. For an
-// hf:// repository that URI names the commit of the list. Errors are those of List.
+// Walk returns the folder's URI and its sorted files, including those in subfolders. The returned URI of an
+// hf:// repository contains the commit of the list. The errors are those of List.
 func Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	if source.Scheme(uri) == "hf" {
 		return new(http.Hub).Walk(ctx, uri, withoutCache(opt))
@@ -144,7 +143,7 @@ func walkStore(ctx context.Context, uri string, opt source.Options, below bool) 
 	return s.walk(ctx, uri, withoutCache(opt), below)
 }
 
-// Presign makes a URL that reads an object without credentials until it expires. The URL is a secret.
+// Presign returns a URL with which anyone can read an object until it expires. The URL is a secret.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
 	if err := checkSound("presign", uri); err != nil {
 		return "", err
@@ -156,8 +155,8 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	return s.presign(ctx, uri, withoutCache(opt), expires)
 }
 
-// Put writes a small object, then removes the objects that it makes stale. On an error it calls failed before it
-// cleans up the store, when data is no longer in use.
+// Put writes a small object, then removes the objects named by stale. Once data is no longer in use, it calls
+// failed with the error, if any, and then cleans up the store.
 func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale []string,
 	failed func(error)) (err error) {
 	d, err := Create(ctx, uri, opt, int64(len(data)))
@@ -185,9 +184,9 @@ func Put(ctx context.Context, uri string, opt source.Options, data []byte, stale
 	return nil
 }
 
-// PutOnce is Put if the object does not exist yet. Of several concurrent writers one succeeds, and the others get
-// errs.ErrArgument. In a store without conditional writes (If-None-Match) the last writer wins. Stores other than
-// s3:// are errs.ErrNotSupported.
+// PutOnce is Put for an object that must not exist yet. If several writers run concurrently, one succeeds and
+// the others get errs.ErrArgument. In a store without conditional writes (If-None-Match), the last writer wins.
+// Only s3:// is supported; other schemes return errs.ErrNotSupported.
 func PutOnce(ctx context.Context, uri string, opt source.Options, data []byte, failed func(error)) error {
 	if source.Scheme(uri) != "s3" {
 		return errs.In("save", uri, errs.New(errs.ErrNotSupported, "only s3:// can refuse to replace an object"))

@@ -2,8 +2,8 @@
 
 package open
 
-// This file lists the schemes that can be written to. The build tag nostores leaves them out of builds that do
-// not test them, since their libraries take long to compile.
+// This file lists the schemes that support writing. The build tag nostores excludes them from builds that do
+// not test them, because their libraries take long to compile.
 
 import (
 	"context"
@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/s3"
 )
 
-// stores are the schemes that can be written to.
+// stores are the schemes that support writing.
 var stores = map[string]store{
 	"s3": {
 		func(ctx context.Context, uri string, opt source.Options) (source.Source, error) {

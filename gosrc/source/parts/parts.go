@@ -1,10 +1,10 @@
-// Package parts implements source.Draft for stores that take an object as numbered parts of one size and show it
-// when all parts are there.
+// Package parts implements source.Draft for stores that receive an object as numbered parts of one size and
+// make it visible when all parts have arrived.
 //
-// Bytes arrive by offset, in nearly rising order, except that the beginning of a file (its header, which is known
-// last) arrives at the end. A part is sent as soon as every byte of it was written or skipped. Memory holds the
-// copied bytes of parts that are incomplete or being sent. New limits how many parts are sent at once; a writer
-// that completes one more waits.
+// Bytes arrive by offset, in almost ascending order. The beginning of a file (its header) arrives last because
+// it is known last. A part is sent as soon as each of its bytes was written or skipped. Memory holds the copied
+// bytes of parts that are incomplete or being sent. New limits the number of parts that are sent in parallel; a
+// writer that completes another part waits.
 package parts
 
 import (
@@ -20,14 +20,14 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Store takes the parts of one object.
+// A Store receives the parts of one object.
 type Store interface {
 	URI() string
-	// Part sends part k, counted from 0. Its bytes are the concatenation of p. Calls run in parallel. Part does
-	// not keep p.
+	// Part sends part k, counted from 0. Its content is the concatenation of p. Calls run in parallel. Part
+	// does not retain p.
 	Part(ctx context.Context, k int, p [][]byte) error
-	// Publish makes an object of n parts visible. If the object fits into one part, no part was sent; then n is 0
-	// and whole holds its bytes.
+	// Publish makes an object of n parts visible. If the object fits into one part, no part was sent: n is 0
+	// and whole is its content.
 	Publish(ctx context.Context, n int, whole []byte) error
 	// Abort removes the parts that were sent. It is called at most once, and not after a successful Publish.
 	Abort()
@@ -37,7 +37,7 @@ type Store interface {
 type Draft struct {
 	store Store
 	part  int64
-	ctx   context.Context // no call begins after it ends
+	ctx   context.Context // new calls do not begin after it ends
 	stop  context.CancelCauseFunc
 	cut   context.CancelCauseFunc // cancels the calls that have begun
 	sends context.Context         // context of the calls that have begun
@@ -47,29 +47,29 @@ type Draft struct {
 	sent  map[int]bool
 	free  [][]byte
 	size  int64
-	err   error // the first one
+	err   error // the first error
 	ended bool
 
 	tokens chan struct{} // one for each part being sent
 }
 
-// A partial is a part that waits for bytes.
+// A partial is an incomplete part.
 type partial struct {
 	buf    []byte // copied bytes, zeros elsewhere; nil if nothing was copied
 	views  []piece
 	filled int64
 }
 
-// A piece is a range of a part's bytes that were not copied.
+// A piece is a range of a part that refers to the caller's bytes.
 type piece struct {
 	p  []byte
 	at int64
 }
 
-// zeros are the bytes of skipped ranges if a part has no memory of its own.
+// zeros fill skipped ranges of parts without a buffer.
 var zeros = make([]byte, 64<<10)
 
-// listBytes are the first n bytes of the part, in order.
+// listBytes returns the first n bytes of the part, in order.
 func (t *partial) listBytes(n int64) (all [][]byte) {
 	slices.SortFunc(t.views, func(a, b piece) int { return cmp.Compare(a.at, b.at) })
 	end := int64(0)
@@ -91,7 +91,7 @@ func (t *partial) listBytes(n int64) (all [][]byte) {
 	return all
 }
 
-// New starts a draft with parts of size bytes; up to parallel parts are sent at once.
+// New begins a draft with parts of size bytes. parallel is the number of parts that may be sent in parallel.
 func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
 	d := &Draft{store: store, part: size, open: map[int]*partial{}, sent: map[int]bool{},
 		tokens: make(chan struct{}, parallel)}
@@ -100,13 +100,13 @@ func New(ctx context.Context, store Store, size int64, parallel int) *Draft {
 	return d
 }
 
-// URI names the object.
+// URI returns the name of the object.
 func (d *Draft) URI() string { return d.store.URI() }
 
 // Write copies p; see source.Draft.
 func (d *Draft) Write(p []byte, off int64) error { return d.takeBytes(p, off, false) }
 
-// WriteView copies nothing; see source.Draft.
+// WriteView does not copy p; see source.Draft.
 func (d *Draft) WriteView(p []byte, off int64) error { return d.takeBytes(p, off, true) }
 
 func (d *Draft) takeBytes(p []byte, off int64, view bool) error {
@@ -134,7 +134,7 @@ func (d *Draft) Skip(lo, hi int64) error {
 	return nil
 }
 
-// fillPart puts n bytes into part k and sends it when it is full. If p is nil, the zeros already there stay.
+// fillPart adds n bytes to part k and sends the part when it is complete. If p is nil, the bytes are zeros.
 func (d *Draft) fillPart(k int, at, n int64, p []byte, view bool) error {
 	if err := d.lockDraft(); err != nil {
 		return err
@@ -155,14 +155,14 @@ func (d *Draft) fillPart(k int, at, n int64, p []byte, view bool) error {
 	t.filled += n
 	full := t.filled == d.part
 	d.mu.Unlock()
-	// The first part is held back: an object of one part goes to Publish as a whole.
+	// The first part is not sent yet: an object of one part is passed to Publish as a whole.
 	if !full || k == 0 {
 		return nil
 	}
 	return d.sendPart(k, t, d.part)
 }
 
-// partAt returns part k, which is all zeros if it is new. The lock is held.
+// partAt returns part k, creating it if necessary. The lock is held.
 func (d *Draft) partAt(k int) *partial {
 	t := d.open[k]
 	if t == nil {
@@ -172,7 +172,7 @@ func (d *Draft) partAt(k int) *partial {
 	return t
 }
 
-// newBuffer returns a part's memory, all zeros. The lock is held.
+// newBuffer returns a zeroed buffer for a part. The lock is held.
 func (d *Draft) newBuffer() []byte {
 	if n := len(d.free); n > 0 {
 		b := d.free[n-1]
@@ -183,7 +183,7 @@ func (d *Draft) newBuffer() []byte {
 	return make([]byte, d.part)
 }
 
-// lockDraft takes the lock, unless the draft cannot go on.
+// lockDraft takes the lock. It returns an error if the draft cannot continue.
 func (d *Draft) lockDraft() error {
 	d.mu.Lock()
 	err := d.failure()
@@ -193,7 +193,7 @@ func (d *Draft) lockDraft() error {
 	return err
 }
 
-// failure is the reason why the draft cannot continue. The lock is held.
+// failure returns an error if the draft cannot continue. The lock is held.
 func (d *Draft) failure() error {
 	switch {
 	case d.err != nil:
@@ -206,7 +206,7 @@ func (d *Draft) failure() error {
 	return nil
 }
 
-// sendPart sends part k as soon as the limit allows.
+// sendPart waits until another part may be sent, and sends part k in the background.
 func (d *Draft) sendPart(k int, t *partial, n int64) error {
 	d.mu.Lock()
 	delete(d.open, k)
@@ -220,7 +220,7 @@ func (d *Draft) sendPart(k int, t *partial, n int64) error {
 		return d.failure()
 	}
 	spawn.Go("source.part", func() {
-		err := errs.New(errs.ErrEngine, "sending a part did not end")
+		err := errs.New(errs.ErrEngine, "the function that sends a part did not return")
 		defer func() {
 			d.mu.Lock()
 			if err != nil && d.err == nil {
@@ -262,11 +262,11 @@ func (d *Draft) Finish(size int64) error {
 	d.waitForParts(d.ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.free = nil // a finished draft may wait long until it is published
+	d.free = nil // publishing may follow much later
 	return d.failure()
 }
 
-// Publish shows the object; see source.Draft.
+// Publish makes the object visible; see source.Draft.
 func (d *Draft) Publish() error {
 	if err := d.lockDraft(); err != nil {
 		return err
@@ -305,7 +305,7 @@ func (d *Draft) Drop() {
 		return
 	}
 	d.stop(errs.ErrCancelled)
-	// Let parts that are nearly done complete: a part that arrives after the abort would stay in the store.
+	// Wait for parts that are nearly sent: a part that arrives after the abort would remain in the store.
 	late, end := context.WithTimeout(context.Background(), grace)
 	d.waitForParts(late)
 	end()
@@ -317,7 +317,7 @@ func (d *Draft) Drop() {
 
 const grace = time.Second
 
-// waitForParts returns when no part is being sent or ctx ends. No send begins meanwhile.
+// waitForParts waits until no part is being sent or ctx ends. No send begins while it waits.
 func (d *Draft) waitForParts(ctx context.Context) {
 	for range cap(d.tokens) {
 		select {

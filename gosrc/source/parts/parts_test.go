@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A memory is a store that keeps what it is sent.
+// A memory is a store that keeps the parts it receives.
 type memory struct {
 	mu       sync.Mutex
 	parts    map[int][]byte
-	places   [][]byte // where the bytes of parts were
+	places   [][]byte // the memory from which parts were sent
 	object   []byte   // published
 	shown    bool
 	aborted  int
-	fail     int // the part that fails; -1 if none
+	fail     int // number of the part that fails; -1 means none
 	inFlight atomic.Int64
 	most     atomic.Int64
 }
@@ -43,7 +43,7 @@ func (m *memory) Part(ctx context.Context, k int, p [][]byte) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.parts[k] != nil {
-		return errs.New(errs.ErrEngine, "part %d came twice", k)
+		return errs.New(errs.ErrEngine, "part %d was sent twice", k)
 	}
 	m.parts[k] = bytes.Join(p, nil)
 	m.places = append(m.places, p...)
@@ -61,8 +61,8 @@ func (m *memory) Publish(_ context.Context, n int, whole []byte) error {
 
 func (m *memory) Abort() { m.aborted++ }
 
-// Whatever the order within a window, with gaps, and with a beginning that comes last, the object is what was written,
-// with zeros in the gaps.
+// The object is correct for any order of writes within a window, with gaps that read as zeros, and with its
+// beginning written last.
 func TestBytesAnyOrder(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -121,7 +121,7 @@ func TestBytesAnyOrder(t *testing.T) {
 			t.Fatal(err)
 		}
 		if m.shown {
-			t.Fatal("visible before it is published")
+			t.Fatal("the object is visible before it is published")
 		}
 		if err := d.Publish(); err != nil {
 			t.Fatal(err)
@@ -133,7 +133,7 @@ func TestBytesAnyOrder(t *testing.T) {
 	}
 }
 
-// A view is sent from its own memory, without a copy.
+// Views are sent without a copy.
 func TestViews(t *testing.T) {
 	data := make([]byte, 100_000)
 	for i := range data {
@@ -156,12 +156,12 @@ func TestViews(t *testing.T) {
 		}
 	}
 	if len(d.free) > 0 {
-		t.Errorf("%d parts were made", len(d.free))
+		t.Errorf("%d buffers were allocated", len(d.free))
 	}
 }
 
-// No more parts than allowed are in flight, and memory is limited to the parts in flight and in hand, however long the
-// object is.
+// The number of parts in flight is limited. Memory is limited to these and the incomplete parts, independent of
+// the object's size.
 func TestBounded(t *testing.T) {
 	m := &memory{parts: map[int][]byte{}, fail: -1}
 	d := New(context.Background(), m, 1000, 3)
@@ -173,14 +173,14 @@ func TestBounded(t *testing.T) {
 		open, free := len(d.open), len(d.free)
 		d.mu.Unlock()
 		if open > 2 || free > 5 {
-			t.Fatalf("%d parts wait, %d are kept", open, free)
+			t.Fatalf("%d incomplete parts, %d free buffers", open, free)
 		}
 	}
 	if err := d.Finish(300_000); err != nil {
 		t.Fatal(err)
 	}
 	if n := m.most.Load(); n > 3 {
-		t.Fatalf("%d parts at once", n)
+		t.Fatalf("%d parts in flight", n)
 	}
 	d.Drop()
 	d.Drop()
@@ -189,7 +189,7 @@ func TestBounded(t *testing.T) {
 	}
 }
 
-// A failed part ends everything with its own error; nothing is published.
+// A failed part ends the draft with its error, and nothing is published.
 func TestFailure(t *testing.T) {
 	m := &memory{parts: map[int][]byte{}, fail: 7}
 	d := New(context.Background(), m, 100, 2)
@@ -208,11 +208,11 @@ func TestFailure(t *testing.T) {
 	}
 	d.Drop()
 	if m.aborted != 1 || m.shown {
-		t.Fatal("not aborted, or shown")
+		t.Fatal("not aborted, or published")
 	}
 }
 
-// A cancel takes effect while the store is slow, and in Publish.
+// After a cancellation, every call of the draft fails.
 func TestCancel(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	m := &memory{parts: map[int][]byte{}, fail: -1}

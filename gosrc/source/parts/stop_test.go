@@ -27,7 +27,7 @@ func (s *slow) Part(ctx context.Context, _ int, p [][]byte) error {
 	return context.Cause(ctx)
 }
 
-// After StopSends nothing reads the bytes of WriteView: they belong to the caller again, while Drop may take long.
+// After StopSends returns, nothing reads the bytes of WriteView, while Drop may take long.
 func TestStopSends(t *testing.T) {
 	s := &slow{begun: make(chan struct{}, 2)}
 	d := New(t.Context(), s, 100, 2)

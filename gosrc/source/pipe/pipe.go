@@ -1,11 +1,13 @@
-// Package pipe is the source of bodies that another program downloads. The program takes URLs as arguments and
-// writes their bodies, one after the other, to its standard output, as curl and `overwire fetch` do.
+// Package pipe provides sources for bodies that another program downloads. The program receives URLs as
+// arguments and writes their bodies, one after the other, to its standard output, as curl and `overwire fetch`
+// do.
 //
-// The program is run by its path, without a shell. Every argument begins with http:// or https://, so no URL can
-// be taken for an option. A nonzero exit status, a byte too few or too many, or a stall is an error of every
-// source that is not complete by then. The last source only completes when the program has succeeded, so a caller
-// that has read all sources knows that the stream was divided at the right offsets. If sizes are not known, no
-// byte is used before that. Closing the last source kills the program and its process group.
+// The program is started by its path, without a shell. Every argument begins with http:// or https://, so no
+// URL can be mistaken for an option. If the program exits with an error, writes too few or too many bytes, or
+// stalls, every source that is not yet complete fails. The last source completes only after the program has
+// succeeded. A caller that has read all sources therefore knows that the stream was divided at the right
+// offsets. If the size is unknown, no byte is used before the program has succeeded. Closing the last source
+// kills the program and its process group.
 package pipe
 
 import (
@@ -34,7 +36,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/spool"
 )
 
-// A Source is one body. It implements source.Source.
+// A Source is the body of one URL. It implements source.Source.
 type Source struct {
 	*spool.File
 	d    *download
@@ -58,8 +60,8 @@ func Open(ctx context.Context, program, uri string, opt source.Options) (*Source
 	return srcs[0], nil
 }
 
-// Start runs the program for several URLs and returns a source for each. sizes are the sizes of the bodies. sizes
-// may be nil for a single URL of unknown size; Start then returns when the program has ended.
+// Start runs the program for several URLs and returns a source for each. sizes are the sizes of the bodies.
+// sizes may be nil for a single URL of unknown size; Start then waits until the program has ended.
 func Start(ctx context.Context, program string, urls []string, sizes []int64, opt source.Options) ([]*Source, error) {
 	fail := func(uri string, err error) ([]*Source, error) { return nil, errs.In("open", uri, err) }
 	if len(urls) == 0 || sizes != nil && len(sizes) != len(urls) || sizes == nil && len(urls) != 1 {
@@ -75,10 +77,10 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 		case scheme != "http" && scheme != "https" || strings.ContainsAny(u, "\x00\r\n"):
 			return fail(u, errs.New(errs.ErrArgument, "an external downloader can only fetch http:// and https://"))
 		case sizes != nil && sizes[i] < 0:
-			return fail(u, errs.New(errs.ErrArgument, "invalid size: %d bytes", sizes[i]))
+			return fail(u, errs.New(errs.ErrArgument, "invalid size %d: expected 0 or more bytes", sizes[i]))
 		}
 		if err := opt.Check(scheme, "timeout"); err != nil {
-			return fail(u, fmt.Errorf("%w: an external downloader supports no other options", err))
+			return fail(u, fmt.Errorf("%w: an external downloader supports only timeout", err))
 		}
 	}
 	files := make([]*spool.File, 0, len(urls))
@@ -127,7 +129,7 @@ func Start(ctx context.Context, program string, urls []string, sizes []int64, op
 	return srcs, nil
 }
 
-// Close frees the source; the last one ends the program.
+// Close closes the source. Closing the last one ends the program.
 func (s *Source) Close() error {
 	s.once.Do(func() {
 		s.d.mu.Lock()
@@ -143,13 +145,13 @@ func (s *Source) Close() error {
 	return s.shut
 }
 
-// argumentsOf returns the program's arguments and its standard input. curl gets options to fail on an error
-// status, stop at the first URL that fails, follow redirects and be quiet; without them it would return error
-// pages as if they were weights. curl does not check where a redirect leads. Redirects may lead to https only,
-// because a server of a private network has no certificate for the name, or anywhere if all URLs are themselves
-// addresses of private networks. curl does not send the user and password of a URL to other hosts. Every user of
-// the machine can read arguments, so curl gets URLs with a user or a query, which may be secrets, on its standard
-// input. Other programs have no such way.
+// argumentsOf returns the program's arguments and its standard input. Without options, curl would return error
+// pages as if they were weights. The options make it fail on an error status, stop at the first URL that fails,
+// follow redirects and print no progress. curl does not check where a redirect leads. Redirects are therefore
+// limited to https, because a server in a private network has no certificate for a public name. They may also
+// use http if all URLs are addresses in private networks. curl does not send the user and password of a URL to
+// other hosts. Every user of the machine can read arguments, so URLs with a user or a query, which may be
+// secret, are passed to curl on its standard input. Other programs do not support this.
 func argumentsOf(program string, urls []string) (args []string, stdin string) {
 	if filepath.Base(program) != "curl" {
 		return urls, ""
@@ -178,7 +180,7 @@ func argumentsOf(program string, urls []string) (args []string, stdin string) {
 	return append(args, "--config", "-"), config.String()
 }
 
-// runProgram runs the program to its end and cuts its output into files.
+// runProgram runs the program to its end and divides its output among files.
 func runProgram(ctx context.Context, program string, urls []string, files []*spool.File, timeout time.Duration,
 	env map[string]string) error {
 	r, w, err := os.Pipe()
@@ -186,7 +188,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 		return errs.FromOS(err)
 	}
 	defer r.Close()
-	// This is more than a pipe's default of 64 KiB, for fewer context switches. It may fail.
+	// A pipe larger than the default of 64 KiB needs fewer context switches. Errors do not matter.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
 	args, stdin := argumentsOf(program, urls)
 	cmd := exec.Command(program, args...)
@@ -222,10 +224,10 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	if cutErr != nil {
 		kill()
 	}
-	_ = r.Close() // before Wait: a program that continues to write gets SIGPIPE
+	_ = r.Close() // before Wait, so that a program that continues to write gets SIGPIPE
 	waitErr := cmd.Wait()
 	_ = lines.flushLine()
-	kill() // its remaining children
+	kill() // kill its remaining children
 	switch {
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
@@ -242,9 +244,9 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	return nil
 }
 
-// openLog opens a log for appending. Other users may be able to write to its folder, so openLog does not follow
-// symbolic links. It refuses files of other users, since they could read them, and pipes, since their readers may
-// never read.
+// openLog opens a log for appending. Other users may be able to write to its folder, so it does not follow
+// symbolic links. It refuses files of other users, who could read the log, and pipes, whose readers might block
+// the program.
 func openLog(path string) (*os.File, error) {
 	log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 	if err != nil {
@@ -252,7 +254,7 @@ func openLog(path string) (*os.File, error) {
 	}
 	st, err := log.Stat()
 	if err == nil && st.Mode()&os.ModeNamedPipe != 0 {
-		err = errs.New(errs.ErrArgument, "it is not a file that can be appended to")
+		err = errs.New(errs.ErrArgument, "this is a pipe: expected a regular file")
 	}
 	if err == nil {
 		err = refuseOthers(path, st)
@@ -264,7 +266,7 @@ func openLog(path string) (*os.File, error) {
 	return log, nil
 }
 
-// refuseOthers refuses an open file that another user has put into a folder that everyone may write to.
+// refuseOthers refuses an open file that another user created in a world-writable folder.
 func refuseOthers(path string, st os.FileInfo) error {
 	folder, err := os.Stat(regular.FolderOf(path))
 	if err != nil {
@@ -275,8 +277,8 @@ func refuseOthers(path string, st os.FileInfo) error {
 
 var errEnd = errors.New("the stream ended early")
 
-// cutStream divides the stream among the files. It holds back the very last byte, so that the last file is
-// complete only when the program has succeeded.
+// cutStream divides the stream among the files. It withholds the last byte, so that the last file is complete
+// only after the program has succeeded.
 func cutStream(r *os.File, files []*spool.File, timeout time.Duration) (last *spool.File, held []byte, err error) {
 	for _, f := range files {
 		if f.Size() > 0 {
@@ -327,15 +329,15 @@ func cutStream(r *os.File, files []*spool.File, timeout time.Duration) (last *sp
 	}
 }
 
-// maxLine is the longest line of a program's standard error that is shown. A longer line would be shown in parts,
-// and a part that begins within a secret cannot be recognized.
+// maxLine is the longest line of a program's standard error that is shown. Longer lines would be shown in
+// parts, and Redact cannot recognize a secret if a part begins within it.
 const maxLine = 64 << 10
 
-// redacted writes whole lines, without the secrets in them.
+// redacted writes whole lines with their secrets removed.
 type redacted struct {
 	to   io.Writer
 	b    []byte
-	long bool // the line that b continues is longer than maxLine and is left out
+	long bool // the line that b continues is longer than maxLine and is omitted
 }
 
 func (r *redacted) Write(p []byte) (int, error) {
@@ -357,7 +359,7 @@ func (r *redacted) Write(p []byte) (int, error) {
 func (r *redacted) flushLine() error {
 	text, note := r.b, ""
 	if r.long {
-		note = fmt.Sprintf("(a line of more than %d bytes)\n", maxLine)
+		note = fmt.Sprintf("(omitted a line of more than %d bytes)\n", maxLine)
 		text = text[bytes.IndexAny(text, "\r\n")+1:]
 	}
 	r.b, r.long = nil, false
@@ -365,8 +367,8 @@ func (r *redacted) flushLine() error {
 	return err
 }
 
-// tail keeps the end of a program's standard error. Its input is already redacted: cutting first could remove the
-// text that marks a secret.
+// tail keeps the end of a program's standard error. Its input is already redacted, because cutting first could
+// remove the text by which a secret is recognized.
 type tail struct {
 	mu sync.Mutex
 	b  []byte

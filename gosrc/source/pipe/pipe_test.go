@@ -23,7 +23,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// script writes a downloader that is a shell script.
+// script writes a shell script that acts as the downloader.
 func script(t *testing.T, text string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "downloader")
@@ -58,7 +58,7 @@ func curl(t *testing.T) string {
 	return path
 }
 
-// With curl it is a source like any other, for one URL or several at once.
+// curl passes the common suite and downloads several URLs in one run.
 func TestCurl(t *testing.T) {
 	program := curl(t)
 	sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: true}, func(t *testing.T, data []byte) source.Source {
@@ -78,11 +78,11 @@ func TestCurl(t *testing.T) {
 	for i, want := range [][]byte{a, nil, b} {
 		p := make([]byte, len(want))
 		if err := srcs[i].ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, want) {
-			t.Errorf("body %d: %v, or other bytes", i, err)
+			t.Errorf("body %d: %v, or wrong bytes", i, err)
 		}
 		srcs[i].Close()
 	}
-	// An error page is not taken for weights, and neither is what follows it.
+	// Neither an error page nor the output after it is used as weights.
 	srcs, err = Start(context.Background(), program, []string{base + "missing", base + "a"}, []int64{1 << 20, 1 << 20},
 		source.Options{})
 	if err != nil {
@@ -101,7 +101,7 @@ func TestCurl(t *testing.T) {
 	}
 }
 
-// A failure of the program is an error of the read, and never gives wrong bytes.
+// A failure of the program is an error of the read and never gives wrong bytes.
 func TestFailures(t *testing.T) {
 	ctx := context.Background()
 	for name, c := range map[string]struct {
@@ -120,7 +120,7 @@ func TestFailures(t *testing.T) {
 	} {
 		urls := []string{"http://h/a", "http://h/b"}[:max(1, len(c.sizes))]
 		opt := source.Options{}
-		if c.class == errs.ErrTimeout { // otherwise a program that starts slowly would count as one
+		if c.class == errs.ErrTimeout { // a short timeout in other cases could expire before the program starts
 			opt.Storage = map[string]string{"timeout": "0.2"}
 		}
 		srcs, err := Start(ctx, script(t, c.text), urls, c.sizes, opt)
@@ -151,7 +151,8 @@ func TestFailures(t *testing.T) {
 	}
 }
 
-// The program's standard error is appended to the file that a setting names; a symbolic link there is refused.
+// The program's standard error is appended to the file that a setting names. Links, pipes and other users'
+// files are refused.
 func TestLog(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	path := filepath.Join(t.TempDir(), "log")
@@ -169,7 +170,7 @@ func TestLog(t *testing.T) {
 	if err := os.Symlink(path, link); err != nil {
 		t.Fatal(err)
 	}
-	pipe := path + ".pipe" // its reader never reads
+	pipe := path + ".pipe" // with a reader that never reads
 	if err := unix.Mkfifo(pipe, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -179,7 +180,7 @@ func TestLog(t *testing.T) {
 	}
 	defer reader.Close()
 	others := []string{link, pipe}
-	if os.Geteuid() == 0 { // root may give files away: another user's file in a folder like /tmp
+	if os.Geteuid() == 0 { // only root may give a file to another user
 		shared := filepath.Join(t.TempDir(), "shared")
 		if err := errors.Join(os.Mkdir(shared, 0o700), os.Chmod(shared, 0o777|os.ModeSticky),
 			os.WriteFile(shared+"/planted", nil, 0o600), os.Chown(shared+"/planted", 1234, 0)); err != nil {
@@ -196,10 +197,10 @@ func TestLog(t *testing.T) {
 	}
 }
 
-// The log is never another user's file, however often one comes and goes.
+// The log is never another user's file, even if such a file repeatedly appears and disappears.
 func TestLogThatComesAndGoes(t *testing.T) {
 	if os.Geteuid() != 0 {
-		t.Skip("only root may give files away")
+		t.Skip("only root can change the owner of a file")
 	}
 	shared := t.TempDir()
 	path, planted := shared+"/log", shared+"/planted"
@@ -231,7 +232,7 @@ func TestLogThatComesAndGoes(t *testing.T) {
 		st, err := log.Stat()
 		_ = log.Close()
 		if err != nil || st.Sys().(*syscall.Stat_t).Uid != 0 {
-			t.Errorf("another user's file is a log: %v", err)
+			t.Errorf("another user's file was opened as the log: %v", err)
 			break
 		}
 	}
@@ -241,7 +242,8 @@ func TestLogThatComesAndGoes(t *testing.T) {
 	}
 }
 
-// Secrets in URLs are neither in curl's arguments, which any user can read, nor in the log, whatever a program prints.
+// Secrets in URLs appear neither in curl's arguments, which any user can read, nor in the log, whatever the
+// program prints.
 func TestSecrets(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	base := served(t, map[string][]byte{`a"b\c`: []byte("12345"), "x": []byte("67")})
@@ -280,8 +282,8 @@ func TestSecrets(t *testing.T) {
 	}
 }
 
-// No part of a URL is shown if it is longer than what an error or the log keeps of a program's output, because its
-// beginning, which marks it as a URL, is cut off.
+// Errors and the log keep a limited part of a program's output. If that cuts off the beginning of a URL, no
+// other part of the URL is shown, because it could not be recognized as one.
 func TestLongSecrets(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	for _, size := range []int{500, 3000, 70_000, 300_000} {
@@ -299,7 +301,7 @@ func TestLongSecrets(t *testing.T) {
 	}
 }
 
-// Cancel and Close kill the program and the programs that it has started.
+// Cancel and Close kill the program and its children.
 func TestKilled(t *testing.T) {
 	for _, end := range []string{"cancel", "close"} {
 		pids := filepath.Join(t.TempDir(), "pids")
@@ -345,7 +347,7 @@ func TestKilled(t *testing.T) {
 		}
 		if !gone {
 			_ = unix.Kill(pid, unix.SIGKILL)
-			t.Errorf("%s: a child is left", end)
+			t.Errorf("%s: a child is still running", end)
 		}
 	}
 }

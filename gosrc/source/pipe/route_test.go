@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// curl follows redirects to https, and to other URLs only between addresses of private networks. It never takes user
-// and password along.
+// curl follows redirects to https, and redirects to http only between addresses of private networks. It never
+// sends user and password to the new location.
 func TestRedirects(t *testing.T) {
 	program := curl(t)
 	w := sourcetest.NewWorld(t)
@@ -47,11 +47,11 @@ func TestRedirects(t *testing.T) {
 			return p, s.ReadAt(context.Background(), p, 0)
 		}()
 		if seen := strings.Join(w.Seen(), " "); seen != c.seen {
-			t.Errorf("%s: asked %q, not %q", c.start, seen, c.seen)
+			t.Errorf("%s: asked %q, want %q", c.start, seen, c.seen)
 		}
 		switch {
 		case c.ok && (err != nil || !bytes.Equal(got, w.Data)):
-			t.Errorf("%s: %v, or other bytes", c.start, err)
+			t.Errorf("%s: %v, or wrong bytes", c.start, err)
 		case !c.ok && (!errors.Is(err, errs.ErrIO) || strings.Contains(err.Error(), sourcetest.Planted)):
 			t.Errorf("%s: %v", c.start, err)
 		}

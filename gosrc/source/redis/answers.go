@@ -1,7 +1,7 @@
 package redis
 
-// This file bounds the lengths in a server's responses, because the library allocates what they announce before
-// the first byte has come.
+// This file limits the lengths in a server's responses, because the library allocates the announced length
+// before the first byte arrives.
 
 import (
 	"bytes"
@@ -12,28 +12,28 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Bounds of one response. Requests are for lengths, for at most `step` bytes of a value, for a few thousand keys,
-// and for the result of each command of a transaction.
+// The limits of one response. Requests ask for lengths, for at most `step` bytes of a value, for a few thousand
+// keys, or for the results of a transaction's commands.
 const (
-	mostLine     = 64 << 10 // of a status, an error, a number or a header
+	mostLine     = 64 << 10 // bytes of a status, an error, a number or a header
 	mostBulk     = step
-	mostBytes    = 64 << 20 // of all bulks
-	mostElements = 1 << 20  // of all arrays
+	mostBytes    = 64 << 20 // sum of all bulk strings
+	mostElements = 1 << 20  // sum of all arrays
 	mostDepth    = 4
 )
 
-// answers is a connection to a server that checks the lengths in its responses (protocol version 2) as they pass.
-// It does not look at the contents.
+// answers is a connection that checks the lengths in a server's responses (protocol version 2). It does not
+// inspect the contents.
 type answers struct {
 	net.Conn
 	line            []byte // the header that is being read
-	skip            int64  // remaining bytes of a bulk string and its line end
+	skip            int64  // remaining bytes of a bulk string, including its line end
 	left            []int  // remaining elements of each open array
-	bytes, elements int64  // of the current response
+	bytes, elements int64  // in the current response
 }
 
-// checkAnswers wraps a connection to check its responses. The library needs the system's connection to test
-// whether a kept one is still alive.
+// checkAnswers returns a connection that checks its responses. It preserves access to the system's connection,
+// with which the library tests whether an idle connection is still alive.
 func checkAnswers(c net.Conn) net.Conn {
 	if s, ok := c.(syscall.Conn); ok {
 		return struct {
@@ -44,7 +44,7 @@ func checkAnswers(c net.Conn) net.Conn {
 	return &answers{Conn: c}
 }
 
-// Read returns bytes that have passed the check, or an error that says which length has not.
+// Read returns checked bytes, or an error that describes the invalid length.
 func (a *answers) Read(p []byte) (int, error) {
 	n, err := a.Conn.Read(p)
 	if bad := a.checkBytes(p[:n]); bad != nil {
@@ -114,7 +114,7 @@ func (a *answers) takeLine() error {
 	return nil
 }
 
-// countElement counts an element that has ended, or the whole response.
+// countElement counts a complete element, and with the last one also the array that contains it.
 func (a *answers) countElement() {
 	for k := len(a.left) - 1; k >= 0; k-- {
 		if a.left[k]--; a.left[k] > 0 {
@@ -126,5 +126,5 @@ func (a *answers) countElement() {
 }
 
 func notRedis(format string, args ...any) error {
-	return errs.New(errs.ErrFormat, "this is not a valid response of a Redis server: "+format, args...)
+	return errs.New(errs.ErrFormat, "invalid response from a Redis server: "+format, args...)
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// between calls do after a file's values are listed, and before their lengths are requested.
+// between calls do after a file's values are listed and before their lengths are requested.
 type between struct {
 	redis.Hook
 	do func()
@@ -25,15 +25,15 @@ func (b between) ProcessHook(next redis.ProcessHook) redis.ProcessHook { return 
 
 func (b between) ProcessPipelineHook(next redis.ProcessPipelineHook) redis.ProcessPipelineHook {
 	return func(ctx context.Context, cmds []redis.Cmder) error {
-		if cmds[0].Name() == "strlen" { // not the client's own greeting
+		if cmds[0].Name() == "strlen" { // not the client's initial commands
 			b.do()
 		}
 		return next(ctx, cmds)
 	}
 }
 
-// A file that is replaced while its values are listed is the new one, not empty or with a hole. A file that is
-// constantly replaced ends in an error that says so.
+// If a file is replaced while its values are listed, the new file is read, without gaps. If it is replaced
+// again and again, reading fails with errs.ErrCorrupt.
 func TestReplacedWhileListed(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -66,7 +66,7 @@ func TestReplacedWhileListed(t *testing.T) {
 	}
 }
 
-// A read of a file that was replaced is refused at once, since no further request can bring it back.
+// A read of a replaced file fails without retries, because the old file will not return.
 func TestReplacedIsFinal(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)

@@ -1,12 +1,13 @@
-// Package redis is the source of files in Redis: redis://host[:port]/key, and rediss:// with TLS.
+// Package redis reads and writes files in Redis: redis://host[:port]/key, and rediss:// with TLS.
 //
-// A file is one string value under the key. Since values have a limit, a larger file is several values,
-// key:ANYTHING:OFFSET, where OFFSET is the value's offset in the file. That is tensorizer's layout. Files written
-// here use key:ow-RANDOM:OFFSET, with a new random each time, so that a reader never mixes an old and a new file.
-// A value that vanishes while it is read is errs.ErrCorrupt.
+// A small file is one string value under the key. Because the size of values is limited, a larger file consists
+// of several values, key:ANYTHING:OFFSET, where OFFSET is the value's offset in the file. This is the layout of
+// tensorizer. This package writes key:ow-RANDOM:OFFSET with a new random part for each file, so that a reader
+// never mixes an old and a new file. If a value disappears while the file is read, the error is
+// errs.ErrCorrupt.
 //
-// Drafts are written under another key, expire if their writer dies, and are renamed in one transaction. A value
-// has up to 16 MiB.
+// Drafts are written under a different key. They expire if their writer dies, and are renamed in one
+// transaction. A value has up to 16 MiB.
 package redis
 
 import (
@@ -40,8 +41,8 @@ type object struct {
 	size   int64
 }
 
-// Open opens a file. A file that was written here is pinned by the key of its first value, which no other file
-// ever has: see upload. Redis keeps no dates, so nothing pins files of other programs.
+// Open opens a file. A file written by this package has an identity: the key of its first value, which is never
+// used again (see upload). Files written by other programs have none, because Redis stores no dates.
 func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, error) {
 	n, err := parseURI(uri)
 	if err != nil {
@@ -59,7 +60,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 		})
 	})
 	if err == nil && o.values == nil {
-		err = errs.New(errs.ErrNotFound, "there is no such key, and no key that begins with it")
+		err = errs.New(errs.ErrNotFound, "no such key, and no values with keys KEY:...:OFFSET")
 	}
 	if err != nil {
 		s.closeIdle()
@@ -70,15 +71,14 @@ func Open(ctx context.Context, uri string, opt source.Options) (*retry.Source, e
 	}
 	r := s.retry
 	r.Host = n.scheme + "://" + n.host
-	r.Connections = cmp.Or(r.Connections, 16) // one thread serves all connections
+	r.Connections = cmp.Or(r.Connections, 16) // the server uses one thread for all connections
 	if first := o.values[0].key; len(first) > len(n.key) && ownKey.MatchString(first[len(n.key)+1:]) {
 		r.Pin = first
 	}
 	return retry.New(o, r), nil
 }
 
-// findValues returns the values of a file in the order of their offsets, nil if
-// there is none.
+// findValues returns the values of a file in the order of their offsets, or nil if there are none.
 func findValues(ctx context.Context, c *redis.Client, key string) ([]value, error) {
 	n, err := c.StrLen(ctx, key).Result()
 	if err != nil {
@@ -102,26 +102,26 @@ func findValues(ctx context.Context, c *redis.Client, key string) ([]value, erro
 		if err == nil && !slices.ContainsFunc(values, func(v value) bool { return v.n == 0 }) {
 			return values, nil
 		}
-		// A value that is empty, or missing in the middle, may have been replaced after it was listed.
+		// A value that is empty or missing may have been replaced after it was listed.
 		there, lookupErr := c.Exists(ctx, keys...).Result()
 		if lookupErr != nil || there == int64(len(keys)) {
 			return values, cmp.Or(lookupErr, err)
 		}
 	}
 	return nil, errs.New(errs.ErrCorrupt,
-		"its values were replaced while they were listed, %d times", looks)
+		"the file was replaced %d times while its values were being listed", looks)
 }
 
-// looks is how often a file is listed again that is replaced meanwhile.
+// looks is how often the values are listed if the file keeps being replaced.
 const looks = 10
 
-// refuseCluster refuses a cluster, unless a {tag} in the key keeps the values together: each server of a cluster
-// holds and lists only some of a file's values.
+// refuseCluster refuses a cluster unless the key contains a {tag}, which stores all values on one server.
+// Otherwise each server stores and lists only some of a file's values.
 func refuseCluster(ctx context.Context, c *redis.Client, key string) error {
 	if _, rest, ok := strings.Cut(key, "{"); ok && strings.IndexByte(rest, '}') > 0 {
 		return nil
 	}
-	// Without permission for INFO, the client gets the server's own error later.
+	// Without permission for INFO, later commands return the server's own error.
 	if info, err := c.Info(ctx, "cluster").Result(); err == nil && strings.Contains(info, "cluster_enabled:1") {
 		return errs.New(errs.ErrNotSupported,
 			"the server is part of a cluster: use a key with a {tag}, which keeps the values of a file together")
@@ -129,15 +129,15 @@ func refuseCluster(ctx context.Context, c *redis.Client, key string) error {
 	return nil
 }
 
-// Bounds of a listing: values of one file, bytes of their keys, and responses. Most responses are empty if a
-// server holds many other keys.
+// The limits of a listing: values of one file, total length of their keys, and number of responses. Most
+// responses are empty if a server has many other keys.
 const (
 	most      = 1 << 20
 	mostNames = 256 << 20
 	mostPages = 1 << 20
 )
 
-// scanKeys lists the keys with the prefix key and a colon.
+// scanKeys lists the keys that begin with key and a colon.
 func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error) {
 	pattern := strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`, `]`, `\]`).Replace(key) + ":*"
 	var all []string
@@ -150,12 +150,12 @@ func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error
 		}
 		for _, k := range some {
 			if size += len(k); !strings.HasPrefix(k, key+":") {
-				return nil, notRedis("the server lists a key that does not begin with this one")
+				return nil, notRedis("the server lists a key without the requested prefix")
 			}
 		}
 		if all = append(all, some...); len(all) > most || size > mostNames {
 			return nil, errs.New(errs.ErrNotSupported,
-				"more than %d keys begin with this one, or they have more than %d bytes", most, mostNames)
+				"more than %d keys begin with this key, or their names have more than %d bytes", most, mostNames)
 		}
 		switch {
 		case next == 0:
@@ -171,14 +171,14 @@ func scanKeys(ctx context.Context, c *redis.Client, key string) ([]string, error
 
 var ownKey = regexp.MustCompile(`^ow-[0-9a-f]{16}:\d+$`)
 
-// layOutValues sorts the values and checks that they form one file: from offset 0, without gaps and overlaps.
+// layOutValues sorts the values and checks that they form one file: from offset 0, without gaps or overlaps.
 func layOutValues(ctx context.Context, c *redis.Client, key string, keys []string) ([]value, error) {
 	var values []value
 	isOurs := slices.ContainsFunc(keys, func(k string) bool { return ownKey.MatchString(k[len(key)+1:]) })
 	for _, k := range keys {
 		off, err := strconv.ParseInt(k[strings.LastIndexByte(k, ':')+1:], 10, 64)
 		if err != nil || off < 0 || isOurs && !ownKey.MatchString(k[len(key)+1:]) {
-			continue // another program's key
+			continue // a key of another program
 		}
 		values = append(values, value{key: k, off: off})
 	}
@@ -213,10 +213,10 @@ func layOutValues(ctx context.Context, c *redis.Client, key string, keys []strin
 	return values, nil
 }
 
-// Size is the file's size when it was opened.
+// Size returns the file's size when it was opened.
 func (o *object) Size() int64 { return o.size }
 
-// Fetch returns a body that requests values as it is read. They go straight into the reader's memory.
+// Fetch returns a body that requests values when it is read, directly into the reader's memory.
 func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) {
 	i, exact := slices.BinarySearchFunc(o.values, off, func(v value, off int64) int { return cmp.Compare(v.off, off) })
 	if !exact {
@@ -225,7 +225,7 @@ func (o *object) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
 	return &body{ctx: ctx, o: o, i: i, off: off, end: off + n}, nil
 }
 
-// Judge says what an error means.
+// Judge classifies an error.
 func (o *object) Judge(err error) (retry.Verdict, time.Duration) { return judgeError(err) }
 
 // Close closes the connections.
@@ -234,7 +234,7 @@ func (o *object) Close() error {
 	return nil
 }
 
-// A body reads [off, end), from value i on.
+// A body reads [off, end), beginning with value i.
 type body struct {
 	ctx      context.Context
 	o        *object
@@ -242,14 +242,14 @@ type body struct {
 	off, end int64
 }
 
-// One Read requests ranges of step bytes together, up to batch in all, so that the
-// server is never idle and progress is seen.
+// One Read requests ranges of step bytes together, up to batch bytes in total. This keeps the server busy and
+// lets the caller observe progress.
 const (
 	step  = 1 << 20
 	batch = 16 << 20
 )
 
-// Read fills as much of p as one batch gives. If a batch fails, none of it counts.
+// Read reads at most one batch into p. If a request of the batch fails, Read returns no bytes.
 func (b *body) Read(p []byte) (int, error) {
 	n := min(int64(len(p)), b.end-b.off, batch)
 	if n == 0 {
@@ -274,8 +274,8 @@ func (b *body) Read(p []byte) (int, error) {
 					continue
 				}
 				m := min(n-offset, v.off+v.n-off, step)
-				// Two more bytes for the line end let the library read in one call;
-				// the next range overwrites them.
+				// Two more bytes give the library space to read the line end in the same call. The next range
+				// overwrites them.
 				to := p[offset:min(offset+m+2, n)]
 				cmd := redis.NewZeroCopyStringCmd(ctx, to, "getrange", v.key, off-v.off, off-v.off+m-1)
 				asks = append(asks, ask{cmd, int(m)})

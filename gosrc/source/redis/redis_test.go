@@ -28,7 +28,8 @@ func random(n int) []byte {
 	return b
 }
 
-// withConnection returns options that reach the server, with some of them changed: name, value, ...
+// withConnection returns options that reach the server. changes are pairs of a name and a value; an empty value
+// removes the option.
 func withConnection(s *sourcetest.Redis, changes ...string) source.Options {
 	m := map[string]string{"password": sourcetest.RedisPassword, "retries": "0"}
 	if s.CA != "" {
@@ -76,7 +77,7 @@ func plainClient(t testing.TB, s *sourcetest.Redis) *redis.Client {
 	return c
 }
 
-// The suite of every source passes, and files of many sizes are written and read back, with TLS and without, in any db.
+// The common suite passes, and files of many sizes are written and read back, with and without TLS, in any db.
 func TestServer(t *testing.T) {
 	t.Parallel()
 	for _, tls := range []bool{false, true} {
@@ -103,7 +104,7 @@ func TestServer(t *testing.T) {
 			put(t, withConnection(s, "db", "3"), at+"a/b [c]*ü:7", data)
 			back, err := get(at+"a/b [c]*ü:7", withConnection(s, "db", "3"))
 			if err != nil || !bytes.Equal(back, data) {
-				t.Fatalf("tls %v, %d bytes: %d came back: %v", tls, n, len(back), err)
+				t.Fatalf("tls %v, %d bytes: read %d: %v", tls, n, len(back), err)
 			}
 		}
 		if _, err := get(at+"a/b [c]*ü:7", withConnection(s)); !errors.Is(err, errs.ErrNotFound) {
@@ -112,13 +113,13 @@ func TestServer(t *testing.T) {
 		if tls {
 			_, err := get(at+"suite", withConnection(s, "cacert", ""))
 			if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
-				t.Error("an unknown authority:", err)
+				t.Error("unknown authority:", err)
 			}
 		}
 	}
 }
 
-// Refusals have a typed error and show no password.
+// Refusals give typed errors that contain no password.
 func TestRefusals(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -148,11 +149,11 @@ func TestRefusals(t *testing.T) {
 		{"no server", "redis://127.0.0.1:1/m", withConnection(s), errs.ErrIO, "refused"},
 		{"a wrong password in the URI", "redis://:planted@" + s.Addr + "/m", source.Options{}, errs.ErrPermission, "WRONGPASS"},
 		{"a wrong user in the URI", "redis://planted:planted%40@" + s.Addr + "/m", source.Options{}, errs.ErrPermission, "WRONGPASS"},
-		{"no escape in a password", "redis://:planted%zz@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "%25"},
+		{"an invalid escape in a password", "redis://:planted%zz@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "%25"},
 		{"a slash in a password", "redis://:planted/x@" + s.Addr + "/m", source.Options{}, errs.ErrArgument, "expected"},
 		{"no key", "redis://" + s.Addr, withConnection(s), errs.ErrArgument, "expected"},
 		{"an unknown option", at + "m", withConnection(s, "pasword", "planted"), errs.ErrArgument, "pasword"},
-		{"TLS where there is none", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout,
+		{"TLS with a server without TLS", "rediss://" + s.Addr + "/m", withConnection(s, "timeout", "0.3"), errs.ErrTimeout,
 			""},
 	} {
 		_, err := get(q.uri, q.opt)
@@ -168,7 +169,7 @@ func TestRefusals(t *testing.T) {
 	}
 	if _, err := Create(bg, at+"m", withConnection(s, "password", "planted-wrong"), 1); !errors.Is(err,
 		errs.ErrPermission) {
-		t.Error("a wrong password is reported before anything is written:", err)
+		t.Error("a wrong password was not reported by Create:", err)
 	}
 	c.Do(bg, "ACL", "SETUSER", "few", "on", ">"+sourcetest.RedisPassword, "~*", "+@all", "-exists")
 	d, err := Create(bg, at+"m", withConnection(s, "username", "few"), 1)
@@ -177,7 +178,7 @@ func TestRefusals(t *testing.T) {
 		err = errors.Join(d.Write([]byte("x"), 0), d.Finish(1), d.Publish())
 	}
 	if !errors.Is(err, errs.ErrPermission) || strings.Contains(err.Error(), "lost") {
-		t.Error("a user who may not ask what is there:", err)
+		t.Error("a user without permission for EXISTS:", err)
 	}
 	c.Do(bg, "ACL", "SETUSER", "us@er", "on", ">p:a/s%s@", "~*", "+@all")
 	for uri, opt := range map[string]source.Options{
@@ -197,7 +198,7 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// Other layouts are read: one plain value, and tensorizer's keys, split anywhere.
+// Other layouts can be read: a single value, and tensorizer's keys, split anywhere.
 func TestLayouts(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -224,7 +225,7 @@ func TestLayouts(t *testing.T) {
 		if err != nil || !bytes.Equal(back, data) {
 			t.Fatalf("%s: %d bytes: %v", key, len(back), err)
 		}
-		// A new file replaces the old layout and nothing else.
+		// A new file replaces the old layout and no other keys.
 		put(t, withConnection(s), uri, data[:100])
 		if back, err := get(uri, withConnection(s)); err != nil || !bytes.Equal(back, data[:100]) {
 			t.Fatalf("%s after writing: %d bytes: %v", key, len(back), err)
@@ -241,8 +242,8 @@ func TestLayouts(t *testing.T) {
 	}
 }
 
-// A file that is replaced while it is open is Corrupt, never a mixture. An unpublished file is not visible, and a
-// dropped one leaves nothing.
+// If a file is replaced while it is open, reads fail with errs.ErrCorrupt and never mix old and new bytes. An
+// unpublished file is not visible, and a dropped draft leaves no keys.
 func TestReplaced(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -269,7 +270,7 @@ func TestReplaced(t *testing.T) {
 			}
 		}
 		if n := len(c.Keys(bg, "m.draft-*").Val()); stage > 0 && n != 3 {
-			t.Fatalf("%d values wait", n)
+			t.Fatalf("%d draft values, want 3", n)
 		}
 		if err := o.ReadAt(bg, make([]byte, 10), part-9); err != nil {
 			t.Fatal(err)
@@ -295,7 +296,8 @@ func TestReplaced(t *testing.T) {
 	}
 }
 
-// A read that is cancelled while the server is silent ends at once, and nothing writes to its memory any more.
+// A read that is cancelled while the server is silent ends immediately, and nothing writes to its memory
+// afterwards.
 func TestCancel(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -316,14 +318,14 @@ func TestCancel(t *testing.T) {
 	defer stop.Store(false)
 	ctx, cancel := context.WithCancelCause(bg)
 	time.AfterFunc(50*time.Millisecond, func() { cancel(errs.ErrCancelled) })
-	// Without the cancel it would end as a stall.
+	// Without the cancellation it would end with a timeout.
 	if err := o.ReadAt(ctx, make([]byte, part), 0); !errors.Is(err, errs.ErrCancelled) {
 		t.Error(err)
 	}
 }
 
-// A client has one connection, which a cancel cuts, whatever it sends. (go-redis 9.22 and later have a second one for
-// pipelines.)
+// A client uses one connection, which a cancellation closes, for every kind of command. (go-redis 9.22 and
+// later use a second one for pipelines.)
 func TestOneConnection(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -347,7 +349,7 @@ func TestOneConnection(t *testing.T) {
 	}
 }
 
-// Broken connections cost time and nothing else.
+// Broken connections only cost time.
 func TestCut(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -375,8 +377,8 @@ func TestCut(t *testing.T) {
 	}
 }
 
-// through is a proxy before a server: each block is reported to pass, which returns how much of it to forward, or less
-// than 0 to cut the connection.
+// through is a proxy to a server. For each block it calls pass, which returns how many bytes to forward, or a
+// negative number to cut the connection.
 func through(t *testing.T, addr string, pass func(int) int) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -415,8 +417,8 @@ func through(t *testing.T, addr string, pass func(int) int) string {
 	return l.Addr().String()
 }
 
-// In a cluster a file is read and written at the server that holds its key, if a tag keeps its values together.
-// Everything else is refused before a byte, with the server to ask instead.
+// In a cluster, a file is read and written at the server that stores its key, if a tag keeps its values
+// together. Everything else is refused before a byte is written, and the error names the right server.
 func TestCluster(t *testing.T) {
 	t.Parallel()
 	servers := []*sourcetest.Redis{}
@@ -446,7 +448,7 @@ func TestCluster(t *testing.T) {
 			break
 		}
 		if n > 300 {
-			t.Fatal("the cluster does not come up: ", a, b)
+			t.Fatal("the cluster did not start: ", a, b)
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
@@ -464,7 +466,7 @@ func TestCluster(t *testing.T) {
 			put(t, opt, "redis://"+home.Addr+"/"+key, data)
 			back, err := get("redis://"+home.Addr+"/"+key, opt)
 			if err != nil || !bytes.Equal(back, data) {
-				t.Errorf("%s: %v, or other bytes", key, err)
+				t.Errorf("%s: %v, or wrong bytes", key, err)
 			}
 		}
 		_, err = Open(bg, "redis://"+other.Addr+"/"+key, opt)

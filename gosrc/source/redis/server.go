@@ -1,6 +1,6 @@
 package redis
 
-// This file connects to Redis servers, and classifies their errors.
+// This file connects to Redis servers and classifies their errors.
 
 import (
 	"cmp"
@@ -31,7 +31,7 @@ var options = []string{"username", "password", "db", "cacert", "timeout", "conne
 
 type name struct {
 	uri, scheme, host, key string
-	user, password         string // of the URI
+	user, password         string // from the URI
 }
 
 // parseURI splits redis://user:password@host:port/key. Everything except host and key is optional.
@@ -52,7 +52,7 @@ func parseURI(uri string) (name, error) {
 	}
 	if _, port, err := net.SplitHostPort(n.host); err != nil {
 		n.host = net.JoinHostPort(strings.Trim(n.host, "[]"), "6379")
-	} else if strings.Trim(port, "0123456789") != "" { // part of a password with a slash
+	} else if strings.Trim(port, "0123456789") != "" { // part of a password with an unescaped slash
 		ok = false
 	}
 	if host, _, _ := net.SplitHostPort(n.host); !ok || n.key == "" || host == "" ||
@@ -62,20 +62,20 @@ func parseURI(uri string) (name, error) {
 	return n, nil
 }
 
-// URI names the file as the user wrote it.
+// URI returns the file's name as the user wrote it.
 func (n name) URI() string { return n.uri }
 
 func (n name) placeError(verb string, off int64, err error) error {
 	return errs.Place(verb, n.uri, "", off, err)
 }
 
-// A server makes and keeps connections to one Redis. A connection can be cut in the middle of a response. That is
-// necessary because the library only notices a cancelled context between responses, and until then it writes to
-// the caller's memory.
+// A server creates and caches connections to one Redis server. A connection can be closed in the middle of a
+// response. This is necessary because the library only checks its context between responses and otherwise keeps
+// writing to the caller's memory.
 type server struct {
 	opt   redis.Options
 	retry retry.Options
-	heard atomic.Bool // the server has responded once
+	heard atomic.Bool // the server has responded at least once
 
 	mu   sync.Mutex
 	idle []*connection
@@ -88,7 +88,7 @@ type connection struct {
 	conn   net.Conn
 }
 
-// cutOff aborts what the connection is doing.
+// cutOff closes the connection, which aborts the current command.
 func (l *connection) cutOff() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -103,7 +103,7 @@ type silence struct{}
 
 func (silence) Printf(context.Context, string, ...interface{}) {}
 
-// newServer checks the options. Connections are made when they are needed.
+// newServer checks the options. It does not connect yet.
 func newServer(n name, opt source.Options) (*server, error) {
 	if err := opt.Check(n.scheme, options...); err != nil {
 		return nil, err
@@ -127,7 +127,7 @@ func newServer(n name, opt source.Options) (*server, error) {
 		Protocol: 2, MaxRetries: -1, DialerRetries: 1, PoolSize: 1, DisableIdentity: true, ContextTimeoutEnabled: true,
 		DialTimeout: min(s.retry.Timeout, 15*time.Second), ReadTimeout: s.retry.Timeout, WriteTimeout: s.retry.Timeout,
 		ReadBufferSize: 256 << 10, WriteBufferSize: 64 << 10,
-		// Without an endpoint type the library asks DNS for one.
+		// Without an endpoint type, the library determines one by a DNS query.
 		MaintNotificationsConfig: &maintnotifications.Config{Mode: maintnotifications.ModeDisabled,
 			EndpointType: maintnotifications.EndpointTypeNone},
 	}
@@ -141,8 +141,8 @@ func newServer(n name, opt source.Options) (*server, error) {
 	return s, nil
 }
 
-// with runs fn on a connection of its own and cuts it when ctx ends. When with returns, fn's memory is no longer
-// in use. The error has a class.
+// with runs fn with exclusive use of a connection, which it closes when ctx ends. Once with returns, fn's
+// memory is no longer in use. The error has a class.
 func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
 	l, err := s.takeConnection()
 	if err != nil {
@@ -152,7 +152,7 @@ func (s *server) with(ctx context.Context, fn func(context.Context, *redis.Clien
 	err = fn(ctx, l.client)
 	_, response := errors.AsType[redis.Error](err)
 	if !stop() || err != nil && !response && !errs.Classed(err) {
-		l.dropConnection() // cut, or in an unknown state
+		l.dropConnection() // closed, or in an unknown state
 	} else {
 		s.putConnection(l)
 	}
@@ -204,7 +204,7 @@ func (l *connection) dropConnection() {
 	_ = l.client.Close()
 }
 
-// closeIdle closes idle connections now, and busy ones after use.
+// closeIdle closes idle connections immediately and busy connections after use.
 func (s *server) closeIdle() {
 	s.mu.Lock()
 	idle := s.idle
@@ -215,20 +215,21 @@ func (s *server) closeIdle() {
 	}
 }
 
-// says classifies responses of servers by their first word.
+// says classifies error responses by their first word.
 var says = map[string]struct {
 	class error
 	text  string
 }{
-	"NOAUTH":      {errs.ErrPermission, "the server requires a password"},
-	"WRONGPASS":   {errs.ErrPermission, "wrong user or password"},
-	"NOPERM":      {errs.ErrPermission, "the user has no permission to do this"},
-	"READONLY":    {errs.ErrPermission, "the server is a read-only replica"},
-	"WRONGTYPE":   {errs.ErrFormat, "the key holds a value that is not a string"},
-	"OOM":         {errs.ErrIO, "the server's memory is full"},
-	"MOVED":       {errs.ErrNotSupported, "the server is part of a cluster and does not hold this key"},
-	"ASK":         {errs.ErrNotSupported, "the server is part of a cluster and is moving this key to another server"},
-	"CROSSSLOT":   {errs.ErrNotSupported, "the server is part of a cluster"},
+	"NOAUTH":    {errs.ErrPermission, "the server requires a password"},
+	"WRONGPASS": {errs.ErrPermission, "wrong user or password"},
+	"NOPERM":    {errs.ErrPermission, "the user has no permission to do this"},
+	"READONLY":  {errs.ErrPermission, "the server is a read-only replica"},
+	"WRONGTYPE": {errs.ErrFormat, "the key holds a value that is not a string"},
+	"OOM":       {errs.ErrIO, "the server's memory is full"},
+	"MOVED":     {errs.ErrNotSupported, "the server is part of a cluster, and this key is on another server"},
+	"ASK":       {errs.ErrNotSupported, "the server is part of a cluster and is moving this key to another server"},
+	"CROSSSLOT": {errs.ErrNotSupported,
+		"the server is part of a cluster, and the keys of this file are on several servers"},
 	"LOADING":     {errs.ErrIO, "the server is starting"},
 	"BUSY":        {errs.ErrIO, "the server is busy"},
 	"MASTERDOWN":  {errs.ErrIO, "the server has lost its master"},
@@ -237,7 +238,7 @@ var says = map[string]struct {
 	"EXECABORT":   {errs.ErrIO, "the transaction was refused"},
 }
 
-// classifyError gives an error of the library its class and a text that does not contain what was sent.
+// classifyError returns an error of the library with its class and a text that does not contain request data.
 func classifyError(ctx context.Context, err error) error {
 	var r redis.Error
 	var cert *tls.CertificateVerificationError
@@ -253,7 +254,7 @@ func classifyError(ctx context.Context, err error) error {
 		word, _, _ := strings.Cut(r.Error(), " ")
 		if s, ok := says[word]; ok {
 			if f := strings.Fields(r.Error()); word == "MOVED" && len(f) == 3 {
-				s.text += "; " + strconv.Quote(f[2]) + " does"
+				s.text += ", " + strconv.Quote(f[2])
 			}
 			return &answer{s.class, word, s.text}
 		}
@@ -268,7 +269,7 @@ func classifyError(ctx context.Context, err error) error {
 		if strings.Contains(r.Error(), "DB index") {
 			return &answer{errs.ErrArgument, "ERR", "the server does not have this db"}
 		}
-		return &answer{errs.ErrIO, "ERR", "the server refused"}
+		return &answer{errs.ErrIO, "ERR", "the server refused the command"}
 	case errors.As(err, &cert):
 		return errs.New(errs.ErrPermission, "the server's certificate is not trusted: %v", cert.Err)
 	case errors.As(err, &ne) && ne.Timeout(), errors.Is(err, os.ErrDeadlineExceeded):
@@ -283,7 +284,7 @@ func classifyError(ctx context.Context, err error) error {
 	return errs.New(errs.ErrIO, "%v", err)
 }
 
-// An answer is a server's refusal.
+// An answer is an error response of a server.
 type answer struct {
 	class      error
 	word, text string

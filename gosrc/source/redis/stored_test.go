@@ -18,8 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// impostor answers SET and RENAME with one word, and otherwise acts like a server that keeps nothing but says that
-// every key exists.
+// impostor responds to SET and RENAME with the given word. Otherwise it acts like a server that stores nothing
+// but reports that every key exists.
 func impostor(t *testing.T, word string) (addr string) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -75,7 +75,7 @@ func impostor(t *testing.T, word string) (addr string) {
 	return l.Addr().String()
 }
 
-// A value counts as stored, and a file as published, only if the server says OK.
+// A value counts as stored, and a file as published, only if the server responds with OK.
 func TestStoredAnswers(t *testing.T) {
 	for word, ok := range map[string]bool{"OK": true, "QUEUED": false, "": false} {
 		d, err := Create(bg, "redis://"+impostor(t, word)+"/m", source.Options{Storage: map[string]string{"retries": "0"}}, 1)
@@ -90,8 +90,8 @@ func TestStoredAnswers(t *testing.T) {
 	}
 }
 
-// A URI with an unescaped mark in its password, which would end the password, is refused before any server is asked:
-// the rest could be taken for a server's name.
+// A password with an unescaped / or # is refused before any server is contacted. The rest of such a password
+// could be mistaken for a host name.
 func TestPasswordInURI(t *testing.T) {
 	for _, uri := range []string{"redis://u:wo/zz@h/k", "redis://:wo/zz@h/k", "redis://u:wo#/zz@h/k"} {
 		_, err := Open(bg, uri, source.Options{})
@@ -101,14 +101,14 @@ func TestPasswordInURI(t *testing.T) {
 	}
 }
 
-// A server that does not take values of 16 MiB gets smaller ones: as large as its setting says or, if that cannot be
-// read, small enough for any server. For one that takes none, the error says what kind of server it may be.
+// A server that does not accept values of 16 MiB receives smaller ones. Their size follows the server's
+// setting. If the setting cannot be read, they are small enough for any server.
 func TestLimitOfValues(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
 	for i, c := range []struct {
 		limit int64
-		mute  bool // the user may not ask
+		mute  bool // the user may not read the setting
 	}{{part, false}, {3 << 20, false}, {1 << 20, false}, {3 << 20, true}, {1 << 20, true}} {
 		opt := source.Options{Storage: map[string]string{"password": sourcetest.RedisPassword, "retries": "0"}}
 		if c.mute {
@@ -135,14 +135,14 @@ func TestLimitOfValues(t *testing.T) {
 		}
 		back := make([]byte, src.Size())
 		if err := src.ReadAt(bg, back, 0); err != nil || !bytes.Equal(back, data) {
-			t.Errorf("limit %d: %v, or other bytes", c.limit, err)
+			t.Errorf("limit %d: %v, or wrong bytes", c.limit, err)
 		}
 		src.Close()
 		if err := Remove(bg, uri, opt); err != nil {
 			t.Error(err)
 		}
 		if left, err := admin.DBSize(bg).Result(); err != nil || left != 0 {
-			t.Errorf("limit %d: %d keys are left, %v", c.limit, left, err)
+			t.Errorf("limit %d: %d keys remain, %v", c.limit, left, err)
 		}
 	}
 }

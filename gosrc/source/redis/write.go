@@ -1,6 +1,6 @@
 package redis
 
-// This file writes files to Redis and removes them.
+// This file writes and removes files in Redis.
 
 import (
 	"bytes"
@@ -27,13 +27,13 @@ import (
 const (
 	part     = 16 << 20
 	inFlight = 4
-	// smallValue is the size of values for a server that has refused larger ones. Hosted servers limit requests
-	// to a million bytes or more.
+	// smallValue is the size of values for a server that refused larger ones. Hosted servers limit requests to
+	// a million bytes or more.
 	smallValue = 512 << 10
-	// unpublished is how long values are kept after their writer has died.
+	// unpublished is the lifetime of values whose writer has died.
 	unpublished = 24 * time.Hour
-	// mostTurns bounds how often a writer tries again because others publish first. Only a server that lies
-	// reaches it.
+	// mostTurns limits how often a writer retries because another writer published first. Only a misbehaving
+	// server reaches it.
 	mostTurns = 1000
 )
 
@@ -41,16 +41,16 @@ const (
 type upload struct {
 	name
 	server *server
-	id     string // random, part of this draft's keys
+	id     string // random part of the draft's keys
 
-	most atomic.Int64 // bytes of one value
+	most atomic.Int64 // largest size of a value
 
 	mu   sync.Mutex
-	sent []int64 // offsets
+	sent []int64 // offsets of the sent values
 }
 
-// Create starts to write a file. What the key had before stays until Publish.
-// The caller ends the draft with Drop.
+// Create begins a file. The existing content of the key remains until Publish. The caller ends the draft with
+// Drop.
 func Create(ctx context.Context, uri string, opt source.Options, _ int64) (source.Draft, error) {
 	n, err := parseURI(uri)
 	if err != nil {
@@ -64,7 +64,7 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	_, _ = rand.Read(id[:]) // cannot fail
 	u := &upload{name: n, server: s, id: hex.EncodeToString(id[:])}
 	u.most.Store(part)
-	// Report a wrong password or a cluster before anything is encoded.
+	// Report a wrong password or a cluster before the caller encodes data.
 	if err := doRequest(ctx, u.server, func(ctx context.Context, c *redis.Client) error {
 		if err := c.StrLen(ctx, n.key).Err(); err != nil {
 			return err
@@ -78,7 +78,7 @@ func Create(ctx context.Context, uri string, opt source.Options, _ int64) (sourc
 	return parts.New(ctx, u, part, cmp.Or(s.retry.Connections, inFlight)), nil
 }
 
-// doRequest sends one request with retries.
+// doRequest sends a request and retries it.
 func doRequest(ctx context.Context, s *server, fn func(context.Context, *redis.Client) error) error {
 	return repeatRequest(ctx, s, judgeError, fn)
 }
@@ -96,8 +96,8 @@ func repeatRequest(ctx context.Context, s *server, judge func(error) (retry.Verd
 	return errs.FromOS(err)
 }
 
-// hiddenKey is the key of a value before it is published. It does not begin with the
-// file's key and a colon, so that no reader finds it.
+// hiddenKey returns the key of a value before it is published. It does not begin with the file's key and a
+// colon, so readers do not find it.
 func (u *upload) hiddenKey(off int64) string {
 	return u.key + ".draft-" + u.id + ":" + strconv.FormatInt(off, 10)
 }
@@ -106,8 +106,8 @@ func (u *upload) shownKey(off int64) string {
 	return u.key + ":ow-" + u.id + ":" + strconv.FormatInt(off, 10)
 }
 
-// mostValue is the largest value that the server accepts, at most the size of a part. For a server that does not
-// say, it is the size of a part until the server refuses one.
+// mostValue returns the largest value that the server accepts, at most the size of a part. If the server does
+// not report its limit, it returns the size of a part; a refusal then lowers it.
 func mostValue(ctx context.Context, c *redis.Client) int64 {
 	const setting = "proto-max-bulk-len"
 	all, err := c.ConfigGet(ctx, setting).Result()
@@ -120,7 +120,7 @@ func mostValue(ctx context.Context, c *redis.Client) int64 {
 // errLarge is the error for a value that may be too large for the server.
 var errLarge = errs.New(errs.ErrNotSupported, "the server does not accept a value of this size")
 
-// Part sends one part, as one value or, if the server does not take such large ones, as several.
+// Part sends one part as one value, or as several if the server does not accept values of that size.
 func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
 	rest := bytes.Join(p, nil)
 	if len(p) == 1 {
@@ -148,7 +148,7 @@ func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
 	return nil
 }
 
-// sendValue sends one value. A server can refuse a value over its limit only by closing the connection; if that
+// sendValue sends one value. A server can only refuse a value over its limit by closing the connection. If that
 // happens with a large value, the error is errLarge.
 func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 	isLost := false
@@ -174,7 +174,7 @@ func (u *upload) sendValue(ctx context.Context, off int64, value []byte) error {
 		len(value))
 }
 
-// commandError is the error of a command that changes a key. Only the word OK means success.
+// commandError returns the error of a command that changes a key. Only the response OK means success.
 func commandError(c *redis.StatusCmd) error {
 	if text, err := c.Result(); err != nil || text == "OK" {
 		return err
@@ -182,8 +182,8 @@ func commandError(c *redis.StatusCmd) error {
 	return errs.New(errs.ErrIO, "the server's response does not confirm that a value is stored")
 }
 
-// Publish renames the values and removes those of the earlier file, in one transaction. Of several concurrent
-// writers, the last one's file stays.
+// Publish renames the values and removes the values of the earlier file, in one transaction. If several writers
+// run concurrently, the file of the last one remains.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
 		if err := u.Part(ctx, 0, [][]byte{whole}); err != nil {
@@ -192,13 +192,13 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	}
 	tries := 0
 	err := u.inTurn(ctx, func(ctx context.Context, c *redis.Client) error {
-		if tries++; tries > 1 { // an earlier transaction may have arrived
+		if tries++; tries > 1 { // an earlier transaction may have succeeded
 			if k, err := c.Exists(ctx, u.shownKey(0)).Result(); err != nil || k == 1 {
 				return err
 			}
 		}
 		old, err := findValues(ctx, c, u.key)
-		if errors.Is(err, errs.ErrFormat) { // the values do not form a file: remove those written here
+		if errors.Is(err, errs.ErrFormat) { // the values do not form a file: remove the values written by this package
 			old, err = writtenValues(ctx, c, u.key)
 		}
 		if err != nil {
@@ -238,7 +238,8 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	return u.placeError("save", -1, err)
 }
 
-// writtenValues lists the values under a key that were written here, even if they do not form a file.
+// writtenValues lists the values under a key that were written by this package, even if they do not form a
+// file.
 func writtenValues(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
 	keys, err := scanKeys(ctx, c, key)
 	for _, k := range keys {
@@ -249,11 +250,11 @@ func writtenValues(ctx context.Context, c *redis.Client, key string) (values []v
 	return values, err
 }
 
-// turnKey is the key that every writer of a file touches when it publishes.
+// turnKey returns the key that every writer of a file changes when it publishes.
 func (u *upload) turnKey() string { return u.key + ".draft-turn" }
 
-// inTurn runs fn, which ends in a transaction. It runs fn again if another writer has published since fn began,
-// because the values that fn listed have changed.
+// inTurn runs fn, which ends with a transaction. If another writer has published in the meantime, the values
+// that fn listed have changed, so inTurn runs fn again.
 func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Client) error) error {
 	for turn := 1; ; turn++ {
 		overtaken := false
@@ -269,13 +270,13 @@ func (u *upload) inTurn(ctx context.Context, fn func(context.Context, *redis.Cli
 			return err
 		}
 		if turn == mostTurns {
-			return errs.New(errs.ErrIO, "other writers have published %d times while this one was trying", turn)
+			return errs.New(errs.ErrIO, "gave up because other writers published %d times during this write", turn)
 		}
 	}
 }
 
-// Abort removes the values that were sent. It has a deadline of its own, since the draft's context has often been
-// cancelled.
+// Abort removes the values that were sent. It has its own deadline, because the draft's context is often
+// already cancelled.
 func (u *upload) Abort() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
@@ -293,7 +294,7 @@ func (u *upload) Abort() {
 	u.server.closeIdle()
 }
 
-// Remove deletes a file. It is not an error if there is none.
+// Remove deletes a file. It succeeds if the file does not exist.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	n, err := parseURI(uri)
 	if err != nil {
@@ -317,8 +318,8 @@ func Remove(ctx context.Context, uri string, opt source.Options) error {
 	}))
 }
 
-// unlinkValues removes values. A transaction's response has an element for each command and must not exceed
-// mostElements.
+// unlinkValues removes values with few commands, because a transaction's response has one element per command
+// and must not exceed mostElements.
 func unlinkValues(ctx context.Context, p redis.Pipeliner, values []value) {
 	for some := range slices.Chunk(values, 1000) {
 		keys := make([]string, len(some))

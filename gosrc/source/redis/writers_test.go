@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Several concurrent writers of one key all succeed, and exactly one of their files stays, whole, without values of
-// another.
+// Concurrent writers of one key all succeed. Exactly one of their files remains, complete and without values of
+// the others.
 func TestWritersOfOneKey(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -40,7 +40,7 @@ func TestWritersOfOneKey(t *testing.T) {
 	}
 }
 
-// A save over values that do not form one file, from two writers, gives a file again.
+// Saving over values of two writers, which do not form a file, creates a valid file.
 func TestSaveOverTwoFiles(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartRedis(t, false)
@@ -52,7 +52,7 @@ func TestSaveOverTwoFiles(t *testing.T) {
 		}
 	}
 	if _, err := get(uri, withConnection(s)); !errors.Is(err, errs.ErrFormat) {
-		t.Fatalf("two files are read as one: %v", err)
+		t.Fatalf("two files were read as one: %v", err)
 	}
 	put(t, withConnection(s), uri, data)
 	if back, err := get(uri, withConnection(s)); err != nil || !bytes.Equal(back, data) {

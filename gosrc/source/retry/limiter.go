@@ -1,6 +1,6 @@
 package retry
 
-// This file adapts the number of ranges that are open at once for a host.
+// This file adapts the number of open ranges per host.
 
 import (
 	"context"
@@ -12,46 +12,47 @@ import (
 	"time"
 )
 
-// A limiter is the adaptive concurrency of one host: it decides how many ranges are open at once. While all
+// A limiter implements adaptive concurrency for one host: it decides how many ranges may be open. While all
 // permits are in use, it compares the throughput of each window with the best recent one. A probe step that
-// raises the throughput by probeGain is kept and followed by another, twice as large if it raised the throughput
-// nearly in proportion. One that does not is undone, and the next follows after backoffWindows windows, then
-// after twice as many, and so on. When a store says that it is overloaded, the number is halved.
+// raises the throughput by probeGain is retained, and another step follows, twice as large if the throughput
+// rose nearly in proportion. Any other step is undone, and the next one follows after backoffWindows windows,
+// then after twice as many, and so on. When a store reports that it is overloaded, the number is halved.
 type limiter struct {
 	host string
 	refs int
 
 	bytes atomic.Int64 // received in this window
-	due   atomic.Int64 // when it ends, in nanoseconds since start
+	due   atomic.Int64 // end of the window, in nanoseconds since start
 
 	mu      sync.Mutex
 	most    int
 	limit   int
 	open    int
-	waiting []chan struct{} // closed when it has a permit
+	waiting []chan struct{} // closed when the permit is granted
 
 	saturated    bool    // a range waited for a permit in this window
 	bestRate     float64 // bytes per second in the best recent window
-	probedFrom   int     // limit to go back to; 0: no probe step is being judged
-	waitWindows  int     // until the next probe step
-	failedProbes int     // consecutive, 4 at most
+	probedFrom   int     // the limit to restore; 0 means that no probe step is in progress
+	waitWindows  int     // windows until the next probe step
+	failedProbes int     // consecutive, at most 4
 	halved       time.Time
 }
 
 const (
-	// first is the initial number. It was measured with 2, 4, 8, 16 and 32 connections on a 10 Gbit/s link and
-	// two cores: 8 were the fewest that filled the link, compressed or plain, and 32 were the first to cost more.
-	// More cores can receive on more connections: loading to a GPU over loopback on 16 cores, 16 connections were
-	// 6 to 10 % faster than 8, in loads that end within the first window.
+	// first is the initial number. With 2, 4, 8, 16 and 32 connections on a 10 Gbit/s link and two cores, 8 was
+	// the smallest number that filled the link, with and without compression, and 32 the smallest that cost
+	// more. More cores can use more connections: for loads to a GPU over loopback on 16 cores, which end within
+	// the first window, 16 connections were 6 to 10 % faster than 8.
 	first  = 8
 	window = 150 * time.Millisecond
-	// A step adds half of the current number. It is kept if the throughput grows by probeGain. The next step is
-	// doubled if it grows by fullGain, since the connections do not share a bottleneck yet.
+	// A step adds half of the current number. It is retained if the throughput grows by the factor probeGain.
+	// If it grows by fullGain, the connections do not share a bottleneck yet, and the next step is twice as
+	// large.
 	probeGain      = 1.1
 	fullGain       = 1.4
-	rateDecay      = 0.998 // each slower window lowers the best rate by this factor, since links change
+	rateDecay      = 0.998 // each slower window lowers the best rate by this factor, because links change
 	backoffWindows = 4
-	// All overload responses within this time count as one.
+	// Overload responses within this time count as one.
 	overloadPause = time.Second
 )
 
@@ -62,7 +63,7 @@ var (
 	limiters   = map[string]*limiter{}
 )
 
-// holdLimiter returns the limiter of a host and counts its use. For host "" each call gets its own.
+// holdLimiter returns the limiter of a host and adds a reference. For host "" each call returns a new one.
 func holdLimiter(host string, most int) *limiter {
 	limitersMu.Lock()
 	defer limitersMu.Unlock()
@@ -80,7 +81,7 @@ func holdLimiter(host string, most int) *limiter {
 	return l
 }
 
-// drop ends one use. After the last one the host is forgotten.
+// drop removes a reference. After the last one, the limiter is deleted.
 func (l *limiter) drop() {
 	limitersMu.Lock()
 	defer limitersMu.Unlock()
@@ -89,14 +90,14 @@ func (l *limiter) drop() {
 	}
 }
 
-// atOnce is how many ranges may be open.
+// atOnce returns how many ranges may be open.
 func (l *limiter) atOnce() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.limit
 }
 
-// acquire waits for a permit, first come, first served.
+// acquire waits for a permit. Permits are granted in the order of the calls.
 func (l *limiter) acquire(ctx context.Context) error {
 	l.mu.Lock()
 	if l.open == 0 { // idle time must not count
@@ -122,7 +123,7 @@ func (l *limiter) acquire(ctx context.Context) error {
 		l.waiting = slices.Delete(l.waiting, i, i+1)
 		return context.Cause(ctx)
 	}
-	l.open-- // it already had the permit
+	l.open-- // the permit was already granted
 	l.admitWaiting()
 	return context.Cause(ctx)
 }
@@ -133,7 +134,7 @@ func (l *limiter) beginWindow() {
 	l.bytes.Store(0)
 }
 
-// countBytes counts bytes as they arrive, and ends a window that is over.
+// countBytes counts bytes as they arrive, and ends the window when its time is over.
 func (l *limiter) countBytes(n int64) {
 	l.bytes.Add(n)
 	due, now := l.due.Load(), int64(time.Since(start))
@@ -156,8 +157,8 @@ func (l *limiter) releasePermit() {
 	l.admitWaiting()
 }
 
-// adaptLimit judges the last probe step by the throughput of a window and takes the next one. One lucky window
-// may delay a step but never causes one, so noise cannot ratchet the limit up.
+// adaptLimit evaluates the last probe step by the throughput of a window and begins the next one. A single fast
+// window may delay a step but never causes one, so noise does not raise the limit.
 func (l *limiter) adaptLimit(rate float64) {
 	switch {
 	case l.probedFrom != 0 && rate < l.bestRate*probeGain:
@@ -184,7 +185,7 @@ func (l *limiter) adaptLimit(rate float64) {
 	}
 }
 
-// halveLimit halves the number of open ranges, once for all responses to the same overload.
+// halveLimit halves the number of open ranges, once for all responses to one overload.
 func (l *limiter) halveLimit() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// The limit rises while throughput follows, and falls back when it does not.
+// The limit rises while throughput rises with it, and falls back when it does not.
 func TestAdapts(t *testing.T) {
 	l := holdLimiter("", 64)
 	rate := func() float64 { return float64(min(l.limit, 20)) } // 20 saturate the link
@@ -18,11 +18,11 @@ func TestAdapts(t *testing.T) {
 		l.adaptLimit(rate())
 	}
 	if l.limit < 18 || l.limit > 40 {
-		t.Errorf("%d open where 20 are enough", l.limit)
+		t.Errorf("the limit is %d, but 20 are enough", l.limit)
 	}
 }
 
-// A link with fluctuating throughput is not mistaken for one that more connections fill, however long a load takes.
+// Fluctuating throughput does not raise the limit beyond what fills the link, even in long loads.
 func TestAdaptsInNoise(t *testing.T) {
 	seed := time.Now().UnixNano()
 	t.Logf("seed %d", seed)
@@ -33,12 +33,12 @@ func TestAdaptsInNoise(t *testing.T) {
 			l.adaptLimit(float64(min(l.limit, 20)) * (0.8 + 0.4*r.Float64()))
 		}
 		if l.limit < 16 || l.limit > 120 {
-			t.Errorf("%d open where 20 are enough", l.limit)
+			t.Errorf("the limit is %d, but 20 are enough", l.limit)
 		}
 	}
 }
 
-// The earlier throughput of an overloaded store is not a measure of its current one.
+// The throughput before an overload is not used to judge the throughput after it.
 func TestAdaptsAgain(t *testing.T) {
 	l := holdLimiter("", 64)
 	for range 100 {
@@ -46,18 +46,17 @@ func TestAdaptsAgain(t *testing.T) {
 	}
 	l.halveLimit()
 	if l.limit != 32 {
-		t.Errorf("%d open", l.limit)
+		t.Errorf("the limit is %d, want 32", l.limit)
 	}
 	for range 30 {
 		l.adaptLimit(float64(l.limit))
 	}
 	if l.limit != 64 {
-		t.Errorf("%d open after a while", l.limit)
+		t.Errorf("the limit is %d after 30 windows, want 64", l.limit)
 	}
 }
 
-// If a store gives each connection little, more are opened until there are enough. The arriving bytes decide that, not
-// the finished ranges.
+// If each connection is slow, more are opened. The decision depends on arriving bytes, not on finished ranges.
 func TestAdaptsByBytes(t *testing.T) { synctest.Test(t, adaptsByBytes) }
 
 func adaptsByBytes(t *testing.T) {
@@ -90,13 +89,13 @@ func adaptsByBytes(t *testing.T) {
 		time.Sleep(10 * time.Millisecond)
 	}
 	if n := src.AtOnce(); n < src.opt.Connections {
-		t.Errorf("%d at once", n)
+		t.Errorf("the limit is %d", n)
 	}
 	close(stop)
 	wg.Wait()
 }
 
-// A drip gives a little at a time.
+// A drip returns a few bytes at a time.
 type drip struct{ r io.Reader }
 
 func (d *drip) Read(p []byte) (int, error) {

@@ -12,11 +12,11 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// RangeBytes is the size that stores recommend for a range. At 100 MB/s per connection, a range takes four times
+// RangeBytes is the range size that stores recommend. At 100 MB/s per connection, such a range takes four times
 // the usual latency of 20 ms.
 const RangeBytes = 8 << 20
 
-// AtOnce is how many ranges to have open now; see limiter.go.
+// AtOnce returns how many ranges may be open now; see limiter.go.
 func (s *Source) AtOnce() int { return s.limit.atOnce() }
 
 // OpenRange waits for a permit; see source.Ranges.
@@ -30,7 +30,7 @@ func (s *Source) OpenRange(ctx context.Context) (source.Range, error) {
 	return r, nil
 }
 
-// withinSource returns a context that also ends with the source, and reports the offset at which it ended.
+// withinSource returns a context that also ends with the source. Its error then contains the offset.
 func (s *Source) withinSource(ctx context.Context, off int64) (context.Context, func()) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	unhook := context.AfterFunc(s.ctx, func() { cancel(s.placeError(off, context.Cause(s.ctx))) })
@@ -40,16 +40,16 @@ func (s *Source) withinSource(ctx context.Context, off int64) (context.Context, 
 	}
 }
 
-// A byteRange is read in order by one goroutine. It keeps its permit until its end: while its reader works
-// between two steps, the kernel receives more. If its body breaks, it resumes without waiting for a permit, since
-// its reader may hold what the owners of permits wait for. If no response has arrived yet, it queues again for a
-// permit.
+// A byteRange is read in order by one goroutine. It holds its permit until its end, because the kernel receives
+// more bytes while the reader works between two steps. If its body breaks, it resumes without waiting for a
+// permit: its reader may hold resources for which the owners of permits wait. If no response has arrived yet,
+// it queues for a permit again.
 type byteRange struct {
 	s        *Source
 	ctx      context.Context // ends with the caller's context or the source
 	finish   func()          // releases ctx
 	off, end int64
-	failed   int // consecutive
+	failed   int // consecutive failures
 	permit   bool
 	answered bool
 	waited   [2]time.Duration
@@ -62,7 +62,7 @@ type byteRange struct {
 	got   int64
 }
 
-// beginRange sets the bounds of the range; the first step requests it.
+// beginRange sets the limits of the range. The first step sends the request.
 func (r *byteRange) beginRange(ctx context.Context, off, n int64) error {
 	s := r.s
 	if off < 0 || n < 0 || off > s.Size() || n > s.Size()-off {
@@ -89,7 +89,7 @@ func (r *byteRange) Begin(ctx context.Context, off, n int64) error {
 	return r.Next(nil)
 }
 
-// Close abandons what was not read.
+// Close discards the bytes that were not read.
 func (r *byteRange) Close() error {
 	r.shut()
 	r.givePermitBack()
@@ -131,7 +131,7 @@ func (r *byteRange) Next(p []byte) error {
 		return context.Cause(r.ctx)
 	}
 	if int64(len(p)) > r.end-r.off {
-		return s.placeError(r.off, errs.New(errs.ErrEngine, "%d bytes requested from a range that has %d left", len(p),
+		return s.placeError(r.off, errs.New(errs.ErrEngine, "%d bytes requested, but the range has %d left", len(p),
 			r.end-r.off))
 	}
 	for r.off < r.end {
@@ -150,7 +150,7 @@ func (r *byteRange) Next(p []byte) error {
 			return context.Cause(r.ctx)
 		}
 		if n > 0 && len(p) == 0 {
-			return nil // every byte has arrived, so later errors of the connection do not matter
+			return nil // all bytes have arrived, so the error does not matter
 		}
 		verdict, after := s.judgeError(err)
 		switch {
@@ -174,8 +174,7 @@ func (r *byteRange) Next(p []byte) error {
 	return nil
 }
 
-// readBody reads from the body, opening one if there is none, until p is full or the
-// body breaks.
+// readBody reads from the body until p is full or the body breaks. It first opens a body if necessary.
 func (r *byteRange) readBody(p []byte) (int, error) {
 	s := r.s
 	if r.body == nil {
@@ -210,7 +209,7 @@ func (r *byteRange) readBody(p []byte) (int, error) {
 		s.limit.countBytes(int64(n))
 		if err == io.EOF {
 			if r.off+int64(count) < r.end {
-				return count, fmt.Errorf("%w: %d bytes before its end", errShort, r.end-r.off-int64(count))
+				return count, fmt.Errorf("%w: %d bytes are missing", errShort, r.end-r.off-int64(count))
 			}
 			return count, nil
 		}
@@ -226,10 +225,10 @@ func (r *byteRange) readBody(p []byte) (int, error) {
 		r.watch.Stop()
 		return count, nil
 	}
-	// Read the end of the body, so that its connection can be reused.
+	// Read the end of the body, so that the connection can be reused.
 	var more [1]byte
 	if n, _ := r.body.Read(more[:]); n > 0 {
-		r.got = 0 // none of its bytes count, so that retries end for a server that always sends too many
+		r.got = 0 // count no progress, so that retries end if a server always sends too many bytes
 		return 0, errLong
 	}
 	return count, nil

@@ -1,10 +1,10 @@
-// Package retry builds a source from ranges of a remote object. After a failure it resumes at the offset reached.
-// It never starts over and never returns a wrong byte.
+// Package retry provides sources that read ranges of a remote object. After a failure, a read resumes at the
+// offset that it reached. It never restarts and never returns wrong bytes.
 //
-// A range that breaks is requested again from its first missing byte, after a random pause (full jitter). The
-// bound of the pause doubles while nothing arrives. A body that brings less than Progress bytes within
-// Options.Timeout is abandoned and requested again. How many ranges of one host are open at once is adapted to
-// measurements; see limiter.go. The Fetcher decides which errors may be retried.
+// A range that breaks is requested again from its first missing byte, after a random pause (full jitter). While
+// no bytes arrive, the maximum pause doubles each time. A body that delivers less than Progress bytes within
+// Options.Timeout is closed and requested again. The number of open ranges per host adapts to the measured
+// throughput; see limiter.go. The Fetcher decides which errors may be retried.
 package retry
 
 import (
@@ -21,64 +21,64 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Verdict says what a failure means.
+// A Verdict classifies a failure.
 type Verdict int
 
 // The verdicts.
 const (
 	Never   Verdict = iota // a retry cannot help
-	Again                  // no response, or an incomplete one: the network failed, or the store is down
-	Busy                   // the store responded that it is busy now
-	Changed                // the object has been replaced
+	Again                  // no response or an incomplete one: the network failed, or the store is down
+	Busy                   // the store responded that it is busy
+	Changed                // the object was replaced
 )
 
-// OpenTries bounds the tries for a store that has not responded yet, whatever Retries is, so that a wrong name or
-// a server that is down is reported soon. A store that says that it is busy has responded.
+// OpenTries is the maximum number of attempts for a store that has not responded yet, even if Retries is
+// larger. A wrong name or a server that is down is then reported soon. A store that reports that it is busy has
+// responded.
 const OpenTries = 3
 
 // A Fetcher opens ranges of one object. It is safe for concurrent use.
 type Fetcher interface {
-	// URI names the object as the user wrote it.
+	// URI returns the object's name as the user wrote it.
 	URI() string
-	// Size is the object's size, fixed when it was opened.
+	// Size returns the object's size, fixed when it was opened.
 	Size() int64
-	// Fetch opens n bytes (1 or more, within Size) from off. The body ends with io.EOF after exactly these bytes.
-	// A shorter or longer body is a failure, and so is a response about another range or another object. The
-	// caller closes the body; ctx aborts it.
+	// Fetch opens n bytes (1 or more, within Size) from off. The body ends with io.EOF after exactly these
+	// bytes. A shorter or longer body, or a response for another range or object, is a failure. The caller
+	// closes the body; cancelling ctx aborts it.
 	Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
-	// Judge says what an error of Fetch or of reading a body means, and how long the store asks to wait (0 if it
-	// does not ask). It is not called for the caller's own cancellation, nor for a body that ends early or
+	// Judge classifies an error of Fetch or of reading a body, and returns how long the store asked to wait (0
+	// if it did not ask). It is not called for the caller's own cancellation, or for a body that ends early or
 	// stalls.
 	Judge(err error) (Verdict, time.Duration)
-	// Close releases what the fetcher holds.
+	// Close releases the fetcher's resources.
 	Close() error
 }
 
-// Options of New. Parse returns those of the caller.
+// Options configure New. Parse returns the options that the caller can set.
 type Options struct {
-	// Host names the limiter to share: sources of one host measure together.
+	// Host is the key of the shared limiter: sources of one host share their measurements.
 	Host string
-	// Connections is the most ranges open at once; 0 means 64.
+	// Connections is the maximum number of open ranges; 0 means 64.
 	Connections int
-	// Retries is how many consecutive failures a range survives that each bring
-	// less than Progress bytes.
+	// Retries is how often a range may fail in succession while it receives less than Progress bytes.
 	Retries int
-	// Timeout is how long a range may bring less than Progress bytes.
+	// Timeout is the time within which a range must receive Progress bytes.
 	Timeout time.Duration
 	// Range is the source's RangeBytes. Set it if reading a body in steps costs nothing.
 	Range int64
 	// Pin identifies the object's state; see source.Pinned.
 	Pin string
-	// Head holds the object's first bytes, which came with opening it. Reads within them send no request.
+	// Head is the beginning of the object, received when it was opened. Reads within it send no request.
 	Head []byte
 
-	base time.Duration // of the pauses; 0 means the constant base
+	base time.Duration // unit of the pauses; 0 means the constant base
 }
 
-// Progress is how many bytes distinguish a slow connection from a stalled one.
+// Progress is the number of bytes that distinguishes a slow connection from a stalled one.
 const Progress = 64 << 10
 
-// Names are the options of Parse.
+// Names are the names of the options that Parse reads.
 var Names = []string{"timeout", "connections", "retries"}
 
 // Parse reads the options that all stores share.
@@ -99,7 +99,7 @@ func Parse(o source.Options) (Options, error) {
 		Retries: int(retries)}, nil
 }
 
-// A Source reads a Fetcher's object. It implements source.Source.
+// A Source reads the object of a Fetcher. It implements source.Source.
 type Source struct {
 	f     Fetcher
 	opt   Options
@@ -111,7 +111,7 @@ type Source struct {
 	shut   error
 }
 
-// New makes a source of a fetcher, and closes it with the source.
+// New returns a source that reads from a fetcher. Closing the source closes the fetcher.
 func New(f Fetcher, opt Options) *Source {
 	opt.Connections = cmp.Or(opt.Connections, 64)
 	s := &Source{f: f, opt: opt, limit: holdLimiter(opt.Host, opt.Connections)}
@@ -119,13 +119,13 @@ func New(f Fetcher, opt Options) *Source {
 	return s
 }
 
-// URI is the fetcher's.
+// URI returns the URI of the fetcher.
 func (s *Source) URI() string { return s.f.URI() }
 
-// Size is the fetcher's.
+// Size returns the size of the fetcher's object.
 func (s *Source) Size() int64 { return s.f.Size() }
 
-// Facts say that every read costs a round trip and that the pin identifies the object.
+// Facts implements source.Source: every read costs a round trip, and the pin identifies the object.
 func (s *Source) Facts() source.Facts {
 	f := source.Facts{Remote: true, Concurrency: s.opt.Connections}
 	if s.opt.Range > 0 {
@@ -135,7 +135,7 @@ func (s *Source) Facts() source.Facts {
 	return f
 }
 
-// Close ends reads in flight and releases the fetcher.
+// Close aborts reads in flight and closes the fetcher.
 func (s *Source) Close() error {
 	s.once.Do(func() {
 		s.cancel(errs.New(errs.ErrArgument, "the source is closed"))
@@ -145,8 +145,7 @@ func (s *Source) Close() error {
 	return s.shut
 }
 
-// ReadAt fills p from off; see source.Source. Bytes go from the connection
-// straight into p.
+// ReadAt fills p from off; see source.Source. It reads from the connection directly into p.
 func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if head := int64(len(s.opt.Head)); off >= 0 && off <= head && int64(len(p)) <= head-off && ctx.Err() == nil &&
 		s.ctx.Err() == nil {
@@ -167,13 +166,13 @@ var (
 	errLong    = errors.New("the body has more bytes than requested")
 )
 
-// broken is an error of reading a body. It is always worth a retry.
+// broken is an error of reading a body. It can always be retried.
 type broken struct{ err error }
 
 func (b *broken) Error() string { return b.err.Error() }
 func (b *broken) Unwrap() error { return b.err }
 
-// nameWatchdog returns an error that names the watchdog if the watchdog ended the request.
+// nameWatchdog returns errStalled if the watchdog ended the request, or else err.
 func nameWatchdog(ctx context.Context, err error) error {
 	if context.Cause(ctx) == errStalled {
 		return errStalled
@@ -210,14 +209,14 @@ func (s *Source) placeError(off int64, err error) error {
 	return &errs.At{Verb: "read", Source: s.URI(), Chunk: -1, Offset: off, Err: err}
 }
 
-// The pause before try n is random, up to base x 2^n but not more than most.
+// The pause before attempt n is random, up to base x 2^n but at most `most`.
 const (
 	base = 50 * time.Millisecond
 	most = 10 * time.Second
 )
 
-// Pause waits before a try, with full jitter. failed is the number of consecutive failures. after is how long the
-// store asked to wait; up to a minute is obeyed.
+// Pause waits before an attempt, with full jitter. failed is the number of consecutive failures. after is how
+// long the store asked to wait; at most a minute of it is respected.
 func Pause(ctx context.Context, failed int, after time.Duration) error {
 	return pauseBefore(ctx, 0, failed, after)
 }
@@ -235,9 +234,10 @@ func pauseBefore(ctx context.Context, unit time.Duration, failed int, after time
 	}
 }
 
-// Repeat runs a request until it succeeds or another try cannot help, with the pauses of a range. It makes
-// Options.Retries + 1 tries. While heard says that the store has never responded, only OpenTries of them may end
-// without a response. Repeat returns how many tries have failed, and the last error.
+// Repeat runs a request until it succeeds or another attempt cannot help, with the same pauses as a range. It
+// makes up to Options.Retries + 1 attempts. While heard reports that the store has never responded, at most
+// OpenTries attempts may end without a response. Repeat returns the number of failed attempts and the last
+// error.
 func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool,
 	fn func() error) (failed int, err error) {
 	for silent := 0; ; {
@@ -258,8 +258,8 @@ func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.D
 	}
 }
 
-// Do is Repeat for opening an object: the store counts as one that has never responded. Each try has
-// Options.Timeout. A try that times out had no response.
+// Do is like Repeat for opening an object: the store counts as one that has never responded. Each attempt may
+// take Options.Timeout. An attempt that times out counts as one without a response.
 func Do(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration),
 	fn func(ctx context.Context) error) error {
 	failures, err := Repeat(ctx, opt, func(err error) (Verdict, time.Duration) {

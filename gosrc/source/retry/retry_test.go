@@ -25,7 +25,7 @@ var (
 	errChanged = errors.New("changed")
 )
 
-// store is a fetcher of bytes in memory; fault, if set, decides what the body of the nth request does.
+// store is a fetcher of bytes in memory. fault, if set, returns the body of the nth request.
 type store struct {
 	data  []byte
 	n     atomic.Int64
@@ -115,7 +115,7 @@ func TestSuite(t *testing.T) {
 	}
 }
 
-// Whatever breaks, and wherever, the bytes are right and none is requested twice.
+// After any kind of failure at any offset, the bytes are correct and no byte is received twice.
 func TestResumes(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -156,12 +156,12 @@ func TestResumes(t *testing.T) {
 		total += int64(n)
 	}
 	if asked.Load() != total {
-		t.Errorf("%d bytes came for %d that were wanted", asked.Load(), total)
+		t.Errorf("received %d bytes, but %d were requested", asked.Load(), total)
 	}
 }
 
-// A body that stops, or brings almost nothing, is given up after Timeout and resumed on another connection. One that
-// never moves ends in ErrTimeout.
+// A body that stops, or delivers almost nothing, is closed after Timeout and resumed on another connection. If
+// no attempt makes progress, the read ends with ErrTimeout.
 func TestStall(t *testing.T) { synctest.Test(t, stall) }
 
 func stall(t *testing.T) {
@@ -191,7 +191,7 @@ func stall(t *testing.T) {
 	src.Close()
 }
 
-// slow sends a zero now and then.
+// slow waits and returns no bytes.
 type slow struct{}
 
 func (slow) Read(p []byte) (int, error) {
@@ -223,7 +223,8 @@ func TestVerdicts(t *testing.T) {
 	}
 }
 
-// One byte too many is an invalid answer, and not progress, however long the answer is, in one step and in several.
+// A body with one byte too many is an invalid response and does not count as progress, whatever its length, in
+// one step and in several.
 func TestTooLong(t *testing.T) {
 	s := &store{data: random(4 * Progress)}
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) {
@@ -254,7 +255,7 @@ func TestTooLong(t *testing.T) {
 	}
 }
 
-// Cancel and Close end a hanging read at once.
+// Cancel and Close immediately end a read that hangs.
 func TestEnds(t *testing.T) {
 	s := &store{data: random(100)}
 	s.fault = func(n, off int64, b []byte) (io.Reader, error) { return nil, nil }
@@ -295,7 +296,7 @@ func (h *hangs) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error) 
 	return io.NopCloser(hang{ctx}), nil
 }
 
-// No more ranges than allowed are open, an overloaded store gets fewer, and a permit is never lost.
+// The number of open ranges is limited, an overloaded store gets fewer, and no permit is lost.
 func TestLimiter(t *testing.T) {
 	s := &store{data: random(1 << 20)}
 	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 3})
@@ -311,20 +312,20 @@ func TestLimiter(t *testing.T) {
 	}
 	wg.Wait()
 	if p := s.peak.Load(); p > 3 || p < 1 {
-		t.Errorf("%d ranges at once", p)
+		t.Errorf("%d open ranges, want 1 to 3", p)
 	}
 	src.limit.halveLimit()
 	if src.limit.limit != 1 || src.limit.open != 0 {
 		t.Errorf("%d of %d open", src.limit.open, src.limit.limit)
 	}
-	// Waiters that give up free their place in the queue.
+	// A waiter whose context ends leaves the queue.
 	if err := src.limit.acquire(context.Background()); err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Millisecond)
 	defer cancel()
 	if err := src.limit.acquire(ctx); err == nil {
-		t.Error("two permits of one")
+		t.Error("granted two permits, but the limit is 1")
 	}
 	src.limit.releasePermit()
 	if err := src.limit.acquire(context.Background()); err != nil {
@@ -334,8 +335,8 @@ func TestLimiter(t *testing.T) {
 	src.Close()
 }
 
-// A broken range continues before those that wait for a permit, because its reader may hold what they would wait for.
-// One without an answer yet lets them pass.
+// A broken range resumes before ranges that wait for a permit, because its reader may hold resources that they
+// need. A range without a response queues after them.
 func TestTurns(t *testing.T) {
 	s := &store{data: random(100)}
 	refuse := false
@@ -364,7 +365,7 @@ func TestTurns(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 	if err := one.Next(p[10:]); err != nil || !bytes.Equal(p, s.data[:50]) {
-		t.Errorf("%v, or other bytes", err)
+		t.Errorf("%v, or wrong bytes", err)
 	}
 	if err := <-second; err != nil || s.n.Load() != 3 {
 		t.Errorf("%v after %d requests, 1 of them a resume", err, s.n.Load())
@@ -384,7 +385,7 @@ func TestTurns(t *testing.T) {
 	}
 }
 
-// An unused permit goes to the next; a closed source has none.
+// An unused permit passes to the next range, and a closed source grants none.
 func TestPermitUnused(t *testing.T) {
 	s := &store{data: random(100)}
 	src := New(s, Options{Retries: 8, Timeout: timeout, Connections: 1})
@@ -422,7 +423,7 @@ func TestPermitUnused(t *testing.T) {
 	_ = one.Close()
 }
 
-// A range reports once how long it waited for its permit and for its answer.
+// A range reports once how long it waited for its permit and for its response.
 func TestWaited(t *testing.T) { synctest.Test(t, waited) }
 
 func waited(t *testing.T) {
@@ -432,12 +433,12 @@ func waited(t *testing.T) {
 		return bytes.NewReader(b), nil
 	}}, Options{Retries: 8, Timeout: timeout, Connections: 1})
 	defer s.Close()
-	one, err := sourcetest.Begin(t.Context(), s, 0, 50) // and has the only permit
+	one, err := sourcetest.Begin(t.Context(), s, 0, 50) // takes the only permit
 	if err != nil {
 		t.Fatal(err)
 	}
 	if permit, answer := one.Waited(); permit != 0 || answer != pause {
-		t.Errorf("the first: %v for its permit, %v for its answer", permit, answer)
+		t.Errorf("first range: waited %v for its permit, %v for its response", permit, answer)
 	}
 	var two source.Range
 	done := make(chan error, 1)
@@ -456,10 +457,10 @@ func waited(t *testing.T) {
 	}
 	defer two.Close()
 	if permit, answer := two.Waited(); permit < pause || answer != pause {
-		t.Errorf("the second: %v for its permit, %v for its answer", permit, answer)
+		t.Errorf("second range: waited %v for its permit, %v for its response", permit, answer)
 	}
 	if permit, answer := two.Waited(); permit != 0 || answer != 0 {
-		t.Errorf("again: %v, %v", permit, answer)
+		t.Errorf("second call of Waited: %v, %v", permit, answer)
 	}
 }
 
@@ -469,8 +470,8 @@ func (l *limiter) queued() int {
 	return len(l.waiting)
 }
 
-// A store that gives no answer, in whatever way, is asked OpenTries times. One that says it is busy is asked as often
-// as retries allow, and none more often than that.
+// A store that never responds is asked OpenTries times. A store that reports that it is busy is asked as often
+// as retries permit. No store is asked more often.
 func TestOpenTries(t *testing.T) { synctest.Test(t, openTries) }
 
 func openTries(t *testing.T) {

@@ -1,6 +1,6 @@
 package route
 
-// This file makes connections to servers: TLS, proxies and certificate authorities.
+// This file connects to servers: TLS, proxies and certificate authorities.
 
 import (
 	"cmp"
@@ -22,25 +22,25 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/regular"
 )
 
-// Settings of New that are not settings of the transport.
+// Settings configure New, in addition to the fields of http.Transport.
 type Settings struct {
-	// Env is the caller's environment, which names proxies.
+	// Env is the caller's environment, which may name proxies.
 	Env map[string]string
-	// Trust names the authorities of servers. The zero value means those of the system.
+	// Trust selects the trusted certificate authorities. The zero value means those of the system.
 	Trust    Trust
-	Insecure bool          // certificates are not checked
-	Dial     time.Duration // timeout of connecting
+	Insecure bool          // do not check certificates
+	Dial     time.Duration // timeout for connecting
 }
 
-// Trust names authorities: those in Files (REQUESTS_CA_BUNDLE may be a folder), and those in all files of
-// Folders, a list separated by colons.
+// Trust lists certificate authorities: those in Files (REQUESTS_CA_BUNDLE may be a folder), and those in all
+// files of Folders, which is separated by colons.
 type Trust struct {
 	Files   []string
 	Folders string
 }
 
-// Named returns the authorities that a caller names. If the caller names none, it returns all those of the
-// environment, whichever program a variable is meant for.
+// Named returns the authorities that the caller configured, or else all those in the environment, including the
+// variables of other programs.
 func Named(file, folders string, env map[string]string) Trust {
 	switch {
 	case file != "":
@@ -57,20 +57,20 @@ func Named(file, folders string, env map[string]string) Trust {
 	return t
 }
 
-// A Client makes connections through the proxies of the environment: HTTP/1.1 only, one request at a time per
-// connection. Limits of the transport must be set before the first request. If the authorities cannot be read,
+// A Client connects through the proxies of the environment. It uses HTTP/1.1 with one request at a time per
+// connection. The transport's limits must be set before the first request. If the authorities cannot be read,
 // https requests fail.
 type Client struct {
 	*http.Transport
 	untrusted error
 }
 
-// New makes a client.
+// New returns a client.
 func New(s Settings) *Client {
 	secure := &tls.Config{MinVersion: tls.VersionTLS12, InsecureSkipVerify: s.Insecure}
 	roots, err := s.Trust.Roots()
 	if secure.RootCAs = roots; err != nil {
-		secure.RootCAs = x509.NewCertPool() // fails every certificate, including one that a proxy presents
+		secure.RootCAs = x509.NewCertPool() // rejects every certificate, including that of a proxy
 	}
 	one := new(http.Protocols)
 	one.SetHTTP1(true)
@@ -81,8 +81,8 @@ func New(s Settings) *Client {
 	}}
 }
 
-// RoundTrip sends one request and does not follow redirects. An untrusted certificate, of the server or of a
-// proxy, is errs.ErrPermission.
+// RoundTrip sends one request and does not follow redirects. An untrusted certificate of the server or of a
+// proxy is errs.ErrPermission.
 func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	if c.untrusted != nil && r.URL.Scheme == "https" {
 		return nil, c.untrusted
@@ -90,21 +90,21 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 	resp, err := c.Transport.RoundTrip(r)
 	if cert, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
 		return nil, errs.New(errs.ErrPermission,
-			"the server's certificate is not trusted: %v; set the option cacert, or SSL_CERT_FILE, to the file of "+
-				"an authority", cert.Err)
+			"the server's certificate is not trusted: %v; set the option cacert, or SSL_CERT_FILE, to the certificate "+
+				"file of its authority", cert.Err)
 	}
 	return resp, err
 }
 
-// Do is RoundTrip for libraries that sign requests for one host: it returns a
-// redirect like any other response.
+// Do is RoundTrip for libraries that sign requests for one host: it returns a redirect like any other response.
 func (c *Client) Do(r *http.Request) (*http.Response, error) { return c.RoundTrip(r) }
 
-// noProxy is the placeholder for a proxy with an invalid URL.
+// noProxy stands for a proxy whose URL is invalid.
 const noProxy = "http://proxy.invalid"
 
-// proxiesOf reads the variables as curl does: lower case wins, and ALL_PROXY serves both schemes. If the URL of a
-// proxy is not valid, its requests are refused: bypassing the proxy might reach what the network forbids.
+// proxiesOf reads the variables as curl does: lower case takes precedence, and ALL_PROXY applies to both
+// schemes. If a proxy's URL is invalid, requests through it fail, because a direct connection might violate the
+// rules of the network.
 func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 	get := func(name string) string {
 		if v, ok := env[strings.ToLower(name)]; ok {
@@ -113,9 +113,9 @@ func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 		return env[name]
 	}
 	all := get("ALL_PROXY")
-	valid := func(text string) string { // httpproxy ignores an invalid URL, or reads it as another proxy
+	valid := func(text string) string { // httpproxy ignores an invalid URL, or parses it as another proxy
 		u, err := url.Parse(text)
-		if (err != nil || u.Host == "") && !strings.Contains(text, "://") { // only a host
+		if (err != nil || u.Host == "") && !strings.Contains(text, "://") { // a host without a scheme
 			u, err = url.Parse("http://" + text)
 		}
 		if text != "" && (err != nil || u.Host == "") {
@@ -135,7 +135,7 @@ func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 	}
 }
 
-// Roots reads the authorities. It returns nil, which means the system's, if none is named.
+// Roots reads the authorities. It returns nil, which means those of the system, if none are configured.
 func (t Trust) Roots() (*x509.CertPool, error) {
 	if len(t.Files) == 0 && t.Folders == "" {
 		return nil, nil
@@ -170,7 +170,7 @@ func (t Trust) Roots() (*x509.CertPool, error) {
 		hasAny = err == nil && pool.AppendCertsFromPEM(b) || hasAny
 	}
 	if !hasAny {
-		return nil, errs.New(errs.ErrArgument, "there is no certificate in %s",
+		return nil, errs.New(errs.ErrArgument, "no certificates in %s",
 			strings.Join(slices.Concat(t.Files, filepath.SplitList(t.Folders)), ", "))
 	}
 	return pool, nil

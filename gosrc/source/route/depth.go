@@ -1,6 +1,6 @@
 package route
 
-// This file classifies an address: on the internet, in a private network, or on this link.
+// This file classifies addresses: on the internet, in a private network, or link-local.
 
 import (
 	"net/netip"
@@ -8,18 +8,19 @@ import (
 	"sync/atomic"
 )
 
-// Classes of addresses, from the outside in.
+// The classes of addresses, from the outside in.
 const (
 	internet = 0
-	network  = 1 // this network or this machine
-	link     = 2 // this link, which includes the metadata services of clouds
+	network  = 1 // this machine or its private networks
+	link     = 2 // link-local, which includes the metadata services of clouds
 )
 
 // pretence replaces depthOf in tests; see Pretend.
 var pretence atomic.Pointer[func(netip.Addr) (int, bool)]
 
-// Pretend is for tests, which only have loopback addresses. fn classifies an address (0 the internet, 1 a private
-// network, 2 the link); ok is false if the real answer applies. end removes fn.
+// Pretend replaces the classification of addresses in tests, which only have loopback addresses. fn returns a
+// class (0 for the internet, 1 for a private network, 2 for link-local); ok is false if the real class applies.
+// end removes fn.
 func Pretend(fn func(netip.Addr) (near int, ok bool)) (end func()) {
 	pretence.Store(&fn)
 	return func() { pretence.Store(nil) }
@@ -49,8 +50,8 @@ var (
 	teredo  = netip.MustParsePrefix("2001::/32")
 )
 
-// depthOf classifies an address. least and most differ if a translator between IPv6 and IPv4 may lead it
-// elsewhere.
+// depthOf classifies an address. least and most differ if a translator between IPv6 and IPv4 may route it to
+// another class.
 func depthOf(a netip.Addr) (least, most int) {
 	a = a.Unmap().WithZone("")
 	if fn := pretence.Load(); fn != nil {
@@ -82,7 +83,7 @@ func depthOf(a netip.Addr) (least, most int) {
 	return internet, most
 }
 
-// embeddedAddresses are the IPv4 addresses that an IPv6 address may stand for.
+// embeddedAddresses returns the IPv4 addresses that an IPv6 address may be translated to.
 func embeddedAddresses(a netip.Addr) (out []netip.Addr) {
 	if !a.Is6() || a == netip.IPv6Unspecified() || a == netip.IPv6Loopback() {
 		return nil
@@ -92,7 +93,7 @@ func embeddedAddresses(a netip.Addr) (out []netip.Addr) {
 	switch {
 	case compat.Contains(a), mapped.Contains(a), nat64.Contains(a):
 		v4(12, 13, 14, 15)
-	case local64.Contains(a): // its prefix has one of these lengths; byte 8 is always zero
+	case local64.Contains(a): // the prefix has one of these lengths; byte 8 is always zero
 		v4(6, 7, 9, 10)
 		v4(7, 9, 10, 11)
 		v4(9, 10, 11, 12)
@@ -111,8 +112,8 @@ func embeddedAddresses(a netip.Addr) (out []netip.Addr) {
 	return out
 }
 
-// literalAddress is the address that a host's name spells. For any other name it is the zero address, which
-// counts as the internet.
+// literalAddress returns the address that a host name spells. For any other name it returns the zero address,
+// which counts as the internet.
 func literalAddress(host string) netip.Addr {
 	host = strings.ToLower(strings.TrimSuffix(host, "."))
 	if host == "localhost" || strings.HasSuffix(host, ".localhost") {
@@ -125,8 +126,8 @@ func literalAddress(host string) netip.Addr {
 	return a
 }
 
-// Inside reports whether a URL's host is an address of a private network or of this machine. It does not resolve
-// names.
+// Inside reports whether a URL's host is an address of a private network or of this machine. It does not
+// resolve names.
 func Inside(host string) bool {
 	least, _ := depthOf(literalAddress(host))
 	return least > internet

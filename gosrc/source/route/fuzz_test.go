@@ -2,7 +2,7 @@ package route
 
 import "testing"
 
-// Whatever a server writes into Content-Range gives a range within the total, or none.
+// For any Content-Range, the result is a range within the total, or none.
 func FuzzContentRange(f *testing.F) {
 	for _, s := range []string{"bytes 0-9/10", "bytes */10", "bytes 5-9/*", "bytes 9-5/10", "bytes 0-9/9",
 		"bytes 0-18446744073709551615/1", "items 0-1/2", "bytes +0-1/2", "", "bytes -/-"} {

@@ -1,10 +1,10 @@
-// Package route decides which servers a chain of redirects may reach, and which of the caller's credentials each
-// request carries. All clients of remote stores take redirects, proxies and certificates from here.
+// Package route decides which servers a chain of redirects may reach, and which of the caller's credentials
+// each request carries. All clients of remote stores use it for redirects, proxies and certificates.
 //
-// Credentials (headers, token, user and password) go to the origin that the caller named (scheme, host and port)
-// and to no other; a chain that has left the origin does not carry them back. A redirect stays within http and
-// https and never leaves https; a user and password in its Location are ignored. At most Most redirects are
-// followed.
+// Credentials (headers, token, user and password) are sent only to the origin in the caller's URL (scheme, host
+// and port). Once a chain has left the origin, they are not sent again, even if it returns. A redirect may only
+// lead to http and https, and never from https to http. A user and password in its Location are ignored. At
+// most Most redirects are followed.
 //
 // Every address is compared with the first address of the object's origin, both when it is dialled and when an
 // idle connection is reused. Neither a redirect nor a changed DNS name may lead from an outer network into an
@@ -29,7 +29,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Most is how many redirects of one request are followed.
+// Most is the number of redirects that a request may follow.
 const Most = 5
 
 // Refused is a redirect that is not followed. It is errs.ErrPermission.
@@ -40,7 +40,7 @@ func (r *Refused) Error() string {
 }
 func (r *Refused) Unwrap() error { return errs.ErrPermission }
 
-// A Hop is one request of a chain.
+// A Hop is one request in a chain of redirects.
 type Hop struct {
 	URL *url.URL // without user, password and fragment
 	// Home says that the chain has never left the origin, so this request carries the caller's credentials.
@@ -50,17 +50,17 @@ type Hop struct {
 	count  int
 }
 
-// Start is the request for the URL that the caller gave.
+// Start returns the request for the caller's URL.
 func Start(u *url.URL) Hop { return Hop{URL: bareURL(u), Home: true, origin: Origin(u)} }
 
-// Here starts a new chain at the URL where this one ended.
+// Here returns the start of a new chain at this URL.
 func (h Hop) Here() Hop {
 	h.count = 0
 	return h
 }
 
-// Next is the hop that a redirect's Location leads to. An error is Refused, or has no class if a retry may get
-// another answer.
+// Next returns the hop to a redirect's Location. The error is Refused, or has no class if a retry may get
+// another response.
 func (h Hop) Next(location string) (Hop, error) {
 	to, err := h.URL.Parse(location)
 	switch {
@@ -78,7 +78,7 @@ func (h Hop) Next(location string) (Hop, error) {
 	return Hop{URL: bareURL(to), Home: h.Home && Origin(to) == h.origin, origin: h.origin, count: h.count + 1}, nil
 }
 
-// Redirect reports whether a status has a Location to follow.
+// Redirect reports whether a status is a redirect to a Location.
 func Redirect(status int) bool {
 	switch status {
 	case http.StatusMovedPermanently, http.StatusFound, http.StatusSeeOther, http.StatusTemporaryRedirect,
@@ -88,11 +88,12 @@ func Redirect(status int) bool {
 	return false
 }
 
-// mostWait bounds the pause that a server may ask for.
+// mostWait is the longest pause that a server may ask for.
 const mostWait = time.Hour
 
-// WaitAsked is how long a server that refuses a request asks to wait: Retry-After, in seconds or as a date, or
-// else the time until the exhausted windows of RateLimit begin again. 0 means that it does not ask.
+// WaitAsked returns how long a server that refuses a request asks to wait. It reads Retry-After, in seconds or
+// as a date, or else the time until the exhausted windows of RateLimit begin again. 0 means that the server
+// does not ask.
 //
 // Source: RFC 9110, 10.2.3; draft-ietf-httpapi-ratelimit-headers: `"name";r=0;t=25`.
 func WaitAsked(h http.Header) time.Duration {
@@ -116,7 +117,7 @@ func WaitAsked(h http.Header) time.Duration {
 	return wait
 }
 
-// secondsOf parses a number of seconds, 0 if text is not one.
+// secondsOf parses a number of seconds. It returns 0 if text is not a number.
 func secondsOf(text string) time.Duration {
 	n, err := strconv.ParseUint(strings.TrimSpace(text), 10, 31)
 	if err != nil {
@@ -125,7 +126,8 @@ func secondsOf(text string) time.Duration {
 	return min(time.Duration(n)*time.Second, mostWait)
 }
 
-// ContentRange parses a Content-Range header, such as "bytes 0-9/100". total is -1 if the server does not say.
+// ContentRange parses a Content-Range header such as "bytes 0-9/100". total is -1 if the header does not state
+// it.
 func ContentRange(text string) (from, to, total int64, ok bool) {
 	unit, rest, _ := strings.Cut(text, " ")
 	span, all, hasTotal := strings.Cut(rest, "/")
@@ -154,9 +156,9 @@ func ContentRange(text string) (from, to, total int64, ok bool) {
 	return from, to, total, ok && from <= to && (total < 0 || to < total)
 }
 
-// Encoding is the first content encoding of a response that changes its bytes, "" if none does. identity does not
-// change them. Nor does aws-chunked, which describes how the bytes were uploaded and which some stores keep as a
-// label.
+// Encoding returns the first content encoding of a response that changes its bytes, or "". identity does not
+// change them. Neither does aws-chunked, which describes how the bytes were uploaded and which some stores
+// return as a label.
 func Encoding(h http.Header) string {
 	for _, name := range strings.Split(strings.Join(h.Values("Content-Encoding"), ","), ",") {
 		name = strings.TrimSpace(name)
@@ -167,8 +169,8 @@ func Encoding(h http.Header) string {
 	return ""
 }
 
-// PrintableText is the first most bytes of a server's text, without characters that could break a line or a
-// terminal.
+// PrintableText returns at most the first most bytes of a server's text, without control and non-ASCII
+// characters.
 func PrintableText(s string, most int) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
@@ -178,7 +180,7 @@ func PrintableText(s string, most int) string {
 	}, s[:min(len(s), most)])
 }
 
-// Origin is a URL's scheme, host and port.
+// Origin returns a URL's scheme, host and port.
 func Origin(u *url.URL) string {
 	port := u.Port()
 	if port == "" {
@@ -187,9 +189,8 @@ func Origin(u *url.URL) string {
 	return strings.ToLower(u.Scheme) + "://" + net.JoinHostPort(strings.ToLower(u.Hostname()), port)
 }
 
-// isPlainHost reports whether a host is a name, or an address in its usual form. Other
-// forms (127.1, 0x7f000001, digits beyond ASCII) are read differently by different
-// programs, such as a proxy.
+// isPlainHost reports whether a host is a name or an address in its usual form. Programs such as proxies
+// interpret other forms (127.1, 0x7f000001, non-ASCII digits) differently.
 func isPlainHost(host string) bool {
 	if _, err := netip.ParseAddr(host); err == nil {
 		return true
@@ -206,17 +207,17 @@ func bareURL(u *url.URL) *url.URL {
 	return &c
 }
 
-// A Way spans all requests for one object: the first address that it connects to decides which others are
-// allowed. It is safe for concurrent use. The zero value is ready to use.
+// A Way tracks all requests for one object. The first address that it connects to determines which others are
+// permitted. It is safe for concurrent use. The zero value is ready to use.
 type Way struct {
 	mu     sync.Mutex
 	begun  bool
-	origin netip.Addr // the zero address is the internet
+	origin netip.Addr // the zero address counts as the internet
 }
 
 type wayKey struct{}
 
-// setFirst sets the first address if it is not known yet, and refuses one that is further in.
+// setFirst records the first address if it is not known yet, and refuses an address in a more private network.
 func (w *Way) setFirst(at netip.Addr) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -226,7 +227,7 @@ func (w *Way) setFirst(at netip.Addr) error {
 	return refuseInward(w.origin, at)
 }
 
-// checkAddress refuses an address that is further in than the first one.
+// checkAddress refuses an address in a more private network than the first one.
 func (w *Way) checkAddress(at netip.Addr) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -237,7 +238,7 @@ func (w *Way) checkAddress(at netip.Addr) error {
 }
 
 // refuseInward refuses a step from an outer network into an inner one: from the internet into a private network
-// or this machine, and from anywhere to the link, which holds the credentials of clouds.
+// or this machine, and from anywhere to a link-local address, where clouds offer credentials.
 func refuseInward(from, to netip.Addr) error {
 	if from.Unmap() == to.Unmap() {
 		return nil
@@ -249,7 +250,7 @@ func refuseInward(from, to netip.Addr) error {
 	return nil
 }
 
-// checkDial is the dialer's hook. address is about to be connected to, after name resolution.
+// checkDial is the dialer's hook. It is called with the resolved address before a connection is made.
 func checkDial(ctx context.Context, _, address string, _ syscall.RawConn) error {
 	w, _ := ctx.Value(wayKey{}).(*Way)
 	at, err := netip.ParseAddrPort(address)
@@ -259,7 +260,7 @@ func checkDial(ctx context.Context, _, address string, _ syscall.RawConn) error 
 	return w.checkAddress(at.Addr())
 }
 
-// Send sends one request by a client and returns the connection that it used. It does not follow redirects.
+// Send sends one request with a client and returns the connection that it used. It does not follow redirects.
 func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error) {
 	proxy, err := c.Proxy(r)
 	if err != nil {
@@ -267,8 +268,7 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 	}
 	ctx := r.Context()
 	if proxy != nil {
-		// A proxy chooses the address itself. Only an address in the URL can be
-		// compared.
+		// The proxy chooses the address. Only an address in the URL can be compared.
 		err = w.setFirst(literalAddress(r.URL.Hostname()))
 	} else {
 		ctx = context.WithValue(ctx, wayKey{}, w)
@@ -286,8 +286,8 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 		if proxy != nil {
 			return
 		}
-		// The connection may have been dialled for another object. If it was closed, nothing is sent: the
-		// transport dials again, and checkDial refuses.
+		// The connection may have been dialled for another object. If it is closed here, nothing is sent: the
+		// transport dials again, and checkDial returns the error.
 		at, err := netip.ParseAddrPort(i.Conn.RemoteAddr().String())
 		if err == nil {
 			err = w.setFirst(at.Addr())
@@ -309,13 +309,13 @@ func (w *Way) Send(c *Client, r *http.Request) (*http.Response, net.Conn, error)
 	return resp, conn, err
 }
 
-// Cut ends a connection at once, below TLS if it has TLS.
+// Cut closes a connection immediately, without the close message of TLS.
 func Cut(conn net.Conn) {
 	if secure, ok := conn.(*tls.Conn); ok {
 		conn = secure.NetConn()
 	}
 	if c, ok := conn.(interface{ SetLinger(int) error }); ok {
-		_ = c.SetLinger(0) // a reset: the peer stops sending
+		_ = c.SetLinger(0) // send a reset, so that the peer stops sending
 	}
 	_ = conn.Close()
 }

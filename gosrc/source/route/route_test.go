@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Nothing leads further inside, in whatever form an IPv4 address is written.
+// No redirect leads into a more private network, in whatever form an IPv4 address is written.
 func TestInward(t *testing.T) {
 	const out = "93.184.216.34"
 	for _, c := range []struct {
@@ -56,13 +56,13 @@ func TestInward(t *testing.T) {
 		}
 	}
 	if refuseInward(netip.Addr{}, netip.MustParseAddr("10.0.0.1")) == nil {
-		t.Error("from an unknown address into a private network")
+		t.Error("permitted a redirect from an unknown address into a private network")
 	}
 	for host, want := range map[string]bool{"localhost": true, "LOCALHOST.": true, "x.localhost": true,
 		"10.0.0.1": true, "::1": true,
 		"8.8.8.8": false, "example.com": false, "64:ff9b:1::8.8.8.8": false, "": false} {
 		if Inside(host) != want {
-			t.Errorf("%q is inside: %v", host, !want)
+			t.Errorf("Inside(%q) = %v", host, !want)
 		}
 	}
 }
@@ -83,17 +83,17 @@ func TestOrigin(t *testing.T) {
 	}
 	for _, p := range same {
 		if origin(p[0]) != origin(p[1]) {
-			t.Errorf("%s and %s", p[0], p[1])
+			t.Errorf("%s and %s have different origins", p[0], p[1])
 		}
 	}
 	for _, p := range other {
 		if origin(p[0]) == origin(p[1]) {
-			t.Errorf("%s and %s", p[0], p[1])
+			t.Errorf("%s and %s have the same origin", p[0], p[1])
 		}
 	}
 }
 
-// A Location, whatever it contains, gives an HTTP URL without a user, or an error without what the server wrote.
+// Any Location gives an HTTP URL without a user, or an error that does not contain the server's text.
 func FuzzNext(f *testing.F) {
 	for _, s := range []string{"/a", "//h/b", "http://u:p@h/b#c", "HTTPS://H", "file:///x", "http:x", "?q", "", "\x00",
 		"http://h\\@e/", "http://[::1%25eth0]/", "javascript:x"} {
@@ -116,12 +116,12 @@ func FuzzNext(f *testing.F) {
 			t.Errorf("%q leads to %v, home %v", location, h.URL, h.Home)
 		}
 		if back, err := h.Next(scheme + "://origin.example/"); err == nil && !h.Home && back.Home {
-			t.Errorf("%q and back carries what the caller gave", location)
+			t.Errorf("credentials are sent after a redirect to %q and back", location)
 		}
 	})
 }
 
-// Certificate authorities come from a file or a folder. An unreadable one is named, and fails only https.
+// Certificate authorities come from a file or a folder. The error names an unreadable path.
 func TestAuthorities(t *testing.T) {
 	dir := t.TempDir()
 	empty := filepath.Join(dir, "empty")
@@ -141,8 +141,8 @@ func TestAuthorities(t *testing.T) {
 	}
 }
 
-// Each request goes to the right proxy. A proxy with an invalid URL is not bypassed, and its password is not shown.
-// Names in NO_PROXY, this machine, and the other scheme need no proxy.
+// Each request uses the right proxy. A proxy with an invalid URL is not bypassed, and its password is not
+// shown. Names in NO_PROXY, this machine, and the other scheme do not use the proxy.
 func TestProxies(t *testing.T) {
 	const wrong = "not valid"
 	for _, c := range []struct{ http, https, none, to, want string }{
@@ -177,8 +177,8 @@ func TestProxies(t *testing.T) {
 	}
 }
 
-// A content encoding is found in any line and position of its header, in any case. Labels that do not change a byte do
-// not count.
+// A content encoding is found in any line and position of its header, in any case. Labels that do not change
+// the bytes are ignored.
 func TestEncoding(t *testing.T) {
 	for _, c := range []struct {
 		lines []string
@@ -196,8 +196,8 @@ func TestEncoding(t *testing.T) {
 	}
 }
 
-// A server that refuses for a while is asked again when it says so: by Retry-After, or by the end of a RateLimit window
-// without requests left. An unreadable value means no wait, and the wait is never longer than an hour.
+// The wait comes from Retry-After, or from the end of a RateLimit window without remaining requests. An
+// unreadable value means no wait, and the wait is at most an hour.
 func TestWaitAsked(t *testing.T) {
 	for _, c := range []struct {
 		header http.Header

@@ -1,6 +1,6 @@
 package s3
 
-// This file sends bytes as the bodies of requests without copying them.
+// This file sends request bodies without copying the bytes.
 
 import (
 	"context"
@@ -34,7 +34,7 @@ func sizeOf(all [][]byte) (n int64) {
 	return n
 }
 
-// restHere returns at most n of the remaining bytes in the current slice, nil at the end of the body.
+// restHere returns at most n of the remaining bytes in the current slice, or nil at the end of the body.
 func (b *body) restHere(n int) []byte {
 	k := sort.Search(len(b.ends), func(k int) bool { return b.ends[k] > b.at })
 	if k == len(b.ends) {
@@ -61,7 +61,7 @@ func (b *body) Read(p []byte) (n int, err error) {
 	return n, nil
 }
 
-// WriteTo writes in blocks, so that the watchdog sees each.
+// WriteTo writes in blocks and resets the watchdog for each.
 func (b *body) WriteTo(w io.Writer) (n int64, err error) {
 	for one := b.restHere(block); one != nil && err == nil; one = b.restHere(block) {
 		b.w.timer.Reset(b.w.limit)

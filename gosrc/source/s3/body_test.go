@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// A body is read, sought and written as if its bytes were contiguous.
+// A body can be read, sought and written as if its bytes were contiguous.
 func TestBody(t *testing.T) {
 	whole := bytes.Repeat([]byte("0123456789"), 60_000)
 	for _, cuts := range [][]int{{}, {0, 0}, {1}, {3, 3, 100, 400_000}, {len(whole)}} {

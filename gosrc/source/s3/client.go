@@ -1,6 +1,6 @@
 package s3
 
-// This file makes and shares S3 clients: connections, credentials, regions.
+// This file creates and shares S3 clients, with their connections, credentials and regions.
 
 import (
 	"context"
@@ -25,33 +25,33 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A client reaches stores with one set of options. It holds connections, credentials, and the regions of buckets
-// as they become known. Equal options share one client.
+// A client accesses stores with one set of options. It holds connections, credentials, and the regions of
+// buckets as far as they are known. Calls with equal options share one client.
 type client struct {
 	*settings
 	transport *route.Client
-	creds     aws.CredentialsProvider // nil: requests are not signed
-	heard     atomic.Bool             // the store has responded once
-	guessed   bool                    // the user configured no credentials; creds are the machine's, if it has any
+	creds     aws.CredentialsProvider // nil means that requests are not signed
+	heard     atomic.Bool             // the store has responded at least once
+	guessed   bool                    // no credentials were configured; creds are those of the machine, if it has any
 
 	mu      sync.Mutex
 	refs    int
 	apis    map[clientKey]*s3.Client
 	regions map[string]string // of buckets outside the configured region
-	bare    bool              // guessed, and the machine has none: requests are not signed
+	bare    bool              // guessed, but the machine has no credentials: requests are not signed
 	plain   bool              // a server or proxy refuses "Expect: 100-continue"
 	summed  map[string]bool   // buckets that only accept uploads with a checksum
 }
 
-// A clientKey identifies one of the SDK's clients.
+// A clientKey identifies one client of the SDK.
 type clientKey struct {
 	region string
 	signed bool
 	plain  bool // send bodies without "Expect: 100-continue"
 }
 
-// clients keeps credentials and regions, which are expensive to find out, for later calls with the same options.
-// Connections are closed when no one uses them.
+// clients caches clients for later calls with the same options, because credentials and regions are expensive
+// to determine. Connections of unused clients are closed.
 var clients struct {
 	sync.Mutex
 	all map[string]*client
@@ -59,7 +59,7 @@ var clients struct {
 
 const maxClients = 64
 
-// acquireClient returns the client of these options. release ends its use.
+// acquireClient returns the client for these options and adds a reference. releaseClient removes it.
 func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 	opt, err := withOwnNames(opt)
 	if err != nil {
@@ -122,8 +122,9 @@ func newClient(ctx context.Context, opt source.Options) (*client, error) {
 	return c, err
 }
 
-// transport makes connections. It does not follow redirects: a request is signed for one host and carries the
-// session token and the customer's key. AWS's redirect to a bucket's own region is signed anew; see callOnce.
+// transport returns a transport that does not follow redirects: a request is signed for one host and carries
+// the session token and the customer's key. AWS's redirect to a bucket's own region is handled in callOnce,
+// with a new signature.
 func (s *settings) transport() *route.Client {
 	limit := min(s.retry.Timeout, 15*time.Second)
 	c := route.New(route.Settings{Env: s.opt.Env, Trust: s.trust, Dial: limit})
@@ -137,11 +138,11 @@ func (s *settings) transport() *route.Client {
 	return c
 }
 
-// maxAnswer bounds responses other than object contents, in bytes. A listing of 1,000 escaped names takes 4 MB.
-// The library reads a response completely before it parses it.
+// maxAnswer is the largest response without object content, in bytes. A listing of 1,000 escaped names takes 4
+// MB. The library reads a response completely before it parses it.
 const maxAnswer = 16 << 20
 
-// bounded sends requests. A response that is too long ends in an error.
+// bounded sends requests and fails if a response is too long.
 type bounded struct{ *route.Client }
 
 func (b bounded) Do(req *http.Request) (*http.Response, error) {
@@ -152,7 +153,7 @@ func (b bounded) Do(req *http.Request) (*http.Response, error) {
 	return resp, err
 }
 
-// short is a body of at most left bytes.
+// short is a body that fails after left bytes.
 type short struct {
 	io.ReadCloser
 	left int64
@@ -166,7 +167,7 @@ func (s *short) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// apiFor is the client for a bucket, in its region if that is known.
+// apiFor returns the SDK's client for a bucket, in the bucket's region if that is known.
 func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -185,7 +186,7 @@ func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 		UseARNRegion: true,
 		// Package retry does the retries. Callers see the first response.
 		Retryer: aws.NopRetryer{},
-		// Chunks have checksums of their own, and other stores than AWS fail on trailing ones.
+		// Chunks have their own checksums, and stores other than AWS fail on trailing checksums.
 		RequestChecksumCalculation: aws.RequestChecksumCalculationWhenRequired,
 		ResponseChecksumValidation: aws.ResponseChecksumValidationWhenRequired,
 		HTTPSignerV4:               newSigner(),
@@ -213,7 +214,7 @@ func (c *client) apiFor(bucket string, signed bool) *s3.Client {
 }
 
 // isSigning reports whether requests are signed. They are not if the user configured no credentials and the
-// machine has none: this is how public objects are read.
+// machine has none, which allows public objects to be read.
 func (c *client) isSigning(ctx context.Context) bool {
 	if !c.guessed {
 		return true
@@ -224,7 +225,7 @@ func (c *client) isSigning(ctx context.Context) bool {
 	if bare {
 		return false
 	}
-	_, err := c.creds.Retrieve(ctx) // the provider caches them
+	_, err := c.creds.Retrieve(ctx) // the provider caches credentials
 	if err == nil || ctx.Err() != nil {
 		return true
 	}
@@ -234,12 +235,12 @@ func (c *client) isSigning(ctx context.Context) bool {
 	return false
 }
 
-// signer signs requests without their Accept-Encoding header, since a proxy may change it, as Google's front end
-// does.
+// signer signs requests without their Accept-Encoding header, because a proxy may change it, as Google's front
+// end does.
 type signer struct{ v4 *v4.Signer }
 
-// newSigner makes the signer of one client. Clients do not share signers, because a signer caches derived keys by
-// access key and ignores the secret.
+// newSigner returns the signer of one client. Clients do not share signers, because a signer caches derived
+// keys by access key and ignores the secret.
 func newSigner() signer {
 	return signer{v4.NewSigner(func(o *v4.SignerOptions) { o.DisableURIPathEscaping = true })}
 }
@@ -256,9 +257,9 @@ func (s signer) SignHTTP(ctx context.Context, keys aws.Credentials, r *http.Requ
 	return err
 }
 
-// callOnce sends one request. It signs and sends the request again if the store says that the bucket is in
-// another region, and sends it without "Expect: 100-continue" if that is refused. It takes only the name of a
-// region from the response, never its Location.
+// callOnce sends one request. If the store says that the bucket is in another region, it signs and sends the
+// request again. If "Expect: 100-continue" is refused, it sends the request without it. It uses only the
+// region's name from the response, never its Location.
 func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.Client) (T, error)) (T, error) {
 	isSigned, hasMoved := c.isSigning(ctx), false
 	for {
@@ -288,7 +289,7 @@ func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.
 			c.mu.Unlock()
 		case !isSigned && (s == http.StatusUnauthorized || s == http.StatusForbidden):
 			c.mu.Lock()
-			c.bare = false // there may be credentials next time
+			c.bare = false // credentials may be available next time
 			c.mu.Unlock()
 			return out, lackCredentials("%s. The store refused an unsigned request%s", noCredentials, statusOf(err))
 		default:
@@ -297,7 +298,7 @@ func callOnce[T any](ctx context.Context, c *client, bucket string, fn func(*s3.
 	}
 }
 
-// sendPlainly makes later requests go without "Expect: 100-continue".
+// sendPlainly makes later requests omit "Expect: 100-continue".
 func (c *client) sendPlainly() {
 	c.mu.Lock()
 	c.plain = true
@@ -305,7 +306,7 @@ func (c *client) sendPlainly() {
 }
 
 // isCutWrite reports whether a connection was closed while a body was being sent. The refusal of an expectation
-// may be lost that way: if the connection is to be kept, the transport sends the body after it.
+// may be lost in this way: the transport sends the body after it if the connection should be reused.
 func isCutWrite(err error) bool {
 	op, ok := errors.AsType[*net.OpError](err)
 	return ok && (op.Op == "write" || op.Op == "readfrom") &&

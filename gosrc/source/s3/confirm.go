@@ -1,7 +1,7 @@
 package s3
 
-// This file decides which responses to a write confirm that the store has the bytes. A status is not enough: some
-// stores, and proxies before them, send 200 with an empty body or with an error.
+// This file decides which responses to a write confirm that the store has the bytes. The status is not enough:
+// some stores, and proxies in front of them, respond with 200 and an empty body or an error.
 
 import (
 	"bytes"
@@ -26,7 +26,8 @@ import (
 func isNamed(s *string) bool { return s != nil && *s != "" }
 
 // isUnclear reports whether an upload may be complete although the response to its completion does not say so.
-// The response had no result or could not be read, or an earlier try arrived and its response was lost.
+// Either the response had no result or could not be parsed, or the response to an earlier, successful attempt
+// was lost.
 func isUnclear(err error, tries int) bool {
 	var resp *awshttp.ResponseError
 	var api smithy.APIError
@@ -39,9 +40,9 @@ func isUnclear(err error, tries int) bool {
 	return errors.As(err, &resp) && resp.HTTPStatusCode()/100 == 2
 }
 
-// confirmUpload asks the store for the object of a complete upload. The object must have the right size and the
-// ETag that its parts give. If the store's ETags are not MD5s, the object must not be older than the upload, by
-// the store's clock.
+// confirmUpload requests the object of a complete upload. The object must have the right size and the ETag that
+// results from its parts. If the store's ETags are not MD5s, the object must be at least as new as the upload,
+// by the store's clock.
 func (u *upload) confirmUpload(ctx context.Context, api *s3.Client) error {
 	out, err := api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &u.bucket, Key: &u.key,
 		SSECustomerAlgorithm: u.client.sse.algorithm, SSECustomerKey: u.client.sse.key,
@@ -58,7 +59,7 @@ func (u *upload) confirmUpload(ctx context.Context, api *s3.Client) error {
 		return nil
 	}
 	return errs.New(errs.ErrIO, "the store's response does not confirm that the upload is complete, and the object "+
-		"under this name is a different one")
+		"with this name is a different one")
 }
 
 // refusedOnce reports whether a write with If-None-Match was refused because the object exists.
@@ -74,14 +75,15 @@ func (u *upload) refusedOnce(err error) bool {
 	return false
 }
 
-// notOnce is the outcome of such a write. ours returns nil if the object there is this one: an earlier try
-// arrived and its response was lost. If the store does not support If-None-Match, the next try is a plain write.
+// notOnce handles a write that refusedOnce reports. ours returns nil if the existing object is this one: an
+// earlier attempt succeeded and its response was lost. If the store does not support If-None-Match, the next
+// attempt is an unconditional write.
 func (u *upload) notOnce(err error, tries int, ours func() error) error {
 	var resp *awshttp.ResponseError
 	_ = errors.As(err, &resp)
 	switch resp.HTTPStatusCode() {
 	case http.StatusConflict:
-		return errs.New(errs.ErrIO, "another writer of this object is just finishing")
+		return errs.New(errs.ErrIO, "another writer is completing this object")
 	case http.StatusNotImplemented:
 		u.once = nil
 		return errs.New(errs.ErrIO, "the store does not support If-None-Match")
@@ -89,7 +91,7 @@ func (u *upload) notOnce(err error, tries int, ours func() error) error {
 	if tries > 1 && ours() == nil {
 		return nil
 	}
-	return errs.New(errs.ErrArgument, "the object exists already and should not be replaced")
+	return errs.New(errs.ErrArgument, "the object already exists, and this write must not replace it")
 }
 
 // compareObject reads a small object back if the response to its upload had no ETag.
@@ -107,21 +109,22 @@ func (u *upload) compareObject(ctx context.Context, api *s3.Client, whole []byte
 	}
 	if !bytes.Equal(back, whole) {
 		return errs.New(errs.ErrIO,
-			"the store's response has no ETag, and what it has under this name is a different one")
+			"the store's response has no ETag, and the stored object has different content")
 	}
 	return nil
 }
 
-// absentError is the error of a request for an object that should exist.
+// absentError returns the error of a request for an object that should exist.
 func (u *upload) absentError(ctx context.Context, err error) error {
 	if errors.Is(classifyError(ctx, err), errs.ErrNotFound) {
 		return errs.New(errs.ErrIO,
-			"the store's response does not confirm that the object is stored, and there is no such object")
+			"the store's response does not confirm that the object is stored, and the object does not exist")
 	}
 	return err
 }
 
-// combinedETag is the ETag of an object made of these sorted parts if the parts' ETags are MD5s, else "".
+// combinedETag returns the ETag of an object that consists of these sorted parts, or "" if the parts' ETags are
+// not MD5s.
 func combinedETag(done []types.CompletedPart) string {
 	sums := md5.New()
 	for _, p := range done {
@@ -134,8 +137,8 @@ func combinedETag(done []types.CompletedPart) string {
 	return fmt.Sprintf("%x-%d", sums.Sum(nil), len(done))
 }
 
-// A wary client treats a deletion that was answered with 200 and an error as refused. The SDK does the same for
-// the completion of an upload.
+// A wary client treats a deletion as failed if the response is 200 with an error. The SDK does the same for the
+// completion of an upload.
 type wary struct{ s3.HTTPClient }
 
 // Do sends one request.

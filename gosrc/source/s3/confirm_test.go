@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A fakeStore keeps one object, and answers as its fields say.
+// A fakeStore stores one object and responds as its fields specify.
 type fakeStore struct {
 	mu    sync.Mutex
 	parts map[string][]byte
@@ -25,12 +25,12 @@ type fakeStore struct {
 	etag  string
 	date  time.Time
 
-	complete []func(w http.ResponseWriter, f *fakeStore) // the answers to completions; the last one repeats
+	complete []func(w http.ResponseWriter, f *fakeStore) // responses to completions; the last one repeats
 	put      func(w http.ResponseWriter, f *fakeStore, p []byte)
 	remove   func(w http.ResponseWriter)
 	list     string
-	noETags  bool // for parts and for the object
-	oddETags bool // that are not MD5s
+	noETags  bool // neither for parts nor for the object
+	oddETags bool // ETags that are not MD5s
 	tries    int
 }
 
@@ -120,8 +120,8 @@ func publish(t *testing.T, opt source.Options, name string, data []byte) error {
 	return d.Publish()
 }
 
-// An upload counts as complete only if the store names its ETag, or shows the object when it is asked: an answer's
-// status is not enough.
+// An upload counts as complete only if the response contains its ETag, or if a later request finds the object.
+// The status is not enough.
 func TestCompletion(t *testing.T) {
 	t.Parallel()
 	data, other := random(minPart+1), make([]byte, minPart+1)
@@ -144,23 +144,23 @@ func TestCompletion(t *testing.T) {
 		f      *fakeStore
 		stored bool
 	}{
-		{"nothing in it, nothing stored", &fakeStore{complete: answers{empty}}, false},
-		{"nothing in it, another object of the size",
+		{"empty response, not stored", &fakeStore{complete: answers{empty}}, false},
+		{"empty response, another object of the same size",
 			&fakeStore{complete: answers{empty}, had: other, etag: strings.Repeat("0", 32) + "-2", date: time.Now()},
 			false},
-		{"nothing in it, stored", &fakeStore{complete: answers{lost}}, true},
-		{"nothing in it, then a result", &fakeStore{complete: answers{empty, result}}, true},
-		{"cut, stored", &fakeStore{complete: answers{torn}}, true},
-		{"a page of a proxy", &fakeStore{complete: answers{web}}, false},
-		{"an error in a 200", &fakeStore{complete: answers{inside}}, false},
-		{"an error in a 200, then a result", &fakeStore{complete: answers{inside, result}}, true},
-		{"lost, then unknown, not stored", &fakeStore{complete: answers{inside, unknown}}, false},
-		{"lost, then unknown, stored", &fakeStore{complete: answers{
+		{"empty response, stored", &fakeStore{complete: answers{lost}}, true},
+		{"empty response, then a result", &fakeStore{complete: answers{empty, result}}, true},
+		{"truncated response, stored", &fakeStore{complete: answers{torn}}, true},
+		{"HTML page of a proxy", &fakeStore{complete: answers{web}}, false},
+		{"error with status 200", &fakeStore{complete: answers{inside}}, false},
+		{"error with status 200, then a result", &fakeStore{complete: answers{inside, result}}, true},
+		{"error, then unknown upload, not stored", &fakeStore{complete: answers{inside, unknown}}, false},
+		{"error, then unknown upload, stored", &fakeStore{complete: answers{
 			func(w http.ResponseWriter, f *fakeStore) { f.store(); inside(w, f) }, unknown}}, true},
-		{"unknown at once", &fakeStore{complete: answers{unknown}, had: data, date: time.Now()}, false},
-		{"ETags of another kind, an older object", &fakeStore{oddETags: true, complete: answers{empty}, had: other,
+		{"unknown upload", &fakeStore{complete: answers{unknown}, had: data, date: time.Now()}, false},
+		{"unusual ETags, an older object", &fakeStore{oddETags: true, complete: answers{empty}, had: other,
 			date: time.Now().Add(-time.Hour)}, false},
-		{"ETags of another kind, stored", &fakeStore{oddETags: true, complete: answers{lost}}, true},
+		{"unusual ETags, stored", &fakeStore{oddETags: true, complete: answers{lost}}, true},
 		{"parts without ETags", &fakeStore{noETags: true, complete: answers{result}}, false},
 	} {
 		t.Run(c.what, func(t *testing.T) {
@@ -177,7 +177,7 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
-// A small object counts as stored only if the store names its ETag, or gives its bytes back.
+// A small object counts as stored only if the response contains its ETag, or if the object can be read back.
 func TestPutAnswers(t *testing.T) {
 	t.Parallel()
 	data := []byte("hello")
@@ -207,8 +207,9 @@ func TestPutAnswers(t *testing.T) {
 	}
 }
 
-// An object that is written once appears only where none exists. An existing one stays, and is an argument error; one
-// that an earlier try has made counts. A store that does not know such writes gets a plain one.
+// With Once, an object is only created if none exists. An existing object is preserved and gives an argument
+// error, unless an earlier attempt of this write created it. A store that does not support such writes gets an
+// unconditional one.
 func TestOnce(t *testing.T) {
 	t.Parallel()
 	small, large := []byte("hello"), random(minPart+1)
@@ -239,11 +240,11 @@ func TestOnce(t *testing.T) {
 		data []byte
 		want error
 	}{
-		{"none is there", &fakeStore{put: first(refusing(http.StatusServiceUnavailable, "SlowDown"))}, small, nil},
-		{"another is there", &fakeStore{had: []byte("hallo"), put: func(w http.ResponseWriter, _ *fakeStore, _ []byte) {
+		{"no existing object", &fakeStore{put: first(refusing(http.StatusServiceUnavailable, "SlowDown"))}, small, nil},
+		{"another object exists", &fakeStore{had: []byte("hallo"), put: func(w http.ResponseWriter, _ *fakeStore, _ []byte) {
 			failed(w)
 		}}, small, errs.ErrArgument},
-		{"the answer was lost", &fakeStore{put: func(w http.ResponseWriter, f *fakeStore, p []byte) {
+		{"response lost", &fakeStore{put: func(w http.ResponseWriter, f *fakeStore, p []byte) {
 			if f.had != nil {
 				failed(w)
 				return
@@ -251,21 +252,21 @@ func TestOnce(t *testing.T) {
 			f.had = p
 			refuse(w, http.StatusInternalServerError, "InternalError")
 		}}, small, nil},
-		{"unknown to the store", &fakeStore{put: first(refusing(http.StatusNotImplemented, "NotImplemented"))}, small,
+		{"condition not supported", &fakeStore{put: first(refusing(http.StatusNotImplemented, "NotImplemented"))}, small,
 			nil},
-		{"another writer ends", &fakeStore{put: first(refusing(http.StatusConflict, "ConditionalRequestConflict"))},
+		{"concurrent write", &fakeStore{put: first(refusing(http.StatusConflict, "ConditionalRequestConflict"))},
 			small, nil},
-		{"parts, none is there", &fakeStore{complete: answers{multipart}}, large, nil},
-		{"parts, another is there", &fakeStore{had: small, complete: answers{func(w http.ResponseWriter, _ *fakeStore) {
+		{"parts, no existing object", &fakeStore{complete: answers{multipart}}, large, nil},
+		{"parts, another object exists", &fakeStore{had: small, complete: answers{func(w http.ResponseWriter, _ *fakeStore) {
 			failed(w)
 		}}}, large, errs.ErrArgument},
-		{"parts, the answer was lost", &fakeStore{complete: answers{
+		{"parts, response lost", &fakeStore{complete: answers{
 			func(w http.ResponseWriter, f *fakeStore) {
 				f.store()
 				refuse(w, http.StatusInternalServerError, "InternalError")
 			},
 			func(w http.ResponseWriter, _ *fakeStore) { failed(w) }}}, large, nil},
-		{"parts, unknown to the store", &fakeStore{complete: answers{
+		{"parts, condition not supported", &fakeStore{complete: answers{
 			func(w http.ResponseWriter, _ *fakeStore) { refusing(http.StatusNotImplemented, "NotImplemented")(w) },
 			multipart}}, large, nil},
 	} {
@@ -284,7 +285,8 @@ func TestOnce(t *testing.T) {
 	}
 }
 
-// An answer of 200 that is not a list, or that holds an error, is neither an empty folder nor a deletion.
+// A response of 200 that is not a listing, or that contains an error, is treated neither as an empty folder nor
+// as a deletion.
 func TestOtherAnswers(t *testing.T) {
 	t.Parallel()
 	for _, text := range []string{"", "<html></html>", "<Error><Code>InternalError</Code></Error>"} {

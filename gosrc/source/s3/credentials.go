@@ -35,17 +35,16 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// A chain finds credentials as AWS's own tools do, but with Python's view of the environment, which is in
-// settings. The order is: the caller's keys or profile, AWS_ACCESS_KEY_ID, a web identity (IRSA), the profile
-// (keys, a role of another profile, SSO, a process), the container's endpoint, the instance's metadata (version 2
-// only).
+// A chain finds credentials in the same order as AWS's own tools, but with Python's environment, which is in
+// settings: the caller's keys or profile, AWS_ACCESS_KEY_ID, a web identity (IRSA), the profile (keys, a role
+// of another profile, SSO, a process), the container's endpoint, the instance's metadata (version 2 only).
 type chain struct {
 	*settings
 	http    bounded
-	guessed bool // provider uses the instance's metadata
+	guessed bool // the provider uses the instance's metadata
 }
 
-// firstProvider is the first provider that is configured, nil for unsigned requests.
+// firstProvider returns the first configured provider, or nil for unsigned requests.
 func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, error) {
 	o := c.opt.Storage
 	if c.anon {
@@ -60,7 +59,7 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 			errs.ErrArgument, "storage_options: key", "storage_options: secret", "storage_options: token")
 	case o["key"] != "" || o["secret"] != "" || o["token"] != "":
 		return nil, errs.New(errs.ErrArgument,
-			"storage_options: give key and secret together (and token only with both)")
+			"storage_options: key and secret must be set together, and token only with both")
 	case o["profile"] != "":
 		p, err = c.fromProfile(ctx, &c.profile, 0)
 	case c.environmentKeys().HasKeys():
@@ -82,13 +81,13 @@ func (c *chain) firstProvider(ctx context.Context) (aws.CredentialsProvider, err
 	}), nil
 }
 
-// cleanKeys removes a line break at the end of credentials, since secrets made by a shell often have one. A line
-// break elsewhere is an error of the given class that names the credential.
+// cleanKeys removes a trailing line break from credentials, because secrets created in a shell often have one.
+// A line break elsewhere is an error of the given class that names the credential.
 func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credentials, error) {
 	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
 		*word = strings.TrimSpace(*word)
 		if strings.ContainsFunc(*word, unicode.IsControl) {
-			return keys, errs.New(class, "%s: it contains a line break or another character that cannot be sent",
+			return keys, errs.New(class, "%s: expected a value without line breaks and control characters",
 				names[i])
 		}
 	}
@@ -103,14 +102,14 @@ func staticKeys(keys aws.Credentials, class error, names ...string) (aws.Credent
 // cleaned applies cleanKeys to the credentials of a service or a program.
 type cleaned struct{ aws.CredentialsProvider }
 
-// Retrieve fetches them.
+// Retrieve returns the cleaned credentials.
 func (c cleaned) Retrieve(ctx context.Context) (aws.Credentials, error) {
 	keys, err := c.CredentialsProvider.Retrieve(ctx)
 	if err != nil {
 		return keys, err
 	}
-	return cleanKeys(keys, errs.ErrPermission, "the access key that was given", "the secret key that was given",
-		"the session token that was given")
+	return cleanKeys(keys, errs.ErrPermission, "the received access key", "the received secret key",
+		"the received session token")
 }
 
 func (c *chain) environmentProvider() (aws.CredentialsProvider, error) {
@@ -126,10 +125,10 @@ func (c *chain) environmentKeys() aws.Credentials {
 	}
 }
 
-// fromProfile returns the provider of one profile. A role may refer to another profile.
+// fromProfile returns the provider of a profile. A role may refer to another profile.
 func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth int) (aws.CredentialsProvider, error) {
 	if depth > 8 {
-		return nil, errs.New(errs.ErrArgument, "profile %q: the chain of roles does not end", p.Profile)
+		return nil, errs.New(errs.ErrArgument, "profile %q: more than 8 profiles refer to each other", p.Profile)
 	}
 	var base aws.CredentialsProvider
 	var err error
@@ -178,7 +177,7 @@ func (c *chain) namedProvider(where string) (aws.CredentialsProvider, error) {
 		"credential_source %q: expected Environment, EcsContainer or Ec2InstanceMetadata", where)
 }
 
-// stsClient is the client that exchanges identities for keys.
+// stsClient returns the client that exchanges identities for keys.
 func (c *chain) stsClient(ctx context.Context, as aws.CredentialsProvider) (*sts.Client, error) {
 	endpoint, err := c.endpointFor(ctx, "STS", "")
 	if err != nil {
@@ -209,7 +208,7 @@ func (c *chain) roleProvider(ctx context.Context, p *config.SharedConfig,
 	as aws.CredentialsProvider) (aws.CredentialsProvider, error) {
 	if p.MFASerial != "" {
 		return nil, errs.New(errs.ErrNotSupported,
-			"profile %q requires a second factor: put a session's keys into the environment", p.Profile)
+			"profile %q requires MFA: set the keys of a session in the environment", p.Profile)
 	}
 	client, err := c.stsClient(ctx, aws.NewCredentialsCache(as))
 	if err != nil {
@@ -226,7 +225,7 @@ func (c *chain) roleProvider(ctx context.Context, p *config.SharedConfig,
 	}), nil
 }
 
-// singleSignOn uses the token that `aws sso login` left in the home folder.
+// singleSignOn uses the token that `aws sso login` stored in the home folder.
 func (c *chain) singleSignOn(p *config.SharedConfig) (aws.CredentialsProvider, error) {
 	region, name := p.SSORegion, p.SSOStartURL
 	if p.SSOSession != nil {
@@ -248,12 +247,12 @@ func (c *chain) singleSignOn(p *config.SharedConfig) (aws.CredentialsProvider, e
 		}), nil
 }
 
-// processProvider runs the profile's credential_process, in Python's environment.
+// processProvider runs the profile's credential_process in Python's environment.
 func (c *chain) processProvider(command string) aws.CredentialsProvider {
 	return processcreds.NewProviderCommand(processcreds.NewCommandBuilderFunc(
 		func(ctx context.Context) (*exec.Cmd, error) {
 			cmd := exec.CommandContext(ctx, "/bin/sh", "-c", command)
-			env := cmd.Environ() // PATH and the rest of the environment, from the process's start
+			env := cmd.Environ() // PATH and the rest of the environment, from the start of the process
 			env = slices.DeleteFunc(env, func(s string) bool { return strings.HasPrefix(s, "AWS_") })
 			for k, v := range c.opt.Env {
 				env = append(env, k+"="+v)
@@ -263,7 +262,8 @@ func (c *chain) processProvider(command string) aws.CredentialsProvider {
 		}))
 }
 
-// containerProvider asks the endpoint that ECS or EKS names. Without TLS it only uses their own addresses.
+// containerProvider requests credentials from the endpoint of ECS or EKS. Without TLS, only their own addresses
+// are permitted.
 func (c *chain) containerProvider() (aws.CredentialsProvider, error) {
 	at := c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI")
 	if path := c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"); path != "" {
@@ -300,8 +300,8 @@ func containerHost(host string) bool {
 		ip.String()))
 }
 
-// instanceProvider asks the metadata service, version 2. Its timeout is short, since most machines have no such
-// service.
+// instanceProvider requests credentials from the metadata service, version 2. Its timeout is short, because
+// most machines do not have this service.
 func (c *chain) instanceProvider() aws.CredentialsProvider {
 	o := imds.Options{ClientEnableState: imds.ClientEnabled, EnableFallback: aws.FalseTernary,
 		Endpoint: cmp.Or(c.env("AWS_EC2_METADATA_SERVICE_ENDPOINT"), c.profile.EC2IMDSEndpoint)}

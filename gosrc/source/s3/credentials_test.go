@@ -17,8 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// identities replaces the services that give credentials: STS, the container's endpoint, the instance's metadata (only
-// version 2). None of them is available outside AWS; each expects the same requests as the real one.
+// identities replaces the services that provide credentials: STS, the container's endpoint, and the instance's
+// metadata (version 2). They are not available outside AWS. Each expects the same requests as the real service.
 func identities(t *testing.T) *httptest.Server {
 	until := time.Now().Add(time.Hour).UTC().Format(time.RFC3339)
 	sts := func(action string, key string) string {
@@ -54,8 +54,8 @@ func identities(t *testing.T) *httptest.Server {
 	return h
 }
 
-// Every link of the credential chain works, in its order of precedence, only from what the options say, never from the
-// process's own environment.
+// Every provider of the chain works, in its order of precedence. Credentials come only from the options, never
+// from the environment of the process.
 func TestChain(t *testing.T) {
 	t.Setenv("AWS_ACCESS_KEY_ID", "FROMTHEPROCESS")
 	t.Setenv("AWS_SECRET_ACCESS_KEY", "s")
@@ -105,7 +105,7 @@ sso_role_name = r
 		what    string
 		storage env
 		env     env
-		key     string // or:
+		key     string // expected access key
 		class   error
 	}{
 		{"keys of the caller", env{"key": "GIVEN", "secret": "s", "token": "t"}, env{"HOME": home, "AWS_ACCESS_KEY_ID": "ENV", "AWS_SECRET_ACCESS_KEY": "s"}, "GIVEN", nil},
@@ -175,7 +175,7 @@ sso_role_name = r
 	}
 }
 
-// A bucket's location follows the endpoint's order of precedence, its style, and a store that sends the client to
+// The endpoint, region and addressing style follow the order of precedence. A store may refer the client to
 // another region.
 func TestWhere(t *testing.T) {
 	home := t.TempDir()
@@ -228,11 +228,11 @@ func TestWhere(t *testing.T) {
 		}
 	}
 	if asked.Load() != 3 {
-		t.Errorf("%d requests: the region is learned once, and headers come with opening", asked.Load())
+		t.Errorf("%d requests, want 3: the region is learned once, and opening reads the object", asked.Load())
 	}
 }
 
-// The environment's proxy is used, for the hosts that it is for.
+// The proxy from the environment is used for its hosts.
 func TestProxy(t *testing.T) {
 	var through atomic.Int64
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

@@ -1,7 +1,7 @@
 package s3
 
-// This file adds checksums to uploads if a bucket demands them (Object Lock), and checks that the store uses the
-// caller's key.
+// This file adds checksums to uploads if a bucket requires them (Object Lock), and checks that the store uses
+// the caller's key.
 
 import (
 	"context"
@@ -21,8 +21,8 @@ import (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// checksumOf is the CRC32C of a body in the form of S3's header, nil if the upload has no checksum. Stores other
-// than AWS refuse checksums that they do not know, so checksums are only sent to buckets that ask for them.
+// checksumOf returns the CRC32C of a body in the format of S3's header, or nil for uploads without a checksum.
+// Stores other than AWS refuse unknown checksums, so checksums are only sent to buckets that require them.
 func checksumOf(p [][]byte, isWanted bool) *string {
 	if !isWanted {
 		return nil
@@ -35,7 +35,7 @@ func checksumOf(p [][]byte, isWanted bool) *string {
 	return &text
 }
 
-// algorithmOf names the checksum of a request that has one, and for CreateMultipartUpload that of the parts.
+// algorithmOf names the checksum of a request, or for CreateMultipartUpload the checksum of the parts.
 func algorithmOf(isSummed bool) types.ChecksumAlgorithm {
 	if isSummed {
 		return types.ChecksumAlgorithmCrc32c
@@ -43,8 +43,8 @@ func algorithmOf(isSummed bool) types.ChecksumAlgorithm {
 	return ""
 }
 
-// mayWantSum reports whether a store may have refused an upload for its missing checksum, as buckets with a
-// default retention (Object Lock) do. The codes differ: InvalidRequest, MissingContentMD5, and others.
+// mayWantSum reports whether a store may have refused an upload because it has no checksum. Buckets with a
+// default retention (Object Lock) do so, with various codes such as InvalidRequest and MissingContentMD5.
 func mayWantSum(ctx context.Context, err error) bool {
 	r, ok := errors.AsType[*refusal](classifyError(ctx, err))
 	return ok && r.class == errs.ErrArgument
@@ -56,16 +56,16 @@ func (c *client) sendsSums(bucket string) bool {
 	return c.summed[bucket]
 }
 
-// noteSums records that a bucket requires checksums, for later uploads.
+// noteSums records for later uploads that a bucket requires checksums.
 func (c *client) noteSums(bucket string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.summed[bucket] = true
 }
 
-// beginAnew ends an upload after the store refused its parts for their missing checksums; the next part begins an
-// upload with checksums. It reports whether a part of the upload of that id may be sent again. That is also true
-// if another part has ended the upload.
+// beginAnew ends the upload id after the store refused a part without a checksum. The next part then begins an
+// upload with checksums. It reports whether the refused part should be sent again. That is also true if another
+// part has already ended the upload.
 func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -84,12 +84,13 @@ func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 	return ctx.Err() == nil
 }
 
-// ruleNoKey is the rule of confirmKey's error.
+// ruleNoKey is the rule of the error of confirmKey.
 const ruleNoKey = "CustomerKeyNotUsed"
 
-// confirmKey checks that the store has encrypted with the customer's key, according to its response to an upload.
-// A store that does not support such keys stores the bytes without encryption. It then says nothing, or repeats
-// the request's headers with the key, which a real one never returns.
+// confirmKey checks that the store has encrypted with the customer's key, according to its response to an
+// upload. A store that does not support such keys stores the bytes without encryption. Its response then does
+// not mention the key, or it repeats the request's headers including the key, which a supporting store never
+// does.
 func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) error {
 	raw, ok := awsmiddleware.GetRawResponse(answer).(*smithyhttp.Response)
 	isEcho := ok && raw.Header.Get("X-Amz-Server-Side-Encryption-Customer-Key") != ""
@@ -101,8 +102,9 @@ func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) 
 		"sse_customer_key, so anyone who can read the bucket could read the object: nothing was saved"))
 }
 
-// publishWithKey makes a small object in two steps. The first shows whether the store uses the customer's key; if
-// it does not, the earlier object stays. A store without multipart uploads gets the object at once.
+// publishWithKey writes a small object as a multipart upload of one part. The response to the part shows
+// whether the store uses the customer's key; if not, an existing object is preserved. For a store without
+// multipart uploads, it returns 0 parts.
 func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, err error) {
 	if u.client.sse.key == nil || len(whole) == 0 {
 		return 0, nil
@@ -117,19 +119,19 @@ func (u *upload) publishWithKey(ctx context.Context, whole []byte) (parts int, e
 	return 0, err
 }
 
-// removeUnencrypted removes an object that the store has not encrypted with the customer's key. why is the error
-// that it will return.
+// removeUnencrypted removes an object that the store has not encrypted with the customer's key. It returns why
+// if that succeeds.
 func (u *upload) removeUnencrypted(ctx context.Context, api *s3.Client, why error) error {
 	_, err := api.DeleteObject(ctx, &s3.DeleteObjectInput{Bucket: &u.bucket, Key: &u.key})
 	if err != nil {
 		return errs.New(errs.ErrNotSupported, "the store does not confirm that it encrypts with "+
-			"sse_customer_key, and the "+
-			"object, which it now has unencrypted, could not be removed: %v", classifyError(ctx, err))
+			"sse_customer_key, and the unencrypted "+
+			"object could not be removed: %v", classifyError(ctx, err))
 	}
 	return why
 }
 
-// explainKey adds to the error of a refused read that a customer's key may be missing.
+// explainKey adds to the error of a refused read that a customer's key may be missing or wrong.
 func (c *client) explainKey(err error) error {
 	if r, ok := errors.AsType[*refusal](err); ok && r.class == errs.ErrArgument && says[r.code] == "" {
 		r.message = "if the object was saved with a customer's key, set sse_customer_key in storage_options"

@@ -23,9 +23,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A bucket that only takes uploads with a checksum, such as one with a default retention, gets a CRC32C in a header for
-// objects and parts, over http and TLS. The upload that was begun without one is ended, and later ones have it from the
-// start. No other bucket gets any.
+// A bucket that only accepts uploads with a checksum, such as one with a default retention, gets a CRC32C in a
+// header for objects and parts, over http and TLS. An upload begun without a checksum is ended, and later
+// uploads have one from the start. Other buckets get no checksums.
 func TestUploadsWithChecksums(t *testing.T) {
 	t.Parallel()
 	for _, isTLS := range []bool{false, true} {
@@ -85,7 +85,7 @@ func TestUploadsWithChecksums(t *testing.T) {
 		} {
 			mu.Lock()
 			asked = nil
-			if i == 3 { // another store: nothing is known about it
+			if i == 3 { // another store, about which nothing is known
 				wants, opt.Storage["retries"] = false, "1"
 			}
 			mu.Unlock()
@@ -103,7 +103,7 @@ func TestUploadsWithChecksums(t *testing.T) {
 	}
 }
 
-// A refusal for another reason than a missing checksum is reported as the store gives it.
+// A refusal for a reason other than a missing checksum is reported with the store's code.
 func TestRefusedUploads(t *testing.T) {
 	t.Parallel()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -119,7 +119,7 @@ func TestRefusedUploads(t *testing.T) {
 	}
 }
 
-// A body that a proxy refuses because of "Expect: 100-continue" is sent without it, then and later.
+// If a proxy refuses "Expect: 100-continue", the body is sent without it, then and later.
 func TestExpectationFailed(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -156,8 +156,8 @@ func TestExpectationFailed(t *testing.T) {
 	}
 }
 
-// No request signs Accept-Encoding, which front ends change on the way: reads, saves, lists, removals, and presigned
-// URLs.
+// Requests do not sign Accept-Encoding, which front ends may change: reads, saves, lists, removals, and
+// presigned URLs.
 func TestUnsignedEncoding(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A store with endless listings, or endless answers, is refused with a typed error.
+// A store with endless listings or endless responses gives a typed error.
 func TestEndless(t *testing.T) {
 	empty := `<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>more</NextContinuationToken></ListBucketResult>`
 	spaces := bytes.Repeat([]byte(" "), 1<<20)
@@ -40,7 +40,7 @@ func TestEndless(t *testing.T) {
 		}
 		if name == "error" {
 			if _, err := get("s3://bucket/object", opt); !errors.Is(err, errs.ErrFormat) {
-				t.Errorf("an object's %s: %v", name, err)
+				t.Errorf("%s for an object: %v", name, err)
 			}
 		}
 		h.Close()

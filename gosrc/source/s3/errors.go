@@ -1,6 +1,6 @@
 package s3
 
-// This file classifies S3 errors and makes their texts without secrets.
+// This file classifies S3 errors and writes their texts without secrets.
 
 import (
 	"context"
@@ -26,7 +26,7 @@ import (
 // maxText is how many bytes of a store's text an error shows.
 const maxText = 128
 
-// A refusal is a store's error response. Its text contains what the store's support asks for: status, code,
+// A refusal is an error response of a store. Its text contains what the store's support needs: status, code and
 // request id.
 type refusal struct {
 	class   error
@@ -34,7 +34,7 @@ type refusal struct {
 	code    string
 	message string
 	request string
-	after   time.Duration // how long the store asks to wait
+	after   time.Duration // how long the store asked to wait
 }
 
 func (r *refusal) Error() string {
@@ -46,7 +46,7 @@ func (r *refusal) Error() string {
 		}
 	}
 	if r.after >= time.Second {
-		fmt.Fprintf(&b, ": the store asks to wait %.0f s", r.after.Seconds())
+		fmt.Fprintf(&b, ": the store asked to wait %.0f s", r.after.Seconds())
 	}
 	fmt.Fprintf(&b, " (status %d", r.status)
 	if r.request != "" {
@@ -58,16 +58,16 @@ func (r *refusal) Error() string {
 
 func (r *refusal) Unwrap() error { return r.class }
 
-// says explains codes that do not explain themselves.
+// says explains error codes.
 var says = map[string]string{
 	"InvalidAccessKeyId":    "the store does not know this access key",
-	"SignatureDoesNotMatch": "the secret key does not match the access key, or the request was changed on its way",
+	"SignatureDoesNotMatch": "the secret key does not match the access key, or the request was changed in transit",
 	"ExpiredToken":          "the session token has expired",
 	"TokenRefreshRequired":  "the session token has expired",
 	"InvalidToken":          "the session token is not valid",
-	"NoSuchBucket":          "there is no such bucket",
-	"NoSuchKey":             "there is no such object",
-	"NotFound":              "there is no such object",
+	"NoSuchBucket":          "the bucket does not exist",
+	"NoSuchKey":             "the object does not exist",
+	"NotFound":              "the object does not exist",
 	"AccessDenied":          "access denied",
 	"Forbidden":             "access denied",
 	"RequestTimeTooSkewed":  "this machine's clock is wrong",
@@ -75,9 +75,9 @@ var says = map[string]string{
 	"InvalidObjectState":    "the object is archived and must be restored first",
 }
 
-// classifyError gives an error of the SDK a class and a text without secrets. The SDK's texts contain URLs, and a
-// store's messages may repeat the access key, the string that was signed, or the token, so only the texts of says
-// are used.
+// classifyError returns an error of the SDK with a class and a text without secrets. The SDK's texts contain
+// URLs. A store's messages may contain the access key, the signed string or the token, so only the texts of
+// says are used.
 func classifyError(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
@@ -89,7 +89,7 @@ func classifyError(ctx context.Context, err error) error {
 		return classOf(err)
 	}
 	if id := innermostService(err); id != "" && id != s3.ServiceID {
-		return lackCredentials("%s; %s refused%s", noCredentials, id, statusOf(err))
+		return lackCredentials("%s; %s refused the request%s", noCredentials, id, statusOf(err))
 	}
 	var api smithy.APIError
 	if resp, ok := errors.AsType[*awshttp.ResponseError](err); ok && resp.HTTPStatusCode() > 0 {
@@ -97,30 +97,30 @@ func classifyError(ctx context.Context, err error) error {
 		if errors.As(err, &api) {
 			r.code = route.PrintableText(api.ErrorCode(), maxText)
 		}
-		if r.message = says[r.code]; r.code == "" { // a response without a body has none
+		if r.message = says[r.code]; r.code == "" { // a response without a body has no code
 			r.message = http.StatusText(r.status)
 		}
 		r.after = route.WaitAsked(resp.Response.Header)
 		r.class = statusClass(r.status, r.code)
 		if route.Redirect(r.status) {
 			r.message = "a redirect" + leadsTo(resp.Response.Header.Get("Location")) +
-				"is refused, because the request is signed for this host: " +
-				"set region or endpoint_url to where the bucket is"
+				" is refused, because the request is signed for this host: " +
+				"set region or endpoint_url to those of the bucket"
 		}
 		if r.message == "" && r.status < 300 {
 			r.message = "the response could not be parsed"
 		}
 		return r
 	}
-	if errors.As(err, &api) { // 200 with an error in it: CompleteMultipartUpload
+	if errors.As(err, &api) { // 200 with an error in its body: CompleteMultipartUpload
 		return &refusal{class: statusClass(0, api.ErrorCode()), status: http.StatusOK,
 			code: route.PrintableText(api.ErrorCode(), maxText), message: says[api.ErrorCode()]}
 	}
 	return transportError(err)
 }
 
-// classOf keeps the class, rule and innermost text of one of our own errors, without what the SDK wrapped around
-// it.
+// classOf returns one of our own errors with its class, rule and innermost text, without what the SDK wrapped
+// around it.
 func classOf(err error) error {
 	if at, ok := errors.AsType[*errs.At](err); ok {
 		return at
@@ -135,7 +135,7 @@ func classOf(err error) error {
 	}
 }
 
-// leadsTo is the host of a Location, the only part of it that is not secret.
+// leadsTo returns the host of a Location, the only part of it that is not secret.
 func leadsTo(location string) string {
 	u, err := url.Parse(location)
 	if err != nil || u.Hostname() == "" {
@@ -168,7 +168,8 @@ func statusClass(status int, code string) error {
 	return errs.ErrIO
 }
 
-// innermostService is the innermost service that returned an error: a request may fetch credentials first.
+// innermostService returns the innermost service that returned an error, because a request may fetch
+// credentials first.
 func innermostService(err error) (id string) {
 	for {
 		var op *smithy.OperationError
@@ -192,15 +193,15 @@ func statusOf(err error) string {
 	return ""
 }
 
-const noCredentials = "no credentials: none were given (key and secret, profile), AWS_ACCESS_KEY_ID is not set, " +
-	"and the profile, the container or the machine had none; anon=True reads public objects unsigned"
+const noCredentials = "no credentials: storage_options has no key and secret or profile, AWS_ACCESS_KEY_ID is " +
+	"not set, and no profile, container or instance has any; anon=True reads public objects unsigned"
 
-// lackCredentials is the error if there are no credentials; the caller may have expected a public object.
+// lackCredentials returns the error for missing credentials. The caller may have expected a public object.
 func lackCredentials(format string, args ...any) error {
 	return errs.WithRule("NoCredentials", errs.New(errs.ErrPermission, format, args...))
 }
 
-// transportError is the system's error text without URLs.
+// transportError returns the system's error text without URLs.
 func transportError(err error) error {
 	if s := err.Error(); strings.Contains(s, "get identity") || strings.Contains(s, "get credentials") ||
 		strings.Contains(s, "refresh cached credentials") {

@@ -9,7 +9,7 @@ import (
 	smithyhttp "github.com/aws/smithy-go/transport/http"
 )
 
-// A refusal has status, code and request id and, if the answer has no body, what the status means.
+// A refusal shows status, code and request id. If the response has no body, it shows the meaning of the status.
 func TestRefusal(t *testing.T) {
 	answer := func(status int, code string) error {
 		resp := &smithyhttp.Response{Response: &http.Response{StatusCode: status, Header: http.Header{}}}

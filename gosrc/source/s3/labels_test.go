@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// An object that is labelled as encoded is refused by the label's name, with one request. Labels that do not change a
-// byte do not matter.
+// An object with a Content-Encoding is refused after one request, and the error names the encoding. Labels that
+// do not change the bytes are ignored.
 func TestLabels(t *testing.T) {
 	t.Parallel()
 	data := random(source.HeadBytes + 100)

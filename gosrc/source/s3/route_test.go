@@ -18,8 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A redirect from a store is not followed, wherever it leads and whatever the request: the session token
-// and the signature stay with the host that they were made for.
+// A store's redirect is never followed, for any target and any request. The session token and the signature are
+// only sent to the host for which they were made.
 func TestRoutes(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	opt := source.Options{Storage: map[string]string{"endpoint_url": w.URL("http://{pub}"), "key": "AKIAPLANTED",
@@ -66,8 +66,8 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
-// Redirects from services that give credentials are not followed either, because what is sent to them is also a
-// credential.
+// Redirects from services that provide credentials are not followed either, because requests to them also
+// contain credentials.
 func TestRoutesOfCredentials(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for what, env := range map[string]map[string]string{
@@ -94,8 +94,8 @@ func TestRoutesOfCredentials(t *testing.T) {
 	}
 }
 
-// A bucket of another region is requested there with its own signature, however the store says so; its Location is not
-// followed.
+// A bucket in another region is requested there with a new signature, in whatever form the store reports the
+// region. The Location is not followed.
 func TestRegions(t *testing.T) {
 	var elsewhere atomic.Int64
 	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { elsewhere.Add(1) }))
@@ -123,8 +123,9 @@ func TestRegions(t *testing.T) {
 	}
 }
 
-// If nothing names credentials and the machine has none, public objects are read unsigned, and others report what is
-// missing. If named credentials cannot be obtained, nothing is sent.
+// If no credentials are configured and the machine has none, public objects are read unsigned, and other
+// objects give an error about missing credentials. If configured credentials cannot be obtained, no request is
+// sent.
 func TestPublic(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -154,7 +155,7 @@ func TestPublic(t *testing.T) {
 		noSecret(t, err)
 	}
 	if _, err := Presign(bg, "s3://models/public/x", nothing, time.Hour); !errors.Is(err, errs.ErrPermission) {
-		t.Errorf("a URL without a signature: %v", err)
+		t.Errorf("presigned a URL without credentials: %v", err)
 	}
 	for _, env := range []map[string]string{
 		{"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:1/x"},
@@ -168,8 +169,8 @@ func TestPublic(t *testing.T) {
 	}
 }
 
-// Certificates only matter for https: a wrong setting does not fail a store without TLS, and the environment is that of
-// the call.
+// Certificates only matter for https: an invalid setting does not affect a store without TLS. The environment
+// is that of the call.
 func TestCertificates(t *testing.T) {
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("ETag", `"x"`)
@@ -198,7 +199,7 @@ func TestCertificates(t *testing.T) {
 	for _, name := range []string{"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "AWS_CA_BUNDLE"} {
 		opt.Env = nil
 		if _, err := get("s3://models/x", opt); !errors.Is(err, errs.ErrPermission) {
-			t.Errorf("an unknown authority: %v", err)
+			t.Errorf("unknown authority: %v", err)
 		}
 		opt.Env = map[string]string{name: s.CA}
 		if b, err := get("s3://models/x", opt); err != nil || string(b) != "hello" {

@@ -1,12 +1,11 @@
-// Package s3 is the source of objects in Amazon S3 and stores that speak its protocol: s3://bucket/key, and
+// Package s3 reads and writes objects in Amazon S3 and compatible stores: s3://bucket/key, and
 // s3://bucket/key?versionId=ID.
 //
-// An object is pinned when it is opened: every later request asks for the same ETag, and an object that was
-// replaced meanwhile is errs.ErrCorrupt. If the store gives neither an ETag nor a date, or does not support
-// ranges, the object is read by one request. Credentials, region and endpoint come from the storage options, then
-// from the environment as Python sees it, then from the shared files of AWS's own tools. Errors name bucket, key,
-// status and request id, but no secrets. Drafts are objects being written: they stream in parts and become
-// visible in one step.
+// Opening an object fixes its state: every later request requires the same ETag, and an object that was
+// replaced is errs.ErrCorrupt. If the store sends neither an ETag nor a date, or does not support ranges, the
+// object is read by one request. Credentials, region and endpoint come from the storage options, then from
+// Python's environment, then from the configuration files of AWS's own tools. Errors contain bucket, key,
+// status and request id, but no secrets. Drafts are streamed in parts and become visible atomically.
 package s3
 
 import (
@@ -37,7 +36,7 @@ type name struct {
 	version          *string
 }
 
-// parseURI splits a URI. Keys are taken literally, without escapes.
+// parseURI splits a URI. Keys are used literally, without escapes.
 func parseURI(uri string) (name, error) {
 	scheme, rest, ok := strings.Cut(uri, "://")
 	n := name{uri: uri}
@@ -59,14 +58,14 @@ func parseURI(uri string) (name, error) {
 func parseObject(verb, uri string) (name, error) {
 	n, err := parseURI(uri)
 	if err == nil && (n.key == "" || strings.HasSuffix(n.key, "/")) {
-		err = n.placeError(verb, errs.New(errs.ErrArgument, "this is a folder: name an object, s3://bucket/key"))
+		err = n.placeError(verb, errs.New(errs.ErrArgument, "this is a folder: expected an object, s3://bucket/key"))
 	}
 	return n, err
 }
 
 func (n name) placeError(verb string, err error) error { return errs.Place(verb, n.uri, "", -1, err) }
 
-// Open opens an object with one request, which also fetches its beginning.
+// Open opens an object with one request, which also reads its beginning.
 func Open(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	n, err := parseObject("open", uri)
 	if err != nil {
@@ -104,13 +103,14 @@ type fetcher struct {
 	name
 	client *client
 	size   int64
-	etag   *string    // pins the object; nil if the store sends none
-	since  *time.Time // pins it in place of an ETag: the time of its last change
+	etag   *string    // identifies the object's state; nil if the store sends none
+	since  *time.Time // identifies the state if there is no ETag: the time of the last change
 
-	inOrder bool // the store pins nothing, or does not support ranges
+	inOrder bool // the store sends neither an ETag nor a date, or does not support ranges
 }
 
-// readFirst reads the beginning of the object, its size and its ETag, or finds that it can only be read in order.
+// readFirst reads the beginning of the object, its size and its ETag, or determines that it can only be read in
+// order.
 func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	out, err := o.getRange(ctx, bytesOf(0, source.HeadBytes))
 	if r, ok := errors.AsType[*refusal](err); ok && r.status == http.StatusRequestedRangeNotSatisfiable {
@@ -134,7 +134,7 @@ func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 		return nil, err
 	}
 	if lo != 0 {
-		return nil, errs.New(errs.ErrIO, "the store's response is not a range from the beginning")
+		return nil, errs.New(errs.ErrIO, "the store's response does not begin at the start of the object")
 	}
 	if n != min(size, source.HeadBytes) && n != size {
 		return nil, errs.New(errs.ErrIO, "the store returned %d bytes of %d, expected %d", n, size, source.HeadBytes)
@@ -147,7 +147,7 @@ func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	return head, nil
 }
 
-// checkEmpty checks that an object is empty, since no range fits into an empty one.
+// checkEmpty checks that an object is empty. No range of an empty object can be requested.
 func (o *fetcher) checkEmpty(ctx context.Context) error {
 	out, err := callOnce(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.HeadObjectOutput, error) {
 		return api.HeadObject(ctx, &s3.HeadObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version,
@@ -158,14 +158,14 @@ func (o *fetcher) checkEmpty(ctx context.Context) error {
 		return o.client.explainKey(classifyError(ctx, err))
 	}
 	if out.ContentLength == nil || *out.ContentLength != 0 {
-		return errs.New(errs.ErrIO, "the store does not support ranges of this object")
+		return errs.New(errs.ErrIO, "the store does not support ranges for this object")
 	}
 	o.pinObject(out.ETag, out.LastModified, out.ResultMetadata)
 	return nil
 }
 
-// pinObject records what identifies the object's state. Dates have whole seconds, so a date only identifies one
-// state if its second was over when the store answered.
+// pinObject records what identifies the object's state. Dates have a resolution of one second, so a date only
+// identifies the state if that second had passed when the store responded.
 func (o *fetcher) pinObject(etag *string, changed *time.Time, answer middleware.Metadata) {
 	now, ok := awsmiddleware.GetServerTime(answer)
 	if !ok {
@@ -178,7 +178,8 @@ func (o *fetcher) pinObject(etag *string, changed *time.Time, answer middleware.
 	}
 }
 
-// isSame reports whether a response is about the pinned object. It also checks stores that ignore the condition.
+// isSame reports whether a response is from the state that was opened. The check is necessary because some
+// stores ignore conditions.
 func (o *fetcher) isSame(out *s3.GetObjectOutput) bool {
 	if o.etag != nil {
 		return out.ETag != nil && *out.ETag == *o.etag
@@ -188,7 +189,8 @@ func (o *fetcher) isSame(out *s3.GetObjectOutput) bool {
 
 func bytesOf(off, n int64) *string { return aws.String(fmt.Sprintf("bytes=%d-%d", off, off+n-1)) }
 
-// getRange requests a range, or with nil the whole object. If the object is pinned, the request is conditional.
+// getRange requests a range, or the whole object if want is nil. The request is conditional if the object's
+// state is known.
 func (o *fetcher) getRange(ctx context.Context, want *string) (*s3.GetObjectOutput, error) {
 	out, err := callOnce(ctx, o.client, o.bucket, func(api *s3.Client) (*s3.GetObjectOutput, error) {
 		return api.GetObject(ctx, &s3.GetObjectInput{Bucket: &o.bucket, Key: &o.key, VersionId: o.version, Range: want,
@@ -206,9 +208,9 @@ func (o *fetcher) getRange(ctx context.Context, want *string) (*s3.GetObjectOutp
 	return out, nil
 }
 
-// contentRange is what a response contains: bytes [lo, lo+n) of size.
+// contentRange returns which range a response contains: bytes [lo, lo+n) of size.
 func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
-	bad := errs.New(errs.ErrIO, "the store's response does not say which range it is")
+	bad := errs.New(errs.ErrIO, "the store's response does not state which range it contains")
 	if e := encodingOf(out); e != "" {
 		return 0, 0, 0, encodedError(e)
 	}
@@ -226,7 +228,7 @@ func contentRange(out *s3.GetObjectOutput) (lo, n, size int64, err error) {
 	return lo, n, size, nil
 }
 
-// encodingOf is the encoding that changes the bytes of a response. The SDK only reads the first header.
+// encodingOf returns the encoding that changes the bytes of a response. The SDK only reads the first header.
 func encodingOf(out *s3.GetObjectOutput) string {
 	if resp, ok := awsmiddleware.GetRawResponse(out.ResultMetadata).(*smithyhttp.Response); ok {
 		return route.Encoding(resp.Header)
@@ -265,7 +267,7 @@ func (w *whole) Whole(ctx context.Context) (io.ReadCloser, int64, error) {
 	return out.Body, *out.ContentLength, nil
 }
 
-// Judge treats a broken body as worth another request.
+// Judge permits a retry after a broken body.
 func (w *whole) Judge(err error) (retry.Verdict, time.Duration) {
 	if !errs.Classed(err) {
 		return retry.Again, 0
@@ -273,10 +275,10 @@ func (w *whole) Judge(err error) (retry.Verdict, time.Duration) {
 	return w.fetcher.Judge(err)
 }
 
-// URI is the name as the caller gave it.
+// URI returns the name as the caller passed it.
 func (o *fetcher) URI() string { return o.uri }
 
-// Size is the object's size when it was opened.
+// Size returns the object's size when it was opened.
 func (o *fetcher) Size() int64 { return o.size }
 
 // Fetch requests n bytes from off.
@@ -301,7 +303,7 @@ func (o *fetcher) Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error
 	return out.Body, nil
 }
 
-// Judge says what an error means for a retry.
+// Judge classifies an error; see retry.Fetcher.
 func (o *fetcher) Judge(err error) (retry.Verdict, time.Duration) { return o.client.judge(err) }
 
 // Close releases the client.
@@ -310,7 +312,7 @@ func (o *fetcher) Close() error {
 	return nil
 }
 
-// judge drops expired credentials, so that a retry fetches new ones.
+// judge discards expired credentials, so that a retry fetches new ones.
 func (c *client) judge(err error) (retry.Verdict, time.Duration) {
 	r, isRefusal := errors.AsType[*refusal](err)
 	if cache, ok := c.creds.(*aws.CredentialsCache); ok && isRefusal &&

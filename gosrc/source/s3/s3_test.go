@@ -29,7 +29,7 @@ import (
 
 var bg = context.Background()
 
-// noSecret checks that a text shows no secret.
+// noSecret checks that an error's texts contain no secret.
 func noSecret(t *testing.T, err error) {
 	t.Helper()
 	if err == nil {
@@ -51,7 +51,8 @@ func random(n int) []byte {
 	return b
 }
 
-// with returns options that reach the server, with some of them changed: name, value, ...
+// with returns options that reach the server. changes are pairs of a name and a value; an empty value removes
+// the option.
 func with(s *sourcetest.S3, changes ...string) source.Options {
 	m := s.Options()
 	for i := 0; i < len(changes); i += 2 {
@@ -94,8 +95,8 @@ func get(uri string, opt source.Options) ([]byte, error) {
 	return p, o.ReadAt(bg, p, 0)
 }
 
-// The suite of every source passes, and objects of many sizes, small and in parts, are written and read back, with TLS
-// and without.
+// The common suite passes, and objects of many sizes, small and in parts, are written and read back, with and
+// without TLS.
 func TestServer(t *testing.T) {
 	t.Parallel()
 	for _, tls := range []bool{false, true} {
@@ -118,20 +119,20 @@ func TestServer(t *testing.T) {
 			put(t, with(s), "s3://models/a/b c+ü@1.bin", data)
 			back, err := get("s3://models/a/b c+ü@1.bin", with(s))
 			if err != nil || !bytes.Equal(back, data) {
-				t.Fatalf("tls %v, %d bytes: %d came back: %v", tls, n, len(back), err)
+				t.Fatalf("tls %v, %d bytes: read %d: %v", tls, n, len(back), err)
 			}
 		}
 		if tls {
 			_, err := get("s3://models/suite", with(s, "cacert", ""))
 			if !errors.Is(err, errs.ErrPermission) || !strings.Contains(err.Error(), "certificate") {
-				t.Errorf("an unknown authority: %v", err)
+				t.Errorf("unknown authority: %v", err)
 			}
 			noSecret(t, err)
 		}
 	}
 }
 
-// A refusal has a typed error that names bucket, key, status and request.
+// A refusal gives a typed error that names bucket, key, status and request.
 func TestRefusals(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -155,7 +156,7 @@ func TestRefusals(t *testing.T) {
 		{"no bucket's name", "s3:///m", with(s), errs.ErrArgument, nil},
 		{"a password in the URI", "s3://planted:planted@models/m", with(s), errs.ErrArgument,
 			[]string{"storage_options"}},
-		{"half a key", "s3://models/m", with(s, "secret", ""), errs.ErrArgument, []string{"come together"}},
+		{"half a key", "s3://models/m", with(s, "secret", ""), errs.ErrArgument, []string{"set together"}},
 		{"an unknown option", "s3://models/m", with(s, "secrt", "planted"), errs.ErrArgument,
 			[]string{"secrt", "endpoint_url"}},
 		{"a bad endpoint", "s3://models/m", with(s, "endpoint_url", "ftp://planted@x"), errs.ErrArgument,
@@ -180,7 +181,7 @@ func TestRefusals(t *testing.T) {
 		}
 		noSecret(t, err)
 	}
-	// The same holds for writing, and nothing is left.
+	// The same applies to writing, and nothing is stored.
 	d, err := Create(bg, "s3://models/w", with(s, "secret", "planted-wrong"), 1)
 	if err != nil {
 		t.Fatal(err)
@@ -195,8 +196,8 @@ func TestRefusals(t *testing.T) {
 	noSecret(t, err)
 }
 
-// An object that is replaced or deleted while it is open is Corrupt, never a mixture; with the same bytes again it is
-// the same object.
+// If an object is replaced or deleted while it is open, reads fail with errs.ErrCorrupt and never mix old and
+// new bytes. Writing the same bytes again does not count as a change.
 func TestPinned(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -225,12 +226,12 @@ func TestPinned(t *testing.T) {
 		t.Error(err)
 	}
 	if err := Remove(bg, "s3://models/p", with(s)); err != nil {
-		t.Error("what is not there cannot be removed:", err)
+		t.Error("removing a missing object fails:", err)
 	}
 }
 
-// A draft that is dropped, at any stage, leaves neither an object nor parts of an upload, and keeps the object that was
-// there before.
+// A draft that is dropped, at any stage, leaves neither an object nor parts of an upload, and preserves an
+// existing object.
 func TestDropped(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -255,7 +256,7 @@ func TestDropped(t *testing.T) {
 			return found
 		}
 		if stage > 0 && len(parts()) != 1 {
-			t.Fatalf("where versitygw keeps parts there are %v", parts())
+			t.Fatalf("versitygw stores these parts: %v", parts())
 		}
 		if stage > 1 {
 			cancel(errs.ErrCancelled)
@@ -270,14 +271,14 @@ func TestDropped(t *testing.T) {
 			t.Fatalf("stage %d: %q %v", stage, back, err)
 		}
 		if left := parts(); len(left) != 0 {
-			t.Fatalf("stage %d: the store keeps %v", stage, left)
+			t.Fatalf("stage %d: parts remain in the store: %v", stage, left)
 		}
 	}
 }
 
-// The customer's key goes with every request that touches bytes, and with no other, correctly made from text or base64.
-// Only a store that confirms that it has used the key gets an object: versitygw stores the bytes unencrypted, and does
-// not confirm.
+// The customer's key is sent with every request that transfers content, and with no other, derived from text or
+// base64. Only a store that confirms the use of the key receives an object: versitygw stores the bytes
+// unencrypted and does not confirm it.
 func TestCustomerKey(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -320,13 +321,13 @@ func TestCustomerKey(t *testing.T) {
 			}
 			if had, err := get("s3://models/"+name, with(s)); name == "sse" && string(had) != "old" ||
 				name != "sse" && !errors.Is(err, errs.ErrNotFound) {
-				t.Errorf("%s: %d bytes are there: %v", name, len(had), err)
+				t.Errorf("%s: the store has %d bytes: %v", name, len(had), err)
 			}
 		}
 		confirms.Store(true)
 		echoes.Store(true)
 		if err := publish(t, opt, "echo", []byte("x")); !errors.Is(err, errs.ErrNotSupported) {
-			t.Errorf("a store that repeats the headers: %v", err)
+			t.Errorf("accepted a store that repeats the headers: %v", err)
 		}
 		echoes.Store(false)
 		sent, without = nil, nil
@@ -334,13 +335,13 @@ func TestCustomerKey(t *testing.T) {
 		_, getErr := get("s3://models/with "+k, opt)
 		mu.Lock()
 		if fmt.Sprint(sent, without) != "[POST PUT POST GET] []" || err != nil || getErr != nil {
-			t.Errorf("with the key %v, without %v: %v, %v", sent, without, err, getErr)
+			t.Errorf("requests with the key %v, without it %v: %v, %v", sent, without, err, getErr)
 		}
 		mu.Unlock()
 	}
 }
 
-// A customer's key is only sent with TLS.
+// A customer's key is only sent over TLS.
 func TestCustomerKeyNeedsTLS(t *testing.T) {
 	t.Parallel()
 	for endpoint, isRefused := range map[string]bool{"http://10.1.2.3:9000": true, "http://store.example": true,
@@ -362,7 +363,8 @@ func TestCustomerKeyNeedsTLS(t *testing.T) {
 	}
 }
 
-// fronted is a proxy before the server, for tests that need a failing store. It keeps the host, which is signed.
+// fronted starts a proxy to the server, for tests of a failing store. It preserves the Host header, which is
+// signed.
 func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) string {
 	t.Helper()
 	h := httptest.NewServer(watched(forwarder(s, change), see))
@@ -370,7 +372,7 @@ func fronted(t *testing.T, s *sourcetest.S3, see func(*http.Request), change fun
 	return h.URL
 }
 
-// frontedTLS is fronted with TLS; certificate is a file with the one to trust.
+// frontedTLS is fronted with TLS. certificate is a file with its certificate.
 func frontedTLS(t *testing.T, s *sourcetest.S3, see func(*http.Request), change func(*http.Response) error) (
 	url, certificate string) {
 	t.Helper()
@@ -393,7 +395,7 @@ func watched(next http.Handler, see func(*http.Request)) http.Handler {
 	})
 }
 
-// A store that is overloaded, cuts bodies and closes connections costs time and nothing else: reads resume, writes are
+// A store that is overloaded, cuts bodies and closes connections only costs time: reads resume, and writes are
 // sent again.
 func TestFailingStore(t *testing.T) {
 	t.Parallel()
@@ -415,7 +417,7 @@ func TestFailingStore(t *testing.T) {
 	front := fronted(t, s, nil, func(resp *http.Response) error {
 		switch <-dice {
 		case 0:
-			if resp.Request.Method != http.MethodGet { // the answer is lost, the work is done
+			if resp.Request.Method != http.MethodGet { // only the response is lost
 				return nil
 			}
 			faults.Add(1)
@@ -450,7 +452,7 @@ func TestFailingStore(t *testing.T) {
 		}
 	}
 	if faults.Load() == 0 {
-		t.Fatal("nothing failed")
+		t.Fatal("no fault was injected")
 	}
 	t.Logf("%d faults", faults.Load())
 }
@@ -459,7 +461,7 @@ type failing struct{}
 
 func (failing) Read([]byte) (int, error) { return 0, errors.New("cut") }
 
-// A store that takes requests and never answers is given up after the allowed tries.
+// A store that never responds to a request is abandoned after the permitted number of attempts.
 func TestSilentStore(t *testing.T) {
 	done := make(chan struct{})
 	var asked atomic.Int64
@@ -479,7 +481,7 @@ func TestSilentStore(t *testing.T) {
 	}
 }
 
-// A presigned URL is read without credentials, until it is changed or has expired.
+// A presigned URL can be read without credentials, unless it was changed or has expired.
 func TestPresign(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -509,10 +511,10 @@ func TestPresign(t *testing.T) {
 	}, last)
 	at := strings.Index(u, "X-Amz-Signature=") + len("X-Amz-Signature=")
 	if status, _ := fetch(u[:at] + flip + u[at+8:]); status != 403 {
-		t.Error("a changed signature:", status)
+		t.Error("a changed signature, status:", status)
 	}
 	if strings.Contains(u, sourcetest.S3Secret) || strings.Contains(errs.Redact(u), "Signature") {
-		t.Error("the secret is in the URL, or the signature in a redacted one")
+		t.Error("the URL contains the secret, or the redacted URL contains the signature")
 	}
 	u, err = Presign(bg, "s3://models/x/y z", with(s), time.Second)
 	if err != nil {
@@ -520,15 +522,15 @@ func TestPresign(t *testing.T) {
 	}
 	time.Sleep(2100 * time.Millisecond)
 	if status, _ := fetch(u); status != 403 {
-		t.Error("an expired URL:", status)
+		t.Error("an expired URL, status:", status)
 	}
 	if _, err := Presign(bg, "s3://models/x", with(s), 8*24*time.Hour); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 }
 
-// Folders list only their own objects, or also those of the folders below them: in order, with their sizes, however
-// many there are.
+// Walk lists the objects of a folder, with or without those in its subfolders, sorted and with their sizes, for
+// any number of objects.
 func TestWalk(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)
@@ -559,7 +561,7 @@ func TestWalk(t *testing.T) {
 	}
 }
 
-// forwarder forwards requests to the server, and may change its answers.
+// forwarder forwards requests to the server and may change its responses.
 func forwarder(s *sourcetest.S3, change func(*http.Response) error) http.Handler {
 	u, _ := url.Parse(s.URL)
 	return &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) {

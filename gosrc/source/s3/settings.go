@@ -1,6 +1,6 @@
 package s3
 
-// This file reads the settings of S3 from options, environment and profiles.
+// This file reads S3 settings from options, environment and profiles.
 
 import (
 	"cmp"
@@ -27,7 +27,7 @@ import (
 var names = append([]string{"key", "secret", "token", "profile", "region", "endpoint_url", "anon", "sse_customer_key",
 	"path_style", "cacert"}, retry.Names...)
 
-// aliases are other libraries' names of options.
+// aliases maps names of options in other libraries to ours.
 var aliases = map[string]string{
 	"aws_access_key_id": "key", "aws_secret_access_key": "secret", "aws_session_token": "token",
 	"access_key_id": "key", "secret_access_key": "secret", "session_token": "token",
@@ -35,14 +35,14 @@ var aliases = map[string]string{
 	"region_name": "region", "aws_region": "region", "profile_name": "profile",
 }
 
-// withOwnNames replaces aliases by our names. It refuses two values for one option.
+// withOwnNames replaces aliases by our names. It refuses different values for the same option.
 func withOwnNames(opt source.Options) (source.Options, error) {
 	own := map[string]string{}
 	for _, name := range slices.Sorted(maps.Keys(opt.Storage)) {
 		to := cmp.Or(aliases[name], name)
 		if had, isTwice := own[to]; isTwice && had != opt.Storage[name] {
 			return opt, errs.New(errs.ErrArgument,
-				"storage_options: %s and %s are the same option, but have two values", to, name)
+				"storage_options: %s and %s are the same option, but have different values", to, name)
 		}
 		own[to] = opt.Storage[name]
 	}
@@ -50,14 +50,14 @@ func withOwnNames(opt source.Options) (source.Options, error) {
 	return opt, nil
 }
 
-// settings combine what the caller, the environment and the profile say, in this order of precedence.
+// settings combine the values of the caller, the environment and the profile, in this order of precedence.
 type settings struct {
 	opt      source.Options
 	profile  config.SharedConfig
-	profiled bool // the profile was named by the caller or the environment
+	profiled bool // the caller or the environment named the profile
 
 	region    string
-	endpoint  string // "" is AWS's own endpoint
+	endpoint  string // "" means AWS's own endpoint
 	pathStyle bool
 	anon      bool
 	fips      bool
@@ -107,8 +107,8 @@ func resolveSettings(ctx context.Context, opt source.Options) (*settings, error)
 	return s, s.customerKey()
 }
 
-// loadProfile reads the shared files of the AWS tools. A profile that was not named
-// explicitly need not exist.
+// loadProfile reads the configuration files of the AWS tools. A profile that was not named explicitly need not
+// exist.
 func (s *settings) loadProfile(ctx context.Context) error {
 	name := cmp.Or(s.opt.Storage["profile"], s.env("AWS_PROFILE"), s.env("AWS_DEFAULT_PROFILE"))
 	s.profiled = name != ""
@@ -145,8 +145,8 @@ func (s *settings) loadProfile(ctx context.Context) error {
 
 func (s *settings) homeFolder() string { return cmp.Or(s.env("HOME"), s.env("USERPROFILE")) }
 
-// endpointFor is a service's endpoint, the first of: the caller's, AWS_ENDPOINT_URL_<ID>, AWS_ENDPOINT_URL, the
-// profile's services section, the profile's own. "" is AWS.
+// endpointFor returns a service's endpoint: the first of the caller's endpoint, AWS_ENDPOINT_URL_<ID>,
+// AWS_ENDPOINT_URL, the profile's services section, and the profile's endpoint. "" means AWS.
 func (s *settings) endpointFor(ctx context.Context, id, word string) (string, error) {
 	at := word
 	ignore := strings.EqualFold(s.env("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS"), "true")
@@ -175,8 +175,8 @@ func (s *settings) endpointFor(ctx context.Context, id, word string) (string, er
 	return at, nil
 }
 
-// virtualOnly reports whether a store other than AWS requires the bucket in the host name. All other endpoints
-// take it in the path.
+// virtualOnly reports whether a store requires the bucket in the host name. All other endpoints accept it in
+// the path.
 func virtualOnly(endpoint string) bool {
 	u, err := url.Parse(endpoint)
 	if err != nil || net.ParseIP(u.Hostname()) != nil {
@@ -207,13 +207,13 @@ func (s *settings) customerKey() error {
 		return errs.New(errs.ErrArgument, "sse_customer_key: the key would be sent unencrypted, because endpoint_url "+
 			"is http://%s: use an https:// endpoint", u.Host)
 	}
-	sum := md5.Sum(key) // the protocol sends it with the key
+	sum := md5.Sum(key) // the protocol requires the MD5 of the key
 	check := base64.StdEncoding.EncodeToString(sum[:])
 	s.sse = sse{&algorithm, &text, &check}
 	return nil
 }
 
-// validRegion only allows a single label, since the region becomes part of a host name.
+// validRegion accepts only a single label, because the region becomes part of a host name.
 func validRegion(name string) bool {
 	return name != "" && len(name) <= 63 && strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
 }

@@ -16,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// An object of a store that gives neither an ETag nor a date, or no ranges, is read in one request, which is sent again
-// if it breaks: as a whole, or not at all.
+// If a store sends neither an ETag nor a date, or has no ranges, an object is read by one request. The request
+// is repeated if it breaks.
 func TestOneRequest(t *testing.T) {
 	t.Parallel()
 	data := random(3*source.HeadBytes + 17)
@@ -26,8 +26,8 @@ func TestOneRequest(t *testing.T) {
 	for what, c := range map[string]struct {
 		data         []byte
 		ranges, etag bool
-		breaks       int64  // how many whole answers end early
-		then         []byte // the bytes after these
+		breaks       int64  // number of whole responses that end early
+		then         []byte // the content of later responses
 		class        error
 	}{
 		"ranges":               {data, true, false, 0, data, nil},
@@ -74,8 +74,8 @@ func TestOneRequest(t *testing.T) {
 	}
 }
 
-// If a store ignores conditions, an object that was replaced by one of its size is noticed by its ETag or, without one,
-// by its date. So is an answer without either.
+// If a store ignores conditions, a replacement of the same size is detected by the ETag or, without one, by the
+// date. A response without either is also an error.
 func TestConditionsThatAreIgnored(t *testing.T) {
 	t.Parallel()
 	data := random(3 * source.HeadBytes)

@@ -1,6 +1,6 @@
 package s3
 
-// This file writes, lists, removes and presigns objects of S3.
+// This file writes, lists, removes and presigns S3 objects.
 
 import (
 	"cmp"
@@ -24,12 +24,12 @@ import (
 	"github.com/overwire/overwire/gosrc/source/retry"
 )
 
-// Limits of a multipart upload: parts of at least 5 MiB, at most 10,000 of them.
+// Limits of a multipart upload: at most 10,000 parts, each of at least 5 MiB.
 const (
 	minPart  = 8 << 20
 	maxParts = 10_000
 	maxPart  = 5 << 30
-	inFlight = 8 // parts sent at once, unless the storage option connections says otherwise
+	inFlight = 8 // parts sent in parallel, unless the storage option connections is set
 )
 
 // An upload is an object being written. It implements parts.Store.
@@ -39,15 +39,15 @@ type upload struct {
 
 	mu       sync.Mutex
 	id       *string   // of the multipart upload; nil before it begins
-	isSummed bool      // its parts have checksums
-	begun    time.Time // by the store's clock; zero if it sends none
-	once     *string   // If-None-Match, so that the object is only created if none exists; nil: it is replaced
+	isSummed bool      // the parts have checksums
+	begun    time.Time // by the store's clock; zero if the store does not send its time
+	once     *string   // If-None-Match, so that an existing object is not replaced; nil: replace it
 	done     []types.CompletedPart
 	size     int64 // of the parts in done
 }
 
-// Create starts to write an object of at most limit bytes. An earlier object of this name stays until Publish.
-// The caller ends the draft with Drop.
+// Create begins an object of at most limit bytes. An existing object of this name remains until Publish. The
+// caller ends the draft with Drop.
 func Create(ctx context.Context, uri string, opt source.Options, limit int64) (source.Draft, error) {
 	n, err := parseObject("save", uri)
 	if err != nil {
@@ -63,7 +63,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 	}
 	if part > maxPart {
 		return nil, n.placeError("save", errs.New(errs.ErrArgument,
-			"%d bytes do not fit into one object: write shards", limit))
+			"%d bytes do not fit into one object: write several shards", limit))
 	}
 	c, err := acquireClient(ctx, opt)
 	if err != nil {
@@ -78,7 +78,7 @@ func Create(ctx context.Context, uri string, opt source.Options, limit int64) (s
 
 func (u *upload) URI() string { return u.uri }
 
-// Part sends one part. The first part to arrive starts the upload.
+// Part sends one part. The first part begins the upload.
 func (u *upload) Part(ctx context.Context, k int, p [][]byte) error {
 	for {
 		id, isSummed, err := u.beginUpload(ctx)
@@ -150,8 +150,8 @@ func (u *upload) beginUpload(ctx context.Context) (id *string, isSummed bool, er
 	return u.id, u.isSummed, nil
 }
 
-// Publish completes the upload, or puts a small object as a whole. It succeeds only if the store's response has
-// an ETag, or the store shows the object when asked.
+// Publish completes the upload, or writes a small object as a whole. It succeeds only if the store's response
+// has an ETag, or if a later request finds the object.
 func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	if n == 0 {
 		var err error
@@ -222,7 +222,7 @@ func (u *upload) putObject(ctx context.Context, whole []byte) error {
 	return err
 }
 
-// endPublished ends an upload that has become an object.
+// endPublished releases the client if the object was published.
 func (u *upload) endPublished(err error) error {
 	if err == nil {
 		u.client.releaseClient()
@@ -230,7 +230,7 @@ func (u *upload) endPublished(err error) error {
 	return u.placeError("save", err)
 }
 
-// Abort removes the parts from the store. It has a deadline of its own, since the draft's context has often been
+// Abort removes the parts from the store. It has its own deadline, because the draft's context is often already
 // cancelled.
 func (u *upload) Abort() {
 	defer u.client.releaseClient()
@@ -239,7 +239,7 @@ func (u *upload) Abort() {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	// A part in flight may arrive after an abort. Repeat the abort until the store no longer knows the upload.
+	// A part in flight may arrive after an abort. Repeat the abort until the upload no longer exists.
 	for failures := 1; ; failures++ {
 		_, _ = callWithRetries(ctx, u.client, u.bucket,
 			func(ctx context.Context, api *s3.Client) (*s3.AbortMultipartUploadOutput, error) {
@@ -257,14 +257,14 @@ func (u *upload) Abort() {
 	}
 }
 
-// signBody excludes the body's hash from the signature if TLS already protects it.
+// signBody excludes the body's hash from the signature if TLS already protects the body.
 func (c *client) signBody(o *s3.Options) {
 	if !strings.HasPrefix(c.endpoint, "http://") {
 		o.APIOptions = append(o.APIOptions, v4.SwapComputePayloadSHA256ForUnsignedPayloadMiddleware)
 	}
 }
 
-// Remove deletes an object. It is not an error if there is none.
+// Remove deletes an object. It succeeds if the object does not exist.
 func Remove(ctx context.Context, uri string, opt source.Options) error {
 	n, err := parseObject("save", uri)
 	if err != nil {
@@ -338,17 +338,17 @@ func Walk(ctx context.Context, uri string, opt source.Options, below bool) ([]so
 		}
 	}
 	if len(entries) == 0 {
-		return nil, n.placeError("open", errs.New(errs.ErrNotFound, "there is no object in this folder"))
+		return nil, n.placeError("open", errs.New(errs.ErrNotFound, "the folder has no objects"))
 	}
 	slices.SortFunc(entries, func(a, b source.Entry) int { return strings.Compare(a.Name, b.Name) })
 	return entries, nil
 }
 
-// A page of a listing has up to 1,000 objects and folders. Only the objects count for maxListed.
+// A page of a listing has up to 1,000 objects and folders. Only objects count towards maxListed.
 const maxListed, maxPages = 100_000, 10_000
 
-// Presign makes an https URL that reads the object without credentials until it expires (signature version 4, at
-// most seven days). The URL is a secret: any program that has it can read the object.
+// Presign returns a URL with which anyone can read the object until it expires (signature version 4, at most
+// seven days). The URL is a secret.
 func Presign(ctx context.Context, uri string, opt source.Options, expires time.Duration) (string, error) {
 	n, err := parseObject("presign", uri)
 	if err != nil {
@@ -356,7 +356,7 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	}
 	if expires < time.Second || expires > 7*24*time.Hour {
 		return "", n.placeError("presign", errs.New(errs.ErrArgument,
-			"a presigned URL can be valid for 1 second to 7 days"))
+			"expected a lifetime of 1 second to 7 days for a presigned URL"))
 	}
 	c, err := acquireClient(ctx, opt)
 	if err != nil {
@@ -378,8 +378,8 @@ func Presign(ctx context.Context, uri string, opt source.Options, expires time.D
 	return out.URL, nil
 }
 
-// callWithRetries is callOnce with retries and a watchdog. A request that sends and receives nothing for the
-// timeout is aborted.
+// callWithRetries is callOnce with retries and a watchdog, which aborts a request that sends no bytes and has
+// no response within the timeout.
 func callWithRetries[T any](ctx context.Context, c *client, bucket string,
 	fn func(context.Context, *s3.Client) (T, error)) (out T, err error) {
 	_, err = retry.Repeat(ctx, c.retry, c.judge, c.heard.Load, func() (err error) {

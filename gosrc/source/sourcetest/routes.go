@@ -1,6 +1,6 @@
 package sourcetest
 
-// Tests where each client follows redirects, and which secrets go along.
+// Tests which redirects each client follows and which secrets it sends.
 
 import (
 	"bytes"
@@ -26,16 +26,16 @@ import (
 	"github.com/overwire/overwire/gosrc/source/route"
 )
 
-// Planted is in every secret that Routes gives to a client.
+// Planted is part of every secret that Routes passes to a client.
 const Planted = "planted-s3cr3t"
 
-// A World has servers on this machine that stand for hosts elsewhere:
+// A World has servers on this machine that represent other hosts:
 //
-//	pub, pub2, tls, tls2  on the internet; tls with certificates
-//	net, net2             on a private network
-//	link                  link-local, like cloud metadata services
+// pub, pub2, tls, tls2 on the internet; tls with certificates
+// net, net2 in a private network
+// link link-local, like cloud metadata services
 //
-// A server answers as its script says, and with the data otherwise.
+// A server responds as its script says, or else with the data.
 type World struct {
 	CA   string // for tls and tls2
 	Data []byte
@@ -49,7 +49,7 @@ type World struct {
 
 var stand = map[string]string{"pub": "127.0.0.1", "tls": "127.0.0.1", "pub2": "127.0.0.5", "tls2": "127.0.0.5", "net": "127.0.0.2", "net2": "127.0.0.3", "link": "127.0.0.4"}
 
-// NewWorld starts the servers, which end with the test.
+// NewWorld starts the servers. They end with the test.
 func NewWorld(t testing.TB) *World {
 	t.Helper()
 	w := &World{Data: make([]byte, 700_000), hosts: map[string]string{}}
@@ -99,7 +99,7 @@ func NewWorld(t testing.TB) *World {
 	return w
 }
 
-// URL replaces the names of servers in braces with their hosts.
+// URL replaces server names in braces with their hosts.
 func (w *World) URL(text string) string {
 	for name, host := range w.hosts {
 		text = strings.ReplaceAll(text, "{"+name+"}", host)
@@ -109,8 +109,8 @@ func (w *World) URL(text string) string {
 	return text
 }
 
-// Script sets what servers answer from now on, and clears Seen. "pub/a" is the path /a of pub, and its value the
-// Location of a redirect; with "@later" it applies to all ranges except the one that opens an object.
+// Script sets the responses of the servers and clears Seen. "pub/a" is the path /a on pub, and its value is the
+// Location of a redirect. With "@later", it applies only to ranges after the one that opens an object.
 func (w *World) Script(code int, steps map[string]string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -120,8 +120,8 @@ func (w *World) Script(code int, steps map[string]string) {
 	}
 }
 
-// Seen lists each requested server and path, in order and without adjacent repeats; a + marks a request that carried
-// anything of the caller's.
+// Seen lists the requested servers and paths, in order and without adjacent repeats. A + marks a request that
+// contained a secret of the caller.
 func (w *World) Seen() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -170,8 +170,8 @@ func (w *World) answer(name string, rw http.ResponseWriter, r *http.Request) {
 
 type locations = map[string]string
 
-// redirects are the cases: the redirects that a client meets, what it may request after them, and the error that it
-// ends with.
+// redirects are the test cases: the redirects that a client encounters, the requests that it may send, and the
+// error with which it ends.
 var redirects = []struct {
 	name, start string
 	steps       locations
@@ -179,10 +179,10 @@ var redirects = []struct {
 	refused     error
 }{
 	{"no redirect", "http://{pub}/a", nil, "pub/a+", nil},
-	{"its query is for it alone", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "http://{pub2}/b"}, "pub/a+? pub2/b", nil},
-	{"user and password are for it alone", "http://user:" + Planted + "@{pub}/a", locations{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
+	{"a query is only sent to its server", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "http://{pub2}/b"}, "pub/a+? pub2/b", nil},
+	{"user and password are only sent to their server", "http://user:" + Planted + "@{pub}/a", locations{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
 	{"within the origin", "http://{pub}/a", locations{"pub/a": "/b"}, "pub/a+ pub/b+", nil},
-	{"a query alone", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "b?x=1"}, "pub/a+? pub/b+", nil},
+	{"only a query", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "b?x=1"}, "pub/a+? pub/b+", nil},
 	{"the origin in other letters", "http://{pub}/a", locations{"pub/a": "HTTP://{pub}/b#part"}, "pub/a+ pub/b+", nil},
 	{"another port", "http://{pub}/a", locations{"pub/a": "http://127.0.0.1:{tls:}/b"}, "pub/a+", errs.ErrIO},
 	{"the same host, upgraded", "http://{pub}/a", locations{"pub/a": "https://{tls}/b"}, "pub/a+ tls/b", nil},
@@ -221,8 +221,8 @@ var redirects = []struct {
 		"pub/0+ pub/1+ pub/2+ pub/3+ pub/4+ pub/5+", errs.ErrIO},
 }
 
-// Routes runs an HTTP client through the table of redirects. read opens a URL with these options and returns all its
-// bytes, read in several requests.
+// Routes runs an HTTP client through the table of redirects. read opens a URL with these options and returns
+// all its bytes, read in several requests.
 func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, error)) {
 	w := NewWorld(t)
 	given := map[string]string{"header.Authorization": "Bearer " + Planted, "header.X-Key": Planted, "header.Cookie": "id=" + Planted,
@@ -238,15 +238,15 @@ func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, err
 			seen := unique(w.Seen())
 			switch {
 			case seen != c.seen:
-				t.Errorf("%s, %d: asked %q, not %q: %v", c.name, code, seen, c.seen, err)
+				t.Errorf("%s, %d: asked %q, want %q: %v", c.name, code, seen, c.seen, err)
 			case c.refused == nil && (err != nil || !bytes.Equal(got, w.Data)):
-				t.Errorf("%s, %d: %v, or other bytes", c.name, code, err)
+				t.Errorf("%s, %d: %v, or wrong bytes", c.name, code, err)
 			case c.refused != nil && !errors.Is(err, c.refused):
-				t.Errorf("%s, %d: %v, not %v", c.name, code, err, c.refused)
+				t.Errorf("%s, %d: %v, want %v", c.name, code, err, c.refused)
 			case err != nil && strings.Contains(err.Error()+errs.Text(err), Planted):
 				t.Errorf("%s, %d: %v shows a secret", c.name, code, err)
 			}
-			if c.name == "five" || c.name == "six" { // the long ones only once
+			if c.name == "five" || c.name == "six" { // run long chains only once
 				break
 			}
 		}
@@ -259,7 +259,7 @@ func Routes(t *testing.T, read func(uri string, opt source.Options) ([]byte, err
 	}
 }
 
-// unique is Seen without repeats, since retries and later ranges request a path again.
+// unique returns Seen without repeats, because retries and later ranges request a path again.
 func unique(seen []string) string {
 	var out []string
 	for _, s := range seen {

@@ -23,17 +23,18 @@ import (
 	"time"
 )
 
-// Keys of the S3 server, which checks them. They look like real ones, so that tests find a text that shows them.
+// The keys of the S3 server, which checks them. They look like real keys, so that tests find texts that contain
+// them.
 const (
 	S3Key    = "AKIAOVERWIRETESTKEY1"
 	S3Secret = "planted/Secret+OfTheS3Server0123456789ab"
 )
 
-// An S3 is a running server with one bucket, called "models".
+// An S3 is a running server with one bucket, "models".
 type S3 struct {
 	URL  string
-	Data string // the folder with the bucket's files
-	CA   string // the certificate file, with TLS
+	Data string // folder with the bucket's files
+	CA   string // certificate file, with TLS
 }
 
 // StartS3 starts versitygw, or skips the test if `make test` has not installed it.
@@ -87,7 +88,7 @@ const RedisPassword = "planted-Redis-Password-0123456789"
 // A Redis is a running server.
 type Redis struct {
 	Addr string // host:port
-	CA   string // the certificate file, with TLS
+	CA   string // certificate file, with TLS
 }
 
 // StartRedis starts redis-server, or skips the test if it is not installed.
@@ -143,7 +144,7 @@ func start(t testing.TB, cmd *exec.Cmd, addr string) {
 		_ = cmd.Wait()
 		if t.Failed() {
 			b, _ := os.ReadFile(log.Name())
-			t.Logf("%s said:\n%s", filepath.Base(cmd.Path), b)
+			t.Logf("log of %s:\n%s", filepath.Base(cmd.Path), b)
 		}
 		_ = log.Close()
 	})
@@ -169,14 +170,14 @@ func eventually(t testing.TB, what string, ready func() bool) {
 	}
 }
 
-// Host is an address of this machine that no other test process uses: a free port there stays free until a server takes
-// it.
+// Host returns an address of this machine that no other test process uses, so that a free port on it stays
+// free.
 func Host() string {
 	pid := os.Getpid()
 	return fmt.Sprintf("127.%d.%d.%d", 64+pid>>16&63, pid>>8&255, pid&255)
 }
 
-// FreePort returns an address on which no one listens, now or later.
+// FreePort returns an address on which no process listens, now or later.
 func FreePort(t testing.TB) string {
 	l, err := net.Listen("tcp", Host()+":0")
 	if err != nil {
@@ -186,7 +187,7 @@ func FreePort(t testing.TB) string {
 	return l.Addr().String()
 }
 
-// storeFolder is a folder that supports user attributes of files, which versitygw needs.
+// storeFolder returns a folder that supports user attributes of files, which versitygw requires.
 func storeFolder(t testing.TB) string {
 	for _, parent := range []string{os.TempDir(), "/dev/shm"} {
 		dir, err := os.MkdirTemp(parent, "overwire-s3-")
@@ -199,11 +200,12 @@ func storeFolder(t testing.TB) string {
 		}
 		_ = os.RemoveAll(dir)
 	}
-	t.Skip("no folder here has extended attributes, which versitygw needs")
+	t.Skip("found no folder with extended attributes, which versitygw requires")
 	return ""
 }
 
-// Certificate makes a self-signed certificate for a host, valid for an hour, and returns its file and its key's file.
+// Certificate creates a self-signed certificate for a host, valid for an hour, and returns the paths of the
+// certificate and the key.
 func Certificate(t testing.TB, dir, host string) (cert, key string) {
 	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

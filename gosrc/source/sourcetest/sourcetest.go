@@ -1,5 +1,5 @@
-// Package sourcetest is the suite that every source passes. It also has a source in memory, and a source that fails on
-// demand.
+// Package sourcetest has the test suite that every source must pass. It also has a source in memory and a
+// source that fails on demand.
 package sourcetest
 
 import (
@@ -23,7 +23,7 @@ func (m *Mem) URI() string { return m.Name }
 // Size returns the length of the data.
 func (m *Mem) Size() int64 { return int64(len(m.Data)) }
 
-// ReadAt copies.
+// ReadAt copies from the data.
 func (m *Mem) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -35,14 +35,14 @@ func (m *Mem) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// Facts are empty: only ReadAt reads it.
+// Facts returns no facts, so that callers only use ReadAt.
 func (m *Mem) Facts() source.Facts { return source.Facts{} }
 
 // Close does nothing.
 func (m *Mem) Close() error { return nil }
 
-// Faulty passes calls on to a source and fails the nth read, counted from 1, with Err. If Err is nil, it blocks that
-// read until its context ends.
+// Faulty forwards calls to a source and fails the nth read, counted from 1, with Err. If Err is nil, that read
+// blocks until its context ends.
 type Faulty struct {
 	source.Source
 	N    int64
@@ -50,7 +50,7 @@ type Faulty struct {
 	seen atomic.Int64
 }
 
-// Facts are empty, so that all reads are ReadAt, which fails.
+// Facts permit only ReadAt, because other reads would not fail.
 func (f *Faulty) Facts() source.Facts { return f.Source.Facts().ReadAtOnly() }
 
 // ReadAt fails or blocks the nth read.
@@ -68,29 +68,29 @@ func (f *Faulty) ReadAt(ctx context.Context, p []byte, off int64) error {
 // Reads counts the reads so far.
 func (f *Faulty) Reads() int64 { return f.seen.Load() }
 
-// Steps wraps a source in one with ranges that are read in steps.
+// Steps wraps a source and adds ranges that are read in steps.
 type Steps struct {
 	source.Source
 	ranges, open atomic.Int64
 }
 
-// Facts report that there are ranges, and how large they should be.
+// Facts returns facts with ranges of 1 MiB.
 func (s *Steps) Facts() source.Facts {
 	f := s.Source.Facts().ReadAtOnly()
 	f.RangeBytes, f.Ranges = 1<<20, s
 	return f
 }
 
-// AtOnce is an arbitrary number.
+// AtOnce returns an arbitrary number.
 func (s *Steps) AtOnce() int { return 4 }
 
-// OpenRange returns a range at once.
+// OpenRange returns a range immediately.
 func (s *Steps) OpenRange(context.Context) (source.Range, error) {
 	s.open.Add(1)
 	return &steps{s: s}, nil
 }
 
-// Ranges counts the ranges so far, and those that were not closed.
+// Ranges returns the number of ranges so far and of those that were not closed.
 func (s *Steps) Ranges() (all, open int64) { return s.ranges.Load(), s.open.Load() }
 
 type steps struct {
@@ -107,7 +107,7 @@ func (r *steps) Begin(ctx context.Context, off, n int64) error {
 
 func (r *steps) Next(p []byte) error {
 	if int64(len(p)) > r.end-r.at {
-		return errs.New(errs.ErrEngine, "%d bytes of a range that has %d left", len(p), r.end-r.at)
+		return errs.New(errs.ErrEngine, "%d bytes requested from a range with %d left", len(p), r.end-r.at)
 	}
 	r.at += int64(len(p))
 	return r.s.ReadAt(r.ctx, p, r.at-int64(len(p)))
@@ -120,7 +120,7 @@ func (r *steps) Close() error {
 	return nil
 }
 
-// Begin returns a range that has begun.
+// Begin opens and begins a range.
 func Begin(ctx context.Context, s source.Ranges, off, n int64) (source.Range, error) {
 	g, err := s.OpenRange(ctx)
 	if err != nil {

@@ -1,6 +1,6 @@
 package sourcetest
 
-// Tests the contract that every source keeps.
+// Tests the contract that every source must satisfy.
 
 import (
 	"bytes"
@@ -19,21 +19,22 @@ import (
 // Is lists the facts that a source must state.
 type Is struct {
 	Remote   bool
-	InOrder  bool // one read at a time; otherwise a remote source takes several
-	Stepped  bool // it has ranges that are read in steps
+	InOrder  bool // one read at a time; other remote sources allow several
+	Stepped  bool // has ranges that are read in steps
 	File     bool
 	Resident bool
-	Known    bool // it has an Identity
+	Known    bool // has an Identity
 }
 
-// A suite tests a source that open has opened.
+// A suite tests a source that open returns.
 type suite struct {
 	is   Is
 	data []byte
 	open func(t *testing.T, data []byte) source.Source
 }
 
-// Suite tests the contract of source.Source and the facts of a source. open returns a fresh source of the given bytes.
+// Suite tests the contract of source.Source and the facts of a source. open returns a new source of the given
+// bytes.
 func Suite(t *testing.T, is Is, open func(t *testing.T, data []byte) source.Source) {
 	data := make([]byte, 300_001)
 	r := rand.New(rand.NewPCG(1, 2))
@@ -47,8 +48,8 @@ func Suite(t *testing.T, is Is, open func(t *testing.T, data []byte) source.Sour
 	t.Run("obeys a cancelled context", s.cancelled)
 	t.Run("gives ranges in steps of any size", s.steps)
 	t.Run("states its facts", s.facts)
-	t.Run("gives the bytes in whatever way it says", s.ways)
-	t.Run("tells its state from others", s.states)
+	t.Run("returns the same bytes from every kind of read", s.ways)
+	t.Run("distinguishes its state from others", s.states)
 	t.Run("fails after Close, which may be repeated", s.closed)
 }
 
@@ -117,7 +118,7 @@ func (s *suite) steps(t *testing.T) {
 	defer src.Close()
 	from := src.Facts().Ranges
 	if from == nil {
-		return // facts compares them with the expected ones
+		return // facts tests whether ranges are expected
 	}
 	ctx := context.Background()
 	r := rand.New(rand.NewPCG(3, 4))
@@ -132,7 +133,7 @@ func (s *suite) steps(t *testing.T) {
 	}
 	for _, c := range []struct{ off, n int64 }{{-1, 2}, {0, int64(len(s.data)) + 1}, {1 << 62, 2}, {5, -1}} {
 		if g, err := Begin(ctx, from, c.off, c.n); !errors.Is(err, errs.ErrCorrupt) {
-			t.Errorf("a range of %d from %d: %v, %v", c.n, c.off, g, err)
+			t.Errorf("a range of %d bytes from %d: %v, %v", c.n, c.off, g, err)
 		}
 	}
 	c, cancel := context.WithCancelCause(ctx)
@@ -147,27 +148,27 @@ func (s *suite) steps(t *testing.T) {
 	g.Close()
 }
 
-// step reads keep bytes of a range of n from off in steps, and closes the range.
+// step reads keep bytes of a range of n bytes from off in steps, and closes the range.
 func (s *suite) step(t *testing.T, r *rand.Rand, from source.Ranges, off, n, keep int) {
 	g, err := Begin(context.Background(), from, int64(off), int64(n))
 	if err != nil {
 		t.Fatal(err)
 	}
 	for at := 0; at < keep; {
-		if err := g.Next(nil); err != nil { // the rest must not arrive
+		if err := g.Next(nil); err != nil { // this must not consume any bytes
 			t.Fatal(err)
 		}
 		p := make([]byte, min(1+r.IntN(100_000), keep-at))
 		if err := g.Next(p); err != nil || !bytes.Equal(p, s.data[off+at:off+at+len(p)]) {
-			t.Fatalf("%d bytes, %d after %d: %v, or other ones", len(p), at, off, err)
+			t.Fatalf("%d bytes, %d after %d: %v, or wrong bytes", len(p), at, off, err)
 		}
 		at += len(p)
 	}
 	if err := g.Next(nil); err != nil {
-		t.Errorf("no bytes after %d of %d: %v", keep, n, err)
+		t.Errorf("reading no bytes after %d of %d: %v", keep, n, err)
 	}
 	if err := g.Next(make([]byte, n-keep+1)); err == nil {
-		t.Errorf("more than the %d bytes that are left", n-keep)
+		t.Errorf("no error for a read of more than the remaining %d bytes", n-keep)
 	}
 	if err := g.Close(); err != nil {
 		t.Error(err)
@@ -180,27 +181,27 @@ func (s *suite) facts(t *testing.T) {
 	f := src.Facts()
 	got := Is{f.Remote, f.Concurrency == 1, f.Ranges != nil, f.File != nil, f.View != nil, f.Identity.Known()}
 	if got != s.is {
-		t.Errorf("it says %+v, and is %+v", got, s.is)
+		t.Errorf("the facts are %+v, want %+v", got, s.is)
 	}
 	if (f.Ranges != nil) != (f.RangeBytes > 0) ||
 		f.Ranges != nil && (f.Ranges.AtOnce() < 1 || f.Ranges.AtOnce() > f.Concurrency) {
-		t.Errorf("ranges of %d bytes, %v, of %d reads at once", f.RangeBytes, f.Ranges, f.Concurrency)
+		t.Errorf("ranges of %d bytes, %v, concurrency %d", f.RangeBytes, f.Ranges, f.Concurrency)
 	}
 	if f.Concurrency < 0 || f.Remote && f.File == nil && f.Concurrency == 0 || f.Settled && !f.Identity.Known() {
-		t.Errorf("%d reads at once, settled %v of %+v", f.Concurrency, f.Settled, f.Identity)
+		t.Errorf("concurrency %d, settled %v, identity %+v", f.Concurrency, f.Settled, f.Identity)
 	}
 	if again := src.Facts(); again.Identity != f.Identity || again.Concurrency != f.Concurrency ||
 		again.RangeBytes != f.RangeBytes || again.Remote != f.Remote {
-		t.Errorf("%+v, and then %+v", f, again)
+		t.Errorf("first facts %+v, later facts %+v", f, again)
 	}
 	only := f.ReadAtOnly()
 	if only.File != nil || only.View != nil || only.Ranges != nil || only.RangeBytes != 0 || only.Remote != f.Remote ||
 		only.Identity != f.Identity {
-		t.Errorf("what remains is %+v", only)
+		t.Errorf("ReadAtOnly returned %+v", only)
 	}
 }
 
-// ways compares the bytes of every other way of reading, and asks each for bytes outside the source.
+// ways compares the bytes from every other kind of read, and requests bytes outside the source.
 func (s *suite) ways(t *testing.T) {
 	src := s.open(t, s.data)
 	f := src.Facts()
@@ -211,18 +212,18 @@ func (s *suite) ways(t *testing.T) {
 	}
 	if f.View != nil {
 		if b, err := f.View(100, n-100); err != nil || !bytes.Equal(b, s.data[100:]) {
-			t.Errorf("a view: %v, or other bytes", err)
+			t.Errorf("a view: %v, or wrong bytes", err)
 		}
 		for _, c := range []struct{ off, n int64 }{{-1, 2}, {n, 1}, {0, n + 1}, {1 << 62, 1 << 62}, {5, -1}} {
 			if _, err := f.View(c.off, c.n); !errors.Is(err, errs.ErrCorrupt) {
-				t.Errorf("a view of %d from %d: %v, want ErrCorrupt", c.n, c.off, err)
+				t.Errorf("a view of %d bytes from %d: %v, want ErrCorrupt", c.n, c.off, err)
 			}
 		}
 	}
 	whole := func(fd int) error {
 		p := make([]byte, n+1)
 		if k, err := unix.Pread(fd, p, 0); err != nil || int64(k) != n || !bytes.Equal(p[:n], s.data) {
-			t.Errorf("the file has %d bytes, or other ones: %v", k, err)
+			t.Errorf("the file has %d bytes, or wrong bytes: %v", k, err)
 		}
 		return nil
 	}
@@ -234,7 +235,7 @@ func (s *suite) ways(t *testing.T) {
 			depth := f.File.Expect(1<<50, true, how)
 			p := make([]byte, n)
 			if err := src.ReadAt(context.Background(), p, 0); err != nil || !bytes.Equal(p, s.data) {
-				t.Errorf("%s: %v, or other bytes", how, err)
+				t.Errorf("%s: %v, or wrong bytes", how, err)
 			}
 			if direct := f.File.DirectBytes(); depth < 0 || direct < 0 || direct > n ||
 				how == "buffered" && (depth != 0 || direct != 0) {
@@ -247,21 +248,21 @@ func (s *suite) ways(t *testing.T) {
 	}
 	if f.View != nil {
 		if _, err := f.View(0, 1); err == nil {
-			t.Error("a closed source has views")
+			t.Error("no error for a view of a closed source")
 		}
 	}
 	if f.File != nil && f.File.WithFD(whole) == nil {
-		t.Error("a closed source has a descriptor")
+		t.Error("no error for the descriptor of a closed source")
 	}
 	if f.Now != nil {
 		if _, err := f.Now(); err == nil || f.Unchanged(f.Identity) {
-			t.Error("a closed source says that it is what it was")
+			t.Error("a closed source reports its identity")
 		}
 	}
 	if f.Ranges != nil {
 		if g, err := Begin(context.Background(), f.Ranges, 0, 1); err == nil {
 			_ = g.Close()
-			t.Error("a closed source opens ranges")
+			t.Error("no error for a range of a closed source")
 		}
 	}
 }
@@ -271,10 +272,10 @@ func (s *suite) states(t *testing.T) {
 	defer src.Close()
 	f := src.Facts()
 	if f.Unchanged(f.Identity) != s.is.Known {
-		t.Errorf("at once, unchanged is %v of %+v", !s.is.Known, f.Identity)
+		t.Errorf("after opening, Unchanged is %v for %+v", !s.is.Known, f.Identity)
 	}
 	if f.Unchanged(source.Identity{}) || f.Unchanged(source.Identity{Size: 5, Object: "another", Pin: "pin"}) {
-		t.Error("it is unchanged from what it never was")
+		t.Error("Unchanged is true for another identity")
 	}
 	if !s.is.Known {
 		return
@@ -286,7 +287,7 @@ func (s *suite) states(t *testing.T) {
 	other := s.open(t, append([]byte{'x'}, s.data...))
 	defer other.Close()
 	if id := other.Facts().Identity; id == f.Identity {
-		t.Errorf("two states are both %+v", id)
+		t.Errorf("two states have the same identity %+v", id)
 	}
 }
 
@@ -298,6 +299,6 @@ func (s *suite) closed(t *testing.T) {
 		}
 	}
 	if err := src.ReadAt(context.Background(), make([]byte, 10), 0); err == nil {
-		t.Error("a closed source reads")
+		t.Error("no error for a read of a closed source")
 	}
 }

@@ -6,7 +6,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// The test sources are sources like any other, and one that only passes reads on says so.
+// The test sources pass the suite, including one that only permits ReadAt.
 func TestSuite(t *testing.T) {
 	mem := func(_ *testing.T, data []byte) source.Source { return &closing{Mem: Mem{Name: "mem", Data: data}} }
 	t.Run("memory", func(t *testing.T) { Suite(t, Is{}, mem) })
@@ -15,7 +15,7 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// closing is a Mem that notes Close.
+// closing is a Mem whose reads fail after Close.
 type closing struct {
 	Mem
 }

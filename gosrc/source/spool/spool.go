@@ -1,10 +1,10 @@
-// Package spool makes a source of bytes that arrive once and in order. They go into an unlinked file in the
-// temporary folder, and a read waits until its bytes have arrived. They are kept in a file because the tensors
-// need the memory. All of them are kept because a tensor's bytes may be read in any order, and twice.
+// Package spool provides a source for bytes that arrive once and in order. They are written to an unlinked file
+// in the temporary folder, and a read waits until its bytes have arrived. A file is used because the tensors
+// need the memory. All bytes are preserved because a tensor's bytes may be read in any order, and twice.
 //
-// An object that is larger than the free space of the temporary folder is refused before any of it is kept. If
-// its size is not stated, at most half of the free space is used. If its first bytes say how long it is
-// (source.Outline), its last byte can only be read when the object has ended there.
+// An object that is larger than the free space of the temporary folder is refused before any byte is written.
+// If its size is not stated, at most half of the free space is used. If its first bytes state its length
+// (source.Outline), the last byte can only be read once the object has ended there.
 package spool
 
 import (
@@ -20,34 +20,34 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A File is filled by one goroutine and read by any. It implements
-// source.Source once its size is known; see Sized.
+// A File is filled by one goroutine and read by any number. It implements source.Source once its size is known;
+// see Sized.
 type File struct {
 	uri     string
 	file    *os.File
 	outline source.Outline
-	free    int64 // free bytes of the temporary folder when this was made
+	free    int64 // free bytes of the temporary folder at the start
 
 	// Used only by the goroutine that fills the file.
-	need   int64 // the outline needs this number of bytes to know the size; -1: it knows
+	need   int64 // number of bytes from which the outline can derive the size; -1 if it already has
 	stated bool  // Expect was called
 
 	mu    sync.Mutex
 	size  int64 // -1 until it is known
 	have  int64
 	ended bool
-	ends  int64 // the end of the object by its outline, -1 if that is not known
+	ends  int64 // end of the object according to its outline; -1 if unknown
 	err   error
-	more  chan struct{} // closed and renewed when another field changes
+	more  chan struct{} // closed and replaced when another field changes
 	shut  bool
 }
 
-// ErrEnough is the error of Append for bytes that an outline does not want: the download can stop.
-var ErrEnough = errors.New("the rest is not wanted")
+// ErrEnough is returned by Append if the outline needs no further bytes: the download can stop.
+var ErrEnough = errors.New("the remaining bytes are not needed")
 
 var errClosed = errs.New(errs.ErrArgument, "the source is closed")
 
-// New makes an empty file; uri names it in errors.
+// New returns an empty file. uri names it in errors.
 func New(uri string, outline source.Outline) (*File, error) {
 	f, err := os.CreateTemp("", "overwire-*")
 	if err != nil {
@@ -62,19 +62,19 @@ func New(uri string, outline source.Outline) (*File, error) {
 	return &File{uri: uri, file: f, outline: outline, free: free, size: -1, ends: -1, more: make(chan struct{})}, nil
 }
 
-// Append adds bytes. It refuses bytes that the object cannot have, and refuses all bytes as soon as the first
-// ones show that the object does not match its outline.
+// Append adds bytes. It refuses bytes beyond the object's limits, and all bytes once the first ones show that
+// the object does not match its outline.
 func (f *File) Append(p []byte) error {
 	before := f.Have()
 	have := before + int64(len(p))
 	switch most := f.outline.Most; {
 	case most > 0 && have > most:
-		return errs.New(errs.ErrFormat, "it has more than %d bytes", most)
+		return errs.New(errs.ErrFormat, "the object has more than %d bytes", most)
 	case f.stated && f.Size() > f.free:
-		return errs.New(errs.ErrIO, "it has %d bytes, but only %d are free in %s, which must hold it: set TMPDIR to a "+
-			"larger disk", f.Size(), f.free, os.TempDir())
+		return errs.New(errs.ErrIO, "the object has %d bytes, but %s has only %d bytes free: set TMPDIR to a "+
+			"folder on a larger disk", f.Size(), os.TempDir(), f.free)
 	case !f.stated && have > f.free/2:
-		return errs.New(errs.ErrIO, "its size is not stated, and it has more than %d bytes, half of what was free "+
+		return errs.New(errs.ErrIO, "the object has no stated size and more than %d bytes, half of the free space "+
 			"in %s", f.free/2, os.TempDir())
 	case f.ends >= 0 && have > f.ends:
 		return f.appendBeyond(p[:f.ends-before])
@@ -86,10 +86,10 @@ func (f *File) Append(p []byte) error {
 	return f.measureSize()
 }
 
-// appendBeyond is Append for bytes that go past the end; only p is before it.
+// appendBeyond handles bytes beyond the end of the object; p has those before the end.
 func (f *File) appendBeyond(p []byte) error {
 	if !f.outline.Longer {
-		return errs.New(errs.ErrFormat, "it continues after the %d bytes that it states", f.ends)
+		return errs.New(errs.ErrFormat, "the object has more than its stated %d bytes", f.ends)
 	}
 	if _, err := f.file.WriteAt(p, f.Have()); err != nil {
 		return errs.FromOS(err)
@@ -98,7 +98,7 @@ func (f *File) appendBeyond(p []byte) error {
 	return ErrEnough
 }
 
-// measureSize asks the outline for the size once there are enough bytes.
+// measureSize asks the outline for the size once enough bytes have arrived.
 func (f *File) measureSize() error {
 	have := f.Have()
 	if f.outline.Size == nil || f.need < 0 || have < f.need {
@@ -136,7 +136,7 @@ func (f *File) measureSize() error {
 	return err
 }
 
-// Have is how many bytes have arrived.
+// Have returns how many bytes have arrived.
 func (f *File) Have() int64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -149,8 +149,8 @@ func (f *File) Expect(size int64) {
 	f.changeState(func() { f.size = size })
 }
 
-// End says that no more bytes will arrive. Reads of missing bytes get err. If err is nil, the file's size is the
-// number of bytes that have arrived.
+// End says that no more bytes will arrive. Reads of missing bytes return err. If err is nil and the size is
+// unknown, it is the number of bytes that have arrived.
 func (f *File) End(err error) {
 	f.changeState(func() {
 		f.ended = err == nil
@@ -171,17 +171,17 @@ func (f *File) Sized(ctx context.Context) error {
 	return f.waitUntil(ctx, func() bool { return f.size >= 0 })
 }
 
-// URI names the file.
+// URI returns the name of the object.
 func (f *File) URI() string { return f.uri }
 
-// Size is the number of bytes that will arrive, -1 while that is not known.
+// Size returns the number of bytes that will arrive, or -1 while it is unknown.
 func (f *File) Size() int64 {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.size
 }
 
-// Facts say that one read at a time is enough: the bytes come in order.
+// Facts implements source.Source. The concurrency is 1 because the bytes arrive in order.
 func (f *File) Facts() source.Facts { return source.Facts{Remote: true, Concurrency: 1} }
 
 // ReadAt waits for its bytes; see source.Source.
@@ -208,7 +208,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// readyBytes is how many bytes may be read. f.mu is held.
+// readyBytes returns how many bytes may be read. f.mu is held.
 func (f *File) readyBytes() int64 {
 	if f.ends < 0 || f.ended {
 		return f.have
@@ -216,7 +216,7 @@ func (f *File) readyBytes() int64 {
 	return min(f.have, f.ends-1)
 }
 
-// Close frees the file. The caller stops filling it first.
+// Close frees the file. The caller must have stopped filling it.
 func (f *File) Close() error {
 	var err error
 	f.changeState(func() {
@@ -228,7 +228,7 @@ func (f *File) Close() error {
 	return err
 }
 
-// waitUntil waits until ok, which is called under the lock, returns true.
+// waitUntil waits until ok returns true. ok is called under the lock.
 func (f *File) waitUntil(ctx context.Context, ok func() bool) error {
 	for {
 		f.mu.Lock()

@@ -23,7 +23,7 @@ func made(t *testing.T) *File {
 	return f
 }
 
-// A spool is a valid source while it is being filled.
+// A spool passes the common suite while it is being filled.
 func TestSuite(t *testing.T) {
 	sourcetest.Suite(t, sourcetest.Is{Remote: true, InOrder: true}, func(t *testing.T, data []byte) source.Source {
 		f := made(t)
@@ -34,7 +34,7 @@ func TestSuite(t *testing.T) {
 			defer close(done)
 			for _, part := range [][]byte{data[:1], data[1:100_000], data[100_000:]} {
 				if f.Append(part) != nil {
-					return // closed meanwhile
+					return // closed in the meantime
 				}
 			}
 			f.End(nil)
@@ -43,8 +43,8 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// Missing bytes are an error, and the bytes before them are good. A waiting reader learns of the end, of Close and of
-// its own context.
+// Reads of missing bytes fail, and the bytes before them can be read. A waiting reader returns after End, Close
+// or the end of its context.
 func TestEnds(t *testing.T) {
 	ctx := context.Background()
 	f := made(t)
@@ -77,13 +77,13 @@ func TestEnds(t *testing.T) {
 	}
 }
 
-// An object larger than the free memory is refused at once. Of one without a stated size, only what fits is kept, along
-// with what its reader takes.
+// An object larger than the free space is refused immediately. An object without a stated size may use half of
+// the free space and at most the outline's limit.
 func TestBounds(t *testing.T) {
 	block := make([]byte, 1000)
 	f := made(t)
 	if f.free <= 0 {
-		t.Error("nothing is free in the temporary folder:", f.free)
+		t.Error("the temporary folder has no free space:", f.free)
 	}
 	f.free = 3000
 	if err := f.Append(block); err != nil {
@@ -92,7 +92,7 @@ func TestBounds(t *testing.T) {
 	if err := f.Append(block); !errors.Is(err, errs.ErrIO) || f.Have() != 1000 {
 		t.Error(err, f.Have())
 	}
-	f.Expect(2000) // the size is stated after all
+	f.Expect(2000) // now the size is stated
 	if err := f.Append(block); err != nil {
 		t.Error(err)
 	}

@@ -1,6 +1,6 @@
 package spool
 
-// This file fills a spool from a store that can only send a whole object.
+// This file fills a spool from a store that can only send whole objects.
 
 import (
 	"context"
@@ -19,49 +19,49 @@ import (
 
 // A Whole opens an object as a whole. It is used by one goroutine.
 type Whole interface {
-	// URI names the object as the user wrote it.
+	// URI returns the object's name as the user wrote it.
 	URI() string
-	// Whole opens the object's body from its beginning. length is -1 if the store does not state it. Later calls
-	// must return the state of the first call that succeeded; another state is an error that Judge calls
-	// retry.Changed.
+	// Whole opens the object's body from its beginning. length is -1 if the store does not state it. Later
+	// calls must return the same state as the first call that succeeded. For another state they return an error
+	// for which Judge returns retry.Changed.
 	Whole(ctx context.Context) (body io.ReadCloser, length int64, err error)
-	// Judge is retry.Fetcher's.
+	// Judge is the same as in retry.Fetcher.
 	Judge(err error) (retry.Verdict, time.Duration)
-	// Close releases what the object holds.
+	// Close releases the object's resources.
 	Close() error
 }
 
 var errStalled = errors.New("no progress")
 
-// changed says that the bytes differ from those that came before.
+// changed is the error for bytes that differ from those received before.
 type changed struct{ what string }
 
 func (c *changed) Error() string { return c.what }
 
-// A Stream is an object that one request brings in order into a spool. It serves servers without ranges
-// (HTTP/1.0, or responses made on the fly) and servers that give nothing to identify the object's state, where
-// two requests could return bytes of two states.
+// A Stream is an object that is read in order by one request into a spool. It is used for servers without
+// ranges (HTTP/1.0, or generated responses) and for servers that do not identify the object's state, where two
+// requests could return bytes of different states.
 //
-// A request that breaks cannot be resumed. The next one starts at 0; the bytes that it repeats are compared by
-// hash with those already there before a new byte counts. If a server sends no length and ends the object by
-// closing the connection, truncation cannot be noticed here; formats notice it.
+// A broken request cannot be resumed. The next one starts at 0, and the bytes that it repeats are compared by
+// hash with those already received before a new byte is used. If a server sends no length and ends the object
+// by closing the connection, truncation is not detected here, but by the formats.
 type Stream struct {
 	*File
 	o     Whole
 	tries retry.Options
 
 	cancel context.CancelCauseFunc
-	ended  chan struct{} // fill has ended
+	ended  chan struct{} // closed when fillFile has ended
 	once   sync.Once
 	shut   error
 
 	// Used only by fillFile.
-	hash maphash.Hash // of the bytes already there
-	met  bool         // the store has answered once
+	hash maphash.Hash // of the bytes already received
+	met  bool         // the store has responded at least once
 }
 
-// Open opens an object and returns when its size is known. Closing the stream closes the object; if Open fails,
-// the caller closes it.
+// Open opens an object and waits until its size is known. Closing the stream closes the object. If Open fails,
+// the caller closes the object.
 func Open(ctx context.Context, o Whole, tries retry.Options) (*Stream, error) {
 	f, err := New(o.URI(), source.OutlineOf(ctx))
 	if err != nil {
@@ -93,7 +93,7 @@ func (s *Stream) Close() error {
 	return s.shut
 }
 
-// fillFile fetches the object, starting again when a request breaks.
+// fillFile downloads the object and starts again when a request breaks.
 func (s *Stream) fillFile(ctx context.Context) error {
 	s.hash.SetSeed(maphash.MakeSeed())
 	most := s.tries.Retries + 1

@@ -1,5 +1,5 @@
-// Package avxtest tests that code with AVX or AVX-512 leaves the upper halves of the vector registers clear, as package
-// avx demands.
+// Package avxtest tests that code with AVX or AVX-512 leaves the upper halves of the vector registers clear, as
+// package avx requires.
 package avxtest
 
 import (
@@ -9,18 +9,19 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The upper halves of YMM0-15 and of ZMM0-15 among the components of XSAVE. (ZMM16-31 do not slow anything down, and
-// VZEROUPPER does not change them.)
+// upper selects the upper halves of YMM0-15 and of ZMM0-15 in the XSAVE components. (ZMM16-31 do not slow
+// anything down, and VZEROUPPER does not change them.)
 const upper = 1<<2 | 1<<6
 
-// attempts: a preempted goroutine gets its registers reloaded, so all are in use.
+// attempts is how often a probe is repeated: if a goroutine is preempted, its registers are reloaded, and all
+// count as in use.
 const attempts = 50
 
 // Need skips a test on processors that do not report which components are in use.
 func Need(t testing.TB) {
 	t.Helper()
 	if !tells() {
-		t.Skip("no XGETBV of the components in use on this machine")
+		t.Skip("this processor cannot report the components in use (XGETBV)")
 	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -32,7 +33,7 @@ func Need(t testing.TB) {
 	t.Skip("this processor does not track the upper halves")
 }
 
-// Clear tests that f leaves the upper halves clear if they were clear before. The test has called Need.
+// Clear tests that f leaves the upper halves clear if they were clear before. The test must have called Need.
 func Clear(t testing.TB, what string, f func()) {
 	t.Helper()
 	runtime.LockOSThread()

@@ -2,8 +2,7 @@
 
 package avxtest
 
-// Only x86-64 has such registers, and without the package simd there is nothing to
-// clear.
+// Only x86-64 has these registers, and without the package simd they need not be cleared.
 
 func tells() bool { return false }
 

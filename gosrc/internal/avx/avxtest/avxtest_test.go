@@ -11,12 +11,12 @@ func TestClear(t *testing.T) {
 	Need(t)
 	Clear(t, "avx.Clear", avx.Clear)
 	if heard := (&listener{TB: t}); !heard.after(func() { Dirty() }) {
-		t.Error("an upper half in use was not seen")
+		t.Error("a dirty upper half was not detected")
 	}
-	Clear(t, "dirt and avx.Clear", func() { Dirty(); avx.Clear() })
+	Clear(t, "dirty registers and avx.Clear", func() { Dirty(); avx.Clear() })
 }
 
-// A listener notes errors.
+// A listener records errors.
 type listener struct {
 	testing.TB
 	failed bool
@@ -25,6 +25,6 @@ type listener struct {
 func (l *listener) Errorf(string, ...any) { l.failed = true }
 
 func (l *listener) after(f func()) bool {
-	Clear(l, "what is dirty", f)
+	Clear(l, "a function that dirties registers", f)
 	return l.failed
 }
