@@ -60,23 +60,47 @@ func verbNames(verbs []*verb) []string {
 	return names
 }
 
+// valuedOptions returns the options that take a value, as they are typed.
+func valuedOptions(verbs []*verb) []string {
+	seen := map[string]bool{}
+	for _, v := range verbs {
+		for _, o := range v.options {
+			if o.value == "" {
+				continue
+			}
+			seen["--"+o.name] = true
+			if o.short != "" {
+				seen["-"+o.short] = true
+			}
+		}
+	}
+	return slices.Sorted(maps.Keys(seen))
+}
+
 // bash completes with a function, and with file names where the function has no answer.
 func bash(w io.Writer, verbs []*verb) {
-	fmt.Fprint(w, `# bash completion of overwire
+	fmt.Fprintf(w, `# bash completion of overwire
 _overwire() {
+	local valued=' %s'
 	local word=${COMP_WORDS[COMP_CWORD]} before words= option=
 	COMPREPLY=()
 	[ "$word" = = ] && word= # --option=, which bash divides
 	before=${COMP_WORDS[COMP_CWORD-1]}
 	[ "$before" = = ] && before=${COMP_WORDS[COMP_CWORD-2]}
-	case $before in --?*) option=$before ;; esac
+	case "$valued " in *" $before "*) option=$before ;; esac
+	local place=0 value= # place: of the argument, not counting options and their values
 	for before in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
-		[ "$before" = -- ] && return
+		case $before in
+		--) return ;;
+		=) value=y ;;
+		-*) value=; case "$valued " in *" $before "*) value=y ;; esac ;;
+		*) [ "$value" ] || place=$((place + 1)); value= ;;
+		esac
 	done
 	case $COMP_CWORD in
-`)
+`, strings.Join(valuedOptions(verbs), " "))
 	fmt.Fprintf(w, "\t1) words='%s help --help --version' ;;\n\t*)\n", strings.Join(verbNames(verbs), " "))
-	fmt.Fprint(w, "\t\tcase ${COMP_WORDS[1]}$option-$((COMP_CWORD - 1)) in\n")
+	fmt.Fprint(w, "\t\tcase ${COMP_WORDS[1]}$option-$place in\n")
 	offer := func(place string, words []string) {
 		fmt.Fprintf(w, "\t\t%s) words='%s' ;;\n", place, strings.Join(words, " "))
 	}

@@ -63,6 +63,9 @@ func TestCompletionBash(t *testing.T) {
 		{[]string{"bench", "gen", ""}, kindNames()},
 		{[]string{"bench", "--device", "c"}, devices},
 		{[]string{"bench", "gen", "uniform", ""}, nil},
+		{[]string{"bench", "--size", "1GB", "g"}, []string{"gen"}},
+		{[]string{"bench", "--size", "=", "1GB", "gen", "--force", "unif"}, []string{"uniform"}},
+		{[]string{"cache", "--json", "l"}, []string{"list"}},
 		{[]string{"verify", "--", "--j"}, nil},
 		{[]string{"squash", "-"}, nil},
 	} {
