@@ -59,8 +59,7 @@ func bytesOf(i int, n int64) []byte {
 	return b
 }
 
-// build writes a container with raw chunks, since this package may not import codecs: every layout and every grid, and
-// bytes that read back.
+// build writes a container with raw chunks in any layout and grid, because this package cannot import codecs.
 func build(t testing.TB, metadata map[string]string, items []overwire.Item) []byte {
 	t.Helper()
 	l, err := overwire.NewLayout(metadata, items, nil, false)
@@ -114,7 +113,7 @@ func gather(data []byte, t *tensor.Tensor, g tensor.Grid, part int64) []byte {
 	return out
 }
 
-// golden maps file names to every kind of container of this version.
+// golden returns one container of every kind for this version, by file name.
 func golden(t testing.TB) map[string][]byte {
 	var dtypes []overwire.Item
 	for d := tensor.DType(1); int(d) <= tensor.NumDTypes; d++ {
@@ -147,12 +146,12 @@ func golden(t testing.TB) map[string][]byte {
 	}
 }
 
-// goldenPath is a file of the current writer; overwire-1.0 lacks the note in the metadata entry.
+// goldenPath returns the path of a golden file for the current writer. In overwire-1.0, the metadata entry has no note.
 func goldenPath(name string) string {
 	return filepath.Join(goldens, "overwire-1.0-note", name+".safetensors")
 }
 
-// The writer still makes the golden files byte for byte, and they still read.
+// The writer reproduces the golden files byte for byte.
 func TestGoldens(t *testing.T) {
 	for name, b := range golden(t) {
 		if *update {
@@ -173,7 +172,7 @@ func TestGoldens(t *testing.T) {
 	}
 }
 
-// Files of every released writer still load, and every byte of a container is the one that was written.
+// Files of every released writer can be opened, and the chunks of containers match their checksums.
 func TestGoldensRead(t *testing.T) {
 	paths, err := filepath.Glob(filepath.Join(goldens, "*", "*.safetensors"))
 	if err != nil || len(paths) < 4 {
@@ -207,7 +206,7 @@ func TestGoldensRead(t *testing.T) {
 	}
 }
 
-// TestKinds reads back exactly what was written.
+// TestKinds checks that the container "kinds" reads back exactly as it was written.
 func TestKinds(t *testing.T) {
 	b := golden(t)["kinds"]
 	ix, err := open(b)
@@ -223,7 +222,7 @@ func TestKinds(t *testing.T) {
 	for i := range ix.Tensors {
 		got = append(got, ix.Tensors[i].Name)
 	}
-	// first compressed, then plain in multiples of 64 bytes, then by alignment; aliases last
+	// First compressed tensors, then plain ones in multiples of 64 bytes, then by alignment; aliases last.
 	want := []string{"eight", "nibbles", "two", "whole", "long", "none", "nothing", "scalar", "odd", "a tie of bytes",
 		"tied"}
 	if !slices.Equal(got, want) {
@@ -250,8 +249,7 @@ func TestKinds(t *testing.T) {
 	}
 }
 
-// restamp corrects the checksums of a container, so that tests reach the checks after them. Anything else stays
-// unchanged.
+// restamp corrects the checksums of a container, so that tests reach the checks after them. It changes nothing else.
 func restamp(b []byte) []byte {
 	if len(b) < 8 {
 		return b
