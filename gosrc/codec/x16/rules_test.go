@@ -10,38 +10,38 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A rules is a good chunk, with the positions that the rules are about.
+// A rules is a valid chunk and its properties.
 type rules struct {
 	chunk, want []byte
 	st          uint16
 	segs        int
 }
 
-// escaped is a bf16 chunk of 12 tiles in two segments with escapes in each.
+// escaped returns a bf16 chunk of 12 tiles in two segments, each with escapes.
 func escaped(t *testing.T) rules {
 	t.Helper()
 	src := make([]byte, 2*256*12+3)
 	for i := range len(src) / 2 {
 		exponent := uint16(120 + i*i%3)
 		if i%100 == 7 {
-			exponent = uint16(50 + i/100) // more kinds than there are symbols
+			exponent = uint16(50 + i/100) // more values than symbols
 		}
 		binary.LittleEndian.PutUint16(src[2*i:], exponent<<7|uint16(i*2654435761>>9)&0x807f)
 	}
 	e := Encoder{segTiles: 6}
 	chunk, st, ok := e.Encode(nil, src, BF16)
 	if !ok || chunk[3] == 0 {
-		t.Fatal("no chunk with escapes")
+		t.Fatal("the chunk has no escapes")
 	}
 	return rules{chunk, src, st, (12 + int(st) - 1) / int(st)}
 }
 
-// entry returns an entry of the directory: 0 is the offset, 1 the number of escapes.
+// entry returns a field of the directory's entry i: 0 is the offset, 1 the number of escapes.
 func (g *rules) entry(i, what int) []byte { return g.chunk[headerBytes+8*i+4*what:] }
 
 func (g *rules) offset(i int) int { return int(binary.LittleEndian.Uint32(g.entry(i, 0))) }
 
-// list returns where the escapes of a segment are listed, and how many there are.
+// list returns the offset of a segment's list of escapes and their number.
 func (g *rules) list(seg int) (at, n int) {
 	n = int(binary.LittleEndian.Uint32(g.entry(seg, 1)))
 	end := g.offset(seg + 1)
@@ -59,7 +59,8 @@ func (g *rules) list(seg int) (at, n int) {
 	return 0, 0
 }
 
-// Every level refuses a chunk that breaks a rule of docs/format.md, names the rule, and uses the class Corrupt.
+// Every level refuses a chunk that breaks a rule of docs/format.md. The error names the rule and has the class
+// Corrupt.
 func TestEveryRule(t *testing.T) {
 	put := binary.LittleEndian.PutUint32
 	rule := func(name, text string, breaks func(g *rules)) {
