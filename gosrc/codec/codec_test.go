@@ -81,7 +81,7 @@ func TestKnown(t *testing.T) {
 		}
 		for tr := range uint8(12) {
 			if got := Known(tensor.CodecX16, tr, d); got != bytes.Contains(want[d], []byte{tr}) {
-				t.Errorf("%v, transform %d: known %v", d, tr, got)
+				t.Errorf("%v, transform %d: Known returned %v", d, tr, got)
 			}
 			listed := planes[d]
 			if listed == nil {
@@ -97,6 +97,6 @@ func TestKnown(t *testing.T) {
 // The checksum is CRC-32C, tested with its well-known check value.
 func TestSum(t *testing.T) {
 	if got := Sum([]byte("123456789")); got != 0xe3069283 {
-		t.Errorf("%#x", got)
+		t.Errorf("got %#x", got)
 	}
 }

@@ -75,7 +75,7 @@ func TestSumByDefinition(t *testing.T) {
 		for n := range 3000 {
 			p := bytes.Repeat([]byte{fill}, n)
 			if got := Sum(p); got != crc32.Checksum(p, castagnoli) {
-				t.Fatalf("%d bytes of %#x: %08x", n, fill, got)
+				t.Fatalf("%d bytes of %#x: got %08x", n, fill, got)
 			}
 		}
 	}
@@ -95,7 +95,7 @@ func TestEveryKnownPair(t *testing.T) {
 		for tr := range uint8(255) {
 			listed := bytes.Contains(x16.TransformsFor(d), []byte{tr})
 			if Known(tensor.CodecX16, tr, d) != listed {
-				t.Errorf("%v, transform %d: listed %v", d, tr, listed)
+				t.Errorf("%v, transform %d: listed %v, but Known disagrees", d, tr, listed)
 			}
 			if !listed {
 				continue
@@ -130,7 +130,7 @@ func TestRecordsThatDoNotFit(t *testing.T) {
 			c := tensor.Chunk{Codec: tensor.Codec(codec), Logical: sizes[2], Stored: sizes[3]}
 			if err := Decode(dst, src, c); !errors.Is(err, errs.ErrArgument) ||
 				!bytes.Equal(dst, bytes.Repeat([]byte{9}, len(dst))) {
-				t.Fatalf("codec %d, %v: %v, %v", codec, sizes, err, dst)
+				t.Fatalf("codec %d, sizes %v: got %v, %v", codec, sizes, err, dst)
 			}
 		}
 		err := Decode(make([]byte, 4), make([]byte, 4), tensor.Chunk{Codec: tensor.Codec(codec), Logical: 4, Stored: 4})

@@ -197,7 +197,7 @@ func TestFile(t *testing.T) {
 	got := base.clone()
 	got.data[len(got.data)-1] = got.data[0]
 	if err := applySteps(got, g); err != nil || !got.same(now) {
-		t.Fatalf("wrong bytes: %v", err)
+		t.Fatalf("the delta gives wrong bytes: %v", err)
 	}
 	if err := applySteps(got, g); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), "already") ||
 		!got.same(now) {
@@ -299,7 +299,7 @@ func TestParts(t *testing.T) {
 			t.Fatalf("%s: %v", c.part, err)
 		}
 		if !m.same(c.want) {
-			t.Fatalf("%s: wrong tensors", c.part)
+			t.Fatalf("%s: the tensors have wrong bytes", c.part)
 		}
 	}
 }
@@ -325,7 +325,7 @@ func TestUndone(t *testing.T) {
 			t.Errorf("with %d corrupted bytes: %v", times, err)
 		}
 		if times == 2 && !m.same(base) {
-			t.Error("not undone")
+			t.Error("the change was not undone")
 		}
 	}
 	// If the second of two devices fails, the first is undone.
@@ -369,7 +369,7 @@ func TestChain(t *testing.T) {
 	got := models[0].clone()
 	got.data[len(got.data)-1] = got.data[0]
 	if err := applySteps(got, chain...); err != nil || !got.same(models[5]) {
-		t.Fatalf("the chain: %v", err)
+		t.Fatalf("applying the chain: %v", err)
 	}
 	merged, err := Merge(context.Background(), chain, 2)
 	if err != nil {
@@ -409,7 +409,7 @@ func TestManyDeltas(t *testing.T) {
 			f = reparse(t, layOutFile(t, f))
 		}
 		if err := applySteps(got, f); err != nil || !got.same(now) {
-			t.Fatalf("delta %d: %v", i, err)
+			t.Fatalf("applying delta %d: %v", i, err)
 		}
 		m = now
 		if i == 100 {

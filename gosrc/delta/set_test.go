@@ -52,7 +52,7 @@ func TestShards(t *testing.T) {
 		many := most < 1<<40
 		if got := names(t, dir); many != slices.Contains(got, filepath.Base(index)) || many != (len(got) > 1) ||
 			len(rep.Files) != len(got) {
-			t.Fatalf("at most %d: %v, %v", most, got, rep.Files)
+			t.Fatalf("at most %d: got the files %v, but the report lists %v", most, got, rep.Files)
 		}
 		ways := []string{dir, dir + "/"}
 		if many {
@@ -96,7 +96,7 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	shard := func(dir string, k int) string {
 		all, _ := filepath.Glob(filepath.Join(dir, "delta-*.safetensors"))
 		if len(all) < 3 {
-			t.Fatalf("%d shards", len(all))
+			t.Fatalf("got %d shards, want at least 3", len(all))
 		}
 		return all[k]
 	}
@@ -201,7 +201,7 @@ func TestShardsReplaceOthers(t *testing.T) {
 	write(t, one, path, 1)
 	if _, err := Write(context.Background(), job.New("test"), two, "",
 		save.Spec{Path: path}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("one file next to an index: %v", err)
+		t.Errorf("a single file next to an index: %v", err)
 	}
 	if _, err := Write(context.Background(), job.New("test"), two, "",
 		save.Spec{Path: filepath.Dir(path) + "/"}); !errors.Is(err, errs.ErrArgument) {

@@ -75,7 +75,7 @@ func TestCache(t *testing.T) {
 		return ix.Tensors[0].Name, ix.Sources[0].URI, reads.Load()
 	}
 	if name, _, n := first(path, Options{}); name != "t0" || n != 1 {
-		t.Fatalf("%s after %d reads", name, n)
+		t.Fatalf("got tensor %s after %d reads", name, n)
 	}
 	other := path + ".link"
 	if err := os.Link(path, other); err != nil { // changes the inode
@@ -217,6 +217,6 @@ func TestOpenNamesTheFirst(t *testing.T) {
 	}
 	ix, err := Open(context.Background(), srcs[:20], Options{})
 	if err != nil || len(ix.Tensors) != 100 || ix.Tensors[57].Source != 11 {
-		t.Errorf("%v", err)
+		t.Errorf("Open of the valid files: %v", err)
 	}
 }

@@ -166,7 +166,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"logical", u32(chunk(first(whole))+12, 4095), f, "4095 logical"},
 		{"logical 4 GiB", u32(chunk(first(whole))+12, math.MaxUint32), f, "logical"},
 		{"codec", u8(chunk(first(whole))+20, 2), ns, "codec 2"},
-		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "as X16"},
+		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "codec X16"},
 		{"transform of raw", u8(chunk(first(whole))+21, 1), f, ""},
 		{"chunk feature", u16(chunk(first(whole))+22, 1), ns, "features 0x1"},
 		{"segment tiles of raw", u16(chunk(first(whole))+24, 1), f, ""},
@@ -273,7 +273,7 @@ func TestOpenMany(t *testing.T) {
 	}
 	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire() ||
 		!ix.Sources[4].Overwire() || ix.Sources[3].URI != "d" {
-		t.Errorf("sources %+v", ix.Sources)
+		t.Errorf("wrong sources: %+v", ix.Sources)
 	}
 	find := ix.Finder()
 	for name, source := range map[string]int{"tied": 0, "plain": 1, "t.BF16": 3, "a": 4} {
@@ -287,7 +287,7 @@ func TestOpenMany(t *testing.T) {
 	}
 	for _, s := range srcs {
 		if m := s.(*memory); m.reads != 1 {
-			t.Errorf("%s: %d reads", m.name, m.reads)
+			t.Errorf("%s: %d reads, want 1", m.name, m.reads)
 		}
 	}
 	files[1] = files[1][:len(files[1])-1]
@@ -298,7 +298,7 @@ func TestOpenMany(t *testing.T) {
 		t.Errorf("a bad second source: %v", err)
 	}
 	if ix, err := Open(context.Background(), nil, Options{}); err != nil || len(ix.Tensors) != 0 {
-		t.Errorf("no source: %v", err)
+		t.Errorf("Open without sources: %v", err)
 	}
 }
 
@@ -314,7 +314,7 @@ func TestLargeIndex(t *testing.T) {
 	src := &memory{name: "x", b: b}
 	ix, _, err := readIndex(context.Background(), src, Options{})
 	if err != nil || len(ix.Tensors) != len(items) || src.reads != 3 {
-		t.Errorf("%d reads, %v", src.reads, err)
+		t.Errorf("%d reads, want 3: %v", src.reads, err)
 	}
 	size := int64(tensor.MaxIndex) + 64
 	head, err := safetensors.AppendHeader(nil,

@@ -196,7 +196,7 @@ func TestGoldensRead(t *testing.T) {
 			for c := ten.First; c < ten.First+ten.Count; c++ {
 				ch := ix.Chunks[c]
 				if crc32.Checksum(b[ch.Off:ch.Off+int64(ch.Stored)], castagnoli) != ch.Sum {
-					t.Errorf("%s: %s chunk %d differs", path, ten.Name, c)
+					t.Errorf("%s: %s chunk %d does not match its checksum", path, ten.Name, c)
 				}
 			}
 			if ten.Plain && ten.Off%int64(ten.DType.Align()) != 0 {
@@ -216,7 +216,7 @@ func TestKinds(t *testing.T) {
 	src := ix.Sources[0]
 	if !src.Overwire() || src.Size != int64(len(b)) || src.Data != 4096 || len(src.Metadata) != 2 ||
 		src.Metadata["läufer"] != "a\n\"b\"" {
-		t.Errorf("source %+v", src)
+		t.Errorf("wrong source: %+v", src)
 	}
 	var got []string
 	for i := range ix.Tensors {
@@ -226,12 +226,12 @@ func TestKinds(t *testing.T) {
 	want := []string{"eight", "nibbles", "two", "whole", "long", "none", "nothing", "scalar", "odd", "a tie of bytes",
 		"tied"}
 	if !slices.Equal(got, want) {
-		t.Errorf("order %q", got)
+		t.Errorf("got the order %q, want %q", got, want)
 	}
 	two, tied := &ix.Tensors[2], &ix.Tensors[10]
 	if two.Parts != 2 || two.Count != 2 || two.Plain || two.Stored != 64 || tied.Alias != 2 ||
 		tied.Bytes != two.Bytes || tied.Count != 0 {
-		t.Errorf("two %+v\ntied %+v", two, tied)
+		t.Errorf("wrong tensors: two %+v\ntied %+v", two, tied)
 	}
 	data := bytesOf(1, two.Bytes) // item 1 is "two": part 1 holds columns 4..7 of each row
 	second := ix.Chunks[two.First+1]
@@ -245,7 +245,7 @@ func TestKinds(t *testing.T) {
 	// Other readers see the same file as plain safetensors.
 	h, err := safetensors.Parse("x", b[:4096], int64(len(b)), safetensors.Options{})
 	if err != nil || h.Tensors[0].Name != overwire.IndexName || h.Metadata[overwire.MetadataKey] == "" {
-		t.Errorf("as safetensors: %v", err)
+		t.Errorf("read as a safetensors file: %v", err)
 	}
 }
 

@@ -13,10 +13,10 @@ import (
 )
 
 // OpenAll resolves names, opens every file with open, and indexes them. If an index.json applies, the model has
-// exactly the tensors that it lists, each from the file that it names. If an index.json is replaced meanwhile, its
-// files are opened again, so that they match it. All files are opened again if those of one checkpoint turn
-// out to be from several saves. sets are the files of each name. The caller must close the sources; if OpenAll fails,
-// it closes them.
+// exactly the tensors that it lists, each from the file that it names. If an index.json is replaced during the call,
+// its files are opened again, so that they match it. If the files of one checkpoint are from several saves, all files
+// are opened again. sets are the files of each name. The caller must close the sources; if OpenAll fails, it closes
+// them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	if len(uris) == 0 {

@@ -22,9 +22,9 @@ func TestSizeOf(t *testing.T) {
 		case err != nil:
 			t.Fatal(n, err)
 		case n < first && need != first, n >= first && int64(n) < data && need != data:
-			t.Fatalf("%d: %d more are needed", n, need)
+			t.Fatalf("with %d bytes: sizeOf needs %d", n, need)
 		case int64(n) >= data && (size != data+8 || need != 0):
-			t.Fatalf("%d: %d bytes", n, size)
+			t.Fatalf("with %d bytes: got the size %d", n, size)
 		}
 	}
 	if size, need, err := sizeOf("x", append([]byte("|TZR|"), make([]byte, 1000)...)); size != -1 || need != 0 ||

@@ -92,9 +92,9 @@ func TestResolveRemote(t *testing.T) {
 	}{
 		{"a file", dir + "x.safetensors", nil, nil, []string{"x.safetensors"}, nil}, // whether it exists is checked later
 		{"an index", dir + "m.safetensors.index.json", []string{"m.safetensors.index.json"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
-		{"an index that is not there", dir + "m.safetensors.index.json", nil, nil, nil, errs.ErrNotFound},
+		{"a missing index", dir + "m.safetensors.index.json", nil, nil, nil, errs.ErrNotFound},
 		{"one file of a folder", dir, []string{"b.safetensors", "README.md"}, nil, []string{"b.safetensors"}, nil},
-		{"an index beside its files", dir, []string{"1.safetensors", "2.safetensors", "m.safetensors.index.json", "old.safetensors"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
+		{"an index and its files", dir, []string{"1.safetensors", "2.safetensors", "m.safetensors.index.json", "old.safetensors"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
 		{"hidden files", dir, []string{".x.safetensors", "b.safetensors", ".m.safetensors.index.json"}, nil, []string{"b.safetensors"}, nil},
 		{"two indexes", dir, []string{"a.safetensors.index.json", "b.safetensors.index.json"}, nil, nil, errs.ErrArgument},
 		{"no weights", dir, []string{"README.md"}, nil, nil, errs.ErrNotFound},
@@ -166,14 +166,14 @@ func TestRefusedNames(t *testing.T) {
 				}, opt)
 				found := there != "" && source.Scheme(dir) != "hf" && refusal != broken
 				if (err == nil) != found || found && len(set.URIs) != 1 || s.open != 0 {
-					t.Errorf("%s, %q, %v: %v, %v, %d open", dir, there, refusal, set.URIs, err, s.open)
+					t.Errorf("%s, %q, %v: got %v, %v, and %d sources open", dir, there, refusal, set.URIs, err, s.open)
 				}
 				want := refusal
 				if opt.List != nil && refusal != broken {
 					want = errs.ErrPermission
 				}
 				if !found && !errors.Is(err, want) {
-					t.Errorf("%s, %q: %v, want %v", dir, there, err, want)
+					t.Errorf("%s, %q: got %v, want %v", dir, there, err, want)
 				}
 			}
 		}
@@ -209,21 +209,21 @@ func TestResolveFolders(t *testing.T) {
 		{"families of two counts", append(shards("m", 1), shards("m", 2)...), nil, errs.ErrArgument, "several models"},
 		{"one file and shards, without an index", append(shards("model", 3)[1:], "model.safetensors"), []string{"model.safetensors"}, nil, ""},
 		{"a family and an adapter", append(shards("model", 2), "adapter_model.safetensors"), append([]string{"adapter_model.safetensors"}, shards("model", 2)...), nil, ""},
-		{"a variant beside the default", []string{"model.safetensors", "model.fp16.safetensors"}, []string{"model.safetensors"}, nil, ""},
-		{"a variant in shards beside the default", append(shards("model.fp16", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"the default and a variant", []string{"model.safetensors", "model.fp16.safetensors"}, []string{"model.safetensors"}, nil, ""},
+		{"the default and a variant in shards", append(shards("model.fp16", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
 		{"the only variant", []string{"model.fp16.safetensors"}, []string{"model.fp16.safetensors"}, nil, ""},
 		{"two variants", []string{"model.fp16.safetensors", "model.bf16.safetensors"}, nil, errs.ErrArgument, "model.bf16.safetensors, "},
 		{"names with dots", []string{"a.safetensors", "a.b.safetensors"}, []string{"a.b.safetensors", "a.safetensors"}, nil, ""},
 		{"indexes of the default and a variant", []string{"m.safetensors.index.json", "m.safetensors.index.fp16.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
 		{"the index of a variant", []string{"model.safetensors", "model.safetensors.index.fp16.json"}, []string{"model.safetensors"}, nil, ""},
 		{"the index of the only variant", []string{"model.safetensors.index.fp16.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"an index beside one file", []string{"model.safetensors", "model.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"consolidated, too", []string{"model.safetensors.index.json", "consolidated.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"consolidated beside one file", []string{"model.safetensors", "consolidated.safetensors.index.json"}, []string{"model.safetensors"}, nil, ""},
+		{"an index and a single file", []string{"model.safetensors", "model.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"two indexes, one of consolidated", []string{"model.safetensors.index.json", "consolidated.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"a single file and the index of consolidated", []string{"model.safetensors", "consolidated.safetensors.index.json"}, []string{"model.safetensors"}, nil, ""},
 		{"consolidated without an index", append(shards("consolidated", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
-		{"consolidated alone", []string{"consolidated.safetensors"}, []string{"consolidated.safetensors"}, nil, ""},
-		{"what a killed save left beside", append(shards("model-ow0123abcd", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
-		{"what a killed save left", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "an unfinished save"},
+		{"only consolidated", []string{"consolidated.safetensors"}, []string{"consolidated.safetensors"}, nil, ""},
+		{"a model and the shards of a killed save", append(shards("model-ow0123abcd", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"only the shards of a killed save", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "an unfinished save"},
 		{"empty", nil, nil, errs.ErrNotFound, "no .safetensors file in this folder"},
 		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open one of its subfolders (unet, vae)"},
 		{"a cache", []string{"blobs/x", "snapshots/abc/x.safetensors"}, nil, errs.ErrNotFound, "name one of its snapshots"},
@@ -267,10 +267,10 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 		}
 	}
 	for name, change := range map[string]func(f map[string][]byte){
-		"a shard is missing":       func(f map[string][]byte) { delete(f, dir+"2.safetensors") },
-		"a shard is no file of it": func(f map[string][]byte) { f[dir+"3.safetensors"] = []byte("no such bytes") },
-		"a tensor is elsewhere":    func(f map[string][]byte) { f[dir+"1.safetensors"] = of(t, "b") },
-		"the index is bad":         func(f map[string][]byte) { f[index] = []byte("{}") },
+		"a shard is missing":          func(f map[string][]byte) { delete(f, dir+"2.safetensors") },
+		"a file is not a model":       func(f map[string][]byte) { f[dir+"3.safetensors"] = []byte("no such bytes") },
+		"a tensor is in another file": func(f map[string][]byte) { f[dir+"1.safetensors"] = of(t, "b") },
+		"the index is bad":            func(f map[string][]byte) { f[index] = []byte("{}") },
 	} {
 		s := store{files: files()}
 		change(s.files)
@@ -308,11 +308,11 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 		t.Errorf("names of a file without an index: %v, %v, %v", names, ok, err)
 	}
 	if _, _, _, err := OpenAll(t.Context(), nil, s.Open, Options{}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("no names: %v", err)
+		t.Errorf("OpenAll without names: %v", err)
 	}
 }
 
-// If several files cannot be opened, the error names the first in order. Later files are not waited for.
+// If several files cannot be opened, the error names the first in order. openSources does not wait for later files.
 func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	failed := make(chan struct{})
 	open := func(ctx context.Context, uri string) (source.Source, error) {
@@ -335,12 +335,12 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	files := []string{"0", "1", "2", "3", "4", "5", "6", "7", "8", "9"}
 	srcs, err := openSources(t.Context(), files, open)
 	if !errors.Is(err, errs.ErrNotFound) || slices.Contains(srcs, nil) || len(srcs) < 2 { // at least 0 and 1
-		t.Errorf("%d sources, %v", len(srcs), err)
+		t.Errorf("%d sources were opened, %v", len(srcs), err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := openSources(ctx, files[:2], open); !errors.Is(err, errs.ErrCancelled) {
-		t.Errorf("cancelled: %v", err)
+		t.Errorf("openSources with a cancelled context: %v", err)
 	}
 }
 
@@ -364,11 +364,11 @@ func TestTree(t *testing.T) {
 	want := []Branch{{Path: "deep/er", Weights: true}, {Path: "text"}, {Path: "unet", Weights: true},
 		{Path: "vae", Weights: true}, {}}
 	if got, err := Tree(dir, filepath.Join(dir, "out")); err != nil || !slices.Equal(got, want) {
-		t.Errorf("%v, want %v: %v", got, want, err)
+		t.Errorf("got %v, want %v: %v", got, want, err)
 	}
 	for _, none := range []string{"https://host/m/", filepath.Join(dir, "model_index.json"), filepath.Join(dir, "nowhere"), ""} {
 		if got, err := Tree(none, ""); got != nil || err != nil {
-			t.Errorf("%s: %v, %v", none, got, err)
+			t.Errorf("%s: got %v, %v, want no branches", none, got, err)
 		}
 	}
 	const part = "sharded/shard-00001-model-00001-of-00001.safetensors"
@@ -437,7 +437,7 @@ func TestTheIndexDecides(t *testing.T) {
 				got = append(got, fmt.Sprint(t.Name, t.Source))
 			}
 			if strings.Join(got, " ") != c.want || len(sets) != 1 || sets[0].Index != dir+"m.safetensors.index.json" {
-				t.Errorf("%s, %+v: %q, %v", uri, c.opt, got, sets)
+				t.Errorf("%s, %+v: got the tensors %q of %v", uri, c.opt, got, sets)
 			}
 		}
 	}
@@ -445,7 +445,7 @@ func TestTheIndexDecides(t *testing.T) {
 	ix, _, _, err := OpenAll(t.Context(), []string{dir + "2.safetensors", dir + "1.safetensors"}, open, Options{})
 	if err != nil || len(ix.Tensors) != 4 || ix.Tensors[0].Name != "a" || ix.Tensors[0].Source != 0 ||
 		ix.Tensors[3].Name != "more" {
-		t.Errorf("%+v, %v", ix, err)
+		t.Errorf("two named files: got %+v, %v", ix, err)
 	}
 	// It does not apply to tensors that the named files lack, or that only one of them has.
 	put("3.safetensors", of(t, "a", "c"))
@@ -465,7 +465,7 @@ func TestTheIndexDecides(t *testing.T) {
 	_, _, _, err = OpenAll(t.Context(), []string{dir}, open, Options{})
 	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a complete model"} {
 		if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), dir+name) {
-			t.Errorf("a stale index beside one file: %v", err)
+			t.Errorf("a stale index next to a single file: %v", err)
 		}
 	}
 	put("i.index.json", listing("a", "2.safetensors"))
@@ -519,7 +519,7 @@ func TestAnIndexThatIsReplaced(t *testing.T) {
 				got = strings.TrimPrefix(srcs[0].URI(), dir)
 			}
 			if !errors.Is(err, c.class) || got != c.want || s.open != len(srcs) {
-				t.Errorf("%s, %d saves: %q, %d open, %v", where, c.saves, got, s.open, err)
+				t.Errorf("%s, %d saves: got %q, %d sources open, %v", where, c.saves, got, s.open, err)
 			}
 		}
 	}

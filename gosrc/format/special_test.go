@@ -58,10 +58,10 @@ func TestIndexIsAFile(t *testing.T) {
 					select {
 					case err := <-ended:
 						if !errors.Is(err, c.want) {
-							t.Errorf("%v, want %v", err, c.want)
+							t.Errorf("got %v, want %v", err, c.want)
 						}
 					case <-time.After(20 * time.Second):
-						t.Fatal("hangs")
+						t.Fatal("opening the index did not return within 20 s")
 					}
 				}
 			}

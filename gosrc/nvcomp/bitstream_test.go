@@ -162,7 +162,7 @@ func TestLastTokenOfLZ4(t *testing.T) {
 			src[len(c.before)] |= byte(bits)
 			got, err := one(t, Spec{Op: OpDecode, Algorithm: "LZ4", Kind: Raw}, src)
 			if err != nil || string(got) != c.want {
-				t.Errorf("%x: %q, %v", src, got, err)
+				t.Errorf("%x: decoded to %q, %v", src, got, err)
 			}
 		}
 	}
@@ -318,10 +318,10 @@ func TestOwnMemory(t *testing.T) {
 	defer Release(out)
 	if out[0].Err != nil || !bytes.Equal(big[:len(src)], src) || out[0].Mem.Block != nil ||
 		!bytes.Equal(big[len(src):], make([]byte, 9)) {
-		t.Errorf("own memory: %+v", out[0])
+		t.Errorf("decoded into the given memory: %+v", out[0])
 	}
 	if !errors.Is(out[1].Err, errs.ErrArgument) || !errors.Is(out[2].Err, errs.ErrFormat) {
-		t.Errorf("errors: %v, %v", out[1].Err, out[2].Err)
+		t.Errorf("wrong errors: %v, %v", out[1].Err, out[2].Err)
 	}
 	if out[3].Err != nil || !bytes.Equal(out[3].Mem.Slice(), src) {
 		t.Errorf("the last buffer: %v", out[3].Err)
@@ -360,7 +360,7 @@ func TestChecksums(t *testing.T) {
 		t.Errorf("a stream without checksums: %v", err)
 	}
 	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, made); err != nil || !bytes.Equal(got, src) {
-		t.Errorf("as it was made: %v", err)
+		t.Errorf("the unchanged stream: %v", err)
 	}
 }
 
@@ -423,7 +423,7 @@ func TestQuick(t *testing.T) {
 	}
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "GDeflate", Level: 1}, make([]byte, 40<<20))
 	if err != nil || len(made) > alone {
-		t.Fatalf("%d bytes, %v", len(made), err)
+		t.Fatalf("encoded into %d bytes, %v", len(made), err)
 	}
 	if Quick(&Spec{Op: OpDecode}, []Buffer{{Src: made}}) {
 		t.Error("Quick accepts a stream of 40 MB of zeros")
@@ -456,7 +456,7 @@ func TestSpecs(t *testing.T) {
 		t.Errorf("raw without an algorithm: %v", err)
 	}
 	if out, err := Run(context.Background(), Spec{Op: OpDecode}, nil); err != nil || len(out) != 0 {
-		t.Errorf("no buffers: %v, %v", out, err)
+		t.Errorf("Run without buffers: %v, %v", out, err)
 	}
 }
 
@@ -467,7 +467,7 @@ func TestCancel(t *testing.T) {
 	src := text(4<<20, 4)
 	if out, err := Run(ctx, Spec{Op: OpEncode, Algorithm: "Zstd"},
 		[]Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
-		t.Errorf("%v, %v", out, err)
+		t.Errorf("Run with a cancelled context: %v, %v", out, err)
 	}
 	if n := spawn.Left(); len(n) != 0 {
 		t.Fatalf("workers are left running: %v", n)

@@ -165,7 +165,7 @@ func TestFramesThatNameLargeWindows(t *testing.T) {
 		t.Errorf("%d bytes, %v, with %d bytes of memory", r.Bytes, r.Err, taken)
 	}
 	if got, err := one(t, Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src); string(got) != strings.Repeat("x", 100) {
-		t.Errorf("%q, %v", got, err)
+		t.Errorf("decoded to %q, %v", got, err)
 	}
 	frame[5] = 0x89 // a window over the limit
 	if r, _ := size(frame); !errors.Is(r.Err, errs.ErrNotSupported) {

@@ -8,7 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Select returns an index of the tensors for which kept is true. It does not change ix, but shares its memory. If a
+// Select returns an index of the tensors for which kept is true. It shares memory with ix and does not change it. If a
 // tensor is dropped, its first remaining alias gets its bytes.
 func (ix *Index) Select(kept []bool) (*Index, error) {
 	out := &Index{Sources: slices.Clone(ix.Sources), Chunks: ix.Chunks}

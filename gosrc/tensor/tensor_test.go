@@ -19,7 +19,7 @@ func TestDTypes(t *testing.T) {
 		"I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64")
 	bits := []int{8, 4, 6, 6, 8, 8, 8, 8, 8, 8, 8, 16, 16, 16, 16, 32, 32, 32, 64, 64, 64, 64}
 	if len(names) != NumDTypes {
-		t.Fatalf("%d dtypes", NumDTypes)
+		t.Fatalf("NumDTypes is %d, want %d", NumDTypes, len(names))
 	}
 	for i, name := range names {
 		d := DType(i + 1)
@@ -68,7 +68,7 @@ func TestSize(t *testing.T) {
 		got, err := Size(c.d, c.shape)
 		if c.want >= 0 && (err != nil || got != c.want) ||
 			c.want < 0 && (!errors.Is(err, errs.ErrFormat) || !isSaying(err, c.words)) {
-			t.Errorf("Size(%v, %v) = %d, %v; want %d %s", c.d, c.shape, got, err, c.want, c.words)
+			t.Errorf("Size(%v, %v) = %d, %v; want %d, error %q", c.d, c.shape, got, err, c.want, c.words)
 		}
 	}
 }
@@ -90,7 +90,7 @@ func TestGrid(t *testing.T) {
 		}
 		g := ten.Grid()
 		if g.Parts*g.PartBytes != ten.Bytes || g.Parts > 1 && g.PartRow*ten.Rows() != g.PartBytes {
-			t.Fatalf("%+v: grid %+v", ten, g)
+			t.Fatalf("%+v: the parts of grid %+v do not match the tensor's size", ten, g)
 		}
 		next, part := int64(0), int64(0)
 		for i := range g.Chunks() {
@@ -119,7 +119,7 @@ func TestGeometry(t *testing.T) {
 		shape   []int64
 		rows    int64
 		rowBits int64
-		splits  string // those of 1, 2, 4, 8 that split it
+		splits  string // the numbers of parts for which Splits is true
 	}{
 		{F32, nil, 1, 32, "1"},
 		{BF16, []int64{8}, 8, 16, "1"},
@@ -290,16 +290,16 @@ func TestFind(t *testing.T) {
 	for range 8 {
 		wg.Go(func() {
 			if i := find(1, "big"); i != 2 {
-				t.Errorf("big: %d", i)
+				t.Errorf("big: found at %d, want 2", i)
 			}
 		})
 	}
 	wg.Wait()
 	if a, b, c, d := find(0, "x"), find(1, "x"), find(0, "big"), find(1, "X"); a != 0 || b != 5 || c != -1 || d != -1 {
-		t.Errorf("found %d %d %d %d", a, b, c, d)
+		t.Errorf("found at %d, %d, %d and %d; want 0, 5, -1 and -1", a, b, c, d)
 	}
 	if i := (&Index{}).Finder()(0, "x"); i != -1 {
-		t.Errorf("empty index: %d", i)
+		t.Errorf("empty index: found at %d, want -1", i)
 	}
 	if i := Duplicate(container().Tensors); i != -1 {
 		t.Errorf("Duplicate across sources: %d", i)
@@ -311,7 +311,7 @@ func TestFind(t *testing.T) {
 	find = many.Finder()
 	for i := range many.Tensors {
 		if got := find(0, fmt.Sprint(i)); got != i {
-			t.Fatalf("tensor %d: %d", i, got)
+			t.Fatalf("tensor %d: found at %d", i, got)
 		}
 	}
 }

@@ -205,9 +205,8 @@ func (v *validator) chunks(i int) error {
 			c.Codec == CodecX16 && c.SegTiles == 0,
 			c.Codec == CodecPlanes && (c.SegTiles != 0 || t.Parts != 1),
 			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
-			why = fmt.Sprintf("invalid coding of the chunk: %d of %d bytes as %v %d/%d", c.Stored, c.Logical,
-				c.Codec, c.Transform,
-				c.SegTiles)
+			why = fmt.Sprintf("invalid chunk: %d of %d bytes, codec %v, transform %d, segments of %d tiles",
+				c.Stored, c.Logical, c.Codec, c.Transform, c.SegTiles)
 		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):
 			why = "chunks of a plain tensor must be raw and contiguous"
 		case !t.Plain && c.Off%StoredAlign != 0:
@@ -218,8 +217,7 @@ func (v *validator) chunks(i int) error {
 		}
 		if !v.known(c.Codec, c.Transform, t.DType) {
 			return v.wrap(i, k, c.Off, errs.New(errs.ErrNotSupported,
-				"unknown codec %d with transform %d for %v: a newer overwire may know "+
-					"it", c.Codec, c.Transform, t.DType))
+				"unknown codec %d with transform %d for %v: upgrade overwire", c.Codec, c.Transform, t.DType))
 		}
 		pos = c.Off + int64(c.Stored)
 	}

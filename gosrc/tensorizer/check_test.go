@@ -99,12 +99,12 @@ func TestPiecesAreJoined(t *testing.T) {
 				t.Fatal(err)
 			}
 			if round == 0 && len(p.pieces) > 1 {
-				t.Fatalf("%d pieces", len(p.pieces))
+				t.Fatalf("got %d pieces, want at most 1", len(p.pieces))
 			}
 			if n == len(order)/2 && round%2 == 1 { // read again
 				_ = p.passPiece(data[cuts[i]:end], int64(cuts[i]))
 				if len(p.pieces) != 1 {
-					t.Fatalf("%d pieces", len(p.pieces))
+					t.Fatalf("got %d pieces, want 1", len(p.pieces))
 				}
 				for _, k := range order {
 					if k != i {

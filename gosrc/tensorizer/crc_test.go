@@ -15,7 +15,7 @@ func TestJoin(t *testing.T) {
 	for cut := 0; cut <= len(b); cut += 13 {
 		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]),
 			int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
-			t.Fatalf("cut at %d: %08x", cut, got)
+			t.Fatalf("cut at %d: got %08x", cut, got)
 		}
 	}
 	seed := rand.Uint64()

@@ -55,7 +55,7 @@ func Exact(ctx context.Context, f *File, src source.Source) error {
 	}
 	switch {
 	case total != f.Total:
-		return bad("", 41, "the head says %d bytes of data, but the index %d", f.Total, total)
+		return bad("", 41, "the head says %d bytes of data, but the index says %d", f.Total, total)
 	case f.Version < version:
 		return bad("", 5, "the file says version %d, but uses features of version %d", f.Version, version)
 	case f.Size-next > math.MaxUint16:

@@ -109,9 +109,8 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 		return nil, f.at("", 65, errs.New(errs.ErrFormat, "the index has %d bytes: expected at most "+
 			"%d", length, tensor.MaxIndex))
 	case int64(length) > f.Size-headSize:
-		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: the index has %d bytes, but the file only "+
-			"%d", length,
-			f.Size))
+		return nil, f.at("", 65, errs.New(errs.ErrCorrupt,
+			"truncated: the index has %d bytes, but the file has only %d", length, f.Size))
 	case count > length/25: // an entry takes at least 25 bytes
 		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors do not fit into an index of %d "+
 			"bytes", count, length))
@@ -294,7 +293,7 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		return bad("the record differs from the index")
 	}
 	if n := int64(le.Uint64(b[len(b)-8:])); n != e.Bytes {
-		return bad("the record says %d bytes of data, but the index %d", n, e.Bytes)
+		return bad("the record says %d bytes of data, but the index says %d", n, e.Bytes)
 	}
 	sums := int(r.readUint(2))
 	from := r.p

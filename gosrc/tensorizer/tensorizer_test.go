@@ -313,7 +313,7 @@ func TestSealed(t *testing.T) {
 				}
 				got := make([]byte, n)
 				if err := plain.ReadAt(t.Context(), got, off); err != nil || !bytes.Equal(got, want[off:off+n]) {
-					t.Errorf("%d bytes from %d: %v", n, off, err)
+					t.Errorf("%d bytes from offset %d: %v", n, off, err)
 				}
 			}
 		})
@@ -332,7 +332,7 @@ func TestSealed(t *testing.T) {
 		}
 		if err := plain.ReadAt(t.Context(), make([]byte, ix.Tensors[i].Bytes), ix.Tensors[i].Off); !errors.Is(err,
 			errs.ErrCrypto) {
-			t.Errorf("flipped at %d: %v", at, err)
+			t.Errorf("a flipped bit at %d: %v", at, err)
 		}
 	}
 }
@@ -504,7 +504,7 @@ func TestDTypes(t *testing.T) {
 		}
 		back, shape, err2 := dtypeOf(text, dims)
 		if err != nil || err2 != nil || back != d || len(shape) != 2 || shape[1] != 4 {
-			t.Errorf("%v: %q %v %v %v", d, text, back, err, err2)
+			t.Errorf("%v: written as %q, read back as %v: %v, %v", d, text, back, err, err2)
 		}
 	}
 }
@@ -513,7 +513,7 @@ func TestDTypes(t *testing.T) {
 func TestGoldenWide(t *testing.T) {
 	f := read(t, golden(t, "v5"))
 	if len(f.Entries) != 2 || f.Entries[1].Dims[0] != 1<<32+5 || f.Entries[0].Name != "x.a" {
-		t.Fatalf("%+v", f)
+		t.Fatalf("wrong entries: %+v", f)
 	}
 	if ix, err := IndexOf(f, nil); err != nil || ix.Validate(nil) != nil {
 		t.Fatalf("%+v %v", ix, err)
@@ -526,7 +526,7 @@ func TestOtherDTypes(t *testing.T) {
 		{Name: "h", Type: StateDict, Text: "<V4\x00torch.complex32", Dims: []int64{3}, Bytes: 12}}
 	f := read(t, bytesSource(file(t, items, [][]byte{make([]byte, 32), make([]byte, 12)}, 200, 0)))
 	if _, err := IndexOf(f, nil); !errors.Is(err, errs.ErrNotSupported) {
-		t.Errorf("read: %v", err)
+		t.Errorf("complex numbers without the option: %v", err)
 	}
 	ix, err := IndexOf(f, map[string]string{OptionBytes: "true"})
 	if err != nil || ix.Validate(nil) != nil || ix.Tensors[0].DType != tensor.U8 || ix.Tensors[0].Shape[1] != 16 ||

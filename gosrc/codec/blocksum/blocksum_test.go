@@ -46,7 +46,7 @@ func TestAgainstLibrary(t *testing.T) {
 		}
 		want := xxh3.Hash128(p)
 		if high, low, ok := s.Finish(p[n-Tail(int64(n)):]); !ok || high != want.Hi || low != want.Lo {
-			t.Errorf("%d bytes: %x %x (%v), want %x %x", n, high, low, ok, want.Hi, want.Lo)
+			t.Errorf("%d bytes: got %x %x (%v), want %x %x", n, high, low, ok, want.Hi, want.Lo)
 		}
 	}
 }

@@ -303,7 +303,7 @@ func FuzzEncode(f *testing.F) {
 			return
 		}
 		if err := Apply(base, p, width); err != nil || !bytes.Equal(now, base) {
-			t.Fatalf("wrong bytes: %v", err)
+			t.Fatalf("Apply gives wrong bytes: %v", err)
 		}
 	})
 }

@@ -301,7 +301,7 @@ func FuzzRoundTrip(f *testing.F) {
 			return
 		}
 		if len(chunk) >= len(data) {
-			t.Fatalf("%d bytes became %d", len(data), len(chunk))
+			t.Fatalf("%d bytes were encoded as %d, which is not smaller", len(data), len(chunk))
 		}
 		got := make([]byte, len(data))
 		if err := Decode(got, chunk, transform); err != nil || !bytes.Equal(got, data) {
@@ -328,7 +328,7 @@ func TestEveryKind(t *testing.T) {
 		}
 	}
 	if len(kinds) != 4 || len(forms) != 3 {
-		t.Errorf("kinds %v, forms %v", kinds, forms)
+		t.Errorf("got the kinds %v and forms %v, want 4 and 3", kinds, forms)
 	}
 }
 
@@ -359,7 +359,7 @@ func TestTransforms(t *testing.T) {
 		}
 		for tr := range uint8(12) {
 			if Allowed(tr, d) != (tr == Bytes || tr == TransformFor(d)) {
-				t.Errorf("%v: transform %d", d, tr)
+				t.Errorf("%v: Allowed is wrong for transform %d", d, tr)
 			}
 		}
 	}

@@ -88,7 +88,7 @@ func TestEveryField(t *testing.T) {
 		{"raw, too short", chunk(uint32(n), formRaw, text[1:]), "needs 400 bytes, but only 399"},
 		{"raw, too long", chunk(uint32(n), formRaw, text, 0), "1 bytes follow the last plane"},
 		{"no length of a frame", chunk(uint32(n), formZstd, uint16(0)), "needs 4 bytes, but only 2"},
-		{"frame of nothing", chunk(uint32(n), formZstd, uint32(0), frame), "Zstandard frame"},
+		{"frame of no bytes", chunk(uint32(n), formZstd, uint32(0), frame), "Zstandard frame"},
 		{"frame too short", chunk(uint32(n), formZstd, uint32(len(frame)-1), frame), "Zstandard frame"},
 		{"frame too long", chunk(uint32(n), formZstd, uint32(len(frame)+1), frame), "a frame has"},
 		{"frame of 2^31", chunk(uint32(n), formZstd, uint32(1<<31), frame), "a frame has 2147483648 bytes"},
@@ -97,9 +97,9 @@ func TestEveryField(t *testing.T) {
 		{"kind 4", chunk(uint32(n), formBlocks, 4, text), "block 0 has unknown kind 4"},
 		{"kind 255", chunk(uint32(n), formBlocks, 255, text), "block 0 has unknown kind 255"},
 		{"raw block, too short", chunk(uint32(n), formBlocks, kindRaw, text[1:]), "needs 400 bytes, but only 399"},
-		{"constant block of nothing", chunk(uint32(n), formBlocks, kindConstant), "needs 1 bytes, but only 0"},
+		{"constant block without a value", chunk(uint32(n), formBlocks, kindConstant), "needs 1 bytes, but only 0"},
 		{"constant block and more", chunk(uint32(n), formBlocks, kindConstant, 7, 7), "1 bytes follow the last plane"},
-		{"a table that none shares", chunk(uint32(n), formBlocks, kindShared, stored, coded),
+		{"a shared table of one block", chunk(uint32(n), formBlocks, kindShared, stored, coded),
 			"used by only one block"},
 		{"state 0", own(make([]byte, 4), coded[4:]), "invalid state 0: 0x0"},
 		{"state 65535", own(coded[:12], uint32(start-1), coded[16:]), "invalid state 3: 0xffff"},
@@ -108,7 +108,7 @@ func TestEveryField(t *testing.T) {
 		{"a word too many", own(states, uint16(len(words)/2+1), words, uint16(0)), "2 bytes of words are left"},
 		{"words past the chunk", own(states, ^uint16(0), words), "needs 131070 bytes"},
 		{"half a head", own(states), "needs 18 bytes, but only 16"},
-		{"a byte behind", own(coded, 0), "1 bytes follow the last plane"},
+		{"a byte after the end", own(coded, 0), "1 bytes follow the last plane"},
 	} {
 		refused(t, c.name, n, c.chunk, Bytes, c.why)
 	}
@@ -156,7 +156,7 @@ func TestTables(t *testing.T) {
 		{"0 in one byte", of(7, 0, 1, 128|15, 255), "frequency 0 of value 0"},
 		{"0 in two bytes", of(7, 128, 0, 1, 128|15, 255), "frequency 0 is stored in two bytes"},
 		{"127 in two bytes", of(3, 128, 127, 128|15, 129), "frequency 127 is stored in two bytes"},
-		{"one value has all", of(1, 128|16, 0), "frequency 4096 of value 0"},
+		{"one value with all slots", of(1, 128|16, 0), "frequency 4096 of value 0"},
 		{"the largest number", of(1, 255, 255), "frequency 32767 of value 0"},
 	} {
 		var got table
@@ -218,7 +218,7 @@ func TestFrames(t *testing.T) {
 	dictionary := all(text, zstd.WithEncoderDictRaw(7, text[:60]))
 	of := func(frame []byte) []byte { return chunk(uint32(len(text)), formZstd, uint32(len(frame)), frame) }
 	for name, c := range map[string]struct{ frame, want []byte }{
-		"plain": {good, text}, "with a checksum": {all(text), text}, "one block as it is": {all(noise), noise},
+		"plain": {good, text}, "with a checksum": {all(text), text}, "one raw block": {all(noise), noise},
 		"one value":     {all(make([]byte, len(text))), make([]byte, len(text))},
 		"with a window": {all(text, zstd.WithSingleSegment(false)), text},
 	} {
@@ -240,20 +240,20 @@ func TestFrames(t *testing.T) {
 		}
 	}
 	for name, frame := range map[string][]byte{
-		"two frames":               append(all(text[:100]), all(text[100:])...),
-		"a frame and nothing":      append(bytes.Clone(good), all(nil, zstd.WithZeroFrames(true))...),
-		"a frame, then a skipped":  append(bytes.Clone(good), skippable...),
-		"a skipped frame first":    append(bytes.Clone(skippable), good...),
-		"a skipped frame":          skippable,
-		"a byte behind":            append(bytes.Clone(good), 0),
-		"three bytes behind":       append(bytes.Clone(good), 0x28, 0xb5, 0x2f),
-		"a checksum that it lacks": append(bytes.Clone(good), all(text)[len(all(text))-4:]...),
-		"of no stated size":        stream.Bytes(),
-		"with a dictionary":        dictionary,
-		"of fewer bytes":           all(text[1:]),
-		"of more bytes":            all(append([]byte{1}, text...)),
-		"of no bytes":              all(nil, zstd.WithZeroFrames(true)),
-		"a wrong checksum":         append(all(text)[:len(all(text))-1], ^all(text)[len(all(text))-1]),
+		"two frames":                append(all(text[:100]), all(text[100:])...),
+		"a frame and an empty one":  append(bytes.Clone(good), all(nil, zstd.WithZeroFrames(true))...),
+		"a frame, then a skipped":   append(bytes.Clone(good), skippable...),
+		"a skipped frame first":     append(bytes.Clone(skippable), good...),
+		"a skipped frame":           skippable,
+		"a byte after the end":      append(bytes.Clone(good), 0),
+		"three bytes after the end": append(bytes.Clone(good), 0x28, 0xb5, 0x2f),
+		"an unannounced checksum":   append(bytes.Clone(good), all(text)[len(all(text))-4:]...),
+		"a frame without its size":  stream.Bytes(),
+		"with a dictionary":         dictionary,
+		"a frame of fewer bytes":    all(text[1:]),
+		"a frame of more bytes":     all(append([]byte{1}, text...)),
+		"a frame of no bytes":       all(nil, zstd.WithZeroFrames(true)),
+		"a wrong checksum":          append(all(text)[:len(all(text))-1], ^all(text)[len(all(text))-1]),
 	} {
 		refused(t, name, len(text), of(frame), Bytes, "Zstandard frame")
 	}

@@ -126,7 +126,7 @@ func TestFit(t *testing.T) {
 			}
 		}
 		if sum != scale {
-			t.Errorf("histogram %d: %d slots", i, sum)
+			t.Errorf("histogram %d: %d slots in total", i, sum)
 		}
 		var again table
 		if _, err := again.readTable(tab.appendTable(nil)); err != nil || again != tab {
@@ -153,7 +153,7 @@ func TestCount(t *testing.T) {
 			want[p[i]]++
 		}
 		if got := countValues(p); got != want {
-			t.Errorf("%d bytes: %v", n, got)
+			t.Errorf("%d bytes: got the counts %v", n, got)
 		}
 	}
 }
@@ -217,7 +217,7 @@ func TestNames(t *testing.T) {
 	for transform := range uint8(9) {
 		names = append(names, Name(transform))
 		if Integers(transform) != (transform == 2 || transform == 3 || transform == 4) {
-			t.Errorf("transform %d", transform)
+			t.Errorf("Integers(%d) is wrong", transform)
 		}
 	}
 	if want := []string{"transform 0", "bytes", "words", "dwords", "qwords", "float16", "float32", "float64", "transform 8"}; !slices.Equal(names, want) {

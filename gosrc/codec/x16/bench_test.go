@@ -51,7 +51,7 @@ func BenchmarkDecode(b *testing.B) {
 			b.Run(Name(t)+"/"+l.String(), func(b *testing.B) {
 				dst := make([]byte, len(src))
 				if err := DecodeAt(l, dst, chunk, t, st); err != nil || !bytes.Equal(dst, src) {
-					b.Fatalf("not exact: %v", err)
+					b.Fatalf("wrong bytes: %v", err)
 				}
 				timed(b, len(src), func() error { return DecodeAt(l, dst, chunk, t, st) })
 			})
@@ -85,7 +85,7 @@ func BenchmarkStream(b *testing.B) {
 			}
 		}
 		if len(took) >= chunks && !bytes.Equal(dst, plain) {
-			b.Fatal("not exact")
+			b.Fatal("wrong bytes")
 		}
 		if slices.Sort(took); len(took) > 0 {
 			b.ReportMetric(chunkBytes/took[len(took)/4], "best-GB/s")

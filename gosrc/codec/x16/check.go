@@ -30,7 +30,7 @@ func Check(src []byte, c tensor.Chunk) error {
 			low = min(low, binary.LittleEndian.Uint32(src[at+4*l:]))
 		}
 		if low < start {
-			err = corruptError("segment %d begins with state %d", seg, low)
+			err = corruptError("segment %d begins with state %d, expected at least 65536", seg, low)
 		}
 	}
 	d.src = nil

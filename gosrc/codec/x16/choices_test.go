@@ -119,7 +119,7 @@ func TestFitIsCheapest(t *testing.T) {
 			var hist [256]int
 			hist[v] = 512
 			if m := fitModel(&hist, 512, identity); m.one < 0 || int(m.palette[m.one]) != v || m.escape >= 0 {
-				t.Errorf("only %d: %+v", v, m)
+				t.Errorf("only the value %d: got the model %+v", v, m)
 			}
 			hist[(v+1)%16] = 1
 			if m := fitModel(&hist, 513, identity); m.one >= 0 || m.bits <= 0 {
@@ -187,7 +187,7 @@ func TestGain(t *testing.T) {
 		}
 	}
 	if packed == 0 || refused == 0 {
-		t.Errorf("%d packed, %d refused", packed, refused)
+		t.Errorf("%d packed and %d refused, want some of both", packed, refused)
 	}
 	for tr := range uint8(12) { // less than a tile, or an unknown transform
 		var e Encoder
@@ -258,7 +258,7 @@ func TestLevels(t *testing.T) {
 			}
 		}
 		if Use(l); Using() != want {
-			t.Errorf("%v: %v", l, Using())
+			t.Errorf("Use(%v): Using returned %v", l, Using())
 		}
 	}
 	if Scalar.String() != "scalar" || NEON.String() != "NEON" || AVX2.String() != "AVX2" ||
@@ -287,7 +287,7 @@ func FuzzCheck(f *testing.F) {
 			t.Fatalf("Decode accepts a chunk for which Check returns %v", err)
 		}
 		if err == nil && Segments(c) < 1 {
-			t.Fatal("no segments")
+			t.Fatal("Check accepts a chunk without segments")
 		}
 	})
 }

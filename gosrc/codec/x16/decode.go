@@ -86,7 +86,7 @@ func (d *decoder) decodeChunk(dst, src []byte, transform uint8, segTiles uint16)
 	if d.level > Scalar {
 		d.fast.build(d)
 	}
-	// Decode several segments together, to hide the latencies of each by the work on the others.
+	// Decode several segments together: the work on one hides the latency of another.
 	for seg := 0; seg < d.segs; {
 		n := min(len(d.run), d.segs-seg)
 		run := d.run[:n]

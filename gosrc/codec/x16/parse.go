@@ -294,7 +294,7 @@ func (d *decoder) beginSegment(s *segment, seg int) error {
 		low = min(low, s.x[l])
 	}
 	if low < start {
-		return corruptError("segment %d begins with state %d", seg, low)
+		return corruptError("segment %d begins with state %d, expected at least 65536", seg, low)
 	}
 	return nil
 }

@@ -44,7 +44,7 @@ func TestAliasTables(t *testing.T) {
 		var seen [16][256]bool
 		for s, e := range tb.expandSlots() {
 			if e.rank >= freq[e.symbol] || seen[e.symbol][e.rank] {
-				t.Fatalf("%v: slot %d is %v", freq, s, e)
+				t.Fatalf("%v: slot %d is wrong: %v", freq, s, e)
 			}
 			seen[e.symbol][e.rank] = true
 		}
@@ -62,15 +62,15 @@ func TestTableCheck(t *testing.T) {
 		full++
 	}
 	for name, hurt := range map[string]func(*table){
-		"a sum of 257":                   func(t *table) { t.freq[0]++ },
-		"two frequencies off by one":     func(t *table) { t.freq[0]++; t.freq[1]-- },
-		"a divider of 17":                func(t *table) { t.divider[0] = 17 },
-		"another divider":                func(t *table) { t.divider[5]++ },
-		"an alias of 16":                 func(t *table) { t.alias[9] = 16 },
-		"another alias":                  func(t *table) { t.alias[15] ^= 1 },
-		"all zero":                       func(t *table) { *t = table{} },
-		"an alias where there is no use": func(t *table) { t.alias[full] ^= 1 },
-		"a divider of 0 for 16":          func(t *table) { t.divider[full] = 0 },
+		"a sum of 257":                 func(t *table) { t.freq[0]++ },
+		"two frequencies off by one":   func(t *table) { t.freq[0]++; t.freq[1]-- },
+		"a divider of 17":              func(t *table) { t.divider[0] = 17 },
+		"another divider":              func(t *table) { t.divider[5]++ },
+		"an alias of 16":               func(t *table) { t.alias[9] = 16 },
+		"another alias":                func(t *table) { t.alias[15] ^= 1 },
+		"all zero":                     func(t *table) { *t = table{} },
+		"an alias of a full bucket":    func(t *table) { t.alias[full] ^= 1 },
+		"a full bucket with divider 0": func(t *table) { t.divider[full] = 0 },
 	} {
 		b := good
 		hurt(&b)
@@ -180,7 +180,7 @@ func TestEncodersAgree(t *testing.T) {
 			b := Encoder{level: l, forced: true}
 			got, st2, ok2 := b.Encode(nil, s.data, s.transform)
 			if st != st2 || ok != ok2 || string(got) != string(want) {
-				t.Errorf("%v, %s: a different chunk", l, s.name)
+				t.Errorf("%v, %s: the level gives a different chunk", l, s.name)
 			}
 		}
 	}

@@ -78,7 +78,7 @@ func TestReadHeader(t *testing.T) {
 			"shape": "[-1, 5]", "words": "20 of string", "nested": "1 of array",
 		}
 		if !reflect.DeepEqual(f.Metadata, want) {
-			t.Errorf("%q", f.Metadata)
+			t.Errorf("got the metadata %q, want %q", f.Metadata, want)
 		}
 		at := f.Header
 		tensors := []Tensor{{"q", "Q4_K", []int64{3, 256}, at + 64, 3 * 144}, {"scale", "F32", nil, at, 4}}
@@ -215,7 +215,7 @@ func TestLaterTypes(t *testing.T) {
 		want[i].Off += f.Header
 	}
 	if err != nil || f.Metadata["name"] != "n" || !reflect.DeepEqual(f.Tensors, want) {
-		t.Errorf("%+v, %v", f, err)
+		t.Errorf("got %+v, %v; want the tensors %+v", f, err, want)
 	}
 	if _, err := file(0, 0); err != nil { // a tensor without values takes no bytes
 		t.Error(err)
@@ -247,11 +247,11 @@ func FuzzHeader(f *testing.F) {
 				tensor.Bytes = 0
 			}
 			if tensor.Off < file.Header || tensor.Bytes < 0 || tensor.Off+tensor.Bytes > int64(len(data)) {
-				t.Fatalf("%+v of %d bytes", tensor, len(data))
+				t.Fatalf("%+v is not inside the file of %d bytes", tensor, len(data))
 			}
 			for at := tensor.Off; at < tensor.Off+tensor.Bytes; at++ {
 				if covered[at] {
-					t.Fatalf("%+v overlaps", tensor)
+					t.Fatalf("%+v overlaps another tensor", tensor)
 				}
 				covered[at] = true
 			}

@@ -185,7 +185,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 		t.Parts = 0
 	}
 	if t.Stored != in.Stored {
-		return bad("the index says %d stored bytes, but the header %d", t.Stored, in.Stored)
+		return bad("the index says %d stored bytes, but the header says %d", t.Stored, in.Stored)
 	}
 	if (r.layout == layoutAlias) != (r.alias != noAlias) {
 		return bad("layout %d does not fit alias %d", r.layout, r.alias)
@@ -193,7 +193,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	switch r.layout {
 	case layoutPlain:
 		if in.DType != t.DType || !slices.Equal(in.Shape, t.Shape) {
-			return bad("the index says %v %v, but the header %v %v", t.DType, t.Shape, in.DType, in.Shape)
+			return bad("the index says %v %v, but the header says %v %v", t.DType, t.Shape, in.DType, in.Shape)
 		}
 		return nil
 	case layoutAlias:

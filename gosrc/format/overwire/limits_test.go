@@ -96,7 +96,7 @@ func TestMostDimensions(t *testing.T) {
 	}
 	if ix, err := Decode(front[l.Header():], &h, "x", size, nil); err != nil ||
 		!slices.Equal(ix.Tensors[0].Shape, shape) {
-		t.Errorf("%v", err)
+		t.Errorf("64 dimensions: %v", err)
 	}
 }
 
@@ -149,7 +149,7 @@ func TestSpaceForDigests(t *testing.T) {
 			t.Fatal(err)
 		}
 		if sums, err := ReadDigests(h.Metadata[MetadataKey], n); len(sums) != n || err != nil {
-			t.Errorf("%d tensors: %d digests, %v", n, len(sums), err)
+			t.Errorf("%d tensors: got %d digests, %v", n, len(sums), err)
 		}
 	}
 	items := []Item{{Name: "w", DType: tensor.U8, Shape: []int64{64}, ChunkBytes: 4096}}

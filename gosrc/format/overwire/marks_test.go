@@ -59,7 +59,7 @@ func TestIs(t *testing.T) {
 		}
 		ours, err := Is(&h)
 		if ours != c.ours || !errors.Is(err, c.class) || err != nil && !strings.Contains(err.Error(), c.words) {
-			t.Errorf("%s, index %v: %v, %v", c.entry, c.indexed, ours, err)
+			t.Errorf("entry %s, index %v: Is returned %v, %v", c.entry, c.indexed, ours, err)
 		}
 	}
 	for _, format := range []string{"", "1", ".", "1.", ".0", "1.65536", "65536.0", "1.-1", "+1.0", "-1.0", "1.0.0",
@@ -67,7 +67,7 @@ func TestIs(t *testing.T) {
 		h := safetensors.Header{Metadata: map[string]string{MetadataKey: mark(format)},
 			Tensors: []tensor.Tensor{{Name: IndexName}}}
 		if ours, err := Is(&h); ours || !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "format") {
-			t.Errorf("format %q: %v, %v", format, ours, err)
+			t.Errorf("format %q: Is returned %v, %v", format, ours, err)
 		}
 	}
 }
@@ -157,7 +157,7 @@ func TestVersions(t *testing.T) {
 func TestDigests(t *testing.T) {
 	if got, want := Digests([]digest.Sum{{High: 0x0807060504030201,
 		Low: 0x100f0e0d0c0b0a09}}), "AQIDBAUGBwgJCgsMDQ4PEA=="; got != want {
-		t.Errorf("%q, want %q", got, want)
+		t.Errorf("Digests returned %q, want %q", got, want)
 	}
 	r := rand.New(rand.NewPCG(31, 1))
 	for n := range 6 {
@@ -172,7 +172,7 @@ func TestDigests(t *testing.T) {
 			case n == 0 && (got != nil || err != nil):
 				t.Errorf("no digests of %d tensors: %v, %v", other, got, err)
 			case n > 0 && other == n && (err != nil || fmt.Sprint(got) != fmt.Sprint(sums)):
-				t.Errorf("%d digests: %v, %v", n, got, err)
+				t.Errorf("%d digests: got %v, %v", n, got, err)
 			case n > 0 && other != n && !errors.Is(err, errs.ErrFormat):
 				t.Errorf("%d digests of %d tensors: %v, %v", n, other, got, err)
 			}
@@ -183,7 +183,7 @@ func TestDigests(t *testing.T) {
 		`{"digests":"-_IDBAUGBwgJCgsMDQ4PEA=="}`, `{"digests":"AQIDBAUGBwgJCgsMDQ4P"}`, `{"digests":"!"}`,
 		`{"digests":"="}`} {
 		if got, err := ReadDigests(text, 1); got != nil || !errors.Is(err, errs.ErrFormat) {
-			t.Errorf("%s: %v, %v", text, got, err)
+			t.Errorf("%s: ReadDigests returned %v, %v", text, got, err)
 		}
 	}
 }
@@ -236,12 +236,12 @@ func TestDeltaIsNoModel(t *testing.T) {
 		tensors, chunks, dims int
 		class                 error
 	}{
-		"and planes":     {FeatureDelta | 2, 0, 0, 0, errs.ErrNotSupported},
-		"and the future": {FeatureDelta | 1<<63, 0, 0, 0, errs.ErrNotSupported},
-		"a tensor":       {FeatureDelta, 1, 0, 0, errs.ErrFormat},
-		"a chunk":        {FeatureDelta, 0, 1, 0, errs.ErrFormat},
-		"a dimension":    {FeatureDelta, 0, 0, 1, errs.ErrFormat},
-		"no feature":     {0, 0, 0, 0, errs.ErrFormat},
+		"a second feature":   {FeatureDelta | 2, 0, 0, 0, errs.ErrNotSupported},
+		"an unknown feature": {FeatureDelta | 1<<63, 0, 0, 0, errs.ErrNotSupported},
+		"a tensor":           {FeatureDelta, 1, 0, 0, errs.ErrFormat},
+		"a chunk":            {FeatureDelta, 0, 1, 0, errs.ErrFormat},
+		"a dimension":        {FeatureDelta, 0, 0, 1, errs.ErrFormat},
+		"no feature":         {0, 0, 0, 0, errs.ErrFormat},
 	} {
 		_, blob, h := deltaFile(t, c.features, c.tensors, c.chunks, c.dims)
 		if err := IsDelta(blob, h); !errors.Is(err, c.class) {

@@ -23,7 +23,7 @@ func TestOriginWithoutSpace(t *testing.T) {
 	}{{100, true}, {tensor.MaxHeader, false}} {
 		l, err := NewLayout(nil, items, &Origin{Size: 72, Header: strings.Repeat("A", c.bytes)}, false)
 		if err != nil || (l.Origin != nil) != c.kept {
-			t.Fatalf("%d bytes: %v, %v", c.bytes, l, err)
+			t.Fatalf("an origin of %d bytes: %v, %v", c.bytes, l, err)
 		}
 		if _, err := l.Place(0, 64); err != nil {
 			t.Fatal(err)
@@ -38,10 +38,10 @@ func TestOriginWithoutSpace(t *testing.T) {
 		}
 		o, err := ReadOrigin(h.Metadata[MetadataKey])
 		if err != nil || (o != nil) != c.kept || c.kept && *o != *l.Origin {
-			t.Errorf("%d bytes: read %v, %v", c.bytes, o, err)
+			t.Errorf("an origin of %d bytes: read back %v, %v", c.bytes, o, err)
 		}
 		if minor := le.Uint16(front[l.header+6:]); (minor == 1) != c.kept {
-			t.Errorf("%d bytes: minor %d", c.bytes, minor)
+			t.Errorf("an origin of %d bytes: wrong minor version %d", c.bytes, minor)
 		}
 	}
 }
@@ -98,7 +98,7 @@ func TestOriginAgain(t *testing.T) {
 		text := markOf(o, 0, "", false)
 		got, err := ReadOrigin(text)
 		if err != nil || (got == nil) != (o == nil) || o != nil && *got != *o {
-			t.Errorf("%s: %v, %v", text, got, err)
+			t.Errorf("%s: read back %v, %v", text, got, err)
 		}
 		if !json.Valid([]byte(text)) {
 			t.Errorf("invalid JSON: %s", text)
@@ -149,7 +149,7 @@ func TestFrontOfAnOrigin(t *testing.T) {
 	size := int64(len(head)) + 30
 	good := NewOrigin(head, size)
 	if got, h, err := good.Front("x"); err != nil || string(got) != string(head) || len(h.Tensors) != 1 {
-		t.Fatalf("%q, %v", got, err)
+		t.Fatalf("got the header %q, %v", got, err)
 	}
 	deflated, err := base64.StdEncoding.DecodeString(good.Header)
 	if err != nil {
@@ -163,18 +163,18 @@ func TestFrontOfAnOrigin(t *testing.T) {
 	}
 	bomb := NewOrigin(make([]byte, 1<<24), 1<<20)
 	for name, o := range map[string]*Origin{
-		"no header":         {Size: size},
-		"no base64":         {Size: size, Header: "!" + good.Header},
-		"a letter too few":  {Size: size, Header: good.Header[:len(good.Header)-1]},
-		"a byte behind":     {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], 0))},
-		"a stream behind":   {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], deflated...))},
-		"no header in it":   NewOrigin([]byte("a text of some length"), size),
-		"a byte behind it":  NewOrigin(append(head[:len(head):len(head)], ' '), size),
-		"a byte too few":    NewOrigin(head[:len(head)-1], size),
-		"of a shorter file": {Size: size - 1, Header: good.Header},
-		"of a longer file":  {Size: size + 1, Header: good.Header},
-		"over its file":     {Size: int64(len(head)) - 1, Header: good.Header},
-		"a bomb":            bomb,
+		"no header":            {Size: size},
+		"no base64":            {Size: size, Header: "!" + good.Header},
+		"a letter too few":     {Size: size, Header: good.Header[:len(good.Header)-1]},
+		"a byte after it":      {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], 0))},
+		"a stream after it":    {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], deflated...))},
+		"not a header":         NewOrigin([]byte("a text of some length"), size),
+		"a longer header":      NewOrigin(append(head[:len(head):len(head)], ' '), size),
+		"a byte too few":       NewOrigin(head[:len(head)-1], size),
+		"of a shorter file":    {Size: size - 1, Header: good.Header},
+		"of a longer file":     {Size: size + 1, Header: good.Header},
+		"longer than its file": {Size: int64(len(head)) - 1, Header: good.Header},
+		"a bomb":               bomb,
 	} {
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)

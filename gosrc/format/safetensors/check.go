@@ -65,7 +65,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	have := size - h.Data // not negative, because Length checked it
 	if end > have {
 		return locateError(uri, "", size, errs.OfRule("MetadataIncompleteBuffer", errs.ErrCorrupt,
-			"truncated, the file has %d bytes of %d: copy or fetch it again", size,
+			"truncated: the file has %d of %d bytes; copy or fetch it again", size,
 			uint64(h.Data)+uint64(end)))
 	}
 	if end < have && !opt.Lenient {

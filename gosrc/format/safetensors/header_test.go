@@ -118,7 +118,7 @@ func TestRoundTrip(t *testing.T) {
 func same(t testing.TB, h Header, entries []Entry) {
 	t.Helper()
 	if len(h.Tensors) != len(entries) {
-		t.Fatalf("%d tensors of %d", len(h.Tensors), len(entries))
+		t.Fatalf("got %d tensors, want %d", len(h.Tensors), len(entries))
 	}
 	byName := map[string]Entry{}
 	for _, e := range entries {
@@ -145,7 +145,7 @@ func TestOrderOfBytes(t *testing.T) {
 		got = append(got, t.Name)
 	}
 	if strings.Join(got, "") != "aczb" {
-		t.Errorf("order %v", got)
+		t.Errorf("got the order %v, want a c z b", got)
 	}
 }
 
@@ -182,7 +182,7 @@ func TestReadFails(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	if _, err := Read(ctx, inMemory(file("{}", "")), Options{}); !errors.Is(err, errs.ErrCancelled) {
-		t.Errorf("cancelled: %v", err)
+		t.Errorf("Read with a cancelled context: %v", err)
 	}
 	big := &memory{b: file(strings.Repeat(" ", 100), ""), size: 1 << 40}
 	big.b[3] = 5 // a header of 80 MiB in a shorter file
@@ -214,7 +214,7 @@ func TestWriterRefuses(t *testing.T) {
 		}
 	}
 	if _, err := AppendHeader(nil, map[string]string{"a": "\xff"}, nil, 0); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("metadata: %v", err)
+		t.Errorf("metadata that is not UTF-8: %v", err)
 	}
 	if _, err := AppendHeader(make([]byte, 0, tensor.MaxHeader+64),
 		map[string]string{"a": strings.Repeat("x", tensor.MaxHeader)}, nil, 0); !errors.Is(err, errs.ErrArgument) ||

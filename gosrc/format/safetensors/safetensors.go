@@ -118,7 +118,7 @@ func Length(uri string, head []byte, size int64) (int64, error) {
 			class = errs.ErrCorrupt // it looks like a header
 		}
 		return 0, errs.OfRule("InvalidHeaderLength", class,
-			"truncated, the header takes %d bytes and the file has %d: copy or fetch it again", 8+n, size)
+			"truncated: the header takes %d bytes, but the file has %d; copy or fetch it again", 8+n, size)
 	}
 	return int64(n), nil
 }

@@ -1,5 +1,5 @@
 // Package deflate implements Deflate (RFC 1951) and Gzip (RFC 1952). Other writers are zlib, libdeflate and nvCOMP.
-// Neither format starts with the length of its content, so Size decodes without output.
+// Neither format starts with the length of its content, so Size must decode the stream.
 package deflate
 
 import (
@@ -142,7 +142,8 @@ func (r *reader) free() {
 	readers.Put(r)
 }
 
-// Size returns the number of bytes that src decodes to. It decodes without output. Errors are errs.ErrCorrupt.
+// Size returns the number of bytes that src decodes to. It decodes src and discards the output. Errors are
+// errs.ErrCorrupt.
 func Size(src []byte, gz bool) (int64, error) {
 	r := readers.Get().(*reader)
 	defer r.free()

@@ -265,7 +265,8 @@ func repeatPattern(b []byte, dist int) {
 	}
 }
 
-// Size returns the number of bytes that src decodes to. It decodes without output. Errors are errs.ErrCorrupt.
+// Size returns the number of bytes that src decodes to. It decodes src and discards the output. Errors are
+// errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	d := decoders.Get().(*decoder)
 	defer d.free()

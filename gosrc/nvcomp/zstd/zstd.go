@@ -52,7 +52,7 @@ func Encode(dst, src []byte) ([]byte, error) {
 }
 
 // Size returns the number of bytes that the frames decode to. It refuses a stated length that a frame's blocks cannot
-// decode to. It decodes frames without a length, without output. Errors are errs.ErrCorrupt.
+// decode to. It decodes frames that state no length and discards the output. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	var total int64
 	frames := 0
@@ -138,9 +138,9 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	}
 }
 
-// countFrame decodes one frame of at most `most` bytes without output. The library allocates and clears memory for
-// the window that the frame declares, and a frame of nine bytes may declare 128 MiB. A window larger than the content
-// makes no difference, so countFrame reduces it.
+// countFrame counts the bytes of one frame, at most `most`. The library allocates and clears memory for the window
+// that the frame declares, and a frame of nine bytes may declare 128 MiB. A window larger than the content makes no
+// difference, so countFrame reduces it.
 func countFrame(frame []byte, most int64) (int64, error) {
 	const at = 5 // offset of the window descriptor v of a frame without a size: 2^(10 + v/8), plus eighths
 	if v := byte(bits.Len64(uint64(max(most, 1<<10)-1))-10) << 3; v < frame[at] && frame[at] <= (maxWindowLog-10)<<3 {
