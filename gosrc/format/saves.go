@@ -42,8 +42,8 @@ func refuseMixture(ix *tensor.Index) error {
 		}
 		first := cmp.Or(saves[folder], s)
 		if saves[folder] = first; first.Metadata[SaveKey] != s.Metadata[SaveKey] {
-			return placeError(s.URI, errs.New(errs.ErrCorrupt, "it is not from the same save of the checkpoint as %s: "+
-				"the checkpoint was replaced meanwhile, or files of two saves were mixed", errs.RedactURI(first.URI)))
+			return placeError(s.URI, errs.New(errs.ErrCorrupt, "%s is from another save of this checkpoint: "+
+				"it was replaced during the load, or files of two saves were mixed", errs.RedactURI(first.URI)))
 		}
 	}
 	return nil
