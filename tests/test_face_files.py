@@ -293,7 +293,7 @@ def test_saving_is_deterministic_and_leaves_the_input(tmp_path: Path) -> None:
 
 WRONG = {
     "missing": (lambda p: ow.load_file(p / "nope"), FileNotFoundError, "nope"),
-    "missing folder": (lambda p: ow.load_file(p / "no" / "nope"), FileNotFoundError, "there is no folder"),
+    "missing folder": (lambda p: ow.load_file(p / "no" / "nope"), FileNotFoundError, "no such folder"),
     "near file": (lambda p: ow.load_file(p / "texd"), FileNotFoundError, "did you mean"),
     "near verb": (lambda p: ow.load_fil, AttributeError, "did you mean 'load_file'"),
     "other verb": (lambda p: ow.load, AttributeError, "did you mean 'load_file'"),

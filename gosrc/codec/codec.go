@@ -1,6 +1,6 @@
-// Package codec turns stored chunks into logical bytes and back. Each codec is a package below this one with a
-// Decode and an Encode over byte slices. The switches here choose among them; no codec registers itself. The
-// bytes of codec 0, raw, are the logical bytes.
+// Package codec decodes stored chunks into logical bytes and encodes logical bytes into chunks. Each codec is a
+// subpackage with a Decode and an Encode function over byte slices. The switches in this package select among them;
+// codecs do not register themselves. The stored bytes of codec 0, raw, are the logical bytes.
 package codec
 
 import (
@@ -18,7 +18,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // Sum returns the checksum of stored bytes: CRC-32C (Castagnoli).
 func Sum(p []byte) uint32 { return sumBytes(p) }
 
-// Known reports whether this build can decode chunks of a codec and transform, and whether the format allows them
+// Known reports whether this build can decode chunks with a codec and transform, and whether the format allows them
 // for a tensor of type d.
 func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 	switch c {
@@ -34,21 +34,22 @@ func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 
 // Decode fills dst with the logical bytes of one stored chunk.
 //
-// len(dst) must be c.Logical and len(src) c.Stored. Compare the checksum (Sum)
-// first. Bad bytes are errs.ErrCorrupt, and the content of dst is then undefined;
-// Decode never writes outside dst. It is safe for concurrent use.
+// len(dst) must be c.Logical and len(src) must be c.Stored. The caller must verify the checksum (Sum) first. Invalid
+// bytes are errs.ErrCorrupt, and dst is then undefined. Decode never writes outside dst. It is safe for concurrent
+// use.
 func Decode(dst, src []byte, c tensor.Chunk) error {
 	if uint64(len(dst)) != uint64(c.Logical) || uint64(len(src)) != uint64(c.Stored) {
-		return errs.New(errs.ErrArgument, "a chunk of %d -> %d bytes got buffers of %d -> %d bytes",
+		return errs.New(errs.ErrArgument, "a chunk with %d stored and %d logical bytes got buffers of %d and %d bytes",
 			c.Stored, c.Logical, len(src), len(dst))
 	}
 	switch c.Codec {
 	case tensor.CodecRaw:
 		if c.Transform != 0 {
-			return errs.New(errs.ErrCorrupt, "raw chunk has transform %d, expected 0", c.Transform)
+			return errs.New(errs.ErrCorrupt, "a raw chunk has transform %d, expected 0", c.Transform)
 		}
 		if len(dst) != len(src) {
-			return errs.New(errs.ErrCorrupt, "raw chunk stores %d bytes for %d bytes", len(src), len(dst))
+			return errs.New(errs.ErrCorrupt, "a raw chunk has %d stored bytes, but %d logical bytes",
+				len(src), len(dst))
 		}
 		copy(dst, src)
 		return nil
@@ -60,9 +61,9 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 	return errs.New(errs.ErrNotSupported, "unknown codec %d", uint8(c.Codec))
 }
 
-// Use chooses the decoder by name: "scalar", "neon", "avx2", "avx512". For any other name, or one that the
-// machine lacks, it chooses the best available. Call it at the start of a process: it is not safe while Decode
-// runs.
+// Use selects the decoder by name: "scalar", "neon", "avx2" or "avx512". For any other name, or one that the machine
+// does not support, it selects the best available decoder. It must be called at the start of the process, because it
+// must not run concurrently with Decode.
 func Use(name string) {
 	level, ok := map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
 		"avx512": x16.AVX512}[name]

@@ -11,13 +11,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Decode follows the chunk record, and refuses one that does not fit its buffers or this build.
+// Decode follows the chunk record, and refuses a record that does not fit its buffers or is not supported.
 func TestDecode(t *testing.T) {
 	src := bytes.Repeat([]byte{0x12, 0x3f, 0x80, 0x3e}, 1<<12)
 	var e x16.Encoder
 	packed, st, ok := e.Encode(nil, src, x16.BF16)
 	if !ok {
-		t.Fatal("nothing to gain from two values")
+		t.Fatal("data with two distinct values was not compressed")
 	}
 	n, m := uint32(len(src)), uint32(len(packed))
 	for _, c := range []struct {
@@ -46,7 +46,7 @@ func TestDecode(t *testing.T) {
 	}
 }
 
-// Raw chunks pass the suite of codecs.
+// Raw chunks pass the codec test suite.
 func TestRaw(t *testing.T) {
 	c := codectest.Codec{
 		Encode: func(dst, src []byte) ([]byte, uint16, bool) { return append(dst, src...), 0, true },
@@ -60,8 +60,8 @@ func TestRaw(t *testing.T) {
 	}, 1)
 }
 
-// Known matches the tables of docs/format.md. In 3.1 raw is for everything and X16 only for the listed pairs; in 3.6
-// bytes are for everything and elements for their types.
+// Known matches the tables of docs/format.md. Raw is allowed for every dtype, and X16 only for the pairs listed in
+// 3.1. Of the transforms of planes (3.6), bytes is allowed for every dtype, and the others only for their types.
 func TestKnown(t *testing.T) {
 	want := map[tensor.DType][]uint8{
 		tensor.BF16: {1}, tensor.F16: {2}, tensor.F32: {3}, tensor.C64: {3},
@@ -77,11 +77,11 @@ func TestKnown(t *testing.T) {
 	}
 	for d := tensor.DType(0); int(d) <= tensor.NumDTypes+1; d++ {
 		if Known(tensor.CodecRaw, 0, d) != d.Valid() || Known(tensor.CodecRaw, 1, d) || Known(2, 0, d) {
-			t.Errorf("%v: raw is not known as it should be", d)
+			t.Errorf("%v: wrong result for raw", d)
 		}
 		for tr := range uint8(12) {
 			if got := Known(tensor.CodecX16, tr, d); got != bytes.Contains(want[d], []byte{tr}) {
-				t.Errorf("%v, transform %d: known %v", d, tr, got)
+				t.Errorf("%v, transform %d: Known returned %v", d, tr, got)
 			}
 			listed := planes[d]
 			if listed == nil {
@@ -94,9 +94,9 @@ func TestKnown(t *testing.T) {
 	}
 }
 
-// The checksum is CRC-32C, tested with the check value that RFC 3720 implies.
+// The checksum is CRC-32C, tested with its well-known check value.
 func TestSum(t *testing.T) {
 	if got := Sum([]byte("123456789")); got != 0xe3069283 {
-		t.Errorf("%#x", got)
+		t.Errorf("got %#x", got)
 	}
 }

@@ -1,6 +1,6 @@
 package codec
 
-// Encodes each chunk with the codec that makes it smallest, and names the codec.
+// Encodes each chunk with the codec that makes it smallest, and returns the names of codecs.
 
 import (
 	"slices"
@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Name names a chunk's codec and transform for people ("X16/bf16").
+// Name returns a readable name for a chunk's codec and transform, such as "X16/bf16".
 func Name(c tensor.Chunk) string {
 	switch c.Codec {
 	case tensor.CodecX16:
@@ -22,7 +22,8 @@ func Name(c tensor.Chunk) string {
 	return c.Codec.String()
 }
 
-// Names names the codings of a tensor's chunks, joined by "+" with raw last; "plain" if all are raw.
+// Names returns the names of all encodings of a tensor's chunks, joined by "+", with raw last. It returns "plain" if
+// all chunks are raw.
 func Names(chunks []tensor.Chunk) string {
 	var names []string
 	raw := ""
@@ -39,22 +40,23 @@ func Names(chunks []tensor.Chunk) string {
 	return strings.Join(names, "+") + raw
 }
 
-// Codec 6 must save 1/worth of a chunk over X16, which decodes several times as fast and also on a GPU.
+// worth limits the use of codec 6: it must save 1/worth of the chunk compared with X16, which decodes several times
+// as fast, also on a GPU.
 const worth = 1024
 
-// Ways says how a chunk may be encoded: by a transform of each codec, 0 if not by that codec.
+// Ways says how a chunk may be encoded: with one transform of each codec. 0 means not with that codec.
 type Ways struct{ X16, Planes uint8 }
 
-// An Encoder holds the encoders of all codecs and their memory. The zero value is ready to use. Only one
-// goroutine may use it at a time.
+// An Encoder holds the encoders of all codecs and their buffers. The zero value is ready to use. It must not be used
+// concurrently.
 type Encoder struct {
 	x16    x16.Encoder
 	planes planes.Encoder
 	spare  []byte
 }
 
-// Encode encodes data in each of the given ways, and records the shortest result, which may be raw. It returns
-// data itself for a raw chunk, else bytes in buf or in a new array.
+// Encode encodes data in each of the given ways and sets record for the shortest result, which may be raw. It returns
+// data itself for a raw chunk, otherwise bytes in buf or in a new array.
 func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []byte {
 	out := data
 	record.Codec, record.Transform, record.SegTiles = tensor.CodecRaw, 0, 0
@@ -81,7 +83,7 @@ func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []by
 		}
 	}
 	take(ways.Planes)
-	// Also try bytes, for data that repeats with another period than its elements, and for packed integers.
+	// Also try single bytes, for data whose period is not a multiple of the element size, and for packed integers.
 	if ways.Planes != planes.Bytes && (planes.Integers(ways.Planes) || e.planes.Zipped()) {
 		take(planes.Bytes)
 	}

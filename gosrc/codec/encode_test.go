@@ -1,6 +1,6 @@
 package codec
 
-// Tests which of several encodings an encoder chooses, and how it is called.
+// The tests in this file check which encoding an encoder chooses, and how to call it.
 
 import (
 	"bytes"
@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// shapes are data for which different encodings are the best.
+// shapes returns data for which different encodings are best.
 func shapes(r *rand.Rand) map[string][]byte {
 	fill := func(n int, f func(i int) byte) []byte {
 		p := make([]byte, n)
@@ -41,8 +41,8 @@ func shapes(r *rand.Rand) map[string][]byte {
 	}
 }
 
-// A chunk is stored in its shortest encoding, with codec 6 only if it saves 1/1024 of the bytes over the others. It
-// decodes through its record, whatever the encoder did before.
+// A chunk is stored in its shortest encoding, and with codec 6 only if this saves 1/1024 of the bytes. It can be
+// decoded with its record, regardless of what the encoder encoded before.
 func TestEncodeTakesTheShortest(t *testing.T) {
 	r := rand.New(rand.NewPCG(41, 1))
 	var kept Encoder
@@ -56,12 +56,12 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 				before := bytes.Clone(data)
 				var c, again tensor.Chunk
 				out := bytes.Clone(new(Encoder).Encode(nil, data, ways, &c))
-				// Leftovers in the record and in the buffer are overwritten.
+				// The record's old values and the buffer's old contents are overwritten.
 				again.Codec, again.Transform, again.SegTiles = 5, 9, 99
 				got := kept.Encode(buf, data, ways, &again)
 				if !bytes.Equal(got, out) || c != again || !bytes.Equal(data, before) {
-					t.Fatalf("%s, %+v: %d bytes as %s alone, %d as %s by a used encoder", name, ways, len(out), Name(c),
-						len(got), Name(again))
+					t.Fatalf("%s, %+v: %d bytes as %s with a new encoder, %d as %s with a used one",
+						name, ways, len(out), Name(c), len(got), Name(again))
 				}
 				if raw := c.Codec == tensor.CodecRaw; raw != (len(out) >= len(data)) ||
 					raw && len(data) > 0 && &got[0] != &data[0] {
@@ -78,7 +78,8 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 					least = len(p)
 				}
 				if len(out) > least || c.Codec != tensor.CodecPlanes && len(out) != least {
-					t.Errorf("%s, %+v: %d bytes as %s, another way has %d", name, ways, len(out), Name(c), least)
+					t.Errorf("%s, %+v: %d bytes as %s, but another encoding has %d",
+						name, ways, len(out), Name(c), least)
 				}
 				seen[c.Codec]++
 				c.Stored, c.Logical = uint32(len(out)), uint32(len(data))
@@ -90,11 +91,11 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 		}
 	}
 	if seen[tensor.CodecRaw] < 10 || seen[tensor.CodecX16] < 10 || seen[tensor.CodecPlanes] < 10 {
-		t.Errorf("%v: this compares little", seen)
+		t.Errorf("too few chunks of some codec: %v", seen)
 	}
 }
 
-// Data that does not follow the rhythm of its elements may be shorter as bytes.
+// Data whose period is not a multiple of the element size may be shorter as bytes.
 func TestEncodeTriesBytes(t *testing.T) {
 	row := make([]byte, 1001) // not a multiple of an element
 	for i := range row {
@@ -104,17 +105,17 @@ func TestEncodeTriesBytes(t *testing.T) {
 	var c tensor.Chunk
 	data := bytes.Repeat(row, 64)[:64_000]
 	if e.Encode(nil, data, Ways{Planes: 6}, &c); c.Codec != tensor.CodecPlanes || c.Transform != planes.Bytes {
-		t.Errorf("rows of 1001 bytes of floats are %s", Name(c))
+		t.Errorf("float data with a period of 1001 bytes was encoded as %s", Name(c))
 	}
 	for i := range data {
 		data[i] = []byte{byte(i), 0, 0, 0}[i%4]
 	}
 	if e.Encode(nil, data, Ways{Planes: 3}, &c); c.Codec != tensor.CodecPlanes {
-		t.Errorf("small integers are %s", Name(c))
+		t.Errorf("small integers were encoded as %s", Name(c))
 	}
 }
 
-// Names are readable: the coding of a chunk, and each coding of a tensor once, raw last.
+// Name and Names return readable names. Names lists each encoding once, with raw last.
 func TestNames(t *testing.T) {
 	raw, x, y, p := tensor.Chunk{}, tensor.Chunk{Codec: 1, Transform: 1}, tensor.Chunk{Codec: 1, Transform: 8},
 		tensor.Chunk{Codec: 6, Transform: 5}

@@ -1,6 +1,6 @@
 package codec
 
-// This file writes hashes in the byte order of files.
+// This file converts hashes to the byte order of files.
 
 import (
 	"encoding/binary"
@@ -8,7 +8,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// HashOf is an XXH3-128 in the byte order of files (docs/format.md): the high half first, each half
+// HashOf returns an XXH3-128 in the byte order of files (docs/format.md): the high half first, each half
 // little-endian.
 func HashOf(sum xxh3.Uint128) (out [16]byte) {
 	binary.LittleEndian.PutUint64(out[:], sum.Hi)

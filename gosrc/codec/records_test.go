@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// bitwise is CRC-32C by its definition, one bit at a time.
+// bitwise computes CRC-32C by its definition, one bit at a time.
 func bitwise(crc uint32, p []byte) uint32 {
 	crc = ^crc
 	for _, b := range p {
@@ -27,8 +27,8 @@ func bitwise(crc uint32, p []byte) uint32 {
 	return ^crc
 }
 
-// The checksum matches its definition in every length up to several folds and at every alignment. It detects every
-// flipped bit, every two, and every burst of at most 32 bits.
+// The checksum matches its definition at every alignment and for every length up to several folds. It detects every
+// flipped bit, every pair of flipped bits, and every burst of at most 32 bits.
 func TestSumByDefinition(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -51,11 +51,11 @@ func TestSumByDefinition(t *testing.T) {
 			a, b := r.IntN(8*n), r.IntN(8*n)
 			flip(a)
 			if Sum(p) == want {
-				t.Fatalf("%d bytes: bit %d is not noticed", n, a)
+				t.Fatalf("%d bytes: the flipped bit %d was not detected", n, a)
 			}
 			flip(b)
 			if a != b && Sum(p) == want {
-				t.Fatalf("%d bytes: bits %d and %d are not noticed", n, a, b)
+				t.Fatalf("%d bytes: the flipped bits %d and %d were not detected", n, a, b)
 			}
 			flip(a)
 			flip(b)
@@ -66,23 +66,23 @@ func TestSumByDefinition(t *testing.T) {
 				}
 			}
 			if Sum(p) == want {
-				t.Fatalf("%d bytes: a burst %08x at bit %d is not noticed", n, burst, at)
+				t.Fatalf("%d bytes: the burst %08x at bit %d was not detected", n, burst, at)
 			}
 			copy(p, data)
 		}
 	}
-	for _, fill := range []byte{0, 0xff} { // runs in which the first sums are easily lost
+	for _, fill := range []byte{0, 0xff} { // for these, an error in the first sums may go unnoticed
 		for n := range 3000 {
 			p := bytes.Repeat([]byte{fill}, n)
 			if got := Sum(p); got != crc32.Checksum(p, castagnoli) {
-				t.Fatalf("%d bytes of %#x: %08x", n, fill, got)
+				t.Fatalf("%d bytes of %#x: got %08x", n, fill, got)
 			}
 		}
 	}
 }
 
-// The encoder supports exactly what the format allows for a dtype: each listed transform packs and decodes through the
-// chunk record, and no other is known.
+// The encoder supports exactly the transforms that the format allows for a dtype. Each of them encodes data that can
+// be decoded with its chunk record.
 func TestEveryKnownPair(t *testing.T) {
 	const seed = 71
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -95,7 +95,7 @@ func TestEveryKnownPair(t *testing.T) {
 		for tr := range uint8(255) {
 			listed := bytes.Contains(x16.TransformsFor(d), []byte{tr})
 			if Known(tensor.CodecX16, tr, d) != listed {
-				t.Errorf("%v, transform %d: listed %v", d, tr, listed)
+				t.Errorf("%v, transform %d: listed %v, but Known disagrees", d, tr, listed)
 			}
 			if !listed {
 				continue
@@ -104,7 +104,7 @@ func TestEveryKnownPair(t *testing.T) {
 			var e x16.Encoder
 			out, st, ok := e.Encode(nil, src, tr)
 			if !ok {
-				t.Errorf("%v, %s: nothing to gain", d, x16.Name(tr))
+				t.Errorf("%v, %s: the data was not compressed", d, x16.Name(tr))
 				continue
 			}
 			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: st, Stored: uint32(len(out)),
@@ -116,12 +116,12 @@ func TestEveryKnownPair(t *testing.T) {
 		}
 	}
 	if pairs != 35 {
-		t.Errorf("%d pairs of dtype and transform", pairs)
+		t.Errorf("got %d pairs of dtype and transform, want 35", pairs)
 	}
 }
 
-// A record that does not fit its buffers is an argument error with every codec, and nothing is written. A codec that is
-// missing from this build is reported as such.
+// A record that does not fit its buffers is an argument error with every codec, and nothing is written. An unknown
+// codec is reported as not supported.
 func TestRecordsThatDoNotFit(t *testing.T) {
 	for codec := range 256 {
 		for _, sizes := range [][4]uint32{{4, 4, 5, 4}, {4, 4, 4, 5}, {4, 4, 0, 4}, {4, 4, 4, 0}, {0, 0, 1, 0},
@@ -130,7 +130,7 @@ func TestRecordsThatDoNotFit(t *testing.T) {
 			c := tensor.Chunk{Codec: tensor.Codec(codec), Logical: sizes[2], Stored: sizes[3]}
 			if err := Decode(dst, src, c); !errors.Is(err, errs.ErrArgument) ||
 				!bytes.Equal(dst, bytes.Repeat([]byte{9}, len(dst))) {
-				t.Fatalf("codec %d, %v: %v, %v", codec, sizes, err, dst)
+				t.Fatalf("codec %d, sizes %v: got %v, %v", codec, sizes, err, dst)
 			}
 		}
 		err := Decode(make([]byte, 4), make([]byte, 4), tensor.Chunk{Codec: tensor.Codec(codec), Logical: 4, Stored: 4})
@@ -146,7 +146,7 @@ func TestRecordsThatDoNotFit(t *testing.T) {
 	}
 }
 
-// Use takes the setting's names; anything else selects the machine's best.
+// Use accepts the names of the setting. Any other name selects the machine's best decoder.
 func TestUse(t *testing.T) {
 	defer Use("")
 	for name, want := range map[string]x16.Level{"scalar": x16.Scalar, "neon": x16.NEON, "avx2": x16.AVX2,
@@ -161,7 +161,7 @@ func TestUse(t *testing.T) {
 	}
 }
 
-// Many threads decode chunks of several codecs into one tensor, each to its own offset.
+// Many goroutines can decode chunks of several codecs into one tensor concurrently.
 func TestChunksTogether(t *testing.T) {
 	const seed, each = 81, 6000
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -195,6 +195,6 @@ func TestChunksTogether(t *testing.T) {
 		})
 	}
 	if wg.Wait(); !bytes.Equal(got, want) {
-		t.Error("not the bytes that were stored")
+		t.Error("the decoded bytes differ")
 	}
 }

@@ -12,15 +12,15 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// Folding carries 256 bytes of state 2,048 bits ahead by two carry-less multiplications per lane. (V. Gopal et
-// al., "Fast CRC computation for generic polynomials using PCLMULQDQ", Intel, 2009; bit-reflected, for CRC-32C.)
-// The 256 bytes at the end have the same remainder as everything that was folded into them, and are summed as
-// bytes.
+// Each fold moves 256 bytes of state 2,048 bits ahead with two carry-less multiplications per lane (V. Gopal et al.,
+// "Fast CRC computation for generic polynomials using PCLMULQDQ", Intel, 2009; here bit-reflected for CRC-32C). The
+// final 256 bytes have the same remainder as all bytes that were folded into them. Their CRC is computed in the usual
+// way.
 const (
 	foldLow  = 0x0dcb17aa4 // x^(2048+32) mod P, reflected and shifted
 	foldHigh = 0x0b9e02b86 // x^(2048-32) mod P
 	block    = 256
-	folded   = 4 * block // from this length on the last step pays off
+	folded   = 4 * block // minimum length at which folding is faster
 )
 
 var (
@@ -35,11 +35,11 @@ func sumBytes(p []byte) uint32 {
 	}
 	var tail [block]byte
 	n := foldBlocks(&tail, p)
-	// Update inverts before and after, so a state of 0 is passed as ^0.
+	// Update inverts its input and output, so ^0 passes a state of 0.
 	return crc32.Update(crc32.Update(^uint32(0), castagnoli, tail[:]), castagnoli, p[n:])
 }
 
-// foldBlocks folds the whole blocks of p, at least two, and returns their length.
+// foldBlocks folds the whole blocks of p, of which there are at least two, and returns their length in bytes.
 func foldBlocks(left *[block]byte, p []byte) int {
 	k := archsimd.LoadUint64x8(&folds)
 	at := unsafe.Pointer(unsafe.SliceData(p))

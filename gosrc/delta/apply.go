@@ -1,7 +1,7 @@
 package delta
 
-// This file applies chains of deltas to tensors in place. It checks everything before
-// the first byte changes, and undoes a change that fails later.
+// This file applies chains of deltas to tensors in place. It checks everything before it changes the first byte, and
+// undoes a change that fails later.
 
 import (
 	"cmp"
@@ -23,8 +23,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Target is a dense tensor in memory, of the host or of the GPU CUDA - 1. Nothing
-// else may use it until Apply returns, except work that is queued on Stream.
+// A Target is a dense tensor in host memory (CUDA is 0) or on GPU CUDA - 1. Until Apply returns, only work that is
+// queued on Stream may use it.
 type Target struct {
 	Name   string
 	DType  tensor.DType
@@ -34,24 +34,24 @@ type Target struct {
 	Stream uintptr
 }
 
-// A Report says what was written or applied. Bytes are those of the tensors. Stored are
-// the bytes of the written file, or of the applied chunks.
+// A Report says what was written or applied. Bytes counts tensor bytes. Stored counts the bytes of the written file
+// or of the applied chunks.
 type Report struct {
 	Tensors int      `json:"tensors"`
 	Changed int      `json:"changed"` // tensors that changed
 	Bytes   int64    `json:"bytes"`
 	Stored  int64    `json:"stored"`
 	Stages  []Stage  `json:"stages"`
-	Files   []string `json:"files"` // written files, an index last
+	Files   []string `json:"files"` // written files; an index.json is last
 }
 
-// A Stage is a part of the work, with its duration.
+// A Stage is a part of the work and its duration.
 type Stage struct {
 	Name    string  `json:"name"`
 	Seconds float64 `json:"seconds"`
 }
 
-// Stages measures work that has one stage after the other.
+// Stages measures the consecutive stages of the work.
 type Stages struct {
 	list []Stage
 	last time.Time
@@ -70,12 +70,11 @@ func (s *Stages) End(name string) {
 // List returns the stages that have ended.
 func (s *Stages) List() []Stage { return s.list }
 
-// A Part is the part of its work that Apply should do. Processes that change tensors
-// together all check before one of them changes anything.
+// A Part selects the part of the work that Apply does. Processes that change tensors together must all check before
+// any of them changes tensors.
 type Part string
 
-// The parts. Check compares the digests and changes nothing. Change is the rest of Whole
-// after Check. Undo reverses what Change has done.
+// Check only compares the digests. Change is the part of Whole after Check. Undo reverses Change.
 const (
 	Whole  Part = ""
 	Check  Part = "check"
@@ -83,8 +82,7 @@ const (
 	Undo   Part = "undo"
 )
 
-// A step is a target and its part of the chain. back means that the chain is applied in
-// reverse.
+// A step is a target with its part of the chain. back means that the chain is applied in reverse.
 type step struct {
 	*Target
 	bytes int64
@@ -107,24 +105,21 @@ func (s *step) hasChanges() bool {
 
 // An applier applies steps to the memory of one device.
 type applier interface {
-	// digests computes the digests of the steps' tensors in their present state.
+	// digestSteps returns the digests of the current bytes of the steps' tensors.
 	digestSteps(ctx context.Context) ([]digest.Sum, error)
-	// prepare gets everything ready that apply needs, and changes nothing. It may run
-	// concurrently with digests.
+	// prepareSteps prepares apply without changing tensors. It may run concurrently with digestSteps.
 	prepareSteps(ctx context.Context) error
-	// apply XORs. Calling it again reverses that. If it returns an error, it has undone
-	// its changes.
+	// apply XORs the chain into the tensors; a second call reverses this. If it returns an error, it has undone its
+	// changes.
 	apply() error
 }
 
-// Apply applies a chain to targets with several workers. Targets that are in no file
-// are left unchanged. Names without a target are errs.ErrArgument, unless missing is
-// set.
+// Apply applies a chain to targets, with the given number of workers. Targets that are in no file are not changed.
+// Names without a target are errs.ErrArgument, unless missing is set.
 //
-// Before the first byte changes, Apply compares the digests of all tensors: a tensor that
-// is not the chain's base is errs.ErrBase. It compares them again afterwards, and undoes
-// the change if one differs. An error after the first change says what state the tensors
-// are in. From the first change on, ctx no longer has any effect.
+// Before Apply changes the first byte, it compares the digests of all tensors with the base of the chain. A different
+// digest is errs.ErrBase. After the change it compares digests again, and undoes the change if one is wrong. An error
+// after the first change says which state the tensors are in. Once the change begins, ctx has no effect.
 func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, workers int, part Part) (r Report,
 	err error) {
 	if part != Whole && part != Check && part != Change && part != Undo {
@@ -175,15 +170,14 @@ func Apply(ctx context.Context, chain []*File, targets []Target, missing bool, w
 	return r, err
 }
 
-// planSteps pairs targets with the chain, sorted by device and address. Tied targets become one
-// step.
+// planSteps pairs targets with the chain and sorts them by device and address. Tied targets become one step.
 func planSteps(chain []*File, targets []Target, missing bool) ([]step, error) {
 	var steps []step
 	names := map[string]bool{}
 	for i := range targets {
 		g := &targets[i]
 		if names[g.Name] {
-			return nil, errs.New(errs.ErrArgument, "the tensor %q appears twice", g.Name)
+			return nil, errs.New(errs.ErrArgument, "two target tensors have the name %q", g.Name)
 		}
 		names[g.Name] = true
 		all, err := findLinks(chain, g.Name)
@@ -207,7 +201,7 @@ func planSteps(chain []*File, targets []Target, missing bool) ([]step, error) {
 	return untieSteps(steps)
 }
 
-// checkComplete refuses a chain with names that have no target.
+// checkComplete refuses a chain with names that have no target, unless missing is set.
 func checkComplete(chain []*File, names map[string]bool, missing bool) error {
 	var lost []string
 	for _, f := range chain {
@@ -219,8 +213,8 @@ func checkComplete(chain []*File, names map[string]bool, missing bool) error {
 		}
 	}
 	if len(lost) > 0 {
-		return errs.New(errs.ErrArgument, "the delta has %s, which the tensors lack (missing=True skips them)",
-			listSome(lost))
+		return errs.New(errs.ErrArgument,
+			"the delta contains %s, but the given tensors do not (missing=True skips them)", listSome(lost))
 	}
 	return nil
 }
@@ -238,8 +232,8 @@ func listSome(names []string) string {
 	return text
 }
 
-// untieSteps sorts steps, keeps one of each group with the same memory, and refuses partly
-// overlapping memory.
+// untieSteps sorts steps, keeps one of each group of steps with the same memory, and refuses memory that partly
+// overlaps.
 func untieSteps(steps []step) ([]step, error) {
 	order := make([]*step, len(steps))
 	for i := range steps {
@@ -249,7 +243,7 @@ func untieSteps(steps []step) ([]step, error) {
 		return cmp.Or(cmp.Compare(a.CUDA, b.CUDA), cmp.Compare(a.At, b.At))
 	})
 	var out []step
-	var full *step // the last with bytes
+	var full *step // the last step with bytes
 	for _, s := range order {
 		if s.bytes > 0 && full != nil && full.CUDA == s.CUDA && s.At < full.At+uint64(full.bytes) {
 			if s.At == full.At && s.bytes == full.bytes && s.first() == full.first() && s.last() == full.last() {
@@ -266,7 +260,7 @@ func untieSteps(steps []step) ([]step, error) {
 	return out, nil
 }
 
-// compareBase compares the tensors with the chain's base, and gets everything ready.
+// compareBase compares the tensors with the chain's base and prepares the appliers.
 func compareBase(ctx context.Context, stages *Stages, appliers []applier, of [][]step, part Part) error {
 	compares := part == Whole || part == Check
 	var wrong []string
@@ -299,15 +293,15 @@ func compareBase(ctx context.Context, stages *Stages, appliers []applier, of [][
 	if len(wrong) > 0 {
 		what := "differ from the base of the delta"
 		if count == len(wrong) {
-			what = "already have the delta"
+			what = "already have the delta applied"
 		}
-		return errs.In("delta", uri, errs.New(errs.ErrBase, "nothing was changed: %s %s", listSome(wrong), what))
+		return errs.In("delta", uri, errs.New(errs.ErrBase, "no tensor was changed: %s %s", listSome(wrong), what))
 	}
 	stages.End("base digests")
 	return nil
 }
 
-// applyChange applies, compares, and undoes.
+// applyChange applies the chain, compares the new digests, and undoes the change after an error.
 func applyChange(ctx context.Context, stages *Stages, appliers []applier, of [][]step) error {
 	for i, p := range appliers {
 		if err := p.apply(); err != nil {
@@ -330,13 +324,13 @@ func applyChange(ctx context.Context, stages *Stages, appliers []applier, of [][
 	}
 	if len(wrong) > 0 {
 		return undoChange(ctx, appliers, len(appliers), of,
-			errs.In("delta", uri, errs.New(errs.ErrCorrupt, "%s has a wrong digest after the change", listSome(wrong))))
+			errs.In("delta", uri, errs.New(errs.ErrCorrupt, "wrong digest after the change: %s", listSome(wrong))))
 	}
 	stages.End("new digests")
 	return nil
 }
 
-// undoChange applies again in the first `again` appliers, and says what state the tensors are in.
+// undoChange undoes the change in the first `again` appliers, and adds to err which state the tensors are in.
 func undoChange(ctx context.Context, appliers []applier, again int, of [][]step, err error) error {
 	var old, now, lost []string
 	for i, p := range appliers {
@@ -375,7 +369,7 @@ func undoChange(ctx context.Context, appliers []applier, again int, of [][]step,
 	return fmt.Errorf("%w (%s)", err, strings.Join(sentences, "; "))
 }
 
-// viewsOf returns the tensors of steps.
+// viewsOf returns views of the steps' tensors.
 func viewsOf(steps []step) []digest.View {
 	all := make([]digest.View, len(steps))
 	for i := range steps {
@@ -396,7 +390,7 @@ func (h *host) digestSteps(ctx context.Context) ([]digest.Sum, error) {
 
 func (h *host) prepareSteps(context.Context) error { return nil }
 
-// apply goes through the tensors in runs of many chunks.
+// apply divides the tensors into runs of many chunks and applies the runs concurrently.
 func (h *host) apply() error {
 	const run = 16 * ChunkBytes
 	type task struct {
@@ -418,7 +412,7 @@ func (h *host) apply() error {
 				if len(t.Chunks) == 0 {
 					continue
 				}
-				// A chunk belongs to the run in which it begins.
+				// A chunk belongs to the run that contains its first byte.
 				end := min(int(sizes.CeilDiv(from+run, f.ChunkLen)), len(t.Chunks))
 				for k := int(sizes.CeilDiv(from, f.ChunkLen)); k < end; k++ {
 					if len(t.Chunks[k]) == 0 {

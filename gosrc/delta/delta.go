@@ -1,15 +1,15 @@
-// Package delta makes, applies and compares deltas. A delta holds the changes between two
-// models, tensor by tensor, in a file that is small if little has changed.
+// Package delta creates, applies and compares deltas. A delta contains the changes between two models, tensor by
+// tensor, in a file that is small if few bytes have changed.
 //
-//	Encode   two models in memory become a File
-//	Read     a file, or the shards of a folder, become a File, after every byte was checked
-//	Write    a File becomes a file or shards, which appear together
-//	Apply    a chain of Files is XORed into tensors, in place, on the host and on GPUs
-//	Merge    a chain becomes one File, the same that Encode makes of its ends
-//	Diff     two models are compared, without a File
+//	Encode   creates a File from two models in memory
+//	Read     reads a File from a file or from shards, and checks every byte
+//	Write    writes a File as one file or as shards, which appear together
+//	Apply    XORs a chain of Files into tensors, in place, on the host and on GPUs
+//	Merge    merges a chain into the File that Encode would create from its ends
+//	Diff     compares two models without creating a File
 //
-// docs/format.md section 7 describes the file (file.go) and a chunk
-// (codec/delta). Each tensor names its base and its result by digest.
+// docs/format.md section 7 describes the file (file.go) and a chunk (codec/delta). For each tensor, the file has the
+// digests of its base and its result.
 package delta
 
 import (
@@ -20,38 +20,35 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ChunkBytes is the chunk size in files that Encode makes.
+// ChunkBytes is the chunk size of the Files that Encode creates.
 const ChunkBytes = 256 << 10
 
-// A Tensor is one tensor of a File. Base and New are the digests of its
-// bytes before and after.
+// A Tensor is one tensor of a File. Base and New are the digests of its bytes before and after the change.
 type Tensor struct {
 	Name      string
 	DType     tensor.DType
 	Shape     []int64
 	Bytes     int64
 	Base, New digest.Sum
-	// Chunks holds the stored bytes of each chunk, nil for an unchanged one. It is
-	// empty if the tensor is unchanged.
+	// Chunks holds the stored bytes of each chunk; unchanged chunks are nil. It is empty if the tensor is unchanged.
 	Chunks [][]byte
-	// Same is the number of an earlier tensor of the file with the same bytes before and
-	// after, and so with the same Chunks; -1: none.
+	// Same is the number of an earlier tensor with the same bytes before and after the change, and so the same
+	// Chunks. It is -1 if there is none.
 	Same int
 }
 
-// A File is a delta in memory, with Tensors sorted by name. It is immutable and safe
-// for concurrent use.
+// A File is a delta in memory. Its Tensors are sorted by name. It is immutable and safe for concurrent use.
 type File struct {
 	URI      string
 	Metadata map[string]string
 	Tensors  []Tensor
-	ChunkLen int64 // bytes of one chunk of a tensor
-	Size     int64 // bytes of the file, or of its shards
+	ChunkLen int64 // tensor bytes per chunk
+	Size     int64 // bytes of the file, or of all its shards
 
 	mark mark
 }
 
-// widthOf returns the size of the elements by which bytes of a type are compared.
+// widthOf returns the element size with which tensors of a type are compared.
 func widthOf(d tensor.DType) int {
 	if d == tensor.C64 {
 		return 4
@@ -59,8 +56,7 @@ func widthOf(d tensor.DType) int {
 	return max(1, d.Bits()/8)
 }
 
-// Stored returns the bytes of a tensor's chunks. Those of Same are counted at the
-// earlier tensor.
+// Stored returns the size of a tensor's chunks. Chunks shared through Same count only for the earlier tensor.
 func (t *Tensor) Stored() (n int64) {
 	if t.Same >= 0 {
 		return 0
@@ -71,13 +67,13 @@ func (t *Tensor) Stored() (n int64) {
 	return n
 }
 
-// Find returns the tensor with a name.
+// Find returns the number of the tensor with the given name, and whether it exists.
 func (f *File) Find(name string) (int, bool) {
 	i := sort.Search(len(f.Tensors), func(i int) bool { return f.Tensors[i].Name >= name })
 	return i, i < len(f.Tensors) && f.Tensors[i].Name == name
 }
 
-// Report summarises a File.
+// Report summarizes a File.
 func (f *File) Report() (r Report) {
 	for i := range f.Tensors {
 		t := &f.Tensors[i]
@@ -96,7 +92,7 @@ func (f *File) chunkLength(t *Tensor, k int) int {
 	return int(min(f.ChunkLen, t.Bytes-int64(k)*f.ChunkLen))
 }
 
-// name returns the URI for messages.
+// name returns a name for the file in messages.
 func (f *File) name() string {
 	if f.URI == "" {
 		return "the previous delta"

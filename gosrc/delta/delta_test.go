@@ -19,7 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A model is tensors in memory, by name.
+// A model is a list of named tensors in memory.
 type model struct {
 	names  []string
 	dtypes []tensor.DType
@@ -49,7 +49,7 @@ func (m *model) clone() *model {
 	return &c
 }
 
-// step changes about a share of a tensor's bytes.
+// step changes about the given share of a tensor's bytes.
 func (m *model) step(r *rand.Rand, i int, share float64) {
 	for k := range m.data[i] {
 		if r.Float64() < share {
@@ -86,7 +86,7 @@ func (m *model) same(o *model) bool {
 	return true
 }
 
-// mixed is a model with tensors of every width, of several chunks, empty, and tied.
+// mixed returns a model with tensors of every width: large, empty and tied ones.
 func mixed(r *rand.Rand) *model {
 	m := &model{}
 	m.add(r, "z.big", tensor.BF16, 700, 513)
@@ -125,7 +125,7 @@ func layOutFile(t *testing.T, f *File) []byte {
 	}
 	b := bytes.Join(pieces, nil)
 	if int64(len(b)) != f.Size {
-		t.Fatalf("%d bytes, not %d", len(b), f.Size)
+		t.Fatalf("got %d bytes, want %d", len(b), f.Size)
 	}
 	return b
 }
@@ -151,7 +151,7 @@ func seeded(t *testing.T) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 2))
 }
 
-// trained returns a model and a later state of it with some tensors changed.
+// trained returns a model (base) and a changed version of it (now).
 func trained(r *rand.Rand) (now, base *model) {
 	base = mixed(r)
 	now = base.clone()
@@ -165,18 +165,18 @@ func trained(r *rand.Rand) (now, base *model) {
 	return now, base
 }
 
-// TestFile: a delta survives its file, turns the base into the new model, names both by digest, stores tied tensors
-// once, and is the same every time.
+// TestFile checks that a delta round-trips through its file, turns the base into the new model, contains both digests
+// of each tensor, stores tied tensors once, and is reproducible.
 func TestFile(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := encode(t, now, base)
 	b := layOutFile(t, f)
 	if again := layOutFile(t, encode(t, now, base)); !bytes.Equal(again, b) {
-		t.Error("another file of the same models")
+		t.Error("two files of the same models differ")
 	}
 	g := reparse(t, b)
 	if !bytes.Equal(layOutFile(t, g), b) || g.Metadata["step"] != "1" || len(g.Metadata) != 1 {
-		t.Error("the file does not survive")
+		t.Error("the file does not round-trip")
 	}
 	for i := range now.names {
 		at, ok := g.Find(now.names[i])
@@ -191,13 +191,13 @@ func TestFile(t *testing.T) {
 			t.Errorf("%s: %d chunks, same as %d", x.Name, len(x.Chunks), x.Same)
 		}
 		if now.names[i] == "b.int8" && (len(x.Chunks[0]) != 0 || len(x.Chunks[1]) == 0) {
-			t.Error("an unchanged chunk is stored")
+			t.Error("an unchanged chunk was stored")
 		}
 	}
 	got := base.clone()
 	got.data[len(got.data)-1] = got.data[0]
 	if err := applySteps(got, g); err != nil || !got.same(now) {
-		t.Fatalf("other bytes: %v", err)
+		t.Fatalf("the delta gives wrong bytes: %v", err)
 	}
 	if err := applySteps(got, g); !errors.Is(err, errs.ErrBase) || !strings.Contains(err.Error(), "already") ||
 		!got.same(now) {
@@ -205,8 +205,8 @@ func TestFile(t *testing.T) {
 	}
 }
 
-// TestRefusedBefore: a wrong base, shape or name, and overlapping memory are refused
-// before the first byte changes.
+// TestRefusedBefore checks that a wrong base, shape or name, and overlapping memory are refused before any byte
+// changes.
 func TestRefusedBefore(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -222,7 +222,7 @@ func TestRefusedBefore(t *testing.T) {
 		defer runtime.KeepAlive(m)
 		_, err := Apply(context.Background(), []*File{f}, change(m.targets()), missing, 2, Whole)
 		if err != nil && !m.same(base) {
-			t.Error("refused, and changed")
+			t.Error("refused, but tensors were changed")
 		}
 		return err
 	}
@@ -237,13 +237,13 @@ func TestRefusedBefore(t *testing.T) {
 		t.Errorf("a missing tensor: %v", err)
 	}
 	if err := run(less, true); err != nil {
-		t.Errorf("a missing tensor that may be: %v", err)
+		t.Errorf("a missing tensor with missing set: %v", err)
 	}
 	more := func(all []Target) []Target {
 		return append(all, Target{Name: "more", DType: tensor.U8, Shape: []int64{1}, At: all[0].At})
 	}
 	if err := run(more, false); err != nil {
-		t.Errorf("a tensor that the delta lacks: %v", err)
+		t.Errorf("a tensor that is not in the delta: %v", err)
 	}
 	twice := func(all []Target) []Target { return append(all, all[0]) }
 	if err := run(twice, false); !errors.Is(err, errs.ErrArgument) {
@@ -255,11 +255,11 @@ func TestRefusedBefore(t *testing.T) {
 	}
 }
 
-// broken is an applier on the host that fails as memory may.
+// broken is a host applier that fails or corrupts memory.
 type broken struct {
 	*host
 	steps  []step
-	times  int // applications that fail from now on
+	times  int // number of calls of apply that corrupt a byte
 	refuse bool
 }
 
@@ -277,8 +277,8 @@ func (b *broken) apply() error {
 	return err
 }
 
-// The parts of Apply do all of it. A check changes nothing and finds tensors that are not the base, the change does not
-// check again, and undoing it gives the base.
+// The parts of Apply do the same as Whole. Check changes nothing and detects tensors that are not the base. Change
+// does not check again. Undo restores the base.
 func TestParts(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -299,13 +299,13 @@ func TestParts(t *testing.T) {
 			t.Fatalf("%s: %v", c.part, err)
 		}
 		if !m.same(c.want) {
-			t.Fatalf("%s: other tensors", c.part)
+			t.Fatalf("%s: the tensors have wrong bytes", c.part)
 		}
 	}
 }
 
-// TestUndone: when a tensor does not become what the delta says, all tensors are restored. If that also fails, the
-// error names each one and the file.
+// TestUndone checks that all tensors are restored if the result does not have the delta's digest. If that also fails,
+// the error names the affected tensors and the file.
 func TestUndone(t *testing.T) {
 	now, base := trained(seeded(t))
 	f := reparse(t, layOutFile(t, encode(t, now, base)))
@@ -322,13 +322,13 @@ func TestUndone(t *testing.T) {
 			[][]step{steps})
 		if !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), want) ||
 			!strings.Contains(err.Error(), "delta "+f.URI) {
-			t.Errorf("wrong %d times: %v", times, err)
+			t.Errorf("with %d corrupted bytes: %v", times, err)
 		}
 		if times == 2 && !m.same(base) {
-			t.Error("not undone")
+			t.Error("the change was not undone")
 		}
 	}
-	// The second of two devices refuses: the first is undone.
+	// If the second of two devices fails, the first is undone.
 	m := base.clone()
 	m.data[len(m.data)-1] = m.data[0]
 	defer runtime.KeepAlive(m)
@@ -340,7 +340,7 @@ func TestUndone(t *testing.T) {
 	err = applyChange(context.Background(), Begin(), []applier{one, &broken{host: two, steps: steps[3:], refuse: true}},
 		[][]step{steps[:3], steps[3:]})
 	if !errors.Is(err, errs.ErrDevice) {
-		t.Errorf("a device that refuses: %v", err)
+		t.Errorf("a device that fails: %v", err)
 	}
 	for i := range steps[:3] {
 		if s := &steps[i]; digest.Of(device.Bytes(s.At, s.bytes)) != s.first() {
@@ -349,8 +349,8 @@ func TestUndone(t *testing.T) {
 	}
 }
 
-// TestChain: a chain is applied in one pass, or merged into exactly the delta between its ends; one with a gap is
-// refused.
+// TestChain checks that a chain can be applied in one pass, or merged into the delta between its ends, and that a
+// chain with a gap is refused.
 func TestChain(t *testing.T) {
 	r := seeded(t)
 	models := []*model{mixed(r)}
@@ -369,32 +369,31 @@ func TestChain(t *testing.T) {
 	got := models[0].clone()
 	got.data[len(got.data)-1] = got.data[0]
 	if err := applySteps(got, chain...); err != nil || !got.same(models[5]) {
-		t.Fatalf("the chain: %v", err)
+		t.Fatalf("applying the chain: %v", err)
 	}
 	merged, err := Merge(context.Background(), chain, 2)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(layOutFile(t, merged), layOutFile(t, encode(t, models[5], models[0]))) {
-		t.Error("merged it is not the delta of its ends")
+		t.Error("the merged chain is not the delta between its ends")
 	}
 	got = models[0].clone()
 	if err := applySteps(got, chain[0], chain[2]); !errors.Is(err, errs.ErrBase) || !got.same(models[0]) {
-		t.Errorf("a chain with a hole: %v", err)
+		t.Errorf("a chain with a gap: %v", err)
 	}
 	if _, err := Merge(context.Background(), []*File{chain[1], chain[0]}, 2); !errors.Is(err, errs.ErrBase) {
 		t.Errorf("merged in the wrong order: %v", err)
 	}
-	// Forward and back again: nothing has changed.
+	// A step forward and back again merges into an empty delta.
 	back := encode(t, models[0], models[1])
 	none, err := Merge(context.Background(), []*File{chain[0], back}, 2)
 	if err != nil || slices.ContainsFunc(none.Tensors, func(t Tensor) bool { return len(t.Chunks) > 0 }) {
-		t.Errorf("there and back again: %v", err)
+		t.Errorf("forward and back again: %v", err)
 	}
 }
 
-// TestManyDeltas: a long chain of small steps ends in the right bytes, and its memory is
-// freed.
+// TestManyDeltas checks that a long chain of small steps gives the correct bytes, and that its memory is freed.
 func TestManyDeltas(t *testing.T) {
 	r := seeded(t)
 	m := &model{}
@@ -410,7 +409,7 @@ func TestManyDeltas(t *testing.T) {
 			f = reparse(t, layOutFile(t, f))
 		}
 		if err := applySteps(got, f); err != nil || !got.same(now) {
-			t.Fatalf("delta %d: %v", i, err)
+			t.Fatalf("applying delta %d: %v", i, err)
 		}
 		m = now
 		if i == 100 {
@@ -421,11 +420,11 @@ func TestManyDeltas(t *testing.T) {
 	runtime.GC()
 	runtime.ReadMemStats(&after)
 	if after.HeapAlloc > before.HeapAlloc+4<<20 {
-		t.Errorf("%d bytes stay", after.HeapAlloc-before.HeapAlloc)
+		t.Errorf("%d bytes were not freed", after.HeapAlloc-before.HeapAlloc)
 	}
 }
 
-// TestChanged: a file with any changed byte is refused.
+// TestChanged checks that a file with a changed byte or a truncated file is refused.
 func TestChanged(t *testing.T) {
 	r := seeded(t)
 	base := &model{}
@@ -442,7 +441,7 @@ func TestChanged(t *testing.T) {
 				t.Fatal("a changed byte was accepted")
 			}
 		} else if errs.Class(err) == "EngineError" {
-			t.Fatalf("no class: %v", err)
+			t.Fatalf("an error without a class: %v", err)
 		}
 	}
 	for n := range len(b) {
@@ -452,7 +451,7 @@ func TestChanged(t *testing.T) {
 	}
 }
 
-// FuzzTable: a table that passes its checksum is refused, or applied within its tensors.
+// FuzzTable checks that a table with a correct checksum is refused, or is applied without leaving its tensors.
 func FuzzTable(f *testing.F) {
 	r := rand.New(rand.NewPCG(9, 2))
 	base := &model{}
@@ -484,7 +483,7 @@ func FuzzTable(f *testing.F) {
 		if len(table) < 128 || len(table)%64 != 0 || len(data) > 1<<16 {
 			return
 		}
-		// Puts a correct checksum where the table says it is.
+		// Correct the checksum, whose offset depends on the table's header.
 		end := headSize + 8*int(le.Uint32(table[16:])) + recordSize*int(le.Uint32(table[8:])) +
 			entrySize*int(le.Uint32(table[12:])) + int(le.Uint32(table[20:]))
 		if end+4 > len(table) {
@@ -496,7 +495,7 @@ func FuzzTable(f *testing.F) {
 		p := parser{f: file, b: table, data: data}
 		if err := p.table(); err != nil {
 			if errs.Class(err) == "EngineError" {
-				t.Fatalf("no class: %v", err)
+				t.Fatalf("an error without a class: %v", err)
 			}
 			return
 		}
@@ -526,7 +525,7 @@ func FuzzTable(f *testing.F) {
 	})
 }
 
-// TestNamesAreText: a table with names that are not UTF-8, which no header could have, is refused.
+// TestNamesAreText checks that a table with names that are not UTF-8 is refused.
 func TestNamesAreText(t *testing.T) {
 	for name, want := range map[string]error{"w\u00e9": nil, "w\xff": errs.ErrFormat, "\xed\xa0\x80": errs.ErrFormat} {
 		f := &File{ChunkLen: ChunkBytes, Tensors: []Tensor{{Name: name, DType: tensor.U8, Shape: []int64{0}, Same: -1}}}
@@ -541,7 +540,7 @@ func TestNamesAreText(t *testing.T) {
 	}
 }
 
-// TestDiff: differences are counted by tensor.
+// TestDiff checks that changed elements are counted for each tensor.
 func TestDiff(t *testing.T) {
 	r := seeded(t)
 	base := &model{}

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Row says how a tensor differs. Elements of 4 and 6 bits are counted as bytes, those
-// of C64 as two. Stored is the size of its delta.
+// A Row says how a tensor differs. Elements of 4 and 6 bits are counted as bytes, elements of C64 as two. Stored is
+// the size of the tensor's delta.
 type Row struct {
 	Name     string  `json:"name"`
 	DType    string  `json:"dtype"`
@@ -22,8 +22,7 @@ type Row struct {
 	Stored   int64   `json:"stored"`
 }
 
-// Diff compares pairs in host memory with `workers` workers. The rows are sorted by
-// name.
+// Diff compares pairs in host memory with the given number of workers. The rows are sorted by name.
 func Diff(ctx context.Context, pairs []Pair, workers int, progress func(n int64)) ([]Row, error) {
 	ts, at, err := orderPairs(pairs)
 	if err != nil {

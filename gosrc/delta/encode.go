@@ -1,6 +1,6 @@
 package delta
 
-// This file makes Files from two models in memory, and from chains of Files.
+// This file creates Files from two models in memory and from chains of Files.
 
 import (
 	"context"
@@ -17,19 +17,19 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Pair is a tensor before and after, dense, at two addresses on the host or on the
-// GPU CUDA - 1. The memory must not change before the call returns.
+// A Pair is a dense tensor before and after a change, at two addresses in host memory (CUDA is 0) or on GPU CUDA - 1.
+// The memory must not change before the call returns.
 type Pair struct {
 	Name      string
 	DType     tensor.DType
 	Shape     []int64
 	New, Base uint64
 	CUDA      int32
-	Stream    uintptr // of the GPU: work that must be done first
+	Stream    uintptr // the GPU stream whose queued work must be done first
 }
 
-// orderPairs returns the tensors of pairs sorted by name, without chunks, and the pair
-// of each.
+// orderPairs returns the tensors of pairs, sorted by name and without chunks, and for each tensor the number of its
+// pair.
 func orderPairs(pairs []Pair) ([]Tensor, []int, error) {
 	at := make([]int, len(pairs))
 	for i := range at {
@@ -41,7 +41,7 @@ func orderPairs(pairs []Pair) ([]Tensor, []int, error) {
 		p := &pairs[k]
 		n, err := tensor.Size(p.DType, p.Shape)
 		if err == nil && (n > 0 && (p.New == 0 || p.Base == 0) || i > 0 && ts[i-1].Name == p.Name) {
-			err = errs.New(errs.ErrArgument, "it has no address, or its name appears twice")
+			err = errs.New(errs.ErrArgument, "it has no address, or two tensors have this name")
 		}
 		if err != nil {
 			return nil, nil, errs.Locate("delta", "", p.Name, -1, err)
@@ -51,9 +51,8 @@ func orderPairs(pairs []Pair) ([]Tensor, []int, error) {
 	return ts, at, nil
 }
 
-// Encode makes the delta from the base to the new bytes of each tensor with the given
-// number of workers. The same bytes give the same delta. progress is called with tensor
-// bytes.
+// Encode creates the delta from the base to the new bytes of each tensor with the given number of workers. The same
+// bytes always give the same delta. progress is called with numbers of encoded tensor bytes.
 func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, workers int, progress func(n int64)) (*File,
 	error) {
 	ts, at, err := orderPairs(pairs)
@@ -80,8 +79,7 @@ func Encode(ctx context.Context, pairs []Pair, metadata map[string]string, worke
 	return f, nil
 }
 
-// Unite joins Files with different tensors into the same File that Encode would make of
-// all their pairs.
+// Unite joins Files with different tensors into the File that Encode would create from all their pairs.
 func Unite(files []*File, metadata map[string]string) (*File, error) {
 	f, err := mergeFiles("", files)
 	if err != nil {
@@ -95,8 +93,8 @@ func Unite(files []*File, metadata map[string]string) (*File, error) {
 	return f, nil
 }
 
-// dropUnchanged removes tensors that did not change, and chunks that an earlier tensor
-// has.
+// dropUnchanged removes the chunks of unchanged tensors, and shares chunks with an earlier tensor that has the same
+// ones.
 func dropUnchanged(f *File) {
 	type key struct {
 		base, now digest.Sum
@@ -121,7 +119,7 @@ func dropUnchanged(f *File) {
 
 type chunkTask struct{ tensor, chunk int }
 
-// chunkTasks lists the chunks of some tensors.
+// chunkTasks returns the chunks of the tensors in list.
 func chunkTasks(f *File, list []int) (all []chunkTask) {
 	for _, i := range list {
 		for k := range sizes.CeilDiv(f.Tensors[i].Bytes, f.ChunkLen) {
@@ -131,15 +129,14 @@ func chunkTasks(f *File, list []int) (all []chunkTask) {
 	return all
 }
 
-// bothStates returns the bytes of a task from byte `from` of its tensor on, after and
-// before.
+// bothStates returns the bytes of a task's chunk after and before the change, and their offset in the tensor.
 func bothStates(f *File, task chunkTask, pair *Pair) (now, base []byte, from int64) {
 	from = int64(task.chunk) * f.ChunkLen
 	size := int64(f.chunkLength(&f.Tensors[task.tensor], task.chunk))
 	return device.Bytes(pair.New+uint64(from), size), device.Bytes(pair.Base+uint64(from), size), from
 }
 
-// encodeHost encodes the tensors in list, all in host memory.
+// encodeHost encodes the tensors in list, which are in host memory.
 func encodeHost(ctx context.Context, f *File, list []int, pair func(i int) *Pair, workers int,
 	progress func(n int64)) error {
 	type sums struct{ now, base digest.State }
@@ -175,14 +172,14 @@ func encodeHost(ctx context.Context, f *File, list []int, pair func(i int) *Pair
 	return nil
 }
 
-// A chain is a sequence of Files, with the position of each tensor in each File.
+// A link is a tensor in one File of a chain.
 type link struct {
 	file   *File
 	tensor *Tensor
 }
 
-// findLinks finds a tensor in the files of a chain, and checks that each link begins
-// where the previous one ends. It returns nothing if no file has the tensor.
+// findLinks finds a tensor in the files of a chain and checks that each link starts where the previous one ends. It
+// returns nil if no file has the tensor.
 func findLinks(chain []*File, name string) ([]link, error) {
 	var all []link
 	for _, f := range chain {
@@ -204,11 +201,11 @@ func findLinks(chain []*File, name string) ([]link, error) {
 	return all, nil
 }
 
-// Merge joins a chain into the delta that Encode would make of the chain's first base
-// and last result. The metadata is that of the last file.
+// Merge merges a chain into the delta that Encode would create from the chain's first base and last result. Its
+// metadata comes from the last file.
 func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 	if len(chain) == 0 {
-		return nil, errs.New(errs.ErrArgument, "no deltas to merge")
+		return nil, errs.New(errs.ErrArgument, "no deltas to merge: expected at least one")
 	}
 	var names []string
 	for _, f := range chain {
@@ -246,7 +243,7 @@ func Merge(ctx context.Context, chain []*File, workers int) (*File, error) {
 	return out, nil
 }
 
-// mergeLinks returns the delta of bytes [at, at+n) of a tensor over its links.
+// mergeLinks returns the encoded delta of all links for bytes [at, at+n) of a tensor.
 func mergeLinks(all []link, at int64, n int) ([]byte, error) {
 	var x []byte
 	for _, l := range all {
@@ -269,7 +266,7 @@ func mergeLinks(all []link, at int64, n int) ([]byte, error) {
 	return delta.Encode(nil, x, make([]byte, n), widthOf(all[0].tensor.DType))
 }
 
-// applyLink applies bytes [at, at+len(x)) of a delta to x, chunk by chunk of its file.
+// applyLink applies the delta of tensor bytes [at, at+len(x)) to x. The file's chunks may have other boundaries.
 func applyLink(l link, x []byte, at int64) error {
 	f, t := l.file, l.tensor
 	for end := at + int64(len(x)); at < end; {

@@ -7,11 +7,10 @@ package delta
 //	table: "OWDT" | u32 version 1 | u32 tensors | u32 chunks | u32 dims | u32 bytes of names | u32 chunk bytes | u32 0
 //	       | dims u64 each | tensors 64 each | chunks 8 each | names | u32 CRC32C | zeros to a multiple of 64
 //	tensor: u8 dtype | u8 rank | u16 bytes of the name | u32 chunks | u64 bytes | u8[16] base |
-// u8[16] new | u32 same | u8[12] 0
+//	        u8[16] new | u32 same | u8[12] 0
 //	chunk: u32 stored | u32 CRC32C
 //
-// The stored chunks are contiguous. Specification: docs/format.md 7.1; nothing else
-// writes this format.
+// The stored chunks are contiguous. The specification is docs/format.md 7.1. Only this package writes this format.
 
 import (
 	"bytes"
@@ -100,7 +99,7 @@ func encodeTable(f *File) ([]byte, error) {
 	return append(b, make([]byte, sizes.RoundUp(len(b), tensor.BlobAlign)-len(b))...), nil
 }
 
-// appendEntries appends the entries of n chunks. It computes checksums on all cores.
+// appendEntries appends the table entries of n chunks and computes their checksums on all cores.
 func appendEntries(b []byte, f *File, n int) []byte {
 	all := make([][]byte, 0, n)
 	for i := range f.Tensors {
@@ -122,8 +121,7 @@ func appendEntries(b []byte, f *File, n int) []byte {
 	return b
 }
 
-// layOut returns the file's bytes, in pieces, with everything before the chunks first.
-// It sets Size.
+// layOut returns the file's bytes in pieces. The first piece is everything before the chunks. It sets Size.
 func layOut(f *File, table []byte) ([][]byte, error) {
 	pieces, storedBytes := [][]byte{nil}, int64(0)
 	for i := range f.Tensors {
@@ -164,9 +162,9 @@ func layOut(f *File, table []byte) ([][]byte, error) {
 	return pieces, nil
 }
 
-// Parse parses the bytes of a file, which the File keeps, and checks all of them: the header, the table, each
-// chunk's checksum, and that each chunk can be applied. Changed bytes are errs.ErrCorrupt, a file of another
-// kind is errs.ErrFormat, and a shard without the others is errs.ErrNotFound.
+// Parse parses the bytes of a file, which the File retains. It checks the header, the table, each chunk's checksum,
+// and that each chunk can be applied. Changed bytes are errs.ErrCorrupt, a file of another format is errs.ErrFormat,
+// and a shard without the other shards is errs.ErrNotFound.
 func Parse(ctx context.Context, uri string, b []byte) (*File, error) {
 	f, err := parseFile(ctx, uri, b)
 	if err != nil {
@@ -182,7 +180,7 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	}
 	isOurs, err := overwire.Is(&h)
 	if err == nil && !isOurs {
-		err = errs.New(errs.ErrFormat, "this is not a delta file: save_delta writes those")
+		err = errs.New(errs.ErrFormat, "this is not a delta file; save_delta writes delta files")
 	}
 	if err != nil {
 		return nil, err
@@ -192,7 +190,7 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 		return nil, err
 	}
 	if len(h.Tensors) != 3 || h.Tensors[1].Name != tableName || h.Tensors[2].Name != chunksName {
-		return nil, errs.New(errs.ErrFormat, "a delta file has exactly the tensors %s, %s and %s",
+		return nil, errs.New(errs.ErrFormat, "a delta file must have exactly the tensors %s, %s and %s",
 			overwire.IndexName, tableName,
 			chunksName)
 	}
@@ -209,7 +207,7 @@ func parseFile(ctx context.Context, uri string, b []byte) (*File, error) {
 	return f, p.checkChunks(ctx)
 }
 
-// A parser parses a table. sums has the checksum of each chunk.
+// A parser parses a table. sums holds the checksum of each chunk.
 type parser struct {
 	f                           *File
 	b, data                     []byte
@@ -240,7 +238,8 @@ func (p *parser) table() error {
 		return errs.New(errs.ErrCorrupt, "the padding of the table is not zero")
 	}
 	if v := le.Uint32(b[4:]); v != version {
-		return errs.New(errs.ErrNotSupported, "this delta has version %d: upgrade overwire", v)
+		return errs.New(errs.ErrNotSupported,
+			"this delta has version %d, but this overwire reads only 1: upgrade overwire", v)
 	}
 	p.f.ChunkLen = int64(le.Uint32(b[24:]))
 	if n := p.f.ChunkLen; n < 4096 || n > delta.MaxBytes || n%4096 != 0 || le.Uint32(b[28:]) != 0 {
@@ -266,8 +265,7 @@ func (p *parser) table() error {
 	return p.cutChunks(b[end-p.text-entrySize*p.chunks:])
 }
 
-// tensor reads record i, and returns the remaining dims and names. first is its first
-// chunk.
+// tensor reads record i and returns the remaining dims and names. first is the number of its first chunk.
 func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, error) {
 	r := p.b[headSize+8*p.dims+recordSize*i:][:recordSize]
 	rank, text, count := int(r[1]), int(le.Uint16(r[2:])), int(le.Uint32(r[4:]))
@@ -318,7 +316,7 @@ func (p *parser) tensor(i int, dims, names []byte, first int) ([]byte, []byte, e
 	return dims[8*rank:], names[text:], nil
 }
 
-// cutChunks assigns each chunk its bytes.
+// cutChunks assigns stored bytes to each chunk.
 func (p *parser) cutChunks(entries []byte) error {
 	p.sums, p.of = make([]uint32, p.chunks), make([]int32, p.chunks)
 	rest, n := p.data, 0
@@ -332,7 +330,8 @@ func (p *parser) cutChunks(entries []byte) error {
 			storedBytes := int(le.Uint32(entries[entrySize*n:]))
 			p.sums[n], p.of[n] = le.Uint32(entries[entrySize*n+4:]), int32(i)
 			if storedBytes > len(rest) || storedBytes == 0 && p.sums[n] != 0 {
-				return formatError("tensor %q: invalid size of chunk %d: %d bytes", t.Name, k, storedBytes)
+				return formatError("tensor %q: chunk %d has the invalid size %d, or a checksum without bytes",
+					t.Name, k, storedBytes)
 			}
 			if storedBytes > 0 {
 				t.Chunks[k], rest, some = rest[:storedBytes:storedBytes], rest[storedBytes:], true
@@ -340,7 +339,7 @@ func (p *parser) cutChunks(entries []byte) error {
 			n++
 		}
 		if len(t.Chunks) > 0 && !some {
-			return formatError("tensor %q has chunks, but none of them changes it", t.Name)
+			return formatError("tensor %q has chunks, but all of them are empty", t.Name)
 		}
 	}
 	if len(rest) != 0 {
@@ -349,7 +348,7 @@ func (p *parser) cutChunks(entries []byte) error {
 	return nil
 }
 
-// checkChunks compares the checksum of every chunk, and decodes it.
+// checkChunks verifies the checksum of every chunk and that it can be decoded.
 func (p *parser) checkChunks(ctx context.Context) error {
 	const step = 64
 	return spawn.Each(ctx, "delta check", runtime.GOMAXPROCS(0), sizes.CeilDiv(p.chunks, step), func(i int) error {

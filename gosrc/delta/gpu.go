@@ -1,6 +1,6 @@
 package delta
 
-// This file applies and makes deltas on a GPU.
+// This file applies and creates deltas on a GPU.
 
 import (
 	"context"
@@ -10,8 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// gpu applies deltas to tensors on a GPU. All of its work is on the stream of the first
-// tensor.
+// gpu applies deltas to tensors on a GPU. It queues all work on the stream of the first tensor.
 type gpu struct {
 	d      *cuda.Device
 	on     stream.Order
@@ -54,7 +53,7 @@ func (g *gpu) prepareSteps(context.Context) error {
 	return nil
 }
 
-// apply applies the files one after the other, in any order, because XOR commutes.
+// apply applies the files one after the other. Their order does not matter, because XOR is commutative.
 func (g *gpu) apply() error {
 	for i, chunks := range g.chunks {
 		if err := g.d.ApplyDelta(g.on, chunks); err != nil {
@@ -69,7 +68,7 @@ func (g *gpu) apply() error {
 	return nil
 }
 
-// encodeGPU encodes the tensors in list, all of one GPU.
+// encodeGPU encodes the tensors in list, which are on one GPU.
 func encodeGPU(ctx context.Context, f *File, number int, list []int, pair func(i int) *Pair,
 	progress func(n int64)) error {
 	d, err := cuda.Open(number)

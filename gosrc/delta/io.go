@@ -23,9 +23,9 @@ import (
 // stem is the base name of a delta's files in a folder.
 const stem = "delta"
 
-// Read reads a whole delta, and checks every byte. The delta is a file or object, or the shards of a
-// folder or an index.json. The File keeps the stored bytes, and no decoded ones. Read refuses a delta
-// for which the host has too little memory left.
+// Read reads a delta and checks every byte. uri is a file or object, a folder of shards, or an index.json. The File
+// holds the stored bytes, not the decoded ones. Read refuses a delta that does not fit into the host's available
+// memory.
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	stores := open.With(opt)
 	lists := format.Options{List: stores.List}
@@ -83,9 +83,9 @@ func readOne(ctx context.Context, uri string, src source.Source) (*File, error) 
 	return f, errs.Locate("delta", uri, "", -1, err)
 }
 
-// Write writes the delta to spec.Path, in shards of at most spec.Shard bytes of chunks. Its files
-// appear together. If the path is a folder, the auxiliary files of the folder model are also
-// copied to it (convert.WritePrewritten); "" copies none.
+// Write writes the delta to spec.Path, in shards with at most spec.Shard bytes of chunks. All files appear together.
+// If the path is a folder, the auxiliary files of the folder model are copied to it (convert.WritePrewritten), unless
+// model is "".
 func Write(ctx context.Context, j *job.Job, f *File, model string, spec save.Spec) (Report, error) {
 	shards, tables, err := splitFile(f, spec.Shard)
 	if err != nil {
@@ -113,8 +113,8 @@ func Write(ctx context.Context, j *job.Job, f *File, model string, spec save.Spe
 	return r, err
 }
 
-// writeAll writes pieces one after the other. Several workers each gather many pieces
-// and write them with one call.
+// writeAll writes the pieces one after the other. Each of several workers gathers many pieces and writes them with
+// one call.
 func writeAll(ctx context.Context, write func(p []byte, off int64) error, pieces [][]byte) error {
 	const most, workers = 4 << 20, 8
 	type part struct {

@@ -1,13 +1,11 @@
 package delta
 
-// This file divides a delta into shards, and joins its shards.
-//
-// Each shard is a separate file with the metadata entry
+// This file divides a delta into shards and joins them. Each shard is a separate file with the metadata entry
 //
 //	overwire.delta: "2 of 5 of 00112233445566778899aabbccddeeff"
 //
-// The last word is the digest of the digests of all shards' tables, in order. It is the same in all shards of
-// one delta, and different in other deltas.
+// The last word is the digest of the digests of all shards' tables, in order. It is the same in all shards of a delta
+// and differs between deltas.
 
 import (
 	"fmt"
@@ -21,8 +19,8 @@ import (
 
 const shardKey = "overwire.delta"
 
-// A mark says which shard a file is, and of how many. of is 0 for an unsharded delta.
-// table is the digest of its table.
+// A mark says which shard a file is and how many shards there are. of is 0 for a delta without shards. table is the
+// digest of the file's table.
 type mark struct {
 	number, of int
 	set        digest.Sum
@@ -31,7 +29,7 @@ type mark struct {
 
 func (m *mark) String() string { return fmt.Sprintf("%d of %d of %v", m.number, m.of, m.set) }
 
-// readMark reads the metadata entry, and removes it.
+// readMark reads the mark from the metadata and removes its entry.
 func readMark(f *File) error {
 	text, ok := f.Metadata[shardKey]
 	if !ok {
@@ -50,7 +48,7 @@ func readMark(f *File) error {
 	return nil
 }
 
-// setOf returns the digest of a set of shards from the digests of their tables.
+// setOf returns the digest of a set of shards, given the digests of their tables.
 func setOf(tables []digest.Sum) digest.Sum {
 	var b []byte
 	for _, t := range tables {
@@ -59,9 +57,9 @@ func setOf(tables []digest.Sum) digest.Sum {
 	return digest.Of(b)
 }
 
-// splitFile divides a File into shards of at most that many bytes of chunks, sorted by name;
-// 0 means one. A tensor's chunks stay in one shard, together with tensors that share them.
-// It returns the table of each.
+// splitFile divides a File into shards, sorted by name, with at most `most` bytes of chunks each; 0 means one shard.
+// All chunks of a tensor, and all tensors that share them, are in the same shard. It also returns the table of each
+// shard.
 func splitFile(f *File, most int64) (shards []*File, tables [][]byte, err error) {
 	in := make([]int, len(f.Tensors))
 	n, size := 0, int64(0)
@@ -107,14 +105,13 @@ func splitFile(f *File, most int64) (shards []*File, tables [][]byte, err error)
 	return shards, tables, nil
 }
 
-// joinFiles makes one File of the files that a name stands for. index is their index.json, or
-// nil.
+// joinFiles joins the files of one delta into one File. index is their index.json, or nil.
 func joinFiles(uri string, files []*File, index *safetensors.Shards) (*File, error) {
 	if index != nil {
 		for _, w := range index.Weights {
 			if _, ok := files[w.File].Find(w.Name); !ok {
 				return nil, errs.Locate("delta", files[w.File].URI, w.Name, -1,
-					formatError("the shards' index lists a tensor that is not in this file"))
+					formatError("the index.json lists this tensor, but it is not in this file"))
 			}
 		}
 	}
@@ -158,7 +155,7 @@ func mergeFiles(uri string, files []*File) (*File, error) {
 	type place struct{ file, tensor int }
 	out := &File{URI: uri, Metadata: files[0].Metadata, ChunkLen: files[0].ChunkLen}
 	var all []place
-	at := make([][]int, len(files)) // indices in out of each file's tensors
+	at := make([][]int, len(files)) // for each file, the numbers of its tensors in out
 	for k, f := range files {
 		out.Size += f.Size
 		at[k] = make([]int, len(f.Tensors))
@@ -176,7 +173,7 @@ func mergeFiles(uri string, files []*File) (*File, error) {
 		t := files[p.file].Tensors[p.tensor]
 		at[p.file][p.tensor] = i
 		if t.Same >= 0 {
-			t.Same = at[p.file][t.Same] // it comes first, because names are sorted
+			t.Same = at[p.file][t.Same] // already set, because names are sorted
 		}
 		out.Tensors = append(out.Tensors, t)
 	}

@@ -38,8 +38,8 @@ func names(t *testing.T, dir string) (out []string) {
 	return out
 }
 
-// Shards of any size hold the same as one file, also for tied tensors. They are read by their folder, by their index,
-// or all of them in a folder without an index.
+// Shards of any size contain the same delta as one file, also with tied tensors. They can be read by folder, by
+// index, or by folder without an index.
 func TestShards(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)
@@ -52,7 +52,7 @@ func TestShards(t *testing.T) {
 		many := most < 1<<40
 		if got := names(t, dir); many != slices.Contains(got, filepath.Base(index)) || many != (len(got) > 1) ||
 			len(rep.Files) != len(got) {
-			t.Fatalf("at most %d: %v, %v", most, got, rep.Files)
+			t.Fatalf("at most %d: got the files %v, but the report lists %v", most, got, rep.Files)
 		}
 		ways := []string{dir, dir + "/"}
 		if many {
@@ -69,11 +69,11 @@ func TestShards(t *testing.T) {
 				t.Fatalf("at most %d, %s: %v", most, way, err)
 			}
 			if size := f.Size; size != rep.Stored || f.Metadata["step"] != "1" || len(f.Metadata) != 1 {
-				t.Errorf("%d bytes, not %d; %v", size, rep.Stored, f.Metadata)
+				t.Errorf("got %d bytes, want %d; metadata %v", size, rep.Stored, f.Metadata)
 			}
 			if !bytes.Equal(layOutFile(t, &File{Metadata: f.Metadata, Tensors: f.Tensors, ChunkLen: f.ChunkLen}),
 				want) {
-				t.Errorf("at most %d, %s: another delta", most, way)
+				t.Errorf("at most %d, %s: a different delta", most, way)
 			}
 			live := base.clone()
 			live.data[len(live.data)-1] = live.data[0]
@@ -85,17 +85,18 @@ func TestShards(t *testing.T) {
 	runtime.KeepAlive(base)
 }
 
-// Files that do not form one whole delta are refused by name with a typed error: a single shard, a missing one, one of
-// another delta (also of the same tensors), a duplicate, two deltas in one folder, an index that names a missing file.
+// Files that do not form one complete delta are refused with a typed error: a single shard, a missing shard, a shard
+// of another delta (even with the same tensors), a duplicate, two deltas in one folder, and an index that lists a
+// missing file.
 func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)
 	one := encode(t, now, base)
-	two := encode(t, base, now) // the same names, the same sizes
+	two := encode(t, base, now) // the same names and sizes
 	shard := func(dir string, k int) string {
 		all, _ := filepath.Glob(filepath.Join(dir, "delta-*.safetensors"))
 		if len(all) < 3 {
-			t.Fatalf("%d shards", len(all))
+			t.Fatalf("got %d shards, want at least 3", len(all))
 		}
 		return all[k]
 	}
@@ -119,7 +120,7 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 		{"missing without an index", func(dir, _ string) {
 			_ = os.Remove(shard(dir, 1))
 			_ = os.Remove(filepath.Join(dir, "delta.safetensors.index.json"))
-		}, errs.ErrFormat, "shards are there: shard 2 is missing"},
+		}, errs.ErrFormat, "shards: shard 2 is missing"},
 		{"foreign", func(dir, other string) { move(shard(other, 1), shard(dir, 1)) }, errs.ErrFormat, "a different delta"},
 		{"twice", func(dir, _ string) { move(shard(dir, 0), shard(dir, 1)) }, errs.ErrFormat, "not in this file"},
 		{"twice without an index", func(dir, _ string) {
@@ -167,8 +168,8 @@ func TestShardsThatDoNotBelongTogether(t *testing.T) {
 	runtime.KeepAlive([]*model{now, base})
 }
 
-// A write that fails or is cancelled leaves the old delta, or nothing. One that succeeds leaves no shard of the old
-// one.
+// A write that fails or is cancelled keeps the old delta, or leaves no file. A write that succeeds leaves no shard of
+// the old delta.
 func TestShardsReplaceOthers(t *testing.T) {
 	r := seeded(t)
 	now, base := trained(r)
@@ -179,10 +180,10 @@ func TestShardsReplaceOthers(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	if _, err := Write(ctx, job.New("test"), two, "", save.Spec{Path: path, Shard: 2000}); err == nil {
-		t.Error("a cancelled write")
+		t.Error("a cancelled write succeeded")
 	}
 	if got := names(t, filepath.Dir(path)); !slices.Equal(got, before) {
-		t.Errorf("%v, before %v", got, before)
+		t.Errorf("got the files %v, want %v", got, before)
 	}
 	if f, err := Read(context.Background(), path+".index.json", source.Options{}); err != nil ||
 		f.Tensors[0].New != one.Tensors[0].New {
@@ -193,14 +194,14 @@ func TestShardsReplaceOthers(t *testing.T) {
 	if err != nil || f.Tensors[0].New != two.Tensors[0].New {
 		t.Errorf("the new delta: %v", err)
 	}
-	write(t, one, path, 1<<40) // one file, since the limit allows it
+	write(t, one, path, 1<<40) // the limit allows a single file
 	if got := names(t, filepath.Dir(path)); !slices.Equal(got, []string{"x.safetensors"}) {
 		t.Error(got)
 	}
 	write(t, one, path, 1)
 	if _, err := Write(context.Background(), job.New("test"), two, "",
 		save.Spec{Path: path}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("one file next to an index: %v", err)
+		t.Errorf("a single file next to an index: %v", err)
 	}
 	if _, err := Write(context.Background(), job.New("test"), two, "",
 		save.Spec{Path: filepath.Dir(path) + "/"}); !errors.Is(err, errs.ErrArgument) {

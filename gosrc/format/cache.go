@@ -1,6 +1,6 @@
 package format
 
-// This file caches the indexes of files that were opened before.
+// This file caches the indexes of recently opened files.
 
 import (
 	"container/list"
@@ -10,16 +10,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// cacheBytes limits the memory of a Cache to about 400,000 tensors.
+// cacheBytes limits the memory of a Cache. It fits about 400,000 tensors.
 const cacheBytes = 64 << 20
 
-// A Cache keeps the indexes of recently opened files, up to a limit, so that opening
-// them again reads and parses nothing. A cached index always describes the file's
-// present state: the cache skips sources without an Identity, and files that changed a
+// A Cache keeps the indexes of recently opened files, so that opening one again reads and parses nothing. To return
+// only indexes that match the file's current state, it skips sources without an Identity and files that changed a
 // moment ago. The zero value is ready to use. A Cache is safe for concurrent use.
 type Cache struct {
 	mu    sync.Mutex
-	by    map[cacheKey]*list.Element // of *cached
+	by    map[cacheKey]*list.Element // elements are *cached
 	order list.List                  // most recently used first
 	bytes int64
 }
@@ -35,7 +34,7 @@ type cached struct {
 	bytes int64
 }
 
-// key returns the key of a source's index. ok is false if it must not be cached.
+// key returns the key of a source's index. ok is false if the index must not be cached.
 func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	if c == nil {
 		return k, false
@@ -44,7 +43,7 @@ func (c *Cache) key(src source.Source, lenient bool) (k cacheKey, ok bool) {
 	return cacheKey{f.Identity, lenient}, f.File != nil && f.Settled
 }
 
-// getIndex returns the index of a file under its present name, or nil.
+// getIndex returns the index of a cached file with URI set to uri, or nil.
 func (c *Cache) getIndex(k cacheKey, uri string) *tensor.Index {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -59,7 +58,7 @@ func (c *Cache) getIndex(k cacheKey, uri string) *tensor.Index {
 	return &tensor.Index{Sources: []tensor.Source{s}, Tensors: was.Tensors, Chunks: was.Chunks}
 }
 
-// put stores the index of one source, and drops old ones to make space.
+// put stores the index of one source, and evicts the least recently used ones if the cache is full.
 func (c *Cache) put(k cacheKey, ix *tensor.Index) {
 	e := &cached{k, ix, footprintOf(ix)}
 	c.mu.Lock()

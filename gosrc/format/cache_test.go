@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// counted is a local file whose reads are counted.
+// counted is a local file that counts its reads.
 type counted struct {
 	*file.File
 	reads *atomic.Int64
@@ -28,8 +28,7 @@ func (c counted) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return c.File.ReadAt(ctx, p, off)
 }
 
-// plainFile writes a safetensors file of n one-byte tensors. Its times claim that it last changed an hour ago, but its
-// inode changes right now.
+// plainFile writes a safetensors file of n one-byte tensors.
 func plainFile(t *testing.T, path string, n int, prefix string) {
 	t.Helper()
 	var entries []string
@@ -44,7 +43,7 @@ func plainFile(t *testing.T, path string, n int, prefix string) {
 	}
 }
 
-// settled is a counted file that claims to have been unchanged for long, as it would some seconds later.
+// settled is a counted file that reports Settled, as if it had not changed for some seconds.
 type settled struct{ counted }
 
 func (s settled) Facts() source.Facts {
@@ -53,8 +52,8 @@ func (s settled) Facts() source.Facts {
 	return f
 }
 
-// A second open reads and parses nothing, uses the file's current name, and sees every change of the file: rewritten in
-// place, replaced, touched.
+// Opening a file again reads and parses nothing and uses the file's current name. Every change to the file is
+// noticed: rewriting in place, replacing, and touching it.
 func TestCache(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a.safetensors")
 	plainFile(t, path, 100, "t")
@@ -76,7 +75,7 @@ func TestCache(t *testing.T) {
 		return ix.Tensors[0].Name, ix.Sources[0].URI, reads.Load()
 	}
 	if name, _, n := first(path, Options{}); name != "t0" || n != 1 {
-		t.Fatalf("%s after %d reads", name, n)
+		t.Fatalf("got tensor %s after %d reads", name, n)
 	}
 	other := path + ".link"
 	if err := os.Link(path, other); err != nil { // changes the inode
@@ -89,19 +88,19 @@ func TestCache(t *testing.T) {
 		t.Errorf("%s of %s after %d reads, want none", name, uri, n)
 	}
 	if _, _, n := first(path, Options{Lenient: true}); n != 1 {
-		t.Errorf("%d reads: what is lenient was shared with what is strict", n)
+		t.Errorf("%d reads: a strict index was used for a lenient open", n)
 	}
 	st, err := os.Stat(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(20 * time.Millisecond) // a tick of the file system's clock
-	plainFile(t, path, 100, "u")      // in place, same length, with the old time
+	time.Sleep(20 * time.Millisecond) // lets the file system's clock advance
+	plainFile(t, path, 100, "u")      // same inode and length; Chtimes below restores the time
 	if err := os.Chtimes(path, st.ModTime(), st.ModTime()); err != nil {
 		t.Fatal(err)
 	}
 	if name, _, n := first(path, Options{}); name != "u0" || n != 1 {
-		t.Errorf("%s after %d reads of a file that was written anew", name, n)
+		t.Errorf("%s after %d reads of a file that was rewritten", name, n)
 	}
 	plainFile(t, path+".new", 100, "v")
 	if err := os.Rename(path+".new", path); err != nil {
@@ -111,18 +110,18 @@ func TestCache(t *testing.T) {
 		t.Errorf("%s after %d reads of a file that was replaced", name, n)
 	}
 	if name, _, _ := first(other, Options{}); name != "u0" {
-		t.Errorf("%s behind the old name", name)
+		t.Errorf("%s is read through the old link, want u0", name)
 	}
 }
 
-// A file that changed a moment ago is not cached, because it may change again within the same clock tick. Bad files,
-// and sources that do not know, are not cached either.
+// A file that changed a moment ago is not cached, because it may change again within the same clock tick. Invalid
+// files and sources without Settled are not cached either.
 func TestCacheKeepsNot(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "a.safetensors")
 	var c Cache
 	var reads atomic.Int64
 	var f *file.File
-	for f == nil || f.Facts().Settled { // a slow host may let seconds pass in between
+	for f == nil || f.Facts().Settled { // on a slow host, seconds may pass between the two steps
 		plainFile(t, path, 3, "t")
 		var err error
 		if f, err = file.Open(path); err != nil {
@@ -136,7 +135,7 @@ func TestCacheKeepsNot(t *testing.T) {
 		}
 	}
 	if reads.Load() != 2 || c.order.Len() != 0 {
-		t.Errorf("%d reads and %d kept of a fresh file", reads.Load(), c.order.Len())
+		t.Errorf("a fresh file had %d reads, want 2, and %d cached indexes, want 0", reads.Load(), c.order.Len())
 	}
 	if err := os.WriteFile(path, []byte("no such file at all"), 0o600); err != nil {
 		t.Fatal(err)
@@ -153,11 +152,11 @@ func TestCacheKeepsNot(t *testing.T) {
 		}
 	}
 	if c.order.Len() != 0 {
-		t.Errorf("%d bad files kept", c.order.Len())
+		t.Errorf("%d invalid files were cached", c.order.Len())
 	}
 }
 
-// The cache stays within its bound and keeps the latest.
+// The cache stays within its limit and keeps the most recently used indexes.
 func TestCacheBound(t *testing.T) {
 	dir := t.TempDir()
 	var c Cache
@@ -176,9 +175,9 @@ func TestCacheBound(t *testing.T) {
 	for i := range 600 {
 		k := cacheKey{id: source.Identity{Inode: uint64(i)}}
 		c.put(k, ix)
-		c.put(k, ix) // two readers at the same time
+		c.put(k, ix) // as two concurrent readers would
 		if kept = append(kept, k); c.getIndex(kept[0], "x") == nil {
-			t.Fatalf("the one that is used was dropped after %d", i)
+			t.Fatalf("the most recently used index was evicted at entry %d", i)
 		}
 	}
 	if c.bytes > cacheBytes || c.bytes < cacheBytes/2 || len(c.by) != c.order.Len() ||
@@ -186,11 +185,11 @@ func TestCacheBound(t *testing.T) {
 		t.Errorf("%d bytes in %d and %d entries", c.bytes, len(c.by), c.order.Len())
 	}
 	if c.getIndex(kept[1], "x") != nil || c.getIndex(kept[599], "x") == nil {
-		t.Error("not the latest were kept")
+		t.Error("the cache did not keep the latest entries")
 	}
 }
 
-// Of several bad files the first is named, in whatever order they are read.
+// If several files are invalid, the error names the first one, regardless of the order in which they are read.
 func TestOpenNamesTheFirst(t *testing.T) {
 	dir := t.TempDir()
 	var srcs []source.Source
@@ -218,6 +217,6 @@ func TestOpenNamesTheFirst(t *testing.T) {
 	}
 	ix, err := Open(context.Background(), srcs[:20], Options{})
 	if err != nil || len(ix.Tensors) != 100 || ix.Tensors[57].Source != 11 {
-		t.Errorf("%v", err)
+		t.Errorf("Open of the valid files: %v", err)
 	}
 }

@@ -1,6 +1,6 @@
 package format
 
-// This file selects the model among the files of a folder; docs/folders.md has the rules.
+// This file selects the model among the files of a folder, by the rules of docs/folders.md.
 
 import (
 	"context"
@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A family is a model in a folder: an index, a single file, or shards without an index.
+// A family is one model in a folder: an index, a single file, or shards without an index.
 type family struct {
 	modelfiles.Name // of the first file
 	paths           []string
 	numbers         []int // of the shards
 }
 
-// divideFamilies divides the files of a folder into families. unlisted are files that a save
-// has marked and no index lists: they are not models.
+// divideFamilies divides the files of a folder into families. unlisted contains the files that are marked as parts of
+// a save but are in no index; they are not models.
 func divideFamilies(paths []string) (all []*family, unlisted []string) {
 	by := map[modelfiles.Name]*family{}
 	for _, path := range paths {
@@ -37,7 +37,7 @@ func divideFamilies(paths []string) (all []*family, unlisted []string) {
 		key := n
 		key.Number = 0
 		f := by[key]
-		if f == nil || n.Index { // with several indexes, each is a model
+		if f == nil || n.Index { // each index is a model
 			f = &family{Name: n}
 			by[key] = f
 			all = append(all, f)
@@ -47,7 +47,7 @@ func divideFamilies(paths []string) (all []*family, unlisted []string) {
 	return all, unlisted
 }
 
-// lackingShards names the missing shards of a family without an index; "" if it is complete.
+// lackingShards describes the missing shards of a family without an index, or returns "" if it is complete.
 func (f *family) lackingShards() string {
 	if f.Index || f.Of == 0 {
 		return ""
@@ -66,18 +66,18 @@ func (f *family) lackingShards() string {
 		return ""
 	}
 	if len(numbers) == 0 {
-		return fmt.Sprintf("the folder has %d shards with numbers out of %d", len(f.numbers), f.Of)
+		return fmt.Sprintf("the folder has %d shards, but their names say %d", len(f.numbers), f.Of)
 	}
 	noun, verb := "shard", "is"
 	if len(numbers) > 1 {
 		noun, verb = "shards", "are"
 	}
-	return fmt.Sprintf("only %d of %d shards are there: %s %s %s missing", len(f.numbers), f.Of, noun,
+	return fmt.Sprintf("it has only %d of %d shards: %s %s %s missing", len(f.numbers), f.Of, noun,
 		strings.Join(numbers, ", "), verb)
 }
 
-// preferDefaults drops variants if their default is present, shards without an index if a
-// single file is present, and consolidated weights if another model is present.
+// preferDefaults drops variants if their default is present, shards without an index if the same model is present as
+// a single file, and consolidated weights if "model" is present.
 func preferDefaults(all []*family) []*family {
 	has := func(of func(f *family) bool) bool { return slices.ContainsFunc(all, of) }
 	return slices.DeleteFunc(slices.Clone(all), func(f *family) bool {
@@ -89,8 +89,8 @@ func preferDefaults(all []*family) []*family {
 	})
 }
 
-// chooseModel selects the model among the files of a folder: an index.json, which the caller
-// must read, or Files.URIs.
+// chooseModel selects the model among the files of a folder. It sets Files.Index to an index.json that the caller
+// must read, or sets Files.URIs.
 func chooseModel(dir string, names []string) (Files, error) {
 	all, unlisted := divideFamilies(names)
 	some := preferDefaults(all)
@@ -122,7 +122,7 @@ func chooseModel(dir string, names []string) (Files, error) {
 		for _, f := range some {
 			names = append(names, f.paths[0])
 		}
-		return Files{}, placeError(dir, errs.New(errs.ErrArgument, "the folder contains several models, name one "+
+		return Files{}, placeError(dir, errs.New(errs.ErrArgument, "the folder contains several models; name one "+
 			"of them: %s",
 			strings.Join(names, ", ")))
 	case len(indexes) == 1:
@@ -146,17 +146,14 @@ func chooseModel(dir string, names []string) (Files, error) {
 	return Files{URIs: files, listed: true}, nil
 }
 
-// A Model is one model of a local folder: Names open it, and Paths are its files and
-// index.
+// A Model is one model of a local folder. Names are the paths that open it. Paths are its files, including the index.
 type Model struct{ Names, Paths []string }
 
-// ofLibraries are the base names that libraries look for, regardless of other files in the
-// folder.
+// ofLibraries are the base names that libraries look for, regardless of other files in the folder.
 var ofLibraries = []string{"model", "diffusion_pytorch_model", "consolidated"}
 
-// Models returns the models of a folder, and last the folder's default model. The others
-// have other indexes, are variants, or are what another library would choose. names are
-// the files of a remote folder; nil means that the folder is local.
+// Models returns the models of a folder; the folder's default model is last. The other models have other indexes, are
+// variants, or have names in ofLibraries. names are the files of a remote folder; nil means that the folder is local.
 func Models(ctx context.Context, dir string, names []string, open Opener) (_ []Model, err error) {
 	if names == nil {
 		if names, err = namesOf(dir); err != nil {

@@ -1,6 +1,5 @@
-// Package format turns sources into an Index: it detects the format of each source,
-// reads its header and index, and validates them before it reads any data. Each format
-// has a package of its own.
+// Package format turns sources into an Index: it detects the format of each source, then reads and validates its
+// header and index. It does not read the tensors' data. Each format has its own package.
 package format
 
 import (
@@ -19,44 +18,41 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// Options of Open. The zero value is strict and accepts every codec of
-// docs/format.md.
+// Options are the options of Open. The zero value is strict and accepts every codec of docs/format.md.
 type Options struct {
-	// Lenient is for plain safetensors files; see safetensors.Options.
+	// Lenient applies to plain safetensors files; see safetensors.Options.
 	Lenient bool
-	// Keys are the tensors that the caller will use; nil means all. OpenAll does not
-	// open shards that, according to an index.json, have none of them.
+	// Keys are the tensors that the caller will use; nil means all. OpenAll does not open shards that have none of
+	// these tensors according to an index.json.
 	Keys []string
 	// Known reports which codecs can be decoded; see codec.Known.
 	Known tensor.Known
-	// Cache, if not nil, caches the indexes that are read. Always use it with the same
-	// Known.
+	// Cache, if not nil, caches the indexes that are read. A Cache must always be used with the same Known.
 	Cache *Cache
-	// List returns the files in a remote folder, sorted; errs.ErrNotSupported if the
-	// store cannot list them. nil means that no store can.
+	// List returns the sorted files of a remote folder, or errs.ErrNotSupported if the store cannot list them. nil
+	// means that no store can list files.
 	List func(ctx context.Context, uri string) ([]string, error)
-	// Parts also opens files that hold parts of tensors: see refuseParts.
+	// Parts permits files whose tensors are parts of tensors; see refuseParts.
 	Parts bool
-	// Unlisted makes OpenAll also return tensors that are in the files of an index.json
-	// but not listed by it. Operations on files use it, operations on models do not.
+	// Unlisted makes OpenAll also return tensors that are in the files of an index.json but that it does not list.
+	// Operations on files set it; operations on models do not.
 	Unlisted bool
-	// Settings are Access.Decrypt.
+	// Settings are the values of Access.Decrypt.
 	Settings map[string]string
 }
 
-// Access says how to reach files, and holds the settings of their formats.
+// Access says how to reach files and holds the settings of file formats.
 type Access struct {
 	source.Options
-	// Decrypt holds the settings of formats that are read: the key or the password of
-	// an encrypted file, and other settings of the package tensorizer. A key for a file
-	// that is not encrypted is errs.ErrCrypto.
+	// Decrypt holds the settings for reading a format: the key or password of an encrypted file, and other settings
+	// of package tensorizer. A key for a file that is not encrypted is an errs.ErrCrypto error.
 	Decrypt map[string]string `json:"decrypt"`
-	// Encrypt holds the key or the password of a file that is written.
+	// Encrypt holds the key or password for writing a file.
 	Encrypt map[string]string `json:"encrypt"`
 }
 
-// Key returns a text that is equal for equal Storage and Decrypt. A caller may only
-// share opened files with the same Key. The text contains secrets.
+// Key returns a string that is equal for equal Storage and Decrypt. Opened files may only be shared between equal
+// Keys. The string contains secrets.
 func (a Access) Key() string {
 	return a.Options.Key() + "\x01" + source.Options{Storage: a.Decrypt}.Key()
 }
@@ -64,8 +60,8 @@ func (a Access) Key() string {
 // A reader reads the index of one format.
 type reader struct {
 	is func(head []byte) bool
-	// index returns the validated index and the source of the tensors' bytes. If that
-	// differs from src, it owns src.
+	// index returns the validated index and the source that reads the tensors' bytes. If that is not src itself, it
+	// owns src.
 	index func(ctx context.Context, src source.Source, head []byte, opt Options) (*tensor.Index, source.Source, error)
 }
 
@@ -78,15 +74,14 @@ var readers = []reader{
 	{func([]byte) bool { return true }, readSafetensors},
 }
 
-// Open reads the index of every source and joins them into one, in the given order:
-// source i of the result is srcs[i]. Each costs one read, two if header and index
-// together take more than 256 KiB, three if each of them does, and none if the cache
-// has it. Several are read at once. Open replaces encrypted sources in srcs with
-// sources that decrypt them.
+// Open reads the index of every source and joins them into one, in the given order: source i of the result is
+// srcs[i]. Each source costs one read, two if header and index together exceed 256 KiB, three if each of them does,
+// and none if it is cached. Several sources are read concurrently. Open replaces encrypted sources in srcs by sources
+// that decrypt them.
 //
-// The error is an errs.At: errs.ErrFormat for bytes in another format, errs.ErrCorrupt
-// for a file that has changed or is truncated, errs.ErrNotSupported for a newer
-// version, or the error of a source. Two sources may have tensors of the same name.
+// The error is an errs.At: errs.ErrFormat for another format, errs.ErrCorrupt for a file that is truncated or has
+// changed, errs.ErrNotSupported for a newer version, or the error of a source. Two sources may have tensors with the
+// same name.
 func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index, error) {
 	parts := make([]*tensor.Index, len(srcs))
 	err := spawn.Each(ctx, "open", together, len(srcs), func(i int) (err error) {
@@ -102,12 +97,12 @@ func Open(ctx context.Context, srcs []source.Source, opt Options) (*tensor.Index
 	return Join(parts)
 }
 
-// sharding is the metadata in which torch's HuggingFaceStorageWriter says where in whole tensors those
-// of a file begin, as {"w": {"saved_offsets": [0, 4]}}.
+// sharding is the metadata entry in which torch's HuggingFaceStorageWriter stores where the parts in a file begin in
+// the whole tensors, for example {"w": {"saved_offsets": [0, 4]}}.
 const sharding = "DCP_SHARDING_INFO"
 
-// refuseParts refuses a file that torch's HuggingFaceStorageWriter wrote for one of several ranks: its
-// tensors bear the names of whole ones. A file of whole tensors has the metadata, too, and zeros in it.
+// refuseParts refuses a file that torch's HuggingFaceStorageWriter wrote for one of several ranks: its tensors have
+// the names of whole tensors. A file of whole tensors also has the metadata, but its offsets are all zero.
 func refuseParts(ix *tensor.Index) error {
 	file := &ix.Sources[0]
 	text, ok := file.Metadata[sharding]
@@ -124,8 +119,8 @@ func refuseParts(ix *tensor.Index) error {
 	if !isPart {
 		return nil
 	}
-	return placeError(file.URI, errs.New(errs.ErrNotSupported, "its tensors may be parts, of one rank of torch's "+
-		"HuggingFaceStorageWriter: name the folder; `overwire convert FOLDER -o OUT` (overwire.convert) and "+
+	return placeError(file.URI, errs.New(errs.ErrNotSupported, "its tensors may be parts, written by one rank of "+
+		"torch's HuggingFaceStorageWriter: name the folder; `overwire convert FOLDER -o OUT` (overwire.convert) and "+
 		"overwire.load_file join a local one"))
 }
 
@@ -186,8 +181,8 @@ func readSafetensors(ctx context.Context, src source.Source, head []byte, opt Op
 	return ix, src, tensorizer.RefuseSettings(uri, opt.Settings, false)
 }
 
-// readContainerIndex returns the bytes of a container's index, its first tensor. It reads only
-// what was not read with the header.
+// readContainerIndex returns the bytes of a container's index, which is its first tensor. It reads only the bytes
+// that were not already read with the header.
 func readContainerIndex(ctx context.Context, src source.Source, h *safetensors.Header) ([]byte, error) {
 	t := &h.Tensors[0]
 	if t.Name != overwire.IndexName {
@@ -209,8 +204,8 @@ func readContainerIndex(ctx context.Context, src source.Source, h *safetensors.H
 	return blob, nil
 }
 
-// Join joins several valid indexes into one, and reuses their memory. It renumbers
-// sources, chunks and aliases. A single index is returned unchanged.
+// Join joins valid indexes into one and reuses their memory. It renumbers sources, chunks and aliases. A single index
+// is returned unchanged.
 func Join(parts []*tensor.Index) (*tensor.Index, error) {
 	if len(parts) == 1 {
 		return parts[0], nil

@@ -21,8 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Every single flipped bit of header and index is refused, and every truncation and extension of the file: in the index
-// as corrupt, in the JSON as corrupt or not this format. A changed version gets the advice to upgrade.
+// Every flipped bit in header and index is rejected, and so is every truncation or extension of the file. A flip in
+// the index is reported as corrupt, a flip in the JSON header as corrupt, another format or not supported.
 func TestFlips(t *testing.T) {
 	for name, b := range golden(t) {
 		ix, err := open(b)
@@ -62,20 +62,21 @@ func TestFlips(t *testing.T) {
 			}
 		}
 		if _, err := open(append(b, 0)); !errors.Is(err, errs.ErrFormat) {
-			t.Errorf("%s: a byte more: %v", name, err)
+			t.Errorf("%s: an extra byte: %v", name, err)
 		}
 	}
 }
 
-// attack is a container with right checksums and wrong contents.
+// attack is a container with correct checksums and invalid contents.
 type attack struct {
 	name  string
-	spoil func(blob []byte) // the index
+	spoil func(blob []byte) // blob is the index
 	class error
 	words string
 }
 
-// The index of the file "kinds": header 64, 18 dims, 11 tensors, 30-odd chunks.
+// attacks returns the attacks on the index of the golden file "kinds", which has 64 bytes of header, 18 dims, 11
+// tensors and about 30 chunks.
 func attacks(ix *tensor.Index) []attack {
 	dims := 0
 	for i := range ix.Tensors {
@@ -117,7 +118,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"huge dimension", u64(64, 1<<62), f, ""},
 		{"dtype 0", u8(rec(whole), 0), f, "dtype code 0"},
 		{"dtype 23", u8(rec(whole), 23), f, "dtype code 23"},
-		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // as valid as the first: nothing contradicts it
+		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // also valid
 		{"another dtype of a plain tensor", u8(rec(long), byte(tensor.U64)), f, "but the header"},
 		{"rank 65", u8(rec(whole)+1, 65), f, "rank 65"},
 		{"rank 255", u8(rec(whole)+1, 255), f, "rank 255"},
@@ -165,7 +166,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"logical", u32(chunk(first(whole))+12, 4095), f, "4095 logical"},
 		{"logical 4 GiB", u32(chunk(first(whole))+12, math.MaxUint32), f, "logical"},
 		{"codec", u8(chunk(first(whole))+20, 2), ns, "codec 2"},
-		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "as X16"},
+		{"codec of a plain tensor", u8(chunk(first(long))+20, 1), f, "codec X16"},
 		{"transform of raw", u8(chunk(first(whole))+21, 1), f, ""},
 		{"chunk feature", u16(chunk(first(whole))+22, 1), ns, "features 0x1"},
 		{"segment tiles of raw", u16(chunk(first(whole))+24, 1), f, ""},
@@ -173,8 +174,8 @@ func attacks(ix *tensor.Index) []attack {
 	}
 }
 
-// An index with a right checksum is refused for each forbidden value, with a class, with the file's name, and without
-// allocating for it.
+// Every forbidden value in an index with a correct checksum is rejected with an error class and the file's name, and
+// without large allocations.
 func TestAttacks(t *testing.T) {
 	good := golden(t)["kinds"]
 	ix, err := open(good)
@@ -193,7 +194,7 @@ func TestAttacks(t *testing.T) {
 			t.Errorf("%s: %d bytes of heap for %d", a.name, heap, len(b))
 		}
 		if a.class == nil {
-			continue // whatever it says, nothing may break
+			continue // may be valid or not, but must not panic
 		}
 		if !errors.Is(err, a.class) || !strings.Contains(errs.RuleOf(err)+" "+err.Error(), a.words) ||
 			!strings.Contains(err.Error(), "model.safetensors") {
@@ -202,7 +203,7 @@ func TestAttacks(t *testing.T) {
 	}
 }
 
-// A newer minor may use the reserved bytes; an older reader ignores them.
+// A newer minor version may use the reserved bytes. An older reader ignores them.
 func TestNewerMinor(t *testing.T) {
 	b := slices.Clone(golden(t)["kinds"])
 	binary.LittleEndian.PutUint16(b[4096+6:], overwire.Minor+1)
@@ -212,7 +213,7 @@ func TestNewerMinor(t *testing.T) {
 	}
 }
 
-// The mark and the index belong together: a file with only one of them is never read as plain.
+// A file with only the mark or only the index of a container is never read as a plain file.
 func TestHalfAContainer(t *testing.T) {
 	header := func(metadata, name string) []byte {
 		head, err := safetensors.AppendHeader(nil, map[string]string{"k": "v", overwire.MetadataKey: metadata},
@@ -250,7 +251,7 @@ func TestHalfAContainer(t *testing.T) {
 	}
 }
 
-// Several sources become one consistent index, also plain files mixed with containers.
+// Several sources, plain files and containers, are joined into one consistent index.
 func TestOpenMany(t *testing.T) {
 	gs := golden(t)
 	plain, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
@@ -272,7 +273,7 @@ func TestOpenMany(t *testing.T) {
 	}
 	if len(ix.Sources) != 5 || ix.Sources[1].Metadata["a"] != "b" || ix.Sources[1].Overwire() ||
 		!ix.Sources[4].Overwire() || ix.Sources[3].URI != "d" {
-		t.Errorf("sources %+v", ix.Sources)
+		t.Errorf("wrong sources: %+v", ix.Sources)
 	}
 	find := ix.Finder()
 	for name, source := range map[string]int{"tied": 0, "plain": 1, "t.BF16": 3, "a": 4} {
@@ -286,7 +287,7 @@ func TestOpenMany(t *testing.T) {
 	}
 	for _, s := range srcs {
 		if m := s.(*memory); m.reads != 1 {
-			t.Errorf("%s: %d reads", m.name, m.reads)
+			t.Errorf("%s: %d reads, want 1", m.name, m.reads)
 		}
 	}
 	files[1] = files[1][:len(files[1])-1]
@@ -297,11 +298,11 @@ func TestOpenMany(t *testing.T) {
 		t.Errorf("a bad second source: %v", err)
 	}
 	if ix, err := Open(context.Background(), nil, Options{}); err != nil || len(ix.Tensors) != 0 {
-		t.Errorf("no source: %v", err)
+		t.Errorf("Open without sources: %v", err)
 	}
 }
 
-// An index larger than the first read costs one more read, and one over the limit none.
+// An index larger than the first read costs more reads. An index over the limit is not read.
 func TestLargeIndex(t *testing.T) {
 	items := make([]overwire.Item, 5000)
 	for i := range items {
@@ -313,7 +314,7 @@ func TestLargeIndex(t *testing.T) {
 	src := &memory{name: "x", b: b}
 	ix, _, err := readIndex(context.Background(), src, Options{})
 	if err != nil || len(ix.Tensors) != len(items) || src.reads != 3 {
-		t.Errorf("%d reads, %v", src.reads, err)
+		t.Errorf("%d reads, want 3: %v", src.reads, err)
 	}
 	size := int64(tensor.MaxIndex) + 64
 	head, err := safetensors.AppendHeader(nil,
@@ -328,7 +329,7 @@ func TestLargeIndex(t *testing.T) {
 	}
 }
 
-// sparse is a source that is larger than its contents.
+// sparse is a source with a size larger than its contents.
 type sparse struct {
 	memory
 	size int64
@@ -345,9 +346,9 @@ func (s *sparse) ReadAt(_ context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// FuzzIndex changes containers under right checksums: the JSON, the index, and how many bytes follow. Anything accepted
-// is written again to a file that reads equal. No input breaks anything or costs more memory than a small multiple of
-// its size. Run it with -fuzzminimizetime 1x: the inputs are large.
+// FuzzIndex changes containers but corrects their checksums. It varies the JSON header, the index and the number of
+// bytes after them. An accepted file that is written again reads equal. No input panics or allocates more than a
+// small multiple of its size. Run it with -fuzzminimizetime 1x, because the inputs are large.
 func FuzzIndex(f *testing.F) {
 	for _, b := range golden(f) {
 		n := 8 + binary.LittleEndian.Uint64(b)
@@ -378,7 +379,7 @@ func FuzzIndex(f *testing.F) {
 		if err != nil {
 			var at *errs.At
 			if !errors.As(err, &at) || !errs.Classed(err) {
-				t.Errorf("an error without class or place: %v", err)
+				t.Errorf("an error without a class or location: %v", err)
 			}
 			return
 		}
@@ -402,8 +403,8 @@ func FuzzIndex(f *testing.F) {
 	})
 }
 
-// A file of torch's HuggingFaceStorageWriter whose tensors may be parts is refused, unless the caller
-// asks for parts; one of whole tensors, which has zeros in the same metadata, is opened.
+// A torch HuggingFaceStorageWriter file is refused if its tensors may be parts, unless the caller permits parts. A
+// file of whole tensors, which has only zero offsets in the same metadata, is opened.
 func TestParts(t *testing.T) {
 	for _, c := range []struct {
 		name, info string

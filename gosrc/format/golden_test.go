@@ -59,8 +59,7 @@ func bytesOf(i int, n int64) []byte {
 	return b
 }
 
-// build writes a container with raw chunks, since this package may not import codecs: every layout and every grid, and
-// bytes that read back.
+// build writes a container with raw chunks in any layout and grid, because this package cannot import codecs.
 func build(t testing.TB, metadata map[string]string, items []overwire.Item) []byte {
 	t.Helper()
 	l, err := overwire.NewLayout(metadata, items, nil, false)
@@ -114,7 +113,7 @@ func gather(data []byte, t *tensor.Tensor, g tensor.Grid, part int64) []byte {
 	return out
 }
 
-// golden maps file names to every kind of container of this version.
+// golden returns one container of every kind for this version, by file name.
 func golden(t testing.TB) map[string][]byte {
 	var dtypes []overwire.Item
 	for d := tensor.DType(1); int(d) <= tensor.NumDTypes; d++ {
@@ -147,12 +146,12 @@ func golden(t testing.TB) map[string][]byte {
 	}
 }
 
-// goldenPath is a file of the current writer; overwire-1.0 lacks the note in the metadata entry.
+// goldenPath returns the path of a golden file for the current writer. In overwire-1.0, the metadata entry has no note.
 func goldenPath(name string) string {
 	return filepath.Join(goldens, "overwire-1.0-note", name+".safetensors")
 }
 
-// The writer still makes the golden files byte for byte, and they still read.
+// The writer reproduces the golden files byte for byte.
 func TestGoldens(t *testing.T) {
 	for name, b := range golden(t) {
 		if *update {
@@ -173,7 +172,7 @@ func TestGoldens(t *testing.T) {
 	}
 }
 
-// Files of every released writer still load, and every byte of a container is the one that was written.
+// Files of every released writer can be opened, and the chunks of containers match their checksums.
 func TestGoldensRead(t *testing.T) {
 	paths, err := filepath.Glob(filepath.Join(goldens, "*", "*.safetensors"))
 	if err != nil || len(paths) < 4 {
@@ -197,7 +196,7 @@ func TestGoldensRead(t *testing.T) {
 			for c := ten.First; c < ten.First+ten.Count; c++ {
 				ch := ix.Chunks[c]
 				if crc32.Checksum(b[ch.Off:ch.Off+int64(ch.Stored)], castagnoli) != ch.Sum {
-					t.Errorf("%s: %s chunk %d differs", path, ten.Name, c)
+					t.Errorf("%s: %s chunk %d does not match its checksum", path, ten.Name, c)
 				}
 			}
 			if ten.Plain && ten.Off%int64(ten.DType.Align()) != 0 {
@@ -207,7 +206,7 @@ func TestGoldensRead(t *testing.T) {
 	}
 }
 
-// TestKinds reads back exactly what was written.
+// TestKinds checks that the container "kinds" reads back exactly as it was written.
 func TestKinds(t *testing.T) {
 	b := golden(t)["kinds"]
 	ix, err := open(b)
@@ -217,22 +216,22 @@ func TestKinds(t *testing.T) {
 	src := ix.Sources[0]
 	if !src.Overwire() || src.Size != int64(len(b)) || src.Data != 4096 || len(src.Metadata) != 2 ||
 		src.Metadata["läufer"] != "a\n\"b\"" {
-		t.Errorf("source %+v", src)
+		t.Errorf("wrong source: %+v", src)
 	}
 	var got []string
 	for i := range ix.Tensors {
 		got = append(got, ix.Tensors[i].Name)
 	}
-	// first compressed, then plain in multiples of 64 bytes, then by alignment; aliases last
+	// First compressed tensors, then plain ones in multiples of 64 bytes, then by alignment; aliases last.
 	want := []string{"eight", "nibbles", "two", "whole", "long", "none", "nothing", "scalar", "odd", "a tie of bytes",
 		"tied"}
 	if !slices.Equal(got, want) {
-		t.Errorf("order %q", got)
+		t.Errorf("got the order %q, want %q", got, want)
 	}
 	two, tied := &ix.Tensors[2], &ix.Tensors[10]
 	if two.Parts != 2 || two.Count != 2 || two.Plain || two.Stored != 64 || tied.Alias != 2 ||
 		tied.Bytes != two.Bytes || tied.Count != 0 {
-		t.Errorf("two %+v\ntied %+v", two, tied)
+		t.Errorf("wrong tensors: two %+v\ntied %+v", two, tied)
 	}
 	data := bytesOf(1, two.Bytes) // item 1 is "two": part 1 holds columns 4..7 of each row
 	second := ix.Chunks[two.First+1]
@@ -246,12 +245,11 @@ func TestKinds(t *testing.T) {
 	// Other readers see the same file as plain safetensors.
 	h, err := safetensors.Parse("x", b[:4096], int64(len(b)), safetensors.Options{})
 	if err != nil || h.Tensors[0].Name != overwire.IndexName || h.Metadata[overwire.MetadataKey] == "" {
-		t.Errorf("as safetensors: %v", err)
+		t.Errorf("read as a safetensors file: %v", err)
 	}
 }
 
-// restamp corrects the checksums of a container, so that tests reach the checks after them. Anything else stays
-// unchanged.
+// restamp corrects the checksums of a container, so that tests reach the checks after them. It changes nothing else.
 func restamp(b []byte) []byte {
 	if len(b) < 8 {
 		return b

@@ -1,7 +1,6 @@
 package format
 
-// This file suggests what a user may have meant by a missing path, or by a folder without a
-// model.
+// This file suggests what a user may have meant by a missing path or by a folder without a model.
 
 import (
 	"errors"
@@ -17,11 +16,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// siblings limits how many names of a folder are examined.
+// siblings is the maximum number of names that are read from a folder.
 const siblings = 4096
 
-// missingPath returns the error for a local path that does not exist, with a suggestion;
-// nil if it exists.
+// missingPath returns an error with a suggestion for a local path that does not exist, or nil if it exists.
 func missingPath(path string) error {
 	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -29,16 +27,16 @@ func missingPath(path string) error {
 	hint := ""
 	switch dir := filepath.Dir(path); {
 	case strings.HasPrefix(path, "~") || strings.Contains(path, "/~"):
-		hint = "; ~ is not expanded here: write the folder itself, or use os.path.expanduser(path)"
+		hint = "; ~ is not expanded here: write the full path, or use os.path.expanduser(path)"
 	case strings.ContainsAny(path, "*?["):
-		hint = "; patterns are not expanded here: list the files"
+		hint = "; patterns are not expanded here: list the files one by one"
 	case !isDir(dir):
 		for !isDir(filepath.Dir(dir)) {
 			dir = filepath.Dir(dir)
 		}
-		hint = "; there is no folder " + dir
+		hint = "; no such folder: " + dir
 		if mayBeRepository(path) {
-			hint += "; write a model of the Hugging Face Hub as hf://" + filepath.Base(dir) + "/" + filepath.Base(path)
+			hint += "; for a model on the Hugging Face Hub, use hf://" + filepath.Base(dir) + "/" + filepath.Base(path)
 		}
 	case isFile(path + modelfiles.IndexSuffix):
 		hint = "; it was saved in shards: name " + path + modelfiles.IndexSuffix + ", or the folder"
@@ -60,8 +58,7 @@ func isDir(path string) bool {
 	return err == nil && st.IsDir()
 }
 
-// mayBeRepository reports whether a path, relative to the working folder, looks like a
-// repository of the Hub: owner/name.
+// mayBeRepository reports whether a path, relative to the working folder, looks like a Hub repository: owner/name.
 func mayBeRepository(path string) bool {
 	if filepath.IsAbs(path) {
 		here, err := os.Getwd()
@@ -75,19 +72,19 @@ func mayBeRepository(path string) bool {
 	return strings.Count(path, "/") == 1 && !strings.HasPrefix(path, ".") && !strings.HasSuffix(path, suffix)
 }
 
-// namesIn returns some names of a folder.
+// namesIn returns at most siblings names of a folder.
 func namesIn(dir string) []string {
 	d, err := os.Open(dir)
 	if err != nil {
 		return nil
 	}
 	defer d.Close()
-	names, _ := d.Readdirnames(siblings) // as many as could be read
+	names, _ := d.Readdirnames(siblings) // after an error, those read so far
 	return names
 }
 
-// foldersBelow says what else a folder with these names contains: files of another program, or
-// direct subfolders with weights, such as those of a diffusers pipeline.
+// foldersBelow describes what a folder without a model contains instead: files of another program, or direct
+// subfolders with weights, such as those of a diffusers pipeline. names are the folder's files.
 func foldersBelow(dir string, names []string) string {
 	if hint := nameSnapshots(dir); hint != "" {
 		return ": it is " + hint
@@ -108,7 +105,7 @@ func foldersBelow(dir string, names []string) string {
 	return ": open one of its subfolders (" + strings.Join(below[:min(len(below), 8)], ", ") + ")"
 }
 
-// ofTorch names a file in a folder that torch.save may have written.
+// ofTorch returns a hint that names a file in the folder that torch.save may have written, or "".
 func ofTorch(dir string) string {
 	names := namesIn(dir)
 	slices.Sort(names)
@@ -121,15 +118,15 @@ func ofTorch(dir string) string {
 	return ""
 }
 
-// nameSnapshots says which path to use instead of a model's top folder in a Hugging
-// Face cache; "" for other folders.
+// nameSnapshots says which path to use instead of a model's top folder in a Hugging Face cache. It returns "" for
+// other folders.
 func nameSnapshots(dir string) string {
 	if !isDir(filepath.Join(dir, "blobs")) || !isDir(filepath.Join(dir, "snapshots")) {
 		return ""
 	}
 	hint := "this is a model's top folder in a Hugging Face cache: name one of its snapshots"
 	if names := namesIn(filepath.Join(dir, "snapshots")); len(names) > 0 {
-		hint += ", as " + filepath.Join(dir, "snapshots", names[0])
+		hint += ", such as " + filepath.Join(dir, "snapshots", names[0])
 	}
 	return hint
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// A missing file is reported once, with a suggestion of what was probably meant.
+// The error for a missing file says so once, and suggests what was probably meant.
 func TestMissing(t *testing.T) {
 	dir := t.TempDir()
 	t.Chdir(dir)
@@ -32,11 +32,11 @@ func TestMissing(t *testing.T) {
 		dir + "/Model.safetensors":      "; did you mean " + dir + "/model.safetensors?",
 		"w.safetensors":                 "; it was saved in shards: name w.safetensors.index.json, or the folder",
 		"unlike":                        "",
-		"none/model.safetensors":        "; there is no folder none",
-		dir + "/a/b/c.safetensors":      "; there is no folder " + dir + "/a",
-		"org/name":                      "; write a model of the Hugging Face Hub as hf://org/name",
+		"none/model.safetensors":        "; no such folder: none",
+		dir + "/a/b/c.safetensors":      "; no such folder: " + dir + "/a",
+		"org/name":                      "; for a model on the Hugging Face Hub, use hf://org/name",
 		dir + "/org/name":               "hf://org/name",
-		dir + "/org/deep/name":          "; there is no folder " + dir + "/org",
+		dir + "/org/deep/name":          "; no such folder: " + dir + "/org",
 		"~/model.safetensors":           "; ~ is not expanded here",
 		dir + "/~/m.safetensors":        "; ~ is not expanded here",
 		"*.safetensors":                 "; patterns are not expanded here",
@@ -53,6 +53,6 @@ func TestMissing(t *testing.T) {
 		}
 	}
 	if err := missingPath(filepath.Join(dir, "link.safetensors")); err != nil {
-		t.Error(err) // opening it reports the error
+		t.Error(err) // the link exists; opening it fails later
 	}
 }

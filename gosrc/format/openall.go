@@ -12,15 +12,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// OpenAll resolves names, opens every file with open, and indexes them. If an index.json decides, the model's
-// tensors are those that it lists, each from the file that it names. The files of a name are from one moment:
-// if its index.json was replaced meanwhile, they are opened again, once. The same happens to all files if those
-// of one checkpoint turn out to be from several saves. sets are the files of each name. The caller closes the
-// sources; if OpenAll fails, it has closed them.
+// OpenAll resolves names, opens every file with open, and indexes them. If an index.json applies, the model has
+// exactly the tensors that it lists, each from the file that it names. If an index.json is replaced during the call,
+// its files are opened again, so that they match it. If the files of one checkpoint are from several saves, all files
+// are opened again. sets are the files of each name. The caller must close the sources; if OpenAll fails, it closes
+// them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	if len(uris) == 0 {
-		return nil, nil, nil, errs.New(errs.ErrArgument, "nothing to open")
+		return nil, nil, nil, errs.New(errs.ErrArgument, "no files were named: expected at least one")
 	}
 	for try := 0; try < 2; try++ {
 		if ix, srcs, sets, err = openOnce(ctx, uris, open, opt); err != nil {
@@ -34,7 +34,7 @@ func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *
 	return nil, nil, nil, err
 }
 
-// openOnce is OpenAll without the second attempt for all files.
+// openOnce is OpenAll without the second attempt for mixed saves.
 func openOnce(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	var parts []*tensor.Index
@@ -75,15 +75,15 @@ func closeAll(srcs []source.Source) {
 	}
 }
 
-// openSet opens the files of one name. changed says that the file or listing that decided
-// was replaced meanwhile. The caller closes the sources, even after an error.
+// openSet opens the files of one name. changed reports whether the index.json or listing that selected them was
+// replaced meanwhile. The caller closes the sources, even after an error.
 func openSet(ctx context.Context, at source.Location, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	set Files, changed bool, err error) {
 	set, srcs, err = openFiles(ctx, at, open, opt)
 	if err != nil {
 		return nil, srcs, set, set.wasReplaced(ctx, open, err), err
 	}
-	// The store is asked about the index while the headers are read.
+	// Check for a changed index while the headers are read.
 	seen := make(chan bool, 1)
 	if set.Index == "" {
 		seen <- false
@@ -108,8 +108,8 @@ func openSet(ctx context.Context, at source.Location, open Opener, opt Options) 
 	return ix, srcs, set, changed, err
 }
 
-// Names returns the tensors that the index.json of each URI lists, without opening a
-// shard. ok is false if one has no index.json.
+// Names returns the tensors that the index.json of each URI lists, without opening a shard. ok is false if a URI has
+// no index.json.
 func Names(ctx context.Context, uris []string, open Opener, opt Options) (names []string, ok bool, err error) {
 	names = []string{}
 	for _, uri := range uris {
@@ -124,11 +124,10 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 	return names, true, nil
 }
 
-// withoutStale decides which of several files of a folder provides a tensor that more than one
-// of them has. The folder's index.json decides, even if the files were named one by one, as
-// inference engines do. Each part has one local file of the same folder. withoutStale removes
-// such a tensor from a part if the index.json names another of the files that have it.
-// Everything else stays: the reader of the parts refuses duplicates that no index resolves.
+// withoutStale decides which file provides a tensor that several files of a folder contain. The folder's index.json
+// decides, even if its files were named one by one, as inference engines do. Each part must be one local file of the
+// same folder. withoutStale removes such a tensor from a part if the index.json assigns it to another of the named
+// files. It leaves other duplicates in place; the reader of the parts refuses them.
 func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open Opener, opt Options) []*tensor.Index {
 	folder := ""
 	for i, set := range sets {
@@ -146,8 +145,7 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 	if err != nil || model.Shards == nil {
 		return parts
 	}
-	// For each duplicate that one of these files must provide: the number of that file's
-	// part.
+	// owners maps each duplicate that one of these files must provide to the number of that file's part.
 	owners := make(map[string]int, len(twins))
 	for _, w := range model.Shards.Weights {
 		for _, i := range twins[w.Name] {
@@ -173,7 +171,7 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 	return out
 }
 
-// findTwins returns the names that more than one part has, each with the numbers of those parts.
+// findTwins returns the names of tensors in more than one part, with the numbers of those parts.
 func findTwins(parts []*tensor.Index) map[string][]int {
 	first, twins := map[string]int{}, map[string][]int{}
 	for i, part := range parts {

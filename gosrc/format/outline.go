@@ -11,15 +11,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// first is how many bytes determine a file's format and the rest of its outline.
+// first is the number of bytes that determine a file's format, and its outline if the header fits in them.
 const first = 512
 
-// outlineOf returns the outline of a model's files.
+// outlineOf returns the outline that model files are opened with.
 func outlineOf(opt Options) source.Outline {
 	return source.Outline{Size: sizeOf, Longer: opt.Lenient}
 }
 
-// sizeOf returns Outline.Size. A .tensors file does not say where it ends.
+// sizeOf is Outline.Size. It returns -1 for a .tensors file, which does not say where it ends.
 func sizeOf(uri string, head []byte) (size, need int64, err error) {
 	switch {
 	case len(head) < first:

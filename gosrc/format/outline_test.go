@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The first bytes of a file tell its length, that they are too few to tell, or that it is not such a file.
+// sizeOf returns the length of a file, how many bytes it needs to determine it, or an error for another format.
 func TestSizeOf(t *testing.T) {
 	header := `{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]},"b":{"dtype":"U8","shape":[5],"data_offsets":[0,5]}}` + strings.Repeat(" ", 1000)
 	file := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header...)
@@ -22,9 +22,9 @@ func TestSizeOf(t *testing.T) {
 		case err != nil:
 			t.Fatal(n, err)
 		case n < first && need != first, n >= first && int64(n) < data && need != data:
-			t.Fatalf("%d: %d more are needed", n, need)
+			t.Fatalf("with %d bytes: sizeOf needs %d", n, need)
 		case int64(n) >= data && (size != data+8 || need != 0):
-			t.Fatalf("%d: %d bytes", n, size)
+			t.Fatalf("with %d bytes: got the size %d", n, size)
 		}
 	}
 	if size, need, err := sizeOf("x", append([]byte("|TZR|"), make([]byte, 1000)...)); size != -1 || need != 0 ||

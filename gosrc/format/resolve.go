@@ -1,7 +1,6 @@
 package format
 
-// This file finds the files of a model that a user names, and detects when they have been
-// replaced.
+// This file finds the files of a model that a user names, and detects whether they have been replaced.
 
 import (
 	"bytes"
@@ -29,22 +28,22 @@ const (
 // An Opener opens one URI.
 type Opener = func(ctx context.Context, uri string) (source.Source, error)
 
-// Files are the files that a name stands for, in order.
+// Files are the files that a name refers to, in order.
 type Files struct {
 	URIs []string
-	// Index is the index.json that decided, Text its bytes, and Shards its content:
-	// URIs[i] is Shards.Files[i]. They are "", nil, nil if there was none.
+	// Index is the index.json that selected the files, Text its bytes, and Shards its contents: URIs[i] is
+	// Shards.Files[i]. They are zero if there is no index.
 	Index  string
 	Text   []byte
 	Shards *safetensors.Shards
 
-	index    source.Location // of Index
-	identity source.Identity // of the index when it was read
-	listed   bool            // a folder's listing decided
+	index    source.Location // location of Index
+	identity source.Identity // state of the index when it was read
+	listed   bool            // whether a folder listing selected the files
 }
 
-// openFiles opens the files that a name stands for. It may also be a remote folder without
-// the final slash. The caller closes the sources, even after an error.
+// openFiles opens the files that a name refers to. The name may also be a remote folder without the final slash. The
+// caller closes the sources, even after an error.
 func openFiles(ctx context.Context, at source.Location, open Opener, opt Options) (set Files, srcs []source.Source,
 	err error) {
 	set, err = Resolve(ctx, at, open, opt)
@@ -63,11 +62,11 @@ func openFiles(ctx context.Context, at source.Location, open Opener, opt Options
 	return set, srcs, set.explainMissing(err)
 }
 
-// keepOnly keeps those files that have one of the named tensors; see safetensors.Shards.Only.
+// keepOnly drops files that contain none of the named tensors; see safetensors.Shards.Only.
 func (f *Files) keepOnly(names []string) {
 	few := f.Shards.Only(names)
 	kept := make([]string, 0, len(few.Files))
-	for i, name := range f.Shards.Files { // f.URIs[i] has the tensor
+	for i, name := range f.Shards.Files { // f.URIs[i] is the file called name
 		if len(kept) < len(few.Files) && few.Files[len(kept)] == name {
 			kept = append(kept, f.URIs[i])
 		}
@@ -75,12 +74,12 @@ func (f *Files) keepOnly(names []string) {
 	f.URIs, f.Shards = kept, &few
 }
 
-// together is how many files are opened, or indexed, at once. A remote file costs round
-// trips, a local one a core.
+// together limits how many files are opened or indexed concurrently. A remote file costs round trips, a local file
+// CPU time.
 const together = 16
 
-// openSources opens files. The caller closes them, even after an error. The error is that of
-// the first file that cannot be opened; later files are not awaited.
+// openSources opens files. The caller closes them, even after an error. It returns the error of the first file in
+// order that cannot be opened, and cancels the later ones.
 func openSources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
 	srcs := make([]source.Source, len(files))
 	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
@@ -105,12 +104,11 @@ func openSources(ctx context.Context, files []string, open Opener) ([]source.Sou
 	return srcs, nil
 }
 
-// Resolve returns the files to open for a name. A file stands for itself, an index.json
-// for its shards, a folder for its model (docs/folders.md).
+// Resolve returns the files to open for a name: a file itself, the shards of an index.json, or the model of a folder
+// (docs/folders.md).
 //
-// A remote folder is a repository of hf://, a bucket, or a URI that ends in a slash; see
-// RemoteFolder for others. If the store does not list it, the usual names of models are
-// tried.
+// A remote folder is an hf:// repository, a bucket, or a URI that ends in a slash; RemoteFolder detects others. If
+// the store cannot list it, Resolve tries the usual names of models.
 func Resolve(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {
 	switch {
 	case at.Remote && at.Folder:
@@ -150,13 +148,12 @@ func namesOf(dir string) (paths []string, err error) {
 		return nil, placeError(dir, errs.FromOS(err))
 	}
 	for _, e := range entries {
-		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // ".." in dir stays, as the system resolves it
+		paths = append(paths, strings.TrimSuffix(dir, "/")+"/"+e.Name()) // keeps ".." in dir for the system to resolve
 	}
 	return paths, nil
 }
 
-// chooseFiles selects the files of the model in a folder, by its index.json if it has
-// one.
+// chooseFiles selects the files of the model in a folder, by its index.json if it has one.
 func chooseFiles(ctx context.Context, dir string, names []string, open Opener) (Files, error) {
 	set, err := chooseModel(dir, names)
 	if err != nil || set.Index == "" {
@@ -165,7 +162,7 @@ func chooseFiles(ctx context.Context, dir string, names []string, open Opener) (
 	return readShards(ctx, source.LocationOf(set.Index), open)
 }
 
-// usual lists the names of models to try in folders that cannot be listed.
+// usual lists the model names to try in folders that cannot be listed.
 var usual = []string{
 	"model" + suffix + indexSuffix, "model" + suffix,
 	"diffusion_pytorch_model" + suffix + indexSuffix, "diffusion_pytorch_model" + suffix,
@@ -175,13 +172,13 @@ var usual = []string{
 
 func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) (Files, error) {
 	uri := at.Directory
-	var unsure error // a name may exist, but could not be requested
+	var unsure error // why it is unknown whether some name exists
 	if opt.List != nil {
 		names, err := opt.List(ctx, uri)
 		if err == nil {
 			return chooseFiles(ctx, uri, names, open)
 		}
-		// Some users may read a store's objects, but not list them.
+		// Some users may read a store's objects but not list them.
 		if unsure = err; errors.Is(err, errs.ErrNotSupported) {
 			unsure = nil
 		} else if !errors.Is(err, errs.ErrPermission) || at.Scheme == "hf" {
@@ -215,19 +212,19 @@ func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt 
 	if unsure != nil {
 		return Files{}, unsure
 	}
-	return Files{}, placeError(uri, errs.New(errs.ErrNotFound, "none of %s in this folder%s", strings.Join(usual, ", "),
-		why))
+	return Files{}, placeError(uri, errs.New(errs.ErrNotFound, "the folder has none of these files: %s%s",
+		strings.Join(usual, ", "), why))
 }
 
-// isRefusal reports whether a store refused to say whether a file exists: many answer 403, 401 or 400 for
+// isRefusal reports whether a store refused to say whether a file exists. Many stores answer 403, 401 or 400 for
 // missing files.
 func isRefusal(err error) bool {
 	return errors.Is(err, errs.ErrPermission) || errs.RuleOf(err) == source.RuleRefused
 }
 
-// RemoteFolder returns the URI of a remote folder with a final slash, and "" for everything
-// else. A folder is a repository of hf://, a bucket, a URI that ends in a slash, or what the
-// store lists as a folder unless an object has exactly that name.
+// RemoteFolder returns the URI of a remote folder with a final slash, or "" if at is not one. A remote folder is an
+// hf:// repository, a bucket, a URI that ends in a slash, or a name that the store can list as a folder if no object
+// has exactly that name.
 func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Options) string {
 	switch {
 	case at.Folder:
@@ -250,7 +247,7 @@ func placeError(uri string, err error) error {
 	return &errs.At{Verb: "open", Source: uri, Chunk: -1, Offset: -1, Err: err}
 }
 
-// readShards returns the shards that an index.json names.
+// readShards returns the shards that an index.json lists.
 func readShards(ctx context.Context, at source.Location, open Opener) (Files, error) {
 	text, id, err := readContent(ctx, at, open)
 	if err != nil {
@@ -260,7 +257,7 @@ func readShards(ctx context.Context, at source.Location, open Opener) (Files, er
 	if err != nil {
 		return Files{}, err
 	}
-	if len(shards.Weights) == 0 { // otherwise the folder's model would have no tensors
+	if len(shards.Weights) == 0 { // or else the model would silently be empty
 		return Files{}, placeError(at.URI, errs.New(errs.ErrFormat,
 			"the index lists no tensors: fetch it again, or remove it if the files next to it are the model"))
 	}
@@ -271,10 +268,10 @@ func readShards(ctx context.Context, at source.Location, open Opener) (Files, er
 	return set, nil
 }
 
-// readContent returns the whole index.json, and its state when it was read.
+// readContent returns the bytes of an index.json and the file's state when it was read.
 func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, source.Identity, error) {
 	if !at.Remote {
-		id, _ := stampOf(at.Path) // before it is read; the read reports errors
+		id, _ := stampOf(at.Path) // taken before the read, which reports errors
 		b, err := regular.Read(at.Path, tensor.MaxHeader)
 		return b, id, errs.In("open", at.URI, err)
 	}
@@ -284,16 +281,15 @@ func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, 
 	}
 	defer s.Close()
 	if s.Size() > tensor.MaxHeader {
-		return nil, source.Identity{}, placeError(at.URI, errs.New(errs.ErrFormat, "the index is too large: %d bytes",
-			s.Size()))
+		return nil, source.Identity{}, placeError(at.URI, errs.New(errs.ErrFormat,
+			"the index.json has %d bytes, but at most %d are allowed", s.Size(), tensor.MaxHeader))
 	}
 	b := make([]byte, s.Size())
 	return b, s.Facts().Identity, s.ReadAt(ctx, b, 0)
 }
 
-// wasReplaced reports whether the file or listing that decided has changed since the files
-// were opened or failed with err: a writer may have published others. What the store
-// cannot tell counts as unchanged.
+// wasReplaced reports whether the index.json or listing that selected the files has changed since then. err is the
+// error of opening them, if any. If the store cannot tell, they count as unchanged.
 func (f *Files) wasReplaced(ctx context.Context, open Opener, err error) bool {
 	switch {
 	case f.Index == "":
@@ -308,8 +304,7 @@ func (f *Files) wasReplaced(ctx context.Context, open Opener, err error) bool {
 	return errors.Is(err, errs.ErrNotFound) || err == nil && (id != f.identity || !bytes.Equal(text, f.Text))
 }
 
-// explainMissing adds to the error of a missing shard which index lists it, and the file that may
-// be the model instead.
+// explainMissing adds to the error for a missing shard which index lists it, and which file may be the model instead.
 func (f *Files) explainMissing(err error) error {
 	var where *errs.At
 	if f.Index == "" || !errors.Is(err, errs.ErrNotFound) || !errors.As(err, &where) {
@@ -321,7 +316,7 @@ func (f *Files) explainMissing(err error) error {
 	return &missing
 }
 
-// loneFile names the single file next to an index, if there is one.
+// loneFile returns advice: use the single-file model next to the index, if there is one, or fetch the model again.
 func (f *Files) loneFile() string {
 	i := strings.LastIndex(f.Index, suffix+".")
 	if i < 0 || f.index.Remote {
@@ -334,7 +329,7 @@ func (f *Files) loneFile() string {
 	return "; next to it is " + single + ", a complete model: remove the older of the two"
 }
 
-// stampOf returns the present state of a local file.
+// stampOf returns the current state of a local file.
 func stampOf(path string) (id source.Identity, err error) {
 	st, err := os.Stat(path)
 	if err != nil {
@@ -342,7 +337,7 @@ func stampOf(path string) (id source.Identity, err error) {
 	}
 	own, ok := st.Sys().(*syscall.Stat_t)
 	if !ok {
-		return id, errs.New(errs.ErrNotSupported, "no inode")
+		return id, errs.New(errs.ErrNotSupported, "cannot read the inode of %s", path)
 	}
 	return source.Identity{Device: uint64(own.Dev), Inode: own.Ino, Size: own.Size, Modified: own.Mtim.Nano(),
 		Changed: own.Ctim.Nano()}, nil

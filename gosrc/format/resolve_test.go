@@ -1,6 +1,7 @@
 package format
 
-// Tests which files of a folder, a store or an index form a model, and that no opened file is left open.
+// The tests in this file check which files of a folder, a store or an index form a model, and that no file stays
+// open.
 
 import (
 	"context"
@@ -20,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A store keeps objects in memory, and counts open ones.
+// A store keeps objects in memory and counts how many are open.
 type store struct {
 	mu     sync.Mutex
 	files  map[string][]byte
@@ -51,7 +52,7 @@ func (s *store) Open(_ context.Context, uri string) (source.Source, error) {
 	return &object{memory{name: uri, b: b}, s}, nil
 }
 
-// of is a plain file of one-byte tensors.
+// of returns a plain file of one-byte tensors.
 func of(t *testing.T, names ...string) []byte {
 	t.Helper()
 	var entries []safetensors.Entry
@@ -66,7 +67,7 @@ func of(t *testing.T, names ...string) []byte {
 	return append(head, make([]byte, len(names))...)
 }
 
-// listing is an index.json from tensor, file, tensor, file, ...
+// listing returns an index.json for pairs of tensor and file.
 func listing(pairs ...string) []byte {
 	var rows []string
 	for i := 0; i < len(pairs); i += 2 {
@@ -75,8 +76,8 @@ func listing(pairs ...string) []byte {
 	return []byte(`{"metadata":{},"weight_map":{` + strings.Join(rows, ",") + `}}`)
 }
 
-// A remote name means the object itself, the files that its index.json lists, or the model in its folder: the one that
-// the store lists, or else the first of the usual names.
+// A remote name refers to the object itself, the files that its index.json lists, or the model in its folder. In a
+// folder that the store cannot list, it refers to the first of the usual names that exists.
 func TestResolveRemote(t *testing.T) {
 	const dir = "https://host/models/m/"
 	two := listing("a", "1.safetensors", "b", "2.safetensors")
@@ -85,15 +86,15 @@ func TestResolveRemote(t *testing.T) {
 		name   string
 		uri    string
 		store  []string // files in the folder
-		listed error    // the store's answer instead of a listing
-		want   []string // below the folder
+		listed error    // the store's error for a listing
+		want   []string // names in the folder
 		class  error
 	}{
-		{"a file", dir + "x.safetensors", nil, nil, []string{"x.safetensors"}, nil}, // not looked for yet
+		{"a file", dir + "x.safetensors", nil, nil, []string{"x.safetensors"}, nil}, // whether it exists is checked later
 		{"an index", dir + "m.safetensors.index.json", []string{"m.safetensors.index.json"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
-		{"an index that is not there", dir + "m.safetensors.index.json", nil, nil, nil, errs.ErrNotFound},
+		{"a missing index", dir + "m.safetensors.index.json", nil, nil, nil, errs.ErrNotFound},
 		{"one file of a folder", dir, []string{"b.safetensors", "README.md"}, nil, []string{"b.safetensors"}, nil},
-		{"an index beside its files", dir, []string{"1.safetensors", "2.safetensors", "m.safetensors.index.json", "old.safetensors"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
+		{"an index and its files", dir, []string{"1.safetensors", "2.safetensors", "m.safetensors.index.json", "old.safetensors"}, nil, []string{"1.safetensors", "2.safetensors"}, nil},
 		{"hidden files", dir, []string{".x.safetensors", "b.safetensors", ".m.safetensors.index.json"}, nil, []string{"b.safetensors"}, nil},
 		{"two indexes", dir, []string{"a.safetensors.index.json", "b.safetensors.index.json"}, nil, nil, errs.ErrArgument},
 		{"no weights", dir, []string{"README.md"}, nil, nil, errs.ErrNotFound},
@@ -136,8 +137,9 @@ func TestResolveRemote(t *testing.T) {
 	}
 }
 
-// A store that refuses missing names, as stores without listing rights do, hides no model that exists. If there is
-// none, the first refusal is the error. A refusal by the Hub counts at once, and so does a failure of any store.
+// A store that refuses to say whether names exist, as stores without listing rights do, does not hide an existing
+// model. If there is no model, the first refusal is the error. A refusal by the Hub ends the search, and so does any
+// store's failure.
 func TestRefusedNames(t *testing.T) {
 	denied := errs.In("open", "x", errs.New(errs.ErrPermission, "HTTP 403 Forbidden"))
 	bad := errs.In("open", "x", errs.WithRule(source.RuleRefused, errs.New(errs.ErrIO, "HTTP 400 Bad Request")))
@@ -164,21 +166,21 @@ func TestRefusedNames(t *testing.T) {
 				}, opt)
 				found := there != "" && source.Scheme(dir) != "hf" && refusal != broken
 				if (err == nil) != found || found && len(set.URIs) != 1 || s.open != 0 {
-					t.Errorf("%s, %q, %v: %v, %v, %d open", dir, there, refusal, set.URIs, err, s.open)
+					t.Errorf("%s, %q, %v: got %v, %v, and %d sources open", dir, there, refusal, set.URIs, err, s.open)
 				}
 				want := refusal
 				if opt.List != nil && refusal != broken {
 					want = errs.ErrPermission
 				}
 				if !found && !errors.Is(err, want) {
-					t.Errorf("%s, %q: %v, want %v", dir, there, err, want)
+					t.Errorf("%s, %q: got %v, want %v", dir, there, err, want)
 				}
 			}
 		}
 	}
 }
 
-// shards are the names of one set of shards.
+// shards returns the file names of n shards.
 func shards(stem string, n int) (names []string) {
 	for k := range n {
 		names = append(names, fmt.Sprintf("%s-%05d-of-%05d.safetensors", stem, k+1, n))
@@ -186,7 +188,7 @@ func shards(stem string, n int) (names []string) {
 	return names
 }
 
-// A local folder has one model, or the error lists the ones there are, also one level down.
+// Resolve finds the model of a local folder. Its errors list the candidates, also those one level below.
 func TestResolveFolders(t *testing.T) {
 	two := string(listing("a", "1.safetensors", "b", "2.safetensors"))
 	for _, c := range []struct {
@@ -201,27 +203,27 @@ func TestResolveFolders(t *testing.T) {
 		{"several indexes", []string{"m.safetensors.index.json", "n.safetensors.index.json"}, nil, errs.ErrArgument, "the folder contains several models"},
 		{"a whole family", shards("model", 3), shards("model", 3), nil, ""},
 		{"a family that counts from 0", []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, []string{"m-0-of-2.safetensors", "m-1-of-2.safetensors"}, nil, ""},
-		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "only 1 of 3 shards are there: shards 1, 2 are missing"},
-		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards with numbers out of 2"},
+		{"one shard of three", shards("model", 3)[2:], nil, errs.ErrFormat, "it has only 1 of 3 shards: shards 1, 2 are missing"},
+		{"a shard twice", append(shards("m", 2), "m-1-of-2.safetensors"), nil, errs.ErrFormat, "3 shards, but their names say 2"},
 		{"two families", append(shards("a", 2), shards("b", 2)...), nil, errs.ErrArgument, "a-00001-of-00002.safetensors"},
 		{"families of two counts", append(shards("m", 1), shards("m", 2)...), nil, errs.ErrArgument, "several models"},
 		{"one file and shards, without an index", append(shards("model", 3)[1:], "model.safetensors"), []string{"model.safetensors"}, nil, ""},
 		{"a family and an adapter", append(shards("model", 2), "adapter_model.safetensors"), append([]string{"adapter_model.safetensors"}, shards("model", 2)...), nil, ""},
-		{"a variant beside the default", []string{"model.safetensors", "model.fp16.safetensors"}, []string{"model.safetensors"}, nil, ""},
-		{"a variant in shards beside the default", append(shards("model.fp16", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"the default and a variant", []string{"model.safetensors", "model.fp16.safetensors"}, []string{"model.safetensors"}, nil, ""},
+		{"the default and a variant in shards", append(shards("model.fp16", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
 		{"the only variant", []string{"model.fp16.safetensors"}, []string{"model.fp16.safetensors"}, nil, ""},
 		{"two variants", []string{"model.fp16.safetensors", "model.bf16.safetensors"}, nil, errs.ErrArgument, "model.bf16.safetensors, "},
 		{"names with dots", []string{"a.safetensors", "a.b.safetensors"}, []string{"a.b.safetensors", "a.safetensors"}, nil, ""},
 		{"indexes of the default and a variant", []string{"m.safetensors.index.json", "m.safetensors.index.fp16.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
 		{"the index of a variant", []string{"model.safetensors", "model.safetensors.index.fp16.json"}, []string{"model.safetensors"}, nil, ""},
 		{"the index of the only variant", []string{"model.safetensors.index.fp16.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"an index beside one file", []string{"model.safetensors", "model.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"consolidated, too", []string{"model.safetensors.index.json", "consolidated.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
-		{"consolidated beside one file", []string{"model.safetensors", "consolidated.safetensors.index.json"}, []string{"model.safetensors"}, nil, ""},
+		{"an index and a single file", []string{"model.safetensors", "model.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"two indexes, one of consolidated", []string{"model.safetensors.index.json", "consolidated.safetensors.index.json"}, []string{"1.safetensors", "2.safetensors"}, nil, ""},
+		{"a single file and the index of consolidated", []string{"model.safetensors", "consolidated.safetensors.index.json"}, []string{"model.safetensors"}, nil, ""},
 		{"consolidated without an index", append(shards("consolidated", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
-		{"consolidated alone", []string{"consolidated.safetensors"}, []string{"consolidated.safetensors"}, nil, ""},
-		{"what a killed save left beside", append(shards("model-ow0123abcd", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
-		{"what a killed save left", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "an unfinished save"},
+		{"only consolidated", []string{"consolidated.safetensors"}, []string{"consolidated.safetensors"}, nil, ""},
+		{"a model and the shards of a killed save", append(shards("model-ow0123abcd", 2), "model.safetensors"), []string{"model.safetensors"}, nil, ""},
+		{"only the shards of a killed save", shards("model-ow0123abcd", 2), nil, errs.ErrFormat, "an unfinished save"},
 		{"empty", nil, nil, errs.ErrNotFound, "no .safetensors file in this folder"},
 		{"a pipeline", []string{"vae/x.safetensors", "unet/x.safetensors", "unet/y.safetensors", "text/notes"}, nil, errs.ErrNotFound, "open one of its subfolders (unet, vae)"},
 		{"a cache", []string{"blobs/x", "snapshots/abc/x.safetensors"}, nil, errs.ErrNotFound, "name one of its snapshots"},
@@ -254,7 +256,7 @@ func TestResolveFolders(t *testing.T) {
 	}
 }
 
-// Everything that was opened is closed if one of the files is bad, and a file without a requested tensor is not opened.
+// If one file is invalid, all opened files are closed. Files without a requested tensor are not opened.
 func TestOpenAllLeavesNothingOpen(t *testing.T) {
 	const dir = "https://host/m/"
 	index := dir + "m.safetensors.index.json"
@@ -265,10 +267,10 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 		}
 	}
 	for name, change := range map[string]func(f map[string][]byte){
-		"a shard is missing":       func(f map[string][]byte) { delete(f, dir+"2.safetensors") },
-		"a shard is no file of it": func(f map[string][]byte) { f[dir+"3.safetensors"] = []byte("no such bytes") },
-		"a tensor is elsewhere":    func(f map[string][]byte) { f[dir+"1.safetensors"] = of(t, "b") },
-		"the index is bad":         func(f map[string][]byte) { f[index] = []byte("{}") },
+		"a shard is missing":          func(f map[string][]byte) { delete(f, dir+"2.safetensors") },
+		"a file is not a model":       func(f map[string][]byte) { f[dir+"3.safetensors"] = []byte("no such bytes") },
+		"a tensor is in another file": func(f map[string][]byte) { f[dir+"1.safetensors"] = of(t, "b") },
+		"the index is bad":            func(f map[string][]byte) { f[index] = []byte("{}") },
 	} {
 		s := store{files: files()}
 		change(s.files)
@@ -306,11 +308,11 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 		t.Errorf("names of a file without an index: %v, %v, %v", names, ok, err)
 	}
 	if _, _, _, err := OpenAll(t.Context(), nil, s.Open, Options{}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("nothing is opened: %v", err)
+		t.Errorf("OpenAll without names: %v", err)
 	}
 }
 
-// Of several files that cannot be opened the first is named, whichever fails first, and later ones are not waited for.
+// If several files cannot be opened, the error names the first in order. openSources does not wait for later files.
 func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	failed := make(chan struct{})
 	open := func(ctx context.Context, uri string) (source.Source, error) {
@@ -333,17 +335,17 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	files := []string{"0", "1", "2", "3", "4", "5", "6", "7", "8", "9"}
 	srcs, err := openSources(t.Context(), files, open)
 	if !errors.Is(err, errs.ErrNotFound) || slices.Contains(srcs, nil) || len(srcs) < 2 { // at least 0 and 1
-		t.Errorf("%d sources, %v", len(srcs), err)
+		t.Errorf("%d sources were opened, %v", len(srcs), err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := openSources(ctx, files[:2], open); !errors.Is(err, errs.ErrCancelled) {
-		t.Errorf("cancelled: %v", err)
+		t.Errorf("openSources with a cancelled context: %v", err)
 	}
 }
 
-// A tree has the folders with files, each before its parent, but no hidden folder, no link, and not the output folder.
-// Folders are marked whose files are the parts of whole weights in the parent folder.
+// A tree lists the folders with files, each before its parent, but no hidden folders, no links, and not the output
+// folder. Folders with the parts of whole weights in the parent folder are marked.
 func TestTree(t *testing.T) {
 	dir := t.TempDir()
 	put := func(names ...string) {
@@ -362,11 +364,11 @@ func TestTree(t *testing.T) {
 	want := []Branch{{Path: "deep/er", Weights: true}, {Path: "text"}, {Path: "unet", Weights: true},
 		{Path: "vae", Weights: true}, {}}
 	if got, err := Tree(dir, filepath.Join(dir, "out")); err != nil || !slices.Equal(got, want) {
-		t.Errorf("%v, want %v: %v", got, want, err)
+		t.Errorf("got %v, want %v: %v", got, want, err)
 	}
 	for _, none := range []string{"https://host/m/", filepath.Join(dir, "model_index.json"), filepath.Join(dir, "nowhere"), ""} {
 		if got, err := Tree(none, ""); got != nil || err != nil {
-			t.Errorf("%s: %v, %v", none, got, err)
+			t.Errorf("%s: got %v, %v, want no branches", none, got, err)
 		}
 	}
 	const part = "sharded/shard-00001-model-00001-of-00001.safetensors"
@@ -378,11 +380,11 @@ func TestTree(t *testing.T) {
 	} {
 		got, err := of()
 		if err != nil || !slices.Contains(got, Branch{Path: where, Parts: true}) {
-			t.Errorf("parts below weights: %v, %v", got, err)
+			t.Errorf("parts in a subfolder of their weights: %v, %v", got, err)
 		}
 	}
 	if got, _ := Tree(dir, ""); !slices.Contains(got, Branch{Path: "text/sharded", Weights: true}) {
-		t.Errorf("parts by themselves: %v", got)
+		t.Errorf("parts without whole weights: %v", got)
 	}
 	deepest := strings.Repeat("d/", maxDepth)
 	put(deepest + "x")
@@ -399,8 +401,8 @@ func TestTree(t *testing.T) {
 	}
 }
 
-// An index.json defines the model's tensors, with and without requested names. Other tensors in its files, such as a
-// stale duplicate of a name, do not count.
+// An index.json defines the model's tensors, whether or not names are requested. Other tensors in its files, such as
+// a stale duplicate, are ignored.
 func TestTheIndexDecides(t *testing.T) {
 	dir := t.TempDir() + "/"
 	put := func(name string, b []byte) {
@@ -435,26 +437,26 @@ func TestTheIndexDecides(t *testing.T) {
 				got = append(got, fmt.Sprint(t.Name, t.Source))
 			}
 			if strings.Join(got, " ") != c.want || len(sets) != 1 || sets[0].Index != dir+"m.safetensors.index.json" {
-				t.Errorf("%s, %+v: %q, %v", uri, c.opt, got, sets)
+				t.Errorf("%s, %+v: got the tensors %q of %v", uri, c.opt, got, sets)
 			}
 		}
 	}
-	// It also decides which copy counts if its files are named one by one and two of them have the tensor.
+	// It also selects the copy of a tensor that two files contain, if the files are named one by one.
 	ix, _, _, err := OpenAll(t.Context(), []string{dir + "2.safetensors", dir + "1.safetensors"}, open, Options{})
 	if err != nil || len(ix.Tensors) != 4 || ix.Tensors[0].Name != "a" || ix.Tensors[0].Source != 0 ||
 		ix.Tensors[3].Name != "more" {
-		t.Errorf("%+v, %v", ix, err)
+		t.Errorf("two named files: got %+v, %v", ix, err)
 	}
-	// It does not decide about tensors that the named files lack, or that only one of them has.
+	// It does not apply to tensors that the named files lack, or that only one of them has.
 	put("3.safetensors", of(t, "a", "c"))
 	ix, _, _, err = OpenAll(t.Context(), []string{dir + "3.safetensors", dir + "1.safetensors"}, open, Options{})
-	if err != nil || len(ix.Tensors) != 5 { // both copies, which the reader refuses
+	if err != nil || len(ix.Tensors) != 5 { // both copies; the reader refuses them later
 		t.Errorf("two copies, and the index names a third file: %+v, %v", ix, err)
 	}
 	put("3.safetensors", of(t, "b", "c"))
 	ix, _, _, err = OpenAll(t.Context(), []string{dir + "3.safetensors", dir + "1.safetensors"}, open, Options{})
 	if err != nil || len(ix.Tensors) != 4 {
-		t.Errorf("a tensor of one file that the index gives to a file that is not named: %+v, %v", ix, err)
+		t.Errorf("the index assigns a tensor to a file that is not named: %+v, %v", ix, err)
 	}
 	put("m.safetensors", of(t, "a"))
 	if err := os.Remove(dir + "2.safetensors"); err != nil {
@@ -463,17 +465,17 @@ func TestTheIndexDecides(t *testing.T) {
 	_, _, _, err = OpenAll(t.Context(), []string{dir}, open, Options{})
 	for _, name := range []string{"2.safetensors", "m.safetensors.index.json", "m.safetensors, a complete model"} {
 		if !errors.Is(err, errs.ErrNotFound) || !strings.Contains(err.Error(), dir+name) {
-			t.Errorf("a stale index beside one file: %v", err)
+			t.Errorf("a stale index next to a single file: %v", err)
 		}
 	}
 	put("i.index.json", listing("a", "2.safetensors"))
 	_, _, _, err = OpenAll(t.Context(), []string{dir + "i.index.json"}, open, Options{})
 	if err == nil || !strings.HasSuffix(err.Error(), "i.index.json lists it: fetch the model again") {
-		t.Errorf("an index whose name is that of no file of weights: %v", err)
+		t.Errorf("an index with an unusual name: %v", err)
 	}
 }
 
-// If the index is replaced while the shards are opened, they are opened again, once. A load gets the files of one save,
+// If the index is replaced while the shards are opened, they are opened again. A load gets the files of one save
 // or fails.
 func TestAnIndexThatIsReplaced(t *testing.T) {
 	for _, where := range []string{"far", "near"} {
@@ -517,7 +519,7 @@ func TestAnIndexThatIsReplaced(t *testing.T) {
 				got = strings.TrimPrefix(srcs[0].URI(), dir)
 			}
 			if !errors.Is(err, c.class) || got != c.want || s.open != len(srcs) {
-				t.Errorf("%s, %d saves: %q, %d open, %v", where, c.saves, got, s.open, err)
+				t.Errorf("%s, %d saves: got %q, %d sources open, %v", where, c.saves, got, s.open, err)
 			}
 		}
 	}

@@ -1,7 +1,7 @@
 package format
 
-// This file distinguishes the files of different saves of a checkpoint: a folder that is replaced, file by file
-// or at once, must not give a mixture of both.
+// This file detects files of different saves of a checkpoint, so that a folder that is being replaced never yields a
+// mixture.
 
 import (
 	"cmp"
@@ -13,14 +13,14 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// SaveKey is the metadata entry with the id of a save, which is the same in all files of one save of a
-// checkpoint. Other files do not have it. Python writes it (checkpoints/manifest.py).
+// SaveKey is the metadata entry with the id of a save. All files of one save of a checkpoint have the same id; other
+// files have none. Python writes it (checkpoints/manifest.py).
 const SaveKey = "overwire.checkpoint"
 
-// checkpointParts are the folders of a checkpoint that contain files of one save.
+// checkpointParts are the paths inside a checkpoint of the folders with files of one save.
 var checkpointParts = []string{"/training/", "/"}
 
-// refuseMixture refuses files of one checkpoint, by folders and names, that are from several saves.
+// refuseMixture refuses files of one checkpoint, recognized by folder and name, that are from several saves.
 func refuseMixture(ix *tensor.Index) error {
 	saves := map[string]*tensor.Source{}
 	for i := range ix.Sources {
@@ -42,8 +42,8 @@ func refuseMixture(ix *tensor.Index) error {
 		}
 		first := cmp.Or(saves[folder], s)
 		if saves[folder] = first; first.Metadata[SaveKey] != s.Metadata[SaveKey] {
-			return placeError(s.URI, errs.New(errs.ErrCorrupt, "it is from another save of the checkpoint than %s: "+
-				"it was replaced meanwhile, or parts of two were mixed", errs.RedactURI(first.URI)))
+			return placeError(s.URI, errs.New(errs.ErrCorrupt, "%s is from another save of this checkpoint: "+
+				"it was replaced during the load, or files of two saves were mixed", errs.RedactURI(first.URI)))
 		}
 	}
 	return nil

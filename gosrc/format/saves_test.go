@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// savedAs is a file with one tensor of a checkpoint's save; "" means of no save.
+// savedAs returns a file with one tensor that belongs to the given save, or to none if save is "".
 func savedAs(t *testing.T, name, save string) []byte {
 	t.Helper()
 	metadata := map[string]string{"format": "pt"}
@@ -29,12 +29,13 @@ func savedAs(t *testing.T, name, save string) []byte {
 }
 
 func TestFilesOfTwoSaves(t *testing.T) {
-	// Checkpoint files that are opened together belong to one save. Files of several saves are an error that names the
-	// file, or are opened again, once, if that helps. Files of other folders and names may belong to any save.
+	// Checkpoint files that are opened together must belong to one save. If they do not, they are opened again;
+	// if that does not help, the error names the file. Files in other folders or with other names may belong to any
+	// save.
 	const one, two = "save one", "save two"
 	for name, c := range map[string]struct {
 		files []string // path, save
-		mixed string   // in the error; "" if none
+		mixed string   // expected in the error; "" if none is expected
 	}{
 		"one save":           {[]string{"c/model-00001-of-00002", one, "c/model-00002-of-00002", one}, ""},
 		"no ids":             {[]string{"c/model-00001-of-00002", "", "c/model-00002-of-00002", ""}, ""},
@@ -68,7 +69,7 @@ func TestFilesOfTwoSaves(t *testing.T) {
 			if c.mixed == "" || c.files[3] == "" {
 				return
 			}
-			// A save that replaces them between two opens.
+			// A save replaces the files between the two attempts.
 			opened := 0
 			again := func(ctx context.Context, uri string) (source.Source, error) {
 				if opened++; opened <= 1 {

@@ -16,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// An index.json that is not a regular file, or has no end, is refused. Nothing waits for a writer, and nothing is read
-// that does not fit in memory.
+// An index.json that is not a regular file or never ends is refused. Opening it never waits for a writer or reads
+// more than fits in memory.
 func TestIndexIsAFile(t *testing.T) {
 	opener := func(_ context.Context, uri string) (source.Source, error) { return file.Open(uri) }
 	for name, c := range map[string]struct {
@@ -45,7 +45,7 @@ func TestIndexIsAFile(t *testing.T) {
 			}
 			for _, uri := range []string{dir, path} {
 				if name == "a folder" && uri == path || name == "its own folder" && uri == path {
-					continue // then it is a folder without a model
+					continue // here the path is a folder without a model
 				}
 				ended := make(chan error, 2)
 				spawn.Go("test", func() {
@@ -58,10 +58,10 @@ func TestIndexIsAFile(t *testing.T) {
 					select {
 					case err := <-ended:
 						if !errors.Is(err, c.want) {
-							t.Errorf("%v, want %v", err, c.want)
+							t.Errorf("got %v, want %v", err, c.want)
 						}
 					case <-time.After(20 * time.Second):
-						t.Fatal("hangs")
+						t.Fatal("opening the index did not return within 20 s")
 					}
 				}
 			}

@@ -1,6 +1,6 @@
 package format
 
-// This file finds the models of a folder and its subfolders.
+// This file finds the models in a folder and its subfolders.
 
 import (
 	"os"
@@ -15,21 +15,21 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// maxDepth is how many levels of subfolders are searched.
+// maxDepth is the number of subfolder levels that are searched.
 const maxDepth = 8
 
-// A Branch is a folder in a tree of models: a diffusers pipeline has one for each part.
+// A Branch is a folder in a tree of models. A diffusers pipeline has one branch for each component.
 type Branch struct {
 	Path    string // relative to the tree's top folder; "" is that folder itself
-	Weights bool   // whether a model is in it
-	// Parts means that it holds the files from which torch made the weights in its parent folder.
+	Weights bool   // whether it contains a model
+	// Parts means that it contains the files that torch joined into the weights in the parent folder.
 	Parts bool
 }
 
-// Tree returns the subfolders of dir that contain files, and dir itself last, because
-// what names the others (model_index.json) is written last. Hidden folders, links and
-// avoid, the folder that is written, are omitted. Folders more than maxDepth below dir
-// are refused. If dir is not a local folder, there are no branches.
+// Tree returns the subfolders of dir that contain files, and dir itself last, because the file that refers to the
+// others (model_index.json) must be written last. It omits hidden folders, links, and avoid, which is the folder that
+// is being written. Folders more than maxDepth levels below dir are refused. If dir is not a local folder, there are
+// no branches.
 func Tree(dir, avoid string) ([]Branch, error) {
 	if source.Remote(dir) {
 		return nil, nil
@@ -76,8 +76,7 @@ func Tree(dir, avoid string) ([]Branch, error) {
 	return markParts(out), err
 }
 
-// RemoteTree is Tree for the remote folder dir, with these files in it and its
-// subfolders.
+// RemoteTree is Tree for the remote folder dir, given all files in it and its subfolders.
 func RemoteTree(dir, avoid string, files []source.Entry) (out []Branch, err error) {
 	by := map[string]int{}
 	add := func(rel string) *Branch {
@@ -110,8 +109,8 @@ func (b *Branch) addFile(name string) {
 	b.Parts = b.Parts || modelfiles.IsPart(name)
 }
 
-// markParts leaves Parts to the folders called "sharded" below one with weights: elsewhere, parts
-// are the only ones.
+// markParts clears Parts except for folders called "sharded" in a folder with weights. Elsewhere, the parts are the
+// only copy of the weights.
 func markParts(branches []Branch) []Branch {
 	weights := map[string]bool{}
 	for _, b := range branches {

@@ -1,14 +1,14 @@
-// Package nvcomp implements nvCOMP's bitstreams. It encodes and decodes many buffers at a time on all cores, with
-// open algorithms, which are in the packages below, and with X16. There are three kinds of bitstream. The
-// packages that load and save files do not use it.
+// Package nvcomp implements nvCOMP's bitstreams. It encodes and decodes batches of buffers on all cores, with the
+// open algorithms in its subpackages and with X16. Packages that load and save files do not use it. There are three
+// kinds of bitstream.
 //
-// Raw is one block of the algorithm and nothing else. WithSize is the length of the content, little-endian (u64,
-// or u32 for LZ4, as in numcodecs), and a raw block. Native is a container of independent chunks, described in
-// native.go.
+// A Raw stream is a single block of the algorithm. A WithSize stream is the length of the content, little-endian
+// (u64, or u32 for LZ4, as in numcodecs), and a raw block. A Native stream is a container of independent chunks,
+// described in native.go.
 //
-// Bytes may be hostile. The length of the content is compared with the most that the stored bytes can decode to
-// before anything is allocated. Every decoder fills exactly its share of the memory or fails. No buffer is used
-// after Run has returned.
+// The input is untrusted. Before memory is allocated, the length of the content is compared with the maximum that the
+// stored bytes can decode to. Every decoder fills exactly its part of the memory or fails. Buffers are not used after
+// Run has returned.
 package nvcomp
 
 import (
@@ -25,21 +25,21 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp/zstd"
 )
 
-// Kind is how a block is framed. The numbers are those of nvCOMP's BitstreamKind.
+// Kind is the kind of a bitstream. The numbers match nvCOMP's BitstreamKind.
 type Kind int
 
-// The kinds.
+// These are the kinds.
 const (
 	Native Kind = iota
 	Raw
 	WithSize
 )
 
-// Algorithm is an algorithm's number in a Native header: its value in nvCOMP's documented enum
+// Algorithm is the number of an algorithm in a Native header: its value in nvCOMP's documented enum
 // nvcompFormatType_t.
 type Algorithm uint8
 
-// The algorithms. X16 is overwire's own: nvCOMP has no such number and refuses it.
+// These are the algorithms. nvCOMP refuses X16, which only overwire has.
 const (
 	LZ4      Algorithm = 0
 	Snappy   Algorithm = 1
@@ -53,22 +53,22 @@ const (
 	X16      Algorithm = 'X'
 )
 
-// An algorithm has functions for the operations that it supports. If blocks is nil, only its name is known here.
+// An algorithm has functions for the operations that it supports. If decode is nil, only its name is known.
 type algorithm struct {
 	name     string
 	id       Algorithm
 	maxChunk int64
-	// bound is the most bytes that encode appends for n bytes.
+	// bound returns the maximum number of bytes that encode appends for n bytes.
 	bound  func(n int64) int64
 	encode func(dst, src []byte, s *Spec) ([]byte, error)
 	decode func(dst, src []byte) error
-	// size computes the exact length of a block's content.
+	// size returns the exact length of a block's content.
 	size func(src []byte) (int64, error)
-	// most is a cheap upper bound of size.
+	// most returns an upper bound of size, which is cheap to compute.
 	most func(src []byte) (int64, error)
 }
 
-// maxBlock is the longest chunk of a Native stream.
+// maxBlock is the maximum content size of a chunk in a Native stream.
 const maxBlock = 16 << 20
 
 func asInt64(f func(int) int) func(int64) int64 {
@@ -104,7 +104,7 @@ var algorithms = []algorithm{
 	{
 		name: "Zstd", id: Zstd, maxChunk: maxBlock, bound: asInt64(zstd.Bound),
 		encode: func(dst, src []byte, _ *Spec) ([]byte, error) { return zstd.Encode(dst, src) },
-		decode: zstd.Decode, size: zstd.Size, most: zstd.Size, // headers only, as nvCOMP and libzstd write them
+		decode: zstd.Decode, size: zstd.Size, most: zstd.Size, // cheap for frames that state their size
 	},
 	deflateAlgorithm("Deflate", Deflate, false),
 	deflateAlgorithm("Gzip", Gzip, true),
@@ -126,7 +126,7 @@ var algorithms = []algorithm{
 	{name: "Bitcomp", id: Bitcomp},
 }
 
-// Names lists the algorithms that this package encodes and decodes.
+// Names returns the algorithms that this package encodes and decodes.
 func Names() []string {
 	var names []string
 	for _, a := range algorithms {
@@ -155,7 +155,7 @@ func byID(id Algorithm) (*algorithm, error) {
 	return checkSupported(&algorithms[i])
 }
 
-// checkSupported refuses an algorithm if only its name is known here.
+// checkSupported refuses an algorithm if only its name is known.
 func checkSupported(a *algorithm) (*algorithm, error) {
 	if a.decode == nil {
 		return nil, errs.New(errs.ErrNotSupported, "%s streams are not supported", a.name)
@@ -163,7 +163,7 @@ func checkSupported(a *algorithm) (*algorithm, error) {
 	return a, nil
 }
 
-// prefixBytes is how many bytes WithSize adds before a block.
+// prefixBytes returns the number of bytes before the block of a WithSize stream.
 func (a *algorithm) prefixBytes() int {
 	if a.id == LZ4 {
 		return 4
@@ -179,7 +179,7 @@ func readPrefix(p []byte) uint64 {
 	return binary.LittleEndian.Uint64(p)
 }
 
-// checkLength refuses a length that a block cannot have.
+// checkLength refuses a content length that the block src cannot have.
 func (a *algorithm) checkLength(src []byte, n int64) error {
 	most, err := a.most(src)
 	if err != nil {
@@ -191,34 +191,34 @@ func (a *algorithm) checkLength(src []byte, n int64) error {
 	return nil
 }
 
-// A block is the result of one call of the algorithm, and its offset in the content.
+// A block is one block of a stream, with its position in the content.
 type block struct {
 	src      []byte
 	at, n    int64
-	stored   uint32 // checksums of src and of the content, if the stream has them
-	contents uint32
+	stored   uint32 // checksum of src, if the stream has checksums
+	contents uint32 // checksum of the block's content
 }
 
-// A layout describes a stream that was inspected but not decoded yet.
+// A layout describes a stream that was parsed but not decoded yet.
 type layout struct {
 	algo   *algorithm
 	size   int64
 	blocks []block
-	// summed says that the blocks have checksums, which must be compared.
+	// summed means that the blocks have checksums, which must be compared.
 	summed bool
-	// damaged says that the checksum of the header does not match. The stream is decoded anyway, for callers that
+	// damaged means that the checksum of the header does not match. The stream is decoded anyway, for callers that
 	// want the bytes.
 	damaged bool
 }
 
-// parseStream inspects a stream: its kind, the length of its content, and the offsets of its blocks. It allocates
-// no more blocks than the stream's own bytes can contain.
+// parseStream parses a stream: its kind, the length of its content, and the offsets of its blocks. It allocates at
+// most as many blocks as the stream's bytes can contain.
 func parseStream(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	if s.Kind == Native {
 		return parseNative(src, s, algo)
 	}
 	if algo == nil {
-		return layout{}, errs.New(errs.ErrArgument, "name the algorithm: only native streams state theirs")
+		return layout{}, errs.New(errs.ErrArgument, "name the algorithm: only native streams contain its name")
 	}
 	if s.Kind == Raw {
 		n, err := algo.size(src)
@@ -229,11 +229,12 @@ func parseStream(src []byte, s *Spec, algo *algorithm) (layout, error) {
 	}
 	k := algo.prefixBytes()
 	if len(src) < k {
-		return layout{}, errs.New(errs.ErrCorrupt, "%d bytes are too few for the length of the content", len(src))
+		return layout{}, errs.New(errs.ErrCorrupt,
+			"the stream has %d bytes, which is too short for the length of the content", len(src))
 	}
 	n, rest := readPrefix(src[:k]), src[k:]
 	if n > 1<<62 {
-		return layout{}, errs.New(errs.ErrCorrupt, "a content of %d bytes is too large", n)
+		return layout{}, errs.New(errs.ErrCorrupt, "the content is too large: %d bytes", n)
 	}
 	if err := algo.checkLength(rest, int64(n)); err != nil {
 		return layout{}, err

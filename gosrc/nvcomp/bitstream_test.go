@@ -18,7 +18,7 @@ import (
 
 var kinds = []Kind{Native, Raw, WithSize}
 
-// text returns n bytes that compress a little, the same for a seed.
+// text returns n bytes that compress a little. They only depend on the seed.
 func text(n int, seed uint64) []byte {
 	r := rand.New(rand.NewPCG(seed, 1))
 	out := make([]byte, 0, n+64)
@@ -35,7 +35,7 @@ func text(n int, seed uint64) []byte {
 	return out[:n:n]
 }
 
-// one runs one buffer and returns a copy of the result.
+// one processes one buffer and returns a copy of the result.
 func one(t testing.TB, s Spec, src []byte) ([]byte, error) {
 	t.Helper()
 	out, err := Run(context.Background(), s, []Buffer{{Src: src}})
@@ -52,8 +52,8 @@ func one(t testing.TB, s Spec, src []byte) ([]byte, error) {
 	return bytes.Clone(out[0].Mem.Slice()), nil
 }
 
-// Every algorithm gives back every content in every kind. The size that it finds is the content's, and no stream is
-// longer than its bound.
+// Every algorithm round-trips every content in every kind of stream. OpSize returns the size of the content, and no
+// stream exceeds its bound.
 func TestRoundTrip(t *testing.T) {
 	long := 2<<20 + 5
 	if testing.Short() {
@@ -82,7 +82,7 @@ func TestRoundTrip(t *testing.T) {
 					}
 					got, err := one(t, d, made)
 					if err != nil || !bytes.Equal(got, src) {
-						t.Fatalf("%s kind %d %d bytes: %d back, %v", name, kind, n, len(got), err)
+						t.Fatalf("%s kind %d %d bytes: got %d bytes back, %v", name, kind, n, len(got), err)
 					}
 					d.Op, s.Op = OpSize, OpBound
 					size, err := Run(context.Background(), d, []Buffer{{Src: made}})
@@ -92,7 +92,7 @@ func TestRoundTrip(t *testing.T) {
 					s.Sizes = []int64{int64(len(src))}
 					most, _ := Run(context.Background(), s, nil)
 					if int64(len(made)) > most[0].Bytes {
-						t.Errorf("%s kind %d: %d bytes, the bound is %d", name, kind, len(made), most[0].Bytes)
+						t.Errorf("%s kind %d: %d bytes exceed the bound %d", name, kind, len(made), most[0].Bytes)
 					}
 				}
 			}
@@ -100,7 +100,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// Incompressible bytes stay under the bound, at every level.
+// Streams of incompressible bytes do not exceed the bound at any level.
 func TestBoundOfNoise(t *testing.T) {
 	noise := make([]byte, 200_001)
 	r := rand.New(rand.NewPCG(3, 3))
@@ -119,15 +119,15 @@ func TestBoundOfNoise(t *testing.T) {
 				s.Sizes = []int64{int64(len(noise))}
 				most, _ := Run(context.Background(), s, nil)
 				if int64(len(made)) > most[0].Bytes {
-					t.Errorf("%s kind %d level %d: %d over the bound %d", name, kind, level, len(made), most[0].Bytes)
+					t.Errorf("%s kind %d level %d: %d bytes exceed the bound %d",
+						name, kind, level, len(made), most[0].Bytes)
 				}
 			}
 		}
 	}
 }
 
-// A sized stream begins with the length of the content, in 4 bytes for LZ4 and 8 for others, and continues as the raw
-// block.
+// A WithSize stream is the length of the content, in 4 bytes for LZ4 and 8 for other algorithms, and the raw block.
 func TestSized(t *testing.T) {
 	for _, name := range Names() {
 		for _, src := range [][]byte{nil, {0}, make([]byte, 16), make([]byte, 70_000), text(40, 1), text(70_000, 2)} {
@@ -147,8 +147,8 @@ func TestSized(t *testing.T) {
 	}
 }
 
-// The last sequence of an LZ4 block has no match. The match length in its token means nothing, and other writers leave
-// bits there.
+// The last sequence of an LZ4 block has no match. The match length in its token is ignored, because other writers
+// leave bits there.
 func TestLastTokenOfLZ4(t *testing.T) {
 	for _, c := range []struct {
 		before, last, want string
@@ -162,17 +162,17 @@ func TestLastTokenOfLZ4(t *testing.T) {
 			src[len(c.before)] |= byte(bits)
 			got, err := one(t, Spec{Op: OpDecode, Algorithm: "LZ4", Kind: Raw}, src)
 			if err != nil || string(got) != c.want {
-				t.Errorf("%x: %q, %v", src, got, err)
+				t.Errorf("%x: decoded to %q, %v", src, got, err)
 			}
 		}
 	}
 }
 
-// The algorithms of nvCOMP's open release, and the sizes of their own headers in bytes.
+// ownOpen maps the algorithms of nvCOMP's open release to the sizes of their own headers in bytes.
 var ownOpen = map[string]int{"GDeflate": 4, "LZ4": 4, "Snappy": 1, "Cascaded": 24}
 
-// openStream lays a content out as nvCOMP 2.2 does: chunks in any order without gaps, and room for checksums that are
-// flagged and private.
+// openStream returns a stream in the layout of nvCOMP 2.2: chunks in any order without gaps, and space for private
+// checksums, with their flags set.
 func openStream(t testing.TB, a *algorithm, own int, src []byte, step int) []byte {
 	le := binary.LittleEndian
 	var chunks [][]byte
@@ -201,8 +201,8 @@ func openStream(t testing.TB, a *algorithm, own int, src []byte, step int) []byt
 	return append(head, payload...)
 }
 
-// Streams of nvCOMP 2.2, the last open release, are read. Their private checksums are refused by name if they are asked
-// for.
+// Streams of nvCOMP 2.2, the last open release, can be decoded. If verifying their private checksums is requested,
+// the error says that this is not supported.
 func TestStreamsOfTheOpenRelease(t *testing.T) {
 	le := binary.LittleEndian
 	src := text(150_000, 8)
@@ -220,16 +220,16 @@ func TestStreamsOfTheOpenRelease(t *testing.T) {
 		}
 		le.PutUint32(made[56:], uint32((64+own+7)&^7+8*3))
 		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrCorrupt) {
-			t.Errorf("%s without room for its tables: %v", name, err)
+			t.Errorf("%s without space for its tables: %v", name, err)
 		}
 		made[4] = 0
 		if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrFormat) {
-			t.Errorf("%s of no version: %v", name, err)
+			t.Errorf("%s without a version: %v", name, err)
 		}
 	}
 }
 
-// A stream of another writer is refused, and the error names a tool that reads it.
+// A stream of an unknown writer is refused; the error names a tool that can read it.
 func TestStreamsOfOthers(t *testing.T) {
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "LZ4", Sums: true}, text(1000, 1))
 	if err != nil {
@@ -253,11 +253,11 @@ func TestStreamsOfOthers(t *testing.T) {
 	made[4] = 2
 	if _, err := one(t, Spec{Op: OpDecode}, made); !errors.Is(err, errs.ErrFormat) ||
 		!strings.Contains(err.Error(), "upgrade overwire") {
-		t.Errorf("a layout of the future: %v", err)
+		t.Errorf("a newer layout: %v", err)
 	}
 }
 
-// The header and the tables after it match field for field.
+// Every field of the header and the tables has the documented value.
 func TestNativeLayout(t *testing.T) {
 	le := binary.LittleEndian
 	src := text(10_000, 1)
@@ -293,15 +293,15 @@ func TestNativeLayout(t *testing.T) {
 				}
 				if sums && (le.Uint32(made[112+4*i:]) != crc32.ChecksumIEEE(block) ||
 					le.Uint32(made[124+4*i:]) != crc32.ChecksumIEEE(content)) {
-					t.Errorf("%s: chunk %d has other checksums than CRC-32", name, i)
+					t.Errorf("%s: chunk %d does not have CRC-32 checksums", name, i)
 				}
 			}
 		}
 	}
 }
 
-// Results go into the caller's memory where it gives some. A buffer that is too small has its own error, and the rest
-// of the batch is done.
+// Results are written to the caller's memory if it provides some. A buffer that is too small has its own error and
+// does not affect the other buffers.
 func TestOwnMemory(t *testing.T) {
 	src := text(100_000, 1)
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Zstd"}, src)
@@ -318,18 +318,18 @@ func TestOwnMemory(t *testing.T) {
 	defer Release(out)
 	if out[0].Err != nil || !bytes.Equal(big[:len(src)], src) || out[0].Mem.Block != nil ||
 		!bytes.Equal(big[len(src):], make([]byte, 9)) {
-		t.Errorf("own memory: %+v", out[0])
+		t.Errorf("decoded into the given memory: %+v", out[0])
 	}
 	if !errors.Is(out[1].Err, errs.ErrArgument) || !errors.Is(out[2].Err, errs.ErrFormat) {
-		t.Errorf("errors: %v, %v", out[1].Err, out[2].Err)
+		t.Errorf("wrong errors: %v, %v", out[1].Err, out[2].Err)
 	}
 	if out[3].Err != nil || !bytes.Equal(out[3].Mem.Slice(), src) {
-		t.Errorf("the last: %v", out[3].Err)
+		t.Errorf("the last buffer: %v", out[3].Err)
 	}
 }
 
-// A stream with checksums is refused when any byte of a chunk, or a sum, has changed. The content's length stays
-// readable.
+// A stream with checksums is refused if any byte of a chunk or a checksum has changed. The length of the content is
+// still returned.
 func TestChecksums(t *testing.T) {
 	src := text(150_000, 5)
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "Snappy", Sums: true}, src)
@@ -347,7 +347,7 @@ func TestChecksums(t *testing.T) {
 			t.Fatal(err)
 		}
 		if out[0].Err == nil && at < len(made)-8 { // the last bytes may be padding
-			t.Errorf("a flip at %d went unseen", at)
+			t.Errorf("a flip at %d was not detected", at)
 		}
 		if at >= 64+3*16 && at < len(made)-8 && (!errors.Is(out[0].Err, errs.ErrCorrupt) || !out[0].Summed ||
 			out[0].Bytes != int64(len(src))) {
@@ -360,11 +360,11 @@ func TestChecksums(t *testing.T) {
 		t.Errorf("a stream without checksums: %v", err)
 	}
 	if got, err := one(t, Spec{Op: OpDecode, Verify: VerifyAlways}, made); err != nil || !bytes.Equal(got, src) {
-		t.Errorf("as it was made: %v", err)
+		t.Errorf("the unchanged stream: %v", err)
 	}
 }
 
-// typed checks that an error has one of the classes that bad bytes may cause.
+// typed checks that an error has one of the classes for invalid bytes.
 func typed(t testing.TB, what string, err error) {
 	t.Helper()
 	if err != nil && !errors.Is(err, errs.ErrCorrupt) && !errors.Is(err, errs.ErrFormat) &&
@@ -373,8 +373,7 @@ func typed(t testing.TB, what string, err error) {
 	}
 }
 
-// An integer of a stream, its header, tables or block (including Gzip's own) causes at most a typed error, whatever its
-// value.
+// Any value of any integer in a stream's header, tables or block causes at most a typed error.
 func TestIntegers(t *testing.T) {
 	src := text(1_000, 3)
 	for _, name := range Names() {
@@ -399,7 +398,7 @@ func TestIntegers(t *testing.T) {
 	}
 }
 
-// Work that is done at once is small, also when hostile bytes promise or hold much.
+// Quick only accepts small work, even if hostile bytes declare or contain much more.
 func TestQuick(t *testing.T) {
 	src := text(100_000, 3)
 	for _, c := range []struct {
@@ -411,10 +410,11 @@ func TestQuick(t *testing.T) {
 		{"a small encode", Spec{Op: OpEncode, Algorithm: "Zstd"}, src, true},
 		{"a large encode", Spec{Op: OpEncode, Algorithm: "LZ4"}, make([]byte, alone+1), false},
 		{"a size", Spec{Op: OpSize, Algorithm: "LZ4", Kind: Raw}, src, true},
-		{"what may be a bomb of GDeflate", Spec{Op: OpSize, Algorithm: "GDeflate", Kind: Raw}, src, false},
-		{"what may be a bomb of Zstd", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src, false},
-		{"what says how little it is", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: WithSize}, []byte{9, 0, 0, 0, 0, 0, 0, 0, 1}, true},
-		{"no stream at all", Spec{Op: OpDecode}, src, true},
+		{"a possible GDeflate bomb", Spec{Op: OpSize, Algorithm: "GDeflate", Kind: Raw}, src, false},
+		{"a possible Zstd bomb", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src, false},
+		{"a stream that states a small size", Spec{Op: OpDecode, Algorithm: "Zstd", Kind: WithSize},
+			[]byte{9, 0, 0, 0, 0, 0, 0, 0, 1}, true},
+		{"not a stream", Spec{Op: OpDecode}, src, true},
 		{"no algorithm", Spec{Op: OpDecode, Kind: Raw}, src, true},
 	} {
 		if got := Quick(&c.s, []Buffer{{Src: c.src}}); got != c.want {
@@ -423,14 +423,14 @@ func TestQuick(t *testing.T) {
 	}
 	made, err := one(t, Spec{Op: OpEncode, Algorithm: "GDeflate", Level: 1}, make([]byte, 40<<20))
 	if err != nil || len(made) > alone {
-		t.Fatalf("%d bytes, %v", len(made), err)
+		t.Fatalf("encoded into %d bytes, %v", len(made), err)
 	}
 	if Quick(&Spec{Op: OpDecode}, []Buffer{{Src: made}}) {
-		t.Error("40 MB of zeros are decoded at once")
+		t.Error("Quick accepts a stream of 40 MB of zeros")
 	}
 }
 
-// Nonsensical specs are argument errors, and names that only nvCOMP decodes are reported as not supported.
+// Invalid specs are argument errors. Algorithms that only nvCOMP has are reported as not supported.
 func TestSpecs(t *testing.T) {
 	for _, c := range []struct {
 		s    Spec
@@ -456,26 +456,26 @@ func TestSpecs(t *testing.T) {
 		t.Errorf("raw without an algorithm: %v", err)
 	}
 	if out, err := Run(context.Background(), Spec{Op: OpDecode}, nil); err != nil || len(out) != 0 {
-		t.Errorf("no buffers: %v, %v", out, err)
+		t.Errorf("Run without buffers: %v, %v", out, err)
 	}
 }
 
-// A cancelled run ends with the context's error, and no worker is left.
+// A cancelled Run returns the context's error, and no worker is left running.
 func TestCancel(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	src := text(4<<20, 4)
 	if out, err := Run(ctx, Spec{Op: OpEncode, Algorithm: "Zstd"},
 		[]Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
-		t.Errorf("%v, %v", out, err)
+		t.Errorf("Run with a cancelled context: %v, %v", out, err)
 	}
 	if n := spawn.Left(); len(n) != 0 {
-		t.Fatalf("left: %v", n)
+		t.Fatalf("workers are left running: %v", n)
 	}
 }
 
-// FuzzDecode gives foreign bytes to every open format. The result is a typed error or a content, never a panic, and
-// never memory that the bytes cannot fill.
+// FuzzDecode decodes arbitrary bytes in every open format. The result is a typed error or a content, never a panic,
+// and never more memory than the bytes can fill.
 func FuzzDecode(f *testing.F) {
 	src := text(600, 11)
 	for i, name := range Names() {
@@ -516,7 +516,7 @@ func FuzzDecode(f *testing.F) {
 		defer Release(out)
 		typed(t, "decode", out[0].Err)
 		if out[0].Bytes != size[0].Bytes {
-			t.Fatalf("%d bytes, %d were declared", out[0].Bytes, size[0].Bytes)
+			t.Fatalf("got %d bytes, but OpSize returned %d", out[0].Bytes, size[0].Bytes)
 		}
 	})
 }

@@ -1,6 +1,6 @@
 package nvcomp
 
-// Tests streams that are damaged or claim the impossible.
+// The tests in this file check streams that are damaged or state impossible values.
 
 import (
 	"bytes"
@@ -17,8 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// No truncation of a stream decodes. A flipped bit gives a typed error or other bytes of the same length, in memory of
-// that length.
+// No truncated stream can be decoded. A flipped bit gives a typed error or different bytes of the same length.
 func TestDamage(t *testing.T) {
 	src := text(700, 9)
 	for _, name := range Names() {
@@ -29,12 +28,12 @@ func TestDamage(t *testing.T) {
 			}
 			d := Spec{Op: OpDecode, Algorithm: name, Kind: kind}
 			for n := range made {
-				if kind == Native && n >= len(made)-8 { // may be padding
+				if kind == Native && n >= len(made)-8 { // the rest may be padding
 					break
 				}
 				got, err := one(t, d, made[:n])
 				typed(t, "truncated", err)
-				// A raw LZ4 block that is cut between two sequences is still valid.
+				// A raw LZ4 block that is truncated between two sequences may be valid.
 				if err == nil && !(name == "LZ4" && kind == Raw && len(got) < len(src)) {
 					t.Fatalf("%s kind %d cut at %d of %d decodes to %d", name, kind, n, len(made), len(got))
 				}
@@ -54,8 +53,8 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// A block after its length is accepted exactly if the raw block is accepted, whatever damage it has, and both give the
-// same bytes. No decoder accepts what the walk over a raw block refuses, such as the S2 extensions in Snappy.
+// A WithSize stream is accepted exactly if its raw block is accepted, for any damage, and both give the same bytes.
+// Decode refuses every block that Size refuses, such as S2 extensions in Snappy.
 func TestSizedBlocksAreRawBlocks(t *testing.T) {
 	src := append(text(700, 5), bytes.Repeat([]byte("abcdefgh"), 20)...)
 	for _, name := range Names() {
@@ -80,19 +79,21 @@ func TestSizedBlocksAreRawBlocks(t *testing.T) {
 			got, err := one(t, sized, append(slices.Clone(prefix), bad...))
 			isSame := refused == nil && len(alone) == len(src)
 			if (err == nil) != isSame || err == nil && !bytes.Equal(got, alone) {
-				t.Fatalf("%s, bit %d: alone %d bytes, %v; behind its length %v", name, bit, len(alone), refused, err)
+				t.Fatalf("%s, bit %d: as a raw block %d bytes, %v; as a WithSize stream %v",
+					name, bit, len(alone), refused, err)
 			}
 			bad[bit/8] ^= 1 << (bit % 8)
 		}
 	}
-	repeat := []byte{16, 0x1C, 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 1, 8, 1, 0} // the last copy repeats the distance
+	// As in S2, the last copy repeats the previous distance.
+	repeat := []byte{16, 0x1C, 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 1, 8, 1, 0}
 	if _, err := one(t, Spec{Op: OpDecode, Algorithm: "Snappy", Kind: WithSize},
 		append([]byte{16, 0, 0, 0, 0, 0, 0, 0}, repeat...)); !errors.Is(err, errs.ErrCorrupt) {
-		t.Errorf("a block of S2: %v", err)
+		t.Errorf("an S2 block: %v", err)
 	}
 }
 
-// Lengths that the stored bytes cannot have are refused before memory is allocated for them.
+// Content lengths that the stored bytes cannot have are refused before memory is allocated.
 func TestBombs(t *testing.T) {
 	le := binary.LittleEndian
 	src := text(10_000, 2)
@@ -119,8 +120,8 @@ func TestBombs(t *testing.T) {
 			}
 		}
 	}
-	// Blocks of one byte, repeated more often than a block allows.
-	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0xA0, 0, 0, 0, 1} // of 16 MiB
+	// A frame with blocks that repeat one byte more often than is allowed.
+	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0xA0, 0, 0, 0, 1} // states 16 MiB
 	for i := range 9 {
 		last := byte(0)
 		if i == 8 {
@@ -128,13 +129,13 @@ func TestBombs(t *testing.T) {
 		}
 		frame = append(frame, last|2, 0, 0x80|0x7F, 'x')
 	}
-	for _, op := range []string{OpSize, OpDecode} { // before memory is allocated
+	for _, op := range []string{OpSize, OpDecode} { // both must fail before memory is allocated
 		if out, err := one(t, Spec{Op: op, Algorithm: "Zstd", Kind: Raw}, frame); !errors.Is(err, errs.ErrCorrupt) ||
 			!strings.Contains(err.Error(), "Zstandard block at") {
 			t.Errorf("%s: %d bytes, %v", op, len(out), err)
 		}
 	}
-	// Chunks that all point to the same bytes.
+	// Chunks that all refer to the same bytes.
 	made, _ := one(t, Spec{Op: OpEncode, Algorithm: "LZ4", Chunk: 4096}, make([]byte, 40_960))
 	off, sizes := made[64:144], made[144:224]
 	for i := range 10 {
@@ -146,9 +147,9 @@ func TestBombs(t *testing.T) {
 	}
 }
 
-// Zstandard frames without a content length take no memory for windows that they only name.
+// Zstandard frames without a content length do not cause allocations for large windows that they declare.
 func TestFramesThatNameLargeWindows(t *testing.T) {
-	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0, 0x88, 1<<3 | 1, 0, 0, 'x'} // 128 MiB for one byte
+	frame := []byte{0x28, 0xB5, 0x2F, 0xFD, 0, 0x88, 1<<3 | 1, 0, 0, 'x'} // a window of 128 MiB for one byte
 	src := bytes.Repeat(frame, 100)
 	size := func(src []byte) (Result, uint64) {
 		var before, after runtime.MemStats
@@ -161,16 +162,16 @@ func TestFramesThatNameLargeWindows(t *testing.T) {
 		return out[0], after.TotalAlloc - before.TotalAlloc
 	}
 	if r, taken := size(src); r.Err != nil || r.Bytes != 100 || taken > 64<<20 {
-		t.Errorf("%d bytes, %v, by %d bytes of memory", r.Bytes, r.Err, taken)
+		t.Errorf("%d bytes, %v, with %d bytes of memory", r.Bytes, r.Err, taken)
 	}
 	if got, err := one(t, Spec{Op: OpDecode, Algorithm: "Zstd", Kind: Raw}, src); string(got) != strings.Repeat("x", 100) {
-		t.Errorf("%q, %v", got, err)
+		t.Errorf("decoded to %q, %v", got, err)
 	}
-	frame[5] = 0x89 // a larger window than is accepted
+	frame[5] = 0x89 // a window over the limit
 	if r, _ := size(frame); !errors.Is(r.Err, errs.ErrNotSupported) {
 		t.Errorf("a window of 144 MiB: %d bytes, %v", r.Bytes, r.Err)
 	}
-	long := bytes.Repeat([]byte("some text that comes again and again. "), 20_000) // several blocks of matches
+	long := bytes.Repeat([]byte("some text that comes again and again. "), 20_000) // several blocks with matches
 	var b bytes.Buffer
 	w, err := zstd.NewWriter(&b, zstd.WithWindowSize(8<<20), zstd.WithEncoderConcurrency(1))
 	if err != nil {

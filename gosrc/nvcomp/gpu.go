@@ -1,6 +1,6 @@
 package nvcomp
 
-// Decodes and encodes bitstreams on a GPU.
+// Decodes, encodes and inspects bitstreams on a GPU.
 
 import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// GPUNames lists the algorithms that kernels decode.
+// GPUNames returns the algorithms that GPU kernels can decode.
 func GPUNames() []string {
 	var names []string
 	for _, a := range algorithms {
@@ -20,7 +20,7 @@ func GPUNames() []string {
 	return names
 }
 
-// GPUDecode queues the decoding of streams of one algorithm on a GPU: see stream.Batches.Decode.
+// GPUDecode queues the decoding of streams of one algorithm on a GPU. See stream.Batches.Decode.
 func GPUDecode(index int, on stream.Order, name string, streams []stream.Bitstream) (*stream.Batch, error) {
 	a, err := byName(name)
 	if err != nil {
@@ -33,8 +33,8 @@ func GPUDecode(index int, on stream.Order, name string, streams []stream.Bitstre
 	return d.Decode(on, uint32(a.id), streams)
 }
 
-// GPUTransform is the transform of X16 for contents of a dtype (safetensors' name; "" if unknown). sample is a
-// part of the contents. It is 0 if no transform gains anything, and -1 if a sample is needed but missing.
+// GPUTransform returns the X16 transform for contents of a dtype (a safetensors name, or "" if unknown). sample is a
+// part of the contents. The result is 0 if no transform compresses it, and -1 if a sample is needed but missing.
 func GPUTransform(dtype string, sample []byte) (int, error) {
 	d, isKnown, err := dtypeNamed(dtype)
 	if err != nil {
@@ -49,8 +49,8 @@ func GPUTransform(dtype string, sample []byte) (int, error) {
 	return int(transformFor(d, isKnown, sample)), nil
 }
 
-// GPUEncode queues the encoding of contents to X16 streams on a GPU: see stream.Batches.Encode. scratch has room
-// bytes.
+// GPUEncode queues the encoding of contents as X16 streams on a GPU. See stream.Batches.Encode. room is the size of
+// scratch in bytes.
 func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch uint64,
 	room int64) (*stream.Batch, error) {
 	if need := stream.EncodeScratchSize(streams); need > room || scratch%16 != 0 {
@@ -64,15 +64,15 @@ func GPUEncode(index int, on stream.Order, streams []stream.Bitstream, scratch u
 	return d.Encode(on, streams, scratch)
 }
 
-// A Glance is GPUPeek's result for a stream.
+// A Glance is the result of GPUPeek for one stream.
 type Glance struct {
 	Size, Chunk int64
 	Algorithm   string
 	Err         error
 }
 
-// GPUPeek inspects streams on a GPU and waits for the answer. name "" is for native streams, which state their
-// algorithm. If only decoding could find a length, the error is errs.ErrNotSupported.
+// GPUPeek inspects streams on a GPU and waits for the result. An empty name is for native streams, which contain
+// their algorithm. If a length can only be found by decoding, the error is errs.ErrNotSupported.
 func GPUPeek(index int, on stream.Order, kind Kind, name string, streams []stream.Bitstream) ([]Glance, error) {
 	var id uint32
 	if name != "" || kind != Native {

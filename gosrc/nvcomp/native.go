@@ -1,6 +1,6 @@
 package nvcomp
 
-// Lays out the native stream, nvCOMP's container of chunks.
+// Reads and writes the native stream, nvCOMP's container of chunks.
 
 import (
 	"encoding/binary"
@@ -10,8 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
-// The Native container: a header of 64 bytes, u64 offset of each chunk in the payload, u64 stored size of each
-// chunk, checksums, and the payload with every chunk at a multiple of 8 (X16: 16). Everything is little-endian:
+// The Native container consists of a header of 64 bytes, the u64 offset of each chunk in the payload, the u64 stored
+// size of each chunk, the checksums, and the payload. Every chunk in it starts at a multiple of 8 (X16: 16). All
+// integers are little-endian:
 //
 //	 0  u32     magic: "OWBS"
 //	 4  u8      1, the version of this layout
@@ -20,21 +21,20 @@ import (
 //	 8  u64     payload bytes
 //	16  u64     content bytes
 //	24  u64     chunks
-//	32  u8      1: offsets of chunks are there
-//	40  u32     checksum of what stands before the payload, where there are any
-//	44  u8, u8  checksums of stored chunks, of contents are there
+//	32  u8      1: the offsets of chunks are present
+//	40  u32     checksum of everything before the payload, if the stream has checksums
+//	44  u8, u8  whether the checksums of stored chunks, and of contents, are present
 //	48  u64     content bytes of a chunk
 //	56  u32     offset of the payload
 //
-// Checksums are CRC-32 (IEEE). One is of the header and tables, with the checksum itself zero. After the table of
-// sizes there is a u32 for each stored chunk and then one for the content of each chunk.
+// Checksums are CRC-32 (IEEE). One covers the header and tables, with zeros for the checksum itself. After the table
+// of sizes, there is a u32 for each stored chunk and then a u32 for the content of each chunk.
 //
-// The fields are those of nvCOMP's last open release, 2.2 (BSD-3: CommonHeader of hlif_shared_types.hpp,
-// BatchManager.hpp, github.com/NVIDIA/nvcomp branch-2.2). Streams of that release can also be read. They have 0
-// as magic, the writer's version at 4, the algorithm's own header after the common one, tables at the next
-// multiple of 8, then room for two checksums per chunk, even if they were not computed, and chunks in any order
-// without gaps. How nvCOMP computes its checksums, and the format of its later releases, are not public; only
-// nvCOMP reads them.
+// The fields match nvCOMP's last open release, 2.2 (BSD-3: CommonHeader of hlif_shared_types.hpp, BatchManager.hpp,
+// github.com/NVIDIA/nvcomp branch-2.2). Streams of that release can also be read. They have 0 as magic, the writer's
+// version at 4, and the algorithm's own header after the common one. The tables start at the next multiple of 8,
+// followed by space for two checksums per chunk, even if they were not computed. Chunks are in any order without
+// gaps. nvCOMP's checksum algorithm and the format of its later releases are not public; only nvCOMP can read them.
 const (
 	headBytes = 64
 	magic     = 'O' | 'W'<<8 | 'B'<<16 | 'S'<<24
@@ -49,12 +49,12 @@ type header struct {
 	chunk                 uint64
 	offset                uint32
 	starts, stored, plain bool
-	open                  bool // from nvCOMP's open release
+	open                  bool // whether nvCOMP's open release wrote the stream
 }
 
 func parseHeader(src []byte) (h header, err error) {
 	if len(src) < headBytes {
-		return h, errs.New(errs.ErrFormat, "%d bytes are too few for a native stream", len(src))
+		return h, errs.New(errs.ErrFormat, "the stream has %d bytes, which is too short for a native stream", len(src))
 	}
 	le := binary.LittleEndian
 	h = header{
@@ -65,7 +65,7 @@ func parseHeader(src []byte) (h header, err error) {
 	switch first := le.Uint32(src); {
 	case first == magic && src[4] == layoutOne:
 	case first == magic:
-		return h, errs.New(errs.ErrFormat, "native stream of layout %d: upgrade overwire to read it", src[4])
+		return h, errs.New(errs.ErrFormat, "the native stream has layout %d: upgrade overwire to read it", src[4])
 	case first == 0 && src[4] >= 2 && src[4] <= 4:
 		h.open = true
 	default:
@@ -77,7 +77,7 @@ func parseHeader(src []byte) (h header, err error) {
 	return h, nil
 }
 
-// tablesPlace returns the offset of a stream's tables, and the bytes in them for each chunk.
+// tablesPlace returns the offset of a stream's tables and their size in bytes for each chunk.
 func (h *header) tablesPlace() (at, row uint64) {
 	if !h.open {
 		row = 16
@@ -89,7 +89,7 @@ func (h *header) tablesPlace() (at, row uint64) {
 		}
 		return headBytes, row
 	}
-	own := uint64(4) // LZ4, Snappy, GDeflate: see nvcomp/*.hpp of branch-2.2
+	own := uint64(4) // LZ4, Snappy and GDeflate; see nvcomp/*.hpp of branch-2.2
 	if h.format == Cascaded {
 		own = 24
 	}
@@ -122,7 +122,7 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	case h.size == 0 && h.chunks > 0:
 		return bad("invalid header: %d chunks of an empty content", h.chunks)
 	case h.size > 0 && !h.starts:
-		return layout{}, errs.New(errs.ErrNotSupported, "a native stream lacks the offsets of its chunks")
+		return layout{}, errs.New(errs.ErrNotSupported, "the native stream does not have the offsets of its chunks")
 	}
 	tables, row := h.tablesPlace()
 	if h.chunks > n/row || tables+h.chunks*row > uint64(h.offset) {
@@ -168,15 +168,15 @@ func parseNative(src []byte, s *Spec, want *algorithm) (layout, error) {
 	return out, nil
 }
 
-// headSum is the checksum of everything before the payload.
+// headSum returns the checksum of everything before the payload.
 func headSum(p []byte) uint32 {
 	sum := crc32.ChecksumIEEE(p[:headSumAt])
 	sum = crc32.Update(sum, crc32.IEEETable, make([]byte, 4))
 	return crc32.Update(sum, crc32.IEEETable, p[headSumAt+4:])
 }
 
-// nativeTables is the offset of the payload for n chunks. The bytes after the head of an X16 block are aligned to
-// 16 for GPUs, so the payload and its chunks begin 8 before a multiple of 16.
+// nativeTables returns the offset of the payload for n chunks. GPUs need the bytes after the head of an X16 block
+// aligned to 16, so the payload and its chunks start 8 bytes before a multiple of 16.
 func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	row := int64(16)
 	if sums {
@@ -189,7 +189,7 @@ func nativeTables(algo *algorithm, chunks int64, sums bool) int64 {
 	return n
 }
 
-// paddedBytes is the space of a stored chunk in a payload.
+// paddedBytes returns the size of a stored chunk in a payload, with padding.
 func (a *algorithm) paddedBytes(n int64) int64 {
 	if a.id == X16 {
 		return (n + 15) &^ 15
@@ -197,8 +197,8 @@ func (a *algorithm) paddedBytes(n int64) int64 {
 	return (n + 7) &^ 7
 }
 
-// putNative writes header and tables into dst, which has nativeTables bytes of zeros, for chunks with these
-// stored blocks and checksums. It returns the offset of each chunk.
+// putNative writes the header and tables for chunks with these stored blocks and checksums into dst, which must be
+// nativeTables bytes of zeros. It returns the offset of each chunk.
 func putNative(dst []byte, s *Spec, algo *algorithm, size int64, stored [][]byte, sums [][2]uint32) (at []int64) {
 	le := binary.LittleEndian
 	head, count := int64(len(dst)), len(stored)

@@ -1,12 +1,12 @@
 package nvcomp
 
-// Predicts which batches finish quickly.
+// Predicts whether a batch finishes quickly.
 
-// quickBytes is the most content of a quick Run, which takes the slowest decoder some tens of milliseconds.
+// quickBytes is the maximum content of a quick Run. The slowest decoder takes some tens of milliseconds for it.
 const quickBytes = 32 << 20
 
-// Quick reports whether Run finishes so soon, mostly without goroutines, that it need not be interruptible: the
-// input and everything that it can decode to are small.
+// Quick reports whether Run finishes so quickly, mostly without goroutines, that it need not be interruptible. This
+// is the case if the input and everything that it can decode to are small.
 func Quick(s *Spec, in []Buffer) bool {
 	n := contentBytes(in)
 	if n > alone || s.Op == OpEncode || s.Op == OpBound {
@@ -19,7 +19,7 @@ func Quick(s *Spec, in []Buffer) bool {
 	return most <= quickBytes
 }
 
-// mostBytes is the most bytes that decoding or measuring src can process.
+// mostBytes returns the maximum number of bytes that decoding or measuring src can process.
 func mostBytes(s *Spec, src []byte) int64 {
 	limit := int64(1) << 40
 	a, _ := byName(s.Algorithm)
@@ -35,16 +35,16 @@ func mostBytes(s *Spec, src []byte) int64 {
 		limit = int64(min(readPrefix(src[:a.prefixBytes()]), 1<<40))
 	}
 	if a == nil {
-		return 0 // an error
+		return 0 // Run returns an error
 	}
 	return min(limit, int64(len(src))*a.mostRatio())
 }
 
-// mostRatio is an upper bound of how many bytes one byte of a block decodes to.
+// mostRatio returns an upper bound of the number of bytes that one byte of a block decodes to.
 func (a *algorithm) mostRatio() int64 {
 	switch a.id {
 	case Zstd:
-		return 128 << 10 / 4 // a block of one byte, repeated
+		return 128 << 10 / 4 // a block that repeats one byte
 	case X16:
 		return 1 << 20
 	}

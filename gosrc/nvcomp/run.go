@@ -1,6 +1,6 @@
 package nvcomp
 
-// Runs a batch of buffers through one algorithm, on all cores.
+// Encodes or decodes a batch of buffers with one algorithm on all cores.
 
 import (
 	"context"
@@ -18,12 +18,12 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The directions of Run.
+// These are the operations of Run.
 const (
 	OpEncode = "encode"
 	OpDecode = "decode"
-	OpSize   = "size"  // of a stream's content
-	OpBound  = "bound" // the most bytes that encoding may give
+	OpSize   = "size"  // the size of a stream's content
+	OpBound  = "bound" // the maximum size of an encoded stream
 )
 
 // These say when decoding compares the checksums of a Native stream.
@@ -33,44 +33,44 @@ const (
 	VerifyAlways    = "always" // a stream without checksums is an error
 )
 
-// Default content bytes per chunk: 64 KiB as in nvCOMP, and the best size for X16.
+// These are the default content bytes per chunk: 64 KiB as in nvCOMP, and the best size for X16.
 const (
 	defaultChunk    = 64 << 10
 	defaultChunkX16 = 1 << 20
 )
 
-// A Spec says what to do. Except for Op, the zero value of each field is a good default.
+// A Spec is the specification of an operation. Except for Op, the zero value of each field is a good default.
 type Spec struct {
 	Op        string            `json:"op"`
-	Algorithm string            `json:"algorithm"` // "": as a Native stream says
+	Algorithm string            `json:"algorithm"` // "": the algorithm that a Native stream states
 	Kind      Kind              `json:"kind"`
 	Chunk     int64             `json:"chunk"`    // content bytes of a Native chunk; 0 means the algorithm's default
-	Level     int               `json:"level"`    // Deflate, Gzip, GDeflate: nvCOMP's algorithm_type
-	DType     string            `json:"dtype"`    // X16: the dtype by safetensors' name; "" means found by samples
-	Cascaded  *cascaded.Options `json:"cascaded"` // nil: cascaded.Default; elements are what DType says, or bytes
-	Sums      bool              `json:"sums"`     // when encoding, adds checksums to Native streams
+	Level     int               `json:"level"`    // nvCOMP's algorithm_type, for Deflate, Gzip and GDeflate
+	DType     string            `json:"dtype"`    // safetensors name of the dtype; "": X16 uses samples
+	Cascaded  *cascaded.Options `json:"cascaded"` // nil: cascaded.Default; DType defines the elements
+	Sums      bool              `json:"sums"`     // when encoding, add checksums to Native streams
 	Verify    string            `json:"verify"`
-	Sizes     []int64           `json:"sizes"` // OpBound: lengths of contents, instead of buffers
+	Sizes     []int64           `json:"sizes"` // for OpBound: lengths of contents, instead of buffers
 
 	transform uint8
 }
 
-// A Buffer is one input, and, if Own is set, the caller's own memory for its output.
+// A Buffer is one input and, if Own is set, the caller's memory for its output.
 type Buffer struct {
 	Src, Dst []byte
 	Own      bool
 }
 
-// A Result is the result of one Buffer. The receiver owns Mem, which is zero if the buffer had memory of its own.
-// If Err is set, Mem and Bytes are still set, for callers that want the invalid bytes.
+// A Result is the result for one Buffer. The caller owns Mem, which is zero if the Buffer has Own set. If Err is set,
+// Mem and Bytes may still be set, for callers that want the invalid bytes.
 type Result struct {
 	Mem    device.Memory
 	Bytes  int64
 	Err    error
-	Summed bool // its checksums were compared
+	Summed bool // whether its checksums were compared
 }
 
-// Release frees the results that were not taken.
+// Release frees the memory of results.
 func Release(results []Result) {
 	for i := range results {
 		results[i].Mem.Release()
@@ -78,8 +78,9 @@ func Release(results []Result) {
 	}
 }
 
-// Run processes every buffer as s says, on all cores. An error of one buffer is its own Err and does not affect
-// the others. An error of Run concerns the Spec or a lack of memory, and then there are no results.
+// Run processes every buffer according to s on all cores. An error of one buffer is in its Err and does not affect
+// the others. If Run itself returns an error, it is about the Spec, the context or a lack of memory, and there are no
+// results.
 func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 	var algo *algorithm
 	if s.Algorithm != "" {
@@ -90,7 +91,7 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 	}
 	if s.Op != OpDecode && s.Op != OpSize {
 		if algo == nil {
-			return nil, errs.New(errs.ErrArgument, "name an algorithm")
+			return nil, errs.New(errs.ErrArgument, "name an algorithm: encoding needs one")
 		}
 		if s.Chunk == 0 {
 			s.Chunk = defaultChunk
@@ -99,8 +100,8 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 			}
 		}
 		if s.Chunk < 1 || s.Chunk > algo.maxChunk {
-			return nil, errs.New(errs.ErrArgument, "invalid chunk size %d: %s takes 1 to %d", s.Chunk, algo.name,
-				algo.maxChunk)
+			return nil, errs.New(errs.ErrArgument, "invalid chunk size %d for %s: expected 1 to %d",
+				s.Chunk, algo.name, algo.maxChunk)
 		}
 		if s.Sums && s.Kind != Native {
 			return nil, errs.New(errs.ErrArgument, "only native streams have checksums")
@@ -126,13 +127,14 @@ func Run(ctx context.Context, s Spec, in []Buffer) ([]Result, error) {
 		out := make([]Result, len(s.Sizes))
 		for i, n := range s.Sizes {
 			if n < 0 || n > 1<<50 {
-				return nil, errs.New(errs.ErrArgument, "a content of %d bytes is too large", n)
+				return nil, errs.New(errs.ErrArgument, "invalid content size %d: expected 0 to %d bytes",
+					n, int64(1)<<50)
 			}
 			out[i].Bytes = streamBound(&s, algo, n)
 		}
 		return out, nil
 	}
-	return nil, errs.New(errs.ErrArgument, "op %q", s.Op)
+	return nil, errs.New(errs.ErrArgument, "unknown operation %q", s.Op)
 }
 
 func contentBytes(in []Buffer) (n int64) {
@@ -142,14 +144,14 @@ func contentBytes(in []Buffer) (n int64) {
 	return n
 }
 
-// maxWhole is the longest content of one block: LZ4's own limit.
+// maxWhole is the maximum content size of a single block. It is LZ4's limit.
 const maxWhole = 0x7E000000
 
-// alone is the amount of work, in bytes, below which starting goroutines costs more than it saves.
+// alone is the number of bytes below which starting goroutines costs more than it saves.
 const alone = 256 << 10
 
-// onAllCores calls fn for 0 to n-1, on all cores if there are enough bytes. fn keeps its own errors; onAllCores
-// returns the context's, or that of a panic.
+// onAllCores calls fn for 0 to n-1, on all cores if there are enough bytes. fn must store its own errors; onAllCores
+// only returns errors of the context and of panics.
 func onAllCores(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	workers := knob.Workers(0)
 	if bytes < alone {
@@ -158,8 +160,7 @@ func onAllCores(ctx context.Context, n int, bytes int64, fn func(i int)) error {
 	return spawn.Each(ctx, "codec", workers, n, func(i int) error { fn(i); return nil })
 }
 
-// placeOutputs gives every buffer its output: the buffer's own memory, or new memory. Buffers with an Err get
-// none.
+// placeOutputs provides every buffer's output: the caller's memory or new memory. Buffers with an Err get none.
 func placeOutputs(in []Buffer, out []Result) ([][]byte, error) {
 	sizes := make([]int64, len(in))
 	for i := range in {
@@ -260,7 +261,7 @@ func decodeBlock(l *layout, to []byte, p *block) error {
 	return nil
 }
 
-// streamBound is the most bytes of a stream for n bytes of content.
+// streamBound returns the maximum size of a stream for n bytes of content.
 func streamBound(s *Spec, algo *algorithm, n int64) int64 {
 	switch s.Kind {
 	case Native:
@@ -272,14 +273,14 @@ func streamBound(s *Spec, algo *algorithm, n int64) int64 {
 	return algo.bound(n)
 }
 
-// An encoding is one block to encode: bytes [from, to) of a buffer.
+// An encoding is one block to encode: the bytes [from, to) of a buffer.
 type encoding struct {
 	buffer   int32
 	block    int32
 	from, to int64
 }
 
-// encodeAll encodes every buffer's blocks on all cores, and joins the blocks of each buffer in its output.
+// encodeAll encodes the blocks of every buffer on all cores and joins them in its output.
 func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Result, error) {
 	d, isKnown, err := fillDefaults(s, algo)
 	if err != nil {
@@ -350,8 +351,8 @@ func encodeAll(ctx context.Context, s *Spec, algo *algorithm, in []Buffer) ([]Re
 	return out, nil
 }
 
-// fillDefaults fills in the algorithm's defaults and refuses unsupported settings. known reports whether the Spec
-// names a dtype, which is d.
+// fillDefaults sets the algorithm's defaults and refuses unsupported settings. known reports whether the Spec has a
+// dtype, which is d.
 func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err error) {
 	if d, known, err = dtypeNamed(s.DType); err != nil {
 		return d, known, err
@@ -370,12 +371,12 @@ func fillDefaults(s *Spec, algo *algorithm) (d tensor.DType, known bool, err err
 	}
 	switch algo.id {
 	case Deflate, Gzip, GDeflate, Cascaded:
-		_, err = algo.encode(nil, nil, s) // an invalid level, or invalid options
+		_, err = algo.encode(nil, nil, s) // checks the level or the options
 	}
 	return d, known, err
 }
 
-// dtypeNamed is the dtype with a safetensors name; known is false for "".
+// dtypeNamed returns the dtype with a safetensors name. known is false for "".
 func dtypeNamed(name string) (d tensor.DType, known bool, err error) {
 	if d, known = tensor.ParseDType(name); !known && name != "" {
 		err = errs.New(errs.ErrArgument, "unknown dtype %q", name)
@@ -383,19 +384,19 @@ func dtypeNamed(name string) (d tensor.DType, known bool, err error) {
 	return d, known, err
 }
 
-// divideIntoBlocks divides the buffers into blocks, in order. A buffer that is too long for its kind of stream
-// gets an error in out, and no block.
+// divideIntoBlocks divides the buffers into blocks, in order. A buffer that is too long for its kind of stream gets
+// an error in out and no block.
 func divideIntoBlocks(s *Spec, algo *algorithm, in []Buffer, out []Result) (tasks []encoding) {
 	for i := range in {
 		n := int64(len(in[i].Src))
 		if s.Kind != Native && n > maxWhole {
-			out[i].Err = errs.New(errs.ErrArgument, "%d bytes are too many for one block of %s: use a native stream", n,
-				algo.name)
+			out[i].Err = errs.New(errs.ErrArgument,
+				"a buffer of %d bytes is too long for one block of %s: use a native stream", n, algo.name)
 			continue
 		}
 		step, count := s.Chunk, int(sizes.CeilDiv(n, max(s.Chunk, 1)))
 		if s.Kind != Native {
-			step, count = max(n, 1), 1 // an empty block is a block
+			step, count = max(n, 1), 1 // empty content also has a block
 		}
 		for k := range count {
 			at := int64(k) * step
@@ -405,8 +406,8 @@ func divideIntoBlocks(s *Spec, algo *algorithm, in []Buffer, out []Result) (task
 	return tasks
 }
 
-// elementType is Cascaded's type for a dtype. It is bytes if there is none, and also for the zero value, which
-// means no dtype.
+// elementType returns Cascaded's type for a dtype. It is unsigned bytes for other dtypes and for the zero value,
+// which means that there is no dtype.
 func elementType(d tensor.DType) cascaded.Type {
 	switch d {
 	case tensor.I8:
@@ -427,7 +428,7 @@ func elementType(d tensor.DType) cascaded.Type {
 	return cascaded.UChar
 }
 
-// streamBytes is the length of a stream of these blocks.
+// streamBytes returns the length of a stream with these blocks.
 func streamBytes(s *Spec, algo *algorithm, blocks [][]byte) int64 {
 	switch s.Kind {
 	case Native:
@@ -442,7 +443,7 @@ func streamBytes(s *Spec, algo *algorithm, blocks [][]byte) int64 {
 	return int64(len(blocks[0]))
 }
 
-// joinBlocks writes a stream of these blocks into dst, which has the right length.
+// joinBlocks writes a stream with these blocks into dst, which must have the correct length.
 func joinBlocks(dst []byte, s *Spec, algo *algorithm, size int64, blocks [][]byte, sums [][2]uint32) {
 	switch s.Kind {
 	case Native:

@@ -1,6 +1,6 @@
 package nvcomp
 
-// Encodes one block of the weight codec, with its header.
+// Encodes and decodes blocks of X16, the codec for weights.
 
 import (
 	"encoding/binary"
@@ -11,8 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A block of X16 is a chunk of docs/format.md, preceded by the fields that a file's index would store for it: u8
-// codec (0 raw, 1 X16), u8 transform, u16 tiles per segment, u32 bytes of content.
+// An X16 block is a chunk of docs/format.md after a header of the fields that a file's index stores for a chunk: u8
+// codec (0 raw, 1 X16), u8 transform, u16 tiles per segment, u32 bytes of content. x16Head is the size of this
+// header.
 const x16Head = 8
 
 func x16Bound(n int64) int64 { return n + x16Head }
@@ -42,7 +43,7 @@ func x16Encode(dst, src []byte, s *Spec) ([]byte, error) {
 
 func x16Chunk(src []byte) (tensor.Chunk, error) {
 	if len(src) < x16Head {
-		return tensor.Chunk{}, errs.New(errs.ErrCorrupt, "X16 block of %d bytes", len(src))
+		return tensor.Chunk{}, errs.New(errs.ErrCorrupt, "an X16 block is too short: %d bytes", len(src))
 	}
 	return tensor.Chunk{
 		Codec: tensor.Codec(src[0]), Transform: src[1], SegTiles: binary.LittleEndian.Uint16(src[2:]),
@@ -57,9 +58,10 @@ func x16Size(src []byte) (int64, error) {
 	}
 	switch {
 	case c.Logical > tensor.MaxChunkBytes:
-		err = errs.New(errs.ErrCorrupt, "X16 block of %d bytes", c.Logical)
+		err = errs.New(errs.ErrCorrupt, "an X16 block states %d bytes, expected at most %d",
+			c.Logical, tensor.MaxChunkBytes)
 	case c.Codec == tensor.CodecRaw && (c.Logical != c.Stored || c.Transform != 0 || c.SegTiles != 0):
-		err = errs.New(errs.ErrCorrupt, "raw X16 block stores %d bytes for %d", c.Stored, c.Logical)
+		err = errs.New(errs.ErrCorrupt, "invalid raw X16 block: %d stored bytes for %d bytes", c.Stored, c.Logical)
 	case c.Codec == tensor.CodecX16:
 		err = x16.Check(src[x16Head:], c)
 	case c.Codec != tensor.CodecRaw:
@@ -74,7 +76,7 @@ func x16Decode(dst, src []byte) error {
 		return err
 	}
 	if uint64(c.Logical) != uint64(len(dst)) {
-		return errs.New(errs.ErrCorrupt, "X16 block has %d bytes, expected %d", c.Logical, len(dst))
+		return errs.New(errs.ErrCorrupt, "the X16 block has %d bytes, expected %d", c.Logical, len(dst))
 	}
 	switch {
 	case c.Codec == tensor.CodecX16:
@@ -83,15 +85,15 @@ func x16Decode(dst, src []byte) error {
 		copy(dst, src[x16Head:])
 		return nil
 	}
-	return errs.New(errs.ErrCorrupt, "X16 block of codec %d stores %d bytes for %d", uint8(c.Codec), c.Stored,
-		c.Logical)
+	return errs.New(errs.ErrCorrupt, "invalid X16 block: codec %d, %d stored bytes for %d bytes",
+		uint8(c.Codec), c.Stored, c.Logical)
 }
 
-// sampleBytes of a buffer decide its transform.
+// sampleBytes is the size of the sample that determines the transform of a buffer.
 const sampleBytes = 256 << 10
 
-// transformFor chooses the transform that compresses a buffer best, among those of its dtype, or among all if the
-// dtype is unknown. 0 means that none gains anything.
+// transformFor returns the transform that compresses a buffer best: among those of its dtype, or among all if the
+// dtype is unknown. It returns 0 if none compresses the buffer.
 func transformFor(d tensor.DType, known bool, src []byte) uint8 {
 	list := []uint8{x16.BF16, x16.FP16, x16.FP32, x16.E4M3, x16.E5M2, x16.Int8, x16.Nibbles, x16.Bytes}
 	if known {

@@ -1,9 +1,9 @@
-// Package tensor defines the types that every other package uses (DType, Tensor, Chunk,
-// Index), their only validator, and every limit. It does no I/O.
+// Package tensor defines the types that describe a model (DType, Tensor, Chunk, Index), their validator, and the
+// limits of all readers. It does no I/O.
 package tensor
 
-// A DType is an element type of the safetensors format. The values are the
-// codes of docs/format.md section 5 and never change.
+// A DType is an element type of the safetensors format. Its values are the codes in docs/format.md section 5 and
+// never change.
 type DType uint8
 
 // The 22 element types of safetensors 0.8.
@@ -34,7 +34,7 @@ const (
 	dtypeEnd
 )
 
-// NumDTypes counts the valid types; their codes are 1..NumDTypes.
+// NumDTypes is the number of valid types. Their codes are 1..NumDTypes.
 const NumDTypes = int(dtypeEnd) - 1
 
 var dtypes = [dtypeEnd]struct {
@@ -61,7 +61,7 @@ func (d DType) String() string {
 	return dtypes[d].name
 }
 
-// Bits returns the size of one element in bits, 0 for an invalid type.
+// Bits returns the size of one element in bits, or 0 for an invalid type.
 func (d DType) Bits() int {
 	if d >= dtypeEnd {
 		return 0
@@ -69,9 +69,8 @@ func (d DType) Bits() int {
 	return int(dtypes[d].bits)
 }
 
-// Floating reports whether elements are floats of a model that may be cast to another
-// float type. It excludes packed types and pure exponents, which belong to quantisation
-// schemes.
+// Floating reports whether elements are floats that a cast may convert to another float type. It excludes packed
+// types and pure exponents, which belong to quantization schemes.
 func (d DType) Floating() bool {
 	switch d {
 	case F8E5M2, F8E4M3, F8E4M3FNUZ, F8E5M2FNUZ, F16, BF16, F32, F64:
@@ -80,7 +79,7 @@ func (d DType) Floating() bool {
 	return false
 }
 
-// Wide reports whether elements are integers of several bytes.
+// Wide reports whether elements are integers of more than one byte.
 func (d DType) Wide() bool {
 	switch d {
 	case I16, U16, I32, U32, I64, U64:
@@ -89,11 +88,11 @@ func (d DType) Wide() bool {
 	return false
 }
 
-// Align returns the natural alignment in bytes: the element size, at least 1.
-// C64 is two F32 and aligned to 8, as safetensors writers order it.
+// Align returns the natural alignment in bytes: the element size, at least 1. C64 is aligned to 8 although it
+// consists of two F32, because safetensors writers order it that way.
 func (d DType) Align() int { return max(1, d.Bits()/8) }
 
-// ParseDType returns the type for a safetensors name.
+// ParseDType returns the type with the given safetensors name.
 func ParseDType(name string) (DType, bool) {
 	d, ok := byName[name]
 	return d, ok

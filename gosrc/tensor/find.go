@@ -4,12 +4,11 @@ package tensor
 
 import "hash/maphash"
 
-// names is an open-addressing table from name to tensor number. It takes 8 bytes per
-// tensor, where a map would take 50. Its seed is random, so that no file can choose
-// names that collide.
+// names is an open-addressing table from names to tensor numbers. It takes 8 bytes per tensor; a map would take 50.
+// Its random seed keeps a file from choosing names that collide.
 type names struct {
 	seed  maphash.Seed
-	slots []int32 // tensor number + 1; 0 is free; length: a power of two, at most half full
+	slots []int32 // tensor number + 1, or 0 if free; the length is a power of two, at least twice the tensors
 }
 
 func newNames(n int) names {
@@ -20,8 +19,8 @@ func newNames(n int) names {
 	return names{maphash.MakeSeed(), make([]int32, size)}
 }
 
-// slot returns the slot of the tensor with that name in a source, or the free slot
-// where it belongs. Tensors of other sources may have the same name.
+// slot returns the slot of the tensor with the given source and name, or the free slot for it. Tensors of other
+// sources may have the same name.
 func (n *names) slot(ts []Tensor, source int32, name string) *int32 {
 	mask := uint64(len(n.slots) - 1)
 	for h := maphash.String(n.seed, name) & mask; ; h = (h + 1) & mask {
@@ -32,7 +31,7 @@ func (n *names) slot(ts []Tensor, source int32, name string) *int32 {
 	}
 }
 
-// put adds tensor i, unless one of the same source already has its name.
+// put adds tensor i, unless a tensor of the same source already has its name.
 func (n *names) put(ts []Tensor, i int) (added bool) {
 	s := n.slot(ts, ts[i].Source, ts[i].Name)
 	if *s != 0 {
@@ -42,8 +41,8 @@ func (n *names) put(ts []Tensor, i int) (added bool) {
 	return true
 }
 
-// Finder returns a function that maps a name to the number of the tensor in one source,
-// or to -1. The function is safe for concurrent use.
+// Finder returns a function that returns the number of the tensor with a given source and name, or -1. The function
+// is safe for concurrent use.
 func (ix *Index) Finder() func(source int, name string) int {
 	n := newNames(len(ix.Tensors))
 	for i := range ix.Tensors {
@@ -52,8 +51,7 @@ func (ix *Index) Finder() func(source int, name string) int {
 	return func(source int, name string) int { return int(*n.slot(ix.Tensors, int32(source), name)) - 1 }
 }
 
-// Duplicate returns the number of the first tensor that has the name of an earlier
-// tensor of its source, or -1.
+// Duplicate returns the number of the first tensor with the same source and name as an earlier tensor, or -1.
 func Duplicate(ts []Tensor) int {
 	n := newNames(len(ts))
 	for i := range ts {

@@ -1,15 +1,15 @@
 package tensor
 
-// This file computes the sizes of tensors and how chunks divide them.
+// This file computes the sizes of tensors and their chunk grids.
 
 import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 )
 
-// Size returns the bytes of a tensor: the product of its shape times the bits of an
-// element, with every step checked. The names of errors and the order of steps follow
-// safetensors: after a zero dimension, any dimension is accepted.
+// Size returns the size of a tensor in bytes: the product of its dimensions times the bits per element. Every step is
+// checked for overflow. The error rules and the order of steps match safetensors, so any dimension is accepted after
+// a zero dimension.
 func Size(d DType, shape []int64) (int64, error) {
 	if !d.Valid() {
 		return 0, errs.New(errs.ErrFormat, "unknown dtype code %d", uint8(d))
@@ -34,8 +34,7 @@ func Size(d DType, shape []int64) (int64, error) {
 	return int64(total / 8), nil // at most 2^61
 }
 
-// Rows returns the number of rows of a tensor seen as a matrix: dimension 0, or 1 for
-// rank 0.
+// Rows returns the number of rows of the tensor as a matrix: dimension 0, or 1 for rank 0.
 func (t *Tensor) Rows() int64 {
 	if len(t.Shape) == 0 {
 		return 1
@@ -43,9 +42,8 @@ func (t *Tensor) Rows() int64 {
 	return t.Shape[0]
 }
 
-// RowBits returns the bits of one row, 0 for a tensor without bytes. Rows of sub-byte
-// dtypes may end inside a byte; such a tensor can neither be divided into column parts
-// nor be sliced by rows.
+// RowBits returns the size of one row in bits, or 0 for a tensor without bytes. Rows of sub-byte dtypes may end
+// inside a byte; such a tensor cannot be divided into column parts or sliced by rows.
 func (t *Tensor) RowBits() int64 {
 	rows := t.Rows()
 	if rows == 0 || t.Bytes == 0 {
@@ -54,8 +52,7 @@ func (t *Tensor) RowBits() int64 {
 	return t.Bytes/rows*8 + t.Bytes%rows*8/rows // = Bytes * 8 / rows, without overflow
 }
 
-// Splits reports whether the tensor's rows can be divided into p column parts of
-// whole elements and whole bytes.
+// Splits reports whether the tensor's rows can be divided into p column parts of whole elements and whole bytes.
 func (t *Tensor) Splits(p int) bool {
 	if p == 1 {
 		return true
@@ -64,19 +61,19 @@ func (t *Tensor) Splits(p int) bool {
 	return row > 0 && row%int64(p*t.DType.Bits()) == 0 && row/int64(p)%8 == 0
 }
 
-// A Grid divides a tensor's bytes into chunks (docs/format.md 2). Column part p has the columns [p, p+1) x
-// RowBytes / Parts of every row, row after row. Its bytes are divided into chunks of ChunkBytes; the last one may
-// be shorter. Chunks are numbered part by part. With a single part, the part is the tensor's bytes in order.
+// A Grid divides a tensor's bytes into chunks (docs/format.md 2). Column part p holds the bytes [p, p+1) x RowBytes /
+// Parts of every row, row after row. It is divided into chunks of ChunkBytes; the last chunk may be shorter. Chunks
+// are numbered part by part. A single part holds the tensor's bytes in order.
 type Grid struct {
 	Parts      int64
-	PartBytes  int64 // of one part
-	PartRow    int64 // bytes of one row in one part; 0 with one part
+	PartBytes  int64 // bytes of one part
+	PartRow    int64 // bytes of one row in one part; 0 if Parts is 1
 	ChunkBytes int64
-	PerPart    int64 // chunks of one part
+	PerPart    int64 // chunks per part
 }
 
-// Grid returns the tensor's chunk grid, or the zero Grid for a tensor without chunks.
-// The tensor must be valid, or at least its Shape, Bytes, Parts and ChunkBytes.
+// Grid returns the tensor's chunk grid, or the zero Grid for a tensor without chunks. Of the tensor, at least Shape,
+// DType, Bytes, Parts and ChunkBytes must be valid.
 func (t *Tensor) Grid() Grid {
 	if t.ChunkBytes == 0 || t.Parts == 0 {
 		return Grid{}
@@ -93,8 +90,7 @@ func (t *Tensor) Grid() Grid {
 // Chunks returns the number of chunks.
 func (g Grid) Chunks() int64 { return g.Parts * g.PerPart }
 
-// Chunk returns the position of chunk i of the tensor: its part, and the bytes
-// [lo, hi) of that part. i is in [0, Chunks()).
+// Chunk returns the position of chunk i: its part, and its byte range [lo, hi) in that part. i is in [0, Chunks()).
 func (g Grid) Chunk(i int64) (part, lo, hi int64) {
 	part = i / g.PerPart
 	lo = i % g.PerPart * g.ChunkBytes

@@ -2,7 +2,7 @@ package tensor
 
 // This file defines the types that describe a model, and the limits of readers.
 
-// The limits of every reader.
+// These are the limits of all readers.
 const (
 	MaxHeader     = 100_000_000 // bytes of a safetensors header, for reading and writing
 	MaxIndex      = 1 << 30     // bytes of a container's index
@@ -11,10 +11,10 @@ const (
 	MaxColParts   = 8
 )
 
-// A Codec is a way to encode the bytes of a chunk.
+// A Codec identifies the encoding of a chunk's bytes.
 type Codec uint8
 
-// Codec ids of docs/format.md; the gaps are reserved there.
+// These are the codec ids of docs/format.md, which reserves the gaps.
 const (
 	CodecRaw    Codec = 0
 	CodecX16    Codec = 1
@@ -34,8 +34,8 @@ func (c Codec) String() string {
 	return "unknown"
 }
 
-// A Chunk is a run of a tensor's bytes that is stored, checked and decoded separately.
-// Its number determines its position in the tensor (see Tensor.Grid).
+// A Chunk is a range of a tensor's bytes that is stored, checked and decoded separately. Tensor.Grid maps its number
+// to its position in the tensor.
 type Chunk struct {
 	Off       int64  // offset of the stored bytes in the source
 	Stored    uint32 // stored bytes
@@ -46,11 +46,10 @@ type Chunk struct {
 	SegTiles  uint16 // X16: tiles per segment
 }
 
-// A Tensor describes a tensor and where its bytes are.
+// A Tensor describes a tensor and where its bytes are stored.
 //
-// A tensor of a plain safetensors file has Count 0: its bytes are at [Off, Off+Bytes)
-// of its source, without checksums. Every tensor of an overwire file has chunks, except
-// aliases and tensors without bytes.
+// A tensor of a plain safetensors file has Count 0: its bytes are at [Off, Off+Bytes) of its source and have no
+// checksums. Every tensor of an overwire file has chunks, except aliases and tensors without bytes.
 type Tensor struct {
 	Name   string
 	Shape  []int64 // often a slice of one array that the whole Index shares
@@ -58,46 +57,44 @@ type Tensor struct {
 	Off    int64   // offset of the first stored byte in the source
 	Stored int64   // stored bytes: Bytes if plain, 0 for an alias
 	Hash   [16]byte
-	// ChunkBytes and Parts are the chunk grid (docs/format.md 2); 0 without chunks.
+	// ChunkBytes and Parts define the chunk grid (docs/format.md 2). They are 0 for a tensor without chunks.
 	ChunkBytes   uint32
 	First, Count int32 // Index.Chunks[First : First+Count]
 	Source       int32 // Index.Sources[Source]
-	Alias        int32 // Index.Tensors[Alias] has the bytes; -1: not an alias
+	Alias        int32 // Index.Tensors[Alias] has the bytes; -1 if this is not an alias
 	DType        DType
 	Parts        uint8
-	// Plain: the file has the tensor's bytes, dtype and shape as any safetensors reader
-	// expects them. True for every tensor of a plain file.
+	// Plain means that any safetensors reader finds the tensor's bytes, dtype and shape in the file. It is true for
+	// every tensor of a plain file.
 	Plain bool
-	// Block, if not 0, is the size of the encrypted blocks of the plain bytes, from Off
-	// on. A block can only be read whole.
+	// Block is the block size if the bytes from Off on are encrypted in blocks, which can only be read whole;
+	// otherwise 0.
 	Block int64
 }
 
-// A Source is one file or object of an Index, and the contents of its header other than
-// tensors.
+// A Source is one file or object of an Index. It also holds the rest of the file's header.
 type Source struct {
 	URI      string
 	Size     int64
 	Data     int64             // offset of the data section
-	Metadata map[string]string // of the user; nil: none
-	Format   string            // the name of its format, see FormatOverwire
-	Mark     string            // of a container: the metadata entry that marks it as one
-	Gaps     bool              // other bytes may lie between the tensors
+	Metadata map[string]string // the user's metadata, or nil
+	Format   string            // format name, such as FormatOverwire
+	Mark     string            // for a container, the metadata entry that marks it as one
+	Gaps     bool              // whether there may be other bytes between the tensors
 	Unlisted int               // number of tensors left out because an index.json does not list them
 }
 
-// The formats that the engine has rules for. Files of other formats have plain
-// tensors.
+// These formats have rules of their own in the engine. Files of other formats have only plain tensors.
 const (
 	FormatOverwire    = "overwire" // has an overwire index
 	FormatSafetensors = "safetensors"
 )
 
-// Overwire says whether the file has an overwire index.
+// Overwire reports whether the file has an overwire index.
 func (s *Source) Overwire() bool { return s.Format == FormatOverwire }
 
-// An Index is everything known about a model before its data is read. It is validated
-// as a whole, immutable, and safe for concurrent use.
+// An Index is everything known about a model before its data is read. It is validated, immutable, and safe for
+// concurrent use.
 type Index struct {
 	Sources []Source
 	Tensors []Tensor // in source order, then file order

@@ -8,12 +8,11 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Select returns an index of the tensors for which kept is true. It shares the memory of
-// ix, which does not change. If a tensor is dropped, one of its aliases takes over its
-// bytes.
+// Select returns an index of the tensors for which kept is true. It shares memory with ix and does not change it. If a
+// tensor is dropped, its first remaining alias gets its bytes.
 func (ix *Index) Select(kept []bool) (*Index, error) {
 	out := &Index{Sources: slices.Clone(ix.Sources), Chunks: ix.Chunks}
-	place := make([]int32, len(ix.Tensors)) // in out; for a dropped tensor, the number of its heir
+	place := make([]int32, len(ix.Tensors)) // numbers in out; for a dropped tensor, the alias that gets its bytes
 	n := int32(0)
 	for i := range ix.Tensors {
 		place[i] = -1

@@ -13,14 +13,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The table of dtypes equals that of docs/format.md section 5: codes 1..22, names in both directions, sizes in bits,
-// alignment.
+// The dtypes match docs/format.md section 5: codes 1..22, names in both directions, sizes in bits, and alignment.
 func TestDTypes(t *testing.T) {
 	names := strings.Fields("BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ " +
 		"I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64")
 	bits := []int{8, 4, 6, 6, 8, 8, 8, 8, 8, 8, 8, 16, 16, 16, 16, 32, 32, 32, 64, 64, 64, 64}
 	if len(names) != NumDTypes {
-		t.Fatalf("%d dtypes", NumDTypes)
+		t.Fatalf("NumDTypes is %d, want %d", NumDTypes, len(names))
 	}
 	for i, name := range names {
 		d := DType(i + 1)
@@ -35,16 +34,16 @@ func TestDTypes(t *testing.T) {
 		}
 	}
 	if _, ok := ParseDType("bf16"); ok {
-		t.Error("a name in lower case is known")
+		t.Error("a lowercase name was accepted")
 	}
 }
 
-// Size is exact for every shape that it accepts, and refuses every overflow.
+// Size is exact for every shape that it accepts, and rejects every overflow.
 func TestSize(t *testing.T) {
 	for _, c := range []struct {
 		d     DType
 		shape []int64
-		want  int64 // -1: refused
+		want  int64 // -1 if rejected
 		words string
 	}{
 		{F32, nil, 4, ""},
@@ -69,12 +68,12 @@ func TestSize(t *testing.T) {
 		got, err := Size(c.d, c.shape)
 		if c.want >= 0 && (err != nil || got != c.want) ||
 			c.want < 0 && (!errors.Is(err, errs.ErrFormat) || !isSaying(err, c.words)) {
-			t.Errorf("Size(%v, %v) = %d, %v; want %d %s", c.d, c.shape, got, err, c.want, c.words)
+			t.Errorf("Size(%v, %v) = %d, %v; want %d, error %q", c.d, c.shape, got, err, c.want, c.words)
 		}
 	}
 }
 
-// The grid cuts every tensor into chunks that cover each byte of each part once, and Find leads back to them.
+// The chunks of a grid cover each byte of each part exactly once.
 func TestGrid(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -91,7 +90,7 @@ func TestGrid(t *testing.T) {
 		}
 		g := ten.Grid()
 		if g.Parts*g.PartBytes != ten.Bytes || g.Parts > 1 && g.PartRow*ten.Rows() != g.PartBytes {
-			t.Fatalf("%+v: grid %+v", ten, g)
+			t.Fatalf("%+v: the parts of grid %+v do not match the tensor's size", ten, g)
 		}
 		next, part := int64(0), int64(0)
 		for i := range g.Chunks() {
@@ -113,14 +112,14 @@ func TestGrid(t *testing.T) {
 	}
 }
 
-// The geometry of odd shapes is right.
+// Rows, RowBits and Splits are correct for odd shapes.
 func TestGeometry(t *testing.T) {
 	for _, c := range []struct {
 		d       DType
 		shape   []int64
 		rows    int64
 		rowBits int64
-		splits  string // of 1, 2, 4, 8
+		splits  string // the numbers of parts for which Splits is true
 	}{
 		{F32, nil, 1, 32, "1"},
 		{BF16, []int64{8}, 8, 16, "1"},
@@ -146,13 +145,13 @@ func TestGeometry(t *testing.T) {
 			t.Errorf("%v %v: %d rows of %d bits, splits %s", c.d, c.shape, ten.Rows(), ten.RowBits(), splits)
 		}
 		if g := ten.Grid(); g.Chunks() != 0 {
-			t.Errorf("%v %v: a grid without chunk bytes has chunks", c.d, c.shape)
+			t.Errorf("%v %v: the grid has chunks although ChunkBytes is 0", c.d, c.shape)
 		}
 	}
 }
 
-// container is a small valid index: a plain file, and a container with a tensor in two parts, a plain one, an alias,
-// and an empty one.
+// container returns a small valid index: a plain file, and a container with a tensor in two parts, a plain tensor, an
+// alias, and an empty tensor.
 func container() *Index {
 	h := [16]byte{1}
 	return &Index{
@@ -178,7 +177,7 @@ func container() *Index {
 	}
 }
 
-// The validator accepts the container and refuses each possible fault in it, with a class and the tensor's name.
+// Validate accepts the valid container and rejects each fault in it with an error class and the tensor's name.
 func TestValidate(t *testing.T) {
 	if err := container().Validate(nil); err != nil {
 		t.Fatal(err)
@@ -280,27 +279,27 @@ func TestValidate(t *testing.T) {
 	none := func(c Codec, _ uint8, d DType) bool { return c == CodecRaw || d != BF16 }
 	if err := container().Validate(none); !errors.Is(err, errs.ErrNotSupported) ||
 		!strings.Contains(err.Error(), `b tensor "big" chunk 0 @5120`) {
-		t.Errorf("a codec that the reader lacks: %v", err)
+		t.Errorf("a codec that the reader does not support: %v", err)
 	}
 }
 
-// Names are found in the requested source, also by many at once.
+// Finder finds names in the requested source, also from several goroutines.
 func TestFind(t *testing.T) {
 	find := container().Finder()
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
 			if i := find(1, "big"); i != 2 {
-				t.Errorf("big: %d", i)
+				t.Errorf("big: found at %d, want 2", i)
 			}
 		})
 	}
 	wg.Wait()
 	if a, b, c, d := find(0, "x"), find(1, "x"), find(0, "big"), find(1, "X"); a != 0 || b != 5 || c != -1 || d != -1 {
-		t.Errorf("found %d %d %d %d", a, b, c, d)
+		t.Errorf("found at %d, %d, %d and %d; want 0, 5, -1 and -1", a, b, c, d)
 	}
 	if i := (&Index{}).Finder()(0, "x"); i != -1 {
-		t.Errorf("empty index: %d", i)
+		t.Errorf("empty index: found at %d, want -1", i)
 	}
 	if i := Duplicate(container().Tensors); i != -1 {
 		t.Errorf("Duplicate across sources: %d", i)
@@ -312,12 +311,12 @@ func TestFind(t *testing.T) {
 	find = many.Finder()
 	for i := range many.Tensors {
 		if got := find(0, fmt.Sprint(i)); got != i {
-			t.Fatalf("tensor %d: %d", i, got)
+			t.Fatalf("tensor %d: found at %d", i, got)
 		}
 	}
 }
 
-// isSaying reports whether words are an error's rule or in its text.
+// isSaying reports whether words equal an error's rule or occur in its text.
 func isSaying(err error, words string) bool {
 	return errs.RuleOf(err) == words || strings.Contains(err.Error(), words)
 }

@@ -10,36 +10,32 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Limits of a container's chunks.
+// These limits apply to the chunks of a container.
 const (
-	ChunkAlign   = 4096 // chunk bytes are a multiple of it
-	StoredAlign  = 16   // stored chunks of a tensor that is not plain start on it
-	BlobAlign    = 64   // the stored bytes of such a tensor are a multiple of it
+	ChunkAlign   = 4096 // the chunk size is a multiple of this
+	StoredAlign  = 16   // stored chunks start at multiples of this, except in plain tensors
+	BlobAlign    = 64   // the stored size of a tensor is a multiple of this, unless it is plain
 	MaxSegTiles  = 256
-	maxTransform = 8 // for X16
-	maxPlanes    = 7 // transforms of planes
+	maxTransform = 8 // highest transform of X16
+	maxPlanes    = 7 // highest transform of planes
 )
 
-// A Known func reports whether a reader can decode chunks of a codec and a transform
-// for a dtype.
+// A Known func reports whether a reader can decode chunks with a codec and a transform for a dtype.
 type Known func(c Codec, transform uint8, d DType) bool
 
-// Validate is the only validator of an Index. For every source it checks:
+// Validate is the only validator of an Index. It checks for every source:
 //
-//   - tensors come source by source, in the order of their bytes, which follow
-//     each other from the data section on, inside the file, without overlaps and
-//     (except in files with Gaps) without gaps;
-//   - names are unique in their source and valid UTF-8; dtype, rank and shape
-//     are sound and give exactly the stated number of bytes;
-//   - the chunk grid fits the tensor and its chunks fit the grid, in order,
-//     each inside its tensor's stored bytes, none larger than its logical bytes;
-//   - an alias refers to a tensor of the same source, dtype, size and content that
-//     is not an alias;
-//   - codec and transform are known (if known is nil: those of docs/format.md).
+//   - Tensors are grouped by source and sorted by offset. Their bytes start at the data section, lie
+//     inside the file, and do not overlap or (except in files with Gaps) leave gaps.
+//   - Names are valid UTF-8 and unique in their source. Dtype, rank and shape are valid and give
+//     exactly the stated number of bytes.
+//   - The chunk grid fits the tensor and its chunks fit the grid, in order. Each chunk lies inside its
+//     tensor's stored bytes and is not larger than its logical bytes.
+//   - An alias refers to a tensor with the same source, dtype, size and content that is not an alias.
+//   - Codec and transform are known. If known is nil, docs/format.md defines which are.
 //
-// The package of each format checks the bytes after the last tensor. The error is an
-// errs.At of class errs.ErrFormat, or errs.ErrNotSupported for an unknown codec.
-// Validate allocates one table of names.
+// The package of each format checks the bytes after the last tensor. The error is an errs.At with class
+// errs.ErrFormat, or errs.ErrNotSupported for an unknown codec. Validate allocates only one table of names.
 func (ix *Index) Validate(known Known) error {
 	if known == nil {
 		known = documented
@@ -59,7 +55,7 @@ func (ix *Index) Validate(known Known) error {
 	return nil
 }
 
-// documented knows the codecs and transforms of docs/format.md.
+// documented is the Known for the codecs and transforms of docs/format.md.
 func documented(c Codec, transform uint8, _ DType) bool {
 	switch c {
 	case CodecRaw:
@@ -77,9 +73,9 @@ type validator struct {
 	known Known
 	names names
 	src   int   // the source of the previous tensor
-	began bool  // the previous tensor had one
-	next  int64 // offset of the next tensor's bytes
-	chunk int   // the first chunk that belongs to no tensor so far
+	began bool  // whether src is set
+	next  int64 // expected offset of the next tensor's bytes
+	chunk int   // number of the first chunk that no tensor has used so far
 }
 
 func (v *validator) bad(i, chunk int, off int64, format string, args ...any) error {
@@ -111,7 +107,7 @@ func (v *validator) tensor(i int) error {
 		}
 		v.began, v.src, v.next = true, s, src.Data
 		if src.Overwire() && t.Off > src.Data {
-			v.next = t.Off // the index itself lies before the first tensor
+			v.next = t.Off // the index is stored before the first tensor
 		}
 	}
 	if !utf8.ValidString(t.Name) {
@@ -209,9 +205,8 @@ func (v *validator) chunks(i int) error {
 			c.Codec == CodecX16 && c.SegTiles == 0,
 			c.Codec == CodecPlanes && (c.SegTiles != 0 || t.Parts != 1),
 			c.Codec == CodecRaw && (c.Stored != c.Logical || c.SegTiles != 0 || c.Transform != 0):
-			why = fmt.Sprintf("invalid coding of the chunk: %d of %d bytes as %v %d/%d", c.Stored, c.Logical,
-				c.Codec, c.Transform,
-				c.SegTiles)
+			why = fmt.Sprintf("invalid chunk: %d of %d bytes, codec %v, transform %d, segments of %d tiles",
+				c.Stored, c.Logical, c.Codec, c.Transform, c.SegTiles)
 		case t.Plain && (c.Off != pos || c.Codec != CodecRaw):
 			why = "chunks of a plain tensor must be raw and contiguous"
 		case !t.Plain && c.Off%StoredAlign != 0:
@@ -222,8 +217,7 @@ func (v *validator) chunks(i int) error {
 		}
 		if !v.known(c.Codec, c.Transform, t.DType) {
 			return v.wrap(i, k, c.Off, errs.New(errs.ErrNotSupported,
-				"unknown codec %d with transform %d for %v: a newer overwire may know "+
-					"it", c.Codec, c.Transform, t.DType))
+				"unknown codec %d with transform %d for %v: upgrade overwire", c.Codec, c.Transform, t.DType))
 		}
 		pos = c.Off + int64(c.Stored)
 	}

@@ -14,10 +14,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/sodium"
 )
 
-// A box is libsodium's secretbox with a separate MAC: XSalsa20-Poly1305. The system's
-// libsodium encrypts and decrypts it if installed (tensorizer also needs it), three
-// times as fast as x/crypto, the fallback. x/crypto's own secretbox needs a second
-// buffer of the box's size; its two parts, used here, work in place.
+// A box is libsodium's secretbox with a separate MAC: XSalsa20-Poly1305. If libsodium is installed, it encrypts and
+// decrypts boxes, three times as fast as the fallback, x/crypto. (tensorizer itself requires libsodium.) The fallback
+// uses the two primitives in place, because x/crypto's secretbox needs a second buffer.
 
 // cipher encrypts and decrypts boxes.
 type cipher struct {
@@ -30,17 +29,16 @@ var boxes = sync.OnceValue(func() cipher {
 	if version := sodium.Version(); version != "" {
 		return cipher{"libsodium " + version, sodium.Seal, sodium.Open}
 	}
-	return cipher{"golang.org/x/crypto; libsodium is not installed, which is three times as fast", sealBox, openBox}
+	return cipher{"golang.org/x/crypto; installing libsodium makes this three times as fast", sealBox, openBox}
 })
 
-// Cipher names the library that encrypts and decrypts.
+// Cipher returns the name of the library that encrypts and decrypts.
 func Cipher() string { return boxes().name }
 
-// keystream is the key stream of a box: its first 32 bytes are the authenticator's key,
-// and the rest encrypts the data.
+// keystream is the key stream of a box. Its first 32 bytes are the authentication key; the rest encrypts the data.
 type keystream struct {
 	key     [32]byte
-	counter [16]byte // nonce, number of the block
+	counter [16]byte // nonce and block number
 	first   [64]byte
 }
 

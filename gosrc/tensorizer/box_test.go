@@ -9,8 +9,8 @@ import (
 	"golang.org/x/crypto/nacl/secretbox"
 )
 
-// Boxes of any size equal those of x/crypto's secretbox, and open again. A changed bit anywhere, or another MAC, nonce
-// or key, is noticed, with both ciphers.
+// Boxes of any size equal those of x/crypto's secretbox and can be opened. Both ciphers detect a flipped bit and a
+// wrong MAC, nonce or key.
 func TestBoxes(t *testing.T) {
 	for _, c := range []cipher{{"x/crypto", sealBox, openBox}, boxes()} {
 		t.Run(c.name, func(t *testing.T) { testBoxes(t, c) })
@@ -49,7 +49,7 @@ func testBoxes(t *testing.T, c cipher) {
 		badKey[r.IntN(32)] ^= 1
 		if c.open(bad, &mac, &nonce, &key) || c.open(bytes.Clone(got), &badMAC, &nonce, &key) ||
 			c.open(bytes.Clone(got), &mac, &badNonce, &key) || c.open(bytes.Clone(got), &mac, &nonce, &badKey) {
-			t.Fatalf("%d bytes: a change was not seen", n)
+			t.Fatalf("%d bytes: a change was not detected", n)
 		}
 		if !c.open(got, &mac, &nonce, &key) || !bytes.Equal(got, plain) {
 			t.Fatalf("%d bytes were not opened", n)

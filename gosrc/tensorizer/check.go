@@ -13,26 +13,25 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// checked is a source that compares the CRC32 of its plain tensors as they are read, by
-// any reader and in any order. It sums each piece, and combines the sums of a tensor's
-// pieces when the last of them was read. The read that completes a tensor with a wrong
-// sum fails. A tensor that is read in overlapping pieces, or never completely, is not
+// checked is a source that compares the CRC32 of its plain tensors when they are read, by any reader and in any
+// order. It computes a sum for each piece and combines the sums when the last piece of a tensor has been read. If the
+// result is wrong, that read fails. A tensor that is read in overlapping pieces, or never completely, is not
 // compared.
 type checked struct {
 	source.Source
 	tensors []partial // by offset
 }
 
-// A partial is a tensor that is read in pieces.
+// A partial is the state of a tensor that is read in pieces.
 type partial struct {
 	off, end int64
 	name     string
-	start    uint32 // the sum of the bytes before the data
+	start    uint32 // the sum of the record's prefix
 	want     uint32
 
 	mu     sync.Mutex
-	left   int64
-	pieces []summed // by offset; neighbours are joined
+	left   int64    // bytes that have not been read yet
+	pieces []summed // sorted by offset; adjacent pieces are joined
 }
 
 type summed struct {
@@ -40,8 +39,8 @@ type summed struct {
 	crc    uint32
 }
 
-// checkSource wraps src in a source that compares the CRC32 of every plain tensor. The records of the file must
-// have been read. Encrypted tensors have a MAC for each box.
+// checkSource wraps src in a source that compares the CRC32 of every plain tensor. Encrypted tensors are skipped,
+// because each box has a MAC. The records of the file must have been read.
 func checkSource(f *File, src source.Source) (source.Source, error) {
 	c := &checked{Source: src, tensors: make([]partial, 0, len(f.Entries))}
 	for i := range f.Entries {
@@ -58,8 +57,7 @@ func checkSource(f *File, src source.Source) (source.Source, error) {
 	return c, nil
 }
 
-// Facts are those of the wrapped source, without a view, because ReadAt compares the
-// bytes.
+// Facts returns the facts of the wrapped source without a view, because ReadAt compares the bytes.
 func (c *checked) Facts() source.Facts { return c.Source.Facts().ReadAtOnly() }
 
 // ReadAt reads from the wrapped source; see source.Source.
@@ -85,7 +83,7 @@ func (t *partial) passPiece(p []byte, off int64) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if !t.addPiece(piece) {
-		t.left, t.pieces = t.end-t.off, append(t.pieces[:0], piece) // it is read again from the start
+		t.left, t.pieces = t.end-t.off, append(t.pieces[:0], piece) // the tensor is being read again
 	}
 	if t.left -= piece.n; t.left > 0 {
 		return nil
@@ -99,8 +97,7 @@ func (t *partial) passPiece(p []byte, off int64) error {
 	return nil
 }
 
-// addPiece adds a piece and joins it with its neighbours. It returns false if part of it was
-// read before.
+// addPiece adds a piece and joins it with adjacent ones. It returns false if a part of it was read before.
 func (t *partial) addPiece(p summed) bool {
 	all := t.pieces
 	i := sort.Search(len(all), func(i int) bool { return all[i].off >= p.off })

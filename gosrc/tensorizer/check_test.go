@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Whole tensors are checked whatever pieces they are read in, in whatever order, by however many readers, and again.
-// One flipped bit fails the read that completes the tensor, with its name.
+// Whole tensors are checked regardless of the pieces they are read in, their order, the number of readers, and
+// repeated reads. A flipped bit fails the read that completes the tensor; the error names it.
 func TestChecked(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -74,7 +74,7 @@ func TestChecked(t *testing.T) {
 	}
 }
 
-// Adjacent pieces are kept as one, in whatever order they come. Reading a piece again restarts the tensor.
+// Adjacent pieces are joined, in whatever order they are read. Reading a piece again restarts the tensor.
 func TestPiecesAreJoined(t *testing.T) {
 	data := make([]byte, 997)
 	_, _ = rand.NewChaCha8([32]byte{5}).Read(data)
@@ -99,12 +99,12 @@ func TestPiecesAreJoined(t *testing.T) {
 				t.Fatal(err)
 			}
 			if round == 0 && len(p.pieces) > 1 {
-				t.Fatalf("%d pieces", len(p.pieces))
+				t.Fatalf("got %d pieces, want at most 1", len(p.pieces))
 			}
 			if n == len(order)/2 && round%2 == 1 { // read again
 				_ = p.passPiece(data[cuts[i]:end], int64(cuts[i]))
 				if len(p.pieces) != 1 {
-					t.Fatalf("%d pieces", len(p.pieces))
+					t.Fatalf("got %d pieces, want 1", len(p.pieces))
 				}
 				for _, k := range order {
 					if k != i {
@@ -121,7 +121,7 @@ func TestPiecesAreJoined(t *testing.T) {
 			}
 		}
 		if p.pieces != nil || p.left != int64(len(data)) {
-			t.Fatal("it is not complete:", p.left, p.pieces)
+			t.Fatal("the tensor is not complete:", p.left, p.pieces)
 		}
 	}
 	p := &partial{end: 997, want: sum + 1, left: 997}

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// The joined sums of parts equal the sum of the whole, wherever it is cut.
+// For any cut, the joined sums of two parts equal the sum of the whole.
 func TestJoin(t *testing.T) {
 	b := make([]byte, 5000)
 	for i := range b {
@@ -15,7 +15,7 @@ func TestJoin(t *testing.T) {
 	for cut := 0; cut <= len(b); cut += 13 {
 		if got := crcJoin(crc32.ChecksumIEEE(b[:cut]), crc32.ChecksumIEEE(b[cut:]),
 			int64(len(b)-cut)); got != crc32.ChecksumIEEE(b) {
-			t.Fatalf("cut at %d: %08x", cut, got)
+			t.Fatalf("cut at %d: got %08x", cut, got)
 		}
 	}
 	seed := rand.Uint64()
@@ -34,16 +34,16 @@ func TestJoin(t *testing.T) {
 	}
 }
 
-// A power is x multiplied that many times, also above 32 bits.
+// crcPower equals repeated multiplication, also for exponents above 32 bits.
 func TestPower(t *testing.T) {
 	p := uint32(1) << 31
 	for n := range uint64(3000) {
 		if got := crcPower(n); got != p {
-			t.Fatalf("x to the %d: %08x, not %08x", n, got, p)
+			t.Fatalf("x to the %d: got %08x, want %08x", n, got, p)
 		}
 		p = multiplyCRC(1<<30, p)
 	}
 	if a, b := crcPower(1<<40+5), multiplyCRC(crcPower(1<<39), multiplyCRC(crcPower(1<<39), crcPower(5))); a != b {
-		t.Errorf("x to the 2^40+5: %08x, not %08x", a, b)
+		t.Errorf("x to the 2^40+5: got %08x, want %08x", a, b)
 	}
 }

@@ -14,8 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// ChunkBytes is how much one box encrypts. Each box has the tensor's nonce plus its
-// number.
+// ChunkBytes is the number of bytes in one box. A box's nonce is the tensor's nonce plus the box's number.
 const ChunkBytes = 2 << 20
 
 const (
@@ -28,43 +27,43 @@ const (
 	methodPassword                           = 1
 	argon2id13                               = 2
 
-	minKeyMemory = 8 << 10 // libsodium's
+	minKeyMemory = 8 << 10 // libsodium's minimum
 	maxKeyMemory = 4 << 30
 	maxKeyPasses = 1 << 10
-	maxKeyWork   = 64 << 30 // passes times memory: a minute or two, 16 times libsodium's "sensitive"
+	maxKeyWork   = 64 << 30 // passes times memory: one or two minutes, 16 times libsodium's "sensitive"
 
 	moderatePasses, moderateMemory = 3, 256 << 20
 )
 
-// A Derivation says how a key is derived from a password: Argon2id 1.3, with one lane.
+// A Derivation holds the parameters to derive a key from a password with Argon2id 1.3 and one lane.
 type Derivation struct {
 	Passes uint64 `json:"passes"` // opslimit
 	Memory uint64 `json:"memory"` // memlimit, in bytes
 	Salt   []byte `json:"salt"`
 }
 
-// Check checks a derivation against the limits of libsodium and of this package, so
-// that a file cannot demand unlimited memory.
+// Check checks a derivation against the limits of libsodium and of this package, so that a file cannot demand
+// unlimited memory or time.
 func (d Derivation) Check() error {
 	if d.Passes < 1 || d.Memory < minKeyMemory || len(d.Salt) != saltBytes {
-		return errs.New(errs.ErrCrypto, "invalid key derivation: %d passes over %d bytes with a salt of %d "+
+		return errs.New(errs.ErrCrypto, "invalid key derivation: %d passes over %d bytes, a salt of %d "+
 			"bytes", d.Passes,
 			d.Memory, len(d.Salt))
 	}
 	if d.Passes > maxKeyPasses || d.Memory > maxKeyMemory {
-		return errs.New(errs.ErrNotSupported, "the key derivation takes %d passes over %d bytes: expected at most "+
-			"%d over %d",
+		return errs.New(errs.ErrNotSupported, "the key derivation takes %d passes over %d bytes, but at most "+
+			"%d over %d are allowed",
 			d.Passes, d.Memory, maxKeyPasses, int64(maxKeyMemory))
 	}
 	if d.Passes*d.Memory > maxKeyWork {
 		return errs.New(errs.ErrNotSupported,
-			"the key derivation takes %d passes over %d bytes: expected at most %d bytes in total", d.Passes, d.Memory,
-			int64(maxKeyWork))
+			"the key derivation takes %d passes over %d bytes, but at most %d bytes in total are allowed",
+			d.Passes, d.Memory, int64(maxKeyWork))
 	}
 	return nil
 }
 
-// identityOf is equal for equal derivations; d may be nil.
+// identityOf returns a string that is equal for equal derivations. d may be nil.
 func (d *Derivation) identityOf() string {
 	if d == nil {
 		return ""
@@ -72,23 +71,23 @@ func (d *Derivation) identityOf() string {
 	return string(le.AppendUint64(le.AppendUint64(nil, d.Passes), d.Memory)) + string(d.Salt)
 }
 
-// deriving is held by the running derivation. Only one runs at a time, so that the
-// memory of abandoned ones does not add up.
+// deriving has an element while a derivation runs. Only one derivation runs at a time, to limit the memory of
+// abandoned ones.
 var deriving = make(chan struct{}, 1)
 
-// available returns how much memory a derivation may take.
+// available returns how many bytes a derivation may use.
 var available = hostmem.Available
 
-// Key derives the key from a password. It takes d.Memory bytes, or returns errs.ErrMemory
-// if the host has less, and about a second for 256 MiB. When ctx ends, Key returns at
-// once; the derivation itself cannot be stopped, and ends in the background.
+// Key derives the key from a password. It needs d.Memory bytes and takes about a second for 256 MiB. If the host has
+// less memory, the error is errs.ErrMemory. When ctx ends, Key returns immediately, but the derivation cannot be
+// stopped: it continues in the background.
 func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	if err := d.Check(); err != nil {
 		return nil, err
 	}
 	if most := available(); int64(d.Memory) > most {
 		return nil, errs.New(errs.ErrMemory, "deriving the key from the password takes %d bytes of memory, but "+
-			"only %d are free",
+			"only %d bytes are free",
 			d.Memory, most)
 	}
 	if ctx.Err() != nil {
@@ -116,24 +115,24 @@ func (d Derivation) Key(ctx context.Context, password []byte) ([]byte, error) {
 	}
 }
 
-// A Crypt says how a tensor's data are encrypted.
+// A Crypt describes how a tensor's data is encrypted.
 type Crypt struct {
-	Derive *Derivation // nil: the key was not derived from a password
-	Chunk  int64       // bytes of a box
-	Said   int64       // as stated in the file; meaningless if there is a single box
+	Derive *Derivation // nil if the key was not derived from a password
+	Chunk  int64       // bytes per box
+	Said   int64       // bytes per box as stated in the file; meaningless for a single box
 	Nonce  [nonceBytes]byte
 	MACs   [][macBytes]byte
 }
 
-// parseCrypt parses the encryption of a record with the given bytes of data; nil if it
-// is not encrypted.
+// parseCrypt parses the encryption of a record with the given number of data bytes. It returns nil if the data is not
+// encrypted.
 func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	early := errs.New(errs.ErrFormat, "the encryption of the record ends early")
 	r := reader{b: b}
 	var c Crypt
 	boxes := false
 	for range r.readUint(2) {
-		n := r.readUint(8) // of kind and body
+		n := r.readUint(8) // bytes of kind and body
 		if r.short || n > uint64(len(b)) {
 			return nil, early
 		}
@@ -170,7 +169,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 			}
 			if size < 1024 || size%64 != 0 || c.Chunk <= 0 || count == 0 ||
 				sizes.CeilDiv(bytes, c.Chunk) != int64(count) {
-				return nil, errs.New(errs.ErrFormat, "%d chunks of %d bytes do not fit %d encrypted "+
+				return nil, errs.New(errs.ErrFormat, "%d encrypted chunks of %d bytes do not fit %d data "+
 					"bytes", count, size, bytes)
 			}
 			boxes = true
@@ -196,7 +195,7 @@ func parseCrypt(b []byte, bytes int64) (*Crypt, error) {
 	return &c, nil
 }
 
-// nonceOf returns the nonce of box i: the first one plus i, as one number of 24 bytes.
+// nonceOf returns the nonce of box i: the tensor's nonce plus i, as a number of 24 bytes.
 func (c *Crypt) nonceOf(i int64) *[nonceBytes]byte {
 	n := c.Nonce
 	carry := uint64(i)
@@ -208,16 +207,15 @@ func (c *Crypt) nonceOf(i int64) *[nonceBytes]byte {
 	return &n
 }
 
-// open decrypts box i of the data in place. After an error p is undefined.
+// open decrypts box i in place. After an error, the contents of p are undefined.
 func (c *Crypt) open(p []byte, i int64, key *[keyBytes]byte) error {
 	if !boxes().open(p, &c.MACs[i], c.nonceOf(i), key) {
-		return errs.New(errs.ErrCrypto, "decryption failed: the key is wrong, or the data have changed")
+		return errs.New(errs.ErrCrypto, "decryption failed: the key is wrong, or the data has changed")
 	}
 	return nil
 }
 
-// NewCrypt returns the encryption of that many bytes, with a new nonce. Its boxes are
-// not encrypted yet.
+// NewCrypt returns the encryption of the given number of bytes, with a new nonce. Seal must then encrypt each box.
 func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 	c := &Crypt{Derive: derive, Chunk: ChunkBytes, Said: ChunkBytes,
 		MACs: make([][macBytes]byte, sizes.CeilDiv(bytes, ChunkBytes))}
@@ -225,8 +223,7 @@ func NewCrypt(bytes int64, derive *Derivation) *Crypt {
 	return c
 }
 
-// Seal encrypts box i of the data in place. It is safe for concurrent use; call it once
-// for each box.
+// Seal encrypts box i in place. It must be called once for each box. It is safe for concurrent use.
 func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) {
 	c.MACs[i] = boxes().seal(p, c.nonceOf(i), key)
 }
@@ -234,12 +231,11 @@ func (c *Crypt) Seal(p []byte, i int64, key *[keyBytes]byte) {
 // A Key encrypts a whole file.
 type Key struct {
 	Bytes  *[keyBytes]byte
-	Derive *Derivation // how it was derived; nil: it was not
+	Derive *Derivation // how the key was derived; nil if it was not
 }
 
-// KeyOf returns the key for a file to be written: from OptionKey, or from
-// OptionPassword with a new salt and libsodium's moderate limits (256 MiB, about a
-// second). It is nil if the options have neither.
+// KeyOf returns the key for a file to write: from OptionKey, or from OptionPassword with a new salt and libsodium's
+// moderate limits (256 MiB, about a second). It returns nil if the options have neither.
 func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	var d *Derivation
 	if _, ok := opt[OptionKey]; !ok {
@@ -253,8 +249,7 @@ func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	return &Key{Bytes: k, Derive: d}, nil
 }
 
-// appendBox appends the encryption of a record, preceded by its length. A nil Crypt
-// means none.
+// appendBox appends the encryption of a record, preceded by its length. A nil Crypt means that it is not encrypted.
 func (c *Crypt) appendBox(dst []byte) []byte {
 	start := len(dst)
 	dst = le.AppendUint64(dst, 0)

@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file verifies the bytes of a file that no hash covers.
+// This file verifies bytes that no hash covers.
 
 import (
 	"context"
@@ -10,11 +10,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Exact checks bytes that every writer writes although no reader needs them. The records of the file
-// must have been read. It checks that nothing is between head, index, records and end, that unused
-// bytes are zero, and that repeated values agree. Together with the hashes of the tensors this
-// verifies every byte of a file, except the parameters of a password's key if the file is read with
-// the key itself.
+// Exact checks the bytes that no reader needs, but that every writer writes. It checks that there is nothing between
+// head, index, records and end, that unused bytes are zero, and that repeated values agree. Together with the
+// tensors' hashes, this verifies every byte of a file. The only exception is the key derivation's parameters if a
+// file is read with the key itself. The records of the file must have been read.
 func Exact(ctx context.Context, f *File, src source.Source) error {
 	bad := func(name string, off int64, format string, args ...any) error {
 		return f.at(name, off, errs.New(errs.ErrCorrupt, format, args...))
@@ -22,7 +21,7 @@ func Exact(ctx context.Context, f *File, src source.Source) error {
 	zeros := func(p []byte, off int64) error {
 		for i, b := range p {
 			if b != 0 {
-				return bad("", off+int64(i), "the byte is %#x: expected 0", b)
+				return bad("", off+int64(i), "an unused byte is %#x, expected 0", b)
 			}
 		}
 		return nil
@@ -46,7 +45,8 @@ func Exact(ctx context.Context, f *File, src source.Source) error {
 			return bad(e.Name, e.Record, "the record begins at %d, expected %d", e.Record, next)
 		}
 		if c := r.Crypt; c != nil && len(c.MACs) == 1 && c.Said != 0 && c.Said != ChunkBytes {
-			return bad(e.Name, e.Record, "the box has %d bytes, which does not fit chunks of %d", e.Bytes, c.Said)
+			return bad(e.Name, e.Record, "the box has %d bytes, but the record says chunks of %d bytes",
+				e.Bytes, c.Said)
 		}
 		it := Item{Text: e.Text, Dims: e.Dims, Bytes: e.Bytes, Sealed: f.Encrypted}
 		version = max(version, it.Version())
@@ -55,7 +55,7 @@ func Exact(ctx context.Context, f *File, src source.Source) error {
 	}
 	switch {
 	case total != f.Total:
-		return bad("", 41, "the head says %d bytes of data, but the index %d", f.Total, total)
+		return bad("", 41, "the head says %d bytes of data, but the index says %d", f.Total, total)
 	case f.Version < version:
 		return bad("", 5, "the file says version %d, but uses features of version %d", f.Version, version)
 	case f.Size-next > math.MaxUint16:

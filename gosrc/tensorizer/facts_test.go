@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A source that checks or decrypts the bytes of a file is a source like any other. Only ReadAt gives its bytes, and its
-// identity is the file's.
+// Sources that check or decrypt a file fulfil the contract of source.Source. Their bytes are only available through
+// ReadAt, and their identity is the file's.
 func TestFacts(t *testing.T) {
 	opened := func(t *testing.T, data []byte) source.Source {
 		path := filepath.Join(t.TempDir(), "x")

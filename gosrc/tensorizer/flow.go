@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file hashes tensors on several workers.
+// This file hashes tensors with several workers.
 
 import (
 	"cmp"
@@ -14,36 +14,33 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Flow is the data of one tensor as it is hashed. Only one worker at a time calls its
-// functions.
+// A Flow is the data of one tensor that is being hashed. Its functions are never called concurrently.
 type Flow struct {
 	Sum   *Summer
 	Bytes int64
-	// Next returns bytes [off, off+len(buf)): either buf, filled, or others that stay
-	// valid until the next call.
+	// Next returns bytes [off, off+len(buf)). The result is buf, or another slice that is valid until the next call.
 	Next func(ctx context.Context, buf []byte, off int64) ([]byte, error)
-	// Step: requests to Next are multiples of it; 0 means any size.
+	// Step, if not 0, divides every offset that is passed to Next, and every size except the last one.
 	Step int64
-	// Memory, if not nil, is all of the data, and replaces Next.
+	// Memory, if not nil, is the complete data and is used instead of Next.
 	Memory []byte
-	// Pass, if not nil, receives every piece after it was hashed, in order.
+	// Pass, if not nil, is called in order with every piece that was hashed.
 	Pass func(p []byte) error
-	// Done is called when all bytes have passed.
+	// Done, if not nil, is called after all bytes were hashed and passed.
 	Done func() error
-	// Busy, if not nil, receives the nanoseconds that hashing takes.
+	// Busy, if not nil, counts the nanoseconds that hashing takes.
 	Busy *atomic.Int64
 }
 
-// Pieces of memory stay in the second-level cache from hashing to Pass, and are long enough that
-// two writers of a file rarely wait for each other. Other data is read in blocks.
+// Pieces of memory are small enough to stay in the second-level cache from hashing to Pass. They are large enough
+// that two writers of a file rarely wait for each other. Other data is read in larger blocks.
 const (
 	memoryPiece = 512 << 10
 	readPiece   = 1 << 20
 )
 
-// Run hashes all flows, each on one of several workers. The largest comes first, so
-// that no worker waits for it at the end, unless inOrder is set. The first error ends
-// everything.
+// Run hashes all flows with several workers. Unless inOrder is set, the largest flows come first, so that they do not
+// delay the end. The first error stops all workers.
 func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Flow) error {
 	order := make([]*Flow, len(flows))
 	for i := range flows {
@@ -55,7 +52,7 @@ func Run(ctx context.Context, name string, workers int, inOrder bool, flows []Fl
 	return spawn.Each(ctx, name, workers, len(order), func(k int) error { return order[k].hashFlow(ctx) })
 }
 
-// hashFlow hashes one flow, piece by piece.
+// hashFlow hashes one flow piece by piece.
 func (f *Flow) hashFlow(ctx context.Context) error {
 	var buf []byte
 	for off := int64(0); off < f.Bytes; {

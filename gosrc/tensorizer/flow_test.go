@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// Flows of any sizes and kinds, concurrent or in order, pass whole and in order, with the sums of their bytes.
+// Flows of any size and kind, concurrent or in order, pass all their bytes in order and have the correct sums.
 func TestRun(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -34,7 +34,7 @@ func TestRun(t *testing.T) {
 				f.Memory, f.Step = nil, int64(r.IntN(3000))
 				f.Next = func(_ context.Context, buf []byte, off int64) ([]byte, error) {
 					if f.Step > 0 && off%f.Step != 0 {
-						return nil, errors.New("in the middle of a step")
+						return nil, errors.New("the offset is not a multiple of Step")
 					}
 					return buf[:copy(buf, data[i][off:])], nil
 				}
@@ -54,12 +54,12 @@ func TestRun(t *testing.T) {
 			}
 		}
 		if done.Load() != int64(n) {
-			t.Fatalf("%d of %d were done", done.Load(), n)
+			t.Fatalf("Done was called %d times, want %d", done.Load(), n)
 		}
 	}
 }
 
-// The first failure ends a run, wherever it happens, and so does a cancel.
+// An error in any function, or a cancelled context, ends the run.
 func TestRunFails(t *testing.T) {
 	bad := errors.New("bad")
 	for _, where := range []string{"next", "pass", "done", "cancel"} {
@@ -88,7 +88,7 @@ func TestRunFails(t *testing.T) {
 	}
 }
 
-// BenchmarkRun sums memory on one core, one tensor after another and many at once.
+// BenchmarkRun hashes memory with one worker, in order and not in order.
 func BenchmarkRun(b *testing.B) {
 	data := make([]byte, 256<<20)
 	for i := range data {

@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file opens .tensors files: to load, verify or describe them.
+// This file opens .tensors files to load, verify or describe them.
 
 import (
 	"context"
@@ -10,13 +10,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ruleKind is the rule that a file breaks if it is not a .tensors file, or is too short for
-// one.
+// ruleKind is the rule of the error for a file that is not a .tensors file or is too short for one.
 const ruleKind = "NotTensors"
 
-// Open reads the head and the index of a file, and its records if requested or if the
-// file is encrypted. The error is errs.ErrFormat for other formats, otherwise that of
-// Read.
+// Open reads the head and the index of a file. It also reads the records if requested or if the file is encrypted.
+// The error is errs.ErrFormat for other formats, otherwise the error of Read.
 func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	head, err := source.Head(ctx, src)
 	if err != nil {
@@ -33,22 +31,21 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	return f, err
 }
 
-// An Opened is a source from which head, index and records were read. Indexing it does
-// not read them again.
+// An Opened is a source whose head, index and records have been read. ReadIndex does not read them again.
 type Opened struct {
 	source.Source
 	File *File
 }
 
-// ReadIndex is Index for the file.
+// ReadIndex is Index for the opened file, with the names in the file.
 func (o *Opened) ReadIndex(ctx context.Context, settings map[string]string, known tensor.Known) (*tensor.Index,
 	source.Source, error) {
 	return indexOn(ctx, o.File, o.Source, settings, known)
 }
 
-// Index reads the file that starts with head. It returns the validated index, with the tensors'
-// names in state_dict(), which it compares with the records (see compareRecords), and the source of the tensors (see
-// SourceOf), according to the settings. known reports which codecs can be decoded.
+// Index reads the file that starts with head. It returns the validated index and the source of the tensors (see
+// SourceOf), according to the settings. The index has the tensors' names in state_dict(). Index compares it with the
+// records (see compareRecords). known reports which codecs can be decoded.
 func Index(ctx context.Context, src source.Source, head []byte, settings map[string]string,
 	known tensor.Known) (*tensor.Index, source.Source, error) {
 	f, err := Read(ctx, src, head)
@@ -89,8 +86,8 @@ func indexOn(ctx context.Context, f *File, src source.Source, settings map[strin
 	return ix, plain, nil
 }
 
-// RefuseSettings checks settings for a file in another format: a key is a NotEncryptedError, and
-// comparing CRC32 is errs.ErrArgument if the file has no checksums.
+// RefuseSettings checks the settings for a file in another format. A key is a NotEncryptedError. A request to compare
+// CRC32 is errs.ErrArgument if the file has no checksums (sums is false).
 func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	at := func(class error, format string, args ...any) error {
 		return errs.In("index", uri, errs.New(class, format, args...))
@@ -108,7 +105,7 @@ func RefuseSettings(uri string, settings map[string]string, sums bool) error {
 	return nil
 }
 
-// A Description is the content of a file's head, index and records.
+// A Description describes a file's head, index and records.
 type Description struct {
 	URI       string             `json:"uri"`
 	Version   uint32             `json:"version"`
@@ -118,8 +115,7 @@ type Description struct {
 	Entries   []EntryDescription `json:"entries"`
 }
 
-// An EntryDescription describes one tensor of a file. Fields of the record are set only
-// if the records were read.
+// An EntryDescription describes one tensor of a file. Fields from the record are only set if the records were read.
 type EntryDescription struct {
 	Entry
 	Module uint16      `json:"module"`

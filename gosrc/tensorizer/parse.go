@@ -20,51 +20,51 @@ import (
 type Entry struct {
 	Name   string  `json:"name"`
 	Type   uint8   `json:"type"`
-	Wide   bool    `json:"-"`     // dims are u64, also in its record
-	Text   string  `json:"dtype"` // as written
+	Wide   bool    `json:"-"`     // whether dims are u64, here and in the record
+	Text   string  `json:"dtype"` // as stored in the file
 	Dims   []int64 `json:"dims"`
 	Record int64   `json:"record"` // offset of its record
 	Data   int64   `json:"data"`   // offset of its data
-	Bytes  int64   `json:"bytes"`  // of the data; 0 with nonzero dims means zeros ("meta")
+	Bytes  int64   `json:"bytes"`  // bytes of data; 0 with nonzero dims means zeros ("meta")
 
 	dtype tensor.DType
 	shape []int64
-	full  int64 // bytes by dtype and shape
-	other error // an unknown dtype: Dtype and Shape describe its bytes
+	full  int64 // bytes according to dtype and shape
+	other error // the error for an unknown dtype; dtype and shape then describe bytes
 }
 
-// A Record is what precedes a tensor's data.
+// A Record is the record that precedes a tensor's data.
 type Record struct {
 	Module uint16
-	// CRC32 and SHA256 are the hashes, nil if the file has none.
+	// CRC32 and SHA256 are the stored hashes, or nil.
 	CRC32, SHA256 []byte
-	// Prefix is hashed before the data.
+	// Prefix is the part of the record that is hashed before the data.
 	Prefix []byte
-	Crypt  *Crypt // nil: the data are not encrypted
+	Crypt  *Crypt // nil if the data is not encrypted
 }
 
-// A File is what a .tensors file says about itself.
+// A File is the metadata of a .tensors file.
 type File struct {
 	URI       string
 	Version   uint32
 	Encrypted bool
-	tagged    bool  // index entries begin with their version
-	Total     int64 // bytes of data, as the file states
+	tagged    bool  // whether index entries begin with their version
+	Total     int64 // bytes of data, according to the file
 	Size      int64
 	Entries   []Entry
-	Records   []Record // by entry; nil before ReadRecords
+	Records   []Record // one for each entry; nil before ReadRecords
 
 	head []byte // the first headSize bytes
-	rest []byte // of the index, after the entries
+	rest []byte // the unused rest of the index
 }
 
-// maxTogether is how many records are read at once, because each may cost a round trip.
+// maxTogether is how many records are read concurrently. Each may cost a round trip.
 const maxTogether = 16
 
-// Read reads the head and the index of a file that begins with head, and also the records if it is encrypted. It
-// does not allocate memory just because the file says so. The error is an errs.At of class errs.ErrFormat,
+// Read reads the head and the index of a file that starts with head, and the records if the file is encrypted. It
+// does not allocate memory based on unchecked sizes in the file. The error is an errs.At with class errs.ErrFormat,
 // errs.ErrCorrupt if the file was truncated, or errs.ErrNotSupported for versions, flags, layouts and dtypes that
-// this build does not know.
+// this version does not know.
 func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 	f := &File{URI: src.URI(), Size: src.Size()}
 	r := reader{b: head}
@@ -109,10 +109,9 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 		return nil, f.at("", 65, errs.New(errs.ErrFormat, "the index has %d bytes: expected at most "+
 			"%d", length, tensor.MaxIndex))
 	case int64(length) > f.Size-headSize:
-		return nil, f.at("", 65, errs.New(errs.ErrCorrupt, "truncated: the index has %d bytes, but the file only "+
-			"%d", length,
-			f.Size))
-	case count > length/25: // the least that an entry takes
+		return nil, f.at("", 65, errs.New(errs.ErrCorrupt,
+			"truncated: the index has %d bytes, but the file has only %d", length, f.Size))
+	case count > length/25: // an entry takes at least 25 bytes
 		return nil, f.at("", 57, errs.New(errs.ErrFormat, "%d tensors do not fit into an index of %d "+
 			"bytes", count, length))
 	}
@@ -137,7 +136,7 @@ func Read(ctx context.Context, src source.Source, head []byte) (*File, error) {
 }
 
 var errDev = errs.New(errs.ErrNotSupported,
-	"the layout of an unreleased tensorizer (3.0-dev); write the file with a released one")
+	"the file has the layout of an unreleased tensorizer (3.0-dev): write it again with a release")
 
 func (f *File) readEntries(r *reader, count int) error {
 	f.Entries = make([]Entry, 0, count)
@@ -174,14 +173,14 @@ func (f *File) readEntries(r *reader, count int) error {
 		var err error
 		switch {
 		case e.Type > StateDict:
-			return bad(errs.ErrNotSupported, "type %d", e.Type)
+			return bad(errs.ErrNotSupported, "unknown tensor type %d: expected 0 to 2", e.Type)
 		case rank > tensor.MaxRank:
 			return bad(errs.ErrFormat, "rank %d exceeds the maximum %d", rank, tensor.MaxRank)
 		case record > math.MaxInt64 || data > math.MaxInt64 || bytes > math.MaxInt64:
 			return bad(errs.ErrFormat, "invalid offsets: record at %d, %d bytes of data at %d", record, bytes, data)
 		}
 		if hasNegative(e.Dims) {
-			return bad(errs.ErrFormat, "shape %v", e.Dims)
+			return bad(errs.ErrFormat, "a dimension is too large: shape %v", e.Dims)
 		}
 		if e.dtype, e.shape, err = dtypeOf(e.Text, e.Dims); err != nil {
 			size, ok := itemSize(e.Text)
@@ -220,7 +219,7 @@ func (f *File) readEntries(r *reader, count int) error {
 	return nil
 }
 
-// ReadRecords reads what precedes each tensor's data and compares it with the index.
+// ReadRecords reads the record before each tensor's data and compares it with the index.
 func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	if f.Records != nil {
 		return nil
@@ -232,9 +231,9 @@ func (f *File) ReadRecords(ctx context.Context, src source.Source) error {
 	return err
 }
 
-// compareRecords compares the index with the records as far as that is cheap. For a source on
-// this machine it compares all. Elsewhere each may cost a round trip, so it compares those of
-// tensors without data in the index, which would read as zeros.
+// compareRecords compares the index with those records that are cheap to read. For a local source it compares all
+// records. Elsewhere each record may cost a round trip, so it only compares the records of tensors without data in
+// the index, because these would read as zeros.
 func (f *File) compareRecords(ctx context.Context, src source.Source) error {
 	if facts := src.Facts(); !facts.Remote && (facts.File != nil || facts.View != nil) {
 		return f.ReadRecords(ctx, src)
@@ -246,9 +245,9 @@ func (f *File) compareRecords(ctx context.Context, src source.Source) error {
 	return err
 }
 
-// readRecords reads the records of some entries.
+// readRecords reads the records of the entries for which wants returns true.
 func (f *File) readRecords(ctx context.Context, src source.Source, wants func(e *Entry) bool) ([]Record, error) {
-	all, most := int64(0), tensor.MaxIndex+Align*int64(len(f.Entries)) // with the padding of known writers
+	all, most := int64(0), tensor.MaxIndex+Align*int64(len(f.Entries)) // allows the padding of known writers
 	for i := range f.Entries {
 		e := &f.Entries[i]
 		if all += e.Data - e.Record; all > most {
@@ -279,7 +278,7 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		return f.at(e.Name, e.Record, errs.New(errs.ErrFormat, format, args...))
 	}
 	if n := le.Uint64(b); n != uint64(len(b)) {
-		return bad("the record has %d bytes, but the index leaves %d", n, len(b))
+		return bad("the record has %d bytes, but the index leaves space for %d", n, len(b))
 	}
 	r := reader{b: b[:len(b)-8], p: 8}
 	if len(b) < 16 {
@@ -294,7 +293,7 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		return bad("the record differs from the index")
 	}
 	if n := int64(le.Uint64(b[len(b)-8:])); n != e.Bytes {
-		return bad("the record says %d bytes of data, but the index %d", n, e.Bytes)
+		return bad("the record says %d bytes of data, but the index says %d", n, e.Bytes)
 	}
 	sums := int(r.readUint(2))
 	from := r.p
@@ -313,7 +312,7 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		case kind == 1 && n == 32:
 			out.SHA256 = sum
 		default:
-			return f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "invalid hash of kind %d with %d "+
+			return f.at(e.Name, e.Record, errs.New(errs.ErrNotSupported, "unsupported hash of kind %d with %d "+
 				"bytes", kind, n))
 		}
 	}
@@ -339,19 +338,19 @@ func (f *File) readRecord(b []byte, e *Entry, out *Record) error {
 		return f.at(e.Name, e.Record, err)
 	}
 	if c == nil && e.Bytes > 0 {
-		return bad("the data are not encrypted, but the file says it is encrypted")
+		return bad("the data is not encrypted, but the file says that it is")
 	}
 	out.Crypt = c
 	return nil
 }
 
-// at adds the position to an error.
+// at adds the location to an error.
 func (f *File) at(name string, off int64, err error) error {
 	return errs.Place("index", f.URI, name, off, err)
 }
 
-// A reader reads numbers and bytes from a buffer. short means that there were too few;
-// everything after that is zero.
+// A reader reads numbers and bytes from a buffer. short means that the buffer was too short; everything read after
+// that is zero.
 type reader struct {
 	b     []byte
 	p     int
@@ -391,7 +390,7 @@ func (r *reader) readDims(rank int, wide bool) []int64 {
 	return d
 }
 
-// Describe describes head, index and the records that were read. It reads no data.
+// Describe describes the head, the index, and the records if they were read. It reads no data.
 func (f *File) Describe() *Description {
 	out := &Description{URI: errs.RedactURI(f.URI), Version: f.Version, Encrypted: f.Encrypted, Total: f.Total,
 		Size:    f.Size,
@@ -411,8 +410,8 @@ func (f *File) Describe() *Description {
 	return out
 }
 
-// Items returns the tensors by the names that Index gives, in the form for writing them again. The
-// records must have been read.
+// Items returns descriptions for writing the tensors again, by the names that Index returns. The records must have
+// been read.
 func (f *File) Items() map[string]Item {
 	items, names := make(map[string]Item, len(f.Entries)), f.stateNames()
 	for i := range f.Entries {
@@ -423,9 +422,9 @@ func (f *File) Items() map[string]Item {
 	return items
 }
 
-// stateNames are the names of the tensors in state_dict() by those in the file. A parameter or buffer
-// of the module itself, not of one in it, is ".weight" in the file: the name of its module, which is
-// empty, a dot and its own.
+// stateNames maps the tensors' names in the file to those in state_dict(). A name in the file is the module's name, a
+// dot, and the parameter's name. The name of the top module is empty, so its parameter "weight" is ".weight" in the
+// file.
 func (f *File) stateNames() map[string]string {
 	names := make(map[string]string, len(f.Entries))
 	for i := range f.Entries {

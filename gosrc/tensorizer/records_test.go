@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// In a local file, no changed bit of the index gives a tensor another name, dtype, shape, offset or size than its
-// record has. From any source, no tensor with data hidden by the index reads as zeros.
+// A changed bit in a local file's index never gives a tensor another name, dtype, shape, offset or size than its
+// record. In any source, a tensor with data never reads as zeros because the index was changed.
 func TestIndexIsComparedWithRecords(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
@@ -63,7 +63,7 @@ func TestIndexIsComparedWithRecords(t *testing.T) {
 	size := headSize + bytes.Index(whole[headSize:], le.AppendUint64(nil, 24)) // size of x.a's data
 	for _, isLocal := range []bool{true, false} {
 		if got, err := index(changed(size, make([]byte, 8)), isLocal); !errors.Is(err, errs.ErrFormat) {
-			t.Errorf("data that the index hides, local %v: %+v, %v", isLocal, got, err)
+			t.Errorf("data that the changed index hides, local %v: %+v, %v", isLocal, got, err)
 		}
 	}
 }

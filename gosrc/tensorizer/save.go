@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file writes whole files, and records into a file that the caller has opened.
+// This file writes whole files, and writes records into a file that the caller has opened.
 
 import (
 	"context"
@@ -13,29 +13,27 @@ import (
 
 // An Output receives the bytes of one file.
 type Output interface {
-	// Write writes bytes at an offset; it is safe for concurrent use.
+	// Write writes bytes at an offset. It is safe for concurrent use.
 	Write(p []byte, off int64) error
 }
 
-// A Tensor is a tensor to write: its description and its bytes. Write sets Sum and
-// Bytes of Data, calls Pass before a piece is encrypted and written, and Done before
-// the record is written.
+// A Tensor is a tensor to write: its description and its bytes. The function Write sets Sum and Bytes of Data. It
+// calls Pass before it encrypts and writes a piece, and Done before it writes the record.
 type Tensor struct {
 	Item Item
 	Data Flow
 }
 
-// How says how a file is written.
+// How holds the options of Write.
 type How struct {
-	Path    string            // its name in errors
-	Encrypt map[string]string // OptionKey or OptionPassword; without them not encrypted
+	Path    string            // the file's name in errors
+	Encrypt map[string]string // OptionKey or OptionPassword; without them, the file is not encrypted
 	Workers int
-	InOrder bool // the output is fastest if written in order
+	InOrder bool // whether to write the tensors in order
 }
 
-// Write writes a whole file: an index of exactly the necessary size, and the data of
-// each tensor at a page boundary. For each tensor, one worker hashes, encrypts if
-// necessary, and writes. It returns the size of the file.
+// Write writes a whole file. The index has exactly the necessary size, and the data of each tensor starts at a page
+// boundary. One worker hashes, encrypts if requested, and writes each tensor. Write returns the size of the file.
 func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error) {
 	fail := func(name string, err error) error { return errs.Locate("save", how.Path, name, -1, err) }
 	key, err := KeyOf(ctx, how.Encrypt)
@@ -79,10 +77,9 @@ func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error)
 	return at + Tail, to.Write(make([]byte, Tail), at)
 }
 
-// Records writes the records of a file and their data, one after the other from an
-// offset of an open file, and sets the Record of every item. The caller writes head and
-// index. data holds the bytes of each item, which are not changed. key, if not nil,
-// encrypts the items that are Sealed. It returns the end of the last record. The file
+// Records writes the records of a file and their data, one after the other from offset `at` of an open file, and sets
+// the Record of every item. The caller writes the head and the index. data holds the bytes of each item; it is not
+// changed. key, if not nil, encrypts the items that are Sealed. Records returns the end of the last record. The file
 // must not be open with O_APPEND.
 func Records(ctx context.Context, fd int, path string, at int64, items []Item, data [][]byte, key *Key,
 	workers int) (int64, error) {
@@ -100,8 +97,8 @@ func Records(ctx context.Context, fd int, path string, at int64, items []Item, d
 	return at, Run(ctx, "tensorizer.save", workers, false, flows)
 }
 
-// writtenFlow returns a flow of data that goes to its offset in the file, encrypted if
-// the item is, followed by the record.
+// writtenFlow returns a flow that writes data to its offset in the file, encrypted if the item is, and then writes
+// the record.
 func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 	at, end := it.Data(), it.Data()+it.Bytes
 	fail := func(err error) error { return errs.Locate("save", path, it.Name, -1, err) }
@@ -110,7 +107,7 @@ func writtenFlow(to Output, path string, it *Item, key *Key, data Flow) Flow {
 		at += int64(len(p))
 		return err
 	}
-	var box []byte // to be encrypted, until a whole box is collected
+	var box []byte // collects bytes until a whole box can be encrypted
 	seal := func(p []byte) error {
 		for len(p) > 0 {
 			if box == nil {
@@ -166,8 +163,8 @@ type descriptor struct {
 	gate chan struct{} // holds one element for each active writer
 }
 
-// writers is how many write to the file at once: file systems admit one at a time, and more than
-// two would only spin.
+// writers is the number of concurrent writes to the file. File systems admit one write at a time, so more than two
+// writers would only spin.
 const writers = 2
 
 func (d descriptor) Write(p []byte, off int64) error {

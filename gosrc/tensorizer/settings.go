@@ -7,17 +7,16 @@ import (
 	"encoding/hex"
 )
 
-// The settings of .tensors files. Callers use them to say how files are read and
-// written.
+// These are the settings for reading and writing .tensors files.
 const (
 	OptionKey      = "key"      // 64 hex digits
 	OptionPassword = "password" // hex digits of the password's bytes
-	OptionBytes    = "bytes"    // read unknown dtypes as bytes; see Index
-	OptionCRC32    = "crc32"    // compare the CRC32 of plain tensors while they are read
+	OptionBytes    = "bytes"    // read unknown dtypes as bytes; see IndexOf
+	OptionCRC32    = "crc32"    // compare the CRC32 of plain tensors when they are read
 )
 
-// KeySettings returns the settings for a key from a file: its bytes, or their hex
-// digits with white space around them. ok is false for anything else.
+// KeySettings returns the settings for the key in a key file, which contains its bytes, or their hex digits with
+// optional whitespace around them. ok is false for anything else.
 func KeySettings(b []byte) (settings map[string]string, ok bool) {
 	if len(b) != keyBytes {
 		raw, err := hex.DecodeString(string(bytes.TrimSpace(b)))
@@ -29,8 +28,8 @@ func KeySettings(b []byte) (settings map[string]string, ok bool) {
 	return map[string]string{OptionKey: hex.EncodeToString(b)}, true
 }
 
-// PasswordSettings returns the settings for a password from a file. A final line end
-// does not count. ok is false for an empty password.
+// PasswordSettings returns the settings for the password in a password file. It ignores a final line break. ok is
+// false for an empty password.
 func PasswordSettings(b []byte) (settings map[string]string, ok bool) {
 	b = bytes.TrimSuffix(bytes.TrimSuffix(b, []byte("\n")), []byte("\r"))
 	return map[string]string{OptionPassword: hex.EncodeToString(b)}, len(b) > 0

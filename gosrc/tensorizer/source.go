@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file reads the plain bytes of a file, and decrypts them if necessary.
+// This file reads the plain bytes of a file and decrypts them if necessary.
 
 import (
 	"context"
@@ -14,10 +14,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// IndexOf returns the file's index for other packages: plain tensors at offsets of the
-// Source that SourceOf returns. Tensors without data come last there. A dtype that
-// safetensors lacks is errs.ErrNotSupported, unless opt has OptionBytes: then the
-// tensor becomes one of bytes, with one more dimension.
+// IndexOf returns the file's index for other packages. It contains plain tensors at offsets in the Source that
+// SourceOf returns, where tensors without data come last. A dtype that safetensors does not have is
+// errs.ErrNotSupported; with OptionBytes, the tensor is returned as bytes with one more dimension.
 func IndexOf(f *File, opt map[string]string) (*tensor.Index, error) {
 	if _, ok := opt[OptionBytes]; !ok {
 		for i := range f.Entries {
@@ -52,18 +51,16 @@ func IndexOf(f *File, opt map[string]string) (*tensor.Index, error) {
 	return ix, nil
 }
 
-// A NotEncryptedError refuses a key for a file that is not encrypted.
+// A NotEncryptedError is the error for a key that was given for a file that is not encrypted.
 type NotEncryptedError struct{ error }
 
-// Unwrap returns the error with its class and place.
+// Unwrap returns the error with its class and location.
 func (e *NotEncryptedError) Unwrap() error { return e.error }
 
-// SourceOf returns the source to which IndexOf refers: src itself if the file has plain
-// bytes, otherwise a source that wraps and owns it. That source decrypts chunks on the
-// caller's core, caches the last ones, and returns zeros for tensors without data.
-// Without a key, everything except encrypted data can be read. A key for a file that is
-// not encrypted is a NotEncryptedError, as is a password if the file was not encrypted
-// with one. With OptionCRC32 the records must have been read.
+// SourceOf returns the source for the offsets of IndexOf. If all bytes of the file are plain, that is src itself,
+// otherwise a source that wraps and owns it. The wrapper decrypts boxes on the calling goroutine, caches the latest
+// ones, and returns zeros for tensors without data. Without a key, everything except encrypted data can be read. A
+// key for a file that is not encrypted is a NotEncryptedError. With OptionCRC32, the records must have been read.
 func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[string]string) (source.Source, error) {
 	wrong := func(format string, args ...any) error {
 		return f.at("", -1, errs.New(errs.ErrCrypto, format, args...))
@@ -86,7 +83,7 @@ func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[strin
 	}
 	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](
 		int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
-	keys := map[string]*[keyBytes]byte{} // by derivation: a file has one for all its tensors
+	keys := map[string]*[keyBytes]byte{} // by derivation; files usually have one for all tensors
 	for i := range f.Entries {
 		e := &f.Entries[i]
 		s.zeros = s.zeros + e.full - e.Bytes
@@ -104,7 +101,7 @@ func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[strin
 			keys[id] = sp.key
 		}
 		s.spans = append(s.spans, sp)
-		s.boxes.Need(min(c.Chunk, e.Bytes)) // larger boxes are not decrypted again for each piece
+		s.boxes.Need(min(c.Chunk, e.Bytes)) // avoids decrypting a larger box again for each piece
 	}
 	if s.zeros == 0 && len(s.spans) == 0 {
 		return src, nil
@@ -112,8 +109,8 @@ func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[strin
 	return s, nil
 }
 
-// checkKeyWork refuses a file for which deriving all keys would take more than the work allowed
-// for one. Known writers use one key for all tensors.
+// checkKeyWork refuses a file if deriving all its keys takes more than the work that is allowed for one key. Known
+// writers use one key for all tensors.
 func checkKeyWork(f *File) error {
 	work, derivations := uint64(0), map[string]bool{}
 	for i := range f.Records {
@@ -134,8 +131,8 @@ func checkKeyWork(f *File) error {
 	return nil
 }
 
-// keyOf returns the key that settings give for data with this key derivation (nil for
-// none); nil if they give none.
+// keyOf returns the key in settings, or the key derived from the password in settings; derive is nil if the data has
+// no key derivation. It returns nil if settings contain neither.
 func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) (*[keyBytes]byte, error) {
 	if text, ok := settings[OptionKey]; ok {
 		b, err := hex.DecodeString(text)
@@ -154,7 +151,7 @@ func keyOf(ctx context.Context, derive *Derivation, settings map[string]string) 
 	}
 	password, err := hex.DecodeString(text)
 	if err != nil || len(password) == 0 {
-		return nil, errs.New(errs.ErrArgument, "the password is empty")
+		return nil, errs.New(errs.ErrArgument, "the password is empty or not in hex digits")
 	}
 	k, err := derive.Key(ctx, password)
 	if err != nil {
@@ -171,13 +168,12 @@ type span struct {
 	key      *[keyBytes]byte
 }
 
-// sealed is a source with encrypted data, followed by zeros. Whole boxes are decrypted
-// in place. Of other boxes the latest are cached, so that reads of small pieces decrypt
-// each box once.
+// sealed is a source that decrypts encrypted data and is followed by zeros. Whole boxes are decrypted directly into
+// the caller's buffer. Other boxes are cached, so that small reads do not decrypt a box again each time.
 type sealed struct {
 	source.Source
 	size, zeros int64
-	spans       []span // by offset
+	spans       []span // sorted by offset
 	boxes       *blocks.Cache[boxKey]
 }
 
@@ -188,8 +184,7 @@ type boxKey struct {
 
 func (s *sealed) Size() int64 { return s.size + s.zeros }
 
-// Facts are those of the wrapped source, without a view, because ReadAt decrypts the
-// bytes.
+// Facts returns the facts of the wrapped source without a view, because ReadAt decrypts the bytes.
 func (s *sealed) Facts() source.Facts {
 	f := s.Source.Facts().ReadAtOnly()
 	f.Coding = s.codingAt
@@ -203,7 +198,7 @@ func (s *sealed) Facts() source.Facts {
 	return f
 }
 
-// codingAt names how the data at an offset are stored.
+// codingAt returns how the data at an offset is stored: "plain", "encrypted" or "zeros".
 func (s *sealed) codingAt(off int64) string {
 	switch _, isEncrypted := s.spanAt(off); {
 	case off >= s.size:
@@ -214,8 +209,7 @@ func (s *sealed) codingAt(off int64) string {
 	return "plain"
 }
 
-// spanAt returns the first span that ends after an offset, and whether the offset is
-// within it.
+// spanAt returns the first span that ends after an offset, and whether the offset is inside it.
 func (s *sealed) spanAt(off int64) (i int, encrypted bool) {
 	i = sort.Search(len(s.spans), func(i int) bool { return s.spans[i].end > off })
 	return i, i < len(s.spans) && s.spans[i].off <= off
@@ -224,7 +218,7 @@ func (s *sealed) spanAt(off int64) (i int, encrypted bool) {
 // ReadAt reads plain bytes; see source.Source.
 func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < 0 || int64(len(p)) > s.Size()-off {
-		return s.Source.ReadAt(ctx, p, off) // says what is wrong
+		return s.Source.ReadAt(ctx, p, off) // returns the error
 	}
 	for len(p) > 0 {
 		i, isEncrypted := s.spanAt(off)
@@ -252,7 +246,7 @@ func (s *sealed) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// open fills p with the plain bytes of a span from off.
+// open fills p with the plain bytes of span i from offset off in the span.
 func (s *sealed) open(ctx context.Context, p []byte, i int, off int64) error {
 	sp := &s.spans[i]
 	for len(p) > 0 {
@@ -294,7 +288,7 @@ func (s *sealed) decryptBox(ctx context.Context, dst []byte, i int, k int64) err
 		return err
 	}
 	if err := sp.crypt.open(dst, k, sp.key); err != nil {
-		clear(dst) // the box differs from its description
+		clear(dst) // do not leak bytes that failed the check
 		return fail(err)
 	}
 	return nil

@@ -1,35 +1,27 @@
-// Package tensorizer reads and writes the .tensors files of CoreWeave's tensorizer. All
-// integers are little-endian, and nothing is aligned:
+// Package tensorizer reads and writes the .tensors files of CoreWeave's tensorizer. All integers are little-endian,
+// and nothing is aligned:
 //
 //	"|TZR|" | u32 version | 32 bytes of flags | u64 data bytes | 8 zero bytes | u64 tensors | u64 L
-//
-// | L bytes of index | records | 8 zero bytes
+//	      | L bytes of index | records | 8 zero bytes
 //
 //	index entry: [u32 entry version, 1 or 5, in files of version 5] u16 n, name | u8 type | u8 n,
-//
-// dtype | u8 rank | dims, u32 or u64 each |
-//
+//	             dtype | u8 rank | dims, u32 or u64 each |
 //	             u64 offset of the record | u64 offset of the data | u64 bytes of the data
 //	record:      u64 bytes up to the data | u16 module | u8 type | u16 n, name | u8 n, dtype | u8 rank | dims |
 //	             u16 n, hashes: u8 count, each u8 kind, u8 n, sum | [u64 n, encryption] | [padding]
-//
-// | i64 bytes of the data | the data
-//
+//	             | i64 bytes of the data | the data
 //	encryption:  u16 count, each: u64 n, u16 kind, body
 //
-// Versions: 1; 2 has torch's own dtypes; 3 is encrypted; 4 has flags and tensors
-// without data ("meta"), which read as zeros; 5 has dims of 2^32 and more in entries of
-// version 5. Flags: 1 encrypted, 2 index entries have versions. Sums cover the record
-// up to its data, with the sums as zeros and without encryption, and the data before
-// encryption.
+// Version 1 is the first. Version 2 adds torch's own dtypes, version 3 encryption, version 4 flags and tensors
+// without data ("meta"), which read as zeros. Version 5 adds dims of 2^32 and more, in entries of version 5. Flag 1
+// means encrypted, flag 2 that index entries have versions. Hashes cover the record up to its data, with zeros for
+// the hashes and without the encryption, and then the data before encryption.
 //
-// Specification: the code of tensorizer 2.11 and 2.12; tests compare this package with
-// it in both directions. The unreleased layout of 3.0-dev, which also calls itself 5
-// but lacks the second flag, is refused.
+// The specification is the code of tensorizer 2.11 and 2.12. Tests compare this package with it in both directions.
+// The unreleased layout of 3.0-dev is refused; its files also have version 5, but not flag 2.
 //
-// A file becomes a tensor.Index like any other. Encrypted data and tensors without data
-// cannot be read directly: for them a Source of this package returns plain bytes. See
-// SourceOf.
+// A file becomes a tensor.Index like a file of any other format. Encrypted data and tensors without data cannot be
+// read directly: SourceOf returns a Source that decrypts them.
 package tensorizer
 
 import (
@@ -46,24 +38,24 @@ import (
 const (
 	// Format is the name of the format in an index; see tensor.Source.
 	Format = "tensors"
-	// Extension ends the paths of such files.
+	// Extension is the file name extension of .tensors files.
 	Extension = ".tensors"
-	// Magic begins every file.
+	// Magic is the start of every file.
 	Magic = "|TZR|"
-	// PathMark begins names that are paths: a JSON list of strings and numbers.
+	// PathMark is the first byte of names that are paths, which are JSON lists of strings and numbers.
 	PathMark = "\x1e"
 
 	headSize = 73
 
-	// The flags.
+	// These are the flags.
 	encrypted = 1
-	tagged    = 2 // index entries begin with their version: always in version 5
+	tagged    = 2 // index entries begin with their version; always set in version 5
 
 	maxVersion = 5
-	maxMeta    = 16 << 30 // most bytes of zeros that a file may declare
+	maxMeta    = 16 << 30 // maximum total size of tensors without data
 )
 
-// The kind of tensor: the type of an entry.
+// These are the types of an entry.
 const (
 	Parameter = iota
 	Buffer
@@ -75,8 +67,8 @@ var le = binary.LittleEndian
 // Is reports whether a file that starts with head is a .tensors file.
 func Is(head []byte) bool { return len(head) >= len(Magic) && string(head[:len(Magic)]) == Magic }
 
-// numpy maps the dtypes that numpy has to its names. torch has the others, in the form
-// that tensorizer writes: a numpy type of the same size, NUL, torch's name.
+// numpy maps numpy's dtype names, and torch maps the names of dtypes that numpy does not have. tensorizer writes the
+// latter as a numpy type of the same size, NUL, and torch's name.
 var (
 	numpy = map[string]tensor.DType{
 		"|b1": tensor.Bool, "|u1": tensor.U8, "|i1": tensor.I8,
@@ -91,7 +83,7 @@ var (
 	}
 )
 
-// dtypeOf returns a dtype, and the shape in elements, because torch counts F4 in pairs.
+// dtypeOf returns a dtype and the shape in elements. torch counts F4 in pairs, so that shape differs from dims.
 func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 	if d, ok := numpy[text]; ok {
 		return d, dims, nil
@@ -99,7 +91,7 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 	form, name, opaque := strings.Cut(text, "\x00")
 	if opaque {
 		if strings.Contains(name, "\x00") {
-			return 0, nil, errs.New(errs.ErrFormat, "dtype %q", text)
+			return 0, nil, errs.New(errs.ErrFormat, "invalid dtype %q", text)
 		}
 		if d, ok := torch[name]; ok {
 			if want := opaqueForm(d); form != want {
@@ -109,21 +101,21 @@ func dtypeOf(text string, dims []int64) (tensor.DType, []int64, error) {
 			}
 			if d == tensor.F4 {
 				if len(dims) == 0 {
-					return 0, nil, errs.New(errs.ErrNotSupported, "invalid shape: a single pair of F4")
+					return 0, nil, errs.New(errs.ErrNotSupported, "invalid shape: F4 needs at least one dimension")
 				}
 				dims = append([]int64(nil), dims...)
 				if dims[len(dims)-1] > 1<<62 {
-					return 0, nil, errs.New(errs.ErrFormat, "shape %v", dims)
+					return 0, nil, errs.New(errs.ErrFormat, "the last dimension is too large: shape %v", dims)
 				}
 				dims[len(dims)-1] *= 2
 			}
 			return d, dims, nil
 		}
 	}
-	return 0, nil, errs.New(errs.ErrNotSupported, "dtype %q does not exist in safetensors", text)
+	return 0, nil, errs.New(errs.ErrNotSupported, "safetensors does not have the dtype %q", text)
 }
 
-// itemSize returns the bytes of an element of a dtype that only numpy or torch has.
+// itemSize returns the element size in bytes of a dtype that safetensors does not have.
 func itemSize(text string) (int64, bool) {
 	form, _, _ := strings.Cut(text, "\x00")
 	if len(form) < 3 || form[0] != '<' && form[0] != '|' || !strings.Contains("Vc", form[1:2]) {
@@ -164,7 +156,7 @@ func dtypeText(d tensor.DType, shape []int64) (text string, dims []int64, err er
 	return "", nil, errs.New(errs.ErrNotSupported, ".tensors files do not support %v", d)
 }
 
-// checkName checks a name: UTF-8, and a path only if a state dict was saved.
+// checkName checks that a name is UTF-8, and that only an entry of a state dict has a path.
 func checkName(name string, kind uint8) error {
 	if !utf8.ValidString(name) {
 		return errs.New(errs.ErrFormat, "the name is not valid UTF-8")
@@ -174,7 +166,7 @@ func checkName(name string, kind uint8) error {
 		return nil
 	}
 	if kind != StateDict {
-		return errs.New(errs.ErrFormat, "the path is not from a state dict: expected strings and numbers")
+		return errs.New(errs.ErrFormat, "the name is a path, but the tensor is not from a state dict")
 	}
 	bad := errs.New(errs.ErrFormat, "the path is not a list of strings and numbers")
 	if !strings.HasPrefix(path, "[") || !strings.HasSuffix(path, "]") || strings.ContainsAny(path, "\r\n") {

@@ -51,7 +51,7 @@ func a(plus float32) []byte {
 	return b
 }
 
-// file writes a whole file; data are by item.
+// file returns a whole file. data[i] is the data of items[i].
 func file(t testing.TB, items []Item, data [][]byte, length, align int64) []byte {
 	t.Helper()
 	at := Start(length)
@@ -80,7 +80,7 @@ func file(t testing.TB, items []Item, data [][]byte, length, align int64) []byte
 	return append(b, make([]byte, Tail)...)
 }
 
-// Files of the reference library (2.11 and 2.12 write the same bytes) are reproduced byte by byte, in every version
+// Files of the reference library are reproduced byte by byte (2.11 and 2.12 write the same bytes), in every version
 // except the encrypted one, which has random nonces.
 func TestReferenceBytes(t *testing.T) {
 	const f4 = "<f4"
@@ -147,8 +147,8 @@ func read(t testing.TB, src source.Source) *File {
 	return f
 }
 
-// Files that tensorizer 2.12.1 and libsodium encrypted are decrypted, by key and by password, and their sums are those
-// of the plain bytes.
+// Files that tensorizer 2.12.1 and libsodium encrypted are decrypted with the key or the password. The sums match the
+// plain bytes.
 func TestGoldenEncrypted(t *testing.T) {
 	key := make([]byte, 32)
 	for i := range key {
@@ -223,12 +223,12 @@ func TestDerivation(t *testing.T) {
 	for _, d := range []Derivation{{0, 8192, make([]byte, 16)}, {1, 8191, make([]byte, 16)}, {1, 8192, nil},
 		{1, 1 << 60, make([]byte, 16)}, {1 << 40, 8192, make([]byte, 16)}} {
 		if _, err := d.Key(t.Context(), []byte("x")); err == nil {
-			t.Errorf("%+v was taken", d)
+			t.Errorf("%+v was accepted", d)
 		}
 	}
 }
 
-// A key derivation that needs more memory than there is is refused, and the process goes on.
+// A key derivation that needs more than the available memory is refused.
 func TestDerivationWithoutMemory(t *testing.T) {
 	defer func() { available = hostmem.Available }()
 	available = func() int64 { return 1 << 20 }
@@ -248,7 +248,7 @@ func sealAll(dst, data []byte, key *[32]byte) *Crypt {
 	return c
 }
 
-// sealedFile has three encrypted tensors, one of several boxes, and one without data.
+// sealedFile returns a file with three encrypted tensors, one of them with several boxes, and a tensor without data.
 func sealedFile(t testing.TB, r *rand.Rand, key *[32]byte) (b []byte, data [][]byte) {
 	var items []Item
 	var stored [][]byte
@@ -273,7 +273,7 @@ func sealedFile(t testing.TB, r *rand.Rand, key *[32]byte) (b []byte, data [][]b
 	return file(t, items, stored, IndexBytes(items), 64), data
 }
 
-// Any requested ranges, by however many readers at once, are the plain bytes of the file.
+// Any ranges, read by several readers concurrently, are the plain bytes of the file.
 func TestSealed(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -299,7 +299,7 @@ func TestSealed(t *testing.T) {
 		copy(want[ix.Tensors[i].Off:], data[i])
 	}
 	if plain.Size() != int64(len(want)) {
-		t.Fatalf("%d bytes, not %d", plain.Size(), len(want))
+		t.Fatalf("got %d bytes, want %d", plain.Size(), len(want))
 	}
 	var wg sync.WaitGroup
 	for w := range 4 {
@@ -313,7 +313,7 @@ func TestSealed(t *testing.T) {
 				}
 				got := make([]byte, n)
 				if err := plain.ReadAt(t.Context(), got, off); err != nil || !bytes.Equal(got, want[off:off+n]) {
-					t.Errorf("%d bytes from %d: %v", n, off, err)
+					t.Errorf("%d bytes from offset %d: %v", n, off, err)
 				}
 			}
 		})
@@ -322,7 +322,7 @@ func TestSealed(t *testing.T) {
 	if err := plain.ReadAt(t.Context(), make([]byte, 2), int64(len(want))-1); !errors.Is(err, errs.ErrCorrupt) {
 		t.Errorf("past the end: %v", err)
 	}
-	for i := range ix.Tensors[:3] { // a flip anywhere in the encrypted bytes
+	for i := range ix.Tensors[:3] { // flip a random bit of the encrypted bytes
 		at := ix.Tensors[i].Off + r.Int64N(ix.Tensors[i].Bytes)
 		bad := append(bytesSource{}, b...)
 		bad[at] ^= 1 << r.IntN(8)
@@ -332,18 +332,18 @@ func TestSealed(t *testing.T) {
 		}
 		if err := plain.ReadAt(t.Context(), make([]byte, ix.Tensors[i].Bytes), ix.Tensors[i].Off); !errors.Is(err,
 			errs.ErrCrypto) {
-			t.Errorf("flipped at %d: %v", at, err)
+			t.Errorf("a flipped bit at %d: %v", at, err)
 		}
 	}
 }
 
-// Features that this build does not know have one error class, and damage has another.
+// Unknown features are errs.ErrNotSupported. Damage is errs.ErrFormat or errs.ErrCorrupt.
 func TestRefused(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
 		{Name: "x.m", Type: Parameter, Text: "<f4", Dims: []int64{4}},
 	}, [][]byte{a(0), nil}, 300, 0)
-	entry := headSize + 2 + 3 + 1 + 1 + 3 + 1 + 8 // the first offset
+	entry := headSize + 2 + 3 + 1 + 1 + 3 + 1 + 8 // position of the first entry's offsets
 	for _, c := range []struct {
 		name string
 		edit func(b []byte) []byte
@@ -358,7 +358,7 @@ func TestRefused(t *testing.T) {
 		{"plain data in an encrypted file", func(b []byte) []byte { b[9] = 1; return b }, errs.ErrFormat},
 		{"big-endian", func(b []byte) []byte { b[headSize+7] = '>'; return b }, errs.ErrNotSupported},
 		{"type 3", func(b []byte) []byte { b[headSize+5] = 3; return b }, errs.ErrNotSupported},
-		// a dtype of zeros
+		// the third entry consists of zeros, which have an unsupported dtype
 		{"more tensors than entries", func(b []byte) []byte { b[57] = 3; return b }, errs.ErrNotSupported},
 		{"a huge count", func(b []byte) []byte { b[64] = 0xff; return b }, errs.ErrFormat},
 		{"a huge index", func(b []byte) []byte { b[72] = 0x7f; return b }, errs.ErrFormat},
@@ -378,7 +378,7 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// A hole is a file that ends long after its bytes.
+// A hole is a sparse file: its size is larger than its contents.
 type hole struct {
 	bytesSource
 	size int64
@@ -394,7 +394,7 @@ func (h hole) ReadAt(_ context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// Records that take more than an index may, in a sparse file, are refused before one is read.
+// In a sparse file, records that take more space than an index may have are refused before any of them is read.
 func TestLargeRecords(t *testing.T) {
 	var items []Item
 	at := Start(2000)
@@ -417,8 +417,8 @@ func TestLargeRecords(t *testing.T) {
 	}
 }
 
-// A file with a separate key for each tensor, each derived with the most work that one key may take, is refused before
-// any is derived.
+// A file with a separate key for each tensor, each derived with the maximum work for one key, is refused before any
+// key is derived.
 func TestManyKeys(t *testing.T) {
 	f := &File{URI: "x", Encrypted: true, Entries: make([]Entry, 3)}
 	for i := range f.Entries {
@@ -433,8 +433,7 @@ func TestManyKeys(t *testing.T) {
 	}
 }
 
-// Any changed bit, and any truncation, in head, index and records is reported: the reader reports it or reads a valid
-// index, and never panics.
+// For any flipped bit and any truncation, the reader returns an error or a valid index. It never panics.
 func TestFlips(t *testing.T) {
 	whole := file(t, []Item{
 		{Name: "x.a", Type: Parameter, Text: "<f4", Dims: []int64{2, 3}, Bytes: 24},
@@ -451,7 +450,7 @@ func TestFlips(t *testing.T) {
 	}
 }
 
-// sound reads a file and, if it is valid, checks the index against its rules.
+// sound reads a file and checks that the result is a valid index or a classed error.
 func sound(t *testing.T, b []byte) {
 	src := bytesSource(b)
 	if !Is(b) {
@@ -463,7 +462,7 @@ func sound(t *testing.T, b []byte) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if ix.Validate(nil) == nil { // names may come twice
+		if ix.Validate(nil) == nil { // it may be invalid, for example with duplicate names
 			for i := range ix.Tensors {
 				if tt := &ix.Tensors[i]; tt.Off+tt.Bytes > ix.Sources[0].Size {
 					t.Fatalf("tensor %d outside the file", i)
@@ -471,12 +470,12 @@ func sound(t *testing.T, b []byte) {
 			}
 		}
 		if err := f.ReadRecords(t.Context(), src); err != nil && !errs.Classed(err) {
-			t.Fatalf("an error without class: %v", err)
+			t.Fatalf("an error without a class: %v", err)
 		}
 	}
 	var at *errs.At
 	if err != nil && (!errs.Classed(err) || !errors.As(err, &at) && !errors.Is(err, errs.ErrCorrupt)) {
-		t.Fatalf("an error without class or place: %v", err)
+		t.Fatalf("an error without a class or location: %v", err)
 	}
 }
 
@@ -493,7 +492,7 @@ func FuzzRead(f *testing.F) {
 	f.Fuzz(sound)
 }
 
-// Every dtype that both formats have survives the round trip.
+// Every dtype that both formats have round-trips.
 func TestDTypes(t *testing.T) {
 	for d := tensor.DType(1); d.Valid(); d++ {
 		text, dims, err := dtypeText(d, []int64{3, 4})
@@ -505,29 +504,29 @@ func TestDTypes(t *testing.T) {
 		}
 		back, shape, err2 := dtypeOf(text, dims)
 		if err != nil || err2 != nil || back != d || len(shape) != 2 || shape[1] != 4 {
-			t.Errorf("%v: %q %v %v %v", d, text, back, err, err2)
+			t.Errorf("%v: written as %q, read back as %v: %v, %v", d, text, back, err, err2)
 		}
 	}
 }
 
-// A dimension of 2^32 and more is read, as tensorizer 2.12.1 wrote it.
+// A dimension of 2^32 or more, written by tensorizer 2.12.1, is read.
 func TestGoldenWide(t *testing.T) {
 	f := read(t, golden(t, "v5"))
 	if len(f.Entries) != 2 || f.Entries[1].Dims[0] != 1<<32+5 || f.Entries[0].Name != "x.a" {
-		t.Fatalf("%+v", f)
+		t.Fatalf("wrong entries: %+v", f)
 	}
 	if ix, err := IndexOf(f, nil); err != nil || ix.Validate(nil) != nil {
 		t.Fatalf("%+v %v", ix, err)
 	}
 }
 
-// A dtype that safetensors lacks is refused by its name, or read as bytes on request.
+// A dtype that safetensors does not have is refused, or read as bytes on request.
 func TestOtherDTypes(t *testing.T) {
 	items := []Item{{Name: "z", Type: StateDict, Text: "<c16", Dims: []int64{2}, Bytes: 32},
 		{Name: "h", Type: StateDict, Text: "<V4\x00torch.complex32", Dims: []int64{3}, Bytes: 12}}
 	f := read(t, bytesSource(file(t, items, [][]byte{make([]byte, 32), make([]byte, 12)}, 200, 0)))
 	if _, err := IndexOf(f, nil); !errors.Is(err, errs.ErrNotSupported) {
-		t.Errorf("read: %v", err)
+		t.Errorf("complex numbers without the option: %v", err)
 	}
 	ix, err := IndexOf(f, map[string]string{OptionBytes: "true"})
 	if err != nil || ix.Validate(nil) != nil || ix.Tensors[0].DType != tensor.U8 || ix.Tensors[0].Shape[1] != 16 ||
@@ -536,14 +535,14 @@ func TestOtherDTypes(t *testing.T) {
 	}
 }
 
-// The end of a context ends the wait for a derivation, while the derivation itself goes on. The next caller waits for
-// it, and also obeys its own context.
+// If its context ends, Key stops waiting, while the derivation continues. The next caller waits for that derivation,
+// but also returns if its own context ends.
 func TestDerivationIsLeft(t *testing.T) {
 	long := Derivation{3, 128 << 20, make([]byte, 16)}
 	ctx := t.Context()
-	for left := false; !left; long.Passes *= 2 { // a slow host may see the end first
+	for left := false; !left; long.Passes *= 2 { // on a slow host, the derivation may end first
 		if long.Passes > 500 {
-			t.Fatal("calls return when the derivation has ended")
+			t.Fatal("Key only returns after the derivation has ended")
 		}
 		c, cancel := context.WithCancel(t.Context())
 		ctx = c
@@ -561,11 +560,11 @@ func TestDerivationIsLeft(t *testing.T) {
 		}
 		left = len(deriving) > 0
 	}
-	for range 2 { // while the slot is taken, and with a context that has ended
+	for range 2 { // the derivation is still running, and the context has ended
 		if k, err := long.Key(ctx, []byte("x")); !errors.Is(err, context.Canceled) {
 			t.Fatalf("%x %v", k, err)
 		}
 	}
-	deriving <- struct{}{} // it ends
+	deriving <- struct{}{} // wait until the derivation ends
 	<-deriving
 }

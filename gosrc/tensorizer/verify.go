@@ -11,19 +11,18 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Proof says how a file is verified.
+// A Proof holds the options of Verify.
 type Proof struct {
 	Workers int
-	InOrder bool // the tensors are read in the order of the file
-	// Passed is called with the number of bytes read, and Proven with the bytes of each
-	// verified tensor. Several workers call both concurrently.
+	InOrder bool // whether to read the tensors in file order
+	// Passed is called with the number of bytes in each piece that was read, and Proven with the size of each
+	// verified tensor. Both are called concurrently.
 	Passed, Proven func(bytes int64)
 }
 
-// Verify verifies a file; src is the result of SourceOf for it. It checks that every
-// record equals its index entry, that the hashes of every tensor match its bytes, that
-// the tags of encrypted ones match the key, and that there is nothing else. The first
-// error ends it.
+// Verify verifies a file. src is the result of SourceOf for it. Verify checks that every record matches its index
+// entry, that every tensor matches its hashes, that encrypted boxes match their MACs, and that the file contains
+// nothing else. It stops at the first error.
 func Verify(ctx context.Context, src source.Source, p Proof) error {
 	f, err := Open(ctx, src, true)
 	if err != nil {
@@ -39,7 +38,7 @@ func Verify(ctx context.Context, src source.Source, p Proof) error {
 	return Run(ctx, "tensorizer.verify", p.Workers, p.InOrder, flows)
 }
 
-// proofFlow returns the flow of tensor i through its hashes.
+// proofFlow returns the flow that verifies tensor i.
 func proofFlow(f *File, src source.Source, i int, p Proof) Flow {
 	e, r := &f.Entries[i], &f.Records[i]
 	bad := func(class error, format string, args ...any) error {
@@ -61,7 +60,7 @@ func proofFlow(f *File, src source.Source, i int, p Proof) Flow {
 		crc, sha := sum.Sums()
 		switch {
 		case r.CRC32 == nil && r.SHA256 == nil:
-			return bad(errs.ErrNotSupported, "the file has no hash of this tensor to compare")
+			return bad(errs.ErrNotSupported, "the file has no hash for this tensor")
 		case r.CRC32 != nil && !bytes.Equal(crc, r.CRC32):
 			return bad(errs.ErrCorrupt, "checksum mismatch: CRC32 %x computed, %x stored", crc, r.CRC32)
 		case r.SHA256 != nil && !bytes.Equal(sha, r.SHA256):

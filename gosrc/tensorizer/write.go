@@ -1,6 +1,6 @@
 package tensorizer
 
-// This file lays out what is written: head, index and records.
+// This file encodes heads, indexes and records.
 
 import (
 	"crypto/sha256"
@@ -15,28 +15,27 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Align is the alignment of the data in files written with padding: direct reads by
-// disks and GPUs begin at a page.
+// Align is the alignment of data in files that are written with padding. Direct reads to disks and GPUs must start at
+// a page boundary.
 const Align = 4096
 
-// An Item is a tensor to write: its position and, once its bytes were hashed, its
-// hashes.
+// An Item describes a tensor to write, including its offset in the file.
 type Item struct {
 	Module uint16  `json:"module"`
 	Type   uint8   `json:"type"`
 	Name   string  `json:"name"`
 	Text   string  `json:"dtype"`  // see dtypeText
-	Dims   []int64 `json:"dims"`   // as they are written
-	Bytes  int64   `json:"bytes"`  // of the data; 0 with nonzero dims: without data
-	Crypt  *Crypt  `json:"-"`      // nil: plain
+	Dims   []int64 `json:"dims"`   // as stored in the file
+	Bytes  int64   `json:"bytes"`  // bytes of data; 0 with nonzero dims means a tensor without data
+	Crypt  *Crypt  `json:"-"`      // nil if not encrypted
 	Record int64   `json:"record"` // offset of the record
-	Pad    int64   `json:"-"`      // bytes between the record's last field and its length of data
+	Pad    int64   `json:"-"`      // bytes of padding before the record's last field, the data size
 
-	// Sealed: the file is encrypted, so that every record has space for the encryption.
+	// Sealed means that the file is encrypted, so every record has a field for the encryption.
 	Sealed bool `json:"sealed"`
 }
 
-// NewItem describes a tensor of a state dict.
+// NewItem returns the Item for a tensor of a state dict.
 func NewItem(name string, d tensor.DType, shape []int64, bytes int64) (Item, error) {
 	text, dims, err := dtypeText(d, shape)
 	if err != nil {
@@ -53,16 +52,16 @@ func (it *Item) Check() error {
 	}
 	switch {
 	case it.Type > StateDict:
-		return errs.New(errs.ErrArgument, "type %d", it.Type)
+		return errs.New(errs.ErrArgument, "unknown tensor type %d: expected 0 to %d", it.Type, StateDict)
 	case len(it.Name) > math.MaxUint16:
-		return errs.New(errs.ErrArgument, "the name is too long: %d bytes", len(it.Name))
+		return errs.New(errs.ErrArgument, "the name has %d bytes: expected at most %d", len(it.Name), math.MaxUint16)
 	case len(it.Text) > math.MaxUint8 || len(it.Dims) > math.MaxUint8:
 		return errs.New(errs.ErrArgument, "dtype %q or rank %d is too large", it.Text, len(it.Dims))
 	case it.Bytes < 0:
-		return errs.New(errs.ErrArgument, "%d bytes", it.Bytes)
+		return errs.New(errs.ErrArgument, "invalid size %d: expected 0 or more bytes", it.Bytes)
 	}
 	if hasNegative(it.Dims) {
-		return errs.New(errs.ErrArgument, "shape %v", it.Dims)
+		return errs.New(errs.ErrArgument, "a dimension is negative: shape %v", it.Dims)
 	}
 	return nil
 }
@@ -96,13 +95,13 @@ func (it *Item) Data() int64 {
 	return it.Record + int64(len(b)) + it.Pad
 }
 
-// PadTo aligns the data to align. It is only for items with complete records.
+// PadTo pads the record so that the data is aligned to align. All other fields of the item must be set.
 func (it *Item) PadTo(align int64) {
 	it.Pad = 0
 	it.Pad = (align - it.Data()%align) % align
 }
 
-// appendShape appends what records and index entries have in common.
+// appendShape appends the fields dtype, rank and dims, which records and index entries have in common.
 func (it *Item) appendShape(dst []byte) []byte {
 	dst = append(dst, byte(len(it.Text)))
 	dst = append(dst, it.Text...)
@@ -123,10 +122,10 @@ func (it *Item) appendWords(dst []byte) []byte {
 	return it.appendShape(append(dst, it.Type))
 }
 
-// recordFront returns the record without its padding, with zero hashes, and their offsets.
-// The CRC32's offset is 0 for an encrypted item, which has none.
+// recordFront returns the record without padding and with zeros for the hashes, and the offsets of the hashes. crc is
+// 0 for an encrypted item, which has no CRC32.
 func (it *Item) recordFront() (dst []byte, crc, sha int) {
-	dst = le.AppendUint64(nil, 0) // length: see record
+	dst = le.AppendUint64(nil, 0) // recordBytes sets the length
 	dst = le.AppendUint16(dst, it.Module)
 	dst = append(dst, it.Type)
 	dst = le.AppendUint16(dst, uint16(len(it.Name)))
@@ -150,7 +149,7 @@ func (it *Item) recordFront() (dst []byte, crc, sha int) {
 	return le.AppendUint64(dst, uint64(it.Bytes)), crc, sha
 }
 
-// recordBytes returns the record with its padding and zero hashes, and their offsets.
+// recordBytes returns the record with padding and with zeros for the hashes, and the offsets of the hashes.
 func (it *Item) recordBytes() (b []byte, crc, sha int) {
 	b, crc, sha = it.recordFront()
 	last := len(b) - 8
@@ -160,36 +159,35 @@ func (it *Item) recordBytes() (b []byte, crc, sha int) {
 	return b, crc, sha
 }
 
-// A Summer hashes a tensor: the beginning of its record, and then its data in
-// order.
+// A Summer hashes a tensor: the prefix of its record, and then its data in order.
 type Summer struct {
 	crc uint32
 	sha hash.Hash
 }
 
-// NewSummer begins with what is hashed before the data.
+// NewSummer returns a Summer that has hashed prefix.
 func NewSummer(prefix []byte) *Summer {
 	s := &Summer{sha: sha256.New()}
 	s.Write(prefix)
 	return s
 }
 
-// Write adds the next bytes of the data, before they are encrypted.
+// Write hashes the next bytes of the data before encryption.
 func (s *Summer) Write(p []byte) {
 	avx.Clear()
 	s.crc = crc32.Update(s.crc, crc32.IEEETable, p)
 	_, _ = s.sha.Write(p)
 }
 
-// Sums returns the hashes in the written form.
+// Sums returns the hashes as they are stored.
 func (s *Summer) Sums() (crc, sha []byte) {
 	return le.AppendUint32(nil, s.crc), s.sha.Sum(nil)
 }
 
-// Summer begins to hash the item.
+// Summer returns a Summer that has hashed the item's record.
 func (it *Item) Summer() *Summer {
 	b, _, _ := it.recordBytes()
-	if it.Sealed { // the encryption is not hashed
+	if it.Sealed { // omit the encryption field
 		n := len(it.Crypt.appendBox(nil))
 		end := len(b) - 8 - int(it.Pad)
 		b = append(b[:end-n], b[end:]...)
@@ -197,7 +195,7 @@ func (it *Item) Summer() *Summer {
 	return NewSummer(b)
 }
 
-// Finish returns the whole record, once all data were hashed.
+// Finish returns the complete record after s has hashed all data.
 func (it *Item) Finish(s *Summer) []byte {
 	b, crc, sha := it.recordBytes()
 	sum, digest := s.Sums()
@@ -208,8 +206,8 @@ func (it *Item) Finish(s *Summer) []byte {
 	return b
 }
 
-// IndexBytes returns the size of the index of items. Each has space for the tag of
-// version 5, which any of them may make necessary.
+// IndexBytes returns the maximum size of the index of items. Each entry has space for the tag of version 5, in case
+// an item requires that version.
 func IndexBytes(items []Item) int64 {
 	n := int64(0)
 	for i := range items {
@@ -218,8 +216,8 @@ func IndexBytes(items []Item) int64 {
 	return n
 }
 
-// Front returns the head and the index of a file. The index has length bytes;
-// tensorizer's own has 262,144. version is the lowest version.
+// Front returns the head and the index of a file. length is the size of the index; tensorizer itself uses 262,144.
+// version is the lowest version to write.
 func Front(items []Item, version uint32, length int64) ([]byte, error) {
 	version = max(version, 1)
 	var total uint64
@@ -268,5 +266,5 @@ func Front(items []Item, version uint32, length int64) ([]byte, error) {
 // Start returns the offset of the first record.
 func Start(length int64) int64 { return headSize + length }
 
-// Tail returns the bytes after the last record: zeros.
+// Tail is the number of zero bytes after the last tensor.
 const Tail = 8

@@ -1,9 +1,8 @@
-// Package blocksum computes XXH3-128 from sums of blocks, which a GPU computes where the bytes are
-// (cuda/hash.cuh), and from the bytes of the tail.
+// Package blocksum computes an XXH3-128 from block sums and the last bytes. A GPU computes the block sums, so that
+// the bytes can stay on the GPU (cuda/hash.cuh).
 //
-// The hash is public: github.com/Cyan4973/xxHash, doc/xxhash_spec.md. What the 16 stripes of a 1 KiB block add to
-// the eight accumulators is a sum of terms that do not depend on earlier bytes; only the scramble at the end of a
-// block does.
+// The hash is public: github.com/Cyan4973/xxHash, doc/xxhash_spec.md. The 16 stripes of a 1 KiB block are added to
+// the eight accumulators. Their sum does not depend on earlier bytes; only the scramble at the end of a block does.
 package blocksum
 
 import (
@@ -14,9 +13,9 @@ import (
 )
 
 const (
-	// Block is the number of bytes that a sum covers, and Sum the size of a sum.
+	// Block is the number of bytes that a sum covers. Sum is the size of a sum in bytes.
 	Block, Sum = 1024, 64
-	// MaxTail is the longest tail.
+	// MaxTail is the maximum result of Tail.
 	MaxTail = Block + stripe
 
 	stripe = 64
@@ -27,7 +26,7 @@ const (
 	prime64e, avalanche = 0x27D4EB2F165667C5, 0x165667919E3779F9
 )
 
-// secret is the hash's own secret, in words of eight bytes.
+// secret is the hash's default secret, in 8-byte words.
 var secret = [24]uint64{
 	0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb,
 	0x2172ffcc7dd05a82,
@@ -39,7 +38,7 @@ var secret = [24]uint64{
 	0x7e404bbbcafbd7af,
 }
 
-// at is the word of the secret that begins at a byte.
+// at returns the word of the secret that starts at byte i.
 func at(i int) uint64 {
 	w, s := i/8, 8*(i%8)
 	if s == 0 {
@@ -48,23 +47,23 @@ func at(i int) uint64 {
 	return secret[w]>>s | secret[w+1]<<(64-s)
 }
 
-// A State computes the hash of bytes from sums that arrive in order. It is not safe for concurrent use.
+// A State computes a hash from block sums, which must be added in order. It is not safe for concurrent use.
 type State struct {
 	acc    [8]uint64
-	total  uint64 // bytes in all
-	blocks int64  // sums still to come
+	total  uint64 // total number of bytes
+	blocks int64  // number of missing sums
 }
 
-// blocksOf is how many blocks are scrambled: all except the last one, whatever its length.
+// blocksOf returns the number of blocks that are scrambled: all except the last one, even if it is complete.
 func blocksOf(total int64) int64 { return max(0, total-1) / Block }
 
-// Tail is how many of the last bytes Finish needs, for `total` bytes.
+// Tail returns how many of the last bytes Finish needs if there are total bytes.
 func Tail(total int64) int {
 	n := total - blocksOf(total)*Block
 	return int(min(total, n+stripe))
 }
 
-// New starts the hash of that number of bytes.
+// New starts the hash of total bytes.
 func New(total int64) State {
 	return State{
 		acc:   [8]uint64{prime32c, prime64a, prime64b, prime64c, prime64d, prime32b, prime64e, prime32a},
@@ -72,13 +71,13 @@ func New(total int64) State {
 	}
 }
 
-// Add adds the sums of whole blocks, as the kernel writes them. It ignores a sum of the last block, since Finish
-// gets its bytes.
+// Add adds the sums of whole blocks in the kernel's format. It ignores a sum of the last block, because Finish gets
+// the bytes of that block.
 func (s *State) Add(sums []byte) {
 	n := min(s.blocks, int64(len(sums)/Sum))
 	s.blocks -= n
 	a, b, c, d, e, f, g, h := s.acc[0], s.acc[1], s.acc[2], s.acc[3], s.acc[4], s.acc[5], s.acc[6], s.acc[7]
-	for ; n > 0; n-- { // in registers: eight chains that each wait for their multiplication
+	for ; n > 0; n-- { // registers hide the latency of the eight independent chains
 		p := (*[Sum]byte)(sums)
 		a = scramble(a+binary.LittleEndian.Uint64(p[0:]), 0)
 		b = scramble(b+binary.LittleEndian.Uint64(p[8:]), 1)
@@ -95,18 +94,19 @@ func (s *State) Add(sums []byte) {
 
 func scramble(x uint64, k int) uint64 { return (x ^ x>>47 ^ secret[16+k]) * prime32a }
 
-// Finish returns the two halves of the hash, given the tail. ok says that all sums and the tail were complete.
+// Finish returns the two halves of the hash, given the tail. ok is false if sums are missing or the tail has the
+// wrong length.
 func (s *State) Finish(tail []byte) (high, low uint64, ok bool) {
 	if s.blocks != 0 || len(tail) != Tail(int64(s.total)) {
 		return 0, 0, false
 	}
-	if uint64(len(tail)) == s.total { // also if it is too short for accumulators
+	if uint64(len(tail)) == s.total { // the library also handles short inputs
 		h := xxh3.Hash128(tail)
 		return h.Hi, h.Lo, true
 	}
 	acc := s.acc
 	last := tail[len(tail)-stripe:]
-	rest := tail[stripe:] // from the start of the block
+	rest := tail[stripe:] // from the start of the last block
 	for i := 0; i < (len(rest)-1)/stripe; i++ {
 		add(&acc, rest[i*stripe:], 8*i)
 	}

@@ -9,7 +9,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// sums are the sums that the kernel makes of whole blocks.
+// sums returns the block sums that the kernel computes.
 func sums(p []byte) (out []byte) {
 	for ; len(p) >= Block; p = p[Block:] {
 		var acc [8]uint64
@@ -23,7 +23,7 @@ func sums(p []byte) (out []byte) {
 	return out
 }
 
-// The hash of any bytes equals the library's, however their sums are divided.
+// The hash equals the library's for any bytes, however the sums are divided into calls.
 func TestAgainstLibrary(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -46,22 +46,22 @@ func TestAgainstLibrary(t *testing.T) {
 		}
 		want := xxh3.Hash128(p)
 		if high, low, ok := s.Finish(p[n-Tail(int64(n)):]); !ok || high != want.Hi || low != want.Lo {
-			t.Errorf("%d bytes: %x %x (%v), want %x %x", n, high, low, ok, want.Hi, want.Lo)
+			t.Errorf("%d bytes: got %x %x (%v), want %x %x", n, high, low, ok, want.Hi, want.Lo)
 		}
 	}
 }
 
-// A hash with missing sums or a missing tail is refused.
+// Finish refuses missing sums and a tail of the wrong length.
 func TestMissing(t *testing.T) {
 	p := make([]byte, 5000)
 	s := New(int64(len(p)))
 	s.Add(sums(p[:2048]))
 	if _, _, ok := s.Finish(p[len(p)-Tail(5000):]); ok {
-		t.Error("sums of two blocks of four suffice")
+		t.Error("the sums of only two of four blocks were accepted")
 	}
 	s.Add(sums(p[2048:4096]))
 	if _, _, ok := s.Finish(p[len(p)-Tail(5000)+1:]); ok {
-		t.Error("a tail that is too short suffices")
+		t.Error("a tail that is too short was accepted")
 	}
 }
 

@@ -1,5 +1,5 @@
-// Package codectest is the test suite that every codec must pass: decoding returns the encoded bytes, writes
-// nothing outside the destination, and answers bad bytes with an error of class Corrupt, never with a panic.
+// Package codectest is the test suite that every codec must pass. Decoding must return the encoded bytes and must not
+// write outside the destination. Invalid bytes must give an error of class Corrupt, never a panic.
 package codectest
 
 import (
@@ -12,13 +12,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// guard is the number of bytes around every buffer that must not change.
+// guard is the number of bytes before and after every buffer that must not change.
 const guard = 128
 
-// A Codec is one codec, or one implementation of it, with one set of parameters.
+// A Codec is a codec, or one of its implementations, with fixed parameters.
 type Codec struct {
-	// Encode appends the chunk of src to dst. ok is false if that gains nothing. note is what the index stores
-	// for Decode.
+	// Encode appends the chunk of src to dst. ok is false if the chunk would not be smaller. note is the value from
+	// the index that Decode needs.
 	Encode func(dst, src []byte) (out []byte, note uint16, ok bool)
 	Decode func(dst, src []byte, note uint16) error
 }
@@ -29,7 +29,7 @@ type Sample struct {
 	Data []byte
 }
 
-// Run runs the suite on the samples. Random choices come from seed, which it prints.
+// Run runs the suite on the samples. Random choices come from seed, which is logged.
 func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 	t.Helper()
 	t.Logf("seed %d", seed)
@@ -43,7 +43,7 @@ func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 				t.Fatal("Encode changed its input")
 			}
 			if !bytes.HasPrefix(out, head) || !ok && len(out) != len(head) {
-				t.Fatal("Encode changed what it appends to")
+				t.Fatal("Encode changed the bytes before the chunk")
 			}
 			if !ok {
 				return
@@ -55,7 +55,7 @@ func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 			}
 			got, err := Decode(c, chunk, len(s.Data), note)
 			if err != nil || !bytes.Equal(got, s.Data) {
-				t.Fatalf("round trip of %d bytes through %d: error %v, equal %v",
+				t.Fatalf("round trip of %d bytes through a chunk of %d: error %v, equal %v",
 					len(s.Data), len(chunk), err, bytes.Equal(got, s.Data))
 			}
 			mutateChunk(t, c, r, chunk, len(s.Data), note)
@@ -63,12 +63,12 @@ func Run(t *testing.T, c Codec, samples []Sample, seed uint64) {
 	}
 }
 
-// Decode runs c.Decode with guard bytes around dst and src. It fails on any write outside dst, any write to src,
-// and any error other than Corrupt.
+// Decode runs c.Decode with guard bytes around dst. It returns an error for any write outside dst, any change to src,
+// and any error class other than Corrupt.
 func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 	room := bytes.Repeat([]byte{0xa5}, size+2*guard)
 	dst := room[guard : guard+size : guard+size]
-	// src ends with its array, so that sanitizers see reads beyond it.
+	// src ends at the end of its array, so that sanitizers detect reads beyond it.
 	src := append(make([]byte, 0, len(chunk)), chunk...)
 	err := c.Decode(dst, src, note)
 	for i, b := range room {
@@ -80,12 +80,13 @@ func Decode(c Codec, chunk []byte, size int, note uint16) ([]byte, error) {
 		return nil, errors.New("Decode changed its source")
 	}
 	if err != nil && !errors.Is(err, errs.ErrCorrupt) {
-		return nil, fmt.Errorf("not of class Corrupt: %w", err)
+		return nil, fmt.Errorf("the error is not of class Corrupt: %w", err)
 	}
 	return dst, err
 }
 
-// mutateChunk changes a chunk in many ways. A change must give other bytes or an error, and nothing else.
+// mutateChunk changes a chunk in many ways. Each change must give bytes or an error of class Corrupt, without side
+// effects.
 func mutateChunk(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, note uint16) {
 	t.Helper()
 	check := func(what string, p []byte, size int, note uint16, mayPass bool) {
@@ -102,7 +103,7 @@ func mutateChunk(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, no
 		p := bytes.Clone(chunk)
 		for range 1 + r.IntN(3) {
 			i := r.IntN(len(p))
-			if r.IntN(2) == 0 { // most of the structure is at the front
+			if r.IntN(2) == 0 { // the header is at the front
 				i = r.IntN(min(len(p), 256))
 			}
 			p[i] ^= byte(1 << r.IntN(8))
@@ -110,12 +111,12 @@ func mutateChunk(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, no
 		check("flipped bits", p, size, note, true)
 	}
 	for range 20 {
-		check("cut short", chunk[:r.IntN(len(chunk))], size, note, false)
+		check("truncated", chunk[:r.IntN(len(chunk))], size, note, false)
 	}
-	check("a byte too long", append(bytes.Clone(chunk), 0), size, note, false)
-	check("a byte too few to fill", chunk, size-1, note, false)
-	check("a byte too many to fill", chunk, size+1, note, false)
-	check("nothing to fill", chunk, 0, note, false)
+	check("an extra byte", append(bytes.Clone(chunk), 0), size, note, false)
+	check("a destination that is a byte too short", chunk, size-1, note, false)
+	check("a destination that is a byte too long", chunk, size+1, note, false)
+	check("an empty destination", chunk, 0, note, false)
 	check("other parameters", chunk, size, note^1, true)
 	noise := make([]byte, len(chunk))
 	for i := range noise {
@@ -123,5 +124,5 @@ func mutateChunk(t *testing.T, c Codec, r *rand.Rand, chunk []byte, size int, no
 	}
 	check("noise", noise, size, note, true)
 	copy(noise, chunk[:min(len(chunk), 96+r.IntN(64))])
-	check("noise behind a header", noise, size, note, true)
+	check("noise after a header", noise, size, note, true)
 }

@@ -10,14 +10,14 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The suite distinguishes every way in which a decoder may misbehave from correct decoding and from a refusal.
-// Otherwise it would prove nothing about the codecs that pass it.
+// The suite's Decode detects every kind of misbehaving decoder. It accepts correct results and refusals of class
+// Corrupt.
 func TestDecodeSeesFaults(t *testing.T) {
 	chunk := []byte("sixteen bytes or")
 	outside := func(at int) func(dst, src []byte, _ uint16) error {
 		return func(dst, src []byte, _ uint16) error {
 			copy(dst, src)
-			beyond(dst, at) // as a kernel may
+			beyond(dst, at) // as a faulty vector kernel may
 			return nil
 		}
 	}
@@ -25,7 +25,7 @@ func TestDecodeSeesFaults(t *testing.T) {
 		name   string
 		decode func(dst, src []byte, _ uint16) error
 		size   int
-		want   string // in the error; "": none
+		want   string // expected in the error; "" if none is expected
 		good   bool
 	}{
 		{"good", func(dst, src []byte, _ uint16) error { copy(dst, src); return nil }, 16, "", true},
@@ -37,15 +37,15 @@ func TestDecodeSeesFaults(t *testing.T) {
 		{"refuses without a class", func(_, _ []byte, _ uint16) error {
 			return errors.New("no")
 		}, 16, "not of class Corrupt", false},
-		{"writes behind", outside(16), 16, "byte 16 of a destination of 16 was written", false},
-		{"writes far behind", outside(16 + guard - 1), 16, "was written", false},
+		{"writes after the end", outside(16), 16, "byte 16 of a destination of 16 was written", false},
+		{"writes far after the end", outside(16 + guard - 1), 16, "was written", false},
 		{"writes before", outside(-1), 16, "byte -1 of a destination of 16 was written", false},
 		{"changes its source", func(dst, src []byte, _ uint16) error {
 			copy(dst, src)
 			src[3]++
 			return nil
 		}, 16, "changed its source", false},
-		{"writes behind and refuses", func(dst, src []byte, _ uint16) error {
+		{"writes after the end and refuses", func(dst, src []byte, _ uint16) error {
 			beyond(dst, 20)
 			return errs.New(errs.ErrCorrupt, "no")
 		}, 16, "was written", false},
@@ -61,17 +61,17 @@ func TestDecodeSeesFaults(t *testing.T) {
 		}
 	}
 	if string(chunk) != "sixteen bytes or" {
-		t.Error("the caller's chunk has changed")
+		t.Error("the caller's chunk was changed")
 	}
 }
 
-// The suite passes a codec that keeps the rules, also one that gains nothing. The choices of a seed are the same every
-// time.
+// The suite passes a correct codec, also for data that it cannot compress. Its random choices only depend on the
+// seed.
 func TestRun(t *testing.T) {
 	var seen [2][]string
 	for i := range seen {
 		c := Codec{
-			// This codec stores a length, the bytes, and their sum, so it notices everything that Run changes.
+			// This codec stores a length, the bytes and their sum, so it detects every change that Run makes.
 			Encode: func(dst, src []byte) ([]byte, uint16, bool) {
 				if len(src) == 0 || src[0] == 'x' {
 					return dst, 0, false
@@ -92,7 +92,7 @@ func TestRun(t *testing.T) {
 			{"one", []byte{9}}}, 77)
 	}
 	if len(seen[0]) < 160 || strings.Join(seen[0], "|") != strings.Join(seen[1], "|") {
-		t.Errorf("%d and %d calls, not the same ones", len(seen[0]), len(seen[1]))
+		t.Errorf("got %d and %d calls, want at least 160 and the same calls", len(seen[0]), len(seen[1]))
 	}
 }
 

@@ -1,6 +1,6 @@
 package codectest
 
-// Makes tensor views for the digest tests.
+// Creates tensor views for the digest tests.
 
 import (
 	"math/rand/v2"
@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 )
 
-// AnyView makes a random view of data, which has at least 64 KiB, and its contiguous copy. Some views are
+// AnyView returns a random view of data, which must have at least 64 KiB, and its contiguous copy. Some views are
 // contiguous, some overlap themselves, some are empty, and some have unaligned elements.
 func AnyView(r *rand.Rand, data []byte) (v digest.View, copied []byte) {
 	for {
@@ -35,7 +35,7 @@ func AnyView(r *rand.Rand, data []byte) (v digest.View, copied []byte) {
 	}
 }
 
-// anyShape makes a view without an address.
+// anyShape returns a random view without an address.
 func anyShape(r *rand.Rand) (v digest.View) {
 	v.Item = 1 << r.IntN(5)
 	rank := r.IntN(5)
@@ -67,7 +67,7 @@ func anyShape(r *rand.Rand) (v digest.View) {
 	return v
 }
 
-// copyContiguous copies the view at an offset of data, element by element.
+// copyContiguous returns the contiguous copy of the view at offset `at` of data.
 func copyContiguous(v digest.View, data []byte, at int64) (out []byte) {
 	if len(v.Shape) == 0 {
 		return append(out, data[at:at+v.Item]...)

@@ -1,6 +1,6 @@
 package delta
 
-// Reads chunks, checks them, and applies them.
+// Parses, checks and applies chunks.
 
 import (
 	"math/bits"
@@ -8,13 +8,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A chunk is a parsed header. Its runs may still be bad.
+// A chunk is a chunk with a parsed header. Its runs may still be invalid.
 type chunk struct {
-	raw           []byte // mode 1: the XOR
-	k, run, runs  int    // run: elements per run
+	raw           []byte // the XOR of all bytes in mode 1, otherwise nil
+	k, run, runs  int    // parameter k, elements per run, number of runs
 	n, lg         int
 	table, stream []byte
-	look          [1 << maxCode]uint32 // class << 16 | rest << 8 | bits, by the next maxCode bits; 0: no code
+	look          [1 << maxCode]uint32 // class << 16 | rest << 8 | code length, by the next maxCode bits; 0 if no code
 }
 
 func corruptError(format string, args ...any) error {
@@ -99,7 +99,7 @@ type reader struct {
 	pos int // bits
 }
 
-// peekBits returns at least 56 bits from pos on. Zeros follow the last bit.
+// peekBits returns at least 56 bits from pos on. After the last bit, it returns zeros.
 func (r *reader) peekBits() uint64 {
 	at := r.pos >> 3
 	if at+8 <= len(r.p) {
@@ -112,9 +112,9 @@ func (r *reader) peekBits() uint64 {
 	return v >> (r.pos & 7)
 }
 
-// eachChange calls f, if not nil, for every changed element, in order.
+// eachChange checks all runs, and calls f, if not nil, for every changed element in order.
 func (c *chunk) eachChange(f func(i int, x uint64)) error {
-	const sure = 56 // bits that a peek returns at least
+	const sure = 56 // minimum number of bits that peekBits returns
 	r := reader{p: c.stream}
 	low := uint64(1)<<c.k - 1
 	for run := range c.runs {
@@ -129,14 +129,14 @@ func (c *chunk) eachChange(f func(i int, x uint64)) error {
 				v = r.peekBits()
 			}
 			z := bits.TrailingZeros64(v | 1<<32)
-			// v holds the bits after the first `used` ones, as long as they are valid.
+			// v holds the bits after the first `used` bits.
 			used := z + 1
 			v >>= used
 			if used+c.k+maxCode > sure {
 				r.pos += used
 				v, used = r.peekBits(), 0
 			}
-			// Whatever a gap claims, it must not overflow: it is at most maxBits << maxK.
+			// Even an invalid gap cannot overflow `at`: it is at most maxBits << maxK.
 			at += (gap+z)<<c.k + int(v&low)
 			v >>= c.k
 			e := c.look[v&(1<<maxCode-1)]
@@ -171,8 +171,8 @@ func (c *chunk) eachChange(f func(i int, x uint64)) error {
 	return nil
 }
 
-// Check reads a stored chunk for n logical bytes without applying it. Apply accepts whatever Check accepts;
-// anything else is errs.ErrCorrupt.
+// Check checks a stored chunk for n logical bytes without applying it. An invalid chunk is errs.ErrCorrupt. Apply
+// accepts every chunk that Check accepts.
 func Check(src []byte, n, width int) error {
 	c, err := parseHeader(src, n, width)
 	if err != nil || c.raw != nil {
@@ -181,8 +181,8 @@ func Check(src []byte, n, width int) error {
 	return c.eachChange(nil)
 }
 
-// Apply XORs a stored chunk into dst. Applying it twice changes nothing. Check the chunk first: if Check refuses
-// it, Apply may apply a part of it. It never writes outside dst.
+// Apply XORs a stored chunk into dst. Applying it twice restores dst. The caller should Check the chunk first: Apply
+// may apply a part of an invalid chunk. It never writes outside dst.
 func Apply(dst, src []byte, width int) error {
 	c, err := parseHeader(src, len(dst), width)
 	if err != nil {

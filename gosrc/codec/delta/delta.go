@@ -1,16 +1,16 @@
-// Package delta is codec 5: the changes between two equally long chunks, as the gaps between changed elements and
-// the XOR of each. Apply XORs them into memory in place; applying them again undoes that.
+// Package delta is codec 5. It encodes the changes between two chunks of equal length as the gaps between changed
+// elements and the XOR of each element. Apply XORs them into memory in place; a second Apply restores the memory.
 //
 // A chunk (docs/format.md 7.2) is
 //
 //	u8 mode | u8 k | u8 s | u8 0 | u4 length[24] | body
 //
-// In mode 1 the body is the XOR of all bytes. In mode 0 the chunk is cut into runs of 512 << s bytes. The body is
-// u16 bits[runs], zeros to a multiple of 4, then the bits of all runs one after the other, lowest bit first, and
-// zeros to a multiple of 4. For each changed element, a run has its distance from the one before it (Golomb-Rice
-// with k low bits), the class of its XOR by a canonical prefix code, and the rest of the XOR.
+// In mode 1, the body is the XOR of all bytes. In mode 0, the chunk is divided into runs of 512 << s bytes. The body
+// is u16 bits[runs], zeros to a multiple of 4 bytes, the bits of all runs, lowest bit first, and zeros to a multiple
+// of 4 bytes. For each changed element, a run contains its distance from the previous one (Golomb-Rice with k low
+// bits), the class of its XOR in a canonical prefix code, and the remaining bits of the XOR.
 //
-// Nothing else writes this layout. Sources: S. Golomb, "Run-length encodings" (1966); R. Rice, "Some practical
+// Only this package writes this layout. Sources: S. Golomb, "Run-length encodings" (1966); R. Rice, "Some practical
 // universal noiseless coding techniques" (1979).
 package delta
 
@@ -22,32 +22,32 @@ import (
 )
 
 const (
-	// MaxBytes is the most logical bytes of a chunk.
+	// MaxBytes is the maximum number of logical bytes of a chunk.
 	MaxBytes = 16 << 20
-	// Head is the size of a stored chunk's header. A chunk is at most this long plus its logical bytes, rounded
-	// up to a multiple of 4.
+	// Head is the size of a stored chunk's header. A chunk has at most this size plus its logical bytes, rounded up
+	// to a multiple of 4.
 	Head = 16
 
 	modeCoded = 0
 	modeRaw   = 1
 
-	runBytes = 512 // of a run with s = 0
+	runBytes = 512 // bytes of a run with s = 0
 	maxS     = 9
 	maxK     = 24
-	ones     = 8 // classes of 1, 11, 111, ... in binary
+	ones     = 8 // number of classes for the XORs 1, 11, 111, ... in binary
 	classes  = ones + 16
-	maxCode  = 8 // bits of a class
+	maxCode  = 8 // maximum code length in bits
 	aim      = 24
-	maxBits  = 1<<16 - 1 // of a run
-	skip     = 64        // bytes that are compared at a time
+	maxBits  = 1<<16 - 1 // maximum number of bits in a run
+	skip     = 64        // bytes that are compared at once to skip unchanged ones
 )
 
 var le = binary.LittleEndian
 
-// Room is the most bytes that Encode appends for a chunk of n bytes.
+// Room returns the maximum number of bytes that Encode appends for a chunk of n bytes.
 func Room(n int) int { return Head + (n+3)&^3 }
 
-// log2Width is log2 of an element's size in bytes: 0 to 3.
+// log2Width returns log2 of the element size in bytes: 0 to 3.
 func log2Width(width int) (int, error) {
 	if width != 1 && width != 2 && width != 4 && width != 8 {
 		return 0, errs.New(errs.ErrArgument, "invalid element size: %d bytes", width)
@@ -55,10 +55,10 @@ func log2Width(width int) (int, error) {
 	return bits.TrailingZeros(uint(width)), nil
 }
 
-// log2Group is log2 of the number of bit lengths that share a class.
+// log2Group returns log2 of the number of bit lengths that share a class.
 func log2Group(lg int) int { return max(0, lg-1) }
 
-// classOf returns the class of a nonzero XOR, and how many of its low bits follow the class.
+// classOf returns the class of a nonzero XOR, and the number of its low bits that follow the class.
 func classOf(x uint64, lg int) (class, rest int) {
 	n := bits.Len64(x)
 	if x&(x+1) == 0 && n <= ones {
@@ -80,7 +80,7 @@ func restOf(class, lg int) int {
 	}
 }
 
-// valueOf is the XOR made of a class and the bits that follow it.
+// valueOf returns the XOR for a class and the bits that follow it.
 func valueOf(class int, rest uint64, lg int) uint64 {
 	switch {
 	case class < ones:
@@ -91,8 +91,8 @@ func valueOf(class int, rest uint64, lg int) uint64 {
 	return rest
 }
 
-// codeLengths gives each class that occurs a code length of at most maxCode bits. The codes are complete, except
-// for a single class, which has one bit. It only uses integers, so every encoder finds the same lengths.
+// codeLengths returns a code length of at most maxCode bits for each class that occurs. The codes are complete,
+// except that a single class gets one bit. It only uses integer arithmetic, so every encoder gets the same lengths.
 func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 	total, kinds, sum := uint64(0), 0, 0
 	for _, c := range count {
@@ -124,7 +124,7 @@ func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 		length[at]++
 		sum -= 1 << (maxCode - length[at])
 	}
-	for sum < full { // shorten the most frequent one that fits
+	for sum < full { // shorten the most frequent class that fits
 		at := -1
 		for i, c := range count {
 			if c > 0 && length[i] > 1 && 1<<(maxCode-length[i]) <= full-sum && (at < 0 || c > count[at]) {
@@ -137,8 +137,8 @@ func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 	return length
 }
 
-// codeStarts returns the start of each class among the 256 values of maxCode bits, highest bit first, and their
-// sum.
+// codeStarts returns where the codes of each class start among the 256 values of maxCode bits, highest bit first, and
+// the total number of values in use.
 func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	for n := uint8(1); n <= maxCode; n++ {
 		for i := range length {
@@ -151,12 +151,12 @@ func codeStarts(length *[classes]uint8) (start [classes]int, sum int) {
 	return start, sum
 }
 
-// riceParameter is the parameter k for n elements with c changes, at least one.
+// riceParameter returns k for n elements with c changes. c must be at least 1.
 func riceParameter(n, c int) int {
-	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // R. Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
+	return bits.Len64(63 * uint64(2*n-c) / (262 * uint64(c))) // Rice's optimum: log2(0.48 (mean gap + 1/2)) + 1
 }
 
-// runOf is s for a chunk of n bytes with c changes. It gives a run about `aim` changes.
+// runOf returns s for a chunk of n bytes with c changes, so that a run has about `aim` changes.
 func runOf(n, c int) int {
 	s := 0
 	for s < maxS && uint64(c)*(runBytes<<s) < aim*uint64(n) {
@@ -178,7 +178,7 @@ func loadElement(p []byte, i, lg int) uint64 {
 	return le.Uint64(p[8*i:])
 }
 
-// eachDifference calls f for every changed element of [lo, hi).
+// eachDifference calls f for every changed element in [lo, hi).
 func eachDifference(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 	per := 8 >> lg
 	mask := ^uint64(0) >> (64 - 8<<lg)
@@ -209,7 +209,7 @@ func eachDifference(now, base []byte, lo, hi, lg int, f func(i int, x uint64)) {
 	}
 }
 
-// Changed returns how many elements differ.
+// Changed returns the number of elements that differ.
 func Changed(now, base []byte, width int) (n int64, err error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 {
@@ -240,9 +240,9 @@ func (w *writer) putBits(v uint64, n int) {
 	}
 }
 
-// Encode appends the delta from base to now, or nothing if they are equal. They have the same length of at most
-// MaxBytes, which is a multiple of the element's width (1, 2, 4 or 8). The same bytes give the same delta on
-// every machine.
+// Encode appends the delta from base to now, or nothing if they are equal. Both must have the same length, which is
+// at most MaxBytes and a multiple of the element width (1, 2, 4 or 8). The same bytes give the same delta on every
+// machine.
 func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	lg, err := log2Width(width)
 	if err != nil || len(now) != len(base) || len(now)%width != 0 || len(now) > MaxBytes {
@@ -274,7 +274,7 @@ func Encode(dst, now, base []byte, width int) ([]byte, error) {
 	return dst, nil
 }
 
-// appendCoded appends a chunk of mode 0 if it is shorter than mode 1, and reports whether it did.
+// appendCoded appends a chunk of mode 0 and reports whether it is shorter than mode 1.
 func appendCoded(dst, now, base []byte, lg int, count *[classes]uint32, changed int) ([]byte, bool) {
 	n := len(now) >> lg
 	k, s := riceParameter(n, changed), runOf(len(now), changed)

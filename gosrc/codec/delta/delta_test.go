@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// change returns a chunk of n bytes, and a second one in which about every 1/share-th element has changed: by a step of
-// the lowest bits, or arbitrarily.
+// change returns a chunk of n bytes, and a second chunk in which about the given share of the elements has changed:
+// by 1 up or down, or to any value if anyhow is true.
 func change(r *rand.Rand, n, width int, share float64, anyhow bool) (now, base []byte) {
 	base = make([]byte, n)
 	for i := range base {
@@ -38,11 +38,11 @@ func change(r *rand.Rand, n, width int, share float64, anyhow bool) (now, base [
 	return now, base
 }
 
-// slow is the decoder of docs/format.md, bit by bit; it returns false for a chunk that it refuses.
+// slow decodes a chunk bit by bit, following docs/format.md. It returns false for an invalid chunk.
 func slow(dst, src []byte, width int) (ok bool) {
 	defer func() {
 		if recover() != nil {
-			ok = false // it ran past the end
+			ok = false // it read past the end
 		}
 	}()
 	lg, n := bits.TrailingZeros(uint(width)), len(dst)
@@ -96,7 +96,7 @@ func slow(dst, src []byte, width int) (ok bool) {
 				q++
 			}
 			at += q<<k + int(take(k))
-			// A canonical code: ordered by length, then by number.
+			// This is a canonical code: ordered by length, then by number.
 			class, code, first := -1, 0, 0
 			for l := 1; l <= 8 && class < 0; l++ {
 				code = code<<1 | int(bit())
@@ -138,8 +138,8 @@ func slow(dst, src []byte, width int) (ok bool) {
 		(pos%8 == 0 || src[pos/8]>>(pos%8) == 0) && isZero(src[(pos+7)/8:])
 }
 
-// TestRoundTrip: a delta turns base into now, and now into base; the bit-by-bit decoder
-// agrees; the same chunks give the same bytes.
+// TestRoundTrip checks that a delta turns base into now and now into base, that the bit-by-bit decoder agrees, and
+// that encoding is deterministic.
 func TestRoundTrip(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
@@ -170,10 +170,10 @@ func TestRoundTrip(t *testing.T) {
 						t.Fatalf("width %d, %d bytes, share %v: the slow decoder differs", width, n, share)
 					}
 					if err := Apply(x, p, width); err != nil || !bytes.Equal(x, base) {
-						t.Fatal("applied twice it is not the base")
+						t.Fatal("applying the delta twice does not restore the base")
 					}
 					if again, _ := Encode([]byte{7}, now, base, width); !bytes.Equal(again[1:], p) {
-						t.Fatal("another delta of the same chunks")
+						t.Fatal("the second delta of the same chunks differs")
 					}
 				}
 			}
@@ -181,7 +181,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// TestSize: bf16 values that change by one step cost what is promised.
+// TestSize checks the size of deltas of bf16 values that change by one step.
 func TestSize(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 1))
 	for share, most := range map[float64]float64{0.001: 0.0012, 0.01: 0.008, 0.045: 0.03} {
@@ -193,12 +193,12 @@ func TestSize(t *testing.T) {
 		got := float64(len(p)) / float64(len(now))
 		t.Logf("share %v: %.5f of the bytes", share, got)
 		if got > most {
-			t.Errorf("share %v: %.5f of the bytes, over %v", share, got, most)
+			t.Errorf("share %v: %.5f of the bytes, want at most %v", share, got, most)
 		}
 	}
 }
 
-// TestGolden: the bytes of a delta do not change between versions.
+// TestGolden checks that the bytes of a delta do not change between versions.
 func TestGolden(t *testing.T) {
 	h := sha256.New()
 	r := rand.New(rand.NewPCG(5, 1))
@@ -216,7 +216,7 @@ func TestGolden(t *testing.T) {
 	}
 	const want = "5c09ec2ed5a791dd499688893f99442ea886b57357926a00fa7c6e6fc89a913d"
 	if got := hex.EncodeToString(h.Sum(nil)); got != want {
-		t.Errorf("the deltas have the hash %s, not %s", got, want)
+		t.Errorf("the deltas have the hash %s, want %s", got, want)
 	}
 	small, err := Encode(nil, []byte{1, 0, 2, 0, 3, 0, 4, 0x80}, []byte{1, 0, 3, 0, 3, 0, 4, 0}, 2)
 	if got := hex.EncodeToString(small); err != nil || got != "010000000000000000000000000000000000010000000080" {
@@ -224,17 +224,17 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// TestRefused: widths and lengths that make no sense are arguments, changed headers are
-// corruption.
+// TestRefused checks that invalid widths and lengths are argument errors, and that changed headers are refused or
+// decode like the slow decoder.
 func TestRefused(t *testing.T) {
 	if _, err := Encode(nil, make([]byte, 9), make([]byte, 9), 2); err == nil {
-		t.Error("half an element was taken")
+		t.Error("half an element was accepted")
 	}
 	if _, err := Encode(nil, make([]byte, 9), make([]byte, 8), 1); err == nil {
-		t.Error("chunks of different length were taken")
+		t.Error("chunks of different lengths were accepted")
 	}
 	if _, err := Encode(nil, make([]byte, 9), make([]byte, 9), 3); err == nil {
-		t.Error("elements of 3 bytes were taken")
+		t.Error("elements of 3 bytes were accepted")
 	}
 	r := rand.New(rand.NewPCG(6, 1))
 	now, base := change(r, 8192, 2, 0.02, false)
@@ -249,7 +249,7 @@ func TestRefused(t *testing.T) {
 				t.Errorf("byte %d bit %d: Check says %v, the slow decoder %v", at, bit, err, ok)
 			}
 			if err == nil && (Apply(x, q, 2) != nil || !bytes.Equal(x, y)) {
-				t.Errorf("byte %d bit %d: other bytes than the slow decoder's", at, bit)
+				t.Errorf("byte %d bit %d: Apply and the slow decoder give different bytes", at, bit)
 			}
 		}
 	}
@@ -260,8 +260,8 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// FuzzCheck: Check and the slow decoder accept the same chunks, and then Apply does what
-// the slow decoder does.
+// FuzzCheck checks that Check and the slow decoder accept the same chunks, and that Apply and the slow decoder then
+// give the same bytes.
 func FuzzCheck(f *testing.F) {
 	r := rand.New(rand.NewPCG(7, 1))
 	for _, width := range []int{1, 2, 4, 8} {
@@ -277,15 +277,15 @@ func FuzzCheck(f *testing.F) {
 		x, y := make([]byte, n), make([]byte, n)
 		ok, err := slow(y, p, width), Check(p, n, width)
 		if ok != (err == nil) {
-			t.Fatalf("the slow decoder says %v, Check %v", ok, err)
+			t.Fatalf("the slow decoder returns %v, Check %v", ok, err)
 		}
 		if a := Apply(x, p, width); (a == nil) != ok || ok && !bytes.Equal(x, y) {
-			t.Fatalf("Apply: %v, or other bytes", a)
+			t.Fatalf("Apply returns %v, or different bytes", a)
 		}
 	})
 }
 
-// FuzzEncode: any two chunks come back.
+// FuzzEncode checks that the delta of any two chunks round-trips.
 func FuzzEncode(f *testing.F) {
 	f.Add([]byte("some bytes and some more"), []byte("some bytes and some less"), uint8(1))
 	f.Fuzz(func(t *testing.T, now, base []byte, w uint8) {
@@ -303,7 +303,7 @@ func FuzzEncode(f *testing.F) {
 			return
 		}
 		if err := Apply(base, p, width); err != nil || !bytes.Equal(now, base) {
-			t.Fatalf("other bytes: %v", err)
+			t.Fatalf("Apply gives wrong bytes: %v", err)
 		}
 	})
 }
@@ -328,7 +328,7 @@ func BenchmarkApply(b *testing.B) {
 	}
 }
 
-// An XOR that is wider than its element would change its neighbours, so it is refused.
+// An XOR that is wider than its element is refused, because it would change the next element.
 func TestTooWide(t *testing.T) {
 	base := make([]byte, 1024)
 	now := bytes.Clone(base)

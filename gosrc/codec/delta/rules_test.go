@@ -1,6 +1,6 @@
 package delta
 
-// Writes chunks bit by bit as docs/format.md 7.2 says, and breaks one rule in each.
+// The tests in this file write chunks bit by bit according to docs/format.md 7.2, and break one rule in each.
 
 import (
 	"bytes"
@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A script is a chunk of mode 0 in readable form: the code length of each class that occurs, and the bits of each run,
-// lowest first. Spaces are only for the eye.
+// A script is a readable form of a mode 0 chunk: the code length of each class that occurs, and the bits of each run,
+// lowest first. Spaces are ignored.
 type script struct {
 	k, s  byte
 	codes map[int]byte
@@ -44,8 +44,8 @@ func (c script) bytes() []byte {
 	return append(head, w.p...)
 }
 
-// judge compares Check and Apply with each other and with the bit-by-bit decoder: all accept the same chunks, and Apply
-// writes nothing outside its destination.
+// judge checks that Check, Apply and the bit-by-bit decoder accept the same chunks, and that Apply writes nothing
+// outside its destination.
 func judge(t *testing.T, name string, p []byte, n, width int) error {
 	t.Helper()
 	const guard = 64
@@ -53,18 +53,18 @@ func judge(t *testing.T, name string, p []byte, n, width int) error {
 	dst := room[guard : guard+n : guard+n]
 	err, ok := Check(p, n, width), slow(want, p, width)
 	if ok != (err == nil) || err != nil && !errors.Is(err, errs.ErrCorrupt) {
-		t.Errorf("%s: Check says %v, the slow decoder %v", name, err, ok)
+		t.Errorf("%s: Check returns %v, the slow decoder %v", name, err, ok)
 	}
 	if a := Apply(dst, p, width); (a == nil) != (err == nil) || err == nil && !bytes.Equal(dst, want) {
-		t.Errorf("%s: Apply says %v, Check %v, or other bytes", name, a, err)
+		t.Errorf("%s: Apply returns %v, Check %v, or the bytes differ", name, a, err)
 	}
 	if !isZero(room[:guard]) || !isZero(room[guard+n:]) {
-		t.Errorf("%s: bytes beside the destination have changed", name)
+		t.Errorf("%s: bytes outside the destination were changed", name)
 	}
 	return err
 }
 
-// All runs that the specification allows work, in every width: distances, classes and their remainders.
+// All distances, classes and remainders that the specification allows are decoded correctly, for every width.
 func TestScripts(t *testing.T) {
 	one := func(class int) map[int]byte { return map[int]byte{class: 1} }
 	for _, c := range []struct {
@@ -72,7 +72,7 @@ func TestScripts(t *testing.T) {
 		width int
 		n     int
 		chunk script
-		want  map[int]byte // the bytes that change
+		want  map[int]byte // expected nonzero bytes
 	}{
 		{"the first element, by 1", 1, 8, script{codes: one(0), runs: []string{"1 0"}}, map[int]byte{0: 1}},
 		{"the last element", 1, 8, script{codes: one(0), runs: []string{"00000001 0"}}, map[int]byte{7: 1}},
@@ -81,7 +81,7 @@ func TestScripts(t *testing.T) {
 		{"neighbours", 1, 8, script{codes: one(1), runs: []string{"1 0 1 0 01 0"}}, map[int]byte{0: 3, 1: 3, 3: 3}},
 		{"k of 24", 1, 8, script{k: 24, codes: one(7), runs: []string{"1 110000000000000000000000 0"}},
 			map[int]byte{3: 255}},
-		{"run 2 alone", 1, 1100, script{codes: one(0), runs: []string{"", "", "01 0"}}, map[int]byte{1025: 1}},
+		{"only run 2", 1, 1100, script{codes: one(0), runs: []string{"", "", "01 0"}}, map[int]byte{1025: 1}},
 		{"s of 1", 1, 1100, script{k: 9, s: 1, codes: one(0), runs: []string{"01 000000000 0", "1 110000000 0"}},
 			map[int]byte{512: 1, 1027: 1}},
 		{"two classes", 1, 8, script{codes: map[int]byte{0: 1, 1: 1}, runs: []string{"1 0 1 1"}},
@@ -104,7 +104,7 @@ func TestScripts(t *testing.T) {
 			t.Errorf("%s: %v", c.name, err)
 		}
 		got := make([]byte, c.n)
-		_ = Apply(got, p, c.width) // judge has checked that it is accepted
+		_ = Apply(got, p, c.width) // judge has checked that Apply accepts it
 		want := make([]byte, c.n)
 		for i, x := range c.want {
 			want[i] = x
@@ -115,7 +115,7 @@ func TestScripts(t *testing.T) {
 	}
 }
 
-// Every bit has a meaning: each of these chunks repeats what another chunk says, or says nothing, and is refused.
+// There is only one encoding of each delta. These chunks are redundant or invalid, and are refused.
 func TestScriptsThatAreRefused(t *testing.T) {
 	one := func(class int) map[int]byte { return map[int]byte{class: 1} }
 	for _, c := range []struct {
@@ -137,13 +137,13 @@ func TestScriptsThatAreRefused(t *testing.T) {
 		{"s of 255", 1, script{s: 255, codes: one(0), runs: []string{"1 0"}}, "header"},
 		{"no change", 1, script{codes: one(0), runs: []string{""}}, "0 bits in 0 bytes"},
 		{"a run too many", 1, script{codes: one(0), runs: []string{"1 0", "", ""}}, "bits in"},
-		{"a code that is not there", 1, script{codes: one(0), runs: []string{"1 1"}}, "run 0"},
-		{"behind the last element", 1, script{codes: one(0), runs: []string{"0000 0000 1 0"}}, "element 8,"},
-		{"far behind", 1, script{k: 24, codes: one(0),
+		{"a code that does not exist", 1, script{codes: one(0), runs: []string{"1 1"}}, "run 0"},
+		{"after the last element", 1, script{codes: one(0), runs: []string{"0000 0000 1 0"}}, "element 8,"},
+		{"far after the last element", 1, script{k: 24, codes: one(0),
 			runs: []string{strings.Repeat("0", 100) + "1 000000000000000000000000 0"}}, "element 1677721600,"},
 		{"a distance of 55 bits", 1, script{k: 24, codes: one(0),
 			runs: []string{strings.Repeat("0", 30) + "1 100000000000000000000000 0"}}, "element 503316481,"},
-		{"farthest behind", 1, script{k: 24, codes: one(0),
+		{"as far as possible after it", 1, script{k: 24, codes: one(0),
 			runs: []string{strings.Repeat("0", maxBits-26) + "1 111111111111111111111111 0"}},
 			"element 1099075420159,"},
 		{"zeros without an end", 1, script{codes: one(0), runs: []string{strings.Repeat("0", 70)}}, "run 0"},
@@ -151,9 +151,9 @@ func TestScriptsThatAreRefused(t *testing.T) {
 		{"a rest that is cut", 8, script{codes: one(23), runs: []string{"1 0 1111"}}, "of 6"},
 		{"a bit too many", 1, script{codes: one(0), runs: []string{"1 0 0"}}, "run 0"},
 		{"17 bits for 2 bytes", 1, script{codes: one(23), runs: []string{"1 0 100000000000000"}}, "run 0"},
-		{"1 as another x", 1, script{codes: one(8), runs: []string{"1 0"}}, "0x1 in class 8"},
-		{"3 as another x", 2, script{codes: one(9), runs: []string{"1 0 1"}}, "0x3 in class 9"},
-		{"255 as another x", 2, script{codes: one(15), runs: []string{"1 0 1111111"}}, "0xff in class 15"},
+		{"1 in a wrong class", 1, script{codes: one(8), runs: []string{"1 0"}}, "0x1 in class 8"},
+		{"3 in a wrong class", 2, script{codes: one(9), runs: []string{"1 0 1"}}, "0x3 in class 9"},
+		{"255 in a wrong class", 2, script{codes: one(15), runs: []string{"1 0 1111111"}}, "0xff in class 15"},
 		{"4 bytes, no bit", 4, script{codes: one(8), runs: []string{"1 0 00"}}, "run 0"},
 		{"4 bytes, the class above", 4, script{codes: one(9), runs: []string{"1 0 0100"}}, "0x2 in class 9"},
 		{"8 bytes, no bit", 8, script{codes: one(23), runs: []string{"1 0 " + strings.Repeat("0", 64)}}, "run 0"},
@@ -170,22 +170,22 @@ func TestScriptsThatAreRefused(t *testing.T) {
 		"mode 2": {2}, "mode 255": {255}, "byte 3": {0, 0, 0, 1},
 	} {
 		if judge(t, name, append(p, good[len(p):]...), 8, 1) == nil {
-			t.Errorf("%s is taken", name)
+			t.Errorf("%s was accepted", name)
 		}
 	}
-	for at := Head + 2; at < len(good); at++ { // the table's padding and the bits' padding
+	for at := Head + 2; at < len(good); at++ { // the padding after the table and after the bits
 		for bit := range 8 {
 			p := bytes.Clone(good)
 			p[at] ^= 1 << bit
 			err := judge(t, "padding", p, 8, 1)
 			if err == nil {
-				t.Errorf("bit %d of byte %d is taken", bit, at)
+				t.Errorf("a flipped bit %d of byte %d was accepted", bit, at)
 			}
 		}
 	}
 }
 
-// A small chunk of each mode and width is tried cut at every byte, extended, and with every bit flipped.
+// A small chunk of each mode and width is tested truncated at every byte, extended, and with every bit flipped.
 func TestEveryByteAndBit(t *testing.T) {
 	r := rand.New(rand.NewPCG(20, 1))
 	for _, width := range []int{1, 2, 4, 8} {
@@ -210,7 +210,7 @@ func TestEveryByteAndBit(t *testing.T) {
 			for at := range min(len(p), 160) {
 				for bit := range 8 {
 					p[at] ^= 1 << bit
-					if at > 0 || bit > 0 { // the mode bit makes it a chunk of the other mode
+					if at > 0 || bit > 0 { // this bit is the mode
 						judge(t, "a flipped bit", p, n, width)
 					}
 					p[at] ^= 1 << bit
@@ -218,17 +218,17 @@ func TestEveryByteAndBit(t *testing.T) {
 			}
 			for _, other := range []int{0, MaxBytes, n - 8, n + 8} {
 				if mode == modeCoded && other > 0 && other < MaxBytes {
-					continue // zeros up to the end of a run do not encode its length
+					continue // in mode 0, unchanged elements at the end do not encode the length
 				}
 				if err := Check(p, other, width); !errors.Is(err, errs.ErrCorrupt) {
-					t.Errorf("width %d, mode %d, taken for %d bytes: %v", width, mode, other, err)
+					t.Errorf("width %d, mode %d, checked as %d bytes: %v", width, mode, other, err)
 				}
 			}
 		}
 	}
 }
 
-// Impossible widths and sizes are argument errors in every function, and memory does not change.
+// Invalid widths and sizes are argument errors in every function, and memory is not changed.
 func TestArguments(t *testing.T) {
 	good := script{codes: map[int]byte{0: 1}, runs: []string{"1 0"}}.bytes()
 	const most = int(^uint(0) >> 1)
@@ -261,7 +261,7 @@ func TestArguments(t *testing.T) {
 	}
 }
 
-// Chunks are only read: many threads check and apply the same one, each to memory of its own.
+// Many goroutines can check and apply the same chunk concurrently, each to its own memory.
 func TestTogether(t *testing.T) {
 	now, base := change(rand.New(rand.NewPCG(21, 1)), 50_000, 4, 0.02, true)
 	p, err := Encode(nil, now, base, 4)
@@ -275,7 +275,7 @@ func TestTogether(t *testing.T) {
 			dst := bytes.Clone(base)
 			for range 5 {
 				if err := errors.Join(Check(p, len(dst), 4), Apply(dst, p, 4)); err != nil || !bytes.Equal(dst, now) {
-					t.Errorf("not the new state: %v", err)
+					t.Errorf("not the new bytes: %v", err)
 				}
 				if err := Apply(dst, p, 4); err != nil || !bytes.Equal(dst, base) {
 					t.Errorf("not the base: %v", err)
@@ -284,6 +284,6 @@ func TestTogether(t *testing.T) {
 		})
 	}
 	if wg.Wait(); !bytes.Equal(p, before) {
-		t.Error("the chunk has changed")
+		t.Error("the chunk was changed")
 	}
 }

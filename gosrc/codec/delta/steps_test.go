@@ -1,6 +1,6 @@
 package delta
 
-// Compares each step of the encoder with docs/format.md 7.2.
+// The tests in this file compare each step of the encoder with docs/format.md 7.2.
 
 import (
 	"bytes"
@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// pageClass returns the class of an XOR and the bits of its remainder, by the table of docs/format.md.
+// pageClass returns the class of an XOR and its number of remaining bits, according to the table in docs/format.md.
 func pageClass(x uint64, width int) (class, rest int) {
 	for c := range 8 {
 		if x == 1<<(c+1)-1 {
@@ -31,7 +31,7 @@ func pageClass(x uint64, width int) (class, rest int) {
 	return -1, 0
 }
 
-// Each XOR gets the class that docs/format.md gives it, and decodes back: all XORs of 16 bits, and of longer ones those
+// Each XOR has the class of docs/format.md and round-trips. All XORs of 16 bits are tested; of longer ones, those
 // around each power of two.
 func TestClasses(t *testing.T) {
 	r := rand.New(rand.NewPCG(22, 1))
@@ -48,17 +48,17 @@ func TestClasses(t *testing.T) {
 		for _, x := range xs[1:] {
 			class, rest := classOf(x, lg)
 			if c, n := pageClass(x, width); class != c || rest != n || restOf(class, lg) != n {
-				t.Fatalf("width %d: %#x has class %d and %d bits, the page %d and %d", width, x, class, rest, c, n)
+				t.Fatalf("width %d: %#x has class %d and %d bits, want %d and %d", width, x, class, rest, c, n)
 			}
 			if got := valueOf(class, x&(1<<rest-1), lg); got != x {
-				t.Fatalf("width %d: %#x comes back as %#x", width, x, got)
+				t.Fatalf("width %d: the round trip of %#x returns %#x", width, x, got)
 			}
 		}
 	}
 }
 
-// Codes are complete and have at most 8 bits, however lopsided the counts. A single class gets one bit, and no class
-// gets no code.
+// Codes are complete and have at most 8 bits for any counts. A single class gets one bit. Without classes there are
+// no codes.
 func TestLengths(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -104,8 +104,7 @@ func TestLengths(t *testing.T) {
 	}
 }
 
-// Deltas of every small size equal a plain comparison: changes at each position, in each width, next to existing
-// content.
+// Deltas of every small size match a plain comparison, with changes at each position and for each width.
 func TestSmallSizes(t *testing.T) {
 	r := rand.New(rand.NewPCG(23, 1))
 	for _, width := range []int{1, 2, 4, 8} {
@@ -125,7 +124,7 @@ func TestSmallSizes(t *testing.T) {
 					}
 				}
 				if got, err := Changed(now, base, width); err != nil || got != changed {
-					t.Fatalf("%d bytes, width %d: %d changed, not %d: %v", n, width, got, changed, err)
+					t.Fatalf("%d bytes, width %d: got %d changes, want %d: %v", n, width, got, changed, err)
 				}
 				p, err := Encode([]byte("head"), now, base, width)
 				if err != nil || string(p[:4]) != "head" || len(p) > 4+Room(n) || (len(p) == 4) != (changed == 0) {
@@ -136,23 +135,23 @@ func TestSmallSizes(t *testing.T) {
 				}
 				if judge(t, "a small delta", p[4:], n, width) != nil || Apply(base, p[4:], width) != nil ||
 					!bytes.Equal(base, now) {
-					t.Fatalf("%d bytes, width %d: other bytes", n, width)
+					t.Fatalf("%d bytes, width %d: wrong bytes", n, width)
 				}
 			}
 		}
 	}
 }
 
-// Changes that stand together are coded. One case has a run with a long distance, of more zeros than a word; a run of
-// over 65535 bits makes the chunk one of mode 1.
+// Clusters of changes are encoded correctly. In some cases, a run starts with a distance of more than 32 zeros. A run
+// of over 65535 bits makes Encode use mode 1.
 func TestChangesThatStandTogether(t *testing.T) {
 	r := rand.New(rand.NewPCG(24, 1))
 	for _, c := range []struct {
 		name            string
 		n, width        int
-		every, together int // the last ones of each row of elements change
+		every, together int // of every `every` elements, the last `together` change
 		mode            byte
-		zeros           int // at least, before the first change in a run
+		zeros           int // minimum number of zero bits before a run's first change
 	}{
 		{"bytes", 1 << 16, 1, 8192, 40, modeCoded, 32},
 		{"elements of 2 bytes", 1 << 16, 2, 4096, 40, modeCoded, 48},
@@ -173,18 +172,18 @@ func TestChangesThatStandTogether(t *testing.T) {
 		}
 		if c.zeros > 0 {
 			if q := (c.every - c.together) >> p[1]; runBytes<<p[2] < c.every*c.width || q < c.zeros {
-				t.Fatalf("%s: %d zeros in runs of %d bytes: this is not the case that it names", c.name, q,
+				t.Fatalf("%s: %d zeros in runs of %d bytes: the data does not produce the intended case", c.name, q,
 					runBytes<<p[2])
 			}
 			judge(t, c.name, p, c.n, c.width)
 		}
 		if err := Apply(base, p, c.width); err != nil || !bytes.Equal(base, now) {
-			t.Errorf("%s: other bytes, %v", c.name, err)
+			t.Errorf("%s: wrong bytes, %v", c.name, err)
 		}
 	}
 }
 
-// A writer's bits are read back from where they are, whatever comes before them.
+// A reader reads back the bits that a writer wrote.
 func TestBits(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -214,12 +213,12 @@ func TestBits(t *testing.T) {
 			}
 		}
 		if in.pos = 8 * len(w.p); in.peekBits() != 0 {
-			t.Fatal("bits behind the last are not zero")
+			t.Fatal("bits after the last one are not zero")
 		}
 	}
 }
 
-// A chunk's parameters follow only from its counts, also at the edges of each step.
+// A chunk's parameters only depend on its counts. This tests the limits of each value.
 func TestParameters(t *testing.T) {
 	for _, c := range []struct{ n, changed, s int }{
 		{512, 24, 0}, {512, 23, 1}, {512, 12, 1}, {512, 11, 2}, {8, 1, 0}, {256 << 10, 24, 9}, {256 << 10, 48, 8},

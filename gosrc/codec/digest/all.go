@@ -9,10 +9,11 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// share is how many bytes a worker sums at a time.
+// share is the number of bytes that a worker sums at a time.
 const share = 4 << 20
 
-// All computes the digest of each view of host memory with several workers. The memory must not change meanwhile.
+// All computes the digest of each view of host memory with several workers. The memory must not change until it
+// returns.
 func All(ctx context.Context, views []View, workers int) ([]Sum, error) {
 	type task struct {
 		view  int

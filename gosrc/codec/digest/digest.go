@@ -1,8 +1,8 @@
 // Package digest computes the digest of a tensor's bytes: 128 bits that are the same on the CPU and on the GPU
-// (cuda/digest.cuh), whatever the order in which the bytes are read.
+// (cuda/digest.cuh), regardless of the order in which the bytes are read.
 //
-// The bytes are those of the contiguous tensor in row-major order. They form little-endian words w[0], w[1], ...
-// of 64 bits; the last one is padded with zeros. All arithmetic is modulo 2^64:
+// The input is the contiguous tensor in row-major order. Its bytes form little-endian 64-bit words w[0], w[1], ...;
+// the last word is padded with zeros. All arithmetic is modulo 2^64:
 //
 //	mix(x)  x ^= x >> 32; x *= M1; x ^= x >> 32; x *= M2; x ^= x >> 32
 //	t[i]    mix(w[i] + (i + 1) * A)
@@ -11,9 +11,9 @@
 //	high    mix(a + (bytes + 1) * B)
 //	low     mix(b + high)
 //
-// docs/format.md section 6 says what the digest promises. It is not cryptographic.
+// The digest is not cryptographic. docs/format.md section 6 says which changes it detects.
 //
-// Everything here is safe for concurrent use unless it says otherwise.
+// Unless documented otherwise, everything in this package is safe for concurrent use.
 package digest
 
 import (
@@ -21,7 +21,7 @@ import (
 	"fmt"
 )
 
-// The constants are fractional parts times 2^64, of the golden ratio and of the square roots of 7, 3 and 5.
+// The constants are fractional parts times 2^64: of the golden ratio and of the square roots of 7, 3 and 5.
 const (
 	stepA = 0x9e3779b97f4a7c15
 	mulM1 = 0xa54ff53a5f1d36f1
@@ -29,7 +29,7 @@ const (
 	sizeB = 0x3c6ef372fe94f82b
 )
 
-// WordBytes is the unit of a digest: parts are cut at multiples of it.
+// WordBytes is the word size of a digest. Parts start at multiples of it.
 const WordBytes = 8
 
 func mixWord(x uint64) uint64 {
@@ -40,18 +40,18 @@ func mixWord(x uint64) uint64 {
 	return x ^ x>>32
 }
 
-// A Sum is the digest of a tensor. Compare two with ==.
+// A Sum is the digest of a tensor. Sums can be compared with ==.
 type Sum struct{ High, Low uint64 }
 
-// String is the digest as 32 hex digits, the high half first.
+// String returns the digest as 32 hex digits, the high half first.
 func (s Sum) String() string { return fmt.Sprintf("%016x%016x", s.High, s.Low) }
 
-// A State is the sum of a part of a tensor. The zero State is empty. States of disjoint parts add up. A State is
-// not safe for concurrent use.
+// A State is the sum of a part of a tensor. The zero State is empty. The States of disjoint parts can be merged. A
+// State is not safe for concurrent use.
 type State struct{ A, B uint64 }
 
-// Add sums the bytes p, which begin at byte `at` of the tensor. at is a multiple of WordBytes, and so is len(p)
-// unless p ends the tensor.
+// Add adds the bytes p, which start at byte `at` of the tensor. at must be a multiple of WordBytes, and so must
+// len(p) unless p ends the tensor.
 func (s *State) Add(at int64, p []byte) {
 	n := len(p) / WordBytes
 	first := uint64(at) / WordBytes
@@ -70,13 +70,14 @@ func (s *State) Merge(other State) {
 	s.B += other.B
 }
 
-// Sum is the digest of a tensor of n bytes, once all of them were added.
+// Sum returns the digest of a tensor of n bytes after all of them have been added.
 func (s State) Sum(n int64) Sum {
 	high := mixWord(s.A + (uint64(n)+1)*sizeB)
 	return Sum{high, mixWord(s.B + high)}
 }
 
-// sumScalar sums whole words; the first is word i of the tensor. The faster functions must give the same result.
+// sumScalar sums whole words. i is the number of the first word in the tensor. The faster functions must give the
+// same result.
 func sumScalar(s *State, i uint64, p []byte) {
 	x := (i + 1) * stepA
 	var a, b uint64
@@ -89,7 +90,7 @@ func sumScalar(s *State, i uint64, p []byte) {
 	s.Merge(State{a, b})
 }
 
-// Of is the digest of contiguous bytes.
+// Of returns the digest of contiguous bytes.
 func Of(p []byte) Sum {
 	var s State
 	s.Add(0, p)

@@ -71,7 +71,7 @@ func twin(p []byte) Sum {
 	return Sum{high, shuffle(b + high)}
 }
 
-// Every way of summing matches the definition: any length, any address, parts in any order.
+// For any length and address, and for parts in any order, the digest matches its definition.
 func TestTwins(t *testing.T) {
 	r := random(t)
 	data := make([]byte, 1<<16)
@@ -105,12 +105,12 @@ func TestTwins(t *testing.T) {
 	}
 }
 
-// No two of many similar tensors agree, not even in one half: every change of one or two bits, every swap of words,
-// every shift and length.
+// Many similar tensors all have different digests, and even different halves. They differ by one or two bits, swapped
+// words, a shift, or their length.
 func TestEveryChangeIsNoticed(t *testing.T) {
 	base := bytesOf(512)
 	for i := 256; i < 512; i++ {
-		base[i] = 0 // as in real weights
+		base[i] = 0 // real weights also contain zeros
 	}
 	halves := [2]map[uint64]string{{}, {}}
 	add := func(p []byte, what string) {
@@ -167,7 +167,7 @@ func TestBadViews(t *testing.T) {
 		{Address: 8, Item: 8, Shape: make([]int64, 65), Strides: make([]int64, 65)},
 	} {
 		if _, err := All(t.Context(), []View{v}, 1); err == nil {
-			t.Errorf("%+v is taken", v)
+			t.Errorf("%+v was accepted", v)
 		}
 	}
 	empty := View{Item: 8, Shape: []int64{1 << 40, 0, 1 << 40}, Strides: []int64{8, 8, 8}}
@@ -176,13 +176,13 @@ func TestBadViews(t *testing.T) {
 	}
 }
 
-// Words are mixed well: a flipped bit changes each bit of a half with probability one half.
+// mixWord has an avalanche effect: a flipped input bit changes each output bit with a probability of about one half.
 func TestAvalanche(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	const rounds = 4000
 	var counts [64][64]int
 	for range rounds {
-		x := r.Uint64() >> (r.IntN(3) * 16) // also numbers with few bits set
+		x := r.Uint64() >> (r.IntN(3) * 16) // also small numbers
 		for i := range 64 {
 			d := mixWord(x) ^ mixWord(x^1<<i)
 			for ; d != 0; d &= d - 1 {

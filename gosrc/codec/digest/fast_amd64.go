@@ -15,7 +15,7 @@ var wide = archsimd.X86.AVX512()
 
 const lanes = 8
 
-// sumFast sums as many words of p as it can, and returns their number.
+// sumFast sums the words of p up to a multiple of its stride, and returns their number.
 func sumFast(s *State, i uint64, p []byte) int {
 	n := len(p) / WordBytes &^ (2*lanes - 1)
 	if !wide || n == 0 {
@@ -30,7 +30,7 @@ func sumFast(s *State, i uint64, p []byte) int {
 	m1, m2, one := archsimd.BroadcastUint64x8(mulM1), archsimd.BroadcastUint64x8(mulM2), archsimd.BroadcastUint64x8(1)
 	var a, b, c, d archsimd.Uint64x8
 	first := unsafe.Pointer(unsafe.SliceData(p))
-	for offset := 0; offset < n*WordBytes; offset += 2 * lanes * WordBytes { // no pointer is ever past the last word
+	for offset := 0; offset < n*WordBytes; offset += 2 * lanes * WordBytes { // pointers never go past the last word
 		t := archsimd.LoadUint64x8((*[lanes]uint64)(unsafe.Add(first, offset))).Add(x)
 		u := archsimd.LoadUint64x8((*[lanes]uint64)(unsafe.Add(first, offset+lanes*WordBytes))).Add(y)
 		t, u = t.Xor(t.ShiftAllRight(32)).Mul(m1), u.Xor(u.ShiftAllRight(32)).Mul(m1)

@@ -2,6 +2,6 @@
 
 package digest
 
-// Without AVX-512 the scalar twin sums all words.
+// Without AVX-512, the scalar twin sums all words.
 
 func sumFast(*State, uint64, []byte) int { return 0 }

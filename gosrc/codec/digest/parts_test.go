@@ -1,7 +1,7 @@
 package digest
 
-// Compares the ways of summing with the definition: from any word of a tensor, in any parts, and by many threads. Also
-// compares docs/format.md with the code.
+// The tests in this file compare all implementations of the digest with its definition, for any first word, any
+// parts, and many goroutines. They also compare docs/format.md with the code.
 
 import (
 	"context"
@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The code gives the digests that docs/format.md lists.
+// The code computes the digests that docs/format.md lists.
 func TestThePagesGoldens(t *testing.T) {
 	page, err := os.ReadFile("../../../docs/format.md")
 	if err != nil {
@@ -30,23 +30,23 @@ func TestThePagesGoldens(t *testing.T) {
 	section, _, _ = strings.Cut(section, "\n## ")
 	rows := regexp.MustCompile("(?m)^\\| (\\d+) \\| `([0-9a-f]{32})` \\|$").FindAllStringSubmatch(section, -1)
 	if len(rows) < 9 {
-		t.Fatalf("%d goldens on the page", len(rows))
+		t.Fatalf("got %d goldens in docs/format.md, want at least 9", len(rows))
 	}
 	for _, row := range rows {
 		n, _ := strconv.Atoi(row[1])
 		if got := Of(bytesOf(n)).String(); got != row[2] {
-			t.Errorf("%d bytes: %s, the page has %s", n, got, row[2])
+			t.Errorf("%d bytes: got %s, but docs/format.md has %s", n, got, row[2])
 		}
 	}
 	for name, c := range map[string]uint64{"step": stepA, "first factor": mulM1, "second factor": mulM2,
 		"size": sizeB} {
 		if !strings.Contains(section, fmt.Sprintf("%#x", c)) {
-			t.Errorf("the page does not have the %s %#x", name, c)
+			t.Errorf("docs/format.md does not have the %s %#x", name, c)
 		}
 	}
 }
 
-// A change inside one word always changes the digest, as docs/format.md promises: mix has an inverse.
+// mix has an inverse, so a change inside one word always changes the digest, as docs/format.md promises.
 func TestMixIsABijection(t *testing.T) {
 	inverse := func(m uint64) uint64 { // inverts an odd number modulo 2^64 by Newton's method
 		x := m
@@ -64,13 +64,12 @@ func TestMixIsABijection(t *testing.T) {
 	for i := range 5000 {
 		x := r.Uint64() >> (i % 64)
 		if got := unmix(mixWord(x)); got != x {
-			t.Fatalf("%#x comes back as %#x", x, got)
+			t.Fatalf("the round trip of %#x returns %#x", x, got)
 		}
 	}
 }
 
-// The fast way sums the same as the scalar one from any first word of a tensor, also the last possible ones, and leaves
-// less than its stride.
+// sumFast gives the same result as sumScalar from any first word of a tensor, including the largest possible ones.
 func TestFastFromAnyWord(t *testing.T) {
 	r := random(t)
 	data := make([]byte, 4096+64)
@@ -85,13 +84,13 @@ func TestFastFromAnyWord(t *testing.T) {
 			var got, want State
 			n := sumFast(&got, i, p)
 			if n < 0 || n > words || n == 0 && got != (State{}) {
-				t.Fatalf("%d words of %d are summed", n, words)
+				t.Fatalf("sumFast summed %d words of %d", n, words)
 			}
 			sumScalar(&want, i, p[:n*WordBytes])
 			if got != want {
 				t.Fatalf("%d words from word %d at address %d: %v, want %v", words, i, off, got, want)
 			}
-			got, want = State{1, 2}, State{1, 2} // added to the existing sums
+			got, want = State{1, 2}, State{1, 2} // Add must keep the existing sums
 			got.Add(int64(i&(1<<60-1))*WordBytes, p)
 			sumScalar(&want, i&(1<<60-1), p)
 			if got != want {
@@ -101,7 +100,7 @@ func TestFastFromAnyWord(t *testing.T) {
 	}
 }
 
-// Every cut at a multiple of a word gives the digest of the whole, also with many threads.
+// For every cut at a multiple of a word, the merged parts give the digest of the whole, also with many goroutines.
 func TestEveryCut(t *testing.T) {
 	for _, n := range []int{0, 1, 8, 15, 64, 129, 300} {
 		p := bytesOf(n)
@@ -135,11 +134,11 @@ func TestEveryCut(t *testing.T) {
 		})
 	}
 	if wg.Wait(); all.Sum(int64(len(p))) != Of(p) {
-		t.Error("threads together give another digest")
+		t.Error("concurrent sums give another digest")
 	}
 }
 
-// The text of a digest has the digits of both halves, the high half first.
+// String returns the digits of both halves, the high half first.
 func TestTextsOfDigests(t *testing.T) {
 	for _, s := range []Sum{{}, {1, 0}, {0, 1}, {^uint64(0), ^uint64(0)}, {0x0123456789abcdef, 1 << 63}} {
 		text := s.String()
@@ -151,12 +150,12 @@ func TestTextsOfDigests(t *testing.T) {
 	}
 }
 
-// The size of a view is accepted up to its maximum, and refused beyond it.
+// Views are accepted up to the maximum size and refused above it.
 func TestSizesOfViews(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		view View
-		want int64 // -1: refused
+		want int64 // -1 if refused
 	}{
 		{"one element", View{8, 16, nil, nil}, 16},
 		{"2^62 bytes", View{8, 1, []int64{1 << 62}, []int64{1}}, 1 << 62},
@@ -184,7 +183,7 @@ func TestSizesOfViews(t *testing.T) {
 	}
 }
 
-// Dimensions merge only where one follows the other in memory.
+// Dimensions are only merged if they are adjacent in memory.
 func TestMergedViews(t *testing.T) {
 	dims := func(d ...int64) []int64 { return d }
 	for _, c := range []struct {
@@ -209,12 +208,12 @@ func TestMergedViews(t *testing.T) {
 			t.Errorf("%s: %+v, want %+v", c.name, got, c.want)
 		}
 		if again := got.Merged(); fmt.Sprint(again) != fmt.Sprint(got) {
-			t.Errorf("%s: merged twice it is %+v", c.name, again)
+			t.Errorf("%s: a second merge changes it to %+v", c.name, again)
 		}
 	}
 }
 
-// A share of a view may begin at any multiple of 16 bytes, in the middle of a row.
+// A share of a view may start at any multiple of 16 bytes, even in the middle of a row.
 func TestSharesOfViews(t *testing.T) {
 	data := bytesOf(70_000)
 	defer runtime.KeepAlive(data) // views hold only addresses
@@ -235,7 +234,7 @@ func TestSharesOfViews(t *testing.T) {
 		m.addBytes(&whole, 0, n)
 		for _, size := range []int64{16, 48, 4096, gathered, gathered + 16, n/2&^15 + 16} {
 			if size < 100 && n > 40_000 {
-				continue // a share's other rows end there
+				continue // tiny shares of a large view take too long
 			}
 			var parts State
 			for from := int64(0); from < n; from += size {
@@ -248,8 +247,8 @@ func TestSharesOfViews(t *testing.T) {
 	}
 }
 
-// A cancelled digest gives none, and no views give no digests. One bad view among good ones is refused before any is
-// read.
+// A cancelled call returns no digests, and no views give no digests. If one view is invalid, all are refused before
+// any is read.
 func TestAllOrNothing(t *testing.T) {
 	data := bytesOf(1 << 16)
 	good := Contiguous(uint64(uintptr(unsafe.Pointer(&data[0]))), int64(len(data)))
@@ -259,12 +258,12 @@ func TestAllOrNothing(t *testing.T) {
 		t.Errorf("cancelled: %v, %v", sums, err)
 	}
 	if sums, err := All(t.Context(), nil, 2); len(sums) != 0 || err != nil {
-		t.Errorf("of nothing: %v, %v", sums, err)
+		t.Errorf("no views: %v, %v", sums, err)
 	}
-	unreadable := Contiguous(1, 1<<40) // reading it would end the process
+	unreadable := Contiguous(1, 1<<40) // reading it would crash the process
 	if sums, err := All(t.Context(), []View{unreadable, {Address: 8, Item: 3}}, 2); sums != nil ||
 		!errors.Is(err, errs.ErrArgument) {
-		t.Errorf("with a bad view: %v, %v", sums, err)
+		t.Errorf("with an invalid view: %v, %v", sums, err)
 	}
 	for _, workers := range []int{-1, 0, 1, 64} {
 		if sums, err := All(t.Context(), []View{good, {Item: 1, Shape: []int64{0}, Strides: []int64{1}}, good},

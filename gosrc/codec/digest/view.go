@@ -1,7 +1,6 @@
 package digest
 
-// Describes tensors in memory, contiguous or strided, and reads them in
-// row-major order.
+// Describes contiguous and strided tensors in memory, and reads them in row-major order.
 
 import (
 	"unsafe"
@@ -9,23 +8,23 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A View is a tensor in host memory or, for a GPU's kernel, in that GPU's memory. Strides are in bytes and may be
-// negative or zero. Item is the size of an element: 1, 2, 4, 8 or 16 bytes.
+// A View is a tensor in host memory or, for GPU kernels, in the memory of that GPU. Strides are in bytes and may be
+// negative or zero. Item is the element size in bytes: 1, 2, 4, 8 or 16.
 type View struct {
 	Address        uint64
 	Item           int64
 	Shape, Strides []int64
 }
 
-// Contiguous is a view of bytes in order.
+// Contiguous returns a view of contiguous bytes.
 func Contiguous(address uint64, bytes int64) View {
 	return View{Address: address, Item: 1, Shape: []int64{bytes}, Strides: []int64{1}}
 }
 
-// MaxRank is the most dimensions of a view.
+// MaxRank is the maximum number of dimensions of a view.
 const MaxRank = 64
 
-// Bytes is the size of the contiguous tensor. It returns an error if the view is not valid.
+// Bytes returns the size of the tensor's contiguous copy, or an error if the view is invalid.
 func (v *View) Bytes() (int64, error) {
 	if v.Item < 1 || v.Item > 16 || v.Item&(v.Item-1) != 0 || len(v.Shape) != len(v.Strides) || len(v.Shape) > MaxRank {
 		return 0, errs.New(errs.ErrArgument, "invalid tensor: %d dimensions, %d strides and elements of %d bytes",
@@ -34,7 +33,7 @@ func (v *View) Bytes() (int64, error) {
 	n, zero := v.Item, false
 	for _, d := range v.Shape {
 		if d < 0 {
-			return 0, errs.New(errs.ErrArgument, "invalid dimension %d", d)
+			return 0, errs.New(errs.ErrArgument, "invalid dimension %d: expected 0 or more", d)
 		}
 		zero = zero || d == 0
 	}
@@ -48,13 +47,13 @@ func (v *View) Bytes() (int64, error) {
 		n *= d
 	}
 	if v.Address == 0 {
-		return 0, errs.New(errs.ErrArgument, "invalid address 0 of %d bytes", n)
+		return 0, errs.New(errs.ErrArgument, "invalid address 0 for a tensor of %d bytes", n)
 	}
 	return n, nil
 }
 
-// Merged is the same view with as few dimensions as possible, none of them of size 1. A contiguous tensor gets
-// one dimension, with its bytes as elements. The view must not be empty.
+// Merged returns the same view with as few dimensions as possible, none of them of size 1. A contiguous tensor
+// becomes one dimension of bytes. The view must not be empty.
 func (v *View) Merged() View {
 	m := View{Address: v.Address, Item: v.Item}
 	for i, d := range v.Shape {
@@ -78,19 +77,21 @@ func (v *View) Merged() View {
 	return m
 }
 
-// IsContiguous reports whether a merged view is bytes in order.
+// IsContiguous reports whether a merged view is contiguous.
 func (v *View) IsContiguous() bool { return len(v.Shape) == 1 && v.Strides[0] == 1 && v.Item == 1 }
 
-// hostPointer converts a host address to a pointer, which Go's garbage collector ignores.
+// hostPointer converts a host address to a pointer. The memory must not be managed by Go's garbage collector, or must
+// be kept alive.
 func hostPointer(a uint64) unsafe.Pointer {
 	p := uintptr(a)
 	return *(*unsafe.Pointer)(unsafe.Pointer(&p))
 }
 
+// gathered is the size of the buffer for the elements of strided views.
 const gathered = 32 << 10
 
-// addBytes sums bytes [at, at+n) of a merged view. at is a multiple of 16, and so is n unless the bytes are the
-// last ones.
+// addBytes adds bytes [at, at+n) of a merged view to s. at must be a multiple of 16, and so must n unless the bytes
+// are the last ones.
 func (v *View) addBytes(s *State, at, n int64) {
 	if v.IsContiguous() {
 		s.Add(at, unsafe.Slice((*byte)(hostPointer(v.Address+uint64(at))), n))
@@ -113,7 +114,7 @@ type walker struct {
 	coor [MaxRank]int64
 }
 
-// walkFrom starts at an element of the view.
+// walkFrom returns a walker at an element of the view.
 func (v *View) walkFrom(element int64) *walker {
 	w := &walker{v: v, at: v.Address}
 	for i := len(v.Shape) - 1; i >= 0; i-- {
@@ -147,7 +148,7 @@ func (w *walker) readElements(p []byte) {
 	}
 }
 
-// gatherElements copies elements that are a stride apart.
+// gatherElements copies elements whose addresses differ by stride.
 func gatherElements(p []byte, at uint64, stride, item int64) {
 	switch item {
 	case 1:

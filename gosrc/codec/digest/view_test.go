@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/digest"
 )
 
-// A view of any rank, stride and element has the digest of its contiguous copy.
+// A view of any rank, stride and element size has the digest of its contiguous copy.
 func TestViews(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -27,7 +27,7 @@ func TestViews(t *testing.T) {
 		v, copied := codectest.AnyView(r, data)
 		views, want = append(views, v), append(want, digest.Of(copied))
 	}
-	// several shares
+	// larger than a share
 	big := digest.View{Address: address(data), Item: 1, Shape: []int64{3000, 3000}, Strides: []int64{0, 1}}
 	views, want = append(views, big), append(want, digest.Of(slices.Repeat(data[:3000], 3000)))
 	for _, workers := range []int{1, 3} {

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// weights are elements of a transform with little information in their high bytes.
+// weights returns 2-byte elements with little information in their high bytes.
 func weights(r *rand.Rand, n int) []byte {
 	b := make([]byte, n)
 	for i := range b {
@@ -22,7 +22,7 @@ func BenchmarkDecode(b *testing.B) {
 	var e Encoder
 	out, ok := e.Encode(nil, src, 5)
 	if !ok {
-		b.Fatal("nothing to gain")
+		b.Fatal("the data was not compressed")
 	}
 	dst := make([]byte, len(src))
 	b.SetBytes(int64(len(src)))

@@ -1,6 +1,6 @@
 package planes
 
-// Encodes a chunk.
+// Encodes chunks.
 
 import (
 	"bytes"
@@ -8,11 +8,11 @@ import (
 	"math/bits"
 )
 
-// A Zstandard frame must save 1/minZip of a plane over blocks, which decode faster.
+// minZip is the minimum advantage of a Zstandard frame: it must save 1/minZip of a plane compared with blocks, which
+// decode faster.
 const minZip = 1024
 
-// An Encoder encodes chunks and keeps its memory. The zero value is ready to use. Only one goroutine may use it
-// at a time.
+// An Encoder encodes chunks and reuses its buffers. The zero value is ready to use. It must not be used concurrently.
 type Encoder struct {
 	memory [maxPlanes][]byte
 	words  []byte
@@ -23,11 +23,11 @@ type Encoder struct {
 	zipped bool
 }
 
-// Zipped reports whether a plane of the last chunk became a Zstandard frame.
+// Zipped reports whether the last chunk has a plane that is stored as a Zstandard frame.
 func (e *Encoder) Zipped() bool { return e.zipped }
 
-// Encode appends the chunk of src to dst. If it is not shorter than src, ok is false and dst unchanged. The same
-// src gives the same chunk on every machine.
+// Encode appends the chunk of src to dst. If the chunk would not be shorter than src, ok is false and dst is
+// unchanged. The same src gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool) {
 	e.zipped = false
 	if !isKnown(transform) || len(src) == 0 || len(src)%transforms[transform].width != 0 {
@@ -57,7 +57,7 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, ok bool)
 	return out, true
 }
 
-// plane appends a plane in its shortest form.
+// plane appends a plane in its shortest form, if this form is worth its decoding time.
 func (e *Encoder) plane(out, p []byte) []byte {
 	blocks := e.appendBlocks(e.out[:0], p)
 	e.out = blocks
@@ -77,8 +77,8 @@ func (e *Encoder) plane(out, p []byte) []byte {
 	return append(append(out, formRaw), p...)
 }
 
-// mayRepeat reports whether a Zstandard frame may be worth its time: whether one of four samples of a long plane
-// has redundancy that order-0 coding does not see.
+// mayRepeat reports whether a Zstandard frame may be worth the time. It is false for a long plane if none of four
+// samples has redundancy beyond its order-0 entropy.
 func (e *Encoder) mayRepeat(p []byte) bool {
 	const samples, size = 4, 32 << 10
 	if len(p) <= 2*samples*size {
@@ -88,7 +88,7 @@ func (e *Encoder) mayRepeat(p []byte) bool {
 		s := p[i*(len(p)-size)/(samples-1):][:size]
 		h := countValues(s)
 		if bytes.Count(s, s[:1]) == len(s) {
-			continue // a constant says nothing about its neighbours
+			continue // a constant sample says nothing about the rest
 		}
 		t := fitTable(&h, size)
 		e.frame = appendFrame(e.frame[:0], s)
@@ -101,7 +101,7 @@ func (e *Encoder) mayRepeat(p []byte) bool {
 	return false
 }
 
-// appendBlocks appends a plane as blocks, without the byte for the form.
+// appendBlocks appends a plane as blocks, without the form byte.
 func (e *Encoder) appendBlocks(out, p []byte) []byte {
 	n := (len(p) + blockBytes - 1) / blockBytes
 	e.hists, e.kinds = e.hists[:0], e.kinds[:0]
@@ -114,12 +114,13 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 		}
 		e.kinds = append(e.kinds, kind)
 	}
-	// Blocks that gain nothing from the shared table leave it, and it is fitted to the others.
+	// Blocks for which the shared table is not worthwhile stop using it. Then it is fitted again to the remaining
+	// blocks.
 	sharedTable := e.fitSharedTable()
 	e.chooseKinds(p, &sharedTable)
 	sharedTable = e.fitSharedTable()
 	e.chooseKinds(p, &sharedTable)
-	if bytes.Count(e.kinds, []byte{kindShared}) == 1 { // a table that only one block shares is its own
+	if bytes.Count(e.kinds, []byte{kindShared}) == 1 { // a single block does not share its table
 		e.kinds[bytes.IndexByte(e.kinds, kindShared)] = kindOwn
 	}
 	out = append(out, e.kinds...)
@@ -145,7 +146,7 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 
 func blockOf(p []byte, i int) []byte { return p[i*blockBytes : min(len(p), (i+1)*blockBytes)] }
 
-// fitSharedTable fits a table to the blocks that share it, if any.
+// fitSharedTable fits a table to the blocks that share it, if there are any.
 func (e *Encoder) fitSharedTable() (t table) {
 	var sum histogram
 	n := uint32(0)
@@ -163,7 +164,7 @@ func (e *Encoder) fitSharedTable() (t table) {
 	return t
 }
 
-// chooseKinds decides how each block that shares the table is stored.
+// chooseKinds decides how to store each block that has been marked as shared.
 func (e *Encoder) chooseKinds(p []byte, shared *table) {
 	for i, k := range e.kinds {
 		if k != kindShared {
@@ -174,7 +175,7 @@ func (e *Encoder) chooseKinds(p []byte, shared *table) {
 		common := blockHead + shared.costOf(h)
 		own := fitTable(h, uint32(raw))
 		alone := blockHead + uint64(own.encodedSize()) + own.costOf(h)
-		// Require a few bytes of advantage, since costs are rounded.
+		// Require an advantage of a few bytes, because costs are rounded.
 		switch {
 		case raw <= min(common, alone)+8:
 			e.kinds[i] = kindRaw
@@ -184,8 +185,8 @@ func (e *Encoder) chooseKinds(p []byte, shared *table) {
 	}
 }
 
-// countValues counts the values of a block. It uses four tables so that equal neighbours do not wait for each
-// other.
+// countValues counts the values of a block. It uses four tables, so that increments for equal adjacent values do not
+// wait for each other.
 func countValues(p []byte) (out histogram) {
 	var h [4]histogram
 	for ; len(p) >= 4; p = p[4:] {
@@ -233,7 +234,7 @@ func splitPlanes(src []byte, p *[maxPlanes][]byte, width int, rotate bool) {
 	}
 }
 
-// mergePlanes is the inverse of split.
+// mergePlanes is the inverse of splitPlanes.
 func mergePlanes(dst []byte, p *[maxPlanes][]byte, width int, rotate bool) {
 	le, turn := binary.LittleEndian, 0
 	if rotate {

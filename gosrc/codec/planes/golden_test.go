@@ -16,12 +16,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-var update = flag.Bool("update", false, "write the golden chunks anew")
+var update = flag.Bool("update", false, "write the golden chunks again")
 
 const goldens = "../../../tests/goldens/planes"
 
-// Golden chunks decode to their original data, and the encoder still makes the same bytes: its choices may change, but
-// not unnoticed. In a chunk without Zstandard frames each flipped bit is refused or gives other bytes.
+// Golden chunks decode to their original data, and the encoder still writes the same bytes. If its choices change,
+// the goldens must be updated deliberately. Each flipped bit in a chunk without Zstandard frames is refused or gives
+// different bytes.
 func TestGoldens(t *testing.T) {
 	if *update {
 		writeGoldens(t)
@@ -54,7 +55,7 @@ func TestGoldens(t *testing.T) {
 		}
 		again, ok := e.Encode(nil, dst, transform)
 		if !ok || !bytes.Equal(again, chunk) {
-			t.Errorf("%s: the encoder makes another chunk now", name)
+			t.Errorf("%s: the encoder writes a different chunk", name)
 		}
 		if !e.Zipped() {
 			flip(t, name, chunk, dst, transform)
@@ -67,7 +68,7 @@ func TestGoldens(t *testing.T) {
 	}
 }
 
-// flip flips every bit of a chunk.
+// flip flips every bit of a chunk and decodes the result.
 func flip(t *testing.T, name string, chunk, want []byte, transform uint8) {
 	got := make([]byte, len(want))
 	for i := range chunk {

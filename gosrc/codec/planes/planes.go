@@ -1,15 +1,15 @@
-// Package planes is codec 6, for level "smaller". The bytes of elements are divided into planes. Each plane is
-// stored in its shortest form: unchanged, by rANS over all 256 values with 12-bit probabilities, or as a
-// Zstandard frame. It only decodes on the CPU.
+// Package planes is codec 6, for level "smaller". It divides the bytes of elements into planes. Each plane is stored
+// in its shortest form: unchanged, as rANS over all 256 values with 12-bit probabilities, or as a Zstandard frame. It
+// is only decoded on the CPU.
 //
-// A chunk is its logical size followed by its planes, with the plane of the lowest bytes first:
+// A chunk is its logical size followed by its planes, starting with the plane of the lowest bytes:
 //
 //	u32 logical bytes
 //	u8 form | raw: the bytes
 //	        | Zstandard: u32 length, a frame
 //	        | blocks: u8 kind of each, a table if blocks share one, the blocks
 //
-// docs/format.md section 3.6 specifies it to the bit. Nothing else writes this layout. Sources: J. Duda,
+// docs/format.md section 3.6 specifies it to the bit. Only this package writes this layout. Sources: J. Duda,
 // "Asymmetric numeral systems" (2013), the public-domain ryg_rans, RFC 8878.
 package planes
 
@@ -24,24 +24,24 @@ import (
 )
 
 const (
-	// blockBytes is the size of a block, which has one kind. The last block of a plane may be shorter.
+	// blockBytes is the size of a block. The last block of a plane may be shorter.
 	blockBytes = 64 << 10
 	maxPlanes  = 8
 
-	// The forms of a plane.
+	// These are the forms of a plane.
 	formBlocks = 0
 	formZstd   = 1
 	formRaw    = 2
 
-	// The kinds of a block.
+	// These are the kinds of a block.
 	kindRaw      = 0
 	kindConstant = 1
-	kindOwn      = 2 // coded with a table of its own
-	kindShared   = 3 // coded with a table that at least two blocks of the plane share
+	kindOwn      = 2 // encoded with a separate table
+	kindShared   = 3 // encoded with a table that at least two blocks of the plane share
 )
 
-// The transforms: the size of an element in bytes, and whether it is rotated left by a bit, which puts the
-// exponent of a bf16 or fp32 into one plane.
+// transforms lists the transforms: the element size in bytes, and whether elements are rotated left by one bit. The
+// rotation moves the exponent of a bf16 or fp32 into one plane.
 var transforms = [...]struct {
 	name   string
 	width  int
@@ -56,7 +56,7 @@ var transforms = [...]struct {
 	7: {"float64", 8, true},
 }
 
-// Bytes is the transform that every type may use: elements of one byte.
+// Bytes is the transform for elements of one byte. It is allowed for every type.
 const Bytes = 1
 
 func isKnown(t uint8) bool { return t >= 1 && int(t) < len(transforms) }
@@ -69,7 +69,7 @@ func Name(transform uint8) string {
 	return transforms[transform].name
 }
 
-// TransformFor is the transform of a type's elements.
+// TransformFor returns the transform for a type's elements.
 func TransformFor(d tensor.DType) uint8 {
 	if t := transformOf[d]; t != 0 {
 		return t
@@ -82,7 +82,7 @@ var transformOf = map[tensor.DType]uint8{
 	tensor.F16: 5, tensor.BF16: 5, tensor.F32: 6, tensor.C64: 6, tensor.F64: 7,
 }
 
-// Integers reports whether a transform is for integers of several bytes.
+// Integers reports whether a transform is for integers of more than one byte.
 func Integers(transform uint8) bool { return transform >= 2 && transform <= 4 }
 
 // Allowed reports whether the format allows a transform for a type.
@@ -94,11 +94,11 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
-// A decoder holds the memory needed to decode a chunk.
+// A decoder holds the state and buffers for decoding a chunk.
 type decoder struct {
 	src         []byte // remaining bytes of the chunk
 	own, shared slots
-	planes      [maxPlanes][]byte // decoded, in memory or in the chunk
+	planes      [maxPlanes][]byte // decoded planes, in memory, dst or src
 	memory      [maxPlanes][]byte
 }
 
@@ -106,15 +106,15 @@ var decoders = sync.Pool{New: func() any { return new(decoder) }}
 
 // Decode fills dst with the logical bytes of the chunk src.
 //
-// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode reads nothing outside src,
-// writes nothing outside dst, allocates as much memory as dst has, and is safe for concurrent use.
+// Any error is errs.ErrCorrupt, and dst is then undefined. Decode never reads outside src or writes outside dst. It
+// allocates as much memory as dst has. It is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8) error {
 	if !isKnown(transform) {
 		return corruptError("unknown transform %d of planes", transform)
 	}
 	f := &transforms[transform]
 	if len(dst) == 0 || len(dst)%f.width != 0 {
-		return corruptError("invalid size: %d bytes of elements of %d", len(dst), f.width)
+		return corruptError("invalid size: %d bytes of elements of %d bytes", len(dst), f.width)
 	}
 	d := decoders.Get().(*decoder)
 	defer func() {
@@ -167,7 +167,7 @@ func (d *decoder) takeBytes(n int) ([]byte, error) {
 	return p, nil
 }
 
-// plane decodes the next plane into dst, or returns it from the chunk if it is raw.
+// plane decodes the next plane into dst and returns dst, or returns a part of the chunk if the plane is raw.
 func (d *decoder) plane(dst []byte) ([]byte, error) {
 	form, err := d.takeBytes(1)
 	if err != nil {

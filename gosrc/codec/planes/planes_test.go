@@ -21,7 +21,7 @@ type sample struct {
 	data      []byte
 }
 
-// samples covers every transform, form and kind; each sample has n bytes.
+// samples returns samples of about n bytes that cover every transform, form and kind.
 func samples(r *rand.Rand, n int) (out []sample) {
 	add := func(name string, transform uint8, fill func(i int) byte) {
 		n := n - n%8
@@ -46,7 +46,7 @@ func samples(r *rand.Rand, n int) (out []sample) {
 		add("rows-"+Name(t), t, func(i int) byte { return byte(i / 7 % 64 * 37) })
 	}
 	add("blocks-of-many-kinds", 1, func(i int) byte {
-		switch i / 4096 * 4096 * 4 / n { // a run of each
+		switch i / 4096 * 4096 * 4 / n { // a quarter of each kind
 		case 0:
 			return 5
 		case 1:
@@ -72,13 +72,13 @@ func samples(r *rand.Rand, n int) (out []sample) {
 	return out
 }
 
-// Every chunk passes the suite of codecs.
+// All samples pass the codec test suite.
 func TestSuite(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, n := range []int{8, 64, 2000, 3*blockBytes + 80} {
 		for _, s := range samples(r, n) {
-			if n > blockBytes && s.transform != Bytes { // elements have planes of one block as well
+			if n > blockBytes && s.transform != Bytes { // their planes would be shorter than several blocks
 				continue
 			}
 			var e Encoder
@@ -93,7 +93,7 @@ func TestSuite(t *testing.T) {
 	}
 }
 
-// twin decodes a chunk slowly, as docs/format.md 3.6 describes it.
+// twin decodes a chunk slowly, following docs/format.md 3.6.
 func twin(size int, src []byte, transform uint8) ([]byte, error) {
 	bad := errors.New("bad")
 	width := map[uint8]int{1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8}[transform]
@@ -236,15 +236,15 @@ func twin(size int, src []byte, transform uint8) ([]byte, error) {
 	return out, err
 }
 
-// agree fails unless the twin and Decode accept and reject the same chunk, and give
-// the same bytes.
+// agree fails the test unless the twin and Decode both accept or both reject a chunk, and give the same bytes.
 func agree(t *testing.T, size int, chunk []byte, transform uint8) {
 	t.Helper()
 	want, bad := twin(size, chunk, transform)
 	got := make([]byte, size)
 	err := Decode(got, chunk, transform)
 	if (err == nil) != (bad == nil) || err == nil && !bytes.Equal(got, want) {
-		t.Fatalf("transform %d, %d bytes of %d: %v, the twin: %v", transform, len(chunk), size, err, bad)
+		t.Fatalf("transform %d, a chunk of %d bytes for %d: Decode returns %v, the twin %v",
+			transform, len(chunk), size, err, bad)
 	}
 	if err != nil && !errors.Is(err, errs.ErrCorrupt) {
 		t.Fatal(err)
@@ -290,7 +290,7 @@ func FuzzTwin(f *testing.F) {
 	})
 }
 
-// Any encoded input comes back.
+// Any encoded input round-trips.
 func FuzzRoundTrip(f *testing.F) {
 	f.Add([]byte("abcabcabcabcabcabcabcabcabcabcabcabcabcabcabc0123"), uint8(1), uint8(9))
 	f.Fuzz(func(t *testing.T, data []byte, transform, times uint8) {
@@ -301,7 +301,7 @@ func FuzzRoundTrip(f *testing.F) {
 			return
 		}
 		if len(chunk) >= len(data) {
-			t.Fatalf("%d bytes became %d", len(data), len(chunk))
+			t.Fatalf("%d bytes were encoded as %d, which is not smaller", len(data), len(chunk))
 		}
 		got := make([]byte, len(data))
 		if err := Decode(got, chunk, transform); err != nil || !bytes.Equal(got, data) {
@@ -310,7 +310,7 @@ func FuzzRoundTrip(f *testing.F) {
 	})
 }
 
-// Every form of a plane and every kind of block is made, so the chunk tests cover them all.
+// The samples produce every form of a plane and every kind of block, so the other tests cover them all.
 func TestEveryKind(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 4))
 	var e Encoder
@@ -328,11 +328,11 @@ func TestEveryKind(t *testing.T) {
 		}
 	}
 	if len(kinds) != 4 || len(forms) != 3 {
-		t.Errorf("kinds %v, forms %v", kinds, forms)
+		t.Errorf("got the kinds %v and forms %v, want 4 and 3", kinds, forms)
 	}
 }
 
-// The table's cost equals the words that coding takes, apart from rounding.
+// The cost of a table equals the size of the encoded words, except for rounding.
 func TestCost(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 5))
 	var e Encoder
@@ -345,12 +345,12 @@ func TestCost(t *testing.T) {
 		table := fitTable(&h, uint32(len(p)))
 		took, cost := len(e.encodeBlock(nil, p, &table))-blockHead, int(table.costOf(&h))
 		if took < cost-40 || took > cost+40+cost/1000 {
-			t.Errorf("%v: %d bytes, the cost was %d", spread, took, cost)
+			t.Errorf("%v: got %d bytes, but the cost is %d", spread, took, cost)
 		}
 	}
 }
 
-// Each type has its transforms of elements, and otherwise only bytes.
+// Each type allows its own transform and bytes.
 func TestTransforms(t *testing.T) {
 	for d := tensor.DType(1); d.Valid(); d++ {
 		f := transforms[TransformFor(d)]
@@ -359,7 +359,7 @@ func TestTransforms(t *testing.T) {
 		}
 		for tr := range uint8(12) {
 			if Allowed(tr, d) != (tr == Bytes || tr == TransformFor(d)) {
-				t.Errorf("%v: transform %d", d, tr)
+				t.Errorf("%v: Allowed is wrong for transform %d", d, tr)
 			}
 		}
 	}

@@ -1,7 +1,7 @@
 package planes
 
-// Codes a block by rANS over 256 values, with four interleaved states of 32 bits, words of 16 bits, and
-// probabilities of 12 bits.
+// Encodes a block with rANS over 256 values, with four interleaved 32-bit states, 16-bit words and 12-bit
+// probabilities.
 
 import (
 	"encoding/binary"
@@ -11,21 +11,21 @@ import (
 
 const (
 	lanes     = 4
-	start     = 1 << 16 // encoders begin with this state and decoders end with it
+	start     = 1 << 16 // encoders start with this state and decoders end with it
 	scaleBits = 12
 	scale     = 1 << scaleBits
-	// blockHead is the size of a coded block in addition to its words.
+	// blockHead is the size of an encoded block without its words.
 	blockHead = 4*lanes + 2
 )
 
-// A table holds the frequencies of the values. They sum to scale, and no single value has all of it.
+// A table holds the frequencies of the values. They sum to scale, and at least two are not zero.
 type table struct{ freq [256]uint16 }
 
-// slots are an expanded table: value | frequency << 8 | rank << 20.
+// slots is an expanded table. A slot is value | frequency << 8 | rank << 20.
 type slots [scale]uint32
 
-// appendTable appends a table: a bit for each value that occurs, then the frequency of each, in one byte if it is
-// below 128, else in two: 128 + its high bits, then its low 8 bits.
+// appendTable appends a table: a bit for each value that occurs, then the frequency of each. A frequency below 128
+// takes one byte. Others take two: 128 + the high bits, then the low 8 bits.
 func (t *table) appendTable(dst []byte) []byte {
 	var set [32]byte
 	for v, f := range t.freq {
@@ -45,7 +45,7 @@ func (t *table) appendTable(dst []byte) []byte {
 	return dst
 }
 
-// encodedSize is the number of bytes that appendTable appends.
+// encodedSize returns the number of bytes that appendTable appends.
 func (t *table) encodedSize() int {
 	n := 32
 	for _, f := range t.freq {
@@ -91,12 +91,12 @@ func (t *table) readTable(src []byte) (int, error) {
 		sum += f
 	}
 	if sum != scale {
-		return 0, corruptError("frequencies sum to %d, expected 4096", sum)
+		return 0, corruptError("the frequencies sum to %d, expected 4096", sum)
 	}
 	return at, nil
 }
 
-// expandSlots makes the slots of a valid table.
+// expandSlots expands a valid table into slots.
 func (t *table) expandSlots(s *slots) {
 	at := 0
 	for v, f := range t.freq {
@@ -108,7 +108,7 @@ func (t *table) expandSlots(s *slots) {
 }
 
 // decodeValues fills dst; value i uses state i mod 4. It checks that all words are used and that every state ends
-// where encoders begin.
+// with the start state of encoders.
 func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 	x0, x1, x2, x3 := x[0], x[1], x[2], x[3]
 	at := 0
@@ -137,7 +137,7 @@ func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 		dst[i], x[i%lanes] = byte(e), v
 	}
 	if at != len(words) {
-		return corruptError("%d bytes of words are left over", len(words)-at)
+		return corruptError("%d bytes of words are left over at the end of the block", len(words)-at)
 	}
 	for l, v := range x {
 		if v != start {
@@ -147,8 +147,7 @@ func decodeValues(dst, words []byte, x [lanes]uint32, s *slots) error {
 	return nil
 }
 
-// decodeStep decodes a value. It does not branch on whether the state needs a word, because that is
-// unpredictable.
+// decodeStep decodes a value. It does not branch on whether the state needs a word, because that is unpredictable.
 func decodeStep(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, state uint32, now int) {
 	e := s[x%scale]
 	x = e>>8&(scale-1)*(x>>scaleBits) + e>>20
@@ -157,7 +156,7 @@ func decodeStep(x uint32, s *slots, w *[2 * lanes]byte, used int) (value byte, s
 	return byte(e), x, used + int(2*need)
 }
 
-// encodeBlock appends a coded block of src. Every value in src must have a frequency.
+// encodeBlock appends the encoded block of src. Every value in src must have a frequency.
 func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 	var first [256]uint32
 	sum := uint32(0)
@@ -165,7 +164,7 @@ func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 		first[v] = sum
 		sum += uint32(f)
 	}
-	// A value makes at most one word, and one more may be written before the last one.
+	// A value produces at most one word, and one extra word may be written before the first one.
 	if cap(e.words) < 2*blockBytes+2 {
 		e.words = make([]byte, 2*blockBytes+2)
 	}
@@ -175,7 +174,7 @@ func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 	for i := len(src) - 1; i >= 0; i-- {
 		v, s := src[i], x[i%lanes]
 		f := uint32(t.freq[v])
-		// The word is always written; it is kept if at moves.
+		// The word is always written, but only kept if `at` moves.
 		binary.LittleEndian.PutUint16(words[at-2:], uint16(s))
 		full := 1 - uint32((uint64(s>>(32-scaleBits))-uint64(f))>>63)
 		at -= int(2 * full)
@@ -189,7 +188,7 @@ func (e *Encoder) encodeBlock(dst, src []byte, t *table) []byte {
 	return append(dst, words[at:]...)
 }
 
-// logs are the base-2 logarithms of 2048..4095, less 11, in units of 2^-16. They are integers, so that every
+// logs holds the base-2 logarithms of 2048..4095, minus 11, in units of 2^-16. They are integers, so that every
 // machine makes the same choices.
 var logs = func() (t [2048]uint32) {
 	for i := range t {
@@ -198,7 +197,7 @@ var logs = func() (t [2048]uint32) {
 	return
 }()
 
-// logOf is the base-2 logarithm of x, from 1 to 4095, in units of 2^-16.
+// logOf returns the base-2 logarithm of x in units of 2^-16. x must be 1 to 4095.
 func logOf(x uint32) uint64 {
 	n := bits.Len32(x)
 	return uint64(n-1)<<16 + uint64(logs[x<<(12-n)-2048])
@@ -207,8 +206,9 @@ func logOf(x uint32) uint64 {
 // A histogram counts the values of one or more blocks.
 type histogram [256]uint32
 
-// fitTable distributes the slots among the values of a histogram of n, in which at least two occur. The coded
-// size is a sum of convex functions of each share, so moving single slots while that helps ends near the optimum.
+// fitTable distributes the slots among the values of a histogram of n values. At least two different values must
+// occur. It rounds each share, then moves single slots to or from the value with the best gain until the sum is
+// correct.
 func fitTable(h *histogram, n uint32) (t table) {
 	sum := 0
 	for v, c := range h {
@@ -218,7 +218,7 @@ func fitTable(h *histogram, n uint32) (t table) {
 			sum += int(t.freq[v])
 		}
 	}
-	more := func() (at int) { // the value that gains most from one more slot
+	more := func() (at int) { // the value that saves most with one more slot
 		at, best := -1, uint64(0)
 		for v, f := range t.freq {
 			if f > 0 && f < scale-1 {
@@ -229,7 +229,7 @@ func fitTable(h *histogram, n uint32) (t table) {
 		}
 		return at
 	}
-	less := func() (at int) { // the value that loses least by one slot less
+	less := func() (at int) { // the value that loses least with one slot less
 		at, best := -1, uint64(0)
 		for v, f := range t.freq {
 			if f > 1 {
@@ -249,8 +249,8 @@ func fitTable(h *histogram, n uint32) (t table) {
 	return t
 }
 
-// costOf is the size in bytes of a histogram's values, coded with a table. If one of them has no frequency, it is
-// larger than any real size.
+// costOf returns the size in bytes of a histogram's values if they are encoded with the table. If a value has no
+// frequency, the result is larger than any real size.
 func (t *table) costOf(h *histogram) uint64 {
 	sum := uint64(0)
 	for v, c := range h {

@@ -1,6 +1,6 @@
 package planes
 
-// Makes chunks as docs/format.md 3.6 describes, and breaks one rule in each.
+// The tests in this file create chunks according to docs/format.md 3.6, and break one rule in each.
 
 import (
 	"bytes"
@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// chunk concatenates fields: an int is a byte, other integers have their own size.
+// chunk concatenates fields. An int is one byte; other integers have the size of their type.
 func chunk(fields ...any) (out []byte) {
 	for _, f := range fields {
 		switch f := f.(type) {
@@ -33,13 +33,13 @@ func chunk(fields ...any) (out []byte) {
 	return out
 }
 
-// coin is a table of the two values 0 and 1, in bytes.
+// coin returns a table of the two values 0 and 1, and its encoding.
 func coin(zeros int) (t table, stored []byte) {
 	t.freq[0], t.freq[1] = uint16(zeros), uint16(scale-zeros)
 	return t, t.appendTable(nil)
 }
 
-// refused fails unless Decode refuses a chunk as corrupt, for the given reason, without writing outside dst.
+// refused fails the test unless Decode refuses a chunk as corrupt for the given reason, without writing outside dst.
 func refused(t *testing.T, name string, size int, src []byte, transform uint8, why string) {
 	t.Helper()
 	_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error {
@@ -50,7 +50,7 @@ func refused(t *testing.T, name string, size int, src []byte, transform uint8, w
 	}
 }
 
-// A chunk with one wrong field is refused, for that field.
+// A chunk with one invalid field is refused; the error names the field.
 func TestEveryField(t *testing.T) {
 	const n = 400
 	text := bytes.Repeat([]byte{0, 1, 1, 0, 1, 0, 0, 0}, n/8)
@@ -67,7 +67,7 @@ func TestEveryField(t *testing.T) {
 		"raw block": chunk(uint32(n), formBlocks, kindRaw, text), "own table": own(coded),
 	} {
 		if got := make([]byte, n); Decode(got, c, Bytes) != nil || !bytes.Equal(got, text) {
-			t.Fatalf("%s: the chunk that the others are made of is refused", name)
+			t.Fatalf("%s: the valid chunk was refused", name)
 		}
 	}
 	for _, c := range []struct {
@@ -88,7 +88,7 @@ func TestEveryField(t *testing.T) {
 		{"raw, too short", chunk(uint32(n), formRaw, text[1:]), "needs 400 bytes, but only 399"},
 		{"raw, too long", chunk(uint32(n), formRaw, text, 0), "1 bytes follow the last plane"},
 		{"no length of a frame", chunk(uint32(n), formZstd, uint16(0)), "needs 4 bytes, but only 2"},
-		{"frame of nothing", chunk(uint32(n), formZstd, uint32(0), frame), "Zstandard frame"},
+		{"frame of no bytes", chunk(uint32(n), formZstd, uint32(0), frame), "Zstandard frame"},
 		{"frame too short", chunk(uint32(n), formZstd, uint32(len(frame)-1), frame), "Zstandard frame"},
 		{"frame too long", chunk(uint32(n), formZstd, uint32(len(frame)+1), frame), "a frame has"},
 		{"frame of 2^31", chunk(uint32(n), formZstd, uint32(1<<31), frame), "a frame has 2147483648 bytes"},
@@ -97,9 +97,9 @@ func TestEveryField(t *testing.T) {
 		{"kind 4", chunk(uint32(n), formBlocks, 4, text), "block 0 has unknown kind 4"},
 		{"kind 255", chunk(uint32(n), formBlocks, 255, text), "block 0 has unknown kind 255"},
 		{"raw block, too short", chunk(uint32(n), formBlocks, kindRaw, text[1:]), "needs 400 bytes, but only 399"},
-		{"constant block of nothing", chunk(uint32(n), formBlocks, kindConstant), "needs 1 bytes, but only 0"},
+		{"constant block without a value", chunk(uint32(n), formBlocks, kindConstant), "needs 1 bytes, but only 0"},
 		{"constant block and more", chunk(uint32(n), formBlocks, kindConstant, 7, 7), "1 bytes follow the last plane"},
-		{"a table that none shares", chunk(uint32(n), formBlocks, kindShared, stored, coded),
+		{"a shared table of one block", chunk(uint32(n), formBlocks, kindShared, stored, coded),
 			"used by only one block"},
 		{"state 0", own(make([]byte, 4), coded[4:]), "invalid state 0: 0x0"},
 		{"state 65535", own(coded[:12], uint32(start-1), coded[16:]), "invalid state 3: 0xffff"},
@@ -108,16 +108,16 @@ func TestEveryField(t *testing.T) {
 		{"a word too many", own(states, uint16(len(words)/2+1), words, uint16(0)), "2 bytes of words are left"},
 		{"words past the chunk", own(states, ^uint16(0), words), "needs 131070 bytes"},
 		{"half a head", own(states), "needs 18 bytes, but only 16"},
-		{"a byte behind", own(coded, 0), "1 bytes follow the last plane"},
+		{"a byte after the end", own(coded, 0), "1 bytes follow the last plane"},
 	} {
 		refused(t, c.name, n, c.chunk, Bytes, c.why)
 	}
-	one := new(Encoder).encodeBlock(nil, text[:1], &tab) // only state 0 has decoded something
+	one := new(Encoder).encodeBlock(nil, text[:1], &tab) // only state 0 decodes a value
 	refused(t, "another state", 1, chunk(uint32(1), formBlocks, kindOwn, stored, with(one, 4, 1)), Bytes,
 		"state 1 ends as 0x10001")
 }
 
-// A table has one valid form: its frequencies are 1 to 4095, written as short as possible, and sum to 4096.
+// A table has only one valid encoding: its frequencies are 1 to 4095, as short as possible, and sum to 4096.
 func TestTables(t *testing.T) {
 	of := func(values byte, freqs ...byte) []byte {
 		return chunk(int(values), make([]byte, 31), freqs)
@@ -156,7 +156,7 @@ func TestTables(t *testing.T) {
 		{"0 in one byte", of(7, 0, 1, 128|15, 255), "frequency 0 of value 0"},
 		{"0 in two bytes", of(7, 128, 0, 1, 128|15, 255), "frequency 0 is stored in two bytes"},
 		{"127 in two bytes", of(3, 128, 127, 128|15, 129), "frequency 127 is stored in two bytes"},
-		{"one value has all", of(1, 128|16, 0), "frequency 4096 of value 0"},
+		{"one value with all slots", of(1, 128|16, 0), "frequency 4096 of value 0"},
 		{"the largest number", of(1, 255, 255), "frequency 32767 of value 0"},
 	} {
 		var got table
@@ -166,7 +166,7 @@ func TestTables(t *testing.T) {
 	}
 }
 
-// The slots of a table go to the values in order, with each value's ranks from 0.
+// The slots of a table are assigned to the values in order. The ranks of each value start at 0.
 func TestSlots(t *testing.T) {
 	var tab table
 	tab.freq[3], tab.freq[200], tab.freq[255] = 1, 4000, 95
@@ -186,8 +186,8 @@ func TestSlots(t *testing.T) {
 	}
 }
 
-// A plane's frame is a single frame without a dictionary that states the plane's size; nothing comes before or after
-// it.
+// A plane's frame must be a single frame without a dictionary that states the plane's size. Nothing may come before
+// or after it.
 func TestFrames(t *testing.T) {
 	text := bytes.Repeat([]byte("a few words, again and again; "), 9)
 	encoder := func(o ...zstd.EOption) *zstd.Encoder {
@@ -198,7 +198,7 @@ func TestFrames(t *testing.T) {
 		return w
 	}
 	all := func(p []byte, o ...zstd.EOption) []byte { return encoder(o...).EncodeAll(p, nil) }
-	noise := make([]byte, len(text)) // a frame of noise has one stored block
+	noise := make([]byte, len(text)) // the frame of noise has one raw block
 	for i := range noise {
 		noise[i] = byte(rand.Uint32())
 	}
@@ -207,7 +207,7 @@ func TestFrames(t *testing.T) {
 	var stream bytes.Buffer
 	w := encoder()
 	w.Reset(&stream)
-	for _, p := range [][]byte{text[:9], text[9:]} { // flushed before the size is known
+	for _, p := range [][]byte{text[:9], text[9:]} { // flushing makes a frame without a size
 		if _, err := w.Write(p); err != nil || w.Flush() != nil {
 			t.Fatal(err)
 		}
@@ -218,7 +218,7 @@ func TestFrames(t *testing.T) {
 	dictionary := all(text, zstd.WithEncoderDictRaw(7, text[:60]))
 	of := func(frame []byte) []byte { return chunk(uint32(len(text)), formZstd, uint32(len(frame)), frame) }
 	for name, c := range map[string]struct{ frame, want []byte }{
-		"plain": {good, text}, "with a checksum": {all(text), text}, "one block as it is": {all(noise), noise},
+		"plain": {good, text}, "with a checksum": {all(text), text}, "one raw block": {all(noise), noise},
 		"one value":     {all(make([]byte, len(text))), make([]byte, len(text))},
 		"with a window": {all(text, zstd.WithSingleSegment(false)), text},
 	} {
@@ -228,7 +228,7 @@ func TestFrames(t *testing.T) {
 		for k := range c.frame {
 			refused(t, fmt.Sprintf("%s, %d bytes", name, k), len(text), of(c.frame[:k]), Bytes, "Zstandard frame")
 		}
-		for bit := range 8 * len(c.frame) { // a chunk's own checksum finds these; here they must do no harm
+		for bit := range 8 * len(c.frame) { // the chunk's checksum detects these; here they must only be harmless
 			p := bytes.Clone(c.frame)
 			p[bit/8] ^= 1 << (bit % 8)
 			_, err := codectest.Decode(codectest.Codec{Decode: func(dst, src []byte, _ uint16) error {
@@ -240,32 +240,32 @@ func TestFrames(t *testing.T) {
 		}
 	}
 	for name, frame := range map[string][]byte{
-		"two frames":               append(all(text[:100]), all(text[100:])...),
-		"a frame and nothing":      append(bytes.Clone(good), all(nil, zstd.WithZeroFrames(true))...),
-		"a frame, then a skipped":  append(bytes.Clone(good), skippable...),
-		"a skipped frame first":    append(bytes.Clone(skippable), good...),
-		"a skipped frame":          skippable,
-		"a byte behind":            append(bytes.Clone(good), 0),
-		"three bytes behind":       append(bytes.Clone(good), 0x28, 0xb5, 0x2f),
-		"a checksum that it lacks": append(bytes.Clone(good), all(text)[len(all(text))-4:]...),
-		"of no stated size":        stream.Bytes(),
-		"with a dictionary":        dictionary,
-		"of fewer bytes":           all(text[1:]),
-		"of more bytes":            all(append([]byte{1}, text...)),
-		"of no bytes":              all(nil, zstd.WithZeroFrames(true)),
-		"a wrong checksum":         append(all(text)[:len(all(text))-1], ^all(text)[len(all(text))-1]),
+		"two frames":                append(all(text[:100]), all(text[100:])...),
+		"a frame and an empty one":  append(bytes.Clone(good), all(nil, zstd.WithZeroFrames(true))...),
+		"a frame, then a skipped":   append(bytes.Clone(good), skippable...),
+		"a skipped frame first":     append(bytes.Clone(skippable), good...),
+		"a skipped frame":           skippable,
+		"a byte after the end":      append(bytes.Clone(good), 0),
+		"three bytes after the end": append(bytes.Clone(good), 0x28, 0xb5, 0x2f),
+		"an unannounced checksum":   append(bytes.Clone(good), all(text)[len(all(text))-4:]...),
+		"a frame without its size":  stream.Bytes(),
+		"with a dictionary":         dictionary,
+		"a frame of fewer bytes":    all(text[1:]),
+		"a frame of more bytes":     all(append([]byte{1}, text...)),
+		"a frame of no bytes":       all(nil, zstd.WithZeroFrames(true)),
+		"a wrong checksum":          append(all(text)[:len(all(text))-1], ^all(text)[len(all(text))-1]),
 	} {
 		refused(t, name, len(text), of(frame), Bytes, "Zstandard frame")
 	}
 }
 
-// Unknown transforms, no bytes and half an element are refused by both sides, and the encoder's destination stays as it
-// was.
+// Unknown transforms, empty data and partial elements are refused by Encode and Decode. Encode then does not change
+// its destination.
 func TestShapes(t *testing.T) {
 	for _, transform := range []uint8{0, 8, 255} {
 		refused(t, "transform", 8, chunk(uint32(8), formRaw, make([]byte, 8)), transform, "transform")
 		if out, ok := new(Encoder).Encode([]byte("x"), make([]byte, 4096), transform); ok || string(out) != "x" {
-			t.Errorf("transform %d is encoded", transform)
+			t.Errorf("transform %d was accepted", transform)
 		}
 	}
 	for transform := uint8(1); isKnown(transform); transform++ {
@@ -282,7 +282,7 @@ func TestShapes(t *testing.T) {
 					"bytes of elements")
 			}
 		}
-		for planes := range w { // each missing plane is noticed
+		for planes := range w { // each missing plane is detected
 			refused(t, "a plane is missing", 8*w, chunk(uint32(8*w),
 				bytes.Repeat(chunk(formBlocks, kindConstant, 5), planes)), transform,
 				fmt.Sprintf("plane %d: ", planes))
@@ -290,7 +290,7 @@ func TestShapes(t *testing.T) {
 	}
 }
 
-// A chunk of several blocks stores their shared table once, and is refused when cut at any byte.
+// A chunk of several blocks stores their shared table once. A truncated chunk is refused.
 func TestSharedTable(t *testing.T) {
 	tab, stored := coin(1000)
 	e, r := new(Encoder), rand.New(rand.NewPCG(9, 9))
@@ -327,7 +327,7 @@ func TestSharedTable(t *testing.T) {
 		p := bytes.Clone(body)
 		copy(p[5:], kinds)
 		if slices.Equal(p, body) || Decode(got, p, Bytes) == nil {
-			t.Errorf("%d: kinds %v are taken", i, kinds)
+			t.Errorf("%d: kinds %v were accepted", i, kinds)
 		}
 		agree(t, len(text), p, Bytes)
 	}

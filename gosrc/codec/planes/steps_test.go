@@ -1,6 +1,6 @@
 package planes
 
-// Compares each step with its plain definition, and the encoder with itself.
+// Compares each step with its definition, and used encoders with new ones.
 
 import (
 	"bytes"
@@ -13,13 +13,13 @@ import (
 	"time"
 )
 
-// Planes are the bytes of the rotated elements, for any number of elements.
+// For any number of elements, the planes are the bytes of the rotated elements.
 func TestSplitAndMerge(t *testing.T) {
 	r := rand.New(rand.NewPCG(11, 1))
 	for transform := uint8(1); isKnown(transform); transform++ {
 		f := transforms[transform]
 		if f.width == 1 {
-			continue // its only plane is the chunk
+			continue // the chunk is the only plane
 		}
 		for n := range 20 {
 			src := make([]byte, n*f.width)
@@ -56,7 +56,7 @@ func TestSplitAndMerge(t *testing.T) {
 	}
 }
 
-// Chunks of every length around the ends of lanes and blocks come back, from the decoder and from its twin.
+// Chunks of every length around the ends of lanes and blocks round-trip, with the decoder and with its twin.
 func TestLengths(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -95,7 +95,7 @@ func TestLengths(t *testing.T) {
 	}
 }
 
-// A fitted table gives a share to exactly the values that occur, and gives all slots away.
+// A fitted table has slots for exactly the values that occur and uses all slots.
 func TestFit(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -122,18 +122,18 @@ func TestFit(t *testing.T) {
 		tab := fitTable(&h, n)
 		for v, f := range tab.freq {
 			if sum += int(f); (f > 0) != (h[v] > 0) || f >= scale {
-				t.Errorf("histogram %d: value %d, %d of %d, has %d slots", i, v, h[v], n, f)
+				t.Errorf("histogram %d: value %d, with %d of %d counts, has %d slots", i, v, h[v], n, f)
 			}
 		}
 		if sum != scale {
-			t.Errorf("histogram %d: %d slots", i, sum)
+			t.Errorf("histogram %d: %d slots in total", i, sum)
 		}
 		var again table
 		if _, err := again.readTable(tab.appendTable(nil)); err != nil || again != tab {
 			t.Errorf("histogram %d: the reader refuses the table: %v", i, err)
 		}
 		if again.freq[0], again.freq[1] = 0, 0; again.costOf(&h) != math.MaxUint32 && h[0]+h[1] > 0 {
-			t.Errorf("histogram %d: a value without slots costs %d", i, again.costOf(&h))
+			t.Errorf("histogram %d: values without slots have the cost %d", i, again.costOf(&h))
 		}
 	}
 	for x := uint32(1); x < scale; x++ {
@@ -143,7 +143,7 @@ func TestFit(t *testing.T) {
 	}
 }
 
-// Blocks are counted value by value, whatever their length.
+// countValues counts the values of blocks of any length.
 func TestCount(t *testing.T) {
 	for n := range 40 {
 		p := make([]byte, n)
@@ -153,12 +153,12 @@ func TestCount(t *testing.T) {
 			want[p[i]]++
 		}
 		if got := countValues(p); got != want {
-			t.Errorf("%d bytes: %v", n, got)
+			t.Errorf("%d bytes: got the counts %v", n, got)
 		}
 	}
 }
 
-// A chunk does not depend on what its encoder has encoded before; neither does Zipped.
+// A chunk and Zipped do not depend on what the encoder encoded before.
 func TestEncoderForgets(t *testing.T) {
 	r := rand.New(rand.NewPCG(12, 1))
 	all := append(samples(r, 4*blockBytes), samples(r, 300)...)
@@ -180,13 +180,14 @@ func TestEncoderForgets(t *testing.T) {
 			out, ok := e.Encode([]byte("head"), all[i].data, all[i].transform)
 			w := want[i]
 			if string(out) != "head"+string(w.chunk) || ok != w.ok || e.Zipped() != w.zipped {
-				t.Errorf("round %d, %s: %d bytes, %v, zipped %v; alone %d, %v, %v", round, all[i].name, len(out)-4, ok, e.Zipped(), len(w.chunk), w.ok, w.zipped)
+				t.Errorf("round %d, %s: %d bytes, %v, zipped %v; a new encoder %d, %v, %v",
+					round, all[i].name, len(out)-4, ok, e.Zipped(), len(w.chunk), w.ok, w.zipped)
 			}
 		}
 	}
 }
 
-// Many threads can decode good and bad chunks while buffers are reused.
+// Many goroutines can decode valid and invalid chunks while buffers are reused.
 func TestTogether(t *testing.T) {
 	r := rand.New(rand.NewPCG(13, 1))
 	var wg sync.WaitGroup
@@ -199,7 +200,7 @@ func TestTogether(t *testing.T) {
 			got := make([]byte, len(s.data))
 			for k := range 20 {
 				if (i+k)%3 == 0 && Decode(got, chunk[:len(chunk)-1-k%len(chunk)/2], s.transform) == nil {
-					t.Errorf("%s: a chunk that is cut was decoded", s.name)
+					t.Errorf("%s: a truncated chunk was decoded", s.name)
 				}
 				if err := Decode(got, chunk, s.transform); err != nil || !bytes.Equal(got, s.data) {
 					t.Errorf("%s: %v", s.name, err)
@@ -210,13 +211,13 @@ func TestTogether(t *testing.T) {
 	wg.Wait()
 }
 
-// The names match what users see, and only transforms 2 to 4 are for integers.
+// Transforms have the expected names, and only transforms 2 to 4 are for integers.
 func TestNames(t *testing.T) {
 	var names []string
 	for transform := range uint8(9) {
 		names = append(names, Name(transform))
 		if Integers(transform) != (transform == 2 || transform == 3 || transform == 4) {
-			t.Errorf("transform %d", transform)
+			t.Errorf("Integers(%d) is wrong", transform)
 		}
 	}
 	if want := []string{"transform 0", "bytes", "words", "dwords", "qwords", "float16", "float32", "float64", "transform 8"}; !slices.Equal(names, want) {

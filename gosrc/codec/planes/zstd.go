@@ -13,10 +13,10 @@ const maxWindow = 16 << 20
 
 var (
 	zippers = sync.Pool{New: func() any {
-		// No checksum, because chunks have one.
+		// Frames have no checksum, because chunks have one.
 		w, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderCRC(false),
 			zstd.WithWindowSize(maxWindow),
-			zstd.WithSingleSegment(true), // the frame states its size
+			zstd.WithSingleSegment(true), // frames state their size
 			zstd.WithEncoderLevel(zstd.SpeedBetterCompression))
 		if err != nil {
 			return err
@@ -35,21 +35,21 @@ var (
 )
 
 func appendFrame(dst, src []byte) []byte {
-	w := zippers.Get().(*zstd.Encoder) // the options are valid: a test makes one
+	w := zippers.Get().(*zstd.Encoder) // the options are valid, as tests show
 	defer zippers.Put(w)
 	return w.EncodeAll(src, dst)
 }
 
-// decodeFrame fills dst with the content of one frame, which states its size.
+// decodeFrame fills dst with the contents of one frame, which must state its size.
 func decodeFrame(dst, frame []byte) error {
 	var h zstd.Header
 	if err := h.Decode(frame); err != nil {
-		return corruptError("Zstandard frame: %v", err)
+		return corruptError("invalid Zstandard frame: %v", err)
 	}
 	if h.Skippable || h.DictionaryID != 0 || !h.HasFCS || h.FrameContentSize != uint64(len(dst)) {
 		return corruptError("a Zstandard frame states %d bytes, expected %d", h.FrameContentSize, len(dst))
 	}
-	// The library would read on through empty and skippable frames.
+	// The library would also decode empty and skippable frames that follow.
 	if n := frameBytes(frame, &h); n != len(frame) {
 		return corruptError("a Zstandard frame ends at byte %d of %d", n, len(frame))
 	}
@@ -57,7 +57,7 @@ func decodeFrame(dst, frame []byte) error {
 	defer unzippers.Put(r)
 	content, err := r.DecodeAll(frame, dst[:0:len(dst)])
 	if err != nil {
-		return corruptError("Zstandard frame: %v", err)
+		return corruptError("invalid Zstandard frame: %v", err)
 	}
 	if len(content) != len(dst) || &content[0] != &dst[0] {
 		return corruptError("a Zstandard frame has %d bytes, expected %d", len(content), len(dst))
@@ -65,11 +65,11 @@ func decodeFrame(dst, frame []byte) error {
 	return nil
 }
 
-// frameBytes is the length of the frame with header h, from the headers of its blocks. It is more than len(p) if
-// the frame is truncated.
+// frameBytes returns the length of the frame with header h, computed from the headers of its blocks. It is more than
+// len(p) if the frame is truncated.
 func frameBytes(p []byte, h *zstd.Header) int {
 	const (
-		last, sizeShift = 1, 3 // of a block's header
+		last, sizeShift = 1, 3 // fields of a block's header
 		headBytes       = 3
 		oneValue        = 1 // kind of a block that stores one repeated byte
 		checksum        = 4

@@ -4,7 +4,7 @@ package x16
 
 import "testing"
 
-// A warm Encoder and a decoder allocate nothing.
+// An Encoder that has been used, and a decoder, allocate nothing.
 func TestAllocations(t *testing.T) {
 	src := benchSample(BF16, 1<<16)
 	var e Encoder

@@ -10,16 +10,17 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The AVX2 kernel looks slots up with VPSHUFB, in tables of 16 bytes, with the index in the low byte of a dword.
-// A bucket gives its divider and its alias, and the symbol gives its frequency. As in the AVX-512 kernel, the
-// unit of work is one register of states, here 8 lanes, for two segments.
+// The AVX2 kernel looks up slots with VPSHUFB in tables of 16 bytes; the index is in the low byte of a dword. A
+// bucket has a divider and an alias; a symbol has a frequency. As in the AVX-512 kernel, the unit of work is one
+// register of states, here 8 lanes, for two segments.
 
 type (
 	v8  = archsimd.Uint32x8
 	tab = archsimd.Uint8x32
 )
 
-// tables256 are a chunk's tables for this kernel, first by bucket and then by symbol. Each is stored twice.
+// tables256 holds a chunk's tables for this kernel: the first three are indexed by bucket, the others by symbol. Each
+// table is stored twice.
 type tables256 struct {
 	divider, alias, bias [32]uint8 // bias is 16 too large
 	freq, values         [32]uint8
@@ -45,8 +46,8 @@ func lookUp256(t tab, index v8) v8 {
 	return t.PermuteOrZeroGrouped(index.AsUint8x32().AsInt8x32()).AsUint32x8()
 }
 
-// step256 decodes one symbol in 8 lanes. It returns the new states and the symbols. byte0 has 0x80 in the bytes
-// of a dword that are not an index; by8 moves bytes down by one.
+// step256 decodes one symbol in 8 lanes. It returns the new states and the symbols. byte0 sets all bytes of a dword
+// except the index to 0x80. by8 moves the bytes of a dword down by one.
 func step256(x, low4, byte0, c16 v8, by8 archsimd.Int8x32, divider, alias, bias, freq tab) (v8, v8) {
 	b := x.AsInt32x8().ShiftAllRight(4).AsUint32x8().And(low4)
 	r := x.And(low4)
@@ -59,8 +60,7 @@ func step256(x, low4, byte0, c16 v8, by8 archsimd.Int8x32, divider, alias, bias,
 	return f.Mul(high).Add(r.Add(up)), k
 }
 
-// expand256 says, for each set of lanes that need a word, which word each lane gets. wordBytes is how many bytes
-// they take.
+// expand256 says, for each set of lanes that need a word, which word each lane gets.
 var expand256 = func() (t [256][8]uint32) {
 	for m := range t {
 		n := uint32(0)
@@ -72,8 +72,8 @@ var expand256 = func() (t [256][8]uint32) {
 	return
 }()
 
-// refill256 gives the lanes below 2^16 their next words. There are 8 words at p. It returns how many bytes were
-// taken.
+// refill256 gives the lanes below 2^16 their next words. At least 8 words must be at p. It returns the number of
+// bytes that were used.
 func refill256(x v8, p *[8]uint16) (v8, int) {
 	var none archsimd.Int32x8
 	need := x.AsInt32x8().ShiftAllRight(16).Equal(none)
@@ -82,13 +82,14 @@ func refill256(x v8, p *[8]uint16) (v8, int) {
 	return x.ShiftAllLeft(16).Or(w).Merge(x, need), int(wordBytes[m])
 }
 
-// kernel256 decodes the wanted tiles of all segments of run in parallel, as long as all of them can continue.
+// kernel256 decodes tiles of all segments of run in parallel until one segment has enough tiles or too few input
+// bytes.
 func (d *decoder) kernel256(run []*segment) {
 	st, acc := &d.lanes.states, &d.lanes.symbols
 	var cursor [4]int
 	want := batch
 	for i := range st {
-		s := run[0] // a missing segment is replaced by the first
+		s := run[0] // the first segment stands in for a missing one
 		if i < len(run) {
 			s = run[i]
 		}
@@ -155,14 +156,14 @@ var shift8 = func() (s [32]int8) {
 
 var order256 = [8]uint32{0, 1, 4, 5, 2, 3, 6, 7}
 
-// tile256 turns the symbols of a tile, two per lane for each pair of steps, into 256 symbol values in natural
-// order, and counts the escapes.
+// tile256 converts the symbols of a tile, two per lane for each pair of steps, to 256 symbol values in their original
+// order. It returns the number of escapes.
 func (d *decoder) tile256(acc *[4][lanes]uint32, out *[tileSyms]byte) (escs int) {
 	values := archsimd.LoadUint8x32(&d.fast.narrow.values)
 	order := archsimd.LoadUint32x8(&order256)
 	for h := 0; h < lanes; h += 16 {
 		v0, v1 := gather256(acc, h, values), gather256(acc, h+8, values)
-		// Each 128 bits of v0 and v1 hold 8 bytes of units q = 0..3 in pairs.
+		// Each 128 bits of v0 and v1 hold 8 bytes of two units q.
 		lo := v0.lo.AsUint64x4().InterleaveLoGrouped(v1.lo.AsUint64x4()).AsUint32x8().Permute(order)
 		hi := v0.lo.AsUint64x4().InterleaveHiGrouped(v1.lo.AsUint64x4()).AsUint32x8().Permute(order)
 		lo.AsUint8x32().Store((*[32]uint8)(out[8*h:]))
@@ -186,7 +187,7 @@ func (d *decoder) tile256(acc *[4][lanes]uint32, out *[tileSyms]byte) (escs int)
 
 type pair256 struct{ lo, hi archsimd.Uint32x8 }
 
-// gather256 gives the values of 8 lanes, 8 bytes per lane: of the first two lanes of each four in lo, and of the
+// gather256 returns the values of 8 lanes, 8 bytes per lane. Of each four lanes, the first two are in lo and the
 // others in hi.
 func gather256(acc *[4][lanes]uint32, h int, values tab) pair256 {
 	a := archsimd.LoadUint32x8((*[8]uint32)(acc[1][h:])).ShiftAllLeft(16).Or(

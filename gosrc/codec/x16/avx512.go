@@ -10,15 +10,16 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The AVX-512 kernel keeps 16 states in one register and a chunk's tables in three. Go's compiler uses 15 of the
-// 32 vector registers and starts everything in a basic block at once. So the unit of work is half the lanes of
-// two segments for a pair of steps, which just fits. Between units, states go through memory, and the processor
-// overlaps the units. (Measured: one segment per unit is 5 % slower, four are 2 %, two pairs of steps 25 %.)
+// The AVX-512 kernel keeps 16 states in one register and a chunk's tables in three registers. Go's compiler uses 15
+// of the 32 vector registers and moves all loads to the start of a basic block. Therefore the unit of work is half
+// the lanes of two segments for a pair of steps, which just fits. States are stored to memory between units, and the
+// processor overlaps the units. (Measured: one segment per unit is 5 % slower, four segments 2 %, two pairs of steps
+// 25 %.)
 
 type v16 = archsimd.Uint32x16
 
-// step512 decodes one symbol in 16 lanes. It returns the new states, and the entries, which have the labels in
-// their top nibbles. (ShiftAllRightConcat with zero is a plain shift that the compiler makes with an immediate.)
+// step512 decodes one symbol in 16 lanes. It returns the new states and the entries, which have the labels in their
+// top nibbles. (ShiftAllRightConcat with zero is a plain shift that the compiler encodes with an immediate.)
 func step512(x, above, entry0, entry1, low8, not15 v16, pick archsimd.Int8x64) (v16, v16) {
 	var none v16
 	r := x.Or(not15) // position - 16
@@ -28,8 +29,8 @@ func step512(x, above, entry0, entry1, low8, not15 v16, pick archsimd.Int8x64) (
 	return e.And(low8).Mul(x.ShiftAllRightConcat(8, none)).Add(r.Add(bias)), e
 }
 
-// refill512 gives the lanes below 2^16 their next words. There are 16 words at p. It returns how many bytes were
-// taken.
+// refill512 gives the lanes below 2^16 their next words. At least 16 words must be at p. It returns the number of
+// bytes that were used.
 func refill512(x, start v16, p *[16]uint16) (v16, int) {
 	need := x.Less(start)
 	w := archsimd.LoadUint16x16(p).ExtendToUint32().Expand(need)
@@ -45,8 +46,8 @@ var pickBias = func() (p [64]int8) {
 	return
 }()
 
-// order512 puts labels into natural order. They were looked up as the low and the high nibbles of 16 lanes'
-// accumulators: index i takes byte i of the high ones, and index 64 + i byte i of the low ones.
+// order512 sorts labels into their original order. The labels are the low and the high nibbles of 16 lanes'
+// accumulators: index i selects byte i of the high ones, and index 64 + i byte i of the low ones.
 var order512 = func() (o [2][64]uint8) {
 	for l := range 16 {
 		for t := range 8 {
@@ -58,8 +59,8 @@ var order512 = func() (o [2][64]uint8) {
 	return
 }()
 
-// tile512 turns a tile's labels, 8 per lane in each of two registers, into 256 symbol values at out, and counts
-// the escapes.
+// tile512 converts a tile's labels, 8 per lane in each of two registers, to 256 symbol values at out. It returns the
+// number of escapes.
 func tile512(a, b v16, values, order0, order1, low4, limit archsimd.Uint8x64, out *[tileSyms]byte) int {
 	aLo := a.AsUint8x64().And(low4)
 	aHi := a.ShiftAllRightConcat(4, a).AsUint8x64().And(low4)
@@ -81,13 +82,14 @@ func tile512(a, b v16, values, order0, order1, low4, limit archsimd.Uint8x64, ou
 		bits.OnesCount64(bHi.GreaterEqual(limit).ToBits())
 }
 
-// kernel512 decodes the wanted tiles of all segments of run in parallel, as long as all of them can continue.
+// kernel512 decodes tiles of all segments of run in parallel until one segment has enough tiles or too few input
+// bytes.
 func (d *decoder) kernel512(run []*segment) {
 	st, acc := &d.lanes.states, &d.lanes.labels
 	var cursor [4]int
 	want := batch
 	for i := range st {
-		// Segments are decoded in pairs. A missing one is replaced by the first, which is equally safe.
+		// Segments are decoded in pairs. The first segment stands in for a missing one, which is safe.
 		s := run[0]
 		if i < len(run) {
 			s = run[i]
@@ -144,8 +146,8 @@ func (d *decoder) kernel512(run []*segment) {
 	}
 }
 
-// emit512 writes a tile of every segment of run from the labels in acc. It is the tile number `tile` after those
-// already written.
+// emit512 writes a tile of every segment of run from the labels in acc. The tile's number counts from the first tile
+// of this call.
 func (d *decoder) emit512(run []*segment, acc *[4][lanes]uint32, tile int) {
 	values := archsimd.LoadUint8x64(&d.fast.values)
 	order0, order1 := archsimd.LoadUint8x64(&order512[0]), archsimd.LoadUint8x64(&order512[1])
@@ -158,8 +160,8 @@ func (d *decoder) emit512(run []*segment, acc *[4][lanes]uint32, tile int) {
 	}
 }
 
-// wordBytes is 2 for every set bit of the index. (math/bits.OnesCount would test for POPCNT each time in a
-// GOAMD64=v1 build, and split the kernel's basic block.)
+// wordBytes is 2 for every set bit of the index. (In a GOAMD64=v1 build, math/bits.OnesCount tests for POPCNT each
+// time, which splits the kernel's basic block.)
 var wordBytes = func() (t [256]uint8) {
 	for i := range t {
 		t[i] = uint8(2 * bits.OnesCount8(uint8(i)))

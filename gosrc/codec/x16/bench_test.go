@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// Rates are in logical bytes. A busy machine spoils the mean, so each benchmark also reports the best single run.
+// Rates are in logical bytes. Load on the machine distorts the mean, so each benchmark also reports the best single
+// run.
 
 // timed runs f as a benchmark over n logical bytes.
 func timed(b *testing.B, n int, f func() error) {
@@ -26,7 +27,7 @@ func timed(b *testing.B, n int, f func() error) {
 	b.ReportMetric(float64(n)/float64(best.Nanoseconds()), "best-GB/s")
 }
 
-// benchSample generates one sample of n elements for a transform.
+// benchSample returns a sample of n elements for a transform.
 func benchSample(t uint8, n int) []byte {
 	r := rand.New(rand.NewPCG(7, 0))
 	for _, s := range samples(r, n) {
@@ -37,20 +38,20 @@ func benchSample(t uint8, n int) []byte {
 	return nil
 }
 
-// BenchmarkDecode decodes one chunk that stays in the cache, by transform and level.
+// BenchmarkDecode decodes one chunk that stays in the cache, for each transform and level.
 func BenchmarkDecode(b *testing.B) {
 	for t := uint8(BF16); t <= Bytes; t++ {
 		src := benchSample(t, 1<<17)
 		var e Encoder
 		chunk, st, ok := e.Encode(nil, src, t)
 		if !ok {
-			b.Fatalf("%s: nothing to gain", Name(t))
+			b.Fatalf("%s: the sample was not compressed", Name(t))
 		}
 		for _, l := range Levels() {
 			b.Run(Name(t)+"/"+l.String(), func(b *testing.B) {
 				dst := make([]byte, len(src))
 				if err := DecodeAt(l, dst, chunk, t, st); err != nil || !bytes.Equal(dst, src) {
-					b.Fatalf("not exact: %v", err)
+					b.Fatalf("wrong bytes: %v", err)
 				}
 				timed(b, len(src), func() error { return DecodeAt(l, dst, chunk, t, st) })
 			})
@@ -58,8 +59,8 @@ func BenchmarkDecode(b *testing.B) {
 	}
 }
 
-// BenchmarkStream decodes bf16 chunks to 64 MiB of memory, as a load does, and copies as many bytes as the baseline.
-// Each run takes the next chunk; the second rate is that of the fastest quarter of the runs.
+// BenchmarkStream decodes bf16 chunks to 64 MiB of memory, as a load does. The baseline copies the same number of
+// bytes. Each run uses the next chunk. The second rate is that of the fastest quarter of the runs.
 func BenchmarkStream(b *testing.B) {
 	const chunkBytes, chunks = 1 << 20, 64
 	src := benchSample(BF16, chunkBytes/2)
@@ -84,7 +85,7 @@ func BenchmarkStream(b *testing.B) {
 			}
 		}
 		if len(took) >= chunks && !bytes.Equal(dst, plain) {
-			b.Fatal("not exact")
+			b.Fatal("wrong bytes")
 		}
 		if slices.Sort(took); len(took) > 0 {
 			b.ReportMetric(chunkBytes/took[len(took)/4], "best-GB/s")
@@ -103,7 +104,7 @@ func BenchmarkStream(b *testing.B) {
 	}
 }
 
-// BenchmarkEncode uses one core.
+// BenchmarkEncode encodes on one core.
 func BenchmarkEncode(b *testing.B) {
 	for t := uint8(BF16); t <= Bytes; t++ {
 		src := benchSample(t, 1<<19)

@@ -8,7 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Check accepts every good chunk and every chunk that Decode accepts, and counts the segments in the directory.
+// Check accepts every chunk that Decode accepts. Segments returns the number of segments in the directory.
 func TestCheck(t *testing.T) {
 	const seed = 7
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -40,7 +40,7 @@ func TestCheck(t *testing.T) {
 				}
 				refused++
 				if err := Decode(make([]byte, len(s.data)), p, s.transform, st); err == nil {
-					t.Fatalf("%s: refused, and decodes", s.name)
+					t.Fatalf("%s: Decode accepts a chunk that Check refuses", s.name)
 				}
 			}
 			c.Stored--
@@ -53,6 +53,6 @@ func TestCheck(t *testing.T) {
 		t.Error("nothing was refused")
 	}
 	if Check(nil, tensor.Chunk{Logical: tensor.MaxChunkBytes + 1}) == nil {
-		t.Error("a chunk larger than any was accepted")
+		t.Error("a chunk over the maximum size was accepted")
 	}
 }

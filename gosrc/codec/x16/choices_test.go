@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The expanded slots match docs/format.md for tables that other writers may make, and a table is refused exactly where
-// docs/format.md refuses it.
+// For tables that other writers may write, the expanded slots match docs/format.md, and exactly the tables that it
+// forbids are refused.
 func TestTablesOfOthers(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -32,7 +32,7 @@ func TestTablesOfOthers(t *testing.T) {
 				t.Fatalf("symbol %d has no slot", k)
 			}
 		}
-		for range w.r.IntN(3) { // sometimes none
+		for range w.r.IntN(3) { // sometimes without changes
 			k := w.r.IntN(16)
 			switch w.r.IntN(4) {
 			case 0:
@@ -49,7 +49,7 @@ func TestTablesOfOthers(t *testing.T) {
 		}
 		symbol, rank, refused := pageSlots(tb.freq[:], tb.divider[:], tb.alias[:])
 		if err := tb.checkParts(); (err == nil) != (refused == nil) {
-			t.Fatalf("%+v: %v, the page %v", tb, err, refused)
+			t.Fatalf("%+v: got %v, want %v", tb, err, refused)
 		}
 		if refused != nil {
 			bad++
@@ -58,17 +58,17 @@ func TestTablesOfOthers(t *testing.T) {
 		good++
 		for s, slot := range tb.expandSlots() {
 			if slot.symbol != symbol[s] || int(slot.rank) != rank[s] {
-				t.Fatalf("%+v: slot %d is %v, the page's %d, %d", tb, s, slot, symbol[s], rank[s])
+				t.Fatalf("%+v: slot %d is %v, want %d, %d", tb, s, slot, symbol[s], rank[s])
 			}
 		}
 	}
 	if good < 200 || bad < 200 {
-		t.Errorf("%d good tables and %d bad ones: this compares little", good, bad)
+		t.Errorf("only %d valid and %d invalid tables were compared", good, bad)
 	}
 }
 
-// No choice of kept values is cheaper than fit's. All sets of the most frequent values are tried, and every set if
-// there are few kinds.
+// No choice of kept values is cheaper than the one of fitModel. The test tries the most frequent values in any
+// number, and all subsets if there are few kinds.
 func TestFitIsCheapest(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -96,7 +96,7 @@ func TestFitIsCheapest(t *testing.T) {
 		selectTop(values, &hist, kinds)
 		for m := range kinds + 1 {
 			if c := cost(&hist, n, values[:m]); c < got.bits*(1-1e-12) {
-				t.Fatalf("%v: keeping %d costs %v, fit %v", hist, m, c, got.bits)
+				t.Fatalf("%v: keeping %d values costs %v, but fitModel costs %v", hist, m, c, got.bits)
 			}
 		}
 		if kinds > 7 {
@@ -110,16 +110,16 @@ func TestFitIsCheapest(t *testing.T) {
 				}
 			}
 			if c := cost(&hist, n, kept); c < got.bits*(1-1e-12) {
-				t.Fatalf("%v: keeping %v costs %v, fit %v", hist, kept, c, got.bits)
+				t.Fatalf("%v: keeping %v costs %v, but fitModel costs %v", hist, kept, c, got.bits)
 			}
 		}
 	}
-	for _, identity := range []bool{false, true} { // one kind, and two with one rare
+	for _, identity := range []bool{false, true} { // one kind of value, and two kinds of which one is rare
 		for _, v := range []int{0, 7, 15} {
 			var hist [256]int
 			hist[v] = 512
 			if m := fitModel(&hist, 512, identity); m.one < 0 || int(m.palette[m.one]) != v || m.escape >= 0 {
-				t.Errorf("only %d: %+v", v, m)
+				t.Errorf("only the value %d: got the model %+v", v, m)
 			}
 			hist[(v+1)%16] = 1
 			if m := fitModel(&hist, 513, identity); m.one >= 0 || m.bits <= 0 {
@@ -129,8 +129,8 @@ func TestFitIsCheapest(t *testing.T) {
 	}
 }
 
-// A used Encoder makes the same chunk as a new one, whatever came before: longer or shorter, any transform, packed or
-// refused.
+// A used Encoder gives the same chunk as a new one, regardless of what it encoded before: longer or shorter data, any
+// transform, compressed or not.
 func TestEncoderForgets(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -146,15 +146,15 @@ func TestEncoderForgets(t *testing.T) {
 				want, st, ok := fresh.Encode(nil, s.data, s.transform)
 				got, st2, ok2 := used.Encode(nil, s.data, s.transform)
 				if ok != ok2 || st != st2 || !bytes.Equal(got, want) {
-					t.Fatalf("%v, %s, %d bytes: another chunk", l, s.name, len(s.data))
+					t.Fatalf("%v, %s, %d bytes: a different chunk", l, s.name, len(s.data))
 				}
 			}
 		}
 	}
 }
 
-// A chunk is stored only if it takes at most 99 % of its bytes, to the byte. Impossible input is refused, and Estimate
-// expects about what Encode gives.
+// A chunk is only compressed if it takes at most 99 % of its bytes. Invalid input is refused, and Estimate is close
+// to the result of Encode.
 func TestGain(t *testing.T) {
 	const seed = 41
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -170,30 +170,30 @@ func TestGain(t *testing.T) {
 			if !ok {
 				refused++
 				if share < 0.97 {
-					t.Errorf("%s: refused, the estimate is %v", s.name, share)
+					t.Errorf("%s: not compressed, but the estimate is %v", s.name, share)
 				}
 				continue
 			}
 			packed++
 			is := float64(len(chunk)) / float64(len(s.data))
 			if len(chunk) > int(gain*float64(len(s.data))) {
-				t.Errorf("%s: %d bytes of %d are no gain", s.name, len(chunk), len(s.data))
+				t.Errorf("%s: %d bytes of %d are over the limit", s.name, len(chunk), len(s.data))
 			}
-			// The sample's share leaves out the header and the states of short segments.
+			// The estimate does not count the header and the states of short segments.
 			if extra := float64(headerBytes+4*(stateBytes+24)) / float64(len(s.data)); is < share-0.005 ||
 				is > share+extra+0.005 {
-				t.Errorf("%s: %v, the estimate is %v", s.name, is, share)
+				t.Errorf("%s: the share is %v, but the estimate is %v", s.name, is, share)
 			}
 		}
 	}
 	if packed == 0 || refused == 0 {
-		t.Errorf("%d packed, %d refused", packed, refused)
+		t.Errorf("%d packed and %d refused, want some of both", packed, refused)
 	}
-	for tr := range uint8(12) { // too small for a tile, or an unknown transform
+	for tr := range uint8(12) { // less than a tile, or an unknown transform
 		var e Encoder
 		for _, n := range []int{0, 1, 127} {
 			if _, _, ok := e.Encode(nil, make([]byte, n), tr); ok || Estimate(make([]byte, n), tr) != 1 {
-				t.Errorf("transform %d packs %d bytes", tr, n)
+				t.Errorf("transform %d compressed %d bytes", tr, n)
 			}
 		}
 	}
@@ -202,8 +202,7 @@ func TestGain(t *testing.T) {
 	}
 }
 
-// Threads that decode at the same time, also other transforms and bad chunks, do not see each other's tables or
-// escapes.
+// Concurrent decoders do not share tables or escapes, even with different transforms and invalid chunks.
 func TestDecodersAreApart(t *testing.T) {
 	const seed = 51
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -247,7 +246,7 @@ func TestDecodersAreApart(t *testing.T) {
 	wg.Wait()
 }
 
-// A level that the machine lacks selects the best one, and does not decode.
+// For a level that the machine does not support, Use selects the best level and DecodeAt fails.
 func TestLevels(t *testing.T) {
 	defer Use(Using())
 	for _, l := range []Level{Scalar, NEON, AVX2, AVX512} {
@@ -255,20 +254,20 @@ func TestLevels(t *testing.T) {
 		if !slices.Contains(Levels(), l) {
 			want = Best()
 			if DecodeAt(l, nil, nil, BF16, 1) == nil {
-				t.Errorf("%v decodes on a machine without it", l)
+				t.Errorf("%v decodes on a machine that does not support it", l)
 			}
 		}
 		if Use(l); Using() != want {
-			t.Errorf("%v: %v", l, Using())
+			t.Errorf("Use(%v): Using returned %v", l, Using())
 		}
 	}
 	if Scalar.String() != "scalar" || NEON.String() != "NEON" || AVX2.String() != "AVX2" ||
 		AVX512.String() != "AVX-512" {
-		t.Error("names")
+		t.Error("wrong level names")
 	}
 }
 
-// FuzzCheck: Decode refuses whatever a GPU's check refuses, and a chunk that decodes passes the check.
+// FuzzCheck checks that Decode refuses every chunk that Check refuses.
 func FuzzCheck(f *testing.F) {
 	w := pageWriter{rand.New(rand.NewPCG(61, 0))}
 	for tr := uint8(BF16); tr <= Bytes; tr++ {
@@ -285,10 +284,10 @@ func FuzzCheck(f *testing.F) {
 		err := Check(p, c)
 		dst := make([]byte, size)
 		if decoded := Decode(dst, p, transform, st); decoded == nil && err != nil {
-			t.Fatalf("decodes, and the check says %v", err)
+			t.Fatalf("Decode accepts a chunk for which Check returns %v", err)
 		}
 		if err == nil && Segments(c) < 1 {
-			t.Fatal("no segments")
+			t.Fatal("Check accepts a chunk without segments")
 		}
 	})
 }

@@ -1,6 +1,6 @@
 package x16
 
-// Decodes a chunk with the fastest decoder of this machine.
+// Decodes chunks with the fastest decoder for this machine.
 
 import (
 	"slices"
@@ -9,10 +9,10 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Level is an instruction set of a decoder.
+// A Level is a decoder's instruction set.
 type Level uint8
 
-// The levels, from slow to fast.
+// These are the levels, from slow to fast.
 const (
 	Scalar Level = iota
 	NEON
@@ -23,24 +23,24 @@ const (
 // String returns the level's name ("AVX-512").
 func (l Level) String() string { return [...]string{"scalar", "NEON", "AVX2", "AVX-512"}[l] }
 
-// levels are the levels of this machine and build, from slow to fast. level is the one in use.
+// levels are the levels that this machine and build support, from slow to fast. level is the one in use.
 var (
 	levels = detectLevels()
 	best   = levels[len(levels)-1]
 	level  = best
 )
 
-// Levels returns the levels of this machine and build, from slow to fast.
+// Levels returns the levels that this machine and build support, from slow to fast.
 func Levels() []Level { return slices.Clone(levels) }
 
-// Best returns the highest level of this machine and build.
+// Best returns the fastest level that this machine and build support.
 func Best() Level { return best }
 
 // Using returns the level that Decode and Encode use.
 func Using() Level { return level }
 
-// Use sets the level of Decode and Encode. A level that is not among Levels means Best. Call it at the start of a
-// process: it is not safe while Decode or Encode runs.
+// Use sets the level of Decode and Encode. A level that is not in Levels selects Best. Use must be called at the
+// start of a process, because it must not run concurrently with Decode or Encode.
 func Use(l Level) {
 	if !slices.Contains(levels, l) {
 		l = best
@@ -53,17 +53,17 @@ var decoders = sync.Pool{New: func() any { return &decoder{lanes: new(laneMemory
 // Decode fills dst with the logical bytes of the chunk src. The transform and the tiles per segment come from the
 // index.
 //
-// Any error is errs.ErrCorrupt, and the content of dst is then undefined. Decode reads nothing outside src,
-// writes nothing outside dst, and is safe for concurrent use.
+// Any error is errs.ErrCorrupt, and dst is then undefined. Decode never reads outside src or writes outside dst. It
+// is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
 	return DecodeAt(level, dst, src, transform, segTiles)
 }
 
-// DecodeAt is Decode at a given level, for tests and benchmarks. A level that is not among Levels is
+// DecodeAt is Decode at a given level, for tests and benchmarks. A level that is not in Levels is
 // errs.ErrNotSupported.
 func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) error {
 	if !slices.Contains(levels, level) {
-		return errs.New(errs.ErrNotSupported, "%v on this machine", level)
+		return errs.New(errs.ErrNotSupported, "this machine or build does not support %v", level)
 	}
 	d := decoders.Get().(*decoder)
 	d.level = level
@@ -86,7 +86,7 @@ func (d *decoder) decodeChunk(dst, src []byte, transform uint8, segTiles uint16)
 	if d.level > Scalar {
 		d.fast.build(d)
 	}
-	// Several segments are decoded together to hide the latencies of one by the work of the others.
+	// Decode several segments together: the work on one hides the latency of another.
 	for seg := 0; seg < d.segs; {
 		n := min(len(d.run), d.segs-seg)
 		run := d.run[:n]
@@ -115,7 +115,7 @@ func (d *decoder) decodeSegments(run []segment) error {
 		for i := range run {
 			run[i].want, run[i].got = min(batch, run[i].tiles), 0
 		}
-		d.decodeFast(run) // leaves the rest to the scalar decoder
+		d.decodeFast(run) // the scalar decoder below decodes the rest
 		for i := range run {
 			s := &run[i]
 			if !d.decodeScalar(s, s.vals[s.got*tileSyms:s.want*tileSyms]) {
@@ -129,7 +129,7 @@ func (d *decoder) decodeSegments(run []segment) error {
 	return nil
 }
 
-// decodeOne decodes a chunk with a single symbol.
+// decodeOne decodes a chunk that contains only one symbol.
 func (d *decoder) decodeOne() {
 	v := d.palette[d.symbol]
 	vals := d.vals[0][:fillTiles*tileSyms]
@@ -141,7 +141,7 @@ func (d *decoder) decodeOne() {
 	}
 }
 
-// planesOf returns the bytes of every plane for n tiles from tile on.
+// planesOf returns the bytes of each plane for the n tiles from tile on.
 func (d *decoder) planesOf(tile, n int) (p [maxPlanes][]byte) {
 	for i, bits := range d.form.planes {
 		size := n * tileSyms / 8 * bits
@@ -155,7 +155,7 @@ func (d *decoder) planesOf(tile, n int) (p [maxPlanes][]byte) {
 	return
 }
 
-// mergeTiles joins the values of whole tiles and their planes into dst.
+// mergeTiles joins the values of whole tiles with their planes into elements in dst.
 func (d *decoder) mergeTiles(vals []byte, tile int) {
 	size := d.tileBytes()
 	for len(vals) > 0 {

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// The vector division is exact for every frequency over its whole range: on multiples, their neighbours and random
-// numbers.
+// The vector division is exact for every frequency over its whole range. The test uses multiples, adjacent numbers
+// and random numbers.
 func TestDivide(t *testing.T) {
 	if best < AVX512 {
 		t.Skip("no AVX-512")

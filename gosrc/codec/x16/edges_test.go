@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// fenced is memory between two inaccessible pages.
+// fenced is memory between two inaccessible pages, the fences.
 type fenced struct{ all, room []byte }
 
 func newFenced(t *testing.T, n int) *fenced {
@@ -32,12 +32,12 @@ func newFenced(t *testing.T, n int) *fenced {
 	return &fenced{all, room}
 }
 
-// end is n bytes that end at the fence, begin n bytes that begin at it.
+// end returns the last n bytes before a fence, and begin the first n bytes after one.
 func (f *fenced) end(n int) []byte   { return f.room[len(f.room)-n : len(f.room) : len(f.room)] }
 func (f *fenced) begin(n int) []byte { return f.room[:n:n] }
 
-// No twin reads outside a chunk or writes outside its destination. Both touch inaccessible memory, whatever the chunk
-// is.
+// No twin reads outside a valid or invalid chunk or writes outside its destination. Both are placed next to
+// inaccessible memory.
 func TestFences(t *testing.T) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	seed := uint64(time.Now().UnixNano())
@@ -84,7 +84,7 @@ func TestFences(t *testing.T) {
 	}
 }
 
-// No encoder reads outside its source.
+// No encoder reads outside its source, which is placed next to inaccessible memory.
 func TestFencedSources(t *testing.T) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	const seed = 31

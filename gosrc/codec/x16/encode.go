@@ -1,26 +1,26 @@
 package x16
 
-// Encodes a chunk.
+// Encodes chunks.
 
 import (
 	"encoding/binary"
 	"math/bits"
 )
 
-// gain is the stored size, as a share of the logical bytes, above which a chunk is stored raw.
+// gain is the maximum stored size as a share of the logical bytes. Larger chunks are stored raw.
 const gain = 0.99
 
-// defaultSegTiles is the longest segment that encoders make: 64 Ki symbols. Half of it costs 0.13 % more bytes
-// for 4 % more speed on the CPU. On an H200 it makes no difference to large launches, and a single launch of 64
-// MiB still decodes at 0.49 TB/s, six times the rate of the link.
+// defaultSegTiles is the maximum length of the segments that encoders write: 64 Ki symbols. With half that
+// length, chunks would be 0.13 % larger and decode 4 % faster on the CPU. On an H200, large launches would not be
+// faster. A single launch of 64 MiB still decodes at 0.49 TB/s, six times the rate of the PCIe link.
 const defaultSegTiles = 256
 
-// An Encoder encodes chunks. It keeps its scratch memory, so that the next chunk of the same size allocates
-// nothing. The zero value is ready to use. Only one goroutine may use it at a time.
+// An Encoder encodes chunks. It reuses its buffers, so the next chunk of the same size allocates nothing. The zero
+// value is ready to use. It must not be used concurrently.
 type Encoder struct {
-	vals  []byte            // symbol values, later replaced by symbols
-	plane [maxPlanes][]byte // one each
-	words [4][]byte         // of four segments, filled from the end
+	vals  []byte            // symbol values, which are later replaced by symbols
+	plane [maxPlanes][]byte // the planes
+	words [4][]byte         // the words of four segments, filled from the end
 	escs  []escape
 	hist  [4][256]uint32
 	syms  [256]byte // value -> symbol
@@ -29,7 +29,7 @@ type Encoder struct {
 	table table
 	group [4]coding
 	fast  fastCoder
-	// segTiles replaces defaultSegTiles in measurements.
+	// segTiles, if not 0, replaces defaultSegTiles in measurements and tests.
 	segTiles int
 	level    Level
 	forced   bool
@@ -40,15 +40,15 @@ type escape struct {
 	value byte
 }
 
-// A coder holds what is needed to encode a symbol.
+// A coder holds the parameters to encode a symbol.
 type coder struct {
-	inverse uint64 // ceil(2^56 / freq): exact for every x < 2^32
+	inverse uint64 // ceil(2^56 / freq): exact for all x < 2^32
 	freq    uint32
 }
 
-// Encode appends the chunk of src to dst. The caller stores the number of tiles per segment in the index. If
-// encoding gains too little, ok is false and dst is unchanged; the caller then stores the bytes raw. The same src
-// gives the same chunk on every machine.
+// Encode appends the chunk of src to dst. The caller must store the number of tiles per segment in the index. If
+// encoding saves too little, ok is false and dst is unchanged; the caller should then store the bytes raw. The same
+// src gives the same chunk on every machine.
 func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles uint16, ok bool) {
 	if !isTransform(transform) {
 		return dst, 0, false
@@ -107,7 +107,7 @@ func (e *Encoder) Encode(dst, src []byte, transform uint8) (out []byte, segTiles
 	return out, uint16(s), true
 }
 
-// isRepeated reports whether a byte of a plane repeats one element.
+// isRepeated reports whether the elements in one byte of a plane are all equal.
 func isRepeated(v byte, bits int) bool {
 	switch bits {
 	case 4:
@@ -118,12 +118,12 @@ func isRepeated(v byte, bits int) bool {
 	return true
 }
 
-// minSegTiles is the shortest segment into which encoders divide to get four segments. Shorter ones would decode
-// faster in small chunks, but the states of four segments are 13 % of a bf16 tensor of 4 KB.
+// minSegTiles is the minimum length of segments when encoders divide a chunk to get four of them. Shorter segments
+// would decode small chunks faster, but the states of four segments are 13 % of a bf16 tensor of 4 KB.
 const minSegTiles = 32
 
-// segmentGrid divides tiles into equal segments of at most `longest` tiles. If there are enough tiles, the number
-// of segments is a multiple of four, since decoders run four at a time.
+// segmentGrid divides tiles into equal segments of at most `longest` tiles. If there are enough tiles, the number of
+// segments is a multiple of four, because decoders process four at a time.
 func segmentGrid(tiles, longest int) (segTiles, segs int) {
 	if longest == 0 {
 		longest = defaultSegTiles
@@ -153,7 +153,8 @@ func (e *Encoder) splitElements(transform uint8, src []byte, n int) {
 	}
 }
 
-// histogram counts values. It uses four tables so that equal neighbours do not wait for each other.
+// histogram counts values. It uses four tables, so that increments for equal adjacent values do not wait for each
+// other.
 func (e *Encoder) histogram() (out [256]int) {
 	h := &e.hist
 	*h = [4][256]uint32{}
@@ -174,7 +175,7 @@ func (e *Encoder) histogram() (out [256]int) {
 	return
 }
 
-// appendSegments appends the directory and all segments to a chunk that begins at base.
+// appendSegments appends the directory and all segments to the chunk that starts at out[base].
 func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []byte {
 	e.prepareTables(m)
 	e.turnIntoSymbols(m)
@@ -190,7 +191,7 @@ func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []
 		for i := range n {
 			first := (seg + i) * s * tileSyms
 			syms[i] = e.vals[first:min(first+s*tileSyms, len(e.vals))]
-			// Two symbols make at most one word. Vectors need room after the words.
+			// Two symbols produce at most one word. Vector stores need space after the words.
 			e.words[i] = withLength(e.words[i], len(syms[i])+64)[:len(syms[i])]
 		}
 		if e.level == Scalar || !e.groupFast(syms[:n]) {
@@ -217,7 +218,7 @@ func (e *Encoder) appendSegments(out []byte, base int, m *model, s, segs int) []
 	return out
 }
 
-// appendSegment appends the coded part i of the group.
+// appendSegment appends the encoded segment i of the group.
 func (e *Encoder) appendSegment(out []byte, i, first int, escs []escape) []byte {
 	g := &e.group[i]
 	for _, x := range g.states {
@@ -233,7 +234,7 @@ func (e *Encoder) appendSegment(out []byte, i, first int, escs []escape) []byte 
 	return out
 }
 
-// prepareTables makes the coding tables of a model.
+// prepareTables builds the coding tables for a model.
 func (e *Encoder) prepareTables(m *model) {
 	for k, f := range m.freq {
 		e.coder[k] = coder{}
@@ -257,7 +258,7 @@ func (e *Encoder) prepareTables(m *model) {
 	}
 }
 
-// turnIntoSymbols turns the values in e.vals into symbols, and lists the escapes.
+// turnIntoSymbols replaces the values in e.vals by symbols and collects the escapes.
 func (e *Encoder) turnIntoSymbols(m *model) {
 	e.escs = e.escs[:0]
 	from := 0
@@ -274,14 +275,13 @@ func (e *Encoder) turnIntoSymbols(m *model) {
 	}
 }
 
-// A coding is the state of encoding a segment: the lanes' states, and the position of the last word.
+// A coding is the state of encoding a segment: the lanes' states and the position of the last word.
 type coding struct {
 	states [lanes]uint32
 	at     int
 }
 
-// codeSegment codes the symbols of one segment, last to first, as part i of the
-// group.
+// codeSegment encodes the symbols of one segment, from last to first, as segment i of the group.
 func (e *Encoder) codeSegment(syms []byte, i int) {
 	x, words := &e.group[i].states, e.words[i]
 	for l := range x {
@@ -296,7 +296,7 @@ func (e *Encoder) codeSegment(syms []byte, i int) {
 				k0, k1 := tile[u]&15, tile[u+1]&15
 				c0, c1 := &e.coder[k0], &e.coder[k1]
 				v := x[l]
-				// The word is always written; it is kept if at moves.
+				// The word is always written, but only kept if `at` moves.
 				binary.LittleEndian.PutUint16(words[at-2:], uint16(v))
 				full := uint(0)
 				if v >= c0.freq*c1.freq<<16 {
@@ -315,8 +315,8 @@ func (e *Encoder) codeSegment(syms []byte, i int) {
 	e.group[i].at = at
 }
 
-// Estimate returns the expected stored size of a tensor, as a share of its logical size, from a sample. It is 1
-// if nothing can be gained. It allocates, and reads the sample once.
+// Estimate returns the expected stored size of a tensor as a share of its logical size, estimated from a sample. It
+// is 1 if the tensor cannot be compressed. Estimate allocates memory and reads the sample once.
 func Estimate(sample []byte, transform uint8) float64 {
 	if !isTransform(transform) {
 		return 1
@@ -330,7 +330,7 @@ func Estimate(sample []byte, transform uint8) float64 {
 	e.splitElements(transform, sample[:n/8*f.bits], n)
 	hist := e.histogram()
 	m := fitModel(&hist, n, f.identity)
-	// Count the states and padding of segments of full length, whatever the sample's length.
+	// Count the states and padding as for segments of full length, regardless of the sample's length.
 	size := m.bits / 8
 	if m.one < 0 {
 		size += float64(n) / (defaultSegTiles * tileSyms) * (stateBytes + 16)

@@ -11,23 +11,23 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// The AVX-512 encoder gives exactly the same bits as the scalar one. It processes the states of four segments in
-// parallel, 16 lanes per register, from the last tile to the first. It divides by frequencies in two exact steps
-// (divide512).
+// The AVX-512 encoder gives exactly the same bits as the scalar encoder. It processes the states of four segments in
+// parallel, 16 lanes per register, from the last tile to the first. It divides by frequencies in two steps, with an
+// exact result (divide512).
 
 type (
 	b64 = archsimd.Uint8x64
 	f16 = archsimd.Float32x16
 )
 
-// fastCoder has the tables by symbol, and slot by cumulative frequency + rank.
+// fastCoder holds the tables by symbol, the slots by cumulative frequency + rank, and the symbols by value.
 type fastCoder struct {
 	freq, small, first [16]uint32
 	inverse            [16]float32
 	slot, syms         [4][64]uint8
 }
 
-// prepareFast makes the vector tables of a model.
+// prepareFast builds the vector tables for a model.
 func (e *Encoder) prepareFast(m *model) {
 	if e.level != AVX512 {
 		return
@@ -41,8 +41,8 @@ func (e *Encoder) prepareFast(m *model) {
 		}
 		c.freq[k] = uint32(f)
 		c.small[k] = (1<<20 + uint32(f) - 1) / uint32(f)
-		// This is too small by 1.6 to 1.7 x 2^-23 of itself, rounding included, so that all roundings of
-		// divide512 together cannot make it too large.
+		// The inverse is too small by a relative error of 1.6 to 1.7 x 2^-23, including rounding. So all roundings of
+		// divide512 together cannot make the result too large.
 		c.inverse[k] = float32(1 / float64(f) * (1 - 1.65*math.Pow(2, -23)))
 		for r := range int(f) {
 			c.slot[(first+r)/64][(first+r)%64] = e.slots[k][r]
@@ -54,12 +54,12 @@ func (e *Encoder) prepareFast(m *model) {
 	}
 }
 
-// lookup256 is t[i] for 64 bytes i.
+// lookup256 looks up 64 bytes i in a table of 256 bytes.
 func lookup256(t0, t1, t2, t3, i, half b64) b64 {
 	return t2.ConcatPermute(t3, i).Merge(t0.ConcatPermute(t1, i), i.GreaterEqual(half))
 }
 
-// symbolsFast is the vector part of turnIntoSymbols. It returns how many values it has done.
+// symbolsFast is the vector part of turnIntoSymbols. It returns the number of values that it has replaced.
 func (e *Encoder) symbolsFast(m *model) int {
 	if e.level != AVX512 {
 		return 0
@@ -84,9 +84,9 @@ func (e *Encoder) symbolsFast(m *model) int {
 
 // divide512 returns x / f and the remainder, for x < f << 24.
 //
-// The floating-point product is too small by at most 7. x and the product are each off by 2^-24 of themselves,
-// and inverse by 1.7 x 2^-23, which together is 3.2 x 2^-23 of less than 2^24. The rest is less than 8 f, and
-// ceil(2^20 / f) divides it exactly, since 8 f x f < 2^20.
+// The floating-point product is too small by at most 7. x and the product each have a relative error of 2^-24, and
+// inverse has 1.7 x 2^-23. Together this is 3.2 x 2^-23, for a quotient below 2^24. The remaining dividend is less
+// than 8 f. Multiplying it by ceil(2^20 / f) divides it exactly, because 8 f x f < 2^20.
 func divide512(x, f, small v16, inverse f16) (q, r v16) {
 	q = x.ConvertToFloat32().Mul(inverse).ConvertToUint32()
 	r = x.Sub(q.Mul(f))
@@ -95,7 +95,8 @@ func divide512(x, f, small v16, inverse f16) (q, r v16) {
 	return q.Add(more), r.Sub(more.Mul(f))
 }
 
-// pack512 packs half a tile of symbols into 8 nibbles in each of 16 lanes, the first symbol lowest.
+// pack512 packs half a tile of symbols into 8 nibbles in each of 16 lanes, with the first symbol in the lowest
+// nibble.
 func pack512(p *[128]byte, weights archsimd.Int8x64, order v16) v16 {
 	a := archsimd.LoadUint8x64((*[64]uint8)(p[:64])).DotProductPairsSaturated(weights)
 	b := archsimd.LoadUint8x64((*[64]uint8)(p[64:])).DotProductPairsSaturated(weights)
@@ -119,8 +120,8 @@ var (
 	}()
 )
 
-// groupFast encodes up to four segments. Part i has the symbols syms[i]; e.group[i] and e.words[i] get the
-// results.
+// groupFast encodes up to four segments. syms[i] are the symbols of segment i. The results are in e.group[i] and
+// e.words[i].
 func (e *Encoder) groupFast(syms [][]byte) bool {
 	if e.level != AVX512 {
 		return false
@@ -156,7 +157,8 @@ func (e *Encoder) groupFast(syms [][]byte) bool {
 	return true
 }
 
-// pair512 encodes a pair of steps of a segment. Its symbols are the two highest nibbles, which it rotates away.
+// pair512 encodes a pair of steps of a segment. The symbols are in the two highest nibbles of each lane; the nibbles
+// are then rotated to the next pair.
 func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16]uint32) {
 	freq, first := archsimd.LoadUint32x16(&c.freq), archsimd.LoadUint32x16(&c.first)
 	small, inverse := archsimd.LoadUint32x16(&c.small), archsimd.LoadFloat32x16(&c.inverse)
@@ -170,7 +172,7 @@ func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16
 	fa, fb := freq.Permute(na), freq.Permute(nb)
 	ha, hb := freq.Permute(ma), freq.Permute(mb)
 
-	// Compress the words of full lanes, lowest lane first, to end where the earlier ones began.
+	// Compress the words of the lanes that overflow, lowest lane first, to end where the previous words start.
 	fullA := xa.GreaterEqual(fa.Mul(ha).ShiftAllLeft(16))
 	fullB := xb.GreaterEqual(fb.Mul(hb).ShiftAllLeft(16))
 	var low archsimd.Uint16x32
@@ -183,7 +185,7 @@ func (e *Encoder) pair512(c *fastCoder, g *coding, words []byte, nibbles *[2][16
 		low.Compress(archsimd.Mask16x32FromBits(full)).StoreMasked(out,
 			archsimd.Mask16x32FromBits(^uint32(0)>>((32-n)&31)))
 	}
-	// Shift by a register of counts, because the compiler makes an invalid instruction of a masked shift by a
+	// Shift by a register of counts, because the compiler emits an invalid instruction for a masked shift by a
 	// constant.
 	sixteen := archsimd.BroadcastUint32x16(16)
 	xa = xa.ShiftRight(sixteen).Merge(xa, fullA)

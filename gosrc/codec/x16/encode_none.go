@@ -2,7 +2,7 @@
 
 package x16
 
-// Without GOEXPERIMENT=simd on amd64, the scalar encoder is used.
+// Without GOEXPERIMENT=simd, or on other processors, the scalar encoder is used.
 
 type fastCoder struct{}
 

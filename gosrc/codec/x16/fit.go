@@ -4,23 +4,23 @@ package x16
 
 import "math"
 
-// escapeBits is the cost of one escape in addition to its symbol: u16 + u8.
+// escapeBits is the size of one escape in addition to its symbol: u16 + u8.
 const escapeBits = 24
 
-// A model says how a chunk will be coded: which values get symbols, and how many slots each symbol gets.
+// A model determines how a chunk is encoded: which values have symbols, and how many slots each symbol has.
 type model struct {
 	palette [16]byte
 	freq    [16]uint8
-	escape  int // symbol, or -1
+	escape  int // the escape symbol, or -1
 	one     int // the only symbol, or -1
-	// bits is the size of the symbols and escapes of the histogram.
+	// bits is the encoded size of the histogram's symbols and escapes.
 	bits float64
 }
 
 // fitModel finds the cheapest model for a histogram of n > 0 values.
 //
-// The best m values to keep are the m most frequent, so trying every m finds the optimum. A value is only kept if
-// that is cheaper than escaping it. Its cost includes the slot that it takes from the others.
+// The best m values to keep are the m most frequent ones, so trying every m finds the optimum. A value is only kept
+// if this is cheaper than escaping it. Its cost includes the slots that other symbols lose.
 func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	var order [256]uint8
 	kinds := 0
@@ -63,7 +63,7 @@ func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	}
 	for m := min(15, kinds-1); m >= 1; m-- {
 		if float64(escapeCount)*escapeBits >= best.bits {
-			break // fewer values would only escape more
+			break // with fewer values there are only more escapes
 		}
 		if c := modelOf(order[:m], hist, n, escapeCount); c.bits < best.bits {
 			best = c
@@ -73,7 +73,7 @@ func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	return best
 }
 
-// selectTop sorts the most frequent values to the front; ties are sorted by value.
+// selectTop moves the most frequent values to the front, in order; ties are sorted by value.
 func selectTop(order []uint8, hist *[256]int, top int) {
 	for i := range top {
 		b := i
@@ -86,8 +86,7 @@ func selectTop(order []uint8, hist *[256]int, top int) {
 	}
 }
 
-// modelOf fits frequencies to a palette. The escape, if any, is the last
-// symbol.
+// modelOf returns the model with the best frequencies for a palette. The escape, if any, is the last symbol.
 func modelOf(values []uint8, hist *[256]int, n, escaped int) model {
 	m := model{escape: -1, one: -1}
 	var counts [16]int
@@ -104,7 +103,7 @@ func modelOf(values []uint8, hist *[256]int, n, escaped int) model {
 	return m
 }
 
-// log2 of 1..256: frequencies are never larger.
+// log2 is a table of log2 for 1..256. Frequencies are never larger.
 var log2 = func() (t [257]float64) {
 	for i := 1; i < len(t); i++ {
 		t[i] = math.Log2(float64(i))
@@ -112,10 +111,10 @@ var log2 = func() (t [257]float64) {
 	return
 }()
 
-// fitFreq distributes 256 slots among counts that sum to n, with at least two of them not zero, so that the coded
-// size is minimal. It returns that size in bits.
+// fitFreq distributes 256 slots among counts that sum to n, so that the encoded size is minimal. At least two counts
+// must not be zero. It returns the frequencies and the size in bits.
 //
-// The size is a sum of convex functions of each share, so moving single slots while that helps ends at the
+// The size is a sum of convex functions of each share, so moving single slots as long as this helps ends at the
 // optimum.
 func fitFreq(counts *[16]int, n int) (freq [16]uint8, bits float64) {
 	var f [16]int
@@ -128,7 +127,7 @@ func fitFreq(counts *[16]int, n int) (freq [16]uint8, bits float64) {
 			sum += f[k]
 		}
 	}
-	more := func() (at int) { // the symbol that gains most from one more slot
+	more := func() (at int) { // the symbol that saves most with one more slot
 		at, best := -1, -1.0
 		for k := range f {
 			if c[k] > 0 && f[k] < 255 {
@@ -139,7 +138,7 @@ func fitFreq(counts *[16]int, n int) (freq [16]uint8, bits float64) {
 		}
 		return at
 	}
-	less := func() (at int) { // the symbol that loses least by one slot less
+	less := func() (at int) { // the symbol that loses least with one slot less
 		at, best := -1, math.Inf(1)
 		for k := range f {
 			if f[k] > 1 {

@@ -9,11 +9,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// sizeOf is the logical bytes of whole tiles and a tail.
+// sizeOf returns the logical size of whole tiles and a tail in bytes.
 func sizeOf(transform uint8, tiles, tail int) int { return tiles*256*page[transform].width/8 + tail }
 
-// Every twin decodes chunks that docs/format.md allows and our encoder never makes: other alias tables, symbols in any
-// order, values escaped though they have a symbol, constant planes that are stored, segments of any number of tiles.
+// Every twin decodes chunks that docs/format.md allows but our encoder never writes: other alias tables, symbols in
+// any order, escapes for values that have a symbol, stored constant planes, and segments of any number of tiles.
 func TestForeignChunks(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -29,10 +29,10 @@ func TestForeignChunks(t *testing.T) {
 			chunk, logical := w.chunk(tr, size, st)
 			got, err := pageDecode(chunk, size, tr, uint16(st))
 			if err != nil || !bytes.Equal(got, logical) {
-				t.Fatalf("%s: the page's own reader: %v", Name(tr), err)
+				t.Fatalf("%s: the reference reader: %v", Name(tr), err)
 			}
 			if !agree(t, chunk, size, tr, uint16(st)) {
-				t.Fatalf("%s: %d tiles in segments of %d are refused", Name(tr), tiles, st)
+				t.Fatalf("%s: %d tiles in segments of %d were refused", Name(tr), tiles, st)
 			}
 			dst := make([]byte, size)
 			if err := Decode(dst, chunk, tr, uint16(st)); err != nil || !bytes.Equal(dst, logical) {
@@ -41,13 +41,14 @@ func TestForeignChunks(t *testing.T) {
 			c := tensor.Chunk{Codec: tensor.CodecX16, Transform: tr, SegTiles: uint16(st), Logical: uint32(size),
 				Stored: uint32(len(chunk))}
 			if err := Check(chunk, c); err != nil {
-				t.Fatalf("%s: a GPU's check refuses it: %v", Name(tr), err)
+				t.Fatalf("%s: Check refuses it: %v", Name(tr), err)
 			}
 		}
 	}
 }
 
-// Whatever happens to a chunk, the product accepts it exactly if docs/format.md does, and then gives the same bytes.
+// For any change to a chunk, the product accepts it exactly if docs/format.md allows it, and then gives the same
+// bytes.
 func TestThePageDecides(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -62,8 +63,8 @@ func TestThePageDecides(t *testing.T) {
 		dst := make([]byte, size)
 		err := Decode(dst, p, tr, st)
 		if (err == nil) != (refused == nil) || err == nil && !bytes.Equal(dst, want) {
-			t.Fatalf("%s, %d bytes from %d in segments of %d: the page says %v, Decode %v", Name(tr), size, len(p), st,
-				refused, err)
+			t.Fatalf("%s, %d bytes from %d in segments of %d: the reference reader returns %v, Decode %v",
+				Name(tr), size, len(p), st, refused, err)
 		}
 		tried++
 		if err == nil {
@@ -77,7 +78,7 @@ func TestThePageDecides(t *testing.T) {
 			size := sizeOf(tr, tiles, w.r.IntN(9))
 			chunk, _ := w.chunk(tr, size, st)
 			same(chunk, size, tr, uint16(st))
-			for at := range 96 { // every byte of the header, with values near the allowed ones
+			for at := range 96 { // set every byte of the header to values near the allowed ones
 				for _, v := range []byte{0, 1, 16, 17, 32, 255, chunk[at] + 1} {
 					p := bytes.Clone(chunk)
 					p[at] = v
@@ -111,12 +112,12 @@ func TestThePageDecides(t *testing.T) {
 	}
 	t.Logf("%d of %d accepted", accepted, tried)
 	if accepted < tried/100 || accepted == tried {
-		t.Errorf("%d of %d accepted: this compares nothing", accepted, tried)
+		t.Errorf("%d of %d were accepted, want some but not all", accepted, tried)
 	}
 }
 
-// A reader written from docs/format.md decodes our encoder's chunks to the same bytes, in every size around whole tiles
-// and for every sample.
+// The reference reader, written from docs/format.md, decodes our encoder's chunks to the same bytes, in every size
+// around whole tiles and for every sample.
 func TestOursByThePage(t *testing.T) {
 	const seed = 21
 	t.Logf("seed %d", seed)
@@ -147,6 +148,6 @@ func TestOursByThePage(t *testing.T) {
 		}
 	}
 	if packed < 100 {
-		t.Errorf("only %d chunks", packed)
+		t.Errorf("only %d chunks were compressed", packed)
 	}
 }

@@ -11,7 +11,7 @@ type sample struct {
 	name      string
 	transform uint8
 	data      []byte
-	packs     bool // must be worth compressing
+	packs     bool // whether it must be compressible
 }
 
 func float16(f float32) uint16 {
@@ -30,7 +30,7 @@ func float16(f float32) uint16 {
 	return sign | uint16(exp)<<10 | uint16(b>>13)&0x3ff
 }
 
-// gaussian gives n weights as float32, in rows of 4096 with a scale each, like trained matrices.
+// gaussian returns n weights as float32. Like in trained matrices, each row of 4096 has its own scale.
 func gaussian(r *rand.Rand, n int) []float32 {
 	w := make([]float32, n)
 	scale := 0.0
@@ -43,7 +43,8 @@ func gaussian(r *rand.Rand, n int) []float32 {
 	return w
 }
 
-// samples makes about n elements for every transform: weights, and values that are likely to break things.
+// samples returns samples of about n elements for every transform: weights, and values that are likely to cause
+// errors.
 func samples(r *rand.Rand, n int) []sample {
 	w := gaussian(r, n)
 	var bf, hf, f32, f32b, e4, e5, i8, i4, wide []byte

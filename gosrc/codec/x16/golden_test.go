@@ -17,14 +17,14 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-var update = flag.Bool("update", false, "write the golden chunks anew")
+var update = flag.Bool("update", false, "write the golden chunks again")
 
 const goldens = "../../../tests/goldens/x16"
 
 // goldenSegTiles divides the small goldens into several segments.
 const goldenSegTiles = 6
 
-// A golden is a chunk that some version wrote, and its contents.
+// A golden is a chunk that an earlier version wrote, and the hash of its contents.
 type golden struct {
 	name      string
 	transform uint8
@@ -56,11 +56,11 @@ func readGoldens(t *testing.T) (out []golden) {
 	return out
 }
 
-// TestUpdateGoldens writes a golden of every kind of chunk, only with -update. Once the format is frozen the files
-// never change, and only new ones are added.
+// TestUpdateGoldens writes a golden of every kind of chunk if -update is set. Once the format is frozen, existing
+// files must not change; new files may be added.
 func TestUpdateGoldens(t *testing.T) {
 	if !*update {
-		t.Skip("-update")
+		t.Skip("needs -update")
 	}
 	if err := os.MkdirAll(goldens, 0o755); err != nil {
 		t.Fatal(err)
@@ -87,8 +87,8 @@ func TestUpdateGoldens(t *testing.T) {
 	}
 }
 
-// Every twin decodes the chunks of older writers. The encoder still makes the same bytes: its choices may change, but
-// not unnoticed.
+// Every twin decodes the chunks of older writers. The encoder still writes the same bytes. If its choices change,
+// this test fails, and the goldens must be updated deliberately.
 func TestGoldens(t *testing.T) {
 	for _, g := range readGoldens(t) {
 		dst := make([]byte, g.logical)
@@ -104,15 +104,14 @@ func TestGoldens(t *testing.T) {
 			e := Encoder{level: l, forced: true, segTiles: goldenSegTiles}
 			again, st, ok := e.Encode(nil, dst, g.transform)
 			if !ok || st != g.segTiles || !bytes.Equal(again, g.chunk) {
-				t.Errorf("%s: the %v encoder makes another chunk now", g.name, l)
+				t.Errorf("%s: the %v encoder writes a different chunk", g.name, l)
 			}
 		}
 	}
 }
 
-// Every single flipped bit and every truncation of a golden is refused. Decode finds every truncation itself. The
-// checksum finds every flipped bit, and so does Decode, unless it changes raw bits or values, which Decode cannot know.
-// No bit is without effect.
+// Decode refuses every truncation of a golden. The checksum detects every flipped bit. Decode also detects flipped
+// bits, except in raw bits and values, where the result must differ.
 func TestGoldensExhaustive(t *testing.T) {
 	table := crc32.MakeTable(crc32.Castagnoli)
 	for _, g := range readGoldens(t) {
@@ -127,12 +126,12 @@ func TestGoldensExhaustive(t *testing.T) {
 		flips, refused := 0, 0
 		for i := range g.chunk {
 			if len(g.chunk) > 6<<10 && i > 1024 && i < len(g.chunk)-1024 && i%16 != 0 {
-				continue // the middle of large ones is uniform
+				continue // the middle of large chunks is uniform
 			}
 			for b := range 8 {
 				g.chunk[i] ^= 1 << b
 				if crc32.Checksum(g.chunk, table) == sum {
-					t.Fatalf("%s: byte %d bit %d escapes the checksum", g.name, i, b)
+					t.Fatalf("%s: the checksum does not detect byte %d bit %d", g.name, i, b)
 				}
 				err := Decode(dst, g.chunk, g.transform, g.segTiles)
 				if err != nil {

@@ -1,18 +1,17 @@
-// Package x16 is codec 1, the weight codec: static rANS over 16 symbols (the frequent exponents of floats and an
-// escape, or nibbles) with 32 interleaved lanes, 8-bit probabilities in an alias layout, with the other bits of
-// each element stored raw in separate planes.
+// Package x16 is codec 1, the codec for weights. It encodes 16 symbols with static rANS: the most frequent exponents
+// of floats and an escape, or nibbles. There are 32 interleaved lanes, and 8-bit probabilities in an alias layout.
+// The other bits of each element are stored raw in separate planes.
 //
 // A chunk is
 //
 //	header 96 bytes | segment directory | segments | planes | tail
 //
-// docs/format.md section 3 specifies it to the bit. Nothing else writes this layout. Sources: J. Duda,
-// "Asymmetric numeral systems" (2013); F. Giesen, "Interleaved entropy coders" (2014) and the public-domain
-// ryg_rans.
+// docs/format.md section 3 specifies it to the bit. Only this package writes this layout. Sources: J. Duda,
+// "Asymmetric numeral systems" (2013); F. Giesen, "Interleaved entropy coders" (2014) and the public-domain ryg_rans.
 //
-// There are four decoders: scalar, NEON, AVX2 and AVX-512. They accept and reject exactly the same input and give
-// the same bytes. Code that they share is here and in parse.go, so that a kernel only has to handle states, words
-// and symbols.
+// There are four decoders: scalar, NEON, AVX2 and AVX-512. They accept and reject exactly the same input and give the
+// same bytes. The code that they share is in this file and in parse.go; a kernel only handles states, words and
+// symbols.
 package x16
 
 import (
@@ -24,14 +23,14 @@ import (
 const (
 	tileSyms    = 256
 	lanes       = 32
-	start       = 1 << 16 // encoders begin with this state and decoders end with it
+	start       = 1 << 16 // encoders start with this state and decoders end with it
 	headerBytes = 96
 	stateBytes  = 4 * lanes
 	maxSegTiles = 256
 	maxPlanes   = 4
 )
 
-// The transforms of docs/format.md 3.1.
+// These are the transforms of docs/format.md 3.1.
 const (
 	BF16    = 1
 	FP16    = 2
@@ -46,9 +45,9 @@ const (
 // A form is one row of the table of transforms.
 type form struct {
 	name     string
-	bits     int   // of one element
-	values   int   // symbol values are below this
-	identity bool  // the palette is 0..15 and nothing escapes
+	bits     int   // bits of one element
+	values   int   // number of possible symbol values
+	identity bool  // whether the palette is 0..15 and there are no escapes
 	planes   []int // bits per element of each plane: 8, 4 or 1
 }
 
@@ -74,7 +73,7 @@ func Name(transform uint8) string {
 	return forms[transform].name
 }
 
-// TransformsFor lists the transforms that the format allows for a type, the likeliest first. nil means that the
+// TransformsFor returns the transforms that the format allows for a type, the most likely first. nil means that the
 // type is stored raw. The caller must not change the result.
 func TransformsFor(d tensor.DType) []uint8 {
 	if !d.Valid() {
@@ -92,17 +91,17 @@ var transforms = [tensor.NumDTypes + 1][]uint8{
 	tensor.U64: integers,
 }
 
-// Integers of several bytes, seen as bytes: packed nibbles (GPTQ, AWQ), packed bytes, and small numbers with high
-// bytes of zero.
+// integers are the transforms for integers of more than one byte, encoded as bytes: packed nibbles (GPTQ, AWQ),
+// packed bytes, and small numbers with zero high bytes.
 var integers = []uint8{Nibbles, Int8, Bytes}
 
-// unitStart is the first symbol, within its tile, of the 8 symbols of lane l.
+// unitStart returns the position in a tile of the first of the 8 symbols of lane l.
 func unitStart(l int) int {
 	h, g, q := l/16, l%16/4, l%4
 	return 128*h + 8*(4*q+g)
 }
 
-// units is unitStart as a table, in the order of lanes.
+// units is unitStart as a table, by lane.
 var units = func() (u [lanes]uint8) {
 	for l := range u {
 		u[l] = uint8(unitStart(l))

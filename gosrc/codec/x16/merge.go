@@ -1,11 +1,11 @@
 package x16
 
-// Joins symbol values and planes into elements. This is the scalar reference.
+// Joins symbol values and planes into elements (scalar reference).
 
 import "encoding/binary"
 
-// mergeScalar joins symbol values and planes: the inverse of splitScalar. The caller guarantees the lengths. vals
-// has whole tiles.
+// mergeScalar joins symbol values and planes. It is the inverse of splitScalar. vals must have whole tiles, and the
+// lengths must match.
 func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 	le := binary.LittleEndian
 	switch transform {
@@ -13,7 +13,7 @@ func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 		pl := p[0][:len(vals)]
 		dst = dst[:2*len(vals)]
 		for i := 0; i+4 <= len(vals); i += 4 {
-			// Process four at a time: bytes to words, then a rotation by 1 in each.
+			// Process four elements at a time: spread the bytes to words, then rotate each word by 1.
 			w := spreadBytes(le.Uint32(vals[i:]))<<8 | spreadBytes(le.Uint32(pl[i:]))
 			le.PutUint64(dst[2*i:], w>>1&0x7fff7fff7fff7fff|w<<15&0x8000800080008000)
 		}
@@ -51,7 +51,7 @@ func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
 	}
 }
 
-// spreadBytes puts four bytes into the low halves of four words.
+// spreadBytes spreads four bytes to the low halves of four 16-bit words.
 func spreadBytes(x uint32) uint64 {
 	w := (uint64(x) | uint64(x)<<16) & 0x0000ffff0000ffff
 	return (w | w<<8) & 0x00ff00ff00ff00ff
@@ -61,10 +61,10 @@ func bitAt(p []byte, i int) uint16 { return uint16(p[i>>3]>>(i&7)) & 1 }
 
 func nibbleAt(p []byte, i int) byte { return p[i>>1] >> (i & 1 << 2) & 15 }
 
-// patchEscape replaces the sentinel of element i by v. It returns false if there is no sentinel.
+// patchEscape replaces the sentinel in element i by v. It returns false if the element does not have the sentinel.
 func (d *decoder) patchEscape(i int, v byte) bool {
 	le := binary.LittleEndian
-	x := v ^ d.sentinel // turns one into the other
+	x := v ^ d.sentinel // XOR with it converts one to the other
 	switch d.transform {
 	case BF16:
 		w := le.Uint16(d.dst[2*i:])
@@ -87,5 +87,5 @@ func (d *decoder) patchEscape(i int, v byte) bool {
 		d.dst[i] = v
 		return w == d.sentinel
 	}
-	return false // the others have no escapes
+	return false // other transforms have no escapes
 }

@@ -2,14 +2,14 @@
 
 package x16
 
-// Joins symbol values and planes into elements, in vectors of 512 bits.
+// Joins symbol values and planes into elements with 512-bit vectors.
 
 import (
 	"simd/archsimd"
 	"unsafe"
 )
 
-// zip512 interleaves 64 bytes of two registers. Index 64 + i takes from the second register.
+// zip512 interleaves the bytes of two registers of 64 bytes. Index 64 + i selects from the second register.
 var zip512 = func() (z [2][64]uint8) {
 	for i := range 128 {
 		z[i/64][i%64] = uint8(i/2 + (1-i%2)*64)
@@ -17,7 +17,7 @@ var zip512 = func() (z [2][64]uint8) {
 	return
 }()
 
-// mergeBF16x512 makes (value << 8 | plane), rotated right by 1, in 16 bits.
+// mergeBF16x512 computes (value << 8 | plane), rotated right by 1 in 16 bits.
 func mergeBF16x512(o, v, p unsafe.Pointer, n int) {
 	z0, z1 := archsimd.LoadUint8x64(&zip512[0]), archsimd.LoadUint8x64(&zip512[1])
 	for i := 0; i < n; i += 64 {

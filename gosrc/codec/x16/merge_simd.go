@@ -2,7 +2,7 @@
 
 package x16
 
-// Joins symbol values and planes into elements, in vectors of 256 bits.
+// Joins symbol values and planes into elements with 256-bit vectors.
 
 import (
 	"simd/archsimd"
@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// mergeFast is mergeScalar in vectors: 256 bits for both vector levels, except for bf16, the most common type. It
-// handles every transform with elements that need joining. It returns false to leave the work to mergeScalar.
+// mergeFast is mergeScalar with vectors of 256 bits, or with 512 bits for some transforms at the AVX-512 level. It
+// handles every transform whose elements must be joined. It returns false if mergeScalar must do the work.
 func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
 	o, v, q, ok := planePointers(transform, dst, vals, p)
@@ -53,14 +53,14 @@ func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 	return true
 }
 
-// In all of these, n is a multiple of 256, and each pointer is to as many bytes as n symbols have there.
+// In all these functions, n is a multiple of 256, and each pointer refers to the bytes of n symbols.
 
 // loadWide loads 16 bytes as 16 words.
 func loadWide(p unsafe.Pointer, i int) archsimd.Uint16x16 {
 	return archsimd.LoadUint8x16(at[[16]uint8](p, i)).ExtendToUint16()
 }
 
-// join16 makes (v << 8 | p) rotated right by 1. half is 1 << 15: a high multiplication by it shifts right by 1.
+// join16 computes (v << 8 | p) rotated right by 1. half is 1 << 15; MulHigh with it shifts right by 1.
 func join16(v, p, half archsimd.Uint16x16) archsimd.Uint16x16 {
 	return v.ShiftAllLeft(7).Or(p.MulHigh(half)).Or(p.ShiftAllLeft(15))
 }
@@ -90,14 +90,14 @@ var bits8, byteOfBit = func() (b [32]uint8, at [32]int8) {
 	return
 }()
 
-// spread8 returns 32 bytes, with bit set in each byte that has its bit set in the 32 bits at p.
+// spread8 returns 32 bytes. A byte is `bit` if its bit is set in the 32 bits at p, otherwise 0.
 func spread8(p unsafe.Pointer, i int, each archsimd.Uint8x32, of archsimd.Int8x32, bit uint8) archsimd.Uint8x32 {
 	m := archsimd.BroadcastUint32x8(*at[uint32](p, i/8)).AsUint8x32().PermuteOrZeroGrouped(of)
 	return archsimd.BroadcastUint8x32(bit).Masked(m.And(each).Equal(each))
 }
 
-// joinTopBytes256 makes 32 bytes of 5-bit exponents and three planes of bits: the lowest two and the sign. These
-// are the bytes of e5m2, and the upper bytes of fp16.
+// joinTopBytes256 joins 5-bit exponents and three planes of bits, the lowest two bits and the sign, into 32 bytes.
+// These are the bytes of e5m2 and the upper bytes of fp16.
 func joinTopBytes256(v, low, next, sign unsafe.Pointer, i int, each archsimd.Uint8x32,
 	of archsimd.Int8x32) archsimd.Uint8x32 {
 	w := archsimd.LoadUint16x16(at[[16]uint16](v, i)).ShiftAllLeft(2).AsUint8x32()
@@ -144,7 +144,7 @@ func mergeInt8(o, v, p unsafe.Pointer, n int) {
 	}
 }
 
-// pairWeights makes VPMADDUBSW join two nibbles. evenBytes packs words that hold one byte each.
+// pairWeights makes VPMADDUBSW join two nibbles. evenBytes packs the low bytes of words.
 var pairWeights, evenBytes = func() (w, e [32]int8) {
 	for i := range w {
 		w[i] = int8(1 + i%2*15)

@@ -2,20 +2,21 @@
 
 package x16
 
-// Decodes with NEON, which every 64-bit Arm processor has. The kernel works on the low bytes of 16 states at a
-// time, since TBL looks up 16 bytes in a table of 16.
+// Decodes with NEON, which every 64-bit Arm processor supports. The kernel processes the low bytes of 16 states at a
+// time, because TBL looks up 16 bytes in a table of 16.
 
 import (
 	"bytes"
 )
 
-// slack is how many bytes of the chunk must follow the cursor for the kernel to decode one tile without checks: 4
-// pairs of steps read at most 256 bytes, and the last load of 8 words reaches 16 bytes on.
+// slack is the number of bytes that must follow the cursor for the kernel to decode one tile without checks: 4 pairs
+// of steps read at most 256 bytes, and the last load of 8 words reads 16 bytes more.
 const slack = 272
 
-// tablesNEON are a chunk's tables, first by bucket and then by symbol. The assembly relies on their order.
+// tablesNEON holds a chunk's tables: the first three are indexed by bucket, the others by symbol. The assembly code
+// relies on their order.
 type tablesNEON struct {
-	divider, alias, bias [16]uint8 // bias is modulo 256, as ranks are
+	divider, alias, bias [16]uint8 // bias is modulo 256, like ranks
 	freq, values         [16]uint8
 }
 
@@ -31,8 +32,8 @@ func (f *fastTables) build(d *decoder) {
 
 func detectLevels() []Level { return []Level{Scalar, NEON} }
 
-// ordersNEON are the constants of the kernel: four orders that make dwords of 4 of 16 bytes, a bit for each of 8
-// lanes, and the order of units of 16 lanes.
+// ordersNEON holds the constants of the kernel: four orders that extend 4 of 16 bytes to dwords, a bit for each of 8
+// lanes, and the order of the units of 16 lanes.
 var ordersNEON = func() (o [6][16]uint8) {
 	for i := range 4 {
 		for j := range o[i] {
@@ -51,8 +52,8 @@ var ordersNEON = func() (o [6][16]uint8) {
 	return
 }()
 
-// expandNEON says, for each set of 8 lanes that need a word, which bytes each lane gets. bytesNEON is how many
-// bytes they take.
+// expandNEON says, for each set of 8 lanes that need a word, which bytes each lane gets. bytesNEON is the total
+// number of these bytes.
 var expandNEON, bytesNEON = func() (t [256][16]uint8, n [256]uint8) {
 	for m := range t {
 		for l := range 8 {
@@ -66,7 +67,7 @@ var expandNEON, bytesNEON = func() (t [256][16]uint8, n [256]uint8) {
 	return
 }()
 
-// decodeFast decodes as many of the wanted tiles of each segment as it safely can.
+// decodeFast decodes tiles of each segment until it has enough or too few input bytes are left.
 func (d *decoder) decodeFast(run []segment) {
 	if d.level != NEON {
 		return
@@ -84,7 +85,7 @@ func (d *decoder) decodeFast(run []segment) {
 	}
 }
 
-// mergeFast is mergeScalar for the transforms that it supports; for others it returns false.
+// mergeFast is mergeScalar for the transforms that it supports. It returns false for others.
 func mergeFast(_ Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
 	if n == 0 {
@@ -103,18 +104,18 @@ func mergeFast(_ Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte)
 	return true
 }
 
-// tileNEON decodes a tile of one segment and returns how many bytes of words it took. At least slack bytes must
-// follow its words.
+// tileNEON decodes a tile of one segment and returns the number of bytes of words that it read. At least slack bytes
+// must be readable at words.
 //
 //go:noescape
 func tileNEON(states *[lanes]uint32, words *byte, t *tablesNEON, out *[tileSyms]byte) (used int)
 
-// mergeBF16NEON joins n values, a multiple of 16, and their plane.
+// mergeBF16NEON joins n values with their plane. n must be a multiple of 16.
 //
 //go:noescape
 func mergeBF16NEON(dst, vals, plane *byte, n int)
 
-// mergeFP32NEON joins n values, a multiple of 16, and their planes.
+// mergeFP32NEON joins n values with their planes. n must be a multiple of 16.
 //
 //go:noescape
 func mergeFP32NEON(dst, vals, high, middle, low *byte, n int)

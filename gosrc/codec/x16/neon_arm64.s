@@ -1,23 +1,23 @@
 //go:build arm64 && !scalar
 
-// The NEON decoder keeps the states of 32 lanes in V0 to V7, four lanes per register, in the order of lanes.
+// The NEON decoder keeps the states of 32 lanes in V0 to V7, in order, four lanes per register.
 
 #include "textflag.h"
 
-// MLA adds the products of dwords, Vd += Vn * Vm. The assembler has no name for it.
+// MLA adds the products of dwords, Vd += Vn * Vm. Go's assembler has no mnemonic for it.
 #define MLA(m, n, d) WORD $(0x4EA09400 | (m)<<16 | (n)<<5 | (d))
 
-// LANE makes the next states of four lanes: freq * (x >> 8) + rank. V23 has the frequencies and V21 the ranks of
-// 16 lanes, and index widens those of x to dwords.
+// LANE computes the next states of four lanes: freq * (x >> 8) + rank. V23 has the frequencies and V21 the ranks of
+// 16 lanes. index extends those of x to dwords.
 #define LANE(x, number, index) \
 	VUSHR $8, x.S4, V24.S4; \
 	VTBL  index.B16, [V23.B16], V25.B16; \
 	VTBL  index.B16, [V21.B16], x.B16; \
 	MLA(24, 25, number)
 
-// STEP decodes one symbol in the 16 lanes of four registers and gives its values as bytes. The low byte of a
-// state is bucket and position. At the divider or above it, the symbol is the bucket's alias; below it, the
-// symbol is the bucket itself.
+// STEP decodes one symbol in the 16 lanes of four registers and returns its values as bytes. The low byte of a state
+// contains bucket and position. If the position is at or above the divider, the symbol is the bucket's alias,
+// otherwise the bucket itself.
 #define STEP(a, b, c, d, na, nb, nc, nd, out) \
 	VUZP1 b.H8, a.H8, V21.H8; \
 	VUZP1 d.H8, c.H8, V22.H8; \
@@ -39,8 +39,8 @@
 	LANE(c, nc, V15); \
 	LANE(d, nd, V16)
 
-// REFILL gives those of 8 lanes that are below 2^16 their next words, which are at R1, and advances R1. R3 and R4
-// are the tables ·expandNEON and ·bytesNEON.
+// REFILL gives those of 8 lanes that are below 2^16 their next words from R1 and advances R1. R3 and R4 are the
+// tables ·expandNEON and ·bytesNEON.
 #define REFILL(a, b) \
 	VUZP1 b.H8, a.H8, V21.H8; \
 	VUZP2 b.H8, a.H8, V22.H8; \
@@ -59,7 +59,7 @@
 	VZIP1 V22.H8, V21.H8, a.H8; \
 	VZIP2 V22.H8, V21.H8, b.H8
 
-// KEEP stores the values of two steps, V26 and V27, at R7, as pairs of bytes in the order of the units of a tile.
+// KEEP stores the values of two steps, V26 and V27, at R7, as pairs of bytes in the order of a tile's units.
 #define KEEP \
 	VTBL  V19.B16, [V26.B16], V26.B16; \
 	VTBL  V19.B16, [V27.B16], V27.B16; \
@@ -122,8 +122,8 @@ pair:
 	MOVD R1, used+32(FP)
 	RET
 
-// UPPER makes the upper 16 bits of 16 floats, V4 and V5, from their exponents V0 and from V1, which is mantissa
-// << 1 | sign: it rotates both together by 1.
+// UPPER computes the upper 16 bits of 16 floats in V4 and V5 from their exponents V0 and from V1, which is mantissa
+// << 1 | sign. It rotates both together by 1.
 #define UPPER \
 	VZIP1 V0.B16, V1.B16, V2.B16; \
 	VZIP2 V0.B16, V1.B16, V3.B16; \

@@ -6,12 +6,11 @@ import (
 	"testing"
 )
 
-// oddSizes are logical bytes around a tile, a vector, a group of segments, and the longest segment of each transform's
-// elements.
+// oddSizes are logical sizes around a tile, a vector, a group of segments, and the longest segment of each transform.
 var oddSizes = []int{255, 257, 512, 1023, 1030, 4097, 16387, 65537, 131077, 262147}
 
-// odd makes data that never changes: from a 64-bit congruential generator with top bits that make few kinds of symbol
-// values, and arbitrary other bits.
+// odd returns reproducible data from a 64-bit congruential generator. Its symbol values have few kinds; the other
+// bits are arbitrary.
 func odd(transform uint8, n int) []byte {
 	f := page[transform]
 	out := make([]byte, n)
@@ -26,15 +25,15 @@ func odd(transform uint8, n int) []byte {
 	for i := range n * 8 / f.width {
 		v := next() % 7 * (next() % 5) % (1 << len(f.value))
 		if next()%997 == 0 {
-			v = next() % (1 << len(f.value)) // escapes, where the form has any
+			v = next() % (1 << len(f.value)) // escapes, if the transform has them
 		}
 		f.put(out, i, f.element(out, i)&^place(1<<len(f.value)-1, f.value)|place(uint32(v), f.value))
 	}
 	return out
 }
 
-// oddGoldens describes the chunks of odd as version 0.1.0 writes them: bytes, tiles per segment and CRC-32C of each; 0
-// bytes where nothing is gained.
+// oddGoldens lists the chunks of odd as version 0.1.0 writes them: bytes, tiles per segment, and CRC-32C. It is empty
+// if the data is not compressed.
 var oddGoldens = map[uint8][10][3]uint32{
 	BF16: {
 		{},                        // of 255
@@ -134,8 +133,8 @@ var oddGoldens = map[uint8][10][3]uint32{
 	},
 }
 
-// At every level the encoder still makes the same chunks, and they decode: a version may choose otherwise, but not
-// unnoticed.
+// At every level the encoder still writes the same chunks, and they can be decoded. If the encoder's choices change,
+// this test must be updated deliberately.
 func TestOddGoldens(t *testing.T) {
 	table := crc32.MakeTable(crc32.Castagnoli)
 	for tr := uint8(BF16); tr <= Bytes; tr++ {

@@ -1,7 +1,8 @@
 package x16
 
-// Reads and writes chunks with no line shared with the product. It puts docs/format.md section 3 into code sentence by
-// sentence, slowly. The writer makes chunks that the specification allows and our encoder never makes.
+// The reference reader and writer in this file share no code with the product. They implement docs/format.md section
+// 3 sentence by sentence, slowly. The writer writes chunks that the specification allows but our encoder never
+// writes.
 
 import (
 	"encoding/binary"
@@ -11,7 +12,7 @@ import (
 )
 
 // A pageForm is a row of the table of transforms: which bits of an element are the symbol value, and which bits each
-// plane has, lowest first.
+// plane has, from low to high.
 type pageForm struct {
 	width    int
 	identity bool
@@ -37,7 +38,7 @@ var page = map[uint8]pageForm{
 	8: {8, false, span(0, 7), nil},
 }
 
-// converts element i from bytes, and back.
+// element returns element i of p. put sets it.
 func (f pageForm) element(p []byte, i int) (e uint32) {
 	for b := range f.width {
 		at := i*f.width + b
@@ -67,7 +68,7 @@ func place(v uint32, bits []int) (e uint32) {
 	return e
 }
 
-// owner returns the lane that codes a symbol of a tile, and the step in which it does.
+// owner returns the lane and the step that encode a symbol of a tile.
 func owner(symbol int) (lane, step int) {
 	for l := range 32 {
 		h, g, q := l/16, l%16/4, l%4
@@ -78,7 +79,7 @@ func owner(symbol int) (lane, step int) {
 	panic("no lane")
 }
 
-var owners = func() (of [8][32]int) { // the symbol by step and lane
+var owners = func() (of [8][32]int) { // number of the symbol, by step and lane
 	for s := range 256 {
 		l, t := owner(s)
 		of[t][l] = s
@@ -86,9 +87,9 @@ var owners = func() (of [8][32]int) { // the symbol by step and lane
 	return of
 }()
 
-var errPage = errors.New("the page forbids it")
+var errPage = errors.New("docs/format.md forbids this chunk")
 
-// pageSlots lays the slots out: symbol and rank of each.
+// pageSlots returns the symbol and rank of each slot.
 func pageSlots(freq, divider, alias []byte) (symbol [256]byte, rank [256]int, err error) {
 	sum := 0
 	for b := range 16 {
@@ -175,7 +176,7 @@ func pageDecode(src []byte, size int, transform uint8, segTiles uint16) ([]byte,
 	return pageJoin(src, at, size, tiles, f, h, values)
 }
 
-// pageSegments decodes all segments, and returns where the last one ends.
+// pageSegments decodes all segments, and returns the end of the last one.
 func pageSegments(src, values []byte, f pageForm, palette, freq []byte, escape, segTiles int, symbol [256]byte,
 	rank [256]int) (int, error) {
 	tiles := len(values) / 256
@@ -265,7 +266,7 @@ func pageSegment(seg, part []byte, f pageForm, palette, freq []byte, escape, esc
 	return nil
 }
 
-// pageJoin reads the planes and the tail.
+// pageJoin reads the planes and the tail and returns the logical bytes.
 func pageJoin(src []byte, at, size, tiles int, f pageForm, h, values []byte) ([]byte, error) {
 	planes := make([][]byte, len(f.planes))
 	for i, bits := range f.planes {
@@ -300,12 +301,12 @@ func pageJoin(src []byte, at, size, tiles int, f pageForm, h, values []byte) ([]
 	return out, nil
 }
 
-// A pageWriter makes chunks with choices of its own: any palette, any frequencies, any alias table, unneeded escapes,
-// segments of any length, and constant planes that are stored.
+// A pageWriter writes chunks with random choices: any palette, any frequencies, any alias table, needless escapes,
+// segments of any length, and stored constant planes.
 type pageWriter struct{ r *rand.Rand }
 
-// table chooses frequencies for the symbols that must occur and for others, and one of many possible alias tables for
-// them.
+// table chooses random frequencies for the symbols that must occur and for others, and one of many possible alias
+// tables.
 func (w pageWriter) table(must []bool) (freq, divider, alias [16]byte) {
 	left := 256
 	var shares [16]int
@@ -336,8 +337,8 @@ func (w pageWriter) table(must []bool) (freq, divider, alias [16]byte) {
 	for k := range 16 {
 		freq[k] = byte(shares[k])
 	}
-	// Buckets are closed in any order. One that its symbol cannot fill takes the rest from any symbol that has more
-	// than its own bucket holds. All can be closed: while one is below 16, another is above.
+	// Buckets are closed in any order. A bucket that its symbol cannot fill gets the rest from any symbol with more
+	// than 16 slots left. This always works: as long as a symbol has fewer than 16 left, another has more.
 	rest := shares
 	open := w.r.Perm(16)
 	for len(open) > 0 {
@@ -358,7 +359,7 @@ func (w pageWriter) table(must []bool) (freq, divider, alias [16]byte) {
 	return freq, divider, alias
 }
 
-// chunk writes size bytes of random elements with few kinds of values, and returns them with the chunk.
+// chunk writes size bytes of random elements with few different values, and returns the chunk and the bytes.
 func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical []byte) {
 	f := page[transform]
 	tiles := size * 8 / f.width / 256
@@ -371,7 +372,7 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 			head[16+k] = byte(k)
 		}
 	}
-	// The symbol of each value. Values without one are escaped, and so are some that have one.
+	// code maps values to symbols. Values without a symbol are escaped, and sometimes others too.
 	code := map[byte]int{}
 	escape := -1
 	must := make([]bool, 16)
@@ -399,7 +400,7 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 		for v, k := range code {
 			head[16+k] = v
 		}
-		for k := range 16 { // possible symbols that do not occur may have any value
+		for k := range 16 { // symbols that do not occur may have any value
 			if freq[k] > 0 && !must[k] {
 				head[16+k] = byte(w.r.IntN(1 << len(f.value)))
 			}
@@ -431,8 +432,8 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 	return append(chunk, logical[tiles*256*f.width/8:]...), logical
 }
 
-// fill makes elements, the first n of which are coded. palette has the values that may get symbols; few is all values
-// that occur.
+// fill fills logical with elements, of which the first n are encoded. palette has the values that may get symbols;
+// few has all values that occur.
 func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte) {
 	for i := range logical {
 		logical[i] = byte(w.r.Uint32())
@@ -442,7 +443,7 @@ func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte
 	for i := range few {
 		few[i] = byte(all[i])
 	}
-	still := w.r.Uint32() // constant planes, where the table says so
+	still := w.r.Uint32() // which planes are constant, and their bits
 	for i := range n {
 		e := f.element(logical, i)
 		at := w.r.IntN(len(few))
@@ -457,7 +458,7 @@ func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte
 	return few[:min(len(few), 1+w.r.IntN(15))], few
 }
 
-// planes writes the planes of a chunk to bytes, and their constants to the head.
+// planes returns the stored planes of a chunk, and writes the constants of the others to the head.
 func (w pageWriter) planes(head []byte, f pageForm, logical []byte, tiles int) (planes [][]byte) {
 	for k, bits := range f.planes {
 		p := make([]byte, 32*len(bits)*tiles)
@@ -479,7 +480,7 @@ func (w pageWriter) planes(head []byte, f pageForm, logical []byte, tiles int) (
 	return planes
 }
 
-// segment codes symbols lo..hi, from the last to the first.
+// segment encodes the symbols lo..hi, from last to first.
 func (w pageWriter) segment(f pageForm, logical []byte, lo, hi int, code map[byte]int, escape int, freq [16]byte,
 	slotOf map[[2]int]int) (seg []byte, escs int) {
 	syms := make([]int, hi-lo)

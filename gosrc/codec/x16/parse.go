@@ -8,53 +8,54 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// batch is how many tiles of a segment are decoded into symbol values before they are joined with their planes.
-// It is a whole segment as encoders make them. Long runs let the processor prefetch planes and destination: with
-// 8 tiles, decoding to memory that is not in the cache took half as long again.
+// batch is the number of tiles of a segment that are decoded into symbol values before they are joined with their
+// planes. It is a whole segment of the encoder. Long batches let the processor prefetch planes and destination: with
+// 8 tiles, decoding to memory that is not cached took 1.5 times as long.
 const batch = defaultSegTiles
 
-// fillTiles is how many tiles are joined at a time if a plane is constant, because its bytes must be made first.
+// fillTiles is the number of tiles that are joined at a time if a plane is constant. The bytes of such a plane are in
+// a small buffer.
 const fillTiles = 8
 
 // A segment is the state of decoding one run of tiles.
 type segment struct {
 	x      [lanes]uint32
-	vals   *[batch * tileSyms]byte // destination of a batch
+	vals   *[batch * tileSyms]byte // values of the current batch
 	cur    int                     // offset of the next word in the chunk
 	escs   int                     // escape symbols seen
-	tile   int                     // number of the next tile to merge in the chunk
+	tile   int                     // number in the chunk of the next tile to merge
 	tiles  int                     // tiles left to merge
-	want   int                     // tiles of this batch
+	want   int                     // tiles to decode in this batch
 	got    int                     // decoded tiles of this batch
-	first  int                     // tile
-	total  int                     // tiles
+	first  int                     // number of the first tile
+	total  int                     // number of tiles
 	begin  int                     // offset in the chunk
 	end    int
-	listed int // number of escapes by the directory
+	listed int // number of escapes according to the directory
 }
 
-// A laneMemory is what the vector kernels keep in memory. It has no pointers, so that the allocator aligns it to
-// a cache line: a state that crosses a line costs twice as much.
+// A laneMemory holds the data that vector kernels keep in memory. It has no pointers, so that the allocator aligns it
+// to a cache line; a state that crosses a line costs twice as much.
 type laneMemory struct {
 	states  [4][lanes]uint32
 	labels  [4][lanes]uint32    // AVX-512: 8 nibbles per lane
 	symbols [4][4][lanes]uint32 // AVX2: two bytes per lane for each pair of steps
 }
 
-// A decoder is the state of decoding one chunk. Decoders are pooled: they take some 150 KB, too much for every
-// goroutine's stack.
+// A decoder is the state of decoding one chunk. Decoders are pooled, because they take about 150 KB, too much for the
+// stack of every goroutine.
 type decoder struct {
 	form      *form
 	transform uint8
 	level     Level
 	src, dst  []byte
-	tiles     int // T
-	segTiles  int // S
-	segs      int // G
-	one       bool
-	symbol    uint8 // mode 1
-	escape    int   // symbol, or -1
-	sentinel  byte  // value that stands for an escape; no other symbol has it
+	tiles     int   // T in docs/format.md
+	segTiles  int   // S in docs/format.md
+	segs      int   // G in docs/format.md
+	one       bool  // mode 1: the chunk has only one symbol
+	symbol    uint8 // the only symbol in mode 1
+	escape    int   // the escape symbol, or -1
+	sentinel  byte  // value that marks an escape; no other symbol has it
 	palette   [16]byte
 	values    [16]byte // palette with the sentinel
 	table     table
@@ -75,8 +76,8 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, format, args...)
 }
 
-// parseChunk checks everything that can be checked before a word is decoded. Afterwards every offset in d is
-// inside src and every count is inside dst.
+// parseChunk checks everything that can be checked before words are decoded. After that, every offset in d is inside
+// src and every count fits dst.
 func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) error {
 	if !isTransform(transform) {
 		return corruptError("unknown X16 transform %d", transform)
@@ -84,7 +85,7 @@ func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) 
 	f := &forms[transform]
 	d.form, d.transform, d.src, d.dst = f, transform, src, dst
 	if len(src) < headerBytes {
-		return corruptError("X16 chunk is too short: %d bytes", len(src))
+		return corruptError("an X16 chunk has only %d bytes", len(src))
 	}
 	if segTiles < 1 || segTiles > maxSegTiles {
 		return corruptError("invalid segment length: %d tiles per segment", segTiles)
@@ -121,7 +122,7 @@ func (d *decoder) parseChunk(dst, src []byte, transform uint8, segTiles uint16) 
 
 func (d *decoder) tileBytes() int { return d.form.bits * (tileSyms / 8) }
 
-// parseHeader reads the 96 bytes except the tile count.
+// parseHeader reads the header, except for the tile count.
 func (d *decoder) parseHeader() error {
 	h, f := d.src[:headerBytes], d.form
 	if h[0] > 1 {
@@ -158,11 +159,11 @@ func (d *decoder) parseHeader() error {
 	copy(d.table.divider[:], h[48:64])
 	copy(d.table.alias[:], h[64:80])
 	if d.escape >= 0 && d.table.freq[d.escape] == 0 {
-		return corruptError("escape symbol %d does not occur", d.escape)
+		return corruptError("the escape symbol %d does not occur", d.escape)
 	}
 	copy(d.palette[:], h[16:32])
 	for k, v := range d.palette {
-		limit := 0 // a symbol that does not occur has no value
+		limit := 0 // a symbol that does not occur must have the value 0
 		switch {
 		case f.identity && int(v) != k:
 			limit = -1
@@ -179,7 +180,7 @@ func (d *decoder) parseHeader() error {
 		d.values[d.escape] = d.sentinel
 	}
 	if !isZero(h[80:]) || d.one && !isZero(h[32:80]) {
-		return corruptError("header bytes that must be zero are not")
+		return corruptError("header bytes that must be zero are not zero")
 	}
 	if !d.one {
 		return d.table.checkParts()
@@ -187,7 +188,7 @@ func (d *decoder) parseHeader() error {
 	return nil
 }
 
-// unusedValue finds a value that no symbol except k has. 16 of at least 32 values are taken.
+// unusedValue returns a value that no symbol except k has. At most 16 of at least 32 values are in use.
 func unusedValue(palette *[16]byte, k int) byte {
 	var isTaken [32]bool
 	for i, v := range palette {
@@ -203,7 +204,7 @@ func unusedValue(palette *[16]byte, k int) byte {
 	return 0
 }
 
-// fillConstant makes the bytes of constant plane i.
+// fillConstant fills the buffer of the constant plane i.
 func (d *decoder) fillConstant(i int, v byte) {
 	switch d.form.planes[i] {
 	case 4:
@@ -261,12 +262,12 @@ func (d *decoder) parseDirectory() (end int, err error) {
 		last = int(off)
 	}
 	if !isZero(d.src[headerBytes+8*(d.segs+1) : first]) {
-		return 0, corruptError("directory padding is not zero")
+		return 0, corruptError("the padding of the directory is not zero")
 	}
 	return last, nil
 }
 
-// escapeCount and offset read the directory, which parseDirectory has checked.
+// escapeCount and segmentOffset read the directory, which parseDirectory has checked.
 func (d *decoder) escapeCount(seg int) int {
 	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg+4:]))
 }
@@ -275,12 +276,12 @@ func (d *decoder) segmentOffset(seg int) int {
 	return int(binary.LittleEndian.Uint32(d.src[headerBytes+8*seg:]))
 }
 
-// tilesOf is the number of tiles of a segment, 0 for the one past the last.
+// tilesOf returns the number of tiles of a segment, or 0 after the last one.
 func (d *decoder) tilesOf(seg int) int {
 	return max(0, min(d.segTiles, d.tiles-seg*d.segTiles))
 }
 
-// beginSegment reads a segment's states.
+// beginSegment starts decoding a segment: it reads its states.
 func (d *decoder) beginSegment(s *segment, seg int) error {
 	s.begin, s.end = d.segmentOffset(seg), d.segmentOffset(seg+1)
 	s.first, s.total = seg*d.segTiles, d.tilesOf(seg)
@@ -293,12 +294,12 @@ func (d *decoder) beginSegment(s *segment, seg int) error {
 		low = min(low, s.x[l])
 	}
 	if low < start {
-		return corruptError("segment %d begins with state %d", seg, low)
+		return corruptError("segment %d begins with state %d, expected at least 65536", seg, low)
 	}
 	return nil
 }
 
-// finishSegment checks the end of a decoded segment, and replaces sentinels by the escapes' values.
+// finishSegment checks the end of a decoded segment and replaces sentinels by the values of the escapes.
 func (d *decoder) finishSegment(s *segment) error {
 	for l, x := range s.x {
 		if x != start {

@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// every returns whole tiles of elements of a transform: all elements of 4, 8 and 16 bits; for 32 bits each single bit,
-// all bits but one, and random ones.
+// every returns whole tiles of elements for a transform: all elements of 4, 8 and 16 bits; for 32 bits, each single
+// bit, all bits except one, and random elements.
 func every(r *rand.Rand, transform uint8) []byte {
 	var out []byte
 	switch page[transform].width {
@@ -36,7 +36,7 @@ func every(r *rand.Rand, transform uint8) []byte {
 	return out
 }
 
-// byPage divides elements as docs/format.md describes it.
+// byPage divides elements according to docs/format.md.
 func byPage(transform uint8, src []byte) (vals []byte, planes [maxPlanes][]byte) {
 	f := page[transform]
 	n := len(src) * 8 / f.width
@@ -55,8 +55,8 @@ func byPage(transform uint8, src []byte) (vals []byte, planes [maxPlanes][]byte)
 	return vals, planes
 }
 
-// Every element is divided into the symbol value and planes that docs/format.md gives, and joined again, by the scalar
-// code and by each level, in runs of any number of tiles.
+// Each level divides every element into the symbol value and planes of docs/format.md and joins them again, for any
+// number of tiles.
 func TestEveryElement(t *testing.T) {
 	const seed = 12
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -71,11 +71,11 @@ func TestEveryElement(t *testing.T) {
 				e := Encoder{level: l, forced: true}
 				e.splitElements(tr, src, len(vals))
 				if !bytes.Equal(e.vals, vals) {
-					t.Errorf("%v, %s: other symbol values", l, Name(tr))
+					t.Errorf("%v, %s: wrong symbol values", l, Name(tr))
 				}
 				for k := range page[tr].planes {
 					if !bytes.Equal(e.plane[k], planes[k]) {
-						t.Errorf("%v, %s: another plane %d", l, Name(tr), k)
+						t.Errorf("%v, %s: wrong plane %d", l, Name(tr), k)
 					}
 				}
 				dst := bytes.Repeat([]byte{0xa5}, len(src)+64)
@@ -83,18 +83,18 @@ func TestEveryElement(t *testing.T) {
 					mergeScalar(tr, out, vals, &planes)
 				}
 				if !bytes.Equal(dst[:len(src)], src) {
-					t.Errorf("%v, %s: joined to other elements", l, Name(tr))
+					t.Errorf("%v, %s: joined to wrong elements", l, Name(tr))
 				}
 				if !bytes.Equal(dst[len(src):], bytes.Repeat([]byte{0xa5}, 64)) {
-					t.Errorf("%v, %s: wrote beyond", l, Name(tr))
+					t.Errorf("%v, %s: wrote beyond the destination", l, Name(tr))
 				}
 			}
 		}
 	}
 }
 
-// An escape's value replaces the sentinel and changes no other bit of the element. Where another value stands, nothing
-// changes.
+// patchEscape replaces the sentinel in an element and changes no other bit. It reports whether the element had the
+// sentinel.
 func TestPatch(t *testing.T) {
 	const seed = 13
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -132,7 +132,7 @@ func TestPatch(t *testing.T) {
 	}
 }
 
-// Constant planes read as their value in every width, and planes that differ in any bit are not constant.
+// Constant planes have the correct value in every width. Planes in which any bit differs are not constant.
 func TestConstantPlanes(t *testing.T) {
 	for tr := uint8(BF16); tr <= Bytes; tr++ {
 		f := page[tr]
@@ -151,10 +151,11 @@ func TestConstantPlanes(t *testing.T) {
 					}
 					chunk, st, ok := e.Encode(nil, data, tr)
 					if !ok {
-						t.Fatalf("%s: nothing to gain", Name(tr))
+						t.Fatalf("%s: the data was not compressed", Name(tr))
 					}
 					if constant := chunk[2]>>k&1 == 1; constant != (odd < 0) || constant && uint32(chunk[8+k]) != v {
-						t.Errorf("%s, plane %d of %d, element %d differs: bits %b, value %d", Name(tr), k, v, odd, chunk[2], chunk[8+k])
+						t.Errorf("%s, plane %d of value %d, element %d differs: got bits %b, value %d",
+							Name(tr), k, v, odd, chunk[2], chunk[8+k])
 					}
 					if got, err := pageDecode(chunk, size, tr, st); err != nil || !bytes.Equal(got, data) {
 						t.Errorf("%s: %v", Name(tr), err)

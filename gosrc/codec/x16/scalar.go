@@ -1,13 +1,13 @@
 package x16
 
-// Decodes segments without vectors. This is the reference for the other decoders.
+// Decodes segments without vectors, as the reference for the other decoders.
 
 import (
 	"bytes"
 	"encoding/binary"
 )
 
-// scalarSlots are the parts of each slot that the scalar decoder needs.
+// scalarSlots holds the frequency, rank and value of each slot for the scalar decoder.
 type scalarSlots struct {
 	freq, rank [256]uint16
 	value      [256]uint8
@@ -20,8 +20,8 @@ func (d *decoder) buildSlots() {
 	}
 }
 
-// decodeScalar decodes len(vals)/256 tiles of s. It returns false if a word would be past the segment. The other
-// decoders must give the same results.
+// decodeScalar decodes len(vals)/256 tiles of s. It returns false if a word would be after the end of the segment.
+// The other decoders must give the same results.
 func (d *decoder) decodeScalar(s *segment, vals []byte) bool {
 	src := d.src[:s.end]
 	all := vals
@@ -30,8 +30,8 @@ func (d *decoder) decodeScalar(s *segment, vals []byte) bool {
 	for ; len(vals) >= tileSyms; vals = vals[tileSyms:] {
 		tile := (*[tileSyms]byte)(vals)
 		for pair := 0; pair < 8; pair += 2 {
-			// A pair of steps reads at most one word per lane. The last words of a segment are read from a copy
-			// with room after it.
+			// A pair of steps reads at most one word per lane. The last words of a segment are read from a copy that
+			// is long enough.
 			words := src[min(cur, len(src)):]
 			if len(words) < 2*lanes {
 				spare = [2 * lanes]byte{}
@@ -51,9 +51,9 @@ func (d *decoder) decodeScalar(s *segment, vals []byte) bool {
 	return true
 }
 
-// decodePair decodes a pair of steps in all lanes and returns the bytes of words used. It is a separate function
-// so that the loop gets enough registers. It does not branch on whether a lane needs a word, because that is
-// unpredictable.
+// decodePair decodes a pair of steps in all lanes and returns the number of bytes of words that it used. It is a
+// separate function so that the loop gets enough registers. It does not branch on whether a lane needs a word,
+// because that is unpredictable.
 func decodePair(states *[lanes]uint32, t *scalarSlots, w *[2 * lanes]byte, tile *[tileSyms]byte, pair int) (used int) {
 	for l := range states {
 		x := states[l]

@@ -2,37 +2,37 @@
 
 package x16
 
-// Holds the code that the AVX2 and AVX-512 decoders share.
+// Contains the code that the AVX2 and AVX-512 decoders share.
 
 import (
 	"simd/archsimd"
 	"unsafe"
 )
 
-// slack is how many bytes of the chunk must follow the cursor for the vector kernels to decode one tile without
-// checks: 4 pairs of steps read at most 256 bytes, and the last load of 16 words reaches 32 bytes on.
+// slack is the number of bytes that must follow the cursor for the vector kernels to decode one tile without checks:
+// 4 pairs of steps read at most 256 bytes, and the last load of 16 words reads 32 bytes more.
 const slack = 320
 
-// escapeLabel is the label that kernels give the escape symbol. It is the largest, so that one unsigned maximum
-// finds it.
+// escapeLabel is the label of the escape symbol in kernels. It is the largest label, so a single unsigned maximum
+// detects escapes.
 const escapeLabel = 15
 
-// fastTables are a chunk's tables for the vector decoders. A kernel emits labels, which are symbols renumbered so
-// that the escape is the largest. values turns labels into symbol values.
+// fastTables holds a chunk's tables for the vector decoders. Kernels emit labels, which are symbols renumbered so
+// that the escape has the largest number. values maps labels to symbol values.
 type fastTables struct {
-	// entry holds two dwords per bucket, the first for positions below the divider and the second for the others:
-	// freq | bias + 16 << 8 | label << 28, where rank = position + bias.
+	// entry holds two dwords per bucket: the first for positions below the divider, the second for the others. Each
+	// is freq | bias + 16 << 8 | label << 28, where rank = position + bias.
 	entry [32]uint32
-	// above is (bucket << 5) + 32 - divider. Adding position - 16 to it carries into bit 4 if the position
-	// belongs to the alias, so bits 4..8 are an index into entry.
+	// above is (bucket << 5) + 32 - divider. If position - 16 is added, there is a carry into bit 4 if the position
+	// belongs to the alias. So bits 4..8 are an index into entry.
 	above  [16]uint32
-	values [64]byte // by label, four times
-	limit  uint8    // labels from here on are escapes; 255 if there are none
+	values [64]byte // indexed by label, repeated four times
+	limit  uint8    // the label of the escape, or 255 if there is none
 	narrow tables256
 }
 
-// detectLevels returns the levels of this machine. It checks AVX512 along with VBMI2, which stays true under
-// GODEBUG=cpu.avx512f=off, when Go's kernel does not save ZMM registers.
+// detectLevels returns the levels of this machine. For AVX512 it also checks VBMI2, because this flag stays true
+// under GODEBUG=cpu.avx512f=off, when Go's kernel does not save ZMM registers.
 func detectLevels() []Level {
 	levels := []Level{Scalar}
 	x := archsimd.X86
@@ -50,7 +50,7 @@ func (t *fastTables) build(d *decoder) {
 		t.narrow.build(d)
 		return
 	}
-	label := func(k int) int { // swaps the escape symbol with 15
+	label := func(k int) int { // swaps the escape symbol and 15
 		switch {
 		case d.escape < 0:
 			return k
@@ -62,7 +62,7 @@ func (t *fastTables) build(d *decoder) {
 		return k
 	}
 	pack := func(k, bias int) uint32 {
-		// bias is in [-15, 239]: an alias's last rank is below 255.
+		// bias is in [-15, 239], because the last rank of an alias is below 255.
 		return uint32(d.table.freq[k]) | uint32(bias+16)<<8 | uint32(label(k))<<28
 	}
 	bias := d.table.aliasBias()
@@ -82,9 +82,9 @@ func (t *fastTables) build(d *decoder) {
 	}
 }
 
-// decodeFast decodes as many of the wanted tiles of each segment as it safely can. Each call of a vector kernel
-// decodes at least one tile of each of its segments. Segments that are done, or too near the end of the chunk,
-// drop out.
+// decodeFast decodes tiles of each segment until it has enough or too few input bytes are left. Each call of a vector
+// kernel decodes at least one tile of each of its segments. Segments that are finished or too close to the end of the
+// chunk are excluded from further calls.
 func (d *decoder) decodeFast(run []segment) {
 	if d.level < AVX2 {
 		return
@@ -108,11 +108,11 @@ func (d *decoder) decodeFast(run []segment) {
 	}
 }
 
-// at is a pointer to byte i of a chunk. The caller has checked slack.
+// at returns a pointer to byte i after base. The caller must have checked the bounds.
 func at[T any](base unsafe.Pointer, i int) *T { return (*T)(unsafe.Add(base, i)) }
 
-// planePointers returns pointers to elements and to the values and planes that they consist of. ok is false if
-// these are not whole tiles or their numbers differ.
+// planePointers returns pointers to elements and to their values and planes. ok is false if there are no whole tiles
+// or the lengths do not match.
 func planePointers(transform uint8, elements, vals []byte, p *[maxPlanes][]byte) (e, v unsafe.Pointer,
 	q [maxPlanes]unsafe.Pointer, ok bool) {
 	n, f := len(vals), &forms[transform]

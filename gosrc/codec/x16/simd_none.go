@@ -2,7 +2,7 @@
 
 package x16
 
-// Without vectors, the scalar decoder is used.
+// Without vector kernels, the scalar decoder is used.
 
 type fastTables struct{}
 

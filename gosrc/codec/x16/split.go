@@ -1,11 +1,10 @@
 package x16
 
-// Divides elements into symbol values and planes. This is the scalar reference.
+// Divides elements into symbol values and planes (scalar reference).
 
 import "encoding/binary"
 
-// splitScalar divides elements into symbol values and planes. vals has whole tiles, and the planes have the
-// matching length. src holds exactly that many elements.
+// splitScalar divides elements into symbol values and planes. vals must have whole tiles, and the lengths must match.
 func splitScalar(transform uint8, src, vals []byte, p *[maxPlanes][]byte) {
 	le := binary.LittleEndian
 	switch transform {

@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// unzip512 takes the odd bytes of 128, then the even ones.
+// unzip512 selects the odd bytes of 128, then the even ones.
 var unzip512 = func() (z [2][64]uint8) {
 	for i := range 64 {
 		z[0][i], z[1][i] = uint8(2*i+1), uint8(2*i)
@@ -19,7 +19,7 @@ var unzip512 = func() (z [2][64]uint8) {
 	return
 }()
 
-// splitFast is splitScalar in vectors, if there is AVX-512.
+// splitFast is splitScalar with AVX-512. It returns false if splitScalar must do the work.
 func splitFast(l Level, transform uint8, src, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
 	s, v, q, ok := planePointers(transform, src, vals, p)
@@ -48,7 +48,7 @@ func splitFast(l Level, transform uint8, src, vals []byte, p *[maxPlanes][]byte)
 	return true
 }
 
-// In all of these, n is a multiple of 256, and each pointer is to as many bytes as n symbols have there.
+// In all these functions, n is a multiple of 256, and each pointer refers to the bytes of n symbols.
 
 func splitBF16(s, v, p unsafe.Pointer, n int) {
 	odd, even := archsimd.LoadUint8x64(&unzip512[0]), archsimd.LoadUint8x64(&unzip512[1])
@@ -69,10 +69,10 @@ func splitFP32(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 		a, b := archsimd.LoadUint8x64(at[[64]uint8](s, 4*i)), archsimd.LoadUint8x64(at[[64]uint8](s, 4*i+64))
 		c, d := archsimd.LoadUint8x64(at[[64]uint8](s, 4*i+128)), archsimd.LoadUint8x64(at[[64]uint8](s, 4*i+192))
 		lo0, lo1 := a.ConcatPermute(b, even), c.ConcatPermute(d, even) // bytes 0 and 2 of each
-		hi0, hi1 := a.ConcatPermute(b, odd), c.ConcatPermute(d, odd)   // 1 and 3
+		hi0, hi1 := a.ConcatPermute(b, odd), c.ConcatPermute(d, odd)   // bytes 1 and 3
 		lo0.ConcatPermute(lo1, even).Store(at[[64]uint8](p[2], i))
 		hi0.ConcatPermute(hi1, even).Store(at[[64]uint8](p[1], i))
-		// Bytes 2 and 3 as words, rotated, are the plane and the value.
+		// Bytes 2 and 3 as a word, rotated by 1, are the plane and the value.
 		x, y := lo0.ConcatPermute(lo1, odd), hi0.ConcatPermute(hi1, odd)
 		w0, w1 := y.ConcatPermute(x, z0).AsUint16x32(), y.ConcatPermute(x, z1).AsUint16x32()
 		a8, b8 := w0.ShiftAllLeftConcat(1, w0).AsUint8x64(), w1.ShiftAllLeftConcat(1, w1).AsUint8x64()
@@ -81,7 +81,7 @@ func splitFP32(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-// bitPlane returns the bit plane of a bit of 32 words.
+// bitPlane returns the plane of one bit of 32 words.
 func bitPlane(w, bit archsimd.Uint16x32) uint32 { return w.And(bit).Equal(bit).ToBits() }
 
 func splitFP16(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
@@ -109,7 +109,7 @@ func splitE5M2(s, v unsafe.Pointer, p *[maxPlanes]unsafe.Pointer, n int) {
 	}
 }
 
-// shiftDown shifts right, in words. The caller masks the bits that come into the top of a byte.
+// shiftDown shifts 16-bit words right. The caller must mask the bits that move from one byte to the next.
 func shiftDown(b b64, by uint8) b64 {
 	w := b.AsUint16x32()
 	return w.ShiftAllRightConcat(by, w).AsUint8x64()

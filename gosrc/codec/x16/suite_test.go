@@ -8,8 +8,8 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/codectest"
 )
 
-// twin is the codec of one transform, decoded by one level. Its segments are
-// short, so that small samples have several.
+// twin returns the codec of one transform, decoded at one level. Its segments are short, so that small samples have
+// several.
 func twin(transform uint8, l Level) codectest.Codec {
 	e := Encoder{segTiles: 6}
 	return codectest.Codec{
@@ -18,7 +18,7 @@ func twin(transform uint8, l Level) codectest.Codec {
 	}
 }
 
-// Every twin of every transform passes the suite of codecs.
+// For every transform, every twin passes the codec test suite.
 func TestSuite(t *testing.T) {
 	const seed = 2
 	r := rand.New(rand.NewPCG(seed, 0))
@@ -38,7 +38,7 @@ func TestSuite(t *testing.T) {
 	}
 }
 
-// agree decodes p at every level and fails unless all do the same: the same bytes, or an error in each.
+// agree decodes p at every level. It fails the test unless all levels give the same bytes or all return an error.
 func agree(t *testing.T, p []byte, size int, transform uint8, st uint16) (ok bool) {
 	t.Helper()
 	want, wantErr := codectest.Decode(twin(transform, Scalar), p, size, st)
@@ -51,16 +51,16 @@ func agree(t *testing.T, p []byte, size int, transform uint8, st uint16) (ok boo
 			t.Fatalf("%v: %v", l, err)
 		}
 		if (err == nil) != (wantErr == nil) {
-			t.Fatalf("%v says %v, scalar says %v", l, err, wantErr)
+			t.Fatalf("%v returns %v, scalar returns %v", l, err, wantErr)
 		}
 		if err == nil && !bytes.Equal(got, want) {
-			t.Fatalf("%v and scalar accept, and differ", l)
+			t.Fatalf("%v and scalar give different bytes", l)
 		}
 	}
 	return wantErr == nil
 }
 
-// The twins agree on chunks that are wrong in critical places: the table, the directory, states, words and escapes.
+// The twins agree on chunks with damage in critical parts: the table, the directory, states, words and escapes.
 func TestTwinsAgree(t *testing.T) {
 	const seed = 3
 	t.Logf("seed %d", seed)
@@ -86,10 +86,10 @@ func TestTwinsAgree(t *testing.T) {
 	t.Logf("%d chunks, %d accepted", rounds, accepted)
 }
 
-// hurt changes a chunk in a way that sometimes gets past the first checks.
+// hurt damages a chunk in a way that the first checks do not always detect.
 func hurt(r *rand.Rand, p []byte) {
 	switch r.IntN(6) {
-	case 0: // the table becomes another valid one: two frequencies trade a slot
+	case 0: // another valid table: a slot moves from one symbol to another
 		var tb table
 		copy(tb.freq[:], p[32:48])
 		i, j := r.IntN(16), r.IntN(16)
@@ -117,7 +117,7 @@ func hurt(r *rand.Rand, p []byte) {
 	}
 }
 
-// FuzzDecode compares the twins on whatever the fuzzer finds.
+// FuzzDecode compares the twins on arbitrary input.
 func FuzzDecode(f *testing.F) {
 	r := rand.New(rand.NewPCG(4, 0))
 	e := Encoder{segTiles: 3}
@@ -134,7 +134,7 @@ func FuzzDecode(f *testing.F) {
 	})
 }
 
-// FuzzRoundTrip encodes what the fuzzer finds, repeated to fill a few tiles.
+// FuzzRoundTrip encodes arbitrary bytes, repeated to fill a few tiles.
 func FuzzRoundTrip(f *testing.F) {
 	f.Add([]byte{0x80, 0x3f, 1, 2}, uint16(3000), uint8(1))
 	f.Add([]byte{1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18}, uint16(9000), uint8(8))

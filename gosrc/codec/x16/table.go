@@ -4,19 +4,19 @@ package x16
 
 import "github.com/overwire/overwire/gosrc/errs"
 
-// A table is the stored probability model of a chunk: it says what each of the 16 buckets of 16 slots holds
+// A table is the stored probability model of a chunk. It determines the symbols of the 16 buckets of 16 slots
 // (docs/format.md 3.4).
 type table struct {
 	freq    [16]uint8
-	divider [16]uint8 // positions of bucket b below this are symbol b
-	alias   [16]uint8 // the others are this symbol
+	divider [16]uint8 // positions of bucket b below this belong to symbol b
+	alias   [16]uint8 // the other positions belong to this symbol
 }
 
-// A slot says what a decoder does with the low 8 bits of a state.
+// A slot is the symbol and rank for one value of the low 8 bits of a state.
 type slot struct{ symbol, rank uint8 }
 
-// checkParts checks that the three parts agree: every symbol gets exactly freq slots, and a bucket that belongs
-// completely to its own symbol has a single encoding. Nothing may be expanded before this check.
+// checkParts checks that the three parts agree: every symbol has exactly freq slots, and a bucket that belongs
+// completely to its own symbol has only one encoding. The table must not be used before this check.
 func (t *table) checkParts() error {
 	sum := 0
 	var slots [16]int
@@ -30,7 +30,7 @@ func (t *table) checkParts() error {
 		slots[a] += 16 - d
 	}
 	if sum != 256 {
-		return errs.New(errs.ErrCorrupt, "frequencies sum to %d, expected 256", sum)
+		return errs.New(errs.ErrCorrupt, "the frequencies sum to %d, expected 256", sum)
 	}
 	for k, n := range slots {
 		if n != int(t.freq[k]) {
@@ -40,8 +40,8 @@ func (t *table) checkParts() error {
 	return nil
 }
 
-// aliasBias returns, for each bucket, the rank of its alias at position 0, which is negative if position 0 does
-// not belong to the alias. The table must have passed checkParts.
+// aliasBias returns, for each bucket, the rank of its alias at position 0. It is negative if position 0 does not
+// belong to the alias. The table must have passed checkParts.
 func (t *table) aliasBias() (out [16]int) {
 	next := [16]int{}
 	for k, d := range t.divider {
@@ -71,17 +71,17 @@ func (t *table) expandSlots() (out [256]slot) {
 	return
 }
 
-// newTable arranges frequencies as 16 buckets of two symbols, by the method of A. J. Walker and M. Vose: each
-// bucket that its own symbol does not fill takes the rest from the lowest-numbered symbol that still has more
-// than it can hold.
+// newTable arranges frequencies as 16 buckets of two symbols with the method of A. J. Walker and M. Vose. A bucket
+// that its own symbol does not fill gets the rest from the lowest-numbered symbol with more slots than its bucket
+// holds.
 func newTable(freq [16]uint8) (t table) {
 	t.freq = freq
 	remaining := [16]int{}
 	for k, f := range freq {
 		remaining[k] = int(f)
 	}
-	// Buckets are closed one at a time. A giver that falls below 16 is closed next, so a bucket above 16 exists
-	// while any is below (their mean is 16).
+	// Buckets are closed one at a time. A giver that falls below 16 is closed next. The mean is 16, so a bucket above
+	// 16 exists as long as one is below.
 	var isClosed [16]bool
 	for range 16 {
 		b := -1
@@ -92,7 +92,7 @@ func newTable(freq [16]uint8) (t table) {
 			}
 		}
 		if b < 0 {
-			break // all that are left hold exactly 16
+			break // all open buckets have exactly 16
 		}
 		giver := b
 		for k := range remaining {

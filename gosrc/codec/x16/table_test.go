@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// randomFreq gives frequencies of m symbols that sum to 256.
+// randomFreq returns random frequencies of m symbols that sum to 256.
 func randomFreq(r *rand.Rand, m int) (f [16]uint8) {
 	left := 256
 	at := r.Perm(16)[:m]
@@ -30,8 +30,7 @@ func randomFreq(r *rand.Rand, m int) (f [16]uint8) {
 	return f
 }
 
-// Every alias table that the encoder makes passes the check, and its slots are exactly the ranks of each symbol, each
-// once.
+// Every alias table of the encoder passes the check. Each rank of each symbol occurs in exactly one slot.
 func TestAliasTables(t *testing.T) {
 	const seed = 5
 	t.Logf("seed %d", seed)
@@ -45,14 +44,14 @@ func TestAliasTables(t *testing.T) {
 		var seen [16][256]bool
 		for s, e := range tb.expandSlots() {
 			if e.rank >= freq[e.symbol] || seen[e.symbol][e.rank] {
-				t.Fatalf("%v: slot %d is %v", freq, s, e)
+				t.Fatalf("%v: slot %d is wrong: %v", freq, s, e)
 			}
 			seen[e.symbol][e.rank] = true
 		}
 	}
 }
 
-// The check refuses tables that do not add up.
+// checkParts refuses inconsistent tables.
 func TestTableCheck(t *testing.T) {
 	good := newTable([16]uint8{100, 50, 50, 25, 25, 6})
 	if err := good.checkParts(); err != nil {
@@ -63,15 +62,15 @@ func TestTableCheck(t *testing.T) {
 		full++
 	}
 	for name, hurt := range map[string]func(*table){
-		"a sum of 257":                   func(t *table) { t.freq[0]++ },
-		"two frequencies off by one":     func(t *table) { t.freq[0]++; t.freq[1]-- },
-		"a divider of 17":                func(t *table) { t.divider[0] = 17 },
-		"another divider":                func(t *table) { t.divider[5]++ },
-		"an alias of 16":                 func(t *table) { t.alias[9] = 16 },
-		"another alias":                  func(t *table) { t.alias[15] ^= 1 },
-		"all zero":                       func(t *table) { *t = table{} },
-		"an alias where there is no use": func(t *table) { t.alias[full] ^= 1 },
-		"a divider of 0 for 16":          func(t *table) { t.divider[full] = 0 },
+		"a sum of 257":                 func(t *table) { t.freq[0]++ },
+		"two frequencies off by one":   func(t *table) { t.freq[0]++; t.freq[1]-- },
+		"a divider of 17":              func(t *table) { t.divider[0] = 17 },
+		"another divider":              func(t *table) { t.divider[5]++ },
+		"an alias of 16":               func(t *table) { t.alias[9] = 16 },
+		"another alias":                func(t *table) { t.alias[15] ^= 1 },
+		"all zero":                     func(t *table) { *t = table{} },
+		"an alias of a full bucket":    func(t *table) { t.alias[full] ^= 1 },
+		"a full bucket with divider 0": func(t *table) { t.divider[full] = 0 },
 	} {
 		b := good
 		hurt(&b)
@@ -81,8 +80,7 @@ func TestTableCheck(t *testing.T) {
 	}
 }
 
-// The frequencies are optimal: moving a slot from any symbol to another makes no data smaller, and small cases are
-// tried exhaustively.
+// The frequencies are optimal: moving a slot from any symbol to another never reduces the size.
 func TestFitFreq(t *testing.T) {
 	const seed = 6
 	t.Logf("seed %d", seed)
@@ -111,7 +109,7 @@ func TestFitFreq(t *testing.T) {
 			}
 		}
 		if sum != 256 || math.Abs(bits-size(&c, &f)) > 1e-6*bits {
-			t.Fatalf("%v: %v sums to %d, costs %v", c, f, sum, bits)
+			t.Fatalf("%v: %v has the sum %d and costs %v", c, f, sum, bits)
 		}
 		for i := range kinds {
 			for j := range kinds {
@@ -129,17 +127,18 @@ func TestFitFreq(t *testing.T) {
 	}
 }
 
-// A value is escaped where that is cheaper than a slot. The coded size matches the model, up to the state's 16 bits.
+// A value is escaped if this is cheaper than a slot. The encoded size matches the model, except for the states' 16
+// bits.
 func TestModelCost(t *testing.T) {
 	var hist [256]int
 	hist[120], hist[121], hist[122], hist[7], hist[9] = 300000, 200000, 99993, 3, 4
 	m := fitModel(&hist, 600000, false)
 	if m.escape < 0 || m.freq[m.escape] != 1 || m.palette[3] != 0 {
-		t.Errorf("7 of 600000 are not escaped: %+v", m)
+		t.Errorf("7 of 600000 values were not escaped: %+v", m)
 	}
 	hist[122], hist[7] = 90000, 9996
 	if m = fitModel(&hist, 600000, false); m.palette[3] != 7 {
-		t.Errorf("1.7 %% are escaped: %+v", m)
+		t.Errorf("1.7 %% of the values were escaped: %+v", m)
 	}
 	src := benchSample(BF16, 1<<18)
 	var e Encoder
@@ -155,11 +154,11 @@ func TestModelCost(t *testing.T) {
 	segs := (1 << 18) / tileSyms / defaultSegTiles
 	want := headerBytes + 8*(segs+1) + segs*stateBytes + int(m.bits/8) + 1<<18
 	if d := len(chunk) - want; d < -segs*32 || d > segs*32+16 {
-		t.Errorf("%d bytes, the model says %d", len(chunk), want)
+		t.Errorf("got %d bytes, but the model says %d", len(chunk), want)
 	}
 }
 
-// Segments have equal length: at most the longest allowed, and at most a quarter of the chunk if that is not too short.
+// All segments are within the length limits, and at most a quarter of a chunk that is long enough.
 func TestGrid(t *testing.T) {
 	for tiles := 1; tiles < 5000; tiles++ {
 		s, g := segmentGrid(tiles, 0)
@@ -170,7 +169,7 @@ func TestGrid(t *testing.T) {
 	}
 }
 
-// The vector encoder makes the same bytes as the scalar one, on every sample.
+// The vector encoder gives the same bytes as the scalar encoder for every sample.
 func TestEncodersAgree(t *testing.T) {
 	const seed = 8
 	t.Logf("seed %d", seed)
@@ -181,7 +180,7 @@ func TestEncodersAgree(t *testing.T) {
 			b := Encoder{level: l, forced: true}
 			got, st2, ok2 := b.Encode(nil, s.data, s.transform)
 			if st != st2 || ok != ok2 || string(got) != string(want) {
-				t.Errorf("%v, %s: another chunk", l, s.name)
+				t.Errorf("%v, %s: the level gives a different chunk", l, s.name)
 			}
 		}
 	}

@@ -7,7 +7,8 @@ import (
 )
 
 // Every vector step of encoding and decoding leaves the upper register halves clear. Each step is tested separately,
-// since one may hide another, and then the exported functions, also with a bad chunk.
+// because a later step may hide an error of an earlier one. The exported functions are also tested, with a valid and
+// an invalid chunk.
 func TestUpperHalvesAreClear(t *testing.T) {
 	avxtest.Need(t)
 	for tr := uint8(BF16); tr <= Bytes; tr++ {
@@ -34,7 +35,7 @@ func encodesClear(t *testing.T, l Level, src []byte, tr uint8) (chunk []byte, st
 		e.prepareTables(&m)
 	})
 	avxtest.Clear(t, "symbols", func() {
-		e.splitElements(tr, body, n) // symbols replaces them
+		e.splitElements(tr, body, n) // turnIntoSymbols overwrites the values
 		e.turnIntoSymbols(&m)
 	})
 	avxtest.Clear(t, "groupFast", func() {
@@ -44,7 +45,7 @@ func encodesClear(t *testing.T, l Level, src []byte, tr uint8) (chunk []byte, st
 	avxtest.Clear(t, "Encode", func() {
 		ok := false
 		if chunk, st, ok = e.Encode(nil, src, tr); !ok {
-			t.Fatal("nothing to gain")
+			t.Fatal("the data was not compressed")
 		}
 	})
 	return chunk, st
@@ -79,7 +80,7 @@ func decodesClear(t *testing.T, l Level, chunk []byte, st uint16, dst []byte, tr
 	})
 	avxtest.Clear(t, "Decode of bad words", func() {
 		if DecodeAt(l, dst, chunk[:len(chunk)-1], tr, st) == nil {
-			t.Fatal("a chunk that is cut was decoded")
+			t.Fatal("a truncated chunk was decoded")
 		}
 	})
 }

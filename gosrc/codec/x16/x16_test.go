@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// Every sample of every size comes back bit for bit from every twin.
+// For every sample and size, every twin decodes the original bytes.
 func TestRoundTrip(t *testing.T) {
 	const seed = 1
 	t.Logf("seed %d", seed)
@@ -19,10 +19,10 @@ func TestRoundTrip(t *testing.T) {
 				out, st, ok := e.Encode([]byte("prefix"), src, s.transform)
 				if !ok {
 					if s.packs && n >= 1<<16 {
-						t.Errorf("%s, %d bytes: not worth it", s.name, len(src))
+						t.Errorf("%s, %d bytes: not compressed", s.name, len(src))
 					}
 					if string(out) != "prefix" {
-						t.Fatalf("%s: refused and changed dst", s.name)
+						t.Fatalf("%s: not compressed, but dst was changed", s.name)
 					}
 					continue
 				}
@@ -45,7 +45,8 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// Segments of every length up to the longest allowed decode, in groups of one to four, with a shorter last one.
+// Segments of any length up to the maximum are decoded correctly, in groups of one to four, with a shorter last
+// segment.
 func TestSegmentLengths(t *testing.T) {
 	src := benchSample(E4M3, 1<<18+2048+77)
 	for _, longest := range []int{1, 2, 7, 129, 200, 256} {

@@ -1,17 +1,17 @@
-// Package gguf reads the headers of GGUF files, so that their tensors can be listed.
-// The tensors consist of quantised blocks, which overwire does not store.
+// Package gguf reads the headers of GGUF files, so that their tensors can be listed. It does not read the tensors'
+// data, because overwire does not store their quantized blocks.
 //
-// The layout of versions 2 and 3, from ggml's docs/gguf.md:
+// This is the layout of versions 2 and 3, from ggml's docs/gguf.md:
 //
-//	"GGUF"  version u32  tensors u64  entries u64
-//	entry:  key string, type u32, value; a string is its length, u64, and bytes,
-//	        an array is its elements' type, u32, their number, u64, and they
-//	tensor: name string, rank u32, dims u64 (the fastest first), type u32, offset u64
-//	data, from the next multiple of the entry general.alignment (32) on
+//	"GGUF"  version u32  number of tensors u64  number of entries u64
+//	entry:  key string, type u32, value
+//	string: length u64, bytes
+//	array:  element type u32, number of elements u64, elements
+//	tensor: name string, rank u32, dims u64 (fastest first), type u32, offset u64
+//	data, at the next multiple of the entry general.alignment (default 32)
 //
-// Integers are little-endian, or all big-endian (version 3). Headers are untrusted: each
-// number is checked before it is used, and no count from a file decides how much is
-// allocated.
+// Integers are little-endian, or all big-endian (version 3). Headers are untrusted: each number is checked before it
+// is used, and no count from a file determines the size of an allocation.
 package gguf
 
 import (
@@ -42,7 +42,7 @@ const (
 	alignmentAt = "general.alignment"
 )
 
-// A File is the content of a header.
+// A File is the contents of a header.
 type File struct {
 	Version  uint32
 	Header   int64 // bytes before the data
@@ -50,11 +50,11 @@ type File struct {
 	Tensors  []Tensor // in the file's order
 }
 
-// A Tensor's bytes begin at Off in the file. Its shape has the slowest dimension first, as in
-// torch.
+// A Tensor describes a tensor. Its shape has the slowest dimension first, as in torch. Its bytes start at offset Off
+// of the file.
 type Tensor struct {
 	Name  string
-	Type  string // "type 42, not known" if it is newer than this reader
+	Type  string // "type 42, not known" if this reader does not know it
 	Shape []int64
 	Off   int64
 	Bytes int64 // Unsized if the type is unknown
@@ -67,18 +67,18 @@ const (
 	NotKnown = ", not known"
 )
 
-// hasBytes reports whether a tensor's shape takes bytes of the file.
+// hasBytes reports whether a tensor's shape takes up bytes in the file.
 func (t *Tensor) hasBytes() bool {
 	return t.Bytes > 0 || t.Bytes == Unsized && !slices.Contains(t.Shape, 0)
 }
 
-// Is reports whether a file begins as GGUF files do.
+// Is reports whether a file starts with the GGUF magic.
 func Is(head []byte) bool { return strings.HasPrefix(string(head), magic) }
 
-// ReadHeader reads the header of a file, and checks it, including that tensors are inside the file,
-// aligned and without overlaps. Errors name the file and, if known, tensor and offset:
-// errs.ErrFormat for other formats, errs.ErrCorrupt for a truncated file, errs.ErrNotSupported for
-// another version. For a tensor of unknown type it checks only the beginning.
+// ReadHeader reads and checks the header of a file. It also checks that tensors are aligned, lie inside the file, and
+// do not overlap. For a tensor of unknown type it only checks the start. Errors name the file and, if known, the
+// tensor and offset. They are errs.ErrFormat for other formats, errs.ErrCorrupt for a truncated file, and
+// errs.ErrNotSupported for another version.
 func ReadHeader(ctx context.Context, src source.Source) (File, error) {
 	r := &reader{ctx: ctx, src: src, order: binary.LittleEndian, window: window}
 	f, err := r.readFile()
@@ -125,7 +125,7 @@ func (r *reader) readFile() (f File, err error) {
 	return f, r.placeTensors(&f)
 }
 
-// readStart reads everything before the entries: the numbers of tensors and of entries.
+// readStart reads everything before the entries, and returns the numbers of tensors and entries.
 func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 	head, err := r.takeBytes(4)
 	if err == nil && !Is(head) {
@@ -153,8 +153,7 @@ func (r *reader) readStart(f *File) (counts [2]uint64, err error) {
 	return counts, err
 }
 
-// readTensor reads one tensor's entry. Off is still relative to the beginning of the
-// data.
+// readTensor reads one tensor's entry. Off is still relative to the data section.
 func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	r.tensor = ""
 	if t.Name, err = r.readName("tensor's name"); err != nil {
@@ -195,8 +194,8 @@ func (r *reader) readTensor(align int64) (t Tensor, err error) {
 	return t, err
 }
 
-// setType sets a tensor's type, by its number, and its bytes. n is the number of values. The shape still has
-// the fastest dimension first.
+// setType sets a tensor's type and size, given the type's number and the number of values. The shape still has the
+// fastest dimension first.
 func (t *Tensor) setType(id uint32, n uint64) error {
 	kind, isKnown := types[id]
 	if !isKnown {
@@ -216,14 +215,14 @@ func (t *Tensor) setType(id uint32, n uint64) error {
 	return nil
 }
 
-// product returns a * b, if that and the previous result fit in 62 bits.
+// product returns a * b, and whether it and the previous result fit in 62 bits.
 func product(a, b uint64, fits bool) (uint64, bool) {
 	n, ok := sizes.Mul(a, b)
 	return n, fits && ok && n <= 1<<62
 }
 
-// placeTensors converts offsets to offsets in the file, and checks that tensors are inside the file,
-// do not overlap, and have different names.
+// placeTensors converts offsets in the data section to offsets in the file. It checks that tensors lie inside the
+// file, do not overlap, and have different names.
 func (r *reader) placeTensors(f *File) error {
 	names := make(map[string]bool, len(f.Tensors))
 	byOffset := make([]*Tensor, len(f.Tensors))

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// A writer makes headers in either byte order.
+// A writer writes headers in either byte order.
 type writer struct {
 	bytes.Buffer
 	order binary.ByteOrder
@@ -27,19 +27,19 @@ func (w *writer) put(values ...any) *writer {
 			v = []byte(text)
 			_ = binary.Write(w, w.order, uint64(len(text)))
 		}
-		_ = binary.Write(w, w.order, v) // cannot fail: fixed sizes into memory
+		_ = binary.Write(w, w.order, v) // cannot fail: the sizes are fixed and w is in memory
 	}
 	return w
 }
 
-// header begins a file of version 3.
+// header returns a writer with the start of a version 3 file.
 func header(order binary.ByteOrder, tensors, entries uint64) *writer {
 	w := &writer{order: order}
 	w.WriteString("GGUF")
 	return w.put(uint32(3), tensors, entries)
 }
 
-// whole is a file with an entry of each kind and two tensors.
+// whole returns a file with entries of several types and two tensors.
 func whole(order binary.ByteOrder) []byte {
 	w := header(order, 2, 8)
 	w.put("general.alignment", uint32(kindU32), uint32(64))
@@ -64,8 +64,8 @@ func read(t *testing.T, data []byte) (File, error) {
 	return ReadHeader(t.Context(), &sourcetest.Mem{Name: "x.gguf", Data: data})
 }
 
-// A header is read as it was written, in either byte order: short values as text, long ones by their length, shapes
-// with the slowest dimension first.
+// Headers in either byte order are read correctly. Short values are shown as text, long arrays as their length;
+// shapes have the slowest dimension first.
 func TestReadHeader(t *testing.T) {
 	for _, order := range []binary.ByteOrder{binary.LittleEndian, binary.BigEndian} {
 		data := whole(order)
@@ -78,7 +78,7 @@ func TestReadHeader(t *testing.T) {
 			"shape": "[-1, 5]", "words": "20 of string", "nested": "1 of array",
 		}
 		if !reflect.DeepEqual(f.Metadata, want) {
-			t.Errorf("%q", f.Metadata)
+			t.Errorf("got the metadata %q, want %q", f.Metadata, want)
 		}
 		at := f.Header
 		tensors := []Tensor{{"q", "Q4_K", []int64{3, 256}, at + 64, 3 * 144}, {"scale", "F32", nil, at, 4}}
@@ -88,7 +88,7 @@ func TestReadHeader(t *testing.T) {
 	}
 }
 
-// A long header is read in windows, wherever they end.
+// A long header is read in windows, which may end inside a value.
 func TestWindows(t *testing.T) {
 	w := header(binary.LittleEndian, 1, 1)
 	w.put("words", uint32(kindArray), uint32(kindText), uint64(200_000))
@@ -105,7 +105,7 @@ func TestWindows(t *testing.T) {
 	}
 }
 
-// An error in a header has its class and says what is wrong and where, before anything is allocated for it.
+// An invalid header gives an error with the right class and text, before anything large is allocated.
 func TestHostileHeaders(t *testing.T) {
 	le := binary.LittleEndian
 	many := uint64(1) << 60
@@ -146,7 +146,7 @@ func TestHostileHeaders(t *testing.T) {
 		"long key":          {entry(many), errs.ErrFormat, "a key has"},
 		"key":               {entry("\xff", uint32(0), uint8(1)), errs.ErrFormat, "UTF-8"},
 		"kind":              {entry("k", uint32(13)), errs.ErrFormat, "its type has the unknown number 13"},
-		"long text":         {entry("k", uint32(kindText), many), errs.ErrFormat, "a text is too long"},
+		"long text":         {entry("k", uint32(kindText), many), errs.ErrFormat, "a string is too long"},
 		"text past the end": {entry("k", uint32(kindText), uint64(5000)), errs.ErrCorrupt, "truncated"},
 		"long array":        {entry("k", uint32(kindArray), uint32(kindF64), many), errs.ErrFormat, "an array is too long"},
 		"array past the end": {entry("k", uint32(kindArray), uint32(kindF64), uint64(5000)), errs.ErrCorrupt,
@@ -189,15 +189,15 @@ func TestHostileHeaders(t *testing.T) {
 		}
 	}
 	data := whole(le)
-	for n := range data { // cut anywhere
+	for n := range data { // truncated at every length
 		if _, err := read(t, data[:n]); err == nil {
 			t.Errorf("accepted with %d of %d bytes", n, len(data))
 		}
 	}
 }
 
-// A tensor of an unknown later type is listed without its size, and the others completely. It has to begin in the file,
-// after the tensors before it.
+// A tensor of an unknown type is listed without its size, and the other tensors completely. It must start inside the
+// file and after the previous tensor.
 func TestLaterTypes(t *testing.T) {
 	le := binary.LittleEndian
 	file := func(later uint64, dims ...uint64) (File, error) {
@@ -215,9 +215,9 @@ func TestLaterTypes(t *testing.T) {
 		want[i].Off += f.Header
 	}
 	if err != nil || f.Metadata["name"] != "n" || !reflect.DeepEqual(f.Tensors, want) {
-		t.Errorf("%+v, %v", f, err)
+		t.Errorf("got %+v, %v; want the tensors %+v", f, err, want)
 	}
-	if _, err := file(0, 0); err != nil { // without values it takes no bytes
+	if _, err := file(0, 0); err != nil { // a tensor without values takes no bytes
 		t.Error(err)
 	}
 	for later, text := range map[uint64]string{32: "overlap those of the previous", 128: "overlap those of the previous",
@@ -228,7 +228,8 @@ func TestLaterTypes(t *testing.T) {
 	}
 }
 
-// FuzzHeader reads anything: it is refused with a class, or all its tensors are in the file, separate and aligned.
+// FuzzHeader reads arbitrary bytes. They are rejected with an error class, or all tensors are in the file and do not
+// overlap.
 func FuzzHeader(f *testing.F) {
 	f.Add(whole(binary.LittleEndian))
 	f.Add(whole(binary.BigEndian))
@@ -246,11 +247,11 @@ func FuzzHeader(f *testing.F) {
 				tensor.Bytes = 0
 			}
 			if tensor.Off < file.Header || tensor.Bytes < 0 || tensor.Off+tensor.Bytes > int64(len(data)) {
-				t.Fatalf("%+v of %d bytes", tensor, len(data))
+				t.Fatalf("%+v is not inside the file of %d bytes", tensor, len(data))
 			}
 			for at := tensor.Off; at < tensor.Off+tensor.Bytes; at++ {
 				if covered[at] {
-					t.Fatalf("%+v overlaps", tensor)
+					t.Fatalf("%+v overlaps another tensor", tensor)
 				}
 				covered[at] = true
 			}

@@ -1,6 +1,6 @@
 package gguf
 
-// This file reads the values of a header in sequence.
+// This file reads a header's values one after the other.
 
 import (
 	"context"
@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Types of an entry's value, by number.
+// These are the types of values, by number.
 const (
 	kindU8 = iota
 	kindI8
@@ -32,7 +32,7 @@ const (
 	kindF64
 )
 
-// width is the bytes of a value of each kind; 0 means that the value says its length.
+// width is the size in bytes of each kind of value; 0 means that the value contains its length.
 var width = [...]int64{1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8}
 
 var kindNames = [...]string{
@@ -41,28 +41,28 @@ var kindNames = [...]string{
 }
 
 const (
-	maxDepth = 4    // nesting of arrays
-	maxShown = 16   // elements of an array that are written out
-	maxText  = 1024 // bytes of a text in such an array
+	maxDepth = 4    // levels of nested arrays
+	maxShown = 16   // arrays up to this many elements are written out
+	maxText  = 1024 // bytes of each string that is written out in an array
 )
 
-// A value is the value of an entry as text, and its bits if it is a number.
+// A value is the value of an entry, as text and, for a number, as bits.
 type value struct {
 	kind   uint32
 	text   string
 	number uint64
 }
 
-// A reader reads a source from its beginning, a window at a time.
+// A reader reads a source sequentially, one window at a time.
 type reader struct {
 	ctx    context.Context
 	src    source.Source
 	order  binary.ByteOrder
-	tensor string // name of the tensor being read; "": not a tensor
+	tensor string // name of the tensor being read, or ""
 	b      []byte // the window
 	window int64  // bytes to read next
 	at     int64  // offset of the window
-	p      int64  // how much of the window was read
+	p      int64  // next byte, as an index into the window
 }
 
 func (r *reader) offset() int64 { return r.at + r.p }
@@ -78,7 +78,7 @@ func (r *reader) takeBytes(n int64) ([]byte, error) {
 	}
 	if n > int64(len(r.b))-r.p {
 		b := make([]byte, min(rest, max(n, r.window)))
-		r.window = min(2*r.window, maxWindow) // a vocabulary takes some MB
+		r.window = min(2*r.window, maxWindow) // vocabularies take several MB
 		r.at, r.p, r.b = r.offset(), 0, nil
 		if err := r.src.ReadAt(r.ctx, b, r.at); err != nil {
 			return nil, err
@@ -89,11 +89,11 @@ func (r *reader) takeBytes(n int64) ([]byte, error) {
 	return r.b[r.p-n : r.p], nil
 }
 
-// skipBytes skips n bytes, and does not read those outside the window.
+// skipBytes skips n bytes without reading those after the window.
 func (r *reader) skipBytes(n int64) error {
 	if in := int64(len(r.b)) - r.p; n > in {
 		if n > maxHeader-r.offset() || n > r.src.Size()-r.offset() {
-			_, err := r.takeBytes(n) // takeBytes reports the error
+			_, err := r.takeBytes(n) // returns the error
 			return err
 		}
 		r.at, r.p, r.b = r.offset()+n, 0, nil
@@ -119,7 +119,7 @@ func (r *reader) readU64() (uint64, error) {
 	return r.order.Uint64(b), nil
 }
 
-// readEntry reads an entry's type and its value.
+// readEntry reads an entry's type and value.
 func (r *reader) readEntry(key string) (value, error) {
 	kind, err := r.readU32()
 	if err != nil {
@@ -132,7 +132,7 @@ func (r *reader) readEntry(key string) (value, error) {
 	return v, nil
 }
 
-// readValue reads a value. The text of a value that is not shown may stay "".
+// readValue reads a value. If show is false, its text may stay "".
 func (r *reader) readValue(kind uint32, depth int, show bool) (v value, err error) {
 	v.kind = kind
 	switch {
@@ -183,15 +183,14 @@ func numberText(kind uint32, n uint64) string {
 	return strconv.FormatUint(n, 10)
 }
 
-// readText reads a string. Bytes that are not UTF-8 are replaced, because the text is
-// only shown.
+// readText reads a string. It replaces bytes that are not UTF-8, because the string is only shown.
 func (r *reader) readText(show bool) (string, error) {
 	n, err := r.readU64()
 	if err != nil {
 		return "", err
 	}
 	if n > maxHeader {
-		return "", errs.New(errs.ErrFormat, "a text is too long: %d bytes", n)
+		return "", errs.New(errs.ErrFormat, "a string is too long: %d bytes", n)
 	}
 	if !show {
 		return "", r.skipBytes(int64(n))
@@ -200,8 +199,7 @@ func (r *reader) readText(show bool) (string, error) {
 	return strings.ToValidUTF8(string(b), "\uFFFD"), err
 }
 
-// readArray reads an array. A short one is written out; a long one is described by
-// number and type.
+// readArray reads an array. A short array is written out; a long one is described by length and element type.
 func (r *reader) readArray(depth int, show bool) (string, error) {
 	kind, err := r.readU32()
 	if err != nil {
@@ -226,7 +224,7 @@ func (r *reader) readArray(depth int, show bool) (string, error) {
 		return fmt.Sprintf("%d of %s", n, kindNames[kind]), r.skipBytes(int64(size))
 	}
 	var texts []string
-	for range n { // each takes at least 8 bytes, and the header is limited
+	for range n { // bounded, as each element takes at least 8 bytes of the header
 		v, err := r.readValue(kind, depth-1, show)
 		if err != nil {
 			return "", err

@@ -2,14 +2,14 @@ package gguf
 
 // This file lists the tensor types.
 
-// A blockType is a type: its name, the values of a block, and the bytes of a block.
+// A blockType is a tensor type: its name, and the number of values and bytes per block.
 type blockType struct {
 	name   string
 	values uint64
 	bytes  uint64
 }
 
-// types are ggml's enum ggml_type, by number. A test compares them with the package gguf.
+// types is ggml's enum ggml_type, by number. A test compares it with the Python package gguf.
 var types = map[uint32]blockType{
 	0: {"F32", 1, 4}, 1: {"F16", 1, 2}, 30: {"BF16", 1, 2}, 28: {"F64", 1, 8},
 	24: {"I8", 1, 1}, 25: {"I16", 1, 2}, 26: {"I32", 1, 4}, 27: {"I64", 1, 8},

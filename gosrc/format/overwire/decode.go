@@ -12,13 +12,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Decode decodes and validates the index of one file. The Metadata of the result is the
-// user's, without our mark. h is the file's header, for which Is returned true, and
-// blob is the bytes of IndexName.
+// Decode decodes and validates the index of one file. h is the file's header, for which Is returned true, and blob is
+// the bytes of IndexName. The Metadata of the result is the user's, without the mark.
 //
-// Decode compares the checksum first: changed bytes are errs.ErrCorrupt. An impossible
-// value under a right checksum is errs.ErrFormat, and a newer version or feature is
-// errs.ErrNotSupported.
+// Decode first compares the checksum: changed bytes are errs.ErrCorrupt. If the checksum is correct, an invalid value
+// is errs.ErrFormat, and a newer version or feature is errs.ErrNotSupported.
 func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known tensor.Known) (*tensor.Index, error) {
 	d := decoder{blob: blob, h: h}
 	bad := func(name string, chunk int, err error) (*tensor.Index, error) {
@@ -37,7 +35,7 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	}
 	shapes := make([]int64, d.dims)
 	for i := range shapes {
-		shapes[i] = int64(le.Uint64(d.blob[headerSize+8*i:])) // Validate refuses negative ones
+		shapes[i] = int64(le.Uint64(d.blob[headerSize+8*i:])) // Validate refuses negative dimensions
 	}
 	for i := range ix.Tensors {
 		if err := d.decodeTensor(i, &ix.Tensors[i], &shapes); err != nil {
@@ -64,8 +62,8 @@ func Decode(blob []byte, h *safetensors.Header, uri string, size int64, known te
 	return ix, nil
 }
 
-// A decoder holds the offsets of a blob's sections. Use its counts only after frame has
-// checked them against the blob's size and checksum.
+// A decoder holds the offsets of a blob's sections. Its counts are only valid after decodeFrame has checked them
+// against the blob's size and checksum.
 type decoder struct {
 	blob                  []byte
 	h                     *safetensors.Header
@@ -74,7 +72,7 @@ type decoder struct {
 	records, chunkRecords int // offsets
 	newer                 bool
 	features              uint64
-	delta                 bool // the file must be a delta
+	delta                 bool // whether the file must be a delta
 }
 
 func (d *decoder) decodeFrame() error {
@@ -83,7 +81,7 @@ func (d *decoder) decodeFrame() error {
 		d.at = int64(at)
 		return errs.New(errs.ErrCorrupt, format, args...)
 	}
-	// Until the checksum is compared, the bytes can only be a reason to refuse.
+	// Before the checksum is compared, the bytes may only be used to reject the index.
 	if h := d.h; len(h.Tensors) == 0 || h.Tensors[0].Name != IndexName || h.Tensors[0].DType != tensor.U8 ||
 		len(h.Tensors[0].Shape) != 1 || h.Tensors[0].Bytes != int64(len(b)) {
 		return corrupt(0, "the index is not the first tensor, or not one-dimensional U8")
@@ -108,7 +106,7 @@ func (d *decoder) decodeFrame() error {
 	if !allZero(b[end+4:]) {
 		return corrupt(end+4, "the padding of the index is not zero")
 	}
-	// From here on, the bytes are exactly what a writer wrote.
+	// The checksum matches, so a writer wrote exactly these bytes.
 	major, minor := le.Uint16(b[4:]), le.Uint16(b[6:])
 	d.newer = minor > Minor
 	d.features = le.Uint64(b[8:])
@@ -154,8 +152,8 @@ func (d *decoder) decodeFrame() error {
 	return nil
 }
 
-// decodeTensor combines record i with the header's entry of the same tensor, and checks
-// that they agree. It takes the tensor's dimensions from shapes.
+// decodeTensor combines record i with the header's entry for the same tensor and checks that they agree. It removes
+// the tensor's dimensions from shapes.
 func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	off := d.records + tensorSize*i
 	d.at = int64(off)
@@ -171,7 +169,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	}
 	if r.bytes > math.MaxInt64 || r.stored > math.MaxInt64 || r.first > math.MaxInt32 || r.count > math.MaxInt32 ||
 		r.parts == 0 || r.count == 0 && (r.parts != 1 || r.chunkBytes != 0) {
-		return bad("invalid record: %d bytes, %d stored, chunks %d + %d of %d in %d parts",
+		return bad("invalid record: %d bytes, %d stored, first chunk %d, %d chunks of %d bytes, %d parts",
 			r.bytes, r.stored, r.first, r.count,
 			r.chunkBytes, r.parts)
 	}
@@ -187,7 +185,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 		t.Parts = 0
 	}
 	if t.Stored != in.Stored {
-		return bad("the index says %d stored bytes, but the header %d", t.Stored, in.Stored)
+		return bad("the index says %d stored bytes, but the header says %d", t.Stored, in.Stored)
 	}
 	if (r.layout == layoutAlias) != (r.alias != noAlias) {
 		return bad("layout %d does not fit alias %d", r.layout, r.alias)
@@ -195,7 +193,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 	switch r.layout {
 	case layoutPlain:
 		if in.DType != t.DType || !slices.Equal(in.Shape, t.Shape) {
-			return bad("the index says %v %v, but the header %v %v", t.DType, t.Shape, in.DType, in.Shape)
+			return bad("the index says %v %v, but the header says %v %v", t.DType, t.Shape, in.DType, in.Shape)
 		}
 		return nil
 	case layoutAlias:
@@ -205,7 +203,7 @@ func (d *decoder) decodeTensor(i int, t *tensor.Tensor, shapes *[]int64) error {
 		t.Alias = int32(r.alias)
 	case layoutChunks:
 		if t.Count == 0 {
-			return bad("no chunks")
+			return bad("it has no chunks, but its layout requires them")
 		}
 	default:
 		return errs.New(errs.ErrNotSupported, "unknown layout %d: upgrade overwire", r.layout)
@@ -224,7 +222,7 @@ func (d *decoder) chunk(i int, c *tensor.Chunk) error {
 		return errs.New(errs.ErrNotSupported, "unknown features %#x of a chunk: upgrade overwire", le.Uint16(b[22:]))
 	}
 	if le.Uint64(b) > math.MaxInt64 || !d.newer && !allZero(b[26:]) {
-		return errs.New(errs.ErrFormat, "an offset over 2^63, or reserved bytes that are not zero")
+		return errs.New(errs.ErrFormat, "an offset is 2^63 or more, or reserved bytes are not zero")
 	}
 	*c = tensor.Chunk{Off: int64(le.Uint64(b)), Stored: le.Uint32(b[8:]), Logical: le.Uint32(b[12:]),
 		Sum:   le.Uint32(b[16:]),

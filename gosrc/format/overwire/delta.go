@@ -1,7 +1,7 @@
 package overwire
 
-// This file defines the index that marks delta files (docs/format.md 7.1): that of a
-// container without tensors, with a critical feature bit.
+// This file defines the index that marks delta files (docs/format.md 7.1): the index of a container without tensors,
+// with a critical feature bit.
 
 import (
 	"github.com/overwire/overwire/gosrc/errs"
@@ -15,28 +15,26 @@ const (
 	deltaNote = "what changed between two models, by overwire; overwire.apply_delta puts it into the first"
 )
 
-// DeltaMark is the metadata entry of delta files.
+// DeltaMark returns the metadata entry of delta files.
 func DeltaMark() string { return encodeMark(0, deltaNote, nil, "", false) }
 
-// DeltaIndexSize is the size of the index of a delta file.
+// DeltaIndexSize returns the size in bytes of the index of a delta file.
 func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
 
-// AppendDelta appends the index of a delta file. head is everything before the data
-// section.
+// AppendDelta appends the index of a delta file. head contains everything before the data section.
 func AppendDelta(dst, head []byte) []byte {
 	start := len(dst)
 	dst = appendFrame(dst, 0, FeatureDelta, 0, 0, 0, head)
 	return appendTrailer(dst, start)
 }
 
-// IsDelta checks that a file for which Is returned true is a delta. blob is the bytes
-// of its index.
+// IsDelta returns an error if a file for which Is returned true is not a delta. blob is the bytes of its index.
 func IsDelta(blob []byte, h *safetensors.Header) error {
 	d := decoder{blob: blob, h: h, delta: true}
 	return d.decodeFrame()
 }
 
-// errDelta says what to do about a delta file that is read as a model.
+// errDelta returns the error for a delta file that is opened as a model.
 func errDelta() error {
 	return errs.New(errs.ErrNotSupported,
 		"this is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")

@@ -1,7 +1,6 @@
 package overwire
 
-// This file stores the digests that a container may have for its tensors
-// (docs/format.md section 1.2).
+// This file stores digests of the tensors in a container (docs/format.md section 1.2).
 
 import (
 	"encoding/base64"
@@ -13,7 +12,7 @@ import (
 
 const digestSize = 16
 
-// Digests is the value of Layout.Digests: the digest of each tensor, in file order.
+// Digests returns the value of Layout.Digests for the digests of all tensors in file order.
 func Digests(sums []digest.Sum) string {
 	b := make([]byte, 0, digestSize*len(sums))
 	for _, s := range sums {
@@ -22,14 +21,14 @@ func Digests(sums []digest.Sum) string {
 	return base64.StdEncoding.EncodeToString(b)
 }
 
-// ReadDigests returns the digests of a file's n tensors, in order, from a metadata entry
-// for which Is returned true; nil if it has none.
+// ReadDigests returns the digests of a file's n tensors, in order, from a metadata entry for which Is returned true.
+// It returns nil if the entry has no digests.
 func ReadDigests(mark string, n int) ([]digest.Sum, error) {
 	var m struct {
 		Digests string `json:"digests"`
 	}
 	if err := json.Unmarshal([]byte(mark), &m); err != nil {
-		return nil, errs.New(errs.ErrFormat, "the digests: %v", err)
+		return nil, errs.New(errs.ErrFormat, "the digests cannot be read: %v", err)
 	}
 	if m.Digests == "" {
 		return nil, nil

@@ -16,29 +16,29 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Item is a tensor to be stored. Its stored size is not known yet.
+// An Item is a tensor to store. Its stored size is not known yet.
 type Item struct {
 	Name  string
 	DType tensor.DType
 	Shape []int64
-	// Plain means stored as any safetensors reader expects it. Tensors without bytes
-	// are always plain.
+	// Plain means that the tensor is stored so that any safetensors reader can read it. Tensors without bytes are
+	// always plain.
 	Plain bool
-	// Alias is 1 + the number of the item that has the same bytes; 0 means none.
+	// Alias is 1 + the number of the item with the same bytes, or 0.
 	Alias int
-	// Parts is the number of column parts; 0 means 1. Plain tensors have 1.
+	// Parts is the number of column parts; 0 means 1. It is 1 for plain tensors.
 	Parts int
 	// ChunkBytes is the logical size of a chunk. It is unused for aliases and
 	// tensors without bytes.
 	ChunkBytes int64
 }
 
-// A Layout is a container that is being written. All counts are fixed from the start,
-// and so are the size of the index and the space for the header: the chunks are written
-// first, one after the other from Start on, then index and header.
+// A Layout is a container that is being written. All counts, the size of the index, and the space for the header are
+// fixed from the start. The chunks are written first, one after the other from Start on, then the index and the
+// header.
 //
-//	l, err := NewLayout(metadata, items)
-//	for c := range l.Chunks {        // in this order; encode in any
+//	l, err := NewLayout(metadata, items, origin, digests)
+//	for c := range l.Chunks {        // place in this order; encode in any order
 //		... encode the chunk, set Sum, Codec, Transform, SegTiles ...
 //		off, err := l.Place(c, stored)
 //		... write it at off; the bytes between chunks are zero ...
@@ -46,38 +46,35 @@ type Item struct {
 //	... set Hash of every l.Tensors that is not an alias ...
 //	front, size, err := l.Seal(known) // write front at 0; the file has size bytes
 //
-// The same items and chunks give the same bytes. A Layout is not safe for concurrent
-// use, except that different goroutines may set the fields of different chunks.
+// The same items and chunks always give the same bytes. A Layout is not safe for concurrent use, except that several
+// goroutines may set fields of different chunks.
 type Layout struct {
-	// Tensors in file order. The writer sets Hash, Place sets Off and Stored, the
-	// rest is fixed.
+	// Tensors are in file order. The writer sets Hash, and Place sets Off and Stored. The other fields are fixed.
 	Tensors []tensor.Tensor
-	// Chunks in file order. Logical is fixed, Place sets Off and Stored, the
-	// writer sets the rest.
+	// Chunks are in file order. Logical is fixed, Place sets Off and Stored, and the writer sets the other fields.
 	Chunks []tensor.Chunk
-	// Items[i] is the number of the item of Tensors[i].
+	// Items[i] is the number of the item that Tensors[i] was made from.
 	Items []int
-	// Origin describes the file from which the container was made. It is nil if there
-	// is none, or if the header has no space for it. The writer may set another SHA256
-	// before Seal.
+	// Origin describes the file that the container is made from. It is nil if there is no such file or if the header
+	// has no space for it. The writer may change its SHA256 before Seal.
 	Origin *Origin
 
-	// Digests are the results of AppendDigest for Tensors, in order; "" if the
-	// container stores none. The writer sets them before Seal, as many as were planned.
+	// Digests is the text that the function Digests returns for Tensors, or "" if the container does not store
+	// digests. The writer sets it before Seal; its length must not change.
 	Digests string
 
 	metadata map[string]string
-	empty    bool  // the user's metadata exist, but are empty
-	header   int64 // bytes left for the header
+	empty    bool  // whether the user's metadata is empty, but not nil
+	header   int64 // bytes reserved for the header
 	index    int64
 	pos      int64 // offset of the next byte
-	placed   int   // chunks
-	at       int   // the tensor of the next chunk, or an earlier one
+	placed   int   // number of chunks that were placed
+	at       int   // the tensor of the next chunk
 }
 
-// NewLayout plans a container with the user's metadata (nil for none). It stores origin if that
-// is not nil, and, if requested, the digest of each tensor if the header has space for them.
-// Items that cannot be stored, and metadata with our own key, are errs.ErrArgument.
+// NewLayout plans a container with the user's metadata, which may be nil. It stores origin if that is not nil. If
+// requested, it also stores the digest of each tensor. If the header has no space for them, it stores neither origin
+// nor digests. Items that cannot be stored, and metadata with the reserved key, are errs.ErrArgument.
 func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests bool) (*Layout, error) {
 	l := &Layout{metadata: make(map[string]string, len(metadata)+1), Origin: origin,
 		empty: metadata != nil && len(metadata) == 0}
@@ -97,7 +94,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	if err := l.setGrid(items, each); err != nil {
 		return nil, err
 	}
-	// Upper bounds with every chunk stored raw. 2^31 chunks of 16 MiB do not overflow.
+	// These are upper bounds, as if every chunk were raw. 2^31 chunks of 16 MiB do not overflow.
 	end := l.index
 	for i := range l.Tensors {
 		t := &l.Tensors[i]
@@ -120,7 +117,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 		return nil, errs.OfRule("HeaderTooLarge", errs.ErrArgument,
 			"the header has %d bytes, but at most %d can be read: write shards", l.header, tensor.MaxHeader)
 	}
-	// A trial run refuses names and metadata that cannot be stored.
+	// Check that names and metadata can be stored.
 	if _, err := safetensors.AppendHeader(nil, l.metadata, l.headerEntries(), DataAlign); err != nil {
 		return nil, err
 	}
@@ -132,11 +129,12 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	return l, nil
 }
 
-// itemSizes checks each item separately and returns its bytes.
+// itemSizes checks each item separately and returns the sizes.
 func itemSizes(items []Item) ([]int64, error) {
 	out := make([]int64, len(items))
 	if len(items) >= math.MaxInt32 {
-		return nil, errs.New(errs.ErrArgument, "%d tensors", len(items))
+		return nil, errs.New(errs.ErrArgument, "the model has %d tensors, but at most %d are allowed",
+			len(items), math.MaxInt32-1)
 	}
 	for i := range items {
 		it := &items[i]
@@ -147,7 +145,7 @@ func itemSizes(items []Item) ([]int64, error) {
 		case it.Name == IndexName:
 			return nil, refuseItem(it, "this name is reserved")
 		case len(it.Shape) > tensor.MaxRank:
-			return nil, refuseItem(it, "rank %d is over %d", len(it.Shape), tensor.MaxRank)
+			return nil, refuseItem(it, "rank %d is more than the maximum, %d", len(it.Shape), tensor.MaxRank)
 		case it.Alias < 0 || it.Alias > len(items):
 			return nil, refuseItem(it, "it is an alias of item %d, but there are %d items", it.Alias-1, len(items))
 		}
@@ -193,8 +191,8 @@ func (l *Layout) orderItems(items []Item, sizes []int64) {
 		}
 		return strings.Compare(items[a].Name, items[b].Name)
 	})
-	// Tensors without bytes at the end of the file have the same data_offsets in every
-	// group, so they are sorted by name, as in readers.
+	// Tensors without bytes at the end of the file all have the same data_offsets. Readers sort them by name, so they
+	// are sorted by name here, regardless of group.
 	tail := len(l.Items)
 	for tail > 0 && (sizes[l.Items[tail-1]] == 0 || items[l.Items[tail-1]].Alias != 0) {
 		tail--
@@ -202,8 +200,8 @@ func (l *Layout) orderItems(items []Item, sizes []int64) {
 	slices.SortFunc(l.Items[tail:], func(a, b int) int { return cmp.Compare(items[a].Name, items[b].Name) })
 }
 
-// setGrid sets the fixed fields of Tensors and Chunks, and the size of the index. It checks
-// the limit of that size before it allocates chunks.
+// setGrid sets the fixed fields of Tensors and Chunks and the size of the index. It checks the size limit before it
+// allocates chunks.
 func (l *Layout) setGrid(items []Item, sizes []int64) error {
 	place := make([]int32, len(items))
 	for i, item := range l.Items {
@@ -230,12 +228,12 @@ func (l *Layout) setGrid(items []Item, sizes []int64) error {
 			return refuseItem(it, "invalid chunk size: %d bytes", it.ChunkBytes)
 		}
 		if parts > tensor.MaxColParts || parts&(parts-1) != 0 || !t.Splits(parts) || t.Plain && parts != 1 {
-			return refuseItem(it, "cannot divide into %d column parts: shape %v", parts, it.Shape)
+			return refuseItem(it, "it cannot be divided into %d column parts: its shape is %v", parts, it.Shape)
 		}
 		t.Parts, t.ChunkBytes = uint8(parts), uint32(it.ChunkBytes)
 		n := t.Grid().Chunks()
 		if chunks += n; chunks > math.MaxInt32 {
-			return refuseItem(it, "more than 2^31 chunks: write shards or larger chunks")
+			return refuseItem(it, "the model has more than 2^31 chunks: write shards or larger chunks")
 		}
 		t.Count = int32(n)
 	}
@@ -263,8 +261,8 @@ func (l *Layout) Header() int64 { return l.header }
 // Start returns the offset of the first chunk.
 func (l *Layout) Start() int64 { return l.header + l.index }
 
-// Place returns the offset of chunk c, which takes stored bytes, and records both.
-// Place chunks in order.
+// Place returns the offset of chunk c, which has the given stored size, and records both. Chunks must be placed in
+// order.
 func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 	if c != l.placed || c >= len(l.Chunks) {
 		return 0, errs.New(errs.ErrEngine, "chunk %d was placed out of order, after %d of %d",
@@ -291,8 +289,7 @@ func (l *Layout) Place(c int, stored uint32) (off int64, err error) {
 	return ch.Off, nil
 }
 
-// skipPlain sets the offsets of the tensors without chunks before the next chunk, and
-// that of the next chunk's tensor.
+// skipPlain skips tensors without chunks. It sets their offsets and the offset of the tensor of the next chunk.
 func (l *Layout) skipPlain() {
 	for ; l.at < len(l.Tensors); l.at++ {
 		l.Tensors[l.at].Off = l.pos
@@ -302,8 +299,8 @@ func (l *Layout) skipPlain() {
 	}
 }
 
-// headerEntries returns the tensors as entries of the safetensors header, with the
-// stored sizes known so far.
+// headerEntries returns the tensors as entries of the safetensors header, with the stored sizes that are known so
+// far.
 func (l *Layout) headerEntries() []safetensors.Entry {
 	out := make([]safetensors.Entry, 0, len(l.Tensors)+1)
 	out = append(out, safetensors.Entry{Name: IndexName, DType: tensor.U8, Shape: []int64{l.index}, End: l.index})
@@ -321,9 +318,8 @@ func (l *Layout) headerEntries() []safetensors.Entry {
 	return out
 }
 
-// Seal returns the bytes before the first chunk (header and index) and the size of the
-// file. Place every chunk first. Seal validates the result as readers do. See
-// tensor.Index.Validate for known.
+// Seal returns the bytes before the first chunk (header and index) and the size of the file. All chunks must have
+// been placed. Seal validates the result like a reader. For known, see tensor.Index.Validate.
 func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) {
 	if l.placed != len(l.Chunks) {
 		return nil, 0, errs.New(errs.ErrEngine, "only %d of %d chunks were placed", l.placed, len(l.Chunks))
@@ -345,7 +341,7 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 	ix := tensor.Index{Sources: []tensor.Source{{Size: l.pos, Data: l.header, Format: tensor.FormatOverwire}},
 		Tensors: l.Tensors, Chunks: l.Chunks}
 	if err := ix.Validate(known); err != nil {
-		return nil, 0, errs.New(errs.ErrEngine, "the result would be invalid: %v", err)
+		return nil, 0, errs.New(errs.ErrEngine, "the written file would be invalid: %v", err)
 	}
 	return Append(front, l.Tensors, l.Chunks, front, l.Origin, l.Digests), l.pos, nil
 }

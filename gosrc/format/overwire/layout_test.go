@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// random makes items of every kind.
+// random returns random items of every kind.
 func random(r *rand.Rand) []Item {
 	items := make([]Item, r.IntN(12))
 	for i := range items {
@@ -46,7 +46,7 @@ func random(r *rand.Rand) []Item {
 	return items
 }
 
-// write places every chunk; coded ones have fewer bytes than logical.
+// write places all chunks, some of them as compressed, and seals the layout.
 func write(l *Layout, seed uint64) ([]byte, int64, error) {
 	r := rand.New(rand.NewPCG(seed, 2))
 	for i := range l.Tensors {
@@ -69,7 +69,7 @@ func write(l *Layout, seed uint64) ([]byte, int64, error) {
 	return l.Seal(nil)
 }
 
-// Every layout reads back as it was, sealed in the space that was reserved before a chunk was placed. A second write
+// Every layout is read back unchanged, and its header and index have exactly the reserved size. Writing it again
 // gives the same bytes.
 func TestLayoutRoundTrip(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
@@ -117,7 +117,7 @@ func TestLayoutRoundTrip(t *testing.T) {
 		}
 		l2, _ := NewLayout(maps.Clone(metadata), items, nil, false)
 		if again, _, err := write(l2, seed+uint64(round)); err != nil || !bytes.Equal(again, front) {
-			t.Fatalf("written twice it differs: %v", err)
+			t.Fatalf("the second write differs: %v", err)
 		}
 	}
 }
@@ -165,7 +165,7 @@ func TestLayoutRefuses(t *testing.T) {
 	}
 }
 
-// A writer that breaks the order of Place, or seals too early, gets an error.
+// Placing chunks out of order or with an invalid size, and sealing too early, are errors.
 func TestLayoutMisuse(t *testing.T) {
 	items := []Item{{Name: "a", DType: tensor.U8, Shape: []int64{9000}, ChunkBytes: 4096}}
 	for name, use := range map[string]func(*Layout) error{
@@ -203,7 +203,7 @@ func TestLayoutMisuse(t *testing.T) {
 	}
 }
 
-// Decoding an index costs little compared with its header.
+// Measures the time per tensor of decoding an index.
 func BenchmarkDecode(b *testing.B) {
 	items := make([]Item, 18_867)
 	for i := range items {

@@ -1,6 +1,6 @@
 package overwire
 
-// Tests the tensor offsets of docs/format.md section 1, and the limits of layouts.
+// The tests in this file check the tensor offsets of docs/format.md section 1 and the limits of layouts.
 
 import (
 	"errors"
@@ -18,8 +18,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Compressed tensors come first, then plain ones of whole 64 bytes, then the others by falling alignment, each group
-// sorted by name. Every tensor is aligned for use in place, and empty tensors come last.
+// Compressed tensors come first, then plain tensors in multiples of 64 bytes, then the others by descending
+// alignment. Each group is sorted by name. Every tensor is aligned for use without a copy, and empty tensors at the
+// end are sorted by name.
 func TestOrderAndPlaces(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -50,25 +51,25 @@ func TestOrderAndPlaces(t *testing.T) {
 				key = fmt.Sprintf("%03d", 100-ten.DType.Align())
 			}
 			if rest := l.Tensors[i:]; inFile && len(bytesIn(rest)) == 0 {
-				inFile, before = false, "" // all that follow share one offset, and are sorted by name
+				inFile, before = false, "" // the remaining tensors have the same offset and are sorted by name
 			}
 			if !inFile {
 				key = ""
 			}
 			if key += ten.Name; key <= before {
-				t.Fatalf("%q stands behind %q", key, before)
+				t.Fatalf("%q comes after %q", key, before)
 			}
 			before = key
 			if ten.Off != next || !empty && ten.Alias < 0 && ten.Off%int64(ten.DType.Align()) != 0 ||
 				!ten.Plain && ten.Off%tensor.BlobAlign != 0 && inFile {
-				t.Fatalf("%+v at %d, the last one ends at %d", ten, ten.Off, next)
+				t.Fatalf("%+v at %d, but the previous tensor ends at %d", ten, ten.Off, next)
 			}
 			next += ten.Stored
 		}
 	}
 }
 
-// bytesIn returns the tensors that have stored bytes.
+// bytesIn returns the numbers of the tensors with stored bytes.
 func bytesIn(ts []tensor.Tensor) (out []int) {
 	for i := range ts {
 		if ts[i].Stored > 0 {
@@ -78,7 +79,7 @@ func bytesIn(ts []tensor.Tensor) (out []int) {
 	return out
 }
 
-// A tensor may have 64 dimensions, and all but the last may be 1.
+// A tensor may have 64 dimensions.
 func TestMostDimensions(t *testing.T) {
 	shape := append(slices.Repeat([]int64{1}, tensor.MaxRank-1), 5)
 	l, err := NewLayout(nil, []Item{{Name: "w", DType: tensor.F64, Shape: shape, ChunkBytes: 4096}}, nil, false)
@@ -95,7 +96,7 @@ func TestMostDimensions(t *testing.T) {
 	}
 	if ix, err := Decode(front[l.Header():], &h, "x", size, nil); err != nil ||
 		!slices.Equal(ix.Tensors[0].Shape, shape) {
-		t.Errorf("%v", err)
+		t.Errorf("64 dimensions: %v", err)
 	}
 }
 
@@ -122,7 +123,7 @@ func TestIndexOverTheLimit(t *testing.T) {
 	}
 }
 
-// Digests are stored on request, one per tensor. A header without space gets neither digests nor the origin.
+// Digests are stored on request, one per tensor. If the header has no space, neither digests nor the origin are stored.
 func TestSpaceForDigests(t *testing.T) {
 	for _, n := range []int{0, 1, 300} {
 		items := make([]Item, n)
@@ -148,11 +149,11 @@ func TestSpaceForDigests(t *testing.T) {
 			t.Fatal(err)
 		}
 		if sums, err := ReadDigests(h.Metadata[MetadataKey], n); len(sums) != n || err != nil {
-			t.Errorf("%d tensors: %d digests, %v", n, len(sums), err)
+			t.Errorf("%d tensors: got %d digests, %v", n, len(sums), err)
 		}
 	}
 	items := []Item{{Name: "w", DType: tensor.U8, Shape: []int64{64}, ChunkBytes: 4096}}
-	if !testing.Short() { // it makes texts of 100 MB
+	if !testing.Short() { // it makes strings of 100 MB
 		l, err := NewLayout(nil, items, &Origin{Size: 72, Header: strings.Repeat("A", tensor.MaxHeader)}, true)
 		if err != nil || l.Digests != "" || l.Origin != nil {
 			t.Errorf("without space: %d characters of digests, origin %v, %v", len(l.Digests), l.Origin != nil, err)
@@ -165,8 +166,8 @@ func TestSpaceForDigests(t *testing.T) {
 	if _, err := l.Place(0, 64); err != nil {
 		t.Fatal(err)
 	}
-	l.Digests = strings.Repeat("A", 3*DataAlign) // more than were planned
+	l.Digests = strings.Repeat("A", 3*DataAlign) // more than NewLayout reserved
 	if _, _, err := l.Seal(nil); !errors.Is(err, errs.ErrEngine) {
-		t.Errorf("more digests than were planned: %v", err)
+		t.Errorf("more digests than NewLayout reserved: %v", err)
 	}
 }

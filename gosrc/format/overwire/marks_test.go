@@ -1,7 +1,7 @@
 package overwire
 
-// Tests how a container and a delta are recognised: the metadata entry, its versions and features, the frame of the
-// index.
+// The tests in this file check how containers and deltas are recognized: by the metadata entry, its version and
+// features, and the frame of the index.
 
 import (
 	"bytes"
@@ -18,11 +18,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The entry and the index belong together. The version is two numbers, and the first has to be ours.
+// A container needs both the metadata entry and the index. Its version has two numbers, and the first must be ours.
 func TestIs(t *testing.T) {
 	mark := func(format string) string { return fmt.Sprintf(`{"format":%q,"index":"overwire.index"}`, format) }
 	for _, c := range []struct {
-		entry   string // "-": none
+		entry   string // "-" means no entry
 		indexed bool
 		ours    bool
 		class   error
@@ -42,10 +42,10 @@ func TestIs(t *testing.T) {
 		{`{"format":1.0,"index":"overwire.index"}`, true, false, errs.ErrCorrupt, "metadata entry"},
 		{"", true, false, errs.ErrCorrupt, "metadata entry"},
 		{"5", true, false, errs.ErrCorrupt, "metadata entry"},
-		{"yes", false, false, nil, ""}, // another program's
+		{"yes", false, false, nil, ""}, // an entry of another program
 		{"", false, false, nil, ""},
 		{"[1]", false, false, nil, ""},
-		// Loading ignores the origin and the digests, whatever they say.
+		// Loading ignores the origin and the digests, even if they are invalid.
 		{`{"format":"1.3","index":"overwire.index","digests":!,"origin":?`, true, true, nil, ""},
 		{`{"format":"1.1","index":"overwire.index","origin":{"size":-1}}`, true, true, nil, ""},
 	} {
@@ -59,7 +59,7 @@ func TestIs(t *testing.T) {
 		}
 		ours, err := Is(&h)
 		if ours != c.ours || !errors.Is(err, c.class) || err != nil && !strings.Contains(err.Error(), c.words) {
-			t.Errorf("%s, index %v: %v, %v", c.entry, c.indexed, ours, err)
+			t.Errorf("entry %s, index %v: Is returned %v, %v", c.entry, c.indexed, ours, err)
 		}
 	}
 	for _, format := range []string{"", "1", ".", "1.", ".0", "1.65536", "65536.0", "1.-1", "+1.0", "-1.0", "1.0.0",
@@ -67,12 +67,12 @@ func TestIs(t *testing.T) {
 		h := safetensors.Header{Metadata: map[string]string{MetadataKey: mark(format)},
 			Tensors: []tensor.Tensor{{Name: IndexName}}}
 		if ours, err := Is(&h); ours || !errors.Is(err, errs.ErrCorrupt) || !strings.Contains(err.Error(), "format") {
-			t.Errorf("format %q: %v, %v", format, ours, err)
+			t.Errorf("format %q: Is returned %v, %v", format, ours, err)
 		}
 	}
 }
 
-// sealed is a container with one tensor and one chunk of the given codec and transform.
+// sealed returns a container with one tensor and one chunk with the given codec and transform.
 func sealed(t *testing.T, d tensor.DType, c tensor.Chunk, o *Origin, digests bool) (f front, l *Layout) {
 	t.Helper()
 	l, err := NewLayout(nil, []Item{{Name: "w", DType: d, Shape: []int64{512}, ChunkBytes: 4096}}, o, digests)
@@ -98,7 +98,7 @@ func sealed(t *testing.T, d tensor.DType, c tensor.Chunk, o *Origin, digests boo
 	return front{&h, b[l.Header():], size}, l
 }
 
-// A file states, in its entry and in its index, the smallest minor version that has what it uses, and exactly the
+// The metadata entry and the index both state the smallest minor version that supports the file, and exactly the
 // features that its chunks need.
 func TestVersions(t *testing.T) {
 	raw, planes := tensor.Chunk{}, tensor.Chunk{Codec: tensor.CodecPlanes, Transform: 1}
@@ -143,7 +143,7 @@ func TestVersions(t *testing.T) {
 					if want := features == c.features; want != (err == nil) ||
 						err != nil && (!errors.Is(err, errs.ErrFormat) || !errors.As(err, &at) ||
 							at.Offset != f.h.Data+8) {
-						t.Errorf("%v, %v: features %#x, which need %#x: %v", c.dtype, c.chunk.Codec, features,
+						t.Errorf("%v, %v: features %#x, but the chunks need %#x: %v", c.dtype, c.chunk.Codec, features,
 							c.features, err)
 					}
 				}
@@ -152,12 +152,12 @@ func TestVersions(t *testing.T) {
 	}
 }
 
-// Digests come back in the order of the tensors, each half little-endian, high half first. Any other number of them is
-// refused, and none is valid.
+// Digests are read back in tensor order; each half is little-endian, the high half first. A wrong number of digests
+// is refused. A file without digests is valid.
 func TestDigests(t *testing.T) {
 	if got, want := Digests([]digest.Sum{{High: 0x0807060504030201,
 		Low: 0x100f0e0d0c0b0a09}}), "AQIDBAUGBwgJCgsMDQ4PEA=="; got != want {
-		t.Errorf("%q, want %q", got, want)
+		t.Errorf("Digests returned %q, want %q", got, want)
 	}
 	r := rand.New(rand.NewPCG(31, 1))
 	for n := range 6 {
@@ -172,7 +172,7 @@ func TestDigests(t *testing.T) {
 			case n == 0 && (got != nil || err != nil):
 				t.Errorf("no digests of %d tensors: %v, %v", other, got, err)
 			case n > 0 && other == n && (err != nil || fmt.Sprint(got) != fmt.Sprint(sums)):
-				t.Errorf("%d digests: %v, %v", n, got, err)
+				t.Errorf("%d digests: got %v, %v", n, got, err)
 			case n > 0 && other != n && !errors.Is(err, errs.ErrFormat):
 				t.Errorf("%d digests of %d tensors: %v, %v", n, other, got, err)
 			}
@@ -183,12 +183,12 @@ func TestDigests(t *testing.T) {
 		`{"digests":"-_IDBAUGBwgJCgsMDQ4PEA=="}`, `{"digests":"AQIDBAUGBwgJCgsMDQ4P"}`, `{"digests":"!"}`,
 		`{"digests":"="}`} {
 		if got, err := ReadDigests(text, 1); got != nil || !errors.Is(err, errs.ErrFormat) {
-			t.Errorf("%s: %v, %v", text, got, err)
+			t.Errorf("%s: ReadDigests returned %v, %v", text, got, err)
 		}
 	}
 }
 
-// deltaFile is a file of deltas, up to its index, with the counts that a test wants.
+// deltaFile returns the start of a delta file, up to its index, with the given features and counts.
 func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, blob []byte, h *safetensors.Header) {
 	t.Helper()
 	n := int64(blobSize(uint64(tensors), uint64(chunks), uint64(dims)))
@@ -209,7 +209,7 @@ func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, 
 	return head, appendTrailer(blob, 0), &parsed
 }
 
-// A delta file is recognised by its feature bit: it is never taken for a model, nor a model for a delta.
+// A delta file is recognized by its feature bit. It is never read as a model, and a model is never read as a delta.
 func TestDeltaIsNoModel(t *testing.T) {
 	head, blob, h := deltaFile(t, FeatureDelta, 0, 0, 0)
 	if got := AppendDelta([]byte("x"), head); string(got) != "x"+string(blob) || len(blob) != DeltaIndexSize() ||
@@ -217,7 +217,7 @@ func TestDeltaIsNoModel(t *testing.T) {
 		t.Errorf("the index of a delta is %x, want %x, of %d bytes", got[1:], blob, DeltaIndexSize())
 	}
 	if ours, err := Is(h); !ours || err != nil {
-		t.Errorf("it is not ours: %v", err)
+		t.Errorf("not recognized as an overwire file: %v", err)
 	}
 	if err := IsDelta(blob, h); err != nil {
 		t.Error(err)
@@ -229,31 +229,32 @@ func TestDeltaIsNoModel(t *testing.T) {
 	model, _ := sealed(t, tensor.U8, tensor.Chunk{}, nil, false)
 	if err := IsDelta(model.blob, model.h); !errors.Is(err, errs.ErrFormat) ||
 		!strings.Contains(err.Error(), "not a delta") {
-		t.Errorf("a model is a delta: %v", err)
+		t.Errorf("a model was accepted as a delta: %v", err)
 	}
 	for name, c := range map[string]struct {
 		features              uint64
 		tensors, chunks, dims int
 		class                 error
 	}{
-		"and planes":     {FeatureDelta | 2, 0, 0, 0, errs.ErrNotSupported},
-		"and the future": {FeatureDelta | 1<<63, 0, 0, 0, errs.ErrNotSupported},
-		"a tensor":       {FeatureDelta, 1, 0, 0, errs.ErrFormat},
-		"a chunk":        {FeatureDelta, 0, 1, 0, errs.ErrFormat},
-		"a dimension":    {FeatureDelta, 0, 0, 1, errs.ErrFormat},
-		"no feature":     {0, 0, 0, 0, errs.ErrFormat},
+		"a second feature":   {FeatureDelta | 2, 0, 0, 0, errs.ErrNotSupported},
+		"an unknown feature": {FeatureDelta | 1<<63, 0, 0, 0, errs.ErrNotSupported},
+		"a tensor":           {FeatureDelta, 1, 0, 0, errs.ErrFormat},
+		"a chunk":            {FeatureDelta, 0, 1, 0, errs.ErrFormat},
+		"a dimension":        {FeatureDelta, 0, 0, 1, errs.ErrFormat},
+		"no feature":         {0, 0, 0, 0, errs.ErrFormat},
 	} {
 		_, blob, h := deltaFile(t, c.features, c.tensors, c.chunks, c.dims)
 		if err := IsDelta(blob, h); !errors.Is(err, c.class) {
 			t.Errorf("%s: %v", name, err)
 		}
 		if _, err := Decode(blob, h, "x", h.Data+int64(len(blob))+64, nil); err == nil {
-			t.Errorf("%s: it is a model", name)
+			t.Errorf("%s: accepted as a model", name)
 		}
 	}
 }
 
-// Every bit of an index's frame is under its checksum, and every wrong length is refused before its contents count.
+// Every flipped bit in the index of a model or a delta is detected by its checksum, and an index of the wrong length
+// is refused.
 func TestFrame(t *testing.T) {
 	f, _ := sealed(t, tensor.U8, tensor.Chunk{}, nil, false)
 	_, blob, h := deltaFile(t, FeatureDelta, 0, 0, 0)
@@ -278,7 +279,7 @@ func TestFrame(t *testing.T) {
 			}
 		}
 		if err := read(append(bytes.Clone(good), make([]byte, 64)...)); !errors.Is(err, errs.ErrCorrupt) {
-			t.Errorf("%s and zeros: %v", name, err)
+			t.Errorf("%s followed by zeros: %v", name, err)
 		}
 	}
 	for name, change := range map[string]func(h *safetensors.Header){
@@ -297,7 +298,7 @@ func TestFrame(t *testing.T) {
 		change(&h)
 		want := errs.ErrCorrupt
 		if name == "unaligned data" || name == "a tensor too few" {
-			want = errs.ErrFormat // with right checksums
+			want = errs.ErrFormat // the checksums match
 		}
 		if _, err := Decode(f.blob, &h, "x", f.size, nil); !errors.Is(err, want) {
 			t.Errorf("%s: %v", name, err)

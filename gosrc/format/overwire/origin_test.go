@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A container without header space for the origin is written without one, in the version without it.
+// If the header has no space for the origin, the container is written without it, in a version without origins.
 func TestOriginWithoutSpace(t *testing.T) {
 	items := []Item{{Name: "w", DType: tensor.U8, Shape: []int64{64}, Plain: true, ChunkBytes: 4096}}
 	for _, c := range []struct {
@@ -23,7 +23,7 @@ func TestOriginWithoutSpace(t *testing.T) {
 	}{{100, true}, {tensor.MaxHeader, false}} {
 		l, err := NewLayout(nil, items, &Origin{Size: 72, Header: strings.Repeat("A", c.bytes)}, false)
 		if err != nil || (l.Origin != nil) != c.kept {
-			t.Fatalf("%d bytes: %v, %v", c.bytes, l, err)
+			t.Fatalf("an origin of %d bytes: %v, %v", c.bytes, l, err)
 		}
 		if _, err := l.Place(0, 64); err != nil {
 			t.Fatal(err)
@@ -38,16 +38,16 @@ func TestOriginWithoutSpace(t *testing.T) {
 		}
 		o, err := ReadOrigin(h.Metadata[MetadataKey])
 		if err != nil || (o != nil) != c.kept || c.kept && *o != *l.Origin {
-			t.Errorf("%d bytes: read %v, %v", c.bytes, o, err)
+			t.Errorf("an origin of %d bytes: read back %v, %v", c.bytes, o, err)
 		}
 		if minor := le.Uint16(front[l.header+6:]); (minor == 1) != c.kept {
-			t.Errorf("%d bytes: minor %d", c.bytes, minor)
+			t.Errorf("an origin of %d bytes: wrong minor version %d", c.bytes, minor)
 		}
 	}
 }
 
-// FuzzOrigin reads anything as a metadata entry: it is refused with a class, or gives a header that round-trips. Memory
-// is bounded.
+// FuzzOrigin reads arbitrary bytes as a metadata entry. They are rejected with an error class, or give a header that
+// round-trips. Memory use is bounded.
 func FuzzOrigin(f *testing.F) {
 	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
 		[]safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{3}, End: 3}}, 64)
@@ -61,7 +61,7 @@ func FuzzOrigin(f *testing.F) {
 	f.Add(markOf(&Origin{Size: 1 << 50, SHA256: Pending, Header: "7cEBAQ=="}, 0, "", false), head, uint32(3))
 	f.Fuzz(func(t *testing.T, text string, change []byte, at uint32) {
 		o, err := ReadOrigin(text)
-		if err == nil && o != nil && len(change) > 0 { // after the base64
+		if err == nil && o != nil && len(change) > 0 { // change the decoded header
 			raw, err := base64.StdEncoding.DecodeString(o.Header)
 			if err == nil && len(raw) > 0 {
 				copy(raw[int(at%uint32(len(raw))):], change)
@@ -80,12 +80,12 @@ func FuzzOrigin(f *testing.F) {
 			if err == nil {
 				again, _, err := NewOrigin(head, o.Size).Front("x")
 				if err != nil || string(again) != string(head) {
-					t.Errorf("described again: %v", err)
+					t.Errorf("a second round trip: %v", err)
 				}
 			}
 		}
 		if err != nil && !errors.Is(err, errs.ErrFormat) && !errors.Is(err, errs.ErrCorrupt) {
-			t.Errorf("no class: %v", err)
+			t.Errorf("an error without a class: %v", err)
 		}
 	})
 }
@@ -98,10 +98,10 @@ func TestOriginAgain(t *testing.T) {
 		text := markOf(o, 0, "", false)
 		got, err := ReadOrigin(text)
 		if err != nil || (got == nil) != (o == nil) || o != nil && *got != *o {
-			t.Errorf("%s: %v, %v", text, got, err)
+			t.Errorf("%s: read back %v, %v", text, got, err)
 		}
 		if !json.Valid([]byte(text)) {
-			t.Errorf("no JSON: %s", text)
+			t.Errorf("invalid JSON: %s", text)
 		}
 	}
 	if got := markOf(nil, 0, "", false); got != `{"format":"1.0","index":"overwire.index","note":"`+note+`"}` {
@@ -109,7 +109,7 @@ func TestOriginAgain(t *testing.T) {
 	}
 }
 
-// An origin has a valid file size and a whole SHA-256, or is refused.
+// An origin without a valid file size or with an invalid SHA-256 is refused.
 func TestReadOrigin(t *testing.T) {
 	for size, ok := range map[string]bool{
 		"8": true, "9223372036854775807": true, "7": false, "0": false, "-1": false, "-9223372036854775808": false,
@@ -138,8 +138,8 @@ func TestReadOrigin(t *testing.T) {
 	}
 }
 
-// The header of an origin is one Deflate stream in base64 of a header that fits its file's size. A cut, extended or
-// larger one is refused, and a decompression bomb is not inflated.
+// The header of an origin must be one base64-encoded Deflate stream with a header that fits the size of its file.
+// Truncated, extended and oversized headers are refused, and a decompression bomb is not inflated.
 func TestFrontOfAnOrigin(t *testing.T) {
 	head, err := safetensors.AppendHeader(nil, map[string]string{"a": "b"},
 		[]safetensors.Entry{{Name: "w", DType: tensor.U8, Shape: []int64{30}, End: 30}}, 8)
@@ -149,7 +149,7 @@ func TestFrontOfAnOrigin(t *testing.T) {
 	size := int64(len(head)) + 30
 	good := NewOrigin(head, size)
 	if got, h, err := good.Front("x"); err != nil || string(got) != string(head) || len(h.Tensors) != 1 {
-		t.Fatalf("%q, %v", got, err)
+		t.Fatalf("got the header %q, %v", got, err)
 	}
 	deflated, err := base64.StdEncoding.DecodeString(good.Header)
 	if err != nil {
@@ -163,18 +163,18 @@ func TestFrontOfAnOrigin(t *testing.T) {
 	}
 	bomb := NewOrigin(make([]byte, 1<<24), 1<<20)
 	for name, o := range map[string]*Origin{
-		"no header":         {Size: size},
-		"no base64":         {Size: size, Header: "!" + good.Header},
-		"a letter too few":  {Size: size, Header: good.Header[:len(good.Header)-1]},
-		"a byte behind":     {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], 0))},
-		"a stream behind":   {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], deflated...))},
-		"no header in it":   NewOrigin([]byte("a text of some length"), size),
-		"a byte behind it":  NewOrigin(append(head[:len(head):len(head)], ' '), size),
-		"a byte too few":    NewOrigin(head[:len(head)-1], size),
-		"of a shorter file": {Size: size - 1, Header: good.Header},
-		"of a longer file":  {Size: size + 1, Header: good.Header},
-		"over its file":     {Size: int64(len(head)) - 1, Header: good.Header},
-		"a bomb":            bomb,
+		"no header":            {Size: size},
+		"no base64":            {Size: size, Header: "!" + good.Header},
+		"a letter too few":     {Size: size, Header: good.Header[:len(good.Header)-1]},
+		"a byte after it":      {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], 0))},
+		"a stream after it":    {Size: size, Header: of(append(deflated[:len(deflated):len(deflated)], deflated...))},
+		"not a header":         NewOrigin([]byte("a text of some length"), size),
+		"a longer header":      NewOrigin(append(head[:len(head):len(head)], ' '), size),
+		"a byte too few":       NewOrigin(head[:len(head)-1], size),
+		"of a shorter file":    {Size: size - 1, Header: good.Header},
+		"of a longer file":     {Size: size + 1, Header: good.Header},
+		"longer than its file": {Size: int64(len(head)) - 1, Header: good.Header},
+		"a bomb":               bomb,
 	} {
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)

@@ -1,13 +1,12 @@
-// Package overwire reads and writes the index of overwire containers. A container is a
-// safetensors file. Its first tensor, "overwire.index", says how the others are stored:
+// Package overwire reads and writes the index of overwire containers. A container is a safetensors file. Its first
+// tensor, "overwire.index", describes how the other tensors are stored:
 //
 //	u64 N | N bytes of JSON | index | compressed tensors | plain tensors
 //	                          |
 //	                          header 64 | dims u64 each | tensors 64 each | chunks 32 each | CRC32C, padding
 //
-// Specification: docs/format.md sections 1, 2 and 4; nothing else writes this format.
-// This package encodes and decodes the index. tensor.Index.Validate, which Decode
-// calls, checks its values.
+// The specification is docs/format.md sections 1, 2 and 4. No other package writes this format. This package encodes
+// and decodes the index; Decode calls tensor.Index.Validate to check the values.
 package overwire
 
 import (
@@ -27,18 +26,17 @@ import (
 )
 
 const (
-	// IndexName is the tensor with the index. No other tensor may have this name.
+	// IndexName is the name of the tensor with the index. No other tensor may have it.
 	IndexName = "overwire.index"
 	// MetadataKey is the metadata entry that marks a file as a container.
 	MetadataKey = "overwire"
 
-	// Major and Minor are the newest version that we write. A file has the smallest minor
-	// version that its features need: 0, 1 with an Origin, 2 with features, or 3 with digests. A
-	// reader refuses another major version and accepts a larger minor one. No release has
-	// written major 0.
+	// Major and Minor are the newest version that this package writes. A file has the smallest minor version that
+	// supports it: 0, 1 with an Origin, 2 with features, or 3 with digests. A reader refuses other major versions and
+	// accepts larger minor versions. No release has written major version 0.
 	Major, Minor = 1, 3
 
-	// DataAlign divides the offset of the data section.
+	// DataAlign is the alignment of the data section's offset.
 	DataAlign = 4096
 
 	magic       = "OWIX"
@@ -49,7 +47,7 @@ const (
 	noAlias     = math.MaxUint32
 )
 
-// The layouts of a tensor record.
+// These are the layouts of a tensor record.
 const (
 	layoutChunks = iota
 	layoutPlain
@@ -61,10 +59,10 @@ var (
 	castagnoli = crc32.MakeTable(crc32.Castagnoli)
 )
 
-// The critical features, which readers of 1.1 cannot decode.
+// These are the critical features. Readers of version 1.1 cannot decode them.
 const (
-	featureWide   = 1 << 0 // X16 chunks of integers of several bytes
-	featurePlanes = 1 << 1 // chunks of codec 6
+	featureWide   = 1 << 0 // X16 chunks of integers with more than one byte
+	featurePlanes = 1 << 1 // chunks of the codec planes
 	featuresKnown = featureWide | featurePlanes
 )
 
@@ -98,12 +96,10 @@ func minorVersion(o *Origin, features uint64, digests string) int {
 	return 0
 }
 
-// note is for people who look at a file, or who find tensors of bytes in it with
-// another reader. Readers ignore it.
+// note explains the file to people who look at it or find byte tensors in it with another reader. Readers ignore it.
 const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
 
-// markOf returns the value of the metadata entry. empty says that the user's metadata exist
-// and are empty, not absent.
+// markOf returns the value of the metadata entry. empty means that the user's metadata is empty, not absent.
 func markOf(o *Origin, features uint64, digests string, empty bool) string {
 	return encodeMark(minorVersion(o, features, digests), note, o, digests, empty)
 }
@@ -124,8 +120,8 @@ func encodeMark(minor int, note string, o *Origin, digests string, empty bool) s
 	return string(text)
 }
 
-// userMetadata returns the entries of a container's metadata without ours. It is nil if
-// there are none, unless the mark says that they are empty.
+// userMetadata returns a container's metadata without the mark. If there are no other entries, it returns nil, or an
+// empty map if the mark says that the user's metadata is empty.
 func userMetadata(all map[string]string) map[string]string {
 	value := all[MetadataKey]
 	if len(all) == 1 && !strings.Contains(value, `,"metadata":{}`) {
@@ -136,9 +132,8 @@ func userMetadata(all map[string]string) map[string]string {
 	return users
 }
 
-// Is reports whether a file is an overwire container. It refuses a file that has the
-// mark without the index, or the index without the mark: such a header has changed, and
-// its blobs are not tensors of bytes.
+// Is reports whether a file is an overwire container. It refuses a file that has only the mark or only the index: its
+// header has been changed, and other readers would see compressed bytes as tensors.
 func Is(h *safetensors.Header) (bool, error) {
 	value, hasMark := h.Metadata[MetadataKey]
 	hasIndex := false
@@ -152,10 +147,10 @@ func Is(h *safetensors.Header) (bool, error) {
 	case !hasMark && !hasIndex:
 		return false, nil
 	case !hasMark:
-		return false, errs.New(errs.ErrCorrupt, "the tensor %s is there, but not the metadata entry %q",
+		return false, errs.New(errs.ErrCorrupt, "the file has the tensor %s, but not the metadata entry %q",
 			IndexName, MetadataKey)
 	}
-	// The last members may be long, and loading does not need them.
+	// Skip the last members: they may be long, and loading does not need them.
 	for _, member := range []string{`,"digests":`, `,"origin":`} {
 		if head, _, cut := strings.Cut(value, member); cut {
 			value = head + "}"
@@ -171,11 +166,12 @@ func Is(h *safetensors.Header) (bool, error) {
 	major, minor, _ := strings.Cut(format, ".")
 	major64, err := strconv.ParseUint(major, 10, 16)
 	if _, err2 := strconv.ParseUint(minor, 10, 16); err != nil || err2 != nil {
-		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: format %q", MetadataKey, format)
+		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: invalid format %q: expected MAJOR.MINOR",
+			MetadataKey, format)
 	}
 	if major64 != Major {
-		return false, errs.New(errs.ErrNotSupported, "format %s, this overwire reads %d: %s", format, Major,
-			remedyFor(major64))
+		return false, errs.New(errs.ErrNotSupported, "the format version is %s, but this overwire reads only %d.x: %s",
+			format, Major, remedyFor(major64))
 	}
 	if index != IndexName || !hasIndex {
 		return false, errs.New(errs.ErrCorrupt, "the index %q is missing", index)
@@ -183,15 +179,15 @@ func Is(h *safetensors.Header) (bool, error) {
 	return true, nil
 }
 
-// readMark returns two members of a metadata entry, "" for a missing one. It uses a map, because struct
-// fields would also match names in other cases.
+// readMark returns two members of a metadata entry, or "" for a missing member. It uses a map, because struct fields
+// would also match names that differ in case.
 func readMark(value string) (format, index string, err error) {
 	var m map[string]json.RawMessage
 	if err := json.Unmarshal([]byte(value), &m); err != nil {
 		return "", "", err
 	}
 	if m == nil {
-		return "", "", errs.New(errs.ErrFormat, "null")
+		return "", "", errs.New(errs.ErrFormat, "it is null, not an object")
 	}
 	for key, text := range map[string]*string{"format": &format, "index": &index} {
 		if raw, ok := m[key]; ok {
@@ -203,7 +199,7 @@ func readMark(value string) (format, index string, err error) {
 	return format, index, nil
 }
 
-// remedyFor says what to do about a file of another major version.
+// remedyFor says what to do about a file with another major version.
 func remedyFor(major uint64) string {
 	if major < Major {
 		return "it is a draft from before the first release; compress the model again"
@@ -211,7 +207,7 @@ func remedyFor(major uint64) string {
 	return "upgrade overwire"
 }
 
-// blobSize returns the bytes of an index. It does not overflow.
+// blobSize returns the size of an index in bytes. It does not overflow.
 func blobSize(tensors, chunks, dims uint64) uint64 {
 	return sizes.RoundUp(headerSize+8*dims+tensorSize*tensors+chunkSize*chunks+trailerSize, tensor.BlobAlign)
 }
@@ -251,9 +247,9 @@ func (r *record) readRecord(b []byte) {
 	}
 }
 
-// Append appends the index of a file to dst, in the smallest minor version for its chunks, origin and
-// digests. ts and chunks are valid, belong to one source, and are numbered from 0. head is everything
-// before the data section, which the index checksums.
+// Append appends the index of a file to dst, in the smallest minor version for its chunks, origin and digests. ts and
+// chunks must be valid, belong to one source, and be numbered from 0. head contains everything before the data
+// section; the index stores its checksum.
 func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, o *Origin, digests string) []byte {
 	dims := 0
 	for i := range ts {
@@ -310,11 +306,11 @@ func appendFrame(dst []byte, minor int, features uint64, tensors, chunks, dims i
 	return append(dst, make([]byte, 20)...)
 }
 
-// appendTrailer appends the trailer of an index that begins at start.
+// appendTrailer appends the trailer of the index that begins at dst[start].
 func appendTrailer(dst []byte, start int) []byte {
 	dst = le.AppendUint32(dst, crc32.Checksum(dst[start:], castagnoli))
 	return append(dst, make([]byte, start+int(le.Uint64(dst[start+32:]))-len(dst))...)
 }
 
-// allZero checks reserved bytes.
+// allZero reports whether all bytes are zero, as reserved bytes must be.
 func allZero(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 }

@@ -16,15 +16,16 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Reads an index from docs/format.md sections 1, 2 and 4, sentence by sentence, and shares no line with the product.
+// The reference reader in this file implements docs/format.md sections 1, 2 and 4 sentence by sentence, and shares no
+// code with the product.
 
-// forbidden is an error that names the line of this file with the broken rule.
+// forbidden returns an error with the line in this file of the broken rule.
 func forbidden() error {
 	_, _, line, _ := runtime.Caller(1)
-	return fmt.Errorf("the page forbids it, line %d", line)
+	return fmt.Errorf("docs/format.md forbids it: see line %d of page_test.go", line)
 }
 
-// A pageTensor is a tensor as the reference reader finds it.
+// A pageTensor is a tensor as the reference reader reads it.
 type pageTensor struct {
 	name          string
 	dtype         tensor.DType
@@ -35,7 +36,7 @@ type pageTensor struct {
 	first, count  uint32
 	alias         uint32
 	hash          [16]byte
-	off           int64 // in the file
+	off           int64 // offset in the file
 }
 
 type pageChunk struct {
@@ -54,7 +55,7 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 		u16(blob[30:]) != 32 || u64(blob[32:]) != uint64(len(blob)) || u32(blob[40:]) != h.Sum || h.Data%4096 != 0 {
 		return nil, nil, forbidden()
 	}
-	exact := u16(blob[6:]) <= 3 // a larger minor version may have bytes that we do not know
+	exact := u16(blob[6:]) <= 3 // a larger minor version may use reserved bytes
 	zeros := func(b []byte) bool { return !exact || !slices.ContainsFunc(b, func(x byte) bool { return x != 0 }) }
 	nt, nc, nd := uint64(u32(blob[16:])), uint64(u32(blob[20:])), uint64(u32(blob[24:]))
 	end := 64 + 8*nd + 64*nt + 32*nc
@@ -127,7 +128,7 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 	return ts, cs, nil
 }
 
-// pageRules checks what section 2 says about tensors together with their chunks.
+// pageRules checks the rules of section 2 about tensors and their chunks.
 func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 	next := uint32(0)
 	for i := range ts {
@@ -137,7 +138,7 @@ func pageRules(ts []pageTensor, cs []pageChunk, h *safetensors.Header) error {
 		same := in.DType == t.dtype && slices.EqualFunc(in.Shape, t.shape, func(a int64, b uint64) bool {
 			return uint64(a) == b
 		})
-		// No reader has used the first chunk of a tensor without chunks, so a smaller number is allowed.
+		// No reader uses the first chunk of a tensor without chunks, so a smaller number is allowed.
 		if t.first > next || t.count > 0 && t.first != next || (t.layout == 2) != (t.alias != 1<<32-1) ||
 			t.layout == 1 && !same || t.layout != 1 && !row {
 			return forbidden()
@@ -216,7 +217,7 @@ func (t *pageTensor) setGrid(cs []pageChunk) error {
 	return nil
 }
 
-// A front is the parsed bytes of a container before its chunks.
+// A front is the parsed start of a container, up to its chunks.
 type front struct {
 	h    *safetensors.Header
 	blob []byte
@@ -244,11 +245,11 @@ func fronts(t *testing.T, r *rand.Rand) front {
 	return front{&h, b[8+n:], size}
 }
 
-// equal says how an index differs from what the reference reader found; "" if it does not.
+// equal describes how an index differs from the result of the reference reader, or returns "".
 func equal(ix *tensor.Index, ts []pageTensor, cs []pageChunk) string {
 	if len(ix.Tensors) != len(ts) || len(ix.Chunks) != len(cs) {
-		return fmt.Sprintf("%d tensors and %d chunks, the page has %d and %d", len(ix.Tensors), len(ix.Chunks), len(ts),
-			len(cs))
+		return fmt.Sprintf("got %d tensors and %d chunks, the reference reader %d and %d",
+			len(ix.Tensors), len(ix.Chunks), len(ts), len(cs))
 	}
 	for i, t := range ts {
 		x := ix.Tensors[i]
@@ -260,20 +261,20 @@ func equal(ix *tensor.Index, ts []pageTensor, cs []pageChunk) string {
 			x.Off != t.off || uint32(x.First) != t.first ||
 			uint32(x.Count) != t.count || x.Hash != t.hash || int64(x.Alias) != alias || x.Plain != (t.layout == 1) ||
 			!slices.EqualFunc(x.Shape, t.shape, func(a int64, b uint64) bool { return uint64(a) == b }) {
-			return fmt.Sprintf("tensor %d: %+v, the page has %+v", i, x, t)
+			return fmt.Sprintf("tensor %d: got %+v, the reference reader %+v", i, x, t)
 		}
 	}
 	for i, c := range cs {
 		if x := ix.Chunks[i]; uint64(x.Off) != c.off || x.Stored != c.stored || x.Logical != c.logical ||
 			x.Sum != c.sum || uint8(x.Codec) != c.codec ||
 			x.Transform != c.transform || x.SegTiles != c.tiles {
-			return fmt.Sprintf("chunk %d: %+v, the page has %+v", i, x, c)
+			return fmt.Sprintf("chunk %d: got %+v, the reference reader %+v", i, x, c)
 		}
 	}
 	return ""
 }
 
-// seal puts the right checksum on a changed index, so that only invalid values are left.
+// seal corrects the checksum of a changed index, so that only its values can be invalid.
 func seal(blob []byte) {
 	n := 64 + 8*uint64(le.Uint32(blob[24:])) + 64*uint64(le.Uint32(blob[16:])) + 32*uint64(le.Uint32(blob[20:]))
 	if n+8 <= uint64(len(blob)) {
@@ -281,8 +282,9 @@ func seal(blob []byte) {
 	}
 }
 
-// The reference reader reads what the writer makes. With right checksums the product refuses exactly what the reference
-// reader refuses, with a class and without a panic: any bytes of the index are changed, one or several at once.
+// The reference reader reads what the writer writes. If random bytes of the index are changed and its checksum is
+// corrected, the product refuses exactly the files that the reference reader refuses, with an error class and without
+// a panic.
 func TestTheIndexByThePage(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -292,7 +294,7 @@ func TestTheIndexByThePage(t *testing.T) {
 		f := fronts(t, r)
 		ts, cs, err := pageIndex(f.blob, f.h)
 		if err != nil {
-			t.Fatalf("the page's reader refuses what the writer makes: %v", err)
+			t.Fatalf("the reference reader refuses a written file: %v", err)
 		}
 		ix, err := Decode(f.blob, f.h, "x", f.size, nil)
 		if err != nil {
@@ -324,16 +326,16 @@ func TestTheIndexByThePage(t *testing.T) {
 			ix, err := Decode(b, f.h, "x", f.size, nil)
 			switch {
 			case err != nil && !errs.Classed(err):
-				t.Fatalf("without a class: %v", err)
+				t.Fatalf("an error without a class: %v", err)
 			case err == nil && rule != nil:
-				t.Fatalf("%v, and Decode takes %+v", rule, ix.Tensors)
+				t.Fatalf("the reference reader returns %v, but Decode accepts %+v", rule, ix.Tensors)
 			case err == nil:
 				accepted++
 				if d := equal(ix, ts, cs); d != "" {
 					t.Fatal(d)
 				}
 			case rule == nil:
-				t.Fatalf("the page allows what Decode refuses: %v", err)
+				t.Fatalf("Decode refuses a file that the reference reader accepts: %v", err)
 			default:
 				refused++
 			}
@@ -341,6 +343,6 @@ func TestTheIndexByThePage(t *testing.T) {
 	}
 	t.Logf("%d accepted, %d refused", accepted, refused)
 	if accepted < 50 || refused < 1000 {
-		t.Errorf("%d accepted and %d refused: this compares little", accepted, refused)
+		t.Errorf("only %d files were accepted and %d refused", accepted, refused)
 	}
 }

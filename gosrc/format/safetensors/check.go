@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// checkTensors checks the parsed tensors against the rules of the format, in the order of
-// the safetensors library, and sets their final order and offsets.
+// checkTensors checks the parsed tensors against the rules of the format, in the same order as the safetensors
+// library, and sets their final order and offsets.
 func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	if err := h.checkUnique(uri, opt); err != nil {
 		return err
@@ -28,7 +28,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	}
 	ts := h.Tensors
 	for i := 1; i < len(ts); i++ {
-		if order(&ts[i-1], &ts[i]) > 0 { // writers sort; this sort is for those that do not
+		if order(&ts[i-1], &ts[i]) > 0 { // most writers sort, so this is rare
 			sorted := make([]*tensor.Tensor, len(ts))
 			for k := range ts {
 				sorted[k] = &ts[k]
@@ -44,7 +44,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	}
 	end := int64(0)
 	for i := range ts {
-		t := &ts[i] // here Off is the begin, and Stored the end minus begin, from the header
+		t := &ts[i] // so far, Off is the header's begin and Stored its end - begin
 		at := h.Data + t.Off
 		if t.Off != end || t.Stored < 0 {
 			return locateError(uri, t.Name, at, errs.OfRule("InvalidOffset", errs.ErrFormat,
@@ -58,14 +58,14 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 		}
 		if bytes != t.Stored {
 			return locateError(uri, t.Name, at, errs.OfRule("TensorInvalidInfo", errs.ErrFormat,
-				"%d bytes for shape %v of %v, which take %d", t.Stored, t.Shape, t.DType, bytes))
+				"it has %d bytes, but shape %v of %v takes %d", t.Stored, t.Shape, t.DType, bytes))
 		}
 		t.Off, t.Bytes = at, bytes
 	}
-	have := size - h.Data // not negative: Length has checked it
+	have := size - h.Data // not negative, because Length checked it
 	if end > have {
 		return locateError(uri, "", size, errs.OfRule("MetadataIncompleteBuffer", errs.ErrCorrupt,
-			"truncated, the file has %d bytes of %d: copy or fetch it again", size,
+			"truncated: the file has %d of %d bytes; copy or fetch it again", size,
 			uint64(h.Data)+uint64(end)))
 	}
 	if end < have && !opt.Lenient {
@@ -75,7 +75,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	return nil
 }
 
-// checkUnique refuses two tensors of one name, or keeps the last of each.
+// checkUnique refuses two tensors with the same name. In lenient mode it keeps the last one.
 func (h *Header) checkUnique(uri string, opt Options) error {
 	i := tensor.Duplicate(h.Tensors)
 	if i < 0 {

@@ -19,14 +19,14 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// sortEntries sorts entries as other writers do: larger dtypes first, then by name.
+// sortEntries sorts entries like other writers: by descending dtype, then by name.
 func sortEntries(entries []Entry) {
 	slices.SortFunc(entries, func(a, b Entry) int {
 		return cmp.Or(cmp.Compare(b.DType, a.DType), strings.Compare(a.Name, b.Name))
 	})
 }
 
-// model makes the header of a mixture of experts with n tensors, each with one stored byte.
+// model returns the entries of a mixture-of-experts model with n small tensors, and their total size.
 func model(n int) ([]Entry, int64) {
 	entries := make([]Entry, n)
 	for i := range entries {
@@ -50,7 +50,7 @@ func parse(t testing.TB, head []byte, size int64) Header {
 	return h
 }
 
-// Parse reads back what AppendHeader writes: random names, shapes and dtypes.
+// Parse reads back the headers that AppendHeader writes, with random names, shapes and dtypes.
 func TestRoundTrip(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -114,11 +114,11 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// same compares by name, since empty tensors may be elsewhere.
+// same compares tensors by name, because empty tensors may be in another order.
 func same(t testing.TB, h Header, entries []Entry) {
 	t.Helper()
 	if len(h.Tensors) != len(entries) {
-		t.Fatalf("%d tensors of %d", len(h.Tensors), len(entries))
+		t.Fatalf("got %d tensors, want %d", len(h.Tensors), len(entries))
 	}
 	byName := map[string]Entry{}
 	for _, e := range entries {
@@ -135,7 +135,7 @@ func same(t testing.TB, h Header, entries []Entry) {
 	}
 }
 
-// Tensors come in the order of their bytes, whatever the JSON's order is, and empty ones by name.
+// Tensors are sorted by offset, independent of the order in the JSON. Empty ones are sorted by name.
 func TestOrderOfBytes(t *testing.T) {
 	head := file(`{"b":{"dtype":"U8","shape":[2],"data_offsets":[2,4]},"z":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},`+
 		`"c":{"dtype":"U8","shape":[0],"data_offsets":[2,2]},"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}`, "")
@@ -145,11 +145,11 @@ func TestOrderOfBytes(t *testing.T) {
 		got = append(got, t.Name)
 	}
 	if strings.Join(got, "") != "aczb" {
-		t.Errorf("order %v", got)
+		t.Errorf("got the order %v, want a c z b", got)
 	}
 }
 
-// A header costs one read if it fits the first guess, else two. Ahead has the data that was read with it.
+// A header takes one read if it fits into HeadBytes, otherwise two. Ahead contains the data that was read with it.
 func TestReads(t *testing.T) {
 	for _, n := range []int{0, 1, 100, 2000, 5000} {
 		entries, size := model(n)
@@ -176,22 +176,22 @@ func TestReads(t *testing.T) {
 	}
 }
 
-// A failing medium and a cancelled context keep their class and get a location. Nothing is allocated for a file that
-// claims more than it has.
+// I/O errors and cancellation keep their class and get a location. A file that claims to be larger than it is causes
+// no large allocation.
 func TestReadFails(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	if _, err := Read(ctx, inMemory(file("{}", "")), Options{}); !errors.Is(err, errs.ErrCancelled) {
-		t.Errorf("cancelled: %v", err)
+		t.Errorf("Read with a cancelled context: %v", err)
 	}
 	big := &memory{b: file(strings.Repeat(" ", 100), ""), size: 1 << 40}
-	big.b[3] = 5 // 80 MiB of header in a file that is shorter
+	big.b[3] = 5 // a header of 80 MiB in a shorter file
 	if _, err := Read(context.Background(), big, Options{}); !errors.Is(err, errs.ErrCorrupt) {
-		t.Errorf("truncated medium: %v", err)
+		t.Errorf("truncated source: %v", err)
 	}
 }
 
-// The writer refuses what the reader would refuse.
+// The writer refuses headers that the reader would refuse.
 func TestWriterRefuses(t *testing.T) {
 	ok := Entry{"a", tensor.U8, []int64{4}, 0, 4}
 	for name, entries := range map[string][]Entry{
@@ -214,7 +214,7 @@ func TestWriterRefuses(t *testing.T) {
 		}
 	}
 	if _, err := AppendHeader(nil, map[string]string{"a": "\xff"}, nil, 0); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("metadata: %v", err)
+		t.Errorf("metadata that is not UTF-8: %v", err)
 	}
 	if _, err := AppendHeader(make([]byte, 0, tensor.MaxHeader+64),
 		map[string]string{"a": strings.Repeat("x", tensor.MaxHeader)}, nil, 0); !errors.Is(err, errs.ErrArgument) ||
@@ -227,9 +227,9 @@ func TestWriterRefuses(t *testing.T) {
 	}
 }
 
-// attacks are headers made to be expensive. Each must be refused or read quickly, and allocate at most 6 times its size
-// plus 1 MiB in total, including garbage and the header itself. Metadata ends up in a Go map, which costs more than
-// that for tiny entries; their number is limited, so the excess is too.
+// attacks returns headers that are made to be expensive. Each must be refused or read quickly, with at most 6 times
+// its size plus 1 MiB of allocations, including garbage and the header itself. Only metadata may exceed this: it is
+// stored in a Go map, which is larger for tiny entries, but their number is limited.
 func attacks() map[string]string {
 	const n = 1 << 20
 	rep := func(format string, count int) string {
@@ -275,7 +275,7 @@ func TestAttacks(t *testing.T) {
 			runtime.GC()
 			runtime.ReadMemStats(&before)
 			start := time.Now()
-			// a hang ends at the test's own time limit
+			// the test's timeout ends a hang
 			_, err := Parse("x", b, int64(len(b)), Options{Lenient: lenient})
 			took := time.Since(start)
 			runtime.ReadMemStats(&after)
@@ -314,7 +314,7 @@ func BenchmarkParse(b *testing.B) {
 	}
 }
 
-// A file of another kind is named, with what to do. The name of the broken rule is not in the text.
+// The error for a file of another format names the format and says what to do.
 func TestOtherKinds(t *testing.T) {
 	for head, want := range map[string]string{
 		"PK\x03\x04 and more": "this is a zip archive, as written by torch.save and numpy.savez, not a safetensors file: " +

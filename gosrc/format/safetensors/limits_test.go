@@ -1,6 +1,7 @@
 package safetensors
 
-// Tests the limits of numbers in headers and in index.json, and small files at every byte.
+// The tests in this file check the limits of numbers in headers and index.json files, and damage at every byte of
+// small files.
 
 import (
 	"bytes"
@@ -19,8 +20,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A length before a header that fits its file and its limit is accepted. Otherwise the file is of another kind, or
-// truncated if what follows looks like a header.
+// Length accepts a header length that fits the file and the limit. Otherwise the file has another format, or is
+// truncated if the next byte looks like the start of a header.
 func TestLength(t *testing.T) {
 	for _, n := range []uint64{0, 1, 2, 92, 93, 1 << 20, tensor.MaxHeader, tensor.MaxHeader + 1, 1 << 31, 1<<32 - 1,
 		1 << 32, 1<<63 - 64, 1<<63 - 8, 1 << 63, math.MaxUint64 - 7, math.MaxUint64} {
@@ -51,8 +52,8 @@ func TestLength(t *testing.T) {
 	}
 }
 
-// A header is parsed whole or not at all. A different number of its bytes is an argument error, and a different file
-// size a bad file.
+// A header is parsed completely or not at all. Parsing with too few or too many header bytes is an argument error,
+// and a different file size means an invalid file.
 func TestEveryByteOfAHeader(t *testing.T) {
 	head, err := AppendHeader(nil, map[string]string{"a": "b"},
 		[]Entry{{"w", tensor.F32, []int64{2, 1}, 0, 8}, {"x", tensor.U8, []int64{1}, 8, 9}}, 0)
@@ -77,19 +78,19 @@ func TestEveryByteOfAHeader(t *testing.T) {
 		}
 	}
 	if _, err := Parse("x", append(bytes.Clone(head), ' '), size, Options{}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("a byte more: %v", err)
+		t.Errorf("an extra byte: %v", err)
 	}
 	for n := int64(len(head)); n < size+9; n++ {
-		want := errs.ErrFormat // bytes without a tensor
+		want := errs.ErrFormat // bytes after the last tensor
 		if n < size {
-			want = errs.ErrCorrupt // a tensor without its bytes
+			want = errs.ErrCorrupt // a tensor's bytes are missing
 		}
 		if _, err := Parse("x", head, n, Options{}); n != size && !errors.Is(err, want) {
 			t.Errorf("a file of %d bytes instead of %d: %v", n, size, err)
 		}
 	}
 	good := parse(t, head, size)
-	for bit := 64; bit < 8*len(head); bit++ { // the JSON has no checksum here; the sum shows that it has changed
+	for bit := 64; bit < 8*len(head); bit++ { // the JSON has no checksum, but Sum must change
 		p := bytes.Clone(head)
 		p[bit/8] ^= 1 << (bit % 8)
 		h, err := Parse("x", p, size, Options{})
@@ -103,7 +104,7 @@ func TestEveryByteOfAHeader(t *testing.T) {
 	}
 }
 
-// An index.json cut at any byte is refused. A changed one that is accepted names only plain siblings.
+// An index.json that is truncated at any byte is refused. One with a flipped bit is refused, or names only files next to it.
 func TestEveryByteOfAnIndex(t *testing.T) {
 	text := []byte(`{"metadata":{"total_size":12,"a":[1,{"b":null}]},"weight_map":{"w":"1.safetensors","x":"2.safetensors"},"more":true}`)
 	if s, err := ReadIndexJSON("x", text); err != nil || len(s.Weights) != 2 || s.TotalSize != 12 ||
@@ -138,7 +139,7 @@ func TestEveryByteOfAnIndex(t *testing.T) {
 	}
 }
 
-// total_size is only informative: an invalid one counts as missing, and nothing is refused for it.
+// An invalid total_size is ignored, because it is only informative.
 func TestTotalSize(t *testing.T) {
 	for text, want := range map[string]int64{
 		"0": 0, "-0": 0, "1": 1, "9223372036854775807": math.MaxInt64, "9223372036854775808": -1,
@@ -153,7 +154,7 @@ func TestTotalSize(t *testing.T) {
 	}
 }
 
-// Readers and the writer accept exactly as many metadata entries as the limit says.
+// Readers and the writer accept metadata entries up to the limit, and refuse more.
 func TestMuchMetadata(t *testing.T) {
 	entries := func(n int) (m map[string]string, text string) {
 		m = make(map[string]string, n)
@@ -171,7 +172,7 @@ func TestMuchMetadata(t *testing.T) {
 			t.Errorf("%d entries are written: %v", n, err)
 		}
 		if ok && len(parse(t, head, int64(len(head))).Metadata) != n {
-			t.Errorf("%d entries do not come back", n)
+			t.Errorf("%d entries are not read back", n)
 		}
 		b := file(`{"__metadata__":`+text+`}`, "")
 		for _, lenient := range []bool{false, true} {
@@ -187,7 +188,7 @@ func TestMuchMetadata(t *testing.T) {
 	}
 }
 
-// failing is a medium that fails from a given byte.
+// failing is a source whose reads fail from a given byte on.
 type failing struct {
 	*memory
 	from int64
@@ -200,8 +201,7 @@ func (f failing) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return f.memory.ReadAt(ctx, p, off)
 }
 
-// A medium that fails, at once or in the rest of a long header, keeps its class, and the error has the offset of the
-// read.
+// If reading the start or the rest of a long header fails, the error keeps its class and has the offset of the read.
 func TestReadFailsLater(t *testing.T) {
 	entries, size := model(5000)
 	head, err := AppendHeader(nil, nil, entries, 0)

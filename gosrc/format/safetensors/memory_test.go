@@ -11,7 +11,7 @@ import (
 // memory is a source in memory that counts its reads.
 type memory struct {
 	b     []byte
-	size  int64 // the size it claims; -1 means len(b)
+	size  int64 // reported size; -1 means len(b)
 	reads int
 	bytes int64
 }
@@ -43,7 +43,7 @@ func (m *memory) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// file puts N before a header and data after it.
+// file returns a file with the given header and data.
 func file(header, data string) []byte {
 	b := binary.LittleEndian.AppendUint64(nil, uint64(len(header)))
 	return append(append(b, header...), data...)

@@ -11,16 +11,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A parser accepts exactly the grammar of the header. Tensors share blocks for their
-// names and shapes, and no block grows: the heap stays within a small multiple of the
-// header, and a tensor needs no allocation.
+// A parser accepts exactly the grammar of the header. Tensors share memory blocks for their names and shapes. Blocks
+// never grow, so the heap stays within a small multiple of the header, and tensors need no allocations of their own.
 type parser struct {
 	scanner
 	data     int64
 	tensor   string // the tensor being read
 	tensors  []tensor.Tensor
 	metadata map[string]string
-	said     bool // "__metadata__" was present
+	said     bool // whether "__metadata__" has occurred
 	names    strings.Builder
 	dims     []int64
 }
@@ -30,8 +29,7 @@ func (p *parser) parseHeader() error {
 		p.bad = p.p + i
 		return errs.OfRule("InvalidHeader", errs.ErrFormat, "the header is not UTF-8")
 	}
-	// One closing brace per tensor, and at most as many tensors as the header has space
-	// for.
+	// Each tensor has a closing brace and takes at least minEntry bytes.
 	body := p.b[p.p:]
 	p.tensors = make([]tensor.Tensor, 0, min(bytes.Count(body, []byte{'}'}), len(body)/minEntry+1))
 	for more := p.openList('{', '}'); more; more = p.hasMore('}') {
@@ -85,7 +83,7 @@ func (p *parser) internName(name []byte) string {
 	}
 	from := p.names.Len()
 	p.names.Write(name)
-	return p.names.String()[from:] // stays valid, because the block never moves
+	return p.names.String()[from:] // stays valid because the block never moves
 }
 
 // shape copies dims into a block.
@@ -101,8 +99,7 @@ func (p *parser) shape(dims []int64) []int64 {
 	return p.dims[from:len(p.dims):len(p.dims)]
 }
 
-// parseMetadata reads the value of "__metadata__": an object of strings, or null, which
-// means none.
+// parseMetadata reads the value of "__metadata__": an object of strings, or null, which means no metadata.
 func (p *parser) parseMetadata() bool {
 	if p.said && !p.lenient {
 		return p.failWith("duplicate field `%s`", MetadataKey)
@@ -153,15 +150,15 @@ func (p *parser) parseMetadata() bool {
 	return p.err == nil
 }
 
-// Fields of an entry that were seen, as bits.
+// These bits record which fields of an entry have occurred.
 const (
 	hasDType = 1 << iota
 	hasShape
 	hasOffsets
 )
 
-// parseEntry reads one tensor. It sets Off and Stored from data_offsets, relative to the
-// data section; checkTensors checks them.
+// parseEntry reads one tensor. It sets Off and Stored from data_offsets, relative to the data section. checkTensors
+// checks them later.
 func (p *parser) parseEntry() bool {
 	t := tensor.Tensor{Name: p.tensor, Alias: -1, Plain: true}
 	count, base := 0, len(p.keys)
@@ -238,12 +235,12 @@ func (p *parser) readShape(t *tensor.Tensor) bool {
 			return false
 		}
 		if over {
-			p.failWith("a dimension over 2^63")
-			p.err = errs.OfRule("ValidationOverflow", errs.ErrFormat, "a dimension over 2^63")
+			p.failWith("a dimension is 2^63 or more")
+			p.err = errs.OfRule("ValidationOverflow", errs.ErrFormat, "a dimension is 2^63 or more")
 			return false
 		}
 		if n == len(dims) {
-			return p.failWith("rank over %d", len(dims))
+			return p.failWith("rank is more than %d", len(dims))
 		}
 		dims[n] = d
 		n++
@@ -265,8 +262,8 @@ func (p *parser) parseOffsets(t *tensor.Tensor) bool {
 		return false
 	}
 	if over1 || over2 {
-		p.failWith("an offset over 2^63")
-		p.err = errs.OfRule("InvalidOffset", errs.ErrFormat, "an offset over 2^63")
+		p.failWith("an offset is 2^63 or more")
+		p.err = errs.OfRule("InvalidOffset", errs.ErrFormat, "an offset is 2^63 or more")
 		return false
 	}
 	t.Off, t.Stored = begin, end-begin

@@ -2,20 +2,19 @@
 //
 //	u64 N, little-endian | N bytes of JSON | data section
 //
-// The JSON is one object with "__metadata__", an object of strings, and for every
-// tensor its name with {"dtype", "shape", "data_offsets"}.
+// The JSON is one object. It has an entry "__metadata__", an object of strings, and one entry for each tensor: its
+// name with {"dtype", "shape", "data_offsets"}.
 //
-// Specification: the README and safetensors/src/tensor.rs of huggingface/safetensors,
-// release 0.8. Tests compare the verdicts of that implementation with ours. This reader
-// also refuses:
+// The specification is the README and safetensors/src/tensor.rs of huggingface/safetensors, release 0.8. Tests check
+// that this package accepts and rejects the same files. In addition, this reader refuses:
 //
-//   - a duplicate key, which the README forbids and serde keeps the last of;
+//   - duplicate keys, which the README forbids (serde keeps the last one);
 //   - a tensor entry as a JSON array, or a dtype as an object, which serde accepts
 //     as a struct and an enum;
-//   - rank over 64, a dimension or offset of 2^63 or more, over 65,536 entries
-//     of metadata: no model has them.
+//   - a rank over 64, a dimension or offset of 2^63 or more, and more than 65,536 entries
+//     of metadata, which no model has.
 //
-// Unknown fields of a tensor entry are ignored, as in that library.
+// Unknown fields of a tensor entry are ignored, as in the safetensors library.
 package safetensors
 
 import (
@@ -34,47 +33,41 @@ import (
 )
 
 const (
-	// MetadataKey is the only name that is not a tensor.
+	// MetadataKey is the only key of a header that is not a tensor's name.
 	MetadataKey = "__metadata__"
 
 	minEntry    = len(`"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`)
 	maxMetadata = 1 << 16
-	// maxDepth is the most levels of nested values, including the two of the header:
-	// serde_json's limit.
+	// maxDepth is the maximum number of nested levels, including the header's two. It is also serde_json's limit.
 	maxDepth = 127
 )
 
-// Options of Read and Parse. The zero value is strict.
+// Options are the options of Read and Parse. The zero value is strict.
 type Options struct {
-	// Lenient accepts what other readers accept: bytes after the last tensor, duplicate
-	// keys (the last one wins), metadata values that are not strings (kept as their
-	// JSON text).
+	// Lenient accepts files that other readers accept: with bytes after the last tensor, duplicate keys (the last one
+	// counts), or metadata values that are not strings (returned as JSON text).
 	Lenient bool
 }
 
-// A Header is a decoded header, checked against the rules of the format and the size
-// of the file.
+// A Header is a decoded header that conforms to the rules of the format and fits the size of the file.
 type Header struct {
-	// Tensors in the order of their bytes, those without bytes by name. Off is
-	// from the start of the file; Source is 0, Alias -1.
+	// Tensors are sorted by offset, and empty tensors at the same offset by name. Off is relative to the start of the
+	// file, Source is 0, and Alias is -1.
 	Tensors  []tensor.Tensor
 	Metadata map[string]string // nil if the file has none
 	Data     int64             // offset of the data section, 8 + N
 	Sum      uint32            // CRC32C of everything before the data section
-	// Ahead has the first bytes of the data section, which Read has read with the
-	// header. It may be empty.
+	// Ahead contains the first bytes of the data section if they were read with the header. It may be empty.
 	Ahead []byte
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// Read reads and checks the header of a file, in one read if it fits into 256 KiB,
-// otherwise in two. It checks the header's length against the file's size before it
-// allocates.
+// Read reads and checks the header of a file. It takes one read if the header fits into 256 KiB, otherwise two. It
+// checks the header's length against the file's size before it allocates memory.
 //
-// Bad bytes are errs.ErrFormat, a truncated file is errs.ErrCorrupt. The error is an
-// errs.At, and its rule is the name that the safetensors library gives it
-// ("HeaderTooLarge").
+// Invalid bytes are errs.ErrFormat, a truncated file is errs.ErrCorrupt. The error is an errs.At. Its rule is the
+// safetensors library's name for the error, such as "HeaderTooLarge".
 func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	buf, err := source.Head(ctx, src)
 	if err != nil {
@@ -83,7 +76,7 @@ func Read(ctx context.Context, src source.Source, opt Options) (Header, error) {
 	return ReadOn(ctx, src, buf, opt)
 }
 
-// ReadOn is Read for callers of source.Head: buf is its result.
+// ReadOn is Read for callers that have already called source.Head. buf is the result of that call.
 func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (Header, error) {
 	size := src.Size()
 	n, err := Length(src.URI(), buf, size)
@@ -106,8 +99,8 @@ func ReadOn(ctx context.Context, src source.Source, buf []byte, opt Options) (He
 	return h, nil
 }
 
-// Length returns N for a file of the given URI and size that starts with head, which is at
-// least the first 9 bytes, or the whole file.
+// Length returns N for a file of the given URI and size. head is the start of the file: at least its first 9 bytes,
+// or all of it if it is shorter.
 func Length(uri string, head []byte, size int64) (int64, error) {
 	switch {
 	case size == 0:
@@ -122,16 +115,15 @@ func Length(uri string, head []byte, size int64) (int64, error) {
 	if int64(n) > size-8 {
 		class := errs.ErrFormat
 		if len(head) > 8 && (head[8] == '{' || isSpace(head[8])) {
-			class = errs.ErrCorrupt // it begins like a header
+			class = errs.ErrCorrupt // it looks like a header
 		}
 		return 0, errs.OfRule("InvalidHeaderLength", class,
-			"truncated, the header takes %d bytes and the file has %d: copy or fetch it again", 8+n, size)
+			"truncated: the header takes %d bytes, but the file has %d; copy or fetch it again", 8+n, size)
 	}
 	return int64(n), nil
 }
 
-// notOurs says which format a file without a safetensors header has, and what to do
-// with it.
+// notOurs describes the format of a file without a safetensors header, and says what to do with it.
 func notOurs(uri string, head []byte) string {
 	if kind := modelfiles.KindOf(uri, head); kind != nil {
 		return fmt.Sprintf("this is %s, not a safetensors file: %s", kind.What, kind.Do)
@@ -143,12 +135,12 @@ func notOurs(uri string, head []byte) string {
 	return "this is not a safetensors file: " + modelfiles.Unknown
 }
 
-// Parse parses and checks the header of a file of the given size. head is its first 8 +
-// N bytes, with N from Length. The result does not refer to head.
+// Parse parses and checks the header of a file of the given size. head is the first 8 + N bytes of the file, with N
+// from Length. The result does not refer to head.
 func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 	n, err := Length(uri, head, size)
 	if err == nil && int64(len(head)) != 8+n {
-		err = errs.New(errs.ErrArgument, "got %d bytes of a header of %d", len(head), 8+n)
+		err = errs.New(errs.ErrArgument, "the header has %[2]d bytes, but got %[1]d", len(head), 8+n)
 	}
 	if err != nil {
 		return Header{}, locateError(uri, "", 0, err)
@@ -161,7 +153,7 @@ func Parse(uri string, head []byte, size int64, opt Options) (Header, error) {
 	return h, h.checkTensors(uri, size, opt)
 }
 
-// locateError adds the place to an error that has none.
+// locateError adds the location to an error that does not have one.
 func locateError(uri, name string, off int64, err error) error {
 	return errs.Place("index", uri, name, off, err)
 }

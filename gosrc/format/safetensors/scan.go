@@ -1,6 +1,6 @@
 package safetensors
 
-// This file scans JSON, token by token.
+// This file scans JSON token by token.
 
 import (
 	"bytes"
@@ -15,21 +15,21 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A scanner reads JSON that is known to be UTF-8. A method that returns false has set
-// err; do not continue after that.
+// A scanner reads JSON that is known to be UTF-8. After a method has set err and returned false, the scanner must not
+// be used.
 type scanner struct {
 	b       []byte
 	p       int // next byte
 	bad     int // offset of the error
 	err     error
 	lenient bool
-	scratch []byte // the last string that had escapes
-	keys    []span // keys of the ignored objects that are open
+	scratch []byte // the last string with escapes, decoded
+	keys    []span // keys of the ignored objects that are being read
 }
 
-type span struct{ lo, hi uint32 } // in b; headers are under 2^32
+type span struct{ lo, hi uint32 } // a range of b, which is smaller than 2^32
 
-// failWith records the first reason and returns false.
+// failWith records an error, unless there already is one, and returns false.
 func (s *scanner) failWith(format string, args ...any) bool {
 	if s.err == nil {
 		s.bad = min(s.p, len(s.b))
@@ -41,7 +41,7 @@ func (s *scanner) failWith(format string, args ...any) bool {
 
 func isSpace(c byte) bool { return c == ' ' || c == '\n' || c == '\t' || c == '\r' }
 
-// space skips white space and returns the next byte, 0 at the end.
+// space skips whitespace and returns the next byte, or 0 at the end.
 func (s *scanner) space() byte {
 	for s.p < len(s.b) {
 		if c := s.b[s.p]; !isSpace(c) {
@@ -52,9 +52,9 @@ func (s *scanner) space() byte {
 	return 0
 }
 
-// takeByte skips white space and then c.
+// takeByte skips whitespace and c. Anything else is an error.
 func (s *scanner) takeByte(c byte) bool {
-	if s.p < len(s.b) && s.b[s.p] == c { // known writers write no white space
+	if s.p < len(s.b) && s.b[s.p] == c { // fast path: most writers add no whitespace
 		s.p++
 		return true
 	}
@@ -65,8 +65,8 @@ func (s *scanner) takeByte(c byte) bool {
 	return true
 }
 
-// hasMore continues after a member of a list that ends with end. It returns true if
-// another member follows, false at the end, and false with err set otherwise.
+// hasMore continues after a member of a list that ends with end. It returns true if another member follows, and false
+// at the end or after an error.
 func (s *scanner) hasMore(end byte) bool {
 	switch c := s.space(); {
 	case c == ',' && s.p < len(s.b):
@@ -82,7 +82,7 @@ func (s *scanner) hasMore(end byte) bool {
 	return s.failWith("expected ',' or %q", end)
 }
 
-// openList reads the byte that begins a list, and reports whether it has members.
+// openList reads the opening byte of a list, and reports whether it has members.
 func (s *scanner) openList(begin, end byte) bool {
 	if !s.takeByte(begin) {
 		return false
@@ -124,15 +124,13 @@ func (s *scanner) readString() ([]byte, bool) {
 	return nil, s.failWith("unterminated string")
 }
 
-// skipPlain skips to the next quote, backslash or control character, eight bytes
-// at a time.
+// skipPlain skips to the next quote, backslash or control character, eight bytes per step.
 func (s *scanner) skipPlain() {
 	const ones, highs = 0x0101010101010101, 0x8080808080808080
 	for s.p+8 <= len(s.b) {
 		x := binary.LittleEndian.Uint64(s.b[s.p:])
 		q, e := x^(ones*'"'), x^(ones*'\\')
-		// The lowest bit set is right, because the subtractions only affect bytes above
-		// a hit.
+		// The lowest bit is correct, because a carry only affects bytes above a match.
 		hit := ((q - ones) & ^q) | ((e - ones) & ^e) | ((x - ones*0x20) & ^x)
 		if hit &= highs; hit != 0 {
 			s.p += bits.TrailingZeros64(hit) / 8
@@ -145,7 +143,7 @@ func (s *scanner) skipPlain() {
 	}
 }
 
-// readEscape reads one escape, which begins with the backslash at p.
+// readEscape reads one escape sequence, whose backslash is at p.
 func (s *scanner) readEscape() bool {
 	if s.p+2 > len(s.b) {
 		return s.failWith("unterminated string")
@@ -193,8 +191,7 @@ func (s *scanner) readHex4() (rune, bool) {
 	return rune(v), true
 }
 
-// readUnsigned reads a whole number without sign, point or exponent. over reports that
-// it does not fit into an int64.
+// readUnsigned reads a whole number without sign, point or exponent. over reports whether it overflows an int64.
 func (s *scanner) readUnsigned() (v int64, over, ok bool) {
 	s.space()
 	start := s.p
@@ -221,8 +218,8 @@ func (s *scanner) readUnsigned() (v int64, over, ok bool) {
 	return v, over, true
 }
 
-// skipValue reads and ignores any value at the given depth. It checks the value,
-// including duplicate keys (by their text, with escapes unresolved).
+// skipValue checks and skips any value at the given depth. It refuses duplicate keys, which it compares without
+// resolving escapes.
 func (s *scanner) skipValue(depth int) bool {
 	c := s.space()
 	switch {
@@ -260,7 +257,7 @@ func (s *scanner) skipValue(depth int) bool {
 	return s.failWith("expected a value")
 }
 
-// readKey reads a key as a string, and records it for checkDistinct.
+// readKey reads a key and records it for checkDistinct.
 func (s *scanner) readKey() ([]byte, bool) {
 	s.space()
 	lo := s.p
@@ -271,7 +268,7 @@ func (s *scanner) readKey() ([]byte, bool) {
 	return key, ok
 }
 
-// checkDistinct closes an ignored object. Its keys are those from base on.
+// checkDistinct checks for duplicate keys at the end of an object, and removes its keys, which start at base.
 func (s *scanner) checkDistinct(base int) bool {
 	keys := s.keys[base:]
 	s.keys = s.keys[:base]
@@ -288,7 +285,7 @@ func (s *scanner) checkDistinct(base int) bool {
 	return true
 }
 
-// skipNumber skips any JSON number that a float64 can hold.
+// skipNumber skips a JSON number, which must be in the range of a float64.
 func (s *scanner) skipNumber() bool {
 	start := s.p
 	digits := func() bool {

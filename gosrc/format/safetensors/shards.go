@@ -15,38 +15,39 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Shards is a model.safetensors.index.json. It says which file of a sharded model has
-// which tensor.
+// Shards is the contents of a model.safetensors.index.json, which says which file of a sharded model contains which
+// tensor.
 type Shards struct {
-	Files     []string // sorted; each a plain name in the folder of the index
+	Files     []string // sorted file names in the folder of the index
 	Weights   []Weight // in the order of the index
-	TotalSize int64    // bytes of all tensors, -1 if the index does not say
-	// Metadata holds the other entries of "metadata", each value as its JSON text.
+	TotalSize int64    // bytes of all tensors, or -1 if unknown
+	// Metadata holds the other entries of "metadata". Each value is JSON text.
 	Metadata map[string]string
 }
 
-// A Weight says that tensor Name is in Files[File].
+// A Weight is a tensor: its name, and the number of its file in Shards.Files.
 type Weight struct {
 	Name string
 	File int
 }
 
-// ReadIndexJSON parses and checks an index. File names must be in the index's own folder,
-// without folders, "..", drive, scheme or NUL (a leading "./" is dropped), and no tensor
-// may occur twice. Bad input is errs.ErrFormat.
+// ReadIndexJSON parses and checks an index. File names must refer to files in the index's own folder, without a path,
+// "..", drive, scheme or NUL; a leading "./" is dropped. A tensor must not occur twice. Invalid input is
+// errs.ErrFormat.
 func ReadIndexJSON(uri string, b []byte) (Shards, error) {
 	if len(b) > tensor.MaxHeader {
-		return Shards{}, locateError(uri, "", 0, errs.New(errs.ErrFormat, "the index is too large: %d bytes", len(b)))
+		return Shards{}, locateError(uri, "", 0, errs.New(errs.ErrFormat,
+			"the index.json has %d bytes, but at most %d are allowed", len(b), tensor.MaxHeader))
 	}
 	r := shardReader{parser: parser{scanner: scanner{b: b}}, files: map[string]int{}, out: Shards{TotalSize: -1}}
 	if i := invalidUTF8(b); i >= 0 {
-		return Shards{}, locateError(uri, "", int64(i), errs.New(errs.ErrFormat, "not UTF-8"))
+		return Shards{}, locateError(uri, "", int64(i), errs.New(errs.ErrFormat, "the index.json is not UTF-8"))
 	}
 	if !r.readIndex() {
 		return Shards{}, locateError(uri, r.tensor, int64(r.bad), r.err)
 	}
 	out := r.out
-	// Sorted, so that the number of a source does not depend on the order in the JSON.
+	// Sort the files, so that a source's number does not depend on the order in the JSON.
 	files := slices.Clone(out.Files)
 	slices.Sort(files)
 	place := make([]int, len(files))
@@ -108,7 +109,7 @@ func (r *shardReader) readIndex() bool {
 
 func (r *shardReader) readMetadata() bool {
 	if r.space() != '{' {
-		return r.skipValue(2) // null, which some exporters write
+		return r.skipValue(2) // some exporters write null
 	}
 	if r.out.Metadata != nil {
 		return r.failWith("duplicate key \"metadata\"")
@@ -145,8 +146,7 @@ func (r *shardReader) readMetadata() bool {
 	return r.err == nil
 }
 
-// readTotal reads total_size, which some writers give as a float. It is only
-// informative and decides no allocation.
+// readTotal reads total_size, which some writers write as a float. It is only informative, so an invalid value is -1.
 func readTotal(text string) int64 {
 	if n, err := strconv.ParseInt(text, 10, 64); err == nil && n >= 0 {
 		return n
@@ -194,16 +194,16 @@ func (r *shardReader) readWeights() bool {
 	return r.err == nil
 }
 
-// here may precede the name of a file in the index's folder.
+// here is an optional prefix of file names in an index.
 var here = []byte("./")
 
-// notSibling returns why a name is not that of a file in the index's folder, or "".
+// notSibling returns why name is not the name of a file in the index's folder, or "".
 func notSibling(name string) string {
 	switch {
 	case name == "" || name == ".":
 		return "is empty"
 	case strings.ContainsAny(name, `/\`):
-		return "leads out of the index's folder"
+		return "is not directly in the index's folder"
 	case strings.ContainsAny(name, "\x00:"):
 		return "contains a NUL or a colon"
 	case !filepath.IsLocal(name):
@@ -212,9 +212,8 @@ func notSibling(name string) string {
 	return ""
 }
 
-// Select returns the tensors that an index lists, each from the file that it names:
-// Files[i] is source i of ix. Other tensors of a file do not belong to the model. A tensor
-// that is missing in its file is errs.ErrFormat.
+// Select returns the tensors that an index lists, each from the file that it names. Files[i] is source i of ix. Other
+// tensors in the files do not belong to the model. A tensor that is missing from its file is errs.ErrFormat.
 func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	if len(ix.Sources) != len(s.Files) {
 		return nil, errs.New(errs.ErrArgument, "got %d files, but the index names %d", len(ix.Sources), len(s.Files))
@@ -224,7 +223,7 @@ func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 		i := find(w.File, w.Name)
 		if i < 0 {
 			return nil, locateError(ix.Sources[w.File].URI, w.Name, -1,
-				errs.New(errs.ErrFormat, "the shards' index lists a tensor that is not in this file"))
+				errs.New(errs.ErrFormat, "the index.json lists this tensor, but it is not in the file"))
 		}
 		isListed[i] = true
 	}
@@ -234,8 +233,8 @@ func (s *Shards) Select(ix *tensor.Index) (*tensor.Index, error) {
 	return ix.Select(isListed)
 }
 
-// Only returns an index of those files that have one of the named tensors, with all
-// their tensors. If the index lacks a name, the result has every file.
+// Only returns an index of the files that contain one of the named tensors, with all tensors in these files. If the
+// index lacks a name, the result has all files.
 func (s *Shards) Only(names []string) Shards {
 	wanted := make(map[string]bool, len(names)) // true once found
 	for _, name := range names {
@@ -271,8 +270,8 @@ func (s *Shards) Only(names []string) Shards {
 	return few
 }
 
-// AppendIndexJSON appends an index as transformers writes it: indented by two spaces,
-// with sorted names and a newline at the end. Names are UTF-8.
+// AppendIndexJSON appends an index in the format of transformers: indented by two spaces, with sorted names and a
+// final newline. Names must be UTF-8.
 func AppendIndexJSON(dst []byte, s Shards) []byte {
 	about := map[string]string{}
 	maps.Copy(about, s.Metadata)

@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An index that transformers writes is read, and written again byte for byte.
+// An index written by transformers is read and written back byte for byte.
 func TestIndexJSON(t *testing.T) {
 	const text = `{
   "metadata": {
@@ -48,7 +48,7 @@ func TestIndexJSON(t *testing.T) {
 	}
 }
 
-// Files are numbered by name, whatever the order of the JSON, and total_size is only a note.
+// Files are numbered by name, regardless of their order in the JSON. An invalid total_size is ignored.
 func TestIndexJSONOrder(t *testing.T) {
 	for text, total := range map[string]int64{
 		`{"weight_map":{"x":"b","y":"a","z":"b"},"metadata":{"total_size":1.5e3}}`:    1500,
@@ -66,7 +66,7 @@ func TestIndexJSONOrder(t *testing.T) {
 	}
 }
 
-// "./" before the name of a file next to the index changes nothing.
+// A "./" before a file name is ignored.
 func TestIndexJSONOfHere(t *testing.T) {
 	s, err := ReadIndexJSON("x", []byte(`{"weight_map":{"x":"./a","y":"a","z":"././b"}}`))
 	if err != nil || !slices.Equal(s.Files, []string{"a", "b"}) ||
@@ -108,8 +108,8 @@ func TestIndexJSONRefuses(t *testing.T) {
 	}
 }
 
-// The index decides: every named tensor has to be in its file. Other tensors there, also a stale duplicate, are not
-// part of the model. An alias of one keeps the bytes.
+// The index defines the model: every listed tensor must be in its file. Other tensors in the files, such as a stale
+// duplicate, are dropped. If a dropped tensor has a listed alias, the alias gets its bytes.
 func TestShardsSelect(t *testing.T) {
 	ix := &tensor.Index{
 		Sources: []tensor.Source{{URI: "a"}, {URI: "b"}},
@@ -139,11 +139,11 @@ func TestShardsSelect(t *testing.T) {
 	}
 	ix.Tensors[2].Parts = 2
 	if _, err := s.Select(ix); !errors.Is(err, errs.ErrNotSupported) || !strings.Contains(err.Error(), `tensor "y"`) {
-		t.Errorf("an alias of parts of another shape: %v", err)
+		t.Errorf("an alias of a tensor with column parts and another shape: %v", err)
 	}
 	s.Weights = append(s.Weights, Weight{"more", 0}, Weight{"old", 1})
 	if all, err := s.Select(ix); err != nil || all != ix {
-		t.Errorf("all are listed: %v", err)
+		t.Errorf("all tensors are listed: %v", err)
 	}
 	s.Weights[0].File = 1
 	if _, err := s.Select(ix); !errors.Is(err, errs.ErrFormat) || !strings.Contains(err.Error(), `b tensor "x"`) {
@@ -155,8 +155,8 @@ func TestShardsSelect(t *testing.T) {
 	}
 }
 
-// FuzzHeader parses anything. Accepted headers are written again to a header that parses equal; refused ones have a
-// class and a location. Strict mode accepts nothing that lenient mode refuses.
+// FuzzHeader parses arbitrary bytes. An accepted header is written back to a header that parses equal. A refused
+// header gives an error with class and location. Lenient mode accepts every header that strict mode accepts.
 func FuzzHeader(f *testing.F) {
 	for _, v := range vectors() {
 		if len(v.file) < 4096 {
@@ -176,12 +176,12 @@ func FuzzHeader(f *testing.F) {
 		if err != nil {
 			var at *errs.At
 			if !errors.As(err, &at) || !errs.Classed(err) {
-				t.Errorf("an error without class or place: %v", err)
+				t.Errorf("an error without a class or location: %v", err)
 			}
 			return
 		}
 		if err2 != nil || len(loose.Tensors) != len(h.Tensors) || !maps.Equal(loose.Metadata, h.Metadata) {
-			t.Fatalf("lenient reads less than strict: %v", err2)
+			t.Fatalf("lenient mode reads less than strict mode: %v", err2)
 		}
 		entries := make([]Entry, len(h.Tensors))
 		for i, ten := range h.Tensors {
@@ -207,7 +207,7 @@ func FuzzHeader(f *testing.F) {
 	})
 }
 
-// FuzzShards parses anything as an index.json.
+// FuzzShards parses arbitrary bytes as an index.json.
 func FuzzShards(f *testing.F) {
 	f.Add([]byte(`{"metadata":{"total_size":24,"x":[1]},"weight_map":{"a":"x.safetensors","b":"y.safetensors"}}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -223,8 +223,8 @@ func FuzzShards(f *testing.F) {
 	})
 }
 
-// Only keeps the files of the given names with everything in them. A name that is missing from the index may be in any
-// file.
+// Only keeps the files of the given names with all their tensors. If a name is missing from the index, it keeps all
+// files.
 func TestOnly(t *testing.T) {
 	s := Shards{Files: []string{"a", "b", "c"}, Weights: []Weight{{"x", 2}, {"y", 0}, {"z", 2}, {"w", 1}}, TotalSize: 9}
 	for _, c := range []struct {

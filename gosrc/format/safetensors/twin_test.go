@@ -21,10 +21,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Reads headers with encoding/json's tokens from the safetensors README, and compares that with the parser, which
-// shares nothing with it.
+// The twin in this file reads headers with encoding/json, following the safetensors README. It shares no code with
+// the parser, and the tests compare the two.
 
-var errTwin = errors.New("the README forbids it")
+var errTwin = errors.New("the README forbids this file")
 
 // A twinTensor is a tensor as the twin reads it.
 type twinTensor struct {
@@ -73,7 +73,7 @@ func twin(file []byte) (ts map[string]twinTensor, metadata map[string]string, er
 	return ts, metadata, covers(ts, uint64(len(file))-8-n)
 }
 
-// object calls member for each key of an object that begins here.
+// object reads an object and calls member for each of its keys.
 func object(d *json.Decoder, member func(key string) error) error {
 	if t, err := d.Token(); err != nil || t != json.Delim('{') {
 		return errTwin
@@ -94,7 +94,7 @@ func object(d *json.Decoder, member func(key string) error) error {
 	return nil
 }
 
-// strings0 reads metadata: an object of strings; null means none.
+// strings0 reads metadata: an object of strings, or null for no metadata.
 func strings0(d *json.Decoder) (map[string]string, error) {
 	var raw json.RawMessage
 	if d.Decode(&raw) != nil {
@@ -167,7 +167,7 @@ func numbers(raw json.RawMessage) (out []uint64, err error) {
 	return out, nil
 }
 
-// covers reports whether tensors cover all data bytes exactly once, each as its shape requires.
+// covers returns an error unless the tensors have the sizes of their shapes and cover each data byte exactly once.
 func covers(ts map[string]twinTensor, size uint64) error {
 	end := uint64(0)
 	for _, name := range order(ts) {
@@ -194,14 +194,14 @@ func covers(ts map[string]twinTensor, size uint64) error {
 	return nil
 }
 
-// order compares by bytes, and empty tensors by name.
+// order returns the names sorted by offset, those of empty tensors by name.
 func order(ts map[string]twinTensor) []string {
 	return slices.SortedFunc(maps.Keys(ts), func(a, b string) int {
 		return cmp.Or(cmp.Compare(ts[a].begin, ts[b].begin), cmp.Compare(ts[a].end, ts[b].end), strings.Compare(a, b))
 	})
 }
 
-// loneSurrogate: encoding/json replaces lone surrogates, and safetensors' JSON refuses them.
+// loneSurrogate detects lone surrogates, which encoding/json replaces but safetensors refuses.
 func loneSurrogate(text []byte) bool {
 	for i := 0; i+5 < len(text); i++ {
 		if text[i] != '\\' {
@@ -232,7 +232,7 @@ func loneSurrogate(text []byte) bool {
 	return false
 }
 
-// A scribe writes valid headers in unusual ways: spaces anywhere, needlessly escaped characters, members in any order,
+// A scribe writes valid headers in unusual style: with spaces anywhere, needless escapes, members in any order, and
 // unknown fields.
 type scribe struct{ r *rand.Rand }
 
@@ -258,7 +258,7 @@ func (s scribe) text(v string) string {
 	return b.String()
 }
 
-// list joins members in any order.
+// list joins members, in random order if shuffle is true.
 func (s scribe) list(begin, end string, members []string, shuffle bool) string {
 	if shuffle {
 		s.r.Shuffle(len(members), func(i, j int) { members[i], members[j] = members[j], members[i] })
@@ -325,7 +325,7 @@ func (s scribe) file() []byte {
 
 const marks = `{}[]:,"\0123456789-+.eEu nt`
 
-// hurt changes a file where it may break a rule.
+// hurt makes random changes that may break a rule.
 func (s scribe) hurt(file []byte) []byte {
 	b := bytes.Clone(file)
 	n := int(binary.LittleEndian.Uint64(b))
@@ -339,10 +339,10 @@ func (s scribe) hurt(file []byte) []byte {
 			b[at] = marks[s.r.IntN(len(marks))]
 		case 1:
 			b[at] ^= 1 << s.r.IntN(8)
-		case 2: // a part of it again, elsewhere
+		case 2: // copy a part to another position
 			from := 8 + s.r.IntN(n)
 			copy(b[at:8+n], b[from:min(8+n, from+1+s.r.IntN(12))])
-		case 3: // a digit
+		case 3: // change a digit
 			if i := bytes.IndexAny(b[at:8+n], "0123456789"); i >= 0 {
 				b[at+i] = byte('0' + s.r.IntN(10))
 			}
@@ -356,7 +356,7 @@ func (s scribe) hurt(file []byte) []byte {
 			b = slices.Delete(b, at, min(at+1+s.r.IntN(3), 8+n))
 		}
 	}
-	if s.r.IntN(4) > 0 { // and its length is correct again
+	if s.r.IntN(4) > 0 { // correct the length
 		if i := bytes.LastIndexByte(b, '}'); i >= 8 {
 			binary.LittleEndian.PutUint64(b, uint64(i+1-8))
 		}
@@ -364,8 +364,8 @@ func (s scribe) hurt(file []byte) []byte {
 	return b
 }
 
-// The parser reads the same tensors as the twin in the same order, and refuses what the twin refuses, for headers of
-// every style and for those with mistakes.
+// The parser reads the same tensors as the twin, in the same order, and refuses the same files, for valid headers of
+// every style and for damaged ones.
 func TestTheTwin(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -376,15 +376,15 @@ func TestTheTwin(t *testing.T) {
 		ts, metadata, forbidden := twin(file)
 		h, err := Read(t.Context(), inMemory(file), Options{})
 		if good && forbidden != nil {
-			t.Fatalf("the twin refuses %q", file)
+			t.Fatalf("the twin refuses the valid file %q", file)
 		}
 		if (err == nil) != (forbidden == nil) {
-			t.Fatalf("%q: %v, the twin %v", file, err, forbidden)
+			t.Fatalf("%q: got %v, but the twin returns %v", file, err, forbidden)
 		}
 		if err != nil {
 			refused++
 			if !errs.Classed(err) {
-				t.Fatalf("%q: no class: %v", file, err)
+				t.Fatalf("%q: an error without a class: %v", file, err)
 			}
 			return
 		}
@@ -392,19 +392,19 @@ func TestTheTwin(t *testing.T) {
 		names := order(ts)
 		if len(h.Tensors) != len(names) || !maps.Equal(h.Metadata, metadata) ||
 			(h.Metadata == nil) != (metadata == nil) {
-			t.Fatalf("%q: %+v, the twin %v %v", file, h, names, metadata)
+			t.Fatalf("%q: got %+v, but the twin returns %v %v", file, h, names, metadata)
 		}
 		for i, x := range h.Tensors {
 			w := ts[names[i]]
 			if x.Name != names[i] || x.DType.String() != w.dtype || uint64(x.Off-h.Data) != w.begin ||
 				uint64(x.Bytes) != w.end-w.begin ||
 				!slices.EqualFunc(x.Shape, w.shape, func(a int64, b uint64) bool { return uint64(a) == b }) {
-				t.Fatalf("%q: %+v, the twin %q %+v", file, x, names[i], w)
+				t.Fatalf("%q: got %+v, but the twin returns %q %+v", file, x, names[i], w)
 			}
 		}
 		if loose, err := Read(t.Context(), inMemory(file), Options{Lenient: true}); err != nil ||
 			len(loose.Tensors) != len(h.Tensors) {
-			t.Fatalf("%q: lenient reads less: %v", file, err)
+			t.Fatalf("%q: lenient mode reads less: %v", file, err)
 		}
 	}
 	for range 1500 {
@@ -414,20 +414,20 @@ func TestTheTwin(t *testing.T) {
 			compare(s.hurt(file), false)
 		}
 	}
-	for _, v := range vectors() { // the rules by name; a few of ours are stricter than the README
+	for _, v := range vectors() { // the twin may accept files that we refuse, but not the reverse
 		_, _, forbidden := twin(v.file)
 		if v.class == nil && forbidden != nil {
-			t.Errorf("%s: read, and the twin says %v", v.name, forbidden)
+			t.Errorf("%s: the twin returns %v for a valid file", v.name, forbidden)
 		}
 	}
 	t.Logf("%d read, %d refused", read, refused)
 	if read < 1500 || refused < 3000 {
-		t.Errorf("%d read and %d refused: this compares little", read, refused)
+		t.Errorf("only %d files were read and %d refused", read, refused)
 	}
 }
 
-// encoding/json reads an index.json of any names as written, in the bytes of Python's json (two spaces, names sorted),
-// and it reads back unchanged. Only keeps the files of the given names and every tensor in them.
+// encoding/json reads the written index.json files correctly. They read back unchanged, and writing them again gives
+// the same bytes. Only keeps the files of the given names and every tensor in them.
 func TestIndexTwin(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -460,7 +460,7 @@ func TestIndexTwin(t *testing.T) {
 		}
 		if size, said := found.Metadata["total_size"]; said != (want.TotalSize >= 0) ||
 			said && string(size) != strconv.FormatInt(want.TotalSize, 10) {
-			t.Fatalf("%s: %d bytes", text, want.TotalSize)
+			t.Fatalf("%s: want total_size %d", text, want.TotalSize)
 		}
 		got, err := ReadIndexJSON("m.index.json", text)
 		if err != nil {
@@ -472,7 +472,7 @@ func TestIndexTwin(t *testing.T) {
 			t.Fatalf("%s: %+v, want %+v", text, got, want)
 		}
 		if again := AppendIndexJSON(nil, got); !bytes.Equal(again, text) {
-			t.Fatalf("written again: %s, not %s", again, text)
+			t.Fatalf("written back: %s, want %s", again, text)
 		}
 		w := got.Weights[s.r.IntN(len(got.Weights))]
 		few := got.Only([]string{w.Name, w.Name})
@@ -486,7 +486,7 @@ func TestIndexTwin(t *testing.T) {
 			t.Fatalf("only %q: %+v of %+v", w.Name, few, got)
 		}
 		if all := got.Only([]string{w.Name, "there is none"}); len(all.Files) != len(got.Files) {
-			t.Fatalf("a name that is missing: %+v", all)
+			t.Fatalf("a missing name: %+v", all)
 		}
 	}
 }

@@ -18,15 +18,15 @@ var update = flag.Bool("update", false, "write the vectors that the Python tests
 
 const vectorFile = "../../../tests/goldens/container/vectors.json"
 
-// A vector is one file and the expected result. accept is the original library's verdict, which
+// A vector is a file and the expected result. accept is the result of the safetensors library, which
 // tests/peers/test_safetensors_parity.py checks.
 type vector struct {
 	name   string
 	file   []byte
-	accept bool   // safetensors 0.8 reads it
-	class  error  // our error class; nil if it is read
-	words  string // in our error: its rule, and a part of its text
-	loose  bool   // lenient mode reads it
+	accept bool   // whether safetensors 0.8 reads the file
+	class  error  // our error class, or nil if we read the file
+	words  string // expected rule of our error, part of its text, or "RULE: text"
+	loose  bool   // whether lenient mode reads the file
 }
 
 const (
@@ -42,7 +42,7 @@ func refuses(name, header, data, words string) vector {
 	return vector{name: name, file: file(header, data), class: errs.ErrFormat, words: words}
 }
 
-// stricter is a file that the original library reads and we do not.
+// stricter returns a vector for a file that only the safetensors library reads.
 func stricter(name, header, data, words string, loose bool) vector {
 	return vector{name: name, file: file(header, data), accept: true, class: errs.ErrFormat, words: words, loose: loose}
 }
@@ -57,7 +57,7 @@ func shape(dims string, end int) string {
 }
 func field(value string) string { return with(`{"a":{%s,"x":%s}}`, one, value) }
 
-// vectors has every rule of the format at least once.
+// vectors covers every rule of the format at least once.
 func vectors() []vector {
 	json := "InvalidHeaderDeserialization"
 	a := `{"a":{` + one + `}}`
@@ -79,7 +79,7 @@ func vectors() []vector {
 		reads("no tensor", `{}`, ""),
 		reads("metadata only", `{"__metadata__":{"a":"b"}}`, ""),
 
-		// White space, and characters that are not.
+		// Whitespace, and characters that JSON does not count as whitespace.
 		reads("leading space", " \n\t\r"+a, data),
 		reads("trailing space", a+" \n\t\r", data),
 		reads("space everywhere", ` { "a" : { "dtype" : "U8" , "shape" : [ 2 , 2 ] , "data_offsets" : [ 0 , 4 ] } } `, data),
@@ -156,7 +156,7 @@ func vectors() []vector {
 		refuses("a dtype in lower case", `{"a":{"dtype":"u8","shape":[4],"data_offsets":[0,4]}}`, data, "unknown dtype"),
 		refuses("a dtype null", `{"a":{"dtype":null,"shape":[4],"data_offsets":[0,4]}}`, data, json),
 
-		// Ignored fields, which still have to be JSON.
+		// Ignored fields, which must still be valid JSON.
 		reads("an unknown field", field(`1`), data),
 		reads("unknown values", field(`[{"y":[1.5e3,null,true,false,"z\n",-0,-1,0e0,{},[]]}]`), data),
 		reads("a long number", field(`123456789012345678901234567890`), data),
@@ -248,8 +248,8 @@ func vectors() []vector {
 	return vs
 }
 
-// Every rule of the format is enforced: the class, the original library's word for it, the file's name, and the same
-// verdict from the reader and from the parser.
+// Every rule of the format is enforced. Errors have the expected class, the safetensors library's rule, and the
+// file's name.
 func TestVectors(t *testing.T) {
 	for _, v := range vectors() {
 		_, err := Read(context.Background(), inMemory(v.file), Options{})
@@ -261,17 +261,17 @@ func TestVectors(t *testing.T) {
 		case v.class != nil:
 			var at *errs.At
 			if !errors.As(err, &at) || at.Source != "model.safetensors" || at.Verb != "index" {
-				t.Errorf("%s: error without a place: %v", v.name, err)
+				t.Errorf("%s: an error without a location: %v", v.name, err)
 			}
 		}
 		_, err = Read(context.Background(), inMemory(v.file), Options{Lenient: true})
 		if (err == nil) != v.loose {
-			t.Errorf("%s: lenient gives %v", v.name, err)
+			t.Errorf("%s: lenient mode returns %v", v.name, err)
 		}
 	}
 }
 
-// isSaying reports whether an error has the words: parts of its text, or "RULE: part of its text".
+// isSaying reports whether words are an error's rule, a part of its text, or "RULE: part of its text".
 func isSaying(err error, words string) bool {
 	rule, text, both := strings.Cut(words, ": ")
 	if !both {
@@ -280,14 +280,14 @@ func isSaying(err error, words string) bool {
 	return errs.RuleOf(err) == rule && strings.Contains(err.Error(), text) || strings.Contains(err.Error(), words)
 }
 
-// The vectors that the Python tests check against the original library are these.
+// The file of vectors that the Python tests check against the safetensors library is up to date.
 func TestVectorFile(t *testing.T) {
 	type row struct {
 		Name      string `json:"name"`
 		File      string `json:"file"` // base64
 		Reference bool   `json:"reference"`
-		Ours      string `json:"ours"`    // class, "" if it is read
-		Lenient   bool   `json:"lenient"` // lenient mode reads it
+		Ours      string `json:"ours"`    // error class, or "" if we read the file
+		Lenient   bool   `json:"lenient"` // whether lenient mode reads it
 	}
 	var rows []row
 	for _, v := range vectors() {
@@ -295,7 +295,7 @@ func TestVectorFile(t *testing.T) {
 		if v.class != nil {
 			r.Ours = errs.Class(v.class)
 		}
-		if len(v.file) < 4096 { // larger ones are only tested here
+		if len(v.file) < 4096 { // larger files are only tested here
 			rows = append(rows, r)
 		}
 	}

@@ -14,8 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Entry is one tensor of a header that is written. Begin and End are relative to the
-// data section.
+// An Entry is one tensor of a header to write. Begin and End are relative to the data section.
 type Entry struct {
 	Name       string
 	DType      tensor.DType
@@ -23,8 +22,8 @@ type Entry struct {
 	Begin, End int64
 }
 
-// Place sets Begin and End of the entries, without gaps, and returns the size of the
-// data section. A shape that no file can hold is errs.ErrArgument.
+// Place sets Begin and End of the entries without gaps and returns the size of the data section. A shape that is too
+// large for a file is errs.ErrArgument.
 func Place(entries []Entry) (int64, error) {
 	end := int64(0)
 	for i := range entries {
@@ -39,10 +38,9 @@ func Place(entries []Entry) (int64, error) {
 	return end, nil
 }
 
-// AppendHeader appends N and the header's JSON to dst, padded with spaces so that 8 + N
-// is a multiple of padTo (0 means 8, as in safetensors). Metadata comes first, sorted
-// by key, then the entries in the given order, which is that of their bytes. The same
-// input gives the same bytes.
+// AppendHeader appends N and the header's JSON to dst. It pads with spaces until 8 + N is a multiple of padTo; 0
+// means 8, as in safetensors. Metadata comes first, sorted by key, then the entries in the given order, which must be
+// the order of their bytes. The same input always gives the same bytes.
 //
 // Input that Parse would refuse is errs.ErrArgument.
 func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo int) ([]byte, error) {
@@ -74,9 +72,9 @@ func AppendHeader(dst []byte, metadata map[string]string, entries []Entry, padTo
 	return dst, nil
 }
 
-// HeaderBound returns the most bytes that AppendHeader appends for these entries before
-// padding, for any offsets up to limit. Give an unknown shape its largest possible
-// values. So a writer can reserve space for the header and write it last.
+// HeaderBound returns the maximum number of bytes that AppendHeader appends for these entries before padding, for any
+// offsets up to limit. An unknown shape must have its largest possible values. A writer can use this bound to reserve
+// space for a header that it writes last.
 func HeaderBound(metadata map[string]string, entries []Entry, limit int64) int64 {
 	scratch := appendMetadata(nil, metadata)
 	n := int64(8+len("{}")) + int64(len(scratch))
@@ -109,14 +107,14 @@ func checkWritable(metadata map[string]string, entries []Entry) error {
 			return refuseEntry(e.Name, "two tensors have this name")
 		}
 		if len(e.Shape) > tensor.MaxRank {
-			return refuseEntry(e.Name, "rank %d is over %d", len(e.Shape), tensor.MaxRank)
+			return refuseEntry(e.Name, "rank %d is more than the maximum, %d", len(e.Shape), tensor.MaxRank)
 		}
 		n, err := tensor.Size(e.DType, e.Shape)
 		if err != nil {
 			return refuseEntry(e.Name, "%v", err)
 		}
 		if e.Begin != end || e.End < e.Begin || e.End-e.Begin != n {
-			return refuseEntry(e.Name, "invalid bytes [%d, %d) after %d for shape %v of %v",
+			return refuseEntry(e.Name, "its bytes [%d, %d) do not start at %d or do not fit shape %v of %v",
 				e.Begin, e.End, end, e.Shape,
 				e.DType)
 		}
@@ -163,8 +161,8 @@ func appendEntry(dst []byte, e *Entry) []byte {
 	return append(dst, ']', '}', ',')
 }
 
-// AppendString appends s as a JSON string and escapes only what JSON requires, as
-// serde_json does. s is UTF-8.
+// AppendString appends s as a JSON string. Like serde_json, it escapes only characters for which JSON requires it. s
+// must be UTF-8.
 func AppendString(dst []byte, s string) []byte {
 	const hex = "0123456789abcdef"
 	dst = append(dst, '"')

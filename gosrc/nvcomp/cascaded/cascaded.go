@@ -1,31 +1,31 @@
-// Package cascaded implements Cascaded: run lengths, differences and packed bits of integers, in the layout of
+// Package cascaded implements Cascaded: run lengths, differences and packed bits of integers. The layout is that of
 // nvCOMP's last open release, 2.2: github.com/NVIDIA/nvcomp, branch-2.2, src/CascadedKernels.cuh (BSD-3).
 //
-// Everything is little-endian. T is the size of an element: 1, 2, 4 or 8 bytes.
+// All integers are little-endian. T is the element size: 1, 2, 4 or 8 bytes.
 //
-//	u8      run-length layers R, 7 at most
-//	u8      difference layers D
-//	u8      bits are packed
+//	u8      number of run-length layers R, at most 7
+//	u8      number of difference layers D
+//	u8      whether bits are packed
 //	u8      type: 0 int8, 1 uint8, 2 int16, and so on to 7 uint64
 //	u32     bytes of content, a multiple of T
 //
-// If R, D and packing are all 0, the plain elements follow. Otherwise chunks follow, each with 4096 bytes of
-// content except the last, and each at a multiple of T:
+// If R, D and packing are all 0, the plain elements follow. Otherwise chunks follow. Each has 4096 bytes of content,
+// except the last one, and starts at a multiple of T:
 //
-//	u32     bytes of the chunk, including this
+//	u32     bytes of the chunk, including this field
 //	u32[R]  bytes of the run lengths of each layer
 //	u32     bytes of the values
-//	        up to a multiple of T
+//	        padding to a multiple of T
 //	T[D]    the first value of each difference layer
-//	        up to a multiple of 4
+//	        padding to a multiple of 4
 //	arrays  the run lengths (u16) of each layer, each at a multiple of 4
 //	array   the values, at a multiple of T and of 4
 //
-// If i < R, layer i replaces the values by those of their runs. Then, if i < D, it replaces them by their
-// differences, which are one fewer. An unpacked array is its elements. A packed array is the smallest element (as
-// a signed number); then at a multiple of 4 a u16 count and a u16 with the bits of each element; and then, at a
-// multiple of the element size and of 4, each element minus the smallest, bits concatenated lowest first, in
-// words of 4 bytes.
+// If i < R, layer i first replaces each run of equal values by one value. Then, if i < D, it replaces the values by
+// their differences, which are one fewer. An unpacked array is its elements. A packed array starts with the smallest
+// element, as a signed number. At a multiple of 4 follow a u16 count and a u16 with the bits per element. At a
+// multiple of the element size and of 4 follow the elements minus the smallest one, with their bits concatenated from
+// low to high in words of 4 bytes.
 package cascaded
 
 import (
@@ -43,21 +43,21 @@ const (
 	maxDeltas  = 7
 )
 
-// Options say how to encode.
+// Options are the options of Encode.
 type Options struct {
 	Type   Type `json:"-"`
 	RLEs   int  `json:"rles"`   // layers of run lengths
 	Deltas int  `json:"deltas"` // layers of differences
-	Pack   bool `json:"pack"`   // pack the bits of the remaining values
+	Pack   bool `json:"pack"`   // whether to pack the bits of the remaining values
 }
 
 // Default returns the options that nvCOMP 2.2 chooses for a type.
 func Default(t Type) Options { return Options{Type: t, RLEs: 2, Deltas: 1, Pack: true} }
 
-// Type is nvCOMP's number of an element type (nvcompType_t).
+// Type is an element type. The numbers match nvCOMP's nvcompType_t.
 type Type uint8
 
-// The types.
+// These are the types.
 const (
 	Char Type = iota
 	UChar
@@ -69,10 +69,10 @@ const (
 	ULongLong
 )
 
-// Size is the size of an element in bytes.
+// Size returns the size of an element in bytes.
 func (t Type) Size() int { return 1 << (t / 2) }
 
-// Check returns an errs.ErrArgument if the options are not valid.
+// Check returns errs.ErrArgument if the options are invalid.
 func (o Options) Check() error {
 	if o.Type > ULongLong || o.RLEs < 0 || o.RLEs > maxRLEs || o.Deltas < 0 || o.Deltas > maxDeltas {
 		return errs.New(errs.ErrArgument,
@@ -83,28 +83,27 @@ func (o Options) Check() error {
 	return nil
 }
 
-// Bound is the most bytes that Encode appends for n bytes.
+// Bound returns the maximum number of bytes that Encode appends for n bytes.
 func Bound(n int) int { return headBytes + roundUp(n, 4) }
 
-// MaxRatio is an upper bound of how many bytes one byte decodes to: the smallest
-// chunk has 8 bytes.
+// MaxRatio is an upper bound of the number of bytes that one byte decodes to. The smallest chunk has 8 bytes.
 const MaxRatio = chunkBytes / 8
 
 func roundUp(n, to int) int { return (n + to - 1) &^ (to - 1) }
 
-// metaBytes is the size of the part of a chunk before the arrays, and the offset in it of the first values of
-// difference layers.
+// metaBytes returns the size of the part of a chunk before the arrays, and the offset in it of the difference layers'
+// first values.
 func metaBytes(size, rles, deltas int) (all, firsts int) {
 	firsts = roundUp(4+4*(rles+1), size)
 	return firsts + roundUp(size*deltas, 4), firsts
 }
 
-// packedHead is the size of the part of a packed array before the bits.
+// packedHead returns the size of the part of a packed array before the bits.
 func packedHead(size int) int { return roundUp(max(4, size)+4, max(4, size)) }
 
 var le = binary.LittleEndian
 
-// loadElements reads elements of a size; storeElements writes the lowest bytes of values.
+// loadElements reads elements of the given size. storeElements writes them.
 func loadElements(out []uint64, p []byte, size int) {
 	switch size {
 	case 1:
@@ -175,7 +174,7 @@ func Encode(dst, src []byte, o Options) ([]byte, error) {
 		dst, ok = s.encodeChunk(dst, start, src[at:min(at+chunkBytes, len(src))], o)
 		ok = ok && len(dst) <= limit
 	}
-	if !ok || len(src) == 0 { // store it unchanged
+	if !ok || len(src) == 0 { // store the plain elements
 		dst = dst[:start+headBytes]
 		clear(dst[start : start+3])
 		dst = append(dst, src...)
@@ -188,8 +187,8 @@ func appendZeros(dst []byte, n int) []byte {
 	return append(dst, make([]byte, n)...)
 }
 
-// encodeChunk appends a chunk to a block that begins at start. ok is false if a layer of differences would have
-// no values left.
+// encodeChunk appends a chunk to the block that starts at dst[start]. ok is false if a layer of differences gets no
+// values.
 func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]byte, bool) {
 	size := o.Type.Size()
 	mask := ^uint64(0) >> (64 - 8*size)
@@ -221,7 +220,7 @@ func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]b
 			}
 			storeElements(dst[chunk+firsts+layer*size:], size, in[0])
 			for i := range in[1:] {
-				out[i] = (in[i+1] - in[i]) & mask // so that equal differences form runs
+				out[i] = (in[i+1] - in[i]) & mask // the mask makes equal differences form runs
 			}
 			in, out = out[:len(in)-1], in[:cap(in)]
 		}
@@ -235,7 +234,7 @@ func (s *scratch) encodeChunk(dst []byte, start int, src []byte, o Options) ([]b
 	return dst, true
 }
 
-// appendArray appends an array of values. Only their lowest size bytes count.
+// appendArray appends an array of values. It only uses their lowest size bytes.
 func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	if !pack {
 		at := len(dst)
@@ -251,7 +250,7 @@ func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	storeElements(dst[at:], size, least)
 	le.PutUint32(dst[at+max(4, size):], uint32(width)<<16|uint32(len(values)))
 	put := dst[at+packedHead(size):]
-	var low, high uint64 // up to 31 bits remain from one value to the next, and a value has up to 64
+	var low, high uint64 // at most 31 remaining bits and 64 bits of a value
 	n := 0
 	for _, v := range values {
 		x := (v - least) & mask
@@ -270,11 +269,11 @@ func appendArray(dst []byte, values []uint64, size int, pack bool) []byte {
 	return dst
 }
 
-// valueSpan returns the smallest of the values, taking their lowest size bytes as signed numbers, and the bit
-// width of the largest minus the smallest.
+// valueSpan returns the smallest value and the bit width of the largest minus the smallest. It uses the lowest size
+// bytes of values as signed numbers.
 func valueSpan(values []uint64, size int) (least uint64, width int) {
 	shift := 64 - 8*size
-	const flip = 1 << 63 // makes signed numbers compare as unsigned ones
+	const flip = 1 << 63 // makes signed numbers comparable as unsigned ones
 	var most uint64
 	for i, v := range values {
 		x := v<<shift ^ flip
@@ -293,7 +292,7 @@ func (o Options) checkContent(src []byte) error {
 		return err
 	}
 	if size := o.Type.Size(); len(src)%size != 0 || uint64(len(src)) > 1<<32-1 {
-		return errs.New(errs.ErrArgument, "Cascaded: %d bytes are not a multiple of the element size, %d",
+		return errs.New(errs.ErrArgument, "Cascaded: %d bytes are over 4 GiB or not a multiple of the element size, %d",
 			len(src), size)
 	}
 	return nil

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// contents returns several kinds of n bytes of elements of a size.
+// contents returns several kinds of content: n bytes of elements of the given size.
 func contents(n, size int) map[string][]byte {
 	r := rand.New(rand.NewPCG(uint64(n), uint64(size)))
 	made := map[string]func(i int) uint64{
@@ -37,8 +37,8 @@ func contents(n, size int) map[string][]byte {
 	return out
 }
 
-// For every type and number of layers, packed or not, the content comes back, the stream is within the bound, and Size
-// is right.
+// For every type and number of layers, packed or not, the content round-trips, the stream does not exceed the bound,
+// and Size is correct.
 func TestRoundTrip(t *testing.T) {
 	for typ := Char; typ <= ULongLong; typ++ {
 		for _, n := range []int{0, 8, 64, 4096, 4104, 9000} {
@@ -68,7 +68,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// The layout matches the description, written out by hand byte by byte.
+// The layout matches its description. The expected bytes were written by hand.
 func TestLayout(t *testing.T) {
 	for _, c := range []struct {
 		o    Options
@@ -82,10 +82,10 @@ func TestLayout(t *testing.T) {
 				"0400 0000 0300 0000" + // run lengths: 4, three times
 				"0200 0000 0100 0000" + // run lengths: 2, once
 				"01000000 0100 0000"}, // values: 1, once
-		// Only bits: 2 each above -1, in one word.
+		// Only packed bits: 2 bits each, relative to -1, in one word.
 		{Options{UInt, 0, 0, true}, []uint32{0xFFFFFFFF, 0, 1, 2, 1, 0, 0xFFFFFFFF, 0xFFFFFFFF},
 			"00000105 20000000" + "14000000 0c000000" + "ffffffff 0800 0200 e4060000"},
-		// Nothing gained: stored as it is.
+		// Not compressible: stored as plain elements.
 		{Options{Int, 1, 0, false}, []uint32{1, 2, 3}, "00000004 0c000000 01000000 02000000 03000000"},
 	} {
 		src := make([]byte, 4*len(c.src))
@@ -106,22 +106,22 @@ func TestLayout(t *testing.T) {
 	}
 }
 
-// A type that 2.2 does not have is refused, with and without layers.
+// A type that nvCOMP 2.2 does not have is refused, with and without layers.
 func TestUnknownTypes(t *testing.T) {
 	for _, typ := range []byte{8, 0x80, 0x84, 0x85, 0xFF} {
 		for _, layers := range []string{"\x00\x00\x00", "\x01\x00\x00", "\x02\x01\x01"} {
 			src := append([]byte(layers), typ, 4, 0, 0, 0, 1, 2, 3, 4)
 			if n, err := Size(src); !errors.Is(err, errs.ErrCorrupt) {
-				t.Errorf("type %#x behind %x: %d bytes, %v", typ, layers, n, err)
+				t.Errorf("type %#x after %x: %d bytes, %v", typ, layers, n, err)
 			}
 			if err := Decode(make([]byte, 4), src); !errors.Is(err, errs.ErrCorrupt) {
-				t.Errorf("type %#x behind %x: %v", typ, layers, err)
+				t.Errorf("type %#x after %x: %v", typ, layers, err)
 			}
 		}
 	}
 }
 
-// Options out of range, and contents that are not a whole number of elements, are argument errors: no byte is dropped.
+// Options out of range, and contents that end inside an element, are argument errors.
 func TestArguments(t *testing.T) {
 	for _, o := range []Options{{Type: 8}, {RLEs: 8}, {RLEs: -1}, {Deltas: 8}, {Deltas: -1}} {
 		if _, err := Encode(nil, nil, o); !errors.Is(err, errs.ErrArgument) {
@@ -133,7 +133,7 @@ func TestArguments(t *testing.T) {
 	}
 }
 
-// No truncation decodes. A flipped bit gives an error or other bytes, and never a write past the end.
+// Truncated blocks are refused. A flipped bit gives an error or different bytes, and never a write past the end.
 func TestDamage(t *testing.T) {
 	for _, o := range []Options{Default(UChar), Default(LongLong), {Short, 1, 2, false}, {UInt, 0, 0, true}} {
 		for name, src := range contents(4400, o.Type.Size()) {
@@ -164,7 +164,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// FuzzDecode gives foreign bytes to the decoder, and contents to the encoder.
+// FuzzDecode decodes arbitrary bytes, and encodes and decodes them as content.
 func FuzzDecode(f *testing.F) {
 	for typ := Char; typ <= ULongLong; typ++ {
 		for _, src := range contents(200, typ.Size()) {

@@ -8,8 +8,8 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "Cascaded: "+format, args...)
 }
 
-// Size returns the length of the content as the block states it, after comparing it with the most that its bytes
-// can decode to. Errors are errs.ErrCorrupt.
+// Size returns the length of the content that the block states. It refuses lengths that the block's bytes cannot
+// decode to. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	n, _, err := parseHead(src)
 	return n, err
@@ -17,7 +17,7 @@ func Size(src []byte) (int64, error) {
 
 func parseHead(src []byte) (n int64, o Options, err error) {
 	if len(src) < headBytes {
-		return 0, Options{}, corruptError("%d bytes are too few for a block", len(src))
+		return 0, Options{}, corruptError("the block is too short: %d bytes", len(src))
 	}
 	o = Options{RLEs: int(src[0]), Deltas: int(src[1]), Pack: src[2] != 0, Type: Type(src[3])}
 	if o.Check() != nil || src[2] > 1 {
@@ -34,8 +34,8 @@ func parseHead(src []byte) (n int64, o Options, err error) {
 	return n, o, nil
 }
 
-// Decode fills dst, which must have the length of the content. Any other length or a bad block is
-// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
+// Decode fills dst, which must have the length of the content. A different length or an invalid block is
+// errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, o, err := parseHead(src)
 	if err != nil {
@@ -47,7 +47,7 @@ func Decode(dst, src []byte) error {
 	body := src[headBytes:]
 	if o.RLEs == 0 && o.Deltas == 0 && !o.Pack {
 		if len(body) < len(dst) || len(body) > roundUp(len(dst), 4) {
-			return corruptError("%d bytes are stored as %d bytes", len(dst), len(body))
+			return corruptError("invalid plain elements: %d bytes are stored as %d bytes", len(dst), len(body))
 		}
 		copy(dst, body)
 		return nil
@@ -63,7 +63,7 @@ func Decode(dst, src []byte) error {
 		at += inputBytes
 	}
 	if len(dst) > 0 {
-		return corruptError("%d bytes are missing", len(dst))
+		return corruptError("the chunks end %d bytes before the end of the content", len(dst))
 	}
 	return nil
 }
@@ -76,11 +76,11 @@ func (s *scratch) decodeChunk(dst, src []byte, o Options) (used, made int, err e
 	}
 	used = int(le.Uint32(src))
 	if used < meta || used > len(src) || used%max(4, size) != 0 {
-		return 0, 0, corruptError("a chunk has %d bytes, but only %d are left", used, len(src))
+		return 0, 0, corruptError("a chunk has an invalid size: %d bytes, with %d left", used, len(src))
 	}
 	src = src[:used]
 
-	// The arrays of the chunk.
+	// Find the arrays of the chunk.
 	var arrays [maxRLEs + 1][]byte
 	at := meta
 	for i := range o.RLEs + 1 {
@@ -123,7 +123,7 @@ func (s *scratch) decodeChunk(dst, src []byte, o Options) (used, made int, err e
 	return used, made, nil
 }
 
-// readArray reads an array of at most `most` elements.
+// readArray reads an array of at most `most` elements and returns their number.
 func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, error) {
 	if !packed {
 		n := len(src) / size
@@ -135,7 +135,7 @@ func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, 
 	}
 	head := packedHead(size)
 	if len(src) < head {
-		return 0, corruptError("a packed array of %d bytes is too short", len(src))
+		return 0, corruptError("a packed array is too short: %d bytes", len(src))
 	}
 	var first [1]uint64
 	loadElements(first[:], src, size)
@@ -167,7 +167,7 @@ func readArray(out []uint64, src []byte, size int, packed bool, most int) (int, 
 	return n, nil
 }
 
-// addUp computes values from the first one and the differences.
+// addUp computes values from the first value and the differences.
 func addUp(out, in []uint64, first []byte, size, most int) (int, error) {
 	if len(in) >= most {
 		return 0, corruptError("more than %d elements in a chunk", most)
@@ -187,7 +187,7 @@ func (s *scratch) repeatRuns(out, in []uint64, lengths []byte, packed bool, most
 		return 0, err
 	}
 	if runs != len(in) {
-		return 0, corruptError("%d run lengths for %d values", runs, len(in))
+		return 0, corruptError("a chunk has %d run lengths for %d values", runs, len(in))
 	}
 	n := 0
 	for i, v := range in {

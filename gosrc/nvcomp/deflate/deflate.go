@@ -1,5 +1,5 @@
-// Package deflate implements Deflate (RFC 1951) and Gzip (RFC 1952). Other writers: zlib, libdeflate, nvCOMP.
-// Neither format begins with the length of its content, so Size decodes without output.
+// Package deflate implements Deflate (RFC 1951) and Gzip (RFC 1952). Other writers are zlib, libdeflate and nvCOMP.
+// Neither format starts with the length of its content, so Size must decode the stream.
 package deflate
 
 import (
@@ -13,14 +13,15 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// MaxRatio is the most bytes that one byte of Deflate decodes to: a match of 258 bytes takes at least two bits.
+// MaxRatio is the maximum number of bytes that one byte decodes to: a match of 258 bytes takes at least two bits.
 const MaxRatio = 1032
 
-// Levels are nvCOMP's algorithm_type: 0 is only entropy coding, 1 the fastest match finder, 5 the smallest
-// result.
+// levels are indexed by nvCOMP's algorithm_type: 0 is only entropy coding, 1 the fastest match finder, 5 the best
+// compression.
 var levels = [...]int{flate.HuffmanOnly, 1, 3, 3, 6, 9}
 
-// Bound is the most bytes that Encode appends for n bytes: stored blocks, and Gzip's header and trailer.
+// Bound returns the maximum number of bytes that Encode appends for n bytes: stored blocks, and Gzip's header and
+// trailer.
 func Bound(n int) int { return n + 5*(n/16383+2) + 32 }
 
 type writer interface {
@@ -30,7 +31,7 @@ type writer interface {
 
 var writers [2][len(levels)]sync.Pool
 
-// Encode appends src to dst, as Gzip or as bare Deflate. It is safe for concurrent use.
+// Encode appends src to dst as Gzip, or as plain Deflate if gz is false. It is safe for concurrent use.
 func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 	if level < 0 || level >= len(levels) {
 		return dst, errs.New(errs.ErrArgument, "invalid level (algorithm_type) %d: expected 0 to %d",
@@ -67,7 +68,7 @@ func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// A reader decodes one stream after another.
+// A reader decodes streams one after the other.
 type reader struct {
 	src   bytes.Reader
 	gzip  gzip.Reader
@@ -76,7 +77,7 @@ type reader struct {
 
 var readers = sync.Pool{New: func() any { return new(reader) }}
 
-// open starts to read src.
+// open starts reading src.
 func (r *reader) open(src []byte, gz bool) (io.Reader, error) {
 	r.src.Reset(src)
 	if gz {
@@ -99,10 +100,10 @@ func (r *reader) openMember() error {
 	return err
 }
 
-// members reads the members of Gzip one after the other. Zeros after a member are padding, as in gzip and Python.
+// members reads the members of a Gzip stream one after the other. Like gzip and Python, it skips zeros after a member.
 type members reader
 
-// Read reads from a member, or from the next one.
+// Read reads from the current member, or from the next one.
 func (m *members) Read(p []byte) (int, error) {
 	r := (*reader)(m)
 	for {
@@ -128,7 +129,7 @@ func (m *members) Read(p []byte) (int, error) {
 	}
 }
 
-// end checks that the stream ends with src.
+// end checks that the stream ends at the end of src.
 func (r *reader) end() error {
 	if r.src.Len() > 0 {
 		return errs.New(errs.ErrCorrupt, "%d bytes follow the end of the Deflate stream", r.src.Len())
@@ -141,7 +142,8 @@ func (r *reader) free() {
 	readers.Put(r)
 }
 
-// Size returns how many bytes src decodes to, by decoding without output. Errors are errs.ErrCorrupt.
+// Size returns the number of bytes that src decodes to. It decodes src and discards the output. Errors are
+// errs.ErrCorrupt.
 func Size(src []byte, gz bool) (int64, error) {
 	r := readers.Get().(*reader)
 	defer r.free()
@@ -156,7 +158,7 @@ func Size(src []byte, gz bool) (int64, error) {
 	return n, r.end()
 }
 
-// Decode fills dst, which must have the length of the content. Any other length or a bad stream is
+// Decode fills dst, which must have the length of the content. A different length or an invalid stream is
 // errs.ErrCorrupt. It is safe for concurrent use.
 func Decode(dst, src []byte, gz bool) error {
 	r := readers.Get().(*reader)

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A decoder reads one stream. If dst is nil it only counts bytes.
+// A decoder decodes one stream. If dst is nil, it only counts bytes.
 type decoder struct {
 	src  []byte
 	at   int // offset of the next word
@@ -18,8 +18,8 @@ type decoder struct {
 		n    int // number of bits, at least 32
 	}
 	dst  []byte
-	out  int64 // bytes so far, including those of matches that lack their distance
-	want int64 // the most bytes
+	out  int64 // bytes so far, including matches whose distance has not been read yet
+	want int64 // maximum number of bytes
 
 	lit, dist, lens table
 	err             error
@@ -31,13 +31,13 @@ func corruptError(format string, args ...any) error {
 	return errs.New(errs.ErrCorrupt, "GDeflate: "+format, args...)
 }
 
-// dropBits removes n bits of a lane and reads the lane's next word when it is due.
+// dropBits removes n bits from a lane, and reads the lane's next word if fewer than 32 bits are left.
 func (d *decoder) dropBits(lane, n int) bool {
 	l := &d.lane[lane]
 	l.bits >>= n
 	if l.n -= n; l.n < 32 {
 		if len(d.src)-d.at < 4 {
-			d.err = corruptError("cut at %d", d.at)
+			d.err = corruptError("the stream is truncated at byte %d", d.at)
 			return false
 		}
 		l.bits |= uint64(binary.LittleEndian.Uint32(d.src[d.at:])) << l.n
@@ -52,10 +52,10 @@ func (d *decoder) takeBits(lane, n int) (int, bool) {
 	return v, d.dropBits(lane, n)
 }
 
-// decodeStream decodes the whole stream.
+// decodeStream decodes all blocks of the stream.
 func (d *decoder) decodeStream() error {
 	if len(d.src) < 4*lanes {
-		return corruptError("%d bytes are not a GDeflate stream", len(d.src))
+		return corruptError("the stream is too short: %d bytes, expected at least %d", len(d.src), 4*lanes)
 	}
 	for i := range d.lane {
 		d.lane[i].bits, d.lane[i].n = uint64(binary.LittleEndian.Uint32(d.src[4*i:])), 32
@@ -90,9 +90,9 @@ func (d *decoder) decodeStream() error {
 			return err
 		}
 	}
-	// Some writers add the words of one more round.
+	// Some writers append the words of another round.
 	if rest := d.src[d.at:]; len(rest) > 4*lanes {
-		return corruptError("%d bytes follow the end", len(rest))
+		return corruptError("%d bytes follow the end of the stream", len(rest))
 	}
 	for i, b := range d.src[d.at:] {
 		if b != 0 {
@@ -102,7 +102,7 @@ func (d *decoder) decodeStream() error {
 	return nil
 }
 
-// growOutput grows the output by n bytes.
+// growOutput grows the output by n bytes, up to the maximum.
 func (d *decoder) growOutput(n int64) error {
 	if n > d.want-d.out {
 		return corruptError("the content has more than %d bytes", d.want)
@@ -197,8 +197,8 @@ func (d *decoder) readCodes() error {
 }
 
 func (d *decoder) decodeBlock() error {
-	var due [lanes]int32 // lengths of matches; their distance comes next
-	var to [lanes]int64  // their offsets in the output
+	var due [lanes]int32 // for each lane, the length of a match whose distance comes next
+	var to [lanes]int64  // the match's offset in the output
 	for isLast := false; ; {
 		final := isLast // one more round, for the remaining distances
 		for lane := range d.lane {
@@ -258,15 +258,15 @@ func (d *decoder) decodeBlock() error {
 	}
 }
 
-// repeatPattern fills b after its first dist bytes with copies of the bytes dist before.
+// repeatPattern repeats the first dist bytes of b until the end of b.
 func repeatPattern(b []byte, dist int) {
 	for n := dist; n < len(b); n *= 2 {
 		copy(b[n:], b[:n])
 	}
 }
 
-// Size returns how many bytes src decodes to, by decoding without output. Errors
-// are errs.ErrCorrupt.
+// Size returns the number of bytes that src decodes to. It decodes src and discards the output. Errors are
+// errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	d := decoders.Get().(*decoder)
 	defer d.free()
@@ -277,8 +277,8 @@ func Size(src []byte) (int64, error) {
 	return d.out, nil
 }
 
-// Decode fills dst, which must have the length of the content. Any other length or a bad stream is
-// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
+// Decode fills dst, which must have the length of the content. A different length or an invalid stream is
+// errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*decoder)
 	defer d.free()

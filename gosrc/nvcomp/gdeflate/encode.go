@@ -10,22 +10,22 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// blockBytes is the content of one block.
+// blockBytes is the content size of one block.
 const blockBytes = 1 << 16
 
-// A writer puts bits into lanes, and the words of lanes where a reader expects them.
+// A writer writes bits to lanes, and places each word of a lane where a reader expects it.
 type writer struct {
 	out  []byte
 	lane [lanes]struct {
-		bits uint64 // not written yet
+		bits uint64 // bits that are not written yet
 		n    int    // number of bits
-		has  int    // bits that the reader still has of this lane
+		has  int    // bits of this lane that the reader has not used yet
 		slot [3]int // offsets of the next words
-		next int    // how many of slot are known
+		next int    // number of offsets in slot
 	}
 }
 
-// assignWord assigns the next word of the stream to a lane.
+// assignWord appends a word to the stream and assigns it to a lane.
 func (w *writer) assignWord(lane int) {
 	l := &w.lane[lane]
 	l.slot[l.next] = len(w.out)
@@ -43,7 +43,7 @@ func (w *writer) start(dst []byte) {
 	}
 }
 
-// putBits writes n bits, fewer than 32, which the reader takes at once.
+// putBits writes n < 32 bits, which the reader uses in one step.
 func (w *writer) putBits(lane int, v uint32, n int) {
 	l := &w.lane[lane]
 	l.bits |= uint64(v) << l.n
@@ -73,7 +73,7 @@ func (w *writer) endStream() []byte {
 	return w.out
 }
 
-// An encoder encodes one stream after another.
+// An encoder encodes streams one after the other.
 type encoder struct {
 	writer
 	finder
@@ -84,15 +84,16 @@ var encoders = sync.Pool{New: func() any { return new(encoder) }}
 
 var fixedCodes = sync.OnceValues(makeFixedCodes)
 
-// Encode appends src to dst as one stream. level is nvCOMP's algorithm_type: 0 finds no matches, 5 the most. It
-// is safe for concurrent use.
+// Encode appends src to dst as one stream. level is nvCOMP's algorithm_type: 0 finds no matches, 5 the most. It is
+// safe for concurrent use.
 func Encode(dst, src []byte, level int) ([]byte, error) {
 	if level < 0 || level >= len(efforts) {
 		return dst, errs.New(errs.ErrArgument, "invalid level (algorithm_type) %d: expected 0 to %d",
 			level, len(efforts)-1)
 	}
 	if len(src) > 1<<31-2 {
-		return dst, errs.New(errs.ErrArgument, "GDeflate cannot encode %d bytes", len(src))
+		return dst, errs.New(errs.ErrArgument, "GDeflate cannot encode %d bytes: expected at most %d",
+			len(src), 1<<31-2)
 	}
 	e := encoders.Get().(*encoder)
 	defer encoders.Put(e)
@@ -111,7 +112,7 @@ func Encode(dst, src []byte, level int) ([]byte, error) {
 	return out, nil
 }
 
-// writeBlock writes one block in the shortest of its three kinds.
+// writeBlock writes one block as the shortest of the three kinds.
 func (e *encoder) writeBlock(src []byte, last bool) {
 	lits, distances := make([]uint32, literals), make([]uint32, dists)
 	lits[endBlock] = 1
@@ -178,9 +179,9 @@ func splitToken(t uint32) (length, dist int32) {
 	return int32(t>>15&(1<<16-1)) + minMatch, int32(t&(1<<15-1)) + 1
 }
 
-// writeSymbols writes the tokens and the end of the block, round by round.
+// writeSymbols writes the tokens and the end of the block in rounds.
 func (e *encoder) writeSymbols(lit, dist code) {
-	var due [lanes]int32 // distances that come next
+	var due [lanes]int32 // for each lane, the distance that comes next
 	at, hasEnded := 0, false
 	for {
 		final := hasEnded
@@ -219,7 +220,7 @@ func (e *encoder) writeSymbols(lit, dist code) {
 	}
 }
 
-// A header is the two codes of a dynamic block in written form.
+// A header is the encoded form of the two codes of a dynamic block.
 type header struct {
 	nlit, ndist, nlens int
 	lens               code

@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// contents returns several kinds of n bytes.
+// contents returns several kinds of content of n bytes.
 func contents(n int) map[string][]byte {
 	r := rand.New(rand.NewPCG(1, uint64(n)))
 	noise, text, skewed, ramp := make([]byte, n), make([]byte, 0, n+64), make([]byte, n), make([]byte, n)
@@ -38,13 +38,13 @@ func contents(n int) map[string][]byte {
 	}
 }
 
-// Every content comes back at every level, and no stream is over its bound or below what MaxRatio implies.
+// Every content round-trips at every level. No stream exceeds its bound or MaxRatio.
 func TestRoundTrip(t *testing.T) {
 	for _, n := range []int{0, 1, 2, 3, 7, 31, 32, 33, 1000, 65535, 65537, 140_000} {
 		for name, src := range contents(n) {
 			for level := range efforts {
 				if level == 3 || n > 100_000 && level != 1 {
-					continue // 3 is 2
+					continue // level 3 equals level 2
 				}
 				made, err := Encode([]byte("front"), src, level)
 				if err != nil {
@@ -62,11 +62,11 @@ func TestRoundTrip(t *testing.T) {
 					t.Fatalf("%s of %d, level %d: %v", name, n, level, err)
 				}
 				if err := Decode(make([]byte, n+1), made); !errors.Is(err, errs.ErrCorrupt) {
-					t.Errorf("%s of %d into one byte more: %v", name, n, err)
+					t.Errorf("%s of %d into a longer destination: %v", name, n, err)
 				}
 				if n > 0 {
 					if err := Decode(make([]byte, n-1), made); !errors.Is(err, errs.ErrCorrupt) {
-						t.Errorf("%s of %d into one byte less: %v", name, n, err)
+						t.Errorf("%s of %d into a shorter destination: %v", name, n, err)
 					}
 				}
 			}
@@ -77,7 +77,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// golden is what the streams in testdata decode to.
+// golden returns the content of a stream in testdata.
 func golden(kind string, n int) []byte {
 	out := make([]byte, 0, n+32)
 	for x := uint32(12345); len(out) < n; {
@@ -99,8 +99,8 @@ func golden(kind string, n int) []byte {
 	return out[:n]
 }
 
-// Streams written by NVIDIA's libdeflate (branch gdeflate, MIT, in the crate gdeflate-sys 0.4.1) decode here: one page
-// each, of stored, fixed and dynamic blocks. The names have the content and the level.
+// Streams written by NVIDIA's libdeflate (branch gdeflate, MIT, in the crate gdeflate-sys 0.4.1) can be decoded. Each
+// is one page of stored, fixed or dynamic blocks. File names contain the kind of content, its size and the level.
 func TestStreamsOfLibdeflate(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.bin")
 	if err != nil || len(files) != 6 {
@@ -126,20 +126,20 @@ func TestStreamsOfLibdeflate(t *testing.T) {
 	}
 }
 
-// More effort does not make streams longer if the bytes have matches.
+// If the content has matches, each higher level gives a shorter stream.
 func TestLevels(t *testing.T) {
 	src := contents(65536)["text"]
 	last := len(src)
 	for _, level := range []int{0, 1, 2, 4, 5} {
 		made, _ := Encode(nil, src, level)
 		if len(made) >= last {
-			t.Errorf("level %d: %d bytes, the one before %d", level, len(made), last)
+			t.Errorf("level %d: %d bytes, but the level before had %d", level, len(made), last)
 		}
 		last = len(made)
 	}
 }
 
-// Codes for frequencies that would exceed the length limit obey it, and decode.
+// Codes obey the length limit for any frequencies and can be decoded.
 func TestLongCodes(t *testing.T) {
 	freq := make([]uint32, 40)
 	a, b := uint32(1), uint32(1)
@@ -164,7 +164,7 @@ func TestLongCodes(t *testing.T) {
 	}
 }
 
-// A cut stream is refused at every length, and a flipped bit never causes a write outside the declared size.
+// Truncated streams are refused. A flipped bit never causes a write past the end.
 func TestDamage(t *testing.T) {
 	src := contents(900)["text"]
 	for level := range 2 {
@@ -188,7 +188,7 @@ func TestDamage(t *testing.T) {
 	}
 }
 
-// FuzzDecode gives foreign bytes to the decoder, and contents to the encoder.
+// FuzzDecode decodes arbitrary bytes, and encodes and decodes them as content.
 func FuzzDecode(f *testing.F) {
 	for _, src := range contents(500) {
 		for level := range 3 {
@@ -203,7 +203,7 @@ func FuzzDecode(f *testing.F) {
 		}
 		if err == nil && n < 1<<22 {
 			if err := Decode(make([]byte, n), src); err != nil {
-				t.Fatalf("Size says %d, Decode: %v", n, err)
+				t.Fatalf("Size returns %d, but Decode fails: %v", n, err)
 			}
 		}
 		made, err := Encode(nil, src, len(src)%6)

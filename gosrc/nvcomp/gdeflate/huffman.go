@@ -1,24 +1,24 @@
 package gdeflate
 
-// Makes Huffman codes.
+// Builds Huffman codes.
 
 import (
 	"math/bits"
 	"slices"
 )
 
-// fastBits is the number of bits of a code that are looked up in a table. Longer codes are walked.
+// fastBits is the maximum length of codes that are looked up in a table. Longer codes are decoded bit by bit.
 const fastBits = 10
 
 // A table decodes one canonical code.
 type table struct {
-	fast    [1 << fastBits]uint16 // symbol<<4 | bits; 0 if the code is longer or does not exist
-	count   [maxBits + 1]uint16   // codes of each length
+	fast    [1 << fastBits]uint16 // symbol<<4 | bits, or 0 if the code is longer or does not exist
+	count   [maxBits + 1]uint16   // number of codes of each length
 	symbols [literals]uint16      // in the order of their codes
 }
 
-// buildFrom makes the table of these lengths. It refuses an incomplete code unless it has one symbol of one bit,
-// or no symbol.
+// buildFrom builds the table for code lengths. It refuses an incomplete code, unless it has no symbol or only one
+// symbol of one bit.
 func (t *table) buildFrom(lengths []uint8) error {
 	clear(t.count[:])
 	for _, n := range lengths {
@@ -61,8 +61,8 @@ func (t *table) buildFrom(lengths []uint8) error {
 	return nil
 }
 
-// decodeSymbol finds the symbol with the code at the start of the lowest bits, and the code's length, which is 0
-// if there is no such symbol.
+// decodeSymbol returns the symbol of the code in the lowest bits, and the code's length. The length is 0 if there is
+// no such code.
 func (t *table) decodeSymbol(b uint64) (symbol, n int) {
 	if e := t.fast[b&(1<<fastBits-1)]; e != 0 {
 		return int(e >> 4), int(e & 15)
@@ -82,16 +82,16 @@ func (t *table) decodeSymbol(b uint64) (symbol, n int) {
 	return 0, 0
 }
 
-// A code encodes: it has the bits of each symbol, the first to be written lowest.
+// A code holds the bits of each symbol for encoding; the first bit to write is the lowest.
 type code struct {
 	bits   []uint16
 	length []uint8
 }
 
-// codeFor makes a code of at most limit bits for symbols of these frequencies. At
-// least two symbols get a code, because some readers need that.
+// codeFor returns a code of at most limit bits for symbols with these frequencies. At least two symbols get a code,
+// because some readers require that.
 func codeFor(freq []uint32, limit int) code {
-	var leaves []int // a frequency above the 16 bits of its symbol
+	var leaves []int // frequency<<16 | symbol
 	for s, f := range freq {
 		if f > 0 {
 			leaves = append(leaves, int(f)<<16|s)
@@ -104,7 +104,7 @@ func codeFor(freq []uint32, limit int) code {
 	}
 	slices.Sort(leaves)
 
-	// The two-queue method: inner nodes come in rising order.
+	// This is the two-queue method: inner nodes are created in ascending order of weight.
 	n := len(leaves)
 	weight, parent := make([]uint64, 2*n-1), make([]int, 2*n-1)
 	for i, l := range leaves {
@@ -132,7 +132,7 @@ func codeFor(freq []uint32, limit int) code {
 			count[min(depth[i], limit)]++
 		}
 	}
-	// Codes that were cut to the limit overflow the code space: lengthen shorter ones until they fit.
+	// Codes that were shortened to the limit overflow the code space. Lengthen shorter ones until all fit.
 	claim := 0
 	for l := 1; l <= limit; l++ {
 		claim += count[l] << (limit - l)
@@ -177,7 +177,7 @@ func (c *code) numberCodes() {
 	}
 }
 
-// makeFixedCodes makes the codes of blocks without codes of their own.
+// makeFixedCodes returns the codes of fixed blocks.
 func makeFixedCodes() (lit, dist code) {
 	lit = code{bits: make([]uint16, literals), length: make([]uint8, literals)}
 	for s := range lit.length {

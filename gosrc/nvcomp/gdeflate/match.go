@@ -4,26 +4,26 @@ package gdeflate
 
 import "encoding/binary"
 
-// A token is a literal's byte, or match | (length-minMatch)<<15 | distance-1.
+// match marks tokens of matches. A token is a literal byte, or match | (length-minMatch)<<15 | distance-1.
 const match = 1 << 31
 
 const (
-	window   = 1 << 15 // the largest distance that Encode uses, as Deflate's
+	window   = 1 << 15 // the largest distance that Encode uses; Deflate's limit
 	hashBits = 15
 )
 
-// An effort says how hard to search for matches: how many candidates to try, whether to try the next byte first,
-// and which length ends the search at once.
+// An effort says how hard to search for matches: how many candidates to try, whether to also try the next byte, and
+// which length ends the search.
 type effort struct {
 	chain int
 	lazy  bool
 	good  int
 }
 
-// efforts are nvCOMP's algorithm_type: 0 finds no matches at all.
+// efforts are indexed by nvCOMP's algorithm_type. 0 does not search for matches.
 var efforts = [...]effort{{}, {4, false, 32}, {16, true, 64}, {16, true, 64}, {64, true, 128}, {1024, true, 258}}
 
-// A finder stores the last position of each four bytes, and the one before it.
+// A finder stores the last position of each four bytes, and for each position the previous one.
 type finder struct {
 	head [1 << hashBits]int32 // position + 1; 0 for none
 	prev [window]int32
@@ -40,7 +40,7 @@ func (f *finder) add(src []byte, i int) {
 	f.head[h] = int32(i) + 1
 }
 
-// longestMatch finds the longest match of src[i:end].
+// longestMatch returns the longest match for src[i:end], or 0, 0.
 func (f *finder) longestMatch(src []byte, i, end int, e effort) (length, dist int) {
 	if end-i < 4 {
 		return 0, 0
@@ -76,7 +76,7 @@ func (f *finder) longestMatch(src []byte, i, end int, e effort) (length, dist in
 	return length, dist
 }
 
-// appendTokens appends the tokens of src[from:to] to out. Matches may refer to earlier bytes.
+// appendTokens appends the tokens of src[from:to] to out. Matches may refer to bytes before from.
 func (f *finder) appendTokens(out []uint32, src []byte, from, to int, e effort) []uint32 {
 	if e.chain == 0 {
 		for _, b := range src[from:to] {
@@ -103,7 +103,7 @@ func (f *finder) appendTokens(out []uint32, src []byte, from, to int, e effort) 
 			length, dist = n, d
 		}
 		out = append(out, match|uint32(length-minMatch)<<15|uint32(dist-1))
-		// Skip the search at most bytes of long runs.
+		// Do not add most positions in long matches.
 		for k := i + 1; k < i+min(length, 512); k++ {
 			f.add(src, k)
 		}

@@ -1,6 +1,6 @@
-// Package lz4 implements LZ4's block format: sequences of a token, literals, a two-byte offset and a match. The
-// last sequence only has literals. A block does not store the length of its content; Size computes it. Other
-// writers: liblz4, numcodecs, nvCOMP.
+// Package lz4 implements LZ4's block format: sequences of a token, literals, a two-byte offset and a match. The last
+// sequence has only literals. A block does not store the length of its content; Size computes it. Other writers are
+// liblz4, numcodecs and nvCOMP.
 package lz4
 
 import (
@@ -14,7 +14,7 @@ import (
 
 var compressors = sync.Pool{New: func() any { return new(lz4.Compressor) }}
 
-// Bound is the most bytes that Encode appends for n bytes.
+// Bound returns the maximum number of bytes that Encode appends for n bytes.
 func Bound(n int) int { return lz4.CompressBlockBound(n) }
 
 // Encode appends the block of src to dst. It is safe for concurrent use.
@@ -33,18 +33,18 @@ func Encode(dst, src []byte) ([]byte, error) {
 	return dst[:len(dst)+size], nil
 }
 
-// Size returns how many bytes the block decodes to. It refuses a block that is truncated or refers back to before
-// its beginning (errs.ErrCorrupt).
+// Size returns the number of bytes that the block decodes to. A block that is truncated or refers to bytes before its
+// start is errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	n, _, err := walkBlock(src)
 	return n, err
 }
 
-// walkBlock walks a block. It returns the length of its content and the offset of its last token.
+// walkBlock walks the sequences of a block. It returns the length of its content and the offset of its last token.
 func walkBlock(src []byte) (out int64, last int, err error) {
 	for at := 0; ; {
 		if at >= len(src) {
-			return 0, 0, errs.New(errs.ErrCorrupt, "LZ4 block ends before its last literals")
+			return 0, 0, errs.New(errs.ErrCorrupt, "the LZ4 block ends before its last literals")
 		}
 		last = at
 		token := src[at]
@@ -72,7 +72,7 @@ func walkBlock(src []byte) (out int64, last int, err error) {
 	}
 }
 
-// readLength reads the rest of a length. n is its first four bits.
+// readLength reads the rest of a length that starts with the four bits n.
 func readLength(src []byte, at, n int) (int64, int, bool) {
 	total := int64(n)
 	if n < 15 {
@@ -87,20 +87,20 @@ func readLength(src []byte, at, n int) (int64, int, bool) {
 	return 0, at, false
 }
 
-// Decode fills dst, which must have the length of the content. Any other length or a bad block is
-// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
+// Decode fills dst, which must have the length of the content. A different length or an invalid block is
+// errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if len(dst) == 0 {
-		// The only sequence has no literals.
+		// A valid block has a single sequence without literals.
 		if n, err := Size(src); err == nil && n == 0 {
 			return nil
 		}
-		return errs.New(errs.ErrCorrupt, "LZ4 block of %d bytes for an empty content", len(src))
+		return errs.New(errs.ErrCorrupt, "the LZ4 block of %d bytes does not have empty content", len(src))
 	}
 	n, err := lz4.UncompressBlock(src, dst)
 	if err != nil {
-		// The last sequence has no match, so its token's match length is meaningless (lz4_Block_format.md), but
-		// the library refuses bits there.
+		// The last sequence has no match, so the match length in its token is meaningless (lz4_Block_format.md). The
+		// library refuses nonzero bits there.
 		if _, at, bad := walkBlock(src); bad == nil && src[at]&15 != 0 {
 			own := slices.Clone(src)
 			own[at] &^= 15
@@ -111,7 +111,7 @@ func Decode(dst, src []byte) error {
 		return errs.New(errs.ErrCorrupt, "LZ4: %v", err)
 	}
 	if n != len(dst) {
-		return errs.New(errs.ErrCorrupt, "LZ4 block has %d bytes, expected %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "the LZ4 block has %d bytes, expected %d", n, len(dst))
 	}
 	return nil
 }

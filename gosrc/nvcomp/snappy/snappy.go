@@ -1,6 +1,6 @@
-// Package snappy implements Snappy's block format: a varint of the content's length, then literals and copies.
-// Other writers: libsnappy, nvCOMP. The extensions of S2, which the library decodes, are refused, as they are by
-// libsnappy and on a GPU.
+// Package snappy implements Snappy's block format: a varint with the content's length, then literals and copies.
+// Other writers are libsnappy and nvCOMP. Like libsnappy and the GPU decoder, it refuses the S2 extensions, although
+// the underlying library decodes them.
 package snappy
 
 import (
@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Bound is the most bytes that Encode appends for n bytes, -1 for a length that the format cannot store.
+// Bound returns the maximum number of bytes that Encode appends for n bytes, or -1 if n is too large for the format.
 func Bound(n int) int { return snappy.MaxEncodedLen(n) }
 
 // Encode appends the block of src to dst. It is safe for concurrent use.
@@ -26,12 +26,12 @@ func Encode(dst, src []byte) ([]byte, error) {
 	return dst[:len(dst)+len(block)], nil
 }
 
-// Size returns how many bytes the block decodes to. It walks the block and refuses one that is truncated, refers
-// back to before its beginning, or has another length than it states (errs.ErrCorrupt).
+// Size returns the number of bytes that the block decodes to. A block that is truncated, refers to bytes before its
+// start, or states a wrong length is errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	size, at := binary.Uvarint(src)
 	if at <= 0 || size > 1<<32-1 {
-		return 0, errs.New(errs.ErrCorrupt, "Snappy block has no valid length")
+		return 0, errs.New(errs.ErrCorrupt, "the Snappy block has no valid length")
 	}
 	var out int64
 	for at < len(src) {
@@ -73,20 +73,20 @@ func Size(src []byte) (int64, error) {
 		out += n
 	}
 	if out != int64(size) {
-		return 0, errs.New(errs.ErrCorrupt, "Snappy block states %d bytes but has %d", size, out)
+		return 0, errs.New(errs.ErrCorrupt, "the Snappy block states %d bytes, but has %d", size, out)
 	}
 	return out, nil
 }
 
-// Decode fills dst, which must have the length of the content. Any other length or a bad block is
-// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
+// Decode fills dst, which must have the length of the content. A different length or an invalid block is
+// errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, err := Size(src)
 	if err != nil {
 		return err
 	}
 	if n != int64(len(dst)) {
-		return errs.New(errs.ErrCorrupt, "Snappy block states %d bytes, expected %d", n, len(dst))
+		return errs.New(errs.ErrCorrupt, "the Snappy block states %d bytes, expected %d", n, len(dst))
 	}
 	out, err := snappy.Decode(dst, src)
 	if err != nil || len(out) != len(dst) || len(out) > 0 && &out[0] != &dst[0] {

@@ -1,5 +1,5 @@
-// Package zstd implements Zstandard: one or more frames (RFC 8878), without dictionaries. Other writers: libzstd,
-// nvCOMP.
+// Package zstd implements Zstandard: one or more frames (RFC 8878) without dictionaries. Other writers are libzstd
+// and nvCOMP.
 package zstd
 
 import (
@@ -16,10 +16,10 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// maxBlock is the most bytes that one block decodes to (RFC 8878, 3.1.1.2.4).
+// maxBlock is the maximum number of bytes that one block decodes to (RFC 8878, 3.1.1.2.4).
 const maxBlock = 128 << 10
 
-// maxWindow is the largest window that is read: libzstd's own default limit.
+// maxWindow is the largest window that is accepted. It is libzstd's default limit.
 const (
 	maxWindowLog = 27
 	maxWindow    = 1 << maxWindowLog
@@ -27,11 +27,11 @@ const (
 
 var (
 	encoders = sync.Pool{New: func() any {
-		// There is no CRC, because containers have checksums. All literals are entropy-coded: weights have no
-		// matches, but entropy coding pays off.
+		// Frames have no CRC, because containers have checksums. All literals are entropy-coded, because weights have
+		// few matches but compress with entropy coding.
 		e, _ := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithZeroFrames(true),
 			zstd.WithEncoderCRC(false),
-			zstd.WithAllLitEntropyCompression(true)) // only fails for invalid options
+			zstd.WithAllLitEntropyCompression(true)) // fails only for invalid options
 		return e
 	}}
 	decoders = sync.Pool{New: func() any {
@@ -41,18 +41,18 @@ var (
 	}}
 )
 
-// Bound is the most bytes that Encode appends for n bytes.
+// Bound returns the maximum number of bytes that Encode appends for n bytes.
 func Bound(n int) int { return n + 3*(n/maxBlock+1) + 18 }
 
-// Encode appends one frame of src to dst, which states the content's length. It is safe for concurrent use.
+// Encode appends src to dst as one frame, which states the content's length. It is safe for concurrent use.
 func Encode(dst, src []byte) ([]byte, error) {
 	e := encoders.Get().(*zstd.Encoder)
 	defer encoders.Put(e)
 	return e.EncodeAll(src, dst), nil
 }
 
-// Size returns how many bytes the frames decode to. A length stated in a frame is compared with the most that its
-// blocks can decode to; frames without a length are decoded without output. Errors are errs.ErrCorrupt.
+// Size returns the number of bytes that the frames decode to. It refuses a stated length that a frame's blocks cannot
+// decode to. It decodes frames that state no length and discards the output. Errors are errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	var total int64
 	frames := 0
@@ -98,12 +98,13 @@ func Size(src []byte) (int64, error) {
 		total += n
 	}
 	if frames == 0 {
-		return 0, errs.New(errs.ErrCorrupt, "there is no Zstandard frame in %d bytes", len(src))
+		return 0, errs.New(errs.ErrCorrupt, "no Zstandard frame found in %d bytes", len(src))
 	}
 	return total, nil
 }
 
-// walkBlocks walks the blocks of a frame. It returns the most bytes they can decode to, and the frame's end.
+// walkBlocks walks the blocks of a frame. It returns the maximum number of bytes they can decode to and the frame's
+// end.
 func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	for {
 		if len(src)-at < 3 {
@@ -112,14 +113,14 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 		h := uint32(src[at]) | uint32(binary.LittleEndian.Uint16(src[at+1:]))<<8
 		n := int(h >> 3)
 		at += 3
-		if n > maxBlock { // otherwise a few bytes could claim megabytes of memory
+		if n > maxBlock { // without this limit, a few bytes could claim megabytes
 			return 0, 0, errs.New(errs.ErrCorrupt, "Zstandard block at %d has %d bytes, expected at most %d",
 				at-3, n, maxBlock)
 		}
 		switch h >> 1 & 3 {
 		case 0: // raw
 			most += int64(n)
-		case 1: // one byte, repeated
+		case 1: // a repeated byte
 			most += int64(n)
 			n = 1
 		case 2:
@@ -137,11 +138,11 @@ func walkBlocks(src []byte, at int) (most int64, end int, err error) {
 	}
 }
 
-// countFrame decodes one frame of at most `most` bytes without output. The library allocates and clears memory
-// for the window that the frame names, and a frame of nine bytes may name 128 MiB. A window larger than the
-// content makes no difference, so it is reduced.
+// countFrame counts the bytes of one frame, at most `most`. The library allocates and clears memory for the window
+// that the frame declares, and a frame of nine bytes may declare 128 MiB. A window larger than the content makes no
+// difference, so countFrame reduces it.
 func countFrame(frame []byte, most int64) (int64, error) {
-	const at = 5 // window descriptor of a frame that does not state its size: 2^(10 + v/8), and eighths of it
+	const at = 5 // offset of the window descriptor v of a frame without a size: 2^(10 + v/8), plus eighths
 	if v := byte(bits.Len64(uint64(max(most, 1<<10)-1))-10) << 3; v < frame[at] && frame[at] <= (maxWindowLog-10)<<3 {
 		frame = slices.Clone(frame)
 		frame[at] = v
@@ -166,8 +167,8 @@ func corruptError(err error) error {
 	return errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 }
 
-// Decode fills dst, which must have the length of the content. Any other length or a bad frame is
-// errs.ErrCorrupt. Nothing outside dst is written. It is safe for concurrent use.
+// Decode fills dst, which must have the length of the content. A different length or an invalid frame is
+// errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*zstd.Decoder)
 	defer decoders.Put(d)
