@@ -85,9 +85,10 @@ def main(words: list[str]) -> int:
             sys.stderr.write(f"overwire: verify: --against needs {error.name}: pip install {error.name}\n")
             return 5
     if args.json:
-        print(json.dumps({"tensors": count, "differences": faults}))
+        text = json.dumps({"tensors": count, "differences": faults})
     else:
-        print(f"{count} tensors compared with safetensors, {len(faults)} differences", *faults, sep="\n")
+        text = "\n".join([f"{count} tensors compared with safetensors, {len(faults)} differences", *faults])
+    sys.stdout.write(text + "\n")
     return 1 if faults else 0
 
 

@@ -127,7 +127,7 @@ func (d *decoder) decodeFrame() error {
 	}
 	if sum := le.Uint32(b[40:]); sum != d.h.Sum {
 		return errs.WithRule(errs.RuleChecksum,
-			corrupt(40, "checksum mismatch of the header before the data: %08x stored, %08x computed", d.h.Sum, sum))
+			corrupt(40, "checksum mismatch of the header before the data: %08x stored, %08x computed", sum, d.h.Sum))
 	}
 	if !d.newer && !allZero(b[44:headerSize]) {
 		d.at = 44

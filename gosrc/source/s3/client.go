@@ -36,6 +36,7 @@ type client struct {
 
 	mu      sync.Mutex
 	refs    int
+	used    time.Time // when it was last acquired
 	apis    map[clientKey]*s3.Client
 	regions map[string]string // of buckets outside the configured region
 	bare    bool              // guessed, but the machine has no credentials: requests are not signed
@@ -85,17 +86,36 @@ func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 		first.holdClient()
 		return first, nil
 	}
-	if clients.all == nil || len(clients.all) >= maxClients {
+	if clients.all == nil {
 		clients.all = map[string]*client{}
+	}
+	if len(clients.all) >= maxClients {
+		dropOldestClient()
 	}
 	clients.all[key] = c
 	c.holdClient()
 	return c, nil
 }
 
+// dropOldestClient removes the client from the cache that was acquired longest ago. Those who use it keep it.
+// clients is locked.
+func dropOldestClient() {
+	var oldest string
+	when := time.Now()
+	for key, c := range clients.all {
+		c.mu.Lock()
+		if c.used.Before(when) {
+			oldest, when = key, c.used
+		}
+		c.mu.Unlock()
+	}
+	delete(clients.all, oldest)
+}
+
 func (c *client) holdClient() {
 	c.mu.Lock()
 	c.refs++
+	c.used = time.Now()
 	c.mu.Unlock()
 }
 
