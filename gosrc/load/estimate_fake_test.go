@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A GPU's load takes what was estimated: its slots, on the device and pinned, and only the cast dtype of tensors that
-// are cast during the load.
+// A load to a GPU uses exactly the estimated memory: slots on the device and in pinned memory, and tensors in their
+// final dtype if they are cast during the load.
 func TestEstimateFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path := t.TempDir() + "/m.safetensors"

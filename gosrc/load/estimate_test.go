@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A load takes the estimated memory in addition to its tensors: none for mapped files, the ring of slots for others.
+// Besides its tensors, a load needs the estimated memory: none for mapped files, and a ring of slots for other files.
 func TestEstimateStages(t *testing.T) {
 	plain, _ := write(t, "a", []int64{3, 5}, []int64{1_300_001}, []int64{0, 4}, []int64{7})
 	stored, _ := packed(t)
@@ -47,8 +47,8 @@ func TestEstimateStages(t *testing.T) {
 	settled(t)
 }
 
-// A load over budget is refused with its numbers and the largest tensor. A name that is not part of the model is an
-// error. A GPU's load is counted without a GPU.
+// A load over budget is refused with an error that names the sizes and the largest tensor. Invalid parts are an error.
+// Estimating a load to a GPU needs no GPU.
 func TestEstimateBudget(t *testing.T) {
 	path, _ := write(t, "a", []int64{3, 5}, []int64{1000}, []int64{0, 4}, []int64{80})
 	m := opened(t, Spec{URIs: []string{path}})

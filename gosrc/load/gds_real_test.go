@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// NVIDIA's own libcufile accepts our calls. Without nvidia-fs it copies through the
-// host, which loads refuse; this test pretends that the module is loaded.
+// NVIDIA's libcufile accepts our calls. Without the module nvidia-fs it copies through the
+// host, which loads refuse. This test pretends that the module is loaded.
 func TestGDSLibrary(t *testing.T) {
 	loadtest.UseEngine(t)
 	found := gds.Probe()
