@@ -185,7 +185,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	}
 	fmt.Fprintln(w)
 	if compress && rep.BytesOut > rep.BytesIn {
-		fmt.Fprintln(w, "nothing gained: the index of a compressed file takes a few kB, more than these tensors shrink by")
+		fmt.Fprintln(w, "nothing gained: these tensors shrink by less than the index of a compressed file takes")
 	}
 }
 

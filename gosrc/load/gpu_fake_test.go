@@ -99,7 +99,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 				break
 			}
 		}
-		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d of them while a tensor was in progress", c.index,
+		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d with a tensor in progress", c.index,
 			c.code, c.sticky, c.pin, failed, moving)
 		if failed < 60/int(step) || moving == 0 {
 			t.Error("too few loads were seen to fail")

@@ -222,7 +222,7 @@ func (l *Loading) Bind(pairs []int64, stream uint64) error {
 		return nil
 	}
 	if l.dests == nil || len(pairs)%2 != 0 {
-		return errs.New(errs.ErrArgument, "bind: no request waits for a destination, or the request numbers and addresses are not in pairs")
+		return errs.New(errs.ErrArgument, "bind: no request waits for a destination, or pairs has odd length")
 	}
 	if stream != 0 {
 		if err := l.queue.follow(uintptr(stream)); err != nil {

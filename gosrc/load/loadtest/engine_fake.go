@@ -2,6 +2,8 @@
 
 package loadtest
 
+// This file replaces the driver with the fake one.
+
 import (
 	"testing"
 

@@ -2,6 +2,8 @@
 
 package loadtest
 
+// This file skips tests if there is no GPU.
+
 import (
 	"testing"
 
