@@ -37,7 +37,7 @@ const (
 	ExitIO           = 4   // reading or writing failed: disk full, timeout, out of memory
 	ExitNotSupported = 5   // valid, but not supported by this build or machine
 	ExitEngine       = 6   // a bug in overwire
-	ExitInterrupted  = 130 // cancelled, by Ctrl-C
+	ExitInterrupted  = 130 // cancelled, e.g. by Ctrl-C
 )
 
 const exitText = `exit status:

@@ -32,7 +32,7 @@ var doctorVerb = &verb{
 	long: `
 Prints versions, CPU features and the decoder in use, cores, huge pages, memory
 and its limit, NUMA nodes if there are several, the GPUs with their NUMA nodes (or why
-none can be used), whether GPUDirect Storage works here, the preload, and every setting
+none can be used), whether GPUDirect Storage works here, the configured preload, and every setting
 that is not at its default. --env prints every setting: environment variable, value and
 meaning. --measure adds the rate of pinned copies to each GPU. If you name a model
 (files, a folder or an index.json), doctor says whether its weights fit on each GPU. If
@@ -66,12 +66,12 @@ type Diagnosis struct {
 	Features []string      `json:"cpu_features"`
 	Cipher   string        `json:"cipher"` // library that decrypts .tensors files
 	Memory   Memory        `json:"memory"`
-	Nodes    []nodes.Node  `json:"nodes"` // with their cores; empty if the system does not report them
+	Nodes    []nodes.Node  `json:"nodes"` // NUMA nodes and their cores; empty if unknown
 	GPU      GPU           `json:"gpu"`
 	Preload  Preload       `json:"preload"`
 	Model    *Model        `json:"model,omitempty"` // the model named on the command line
 	GDS      gds.Report    `json:"gpudirect_storage"`
-	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
+	Engine   string        `json:"engine"` // "ok", or the panic that disabled the engine
 	Workers  int           `json:"goroutines"`
 	Settings []knob.Row    `json:"settings"`
 	Advice   []string      `json:"advice"`

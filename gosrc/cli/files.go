@@ -50,7 +50,7 @@ var compressVerb = &verb{
 Reads safetensors files, a folder of shards, an index.json, or torch.save files
 (.bin, .pt, .pth, .ckpt; no code in them is run), and compresses each tensor that
 becomes smaller. Without -o, model.safetensors becomes model.ow.safetensors in the same
-folder. Reading OUT needs overwire; decompress restores the original safetensors files
+folder. Reading OUT requires overwire; decompress restores the original safetensors files
 byte for byte. OUT appears only when it is complete.
 
 A folder becomes a folder with the same file names, index.json, auxiliary files (config,
@@ -257,10 +257,12 @@ chunk, decodes the chunk, and compares the hash of each tensor. Encrypted files 
 their key. Plain safetensors and GGUF files have no checksums, so only their structure
 is checked, and the report says so. Safetensors files from the Hugging Face Hub, in its
 cache or in a folder from "hf download --local-dir", are compared with the Hub's SHA-256.
---original also restores the original in memory, and compares its SHA-256. verify stops at
-the first corrupt chunk with status 1, and names file, tensor, chunk and offset.`,
+--original also restores the file that was compressed, in memory, and compares its SHA-256.
+verify stops at the first corrupt chunk with status 1, and names file, tensor, chunk and
+offset.`,
 	example: "overwire verify model.ow.safetensors && echo intact",
-	options: append([]option{{name: "original", doc: "also compare the SHA-256 of the file that was compressed"},
+	options: append([]option{
+		{name: "original", doc: "also restore the file that was compressed, and compare its SHA-256"},
 		storageOption}, decryptOptions...),
 	run: func(c *call) error {
 		rep, err := verify.Verify(c.ctx, c.job, c.args, c.storage, c.is("original"))

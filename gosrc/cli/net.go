@@ -26,8 +26,8 @@ var fetchVerb = &verb{
 Writes the contents of the URLs (or files), in order, to OUT or to standard output. It
 requests several ranges in parallel, resumes broken connections, and buffers at most
 64 MiB. Any failure, such as a short body or an HTTP error, gives a nonzero exit status.
-OUT appears only when it is complete. If OUT exists, it is replaced, but its mode and owner
-stay, and symbolic links are followed. An interrupted run leaves what it has fetched in a
+OUT appears only when it is complete. If OUT exists, it is replaced, keeping its mode and
+owner; symbolic links are followed. An interrupted run leaves what it has fetched in a
 hidden file next to OUT (.OUT.partial). The same command then resumes the download, unless
 the object has changed. -o - writes to standard output even if that is a terminal.
 
@@ -147,8 +147,8 @@ var serveVerb = &verb{
 	long: `
 Serves the files in DIR, with range requests and ETags, until it is interrupted. It also
 lists folders, so fetch and compress can read them. Hidden files, and links that lead out
-of DIR, are not served. There is no password. By default only this machine can connect; see
---address. --faults sets the probability of each fault per response. The faults are ` +
+of DIR, are not served. There is no authentication. By default only this machine can
+connect; see --address. --faults sets the probability of each fault per response. The faults are ` +
 		strings.Join(slices.Sorted(maps.Keys(serve.Kinds())), ", ") + ".",
 	example: "overwire serve models --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{

@@ -100,9 +100,9 @@ func TestReaderGone(t *testing.T) {
 		t.Errorf("left behind: %v, %v", left, err)
 	}
 	if status := Main(t.Context(), nil, []string{"--version"}, io.Discard, w, Env{}); status != ExitOK {
-		t.Errorf("a reader of messages, of which there was none: status %d", status)
+		t.Errorf("stderr is closed, but nothing is printed there: status %d", status)
 	}
 	if status := Main(t.Context(), nil, []string{"squash"}, io.Discard, w, Env{}); status != ExitPipe {
-		t.Errorf("a reader of messages: status %d", status)
+		t.Errorf("stderr is closed: status %d", status)
 	}
 }

@@ -1,6 +1,6 @@
 package cli
 
-// Tests load --plan and doctor's report on a model.
+// This file tests load --plan and doctor's report on a model.
 
 import (
 	"encoding/binary"

@@ -35,7 +35,7 @@ func TestStore(t *testing.T) {
 	want, _ := os.ReadFile(plain)
 	got, err := os.ReadFile(back)
 	if err != nil || string(got) != string(want) {
-		t.Fatalf("%d bytes came back of %d: %v", len(got), len(want), err)
+		t.Fatalf("decompress restored %d bytes of %d: %v", len(got), len(want), err)
 	}
 
 	// A folder, with and without a trailing slash.

@@ -146,7 +146,7 @@ func filesOf(t *testing.T, dir string, rep save.Report) (out []string) {
 		}
 	}
 	if found, _ := filepath.Glob(filepath.Join(dir, "*-of-*")); len(found) != len(out) {
-		t.Fatalf("%q are there, %q are the model", found, out)
+		t.Fatalf("the folder has %q, the model %q", found, out)
 	}
 	return out
 }

@@ -19,7 +19,7 @@ import (
 )
 
 // convertTree converts each model below a folder to the same path below the target, and copies the auxiliary files. If
-// a model fails and convertTree has created the target folder, it removes it.
+// a model fails and the target folder is new, the folder is removed.
 func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to save.Target, branches []format.Branch) (
 	rep save.Report, err error) {
 	undo, err := beginFolder(ctx, c, to, &rep)

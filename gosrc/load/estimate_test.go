@@ -41,7 +41,7 @@ func TestEstimateStages(t *testing.T) {
 		// Slots are rounded to pages, a queue to huge pages.
 		if ring := rep.Stages.RingBytes; (o.Staging == 0) != (ring == 0) || (o.Staging == 0) != c.none ||
 			o.Staging > ring || ring > o.Staging+4<<20 {
-			t.Errorf("%s: a ring of %d bytes, foretold %d", c.name, ring, o.Staging)
+			t.Errorf("%s: a ring of %d bytes, estimated %d", c.name, ring, o.Staging)
 		}
 	}
 	settled(t)
@@ -81,7 +81,7 @@ func TestEstimateBudget(t *testing.T) {
 		case !errors.Is(err, c.class) || c.class != nil && !strings.Contains(err.Error(), c.text):
 			t.Errorf("%v %+v: %v", c.parts, c.q, err)
 		case c.class == errs.ErrMemory && (!errors.As(err, &at) || at.Tensor != "a.t1" || at.Source == ""):
-			t.Errorf("%v %+v: no place: %v", c.parts, c.q, err)
+			t.Errorf("%v %+v: no location: %v", c.parts, c.q, err)
 		case c.q.Stream && err == nil:
 			n := 0
 			for _, w := range o.Windows {

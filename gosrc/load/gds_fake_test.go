@@ -175,7 +175,7 @@ func TestGDS(t *testing.T) {
 			c := counts()
 			if c.Drivers != 1 || c.Handles+c.Buffers+c.Wrong != 0 || c.Bytes != rep.GDS || rep.GDS < rep.Bytes ||
 				rep.NoGDS != "" {
-				t.Errorf("%+v, %d bytes by it of %d, %q", c, rep.GDS, rep.Bytes, rep.NoGDS)
+				t.Errorf("%+v, %d of %d bytes with GPUDirect Storage, %q", c, rep.GDS, rep.Bytes, rep.NoGDS)
 			}
 			if mode == "s" && c.Reads < 3*rep.Stages.Pieces {
 				t.Errorf("%d reads of %d pieces are not short", c.Reads, rep.Stages.Pieces)
@@ -242,7 +242,7 @@ func TestGDSFallsBack(t *testing.T) {
 		t.Errorf("%v, %+v", err, rep)
 	}
 	if _, err := m.Start(nil, load.Options{Read: "gsd"}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("a wrong word: %v", err)
+		t.Errorf("an invalid read mode: %v", err)
 	}
 }
 

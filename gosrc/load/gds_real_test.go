@@ -35,7 +35,7 @@ func TestGDSLibrary(t *testing.T) {
 		t.Skip(rep.NoGDS)
 	}
 	if rep.GDS < rep.Bytes {
-		t.Errorf("%d bytes by it of %d", rep.GDS, rep.Bytes)
+		t.Errorf("%d of %d bytes with GPUDirect Storage", rep.GDS, rep.Bytes)
 	}
 	t.Logf("%d bytes by %s %s (%s)", rep.GDS, found.Library, found.Version, found.Why)
 }

@@ -33,7 +33,7 @@ func TestWholeWay(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, kind := range weights.Kinds() {
 		if kind.Name == "moe-bf16" {
-			continue // slow because it has very many tensors, and also bf16
+			continue // slow: it has as many tensors as a real model
 		}
 		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 			t.Run(fmt.Sprintf("%s/%v", kind.Name, spec.Compress), func(t *testing.T) {
@@ -80,7 +80,7 @@ func TestWholeWay(t *testing.T) {
 						t.Errorf("%s differs in the caller's memory", x.Name)
 					}
 					if _, _, _, ok := l.Take(i); ok && x.Bytes > 0 {
-						t.Errorf("%s: a request with a destination gives memory", x.Name)
+						t.Errorf("%s: Take returned memory for a request with a destination", x.Name)
 					}
 				}
 			})
@@ -151,7 +151,7 @@ func TestCancelAtAnyMoment(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, _, _, ok := l.Take(0); ok {
-			t.Fatal("a closed load gives memory")
+			t.Fatal("Take returned memory from a closed load")
 		}
 	}
 	loadtest.LoadAll(t, m, want, 0)

@@ -150,7 +150,7 @@ func TestSlicesAndDestinations(t *testing.T) {
 			t.Errorf("shapes %v %v", s0, s1)
 		}
 		if _, _, _, ok := l.Take(2); ok {
-			t.Error("a request with a destination gives memory")
+			t.Error("Take returned memory for a request with a destination")
 		}
 		rows.Release()
 		cols.Release()
@@ -187,7 +187,7 @@ func TestStartRefuses(t *testing.T) {
 	}
 	for _, uris := range [][]string{nil, {filepath.Join(t.TempDir(), "no")}, {"gopher://x"}} {
 		if _, err := Open(context.Background(), Spec{URIs: uris}); err == nil {
-			t.Errorf("%q opens", uris)
+			t.Errorf("%q was opened", uris)
 		}
 	}
 }
@@ -211,7 +211,7 @@ func TestReady(t *testing.T) {
 		reqs, more := l.Ready(7, time.Minute)
 		for _, i := range reqs {
 			if seen[i] || len(reqs) > 7 {
-				t.Fatal("twice, or too many")
+				t.Fatal("a request was returned twice, or too many requests")
 			}
 			seen[i] = true
 		}
@@ -241,7 +241,7 @@ func TestCloseAtAnyMoment(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, _, _, ok := l.Take(0); ok {
-			t.Fatal("a closed load gives memory")
+			t.Fatal("Take returned memory from a closed load")
 		}
 	}
 	settled(t)

@@ -143,7 +143,7 @@ func (m *Model) LocateError(verb string, err error) error {
 	return at
 }
 
-// Hold keeps the sources open until Drop. It fails on a closed model.
+// Hold keeps the sources open until Drop. It fails if the model is closed or being pinned.
 func (m *Model) Hold() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

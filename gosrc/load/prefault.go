@@ -1,6 +1,6 @@
 package load
 
-// This file maps the pages of mapped tensors into memory before they are accessed.
+// This file faults in the pages of mapped tensors before they are accessed.
 
 import (
 	"runtime"

@@ -17,8 +17,8 @@ import (
 )
 
 // A Preloaded holds all tensors of a model that is loaded before the program requests it. Loads of other models with
-// the same files (see Model.Attach) take tensors from it. Each tensor can be taken once. A load reads the tensors that
-// it cannot take from the file. If preloading fails, loads that use it do not fail.
+// the same files (see Model.Attach) take tensors from it. Each tensor can be taken once. Loads read from the files what
+// they cannot take. If preloading fails, loads that use it do not fail.
 type Preloaded struct {
 	model *Model
 	l     *Loading // request k is the whole tensor k
@@ -29,14 +29,14 @@ type Preloaded struct {
 	over   bool          // no more tensors will land
 	wake   chan struct{} // closed and renewed when landed or over changes
 	files  []preloadedFile
-	left   int  // number of files that are not gone yet
+	left   int  // number of files with gone false
 	drop   bool // free files that no model uses
 }
 
 type preloadedFile struct {
 	users int
 	taken bool // a load has taken some of its tensors; the last user frees the rest
-	gone  bool
+	gone  bool // its remaining tensors have been freed
 }
 
 // NewPreloaded starts to load all tensors of a model, and takes ownership of the model.
@@ -71,7 +71,7 @@ func (s *Preloaded) Job() *job.Job { return s.l.Job() }
 // Model returns the model that s owns.
 func (s *Preloaded) Model() *Model { return s.model }
 
-// Spent reports whether all files are gone.
+// Spent reports whether the tensors of all files have been taken or freed.
 func (s *Preloaded) Spent() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -85,7 +85,7 @@ func (s *Preloaded) Whole() bool {
 	return !slices.ContainsFunc(s.files, func(f preloadedFile) bool { return f.taken || f.gone })
 }
 
-// Gone reports whether a file's tensors have been freed or taken.
+// Gone reports whether the tensors of a file have been taken or freed.
 func (s *Preloaded) Gone(file int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -122,7 +122,7 @@ func (s *Preloaded) freeTensor(k int) {
 	}
 }
 
-// useFile adds n (1 or -1) to a file's users. It returns false if the file is gone.
+// useFile adds n (1 or -1) to a file's users. It returns false if the file's tensors have been freed.
 func (s *Preloaded) useFile(file, n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -134,7 +134,7 @@ type Item struct {
 // itemSums holds the hash and the digest of a tensor's bytes.
 type itemSums struct {
 	hash     [16]byte
-	hashed   bool // hash is known before the tensor is written
+	hashed   bool // hash is final: it needs no computation or comparison
 	blocks   blocksum.State
 	digest   digest.State
 	digested *digest.Sum // computed by the GPU that encodes it; if nil, use digest

@@ -85,7 +85,7 @@ func TestFarIsNear(t *testing.T) {
 					t.Fatal(err)
 				}
 				if far := object(t, spec.Path, store.opt); !bytes.Equal(far, b) {
-					t.Fatalf("%s %s: %d bytes there, %d here, or other ones", store.base, name, len(far), len(b))
+					t.Fatalf("%s %s: %d bytes in the store and %d on disk differ", store.base, name, len(far), len(b))
 				}
 				if got.BytesOut != want.BytesOut || got.Ratio != want.Ratio || len(got.Files) != 1 ||
 					got.Files[0] != spec.Path {

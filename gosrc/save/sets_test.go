@@ -253,7 +253,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		}
 		if _, err := convert.Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out")+"/",
 			save.Spec{Shard: 1 << 20}); !errors.Is(err, errs.ErrArgument) {
-			t.Errorf("%s: divided anew: %v", name, err)
+			t.Errorf("%s: sharding several models: %v", name, err)
 		}
 		convertTo(t, []string{src}, src, save.Spec{Compress: true})
 		if got := read(t, src)["a"].Data[0]; got != before {

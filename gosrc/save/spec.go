@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Input is one tensor to save. Its bytes are in Data, Pieces or Device. They are contiguous and have exactly the
+// An Input is one tensor to save. Its bytes are in Data, Pieces or Device, in row-major order, and have exactly the
 // size of shape and dtype. They must stay valid and unchanged until the job ends.
 type Input struct {
 	Name   string
@@ -82,7 +82,7 @@ type Spec struct {
 	// Like is a local file. New files get its mode, owner and ACL if no file of the
 	// model is replaced. If it is "", the umask decides.
 	Like string `json:"like,omitempty"`
-	// Beside allows to write a single file next to a shard index of the same name.
+	// Beside allows writing a single file next to a shard index of the same name.
 	// Otherwise that is an error, because the folder would still be loaded by the index.
 	Beside bool `json:"beside,omitempty"`
 

@@ -271,7 +271,7 @@ func (w *Writer) restartProgress(bytes int64) func(n int64) {
 	}
 }
 
-// takeStage takes memory for the stored bytes of all files. It must suffice even if nothing can be compressed.
+// takeStage takes memory for the stored bytes of all files, enough even if nothing can be compressed.
 func (w *Writer) takeStage(files []File) (err error) {
 	most, expected := int64(0), 0.0
 	for i := range files {

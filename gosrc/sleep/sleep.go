@@ -34,7 +34,7 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// name names the in-memory container in errors.
+// name is the in-memory container's name in errors.
 const name = "memory of sleeping tensors"
 
 // A Tensor is a tensor to put to sleep. Data is its contiguous memory on the Spec's device.

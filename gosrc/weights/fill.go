@@ -34,9 +34,9 @@ func seedWith(words ...uint64) rng {
 	return r
 }
 
-// cells is the number of cells of equal probability that normal divides the positive half of the normal distribution
-// into. normal holds each cell's start and width. A sample is the start of a random cell plus a uniformly random part
-// of its width, so its low bits are random. The last cell ends at 5.
+// cells is the number of cells in normal. normal divides the positive half of the normal distribution into cells of
+// equal probability, and holds each cell's start and width. A sample is the start of a random cell plus a uniformly
+// random part of its width, so its low bits are random. The last cell ends at 5.
 const cells = 2048
 
 var normal = func() (t [cells][2]float32) {

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// hostileTensors returns tensors that break weak codecs: values at the edges of every float, sizes around every
-// boundary, shapes without elements or dimensions, and names that need escapes.
+// hostileTensors returns tensors that stress codecs: extreme values of every float dtype, sizes around block
+// boundaries, shapes without elements or dimensions, and names that need escapes.
 func hostileTensors(seed uint64) []Tensor {
 	r := seedWith(seed, 0x6057)
 	var out []Tensor

@@ -84,7 +84,7 @@ func TakeBytes(t *testing.T, l *load.Loading, index int) [][]byte {
 	for i := range l.Len() {
 		mem, _, _, ok := l.Take(i)
 		if !ok {
-			t.Fatalf("tensor %d was not there to take", i)
+			t.Fatalf("tensor %d has not landed", i)
 		}
 		b := make([]byte, mem.Bytes)
 		if err := d.Read(b, mem); err != nil {
@@ -101,7 +101,7 @@ func ExportBytes(t *testing.T, d *cuda.Device, l *load.Loading, i int) []byte {
 	t.Helper()
 	mem, shape, dtype, ok := l.Take(i)
 	if !ok {
-		t.Fatalf("tensor %d was not there to take", i)
+		t.Fatalf("tensor %d has not landed", i)
 	}
 	if mem.Bytes > 0 && (uintptr(mem.Ptr)%memory.Align != 0 || mem.CUDA != int32(d.Index()+1)) {
 		t.Errorf("tensor %d at %p of device %d", i, mem.Ptr, mem.CUDA-1)
@@ -182,7 +182,7 @@ func LoadParts(t *testing.T, m *load.Model, reqs []load.Request, opt load.Option
 	for i := range l.Len() {
 		mem, _, _, ok := l.Take(i)
 		if !ok {
-			t.Fatalf("request %d was not there to take", i)
+			t.Fatalf("request %d has not landed", i)
 		}
 		defer mem.Release()
 		b := make([]byte, mem.Bytes)

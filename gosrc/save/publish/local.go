@@ -195,7 +195,7 @@ func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[stri
 			continue
 		}
 		set, err := l.pub.readIndex(ctx, JoinName(dir, e.Name()))
-		if err != nil && !errors.Is(err, errs.ErrArgument) { // a folder
+		if err != nil && !errors.Is(err, errs.ErrArgument) { // not a regular file
 			return nil, err
 		}
 		if set != nil {

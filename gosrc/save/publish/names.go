@@ -68,7 +68,7 @@ func refuseNextToIndex(ctx context.Context, p *Publication, files []*File) error
 		return err // a store that does not answer would also fail the save
 	}
 	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {
-		return nil // the index does not list another model
+		return nil // no readable index, or it lists this file
 	}
 	return errs.Locate("save", path, "", -1, errs.New(errs.ErrArgument,
 		"its folder has %s, which still names the old model: remove it and its shards first, or save "+

@@ -46,7 +46,7 @@ func TakeStaged(path string, most, expected, limit int64, on *cuda.Device) (*Sta
 	return &StagedMemory{mem: mem, most: most}, nil
 }
 
-// Free returns the memory, which must not be in use anymore. s may be nil.
+// Free releases the memory, which must not be in use anymore. s may be nil.
 func (s *StagedMemory) Free() {
 	if s != nil {
 		s.mem.Keep()

@@ -99,7 +99,7 @@ func ReadFrom(t testing.TB, access format.Access, uris ...string) map[string]sav
 func Same(t testing.TB, want []save.Input, got map[string]save.Input) {
 	t.Helper()
 	if len(want) != len(got) {
-		t.Fatalf("%d tensors came back of %d", len(got), len(want))
+		t.Fatalf("%d tensors were read, expected %d", len(got), len(want))
 	}
 	for _, w := range want {
 		g, ok := got[w.Name]
@@ -107,9 +107,9 @@ func Same(t testing.TB, want []save.Input, got map[string]save.Input) {
 		case !ok:
 			t.Fatalf("%q is missing", w.Name)
 		case g.DType != w.DType || !slices.Equal(g.Shape, w.Shape):
-			t.Fatalf("%q came back as %v %v, not %v %v", w.Name, g.DType, g.Shape, w.DType, w.Shape)
+			t.Fatalf("%q was read as %v %v, expected %v %v", w.Name, g.DType, g.Shape, w.DType, w.Shape)
 		case !bytes.Equal(g.Data, w.Data):
-			t.Fatalf("%q came back with other bytes", w.Name)
+			t.Fatalf("%q has other bytes", w.Name)
 		}
 	}
 }
