@@ -251,7 +251,7 @@ func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) e
 	if lay == nil {
 		return nil
 	}
-	if err := p.gpu.Wait(p.slot); err != nil { // Encode does not wait for the sums
+	if err := p.gpu.Wait(p.slot); err != nil { // Encode may not have waited for the sums
 		return err
 	}
 	for i := range p.rows {

@@ -106,7 +106,7 @@ func gpuMode(p *stream.Packer, sums bool) mode {
 					return err
 				}
 			}
-			return p.Encode(slot, rows) // waits for the sums too, unless there is nothing to encode
+			return p.Encode(slot, rows) // also waits for the sums, which only encoded tensors have
 		},
 	}
 }
