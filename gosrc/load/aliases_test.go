@@ -238,8 +238,8 @@ func TestAliasesOfParts(t *testing.T) {
 	}
 }
 
-// A request whose bytes no task reads is an engine error that names the tensor. So is an alias that is planned with the
-// column parts of a tensor with other rows. Neither is loaded.
+// If no task reads the bytes of a request, the load fails with an engine error that names the tensor. The same holds
+// for an alias that is planned with the column parts of a tensor with other rows.
 func TestUnplanned(t *testing.T) {
 	path, _ := write(t, "a", []int64{40, 4})
 	off := false

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// castsOf returns the cast of each request. Requests whose pair of dtypes has no GPU kernel get none.
+// castsOf returns the cast of each request. A request gets none if the GPU has no kernel for its pair of dtypes.
 func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil

@@ -106,7 +106,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	l.Close()
 }
 
-// A load whose destinations are never bound waits until it is cancelled.
+// If its destinations are never bound, a load waits until it is cancelled.
 func TestDestinationsNeverSettled(t *testing.T) {
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true}, "", 4<<20)
 	loadtest.UseEngine(t)

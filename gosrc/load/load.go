@@ -165,7 +165,7 @@ func (l *Loading) isShort() bool {
 	})
 }
 
-// noteWaiting records the requests whose destination the caller binds later.
+// noteWaiting records the requests with destinations that the caller binds later.
 func (l *Loading) noteWaiting(reqs []Request) error {
 	for i := range reqs {
 		if reqs[i].Dest != BindLater || l.wants[i].Bytes == 0 {

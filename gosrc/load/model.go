@@ -30,7 +30,7 @@ type Spec struct {
 	Map *bool `json:"map"`
 	// Lenient accepts headers that only other safetensors parsers accept.
 	Lenient bool `json:"lenient"`
-	// Parts also accepts files whose tensors are parts of other tensors.
+	// Parts also accepts files that contain parts of tensors.
 	Parts bool `json:"parts"`
 	// Storage says how to reach remote files.
 	Storage format.Access `json:"storage"`

@@ -313,7 +313,7 @@ func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target,
 }
 
 // startFromPreloaded starts a load with some requests served by preloaded tensors. A separate load reads the other
-// requests, and another one those whose preloaded tensor turns out to be unavailable.
+// requests. A third load reads preloaded tensors that turn out to be unavailable.
 func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options,
 	all []*due) (*Loading, error) {
 	if err := m.Hold(); err != nil {
@@ -378,7 +378,7 @@ func pickSome[T any](all []T, at []int) []T {
 	return some
 }
 
-// takePreloaded takes the preloaded tensors, and returns the requests whose tensor was unavailable.
+// takePreloaded takes the preloaded tensors, and returns the requests that they could not serve.
 func takePreloaded(ctx context.Context, l *Loading, reqs []Request, all []*due, rep *Report) (missing []int) {
 	var mapped int64
 	for _, d := range all {

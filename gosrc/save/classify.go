@@ -32,7 +32,7 @@ const (
 	sampleBytes = 16 << 10 // bytes of one run; a multiple of every element size and of a tile
 	wholeSample = sampleRuns * sampleBytes
 
-	mostTrials = 16 << 20 // bytes of small tensors whose trial encoding is kept for the file
+	mostTrials = 16 << 20 // bytes of small tensors that are encoded only once, as a trial
 )
 
 // A classifier chooses how the tensors of one save are stored. It reads samples, and whole tensors only if they may be
@@ -41,7 +41,7 @@ type classifier struct {
 	spec    *Spec
 	path    string // for messages
 	threads int
-	trials  atomic.Int64 // bytes of the tensors whose trials are in memory, at most mostTrials
+	trials  atomic.Int64 // bytes of the tensors with trials in memory, at most mostTrials
 }
 
 // classify chooses the form and the transform of every item.

@@ -395,7 +395,7 @@ func isEqual(ctx context.Context, a, b *Item) (bool, error) {
 	return same && err == nil, err
 }
 
-// errOtherBytes returns the error for a tensor whose bytes do not match the source's hash. It names the source.
+// errOtherBytes returns the error for a tensor with bytes that do not match the source's hash. It names the source.
 func (t *Item) errOtherBytes() error {
 	return errs.Locate("read", t.from.src.URI(), t.name, -1,
 		errs.New(errs.ErrCorrupt, "the tensor's bytes differ from those that were saved (XXH3-128 mismatch)"))

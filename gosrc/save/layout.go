@@ -234,7 +234,7 @@ func (p *filePlan) windowSize() (window, workers int) {
 	return window, workers
 }
 
-// orderedNames returns the names of the tensors whose chunks are written in the order of their bytes.
+// orderedNames returns the names of the tensors that are written in the order of their bytes.
 func (p *filePlan) orderedNames() (order []string) {
 	for _, t := range p.order {
 		if t.form != alias && t.bytes > 0 && t.parts == 1 {

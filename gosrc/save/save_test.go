@@ -170,7 +170,8 @@ func TestPartsOfAliases(t *testing.T) {
 	same(t, otherRows(), read(t, again))
 }
 
-// otherRows returns the tensors of the golden file whose column parts have aliases with other rows.
+// otherRows returns the tensors of the golden file other-rows-1.0. Some aliases have other rows than their column
+// parts.
 func otherRows() []save.Input {
 	r := fixedRand()
 	a := gaussian(r, 64, 256)
@@ -350,8 +351,8 @@ func link(t *testing.T, to string) string {
 }
 
 func TestNamesOfShards(t *testing.T) {
-	// Shards whose names an index.json cannot list are refused before anything is written. A single file with such a
-	// name is written.
+	// If an index.json cannot list the names of shards, the save is refused before anything is written. A single file
+	// with such a name is written.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	dir := t.TempDir()

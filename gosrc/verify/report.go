@@ -41,7 +41,7 @@ type VerifiedFile struct {
 	Original *original.Summary `json:"original,omitempty"`
 }
 
-// addFile adds a GGUF file, of which only the structure was checked.
+// addFile adds a GGUF file after a check of its structure.
 func (rep *Report) addFile(file InspectedFile) {
 	const note = "GGUF files have no checksums: only their structure was verified"
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}

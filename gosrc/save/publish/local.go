@@ -22,7 +22,7 @@ import (
 type localFiles struct {
 	pub     *Publication
 	files   []*File
-	like    string               // the file whose mode new files get
+	like    string               // the file that gives new files their mode
 	targets []*atomicfile.Target // by file; nil if not created yet
 	listing atomicfile.Listing
 }

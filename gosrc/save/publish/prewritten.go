@@ -1,6 +1,6 @@
 package publish
 
-// This file describes files whose bytes are known before the save writes them.
+// This file describes files with content that is known before the save writes them.
 
 import (
 	"context"
@@ -8,7 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Prewritten is a file whose content is already known. An index.json lists its tensors Names, which have Tensors
+// A Prewritten is a file with known content. An index.json lists its tensors Names, which have Tensors
 // bytes. Fill writes each of its Bytes once, from one or several goroutines.
 type Prewritten struct {
 	Bytes   int64

@@ -30,7 +30,7 @@ type Publication struct {
 	Remote     bool            // Path is a URI
 	Sharded    bool            // the files replace an earlier set with that name, or a single file
 	AllowIndex bool            // a single file may be next to a shard index with its name
-	Like       string          // file whose mode new files get if no file is replaced; "" means the umask
+	Like       string          // gives new files their mode if no file is replaced; "" means the umask
 	Others     map[string]bool // names of other models' files that are written to the same folder
 	Options    source.Options
 	FS         atomicfile.FS // for local files
@@ -53,7 +53,7 @@ type File struct {
 	Expected float64 // expected bytes, to check the free space
 	Most     int64   // maximum bytes
 
-	like string // the file whose mode it gets; "" means the publication's
+	like string // file that gives it its mode; "" means the publication's
 }
 
 // A Draft is one file that is being written. Readers do not see it until it is published; see source.Draft.
