@@ -70,7 +70,7 @@ def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) 
     assert metadata["words"] == f"{len(fields['words'].data)} of string"
     report = ow.verify(path)
     assert report["ok"] and report["tensors"] == len(types) and report["files"][0]["checked"] == "structure"
-    assert "GGUF files hold no checksums" in report["note"]
+    assert "GGUF files have no checksums" in report["note"]
 
 
 def test_types_are_those_of_the_reference() -> None:

@@ -16,21 +16,21 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 )
 
-// An option of a command. An option without a value is a switch.
+// option describes one option of a command. An option without a value is a switch.
 type option struct {
 	name  string // --name
 	short string // -n, or ""
-	value string // the value's name in help: "N"; "" for a switch
+	value string // name of the value in help, e.g. "N"; "" for a switch
 	doc   string
 	words []string // values that completion offers; nil: file names
-	// The value is a whole number from lo to hi, unless hi is 0. With size it is a size
-	// in bytes.
+	// If hi is above 0, the value is an integer from lo to hi. If size is set, it is a
+	// size in bytes.
 	lo, hi int
 	size   bool
-	none   bool // a size may be 0
+	none   bool // a size of 0 is allowed
 }
 
-// A verb is a command: the first word after overwire.
+// A verb is a command, such as compress in `overwire compress`.
 type verb struct {
 	name    string
 	words   [][]string // words that completion offers for the first arguments; nil: file names
@@ -44,15 +44,14 @@ type verb struct {
 	run     func(*call) error
 }
 
-var jsonOption = option{name: "json", doc: "print one JSON document for machines"}
+var jsonOption = option{name: "json", doc: "print the result as one JSON document"}
 
 var threadsOption = option{name: "threads", short: "j", value: "N", lo: 1, hi: 1024, doc: "cores to use (default: all)"}
 
 var storageOption = option{name: "storage", value: "JSON",
 	doc: `options for remote stores, e.g. {"timeout": 10} (storage_options in Python)`}
 
-// access sets how to reach files: keys, and store options from --storage and the
-// environment.
+// access sets c.storage: keys, and store options from --storage and the environment.
 func (c *call) access() (err error) {
 	c.storage.Options = c.env.Storage
 	if c.storage.Decrypt, err = c.keys("decrypt"); err != nil {
@@ -75,7 +74,7 @@ func (c *call) access() (err error) {
 	return nil
 }
 
-// storageTexts parses --storage. Numbers and switches become strings.
+// storageTexts parses --storage. Numbers and booleans become strings.
 func storageTexts(text string) (map[string]string, error) {
 	var values map[string]any
 	err := rawjson.Unmarshal(text, &values)
@@ -98,8 +97,8 @@ func storageTexts(text string) (map[string]string, error) {
 	return texts, nil
 }
 
-// verbGroups lists the commands in the order of help. It is a function because the
-// commands' code refers to this list through help.
+// verbGroups lists the commands in the order that help prints them. It is a function, not
+// a variable, to avoid an initialization cycle: the commands refer to it through help.
 func verbGroups() []verbGroup {
 	return []verbGroup{
 		{"files", []*verb{compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, diffVerb}},
@@ -113,7 +112,7 @@ type verbGroup struct {
 	verbs []*verb
 }
 
-// verbs lists the commands in the order of help.
+// verbs lists the commands in the order that help prints them.
 func verbs() []*verb {
 	var all []*verb
 	for _, group := range verbGroups() {
@@ -131,7 +130,7 @@ func findVerb(name string) *verb {
 	return nil
 }
 
-// elsewhere says what to write instead of words that people try as commands.
+// elsewhere maps words that people try as commands to what they should write instead.
 var elsewhere = map[string]string{
 	"apply":     "overwire.apply_delta in Python",
 	"benchmark": "overwire bench",
@@ -177,7 +176,7 @@ func (v *verb) help() string {
 		doc := strings.ReplaceAll(wrapText(o.doc, helpWidth-width-4), "\n", "\n"+strings.Repeat(" ", width+4))
 		fmt.Fprintf(&b, "  %-*s  %s\n", width, o.spelling(), doc)
 	}
-	fmt.Fprintf(&b, "\nexample:\n  %s\n\nexit status: 0 on success; for the others see overwire --help\n",
+	fmt.Fprintf(&b, "\nexample:\n  %s\n\nexit status: 0 on success; overwire --help lists the others\n",
 		strings.ReplaceAll(strings.TrimSpace(v.example), "\n", "\n  "))
 	return b.String()
 }
@@ -267,9 +266,9 @@ func (c *call) parse(argv []string) error {
 		}
 		c.opts[o.name] = value
 	}
-	// Check values only now, because --json, which decides how errors are printed, may be the
-	// last word. Check options before arguments: an option without its value may have taken
-	// an argument as one.
+	// Check values last: --json decides how errors are printed and may be the last word.
+	// Check options before arguments: if a value is missing, the option may have taken an
+	// argument instead.
 	for i := range options {
 		if value, isGiven := c.opts[options[i].name]; isGiven {
 			if err := options[i].check(value); err != nil {

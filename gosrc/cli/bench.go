@@ -1,6 +1,6 @@
 package cli
 
-// This file defines the command bench.
+// This file defines the bench command.
 
 import (
 	"fmt"
@@ -20,19 +20,19 @@ var benchVerb = &verb{
 	words: [][]string{{"gen"}, kindNames()},
 	short: "measure compression and load speed on this machine, or generate test weights",
 	long: `
-Measures the size of compressed weights, and how fast they are saved and loaded,
-to host memory or, with --device, to a GPU. Next to each load is the limit that memory
-or the link sets here, measured in the same run. Bytes are compared before anything
-is timed. The first line estimates how long it takes. It needs a bit more than
-twice --size in the temporary folder and three times in memory, and loads from
+Measures how small weights become, and how fast they are saved and loaded, to host
+memory or, with --device, to a GPU. Each load is shown next to the limit that memory or
+the PCIe link sets, measured in the same run. The loaded bytes are checked before anything
+is timed. The first line estimates how long the run takes. bench needs slightly more than
+twice --size in the temporary folder and three times --size in memory. Loads read from
 the page cache.
 
-With --device cuda, and if torch is installed, more rows follow: one for each function
-that loads (load_file, safe_open, bundles, the names of other libraries, and those
-libraries themselves if they are installed). They show the first and the second load in
-fresh processes, in random order, and the device memory used in addition to the tensors.
-Then come rows for saving (save_file to one file and to eight, wait=False,
-compress_pickle, dcp, safetensors, torch.save), next to pwrite of as many bytes.
+With --device cuda, and if torch is installed, bench also measures each load function:
+load_file, safe_open, bundles, the drop-in replacements for other libraries, and those
+libraries themselves if they are installed. These rows run in random order. Each shows the
+first and the second load of a fresh process, and the device memory used in addition to
+the tensors. bench also measures saving (save_file to one file and to eight, wait=False,
+compress_pickle, dcp, safetensors, torch.save), next to pwrite of the same number of bytes.
 
 gen writes realistic weights as a plain safetensors file:
 ` + kindsText(),
@@ -44,15 +44,15 @@ overwire bench gen llama-bf16 --size 1GB weights.safetensors`,
 	options: []option{
 		{name: "size", value: "SIZE", size: true, doc: "tensor bytes to save and load (default 2GB), or to generate"},
 		{name: "device", value: "DEVICE", words: devices, doc: "device to load to: cuda, cuda:1, cpu (default cpu)"},
-		{name: "file", value: "FILE", doc: "also measure how small your own weights become"},
+		{name: "file", value: "FILE", doc: "also measure how small this file becomes"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "runs of each measurement (default 5)"},
 		{name: "dir", value: "DIR", doc: "folder for temporary files"},
 		{name: "ranks", value: "N", words: []string{"auto"},
-			doc: "measure loads by N processes at once (or auto), with one GPU each; " +
+			doc: "measure N processes (or auto) that load at the same time, each to its own GPU; " +
 				"needs torch"},
-		{name: "faces", value: "NAMES", doc: "measure only functions with one of these words in their names, " +
-			"separated by commas"},
-		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: seed of the weights"},
+		{name: "faces", value: "NAMES", doc: "measure only functions with one of these comma-separated words in " +
+			"their names"},
+		{name: "seed", value: "N", hi: 1 << 62, doc: "gen: random seed"},
 		{name: "force", short: "f", doc: "gen: replace OUT if it exists"},
 		storageOption,
 		threadsOption,
@@ -143,7 +143,7 @@ func (c *call) generate() error {
 		return err
 	}
 	return c.show(rep, func(w io.Writer) {
-		fmt.Fprintf(w, "%s: %s, %s, made at %s, written in %.2f s\n", out, countText(rep.Tensors, "tensor"),
+		fmt.Fprintf(w, "%s: %s, %s, generated at %s, written in %.2f s\n", out, countText(rep.Tensors, "tensor"),
 			bytesText(total), rateText(total, generation), rep.Seconds)
 	})
 }

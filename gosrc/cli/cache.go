@@ -1,7 +1,7 @@
 package cli
 
-// This file defines the command cache, which lists and removes the prepared state that
-// the vLLM plug-in keeps.
+// This file defines the cache command, which lists and removes the prepared model state
+// that the vLLM plug-in stores.
 
 import (
 	"errors"
@@ -23,14 +23,13 @@ import (
 var cacheVerb = &verb{
 	name: "cache", args: "list|clear [FOLDER]", least: 1, most: 2,
 	words: [][]string{{"list", "clear"}},
-	short: "list or remove the prepared models that the vLLM plug-in keeps",
+	short: "list or remove the prepared models that the vLLM plug-in has stored",
 	long: `
-list shows the files of prepared state in FOLDER (default: OVERWIRE_PREPARED, or
-overwire/prepared in the user's cache folder) with size and last use, the latest
-first. clear removes them, together with unfinished files of writers that have ended.
-Running engines are not affected: they have the files open, and write new ones at a
-later start. The folder OVERWIRE_CACHE, which caches remote files, is a different
-one: this command does not touch it.`,
+list shows the prepared models in FOLDER (default: OVERWIRE_PREPARED, or
+overwire/prepared in the user's cache folder) with their size and time of last use, most
+recent first. clear removes them, and unfinished files as well. Running engines are not
+affected: they have the files open, and write new ones the next time they start. This
+command does not touch OVERWIRE_CACHE, the folder that caches remote files.`,
 	example: "overwire cache list",
 	run: func(c *call) error {
 		if !slices.Contains([]string{"list", "clear"}, c.args[0]) {
@@ -67,16 +66,16 @@ one: this command does not touch it.`,
 	},
 }
 
-// A prepared is a file in the folder.
+// A prepared is one file in the folder.
 type prepared struct {
 	Name string    `json:"name"`
 	Size int64     `json:"size"`
 	Used time.Time `json:"used"`
-	// unfinished: its writer is still at work, or has died.
+	// Unfinished is set while the file is being written, and stays set if the writer dies.
 	Unfinished bool `json:"unfinished"`
 }
 
-// preparedFolder returns the given folder, or that of the settings.
+// preparedFolder returns the folder from the command line, the settings or the default.
 func preparedFolder(asked []string) (string, error) {
 	folder := knob.Prepared.Get()
 	if len(asked) > 0 {
@@ -87,13 +86,13 @@ func preparedFolder(asked []string) (string, error) {
 	}
 	base, err := os.UserCacheDir()
 	if err != nil {
-		return "", usage("cache: no default folder, give FOLDER: %v", err)
+		return "", usage("cache: cannot determine the default folder: %v; name a FOLDER", err)
 	}
 	return filepath.Join(base, "overwire", "prepared"), nil
 }
 
-// preparedFiles lists the files of a folder, the last used first, or none if there is no such
-// folder. python/overwire/integrations/shared/prepared.py defines the names.
+// preparedFiles lists the prepared models in a folder, most recently used first. A missing
+// folder has none. python/overwire/integrations/shared/prepared.py defines the file names.
 func preparedFiles(folder string) ([]prepared, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -117,7 +116,8 @@ func preparedFiles(folder string) ([]prepared, error) {
 	return files, nil
 }
 
-// isFingerprint tells our files from others, which clear must not remove.
+// isFingerprint reports whether a file name's stem is a fingerprint. clear must not remove
+// files with other names.
 func isFingerprint(stem string) bool {
 	return len(stem) == 40 && strings.Trim(stem, "0123456789abcdef") == ""
 }

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// cache lists and removes only files of prepared state.
+// cache lists and removes only prepared models.
 func TestCache(t *testing.T) {
 	folder := t.TempDir()
 	name := strings.Repeat("0a", 20) + ".safetensors"

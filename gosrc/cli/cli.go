@@ -1,8 +1,8 @@
-// Package cli runs the commands of `overwire`. It needs no Python: the console script
-// of the Python package and tests call Main.
+// Package cli implements the `overwire` command. It does not need Python. The Python
+// package's console script and the tests call Main.
 //
 // Results go to stdout, as text or, with --json, as one JSON document. Everything else
-// goes to stderr. The exit status is the kind of failure (see Help).
+// goes to stderr. The exit status tells the kind of failure (see Help).
 package cli
 
 import (
@@ -36,8 +36,8 @@ const (
 	ExitNotFound     = 3   // no such file or tensor, or no permission
 	ExitIO           = 4   // reading or writing failed: disk full, timeout, out of memory
 	ExitNotSupported = 5   // valid, but not supported by this build or machine
-	ExitEngine       = 6   // a bug of ours
-	ExitInterrupted  = 130 // cancelled, by Ctrl-C
+	ExitEngine       = 6   // a bug in overwire
+	ExitInterrupted  = 130 // cancelled, e.g. by Ctrl-C
 )
 
 const exitText = `exit status:
@@ -51,12 +51,13 @@ const exitText = `exit status:
   130  interrupted
 `
 
-// Env is what the caller knows and the engine does not. Every field may be empty.
+// Env holds what only the caller knows about Python and the environment. Every field may
+// be empty.
 type Env struct {
 	Python        string // sys.executable, for doctor
 	PythonVersion string
 	Storage       source.Options // store options from the environment; --storage adds to them
-	// Secrets are the variables that arguments of the form env:NAME refer to.
+	// Secrets are the environment variables that arguments can name as env:NAME.
 	Secrets map[string]string
 }
 
@@ -72,15 +73,15 @@ type call struct {
 	opts           map[string]string
 	storage        format.Access // how files are reached
 	clear          func()        // removes the progress line
-	outputChosen   bool          // the command named the output, not the user
+	outputChosen   bool          // the command, not the user, chose the output
 }
 
-// errHelp is the result of parse for --help.
+// errHelp is what parse returns for --help.
 var errHelp = errors.New("help")
 
 // Main runs one command line (without the program's name) and returns the exit status.
 // The job's counters show its progress; j may be nil. Main returns soon after ctx is
-// cancelled or the reader of its output has gone. Call knob.Load first.
+// cancelled or the reader of its output closes the pipe. Call knob.Load first.
 func Main(ctx context.Context, j *job.Job, argv []string, stdout, stderr io.Writer, env Env) int {
 	ctx, readers := watchReaders(ctx)
 	defer readers.stop()
@@ -221,12 +222,12 @@ func failed(stderr, stdout io.Writer, asJSON bool, err error) int {
 // An interruption is the error of a command that the user has cancelled.
 type interruption struct {
 	error
-	left string // whether, and how much, the command has written
+	left string // says what the command has written
 }
 
 func (i *interruption) Unwrap() error { return i.error }
 
-// interrupted adds what a cancelled command leaves on disk.
+// interrupted adds to a cancellation error what the command has left on disk.
 func (c *call) interrupted(err error) error {
 	if err == nil || status(err) != ExitInterrupted {
 		return err
@@ -236,7 +237,7 @@ func (c *call) interrupted(err error) error {
 	switch _, writes := c.opts["output"]; {
 	case errors.As(err, &part):
 		remainder = "; written before that: " + errs.OneLine(strings.Join(part.Files, ", "))
-	case writes && c.verb.name != "fetch": // fetch says itself what it keeps
+	case writes && c.verb.name != "fetch": // fetch's error says what it has kept
 		remainder = "; nothing was written"
 	}
 	return &interruption{err, remainder}
@@ -260,7 +261,7 @@ func failure(err error, text string) map[string]any {
 	return f
 }
 
-// statuses maps each class to its exit status; the first match counts.
+// statuses maps each error class to its exit status. The first match wins.
 var statuses = []struct {
 	err    error
 	status int
@@ -316,10 +317,10 @@ func printText(stdout io.Writer, text string) error {
 func writeJSON(w io.Writer, v any) error {
 	b, err := rawjson.Marshal(v)
 	if err != nil {
-		return errs.New(errs.ErrEngine, "result: %v", err)
+		return errs.New(errs.ErrEngine, "cannot encode the result as JSON: %v", err)
 	}
 	var text bytes.Buffer
-	_ = json.Indent(&text, b, "", "  ") // cannot fail: rawjson made it
+	_ = json.Indent(&text, b, "", "  ") // cannot fail: b is valid JSON
 	text.WriteByte('\n')
 	if _, err := w.Write(text.Bytes()); err != nil {
 		return errs.New(errs.ErrIO, "standard output: %v", err)

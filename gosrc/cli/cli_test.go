@@ -46,7 +46,7 @@ func made(t *testing.T, kind string) string {
 	return path
 }
 
-// Every wrong command line gets a status and a text that helps.
+// Every wrong command line gets an exit status and a helpful message.
 func TestUsage(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "x.safetensors")
@@ -172,7 +172,7 @@ func TestUsualOutput(t *testing.T) {
 	must(t, "decompress", small, "-f")
 }
 
-// Compress, verify, inspect and decompress bring back the very same file.
+// decompress restores exactly the file that compress read. verify and inspect accept the compressed file.
 func TestRoundTrip(t *testing.T) {
 	for _, kind := range []string{"llama-bf16", "hostile", "tied"} {
 		plain := made(t, kind)
@@ -195,14 +195,14 @@ func TestRoundTrip(t *testing.T) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(a, b) {
-			t.Errorf("%s: another file came back", kind)
+			t.Errorf("%s: decompress wrote a different file", kind)
 		}
-		// A second run is refused; with --force it gives the same file.
+		// A second run is refused. With --force it writes the same file.
 		if status, _, _ := overwire("compress", plain, "-o", filepath.Join(dir, "x"), "--level", "best"); status == 0 {
-			t.Errorf("%s: an unknown level is taken", kind)
+			t.Errorf("%s: an unknown level is accepted", kind)
 		}
 		if status, _, _ := overwire("decompress", small, "-o", back); status != ExitUsage {
-			t.Errorf("%s: written over without --force: %d", kind, status)
+			t.Errorf("%s: overwritten without --force: %d", kind, status)
 		}
 		must(t, "convert", plain, "-o", back, "--force", "--to", "overwire", "--threads", "1")
 		a, _ = os.ReadFile(small)
@@ -217,7 +217,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// Damage exits with 1 and names tensor and chunk, also in JSON.
+// A corrupt file gives exit status 1. The error names the tensor and the chunk, also in JSON.
 func TestDamage(t *testing.T) {
 	small := filepath.Join(t.TempDir(), "small.safetensors")
 	must(t, "compress", made(t, "llama-bf16"), "-o", small)
@@ -272,7 +272,7 @@ func TestJSON(t *testing.T) {
 	}
 }
 
-// load prints the rate and, with a trace, every stage; an unknown device is refused.
+// load prints the rate and, with a trace, every stage. An unknown device is refused.
 func TestLoad(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	small := filepath.Join(filepath.Dir(plain), "small.safetensors")
@@ -368,7 +368,7 @@ func TestJSONFirst(t *testing.T) {
 	}
 }
 
-// --json and --help count wherever they are, also after a value that is refused.
+// --json and --help take effect anywhere on the command line, even after an invalid value.
 func TestBehindAWrongValue(t *testing.T) {
 	if status, out, _ := overwire("load", "none", "--repeat", "0", "--json"); status != ExitUsage ||
 		!strings.Contains(out, `"ArgumentError"`) {
@@ -399,7 +399,7 @@ func TestInterrupted(t *testing.T) {
 	}
 }
 
-// doctor shows every setting and where it comes from, and warns of a preload that does not exist.
+// doctor shows every setting and where it comes from, and warns about a preload that does not exist.
 func TestDoctor(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	knob.Load(map[string]string{"PRELOAD_PATH": "/no/such/file", "NUM_THREADS": "3"})
@@ -417,7 +417,7 @@ func TestDoctor(t *testing.T) {
 	}
 }
 
-// Every command handles a pipeline's folder as a whole, and says what it copied and what it left.
+// Every command handles a pipeline's folder as a whole. compress lists the files that it copied and did not copy.
 func TestPipeline(t *testing.T) {
 	src := filepath.Join(t.TempDir(), "pipe")
 	model, err := os.ReadFile(made(t, "llama-bf16"))
@@ -468,7 +468,7 @@ func TestPipeline(t *testing.T) {
 	}
 }
 
-// inspect --estimate predicts the size that compress reaches within a few per cent.
+// inspect --estimate predicts the size that compress reaches within a few percent.
 func TestEstimate(t *testing.T) {
 	plain := made(t, "llama-bf16")
 	var before struct {
@@ -487,7 +487,7 @@ func TestEstimate(t *testing.T) {
 		math.Abs(e.Ratio-after.Ratio) > 0.02 {
 		t.Errorf("%+v, and compress %+v", before, after)
 	}
-	// For a compressed file the estimate is what is already stored.
+	// For a compressed file, the estimate is its current size.
 	if out := must(t, "inspect", small, "-e", "--summary"); !strings.Contains(out, "compress would turn ") {
 		t.Error(out)
 	}
@@ -528,7 +528,7 @@ func TestDoctorOfPreloads(t *testing.T) {
 	}
 }
 
-// A file without an extension gets a name in the folder by which the folder can be opened.
+// If a file without an extension is written into a folder, it gets a name with which the folder can be opened.
 func TestFolderOfANameWithoutAnEnding(t *testing.T) {
 	plain, dir := made(t, "llama-bf16"), t.TempDir()
 	bare := filepath.Join(dir, "bare")
@@ -537,6 +537,6 @@ func TestFolderOfANameWithoutAnEnding(t *testing.T) {
 	must(t, "decompress", dir+"/folder", "-o", dir+"/back.safetensors")
 	want, _ := os.ReadFile(plain)
 	if got, err := os.ReadFile(dir + "/back.safetensors"); err != nil || !bytes.Equal(got, want) {
-		t.Error("other bytes came back", err)
+		t.Error("decompress restored other bytes", err)
 	}
 }

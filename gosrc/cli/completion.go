@@ -15,17 +15,17 @@ var completionVerb = &verb{
 	words: [][]string{{"bash", "zsh", "fish"}},
 	short: "print a script that lets a shell complete commands and options",
 	long: `
-Prints a script for the named shell. After it is loaded, the Tab key completes commands,
-their options, and file names. The script starts no program.
+Prints a completion script for the named shell. After you load it, Tab completes commands,
+options and file names. The script does not run overwire.
 
   bash  add to ~/.bashrc:                    source <(overwire completion bash)
   zsh   add to ~/.zshrc, after compinit:     source <(overwire completion zsh)
   fish  overwire completion fish > ~/.config/fish/completions/overwire.fish`,
 	example: "source <(overwire completion bash)",
 	run: func(c *call) error {
-		script := completions[c.args[0]] // c.verbs, because the table of commands contains this one
+		script := completions[c.args[0]]
 		if script == nil {
-			return usage("no completion for the shell %q: write %s", c.args[0],
+			return usage("no completion for shell %q: expected one of %s", c.args[0],
 				strings.Join(slices.Sorted(maps.Keys(completions)), ", "))
 		}
 		if c.is("json") {
@@ -42,7 +42,7 @@ var completions = map[string]func(io.Writer, []*verb){"bash": bash, "fish": fish
 
 // all returns the options that the command's --help lists.
 func (v *verb) all() []option {
-	help := option{name: "help", short: "h", doc: "print this"}
+	help := option{name: "help", short: "h", doc: "print this help"}
 	if v == runVerb { // run passes --json to the program
 		return []option{help}
 	}
@@ -77,14 +77,15 @@ func valuedOptions(verbs []*verb) []string {
 	return slices.Sorted(maps.Keys(seen))
 }
 
-// bash completes with a function, and with file names where the function has no answer.
+// bash writes a script that completes with a function, or with file names if the function
+// returns nothing.
 func bash(w io.Writer, verbs []*verb) {
 	fmt.Fprintf(w, `# bash completion of overwire
 _overwire() {
 	local valued=' %s'
 	local word=${COMP_WORDS[COMP_CWORD]} before words= option=
 	COMPREPLY=()
-	[ "$word" = = ] && word= # --option=, which bash divides
+	[ "$word" = = ] && word= # bash splits --option= into two words
 	before=${COMP_WORDS[COMP_CWORD-1]}
 	[ "$before" = = ] && before=${COMP_WORDS[COMP_CWORD-2]}
 	case "$valued " in *" $before "*) option=$before ;; esac
@@ -128,7 +129,7 @@ complete -o default -F _overwire overwire
 `)
 }
 
-// zsh shows descriptions of commands and options while it completes them.
+// zsh writes a script that also describes the commands and options that it offers.
 func zsh(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, "#compdef overwire\n# zsh completion of overwire\n_overwire() {\n\tlocal -a verbs\n\tverbs=(\n")
 	for _, v := range verbs {
@@ -165,7 +166,7 @@ func zsh(w io.Writer, verbs []*verb) {
 		"_overwire overwire\nfi\n")
 }
 
-// fish has one line for each command and option.
+// fish writes a script with one line for each command and option.
 func fish(w io.Writer, verbs []*verb) {
 	fmt.Fprint(w, "# fish completion of overwire\n")
 	for _, v := range verbs {

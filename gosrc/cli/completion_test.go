@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// written writes the script for a shell and returns its path; without that shell, the
-// test is skipped.
+// written writes the script for a shell and returns its path. It skips the test if the
+// shell is not installed.
 func written(t *testing.T, shell string) string {
 	t.Helper()
 	if _, err := exec.LookPath(shell); err != nil {
@@ -25,7 +25,7 @@ func written(t *testing.T, shell string) string {
 	return path
 }
 
-// said runs a shell and returns the words that it prints, in order.
+// said runs a shell and returns the words that it prints, sorted.
 func said(t *testing.T, dir, shell string, argv ...string) []string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -41,8 +41,8 @@ func said(t *testing.T, dir, shell string, argv ...string) []string {
 	return words
 }
 
-// With the script, Bash completes commands, their options and values, and shells and commands where they are
-// arguments. It leaves file names to its own completion.
+// With the script, Bash completes commands, options, option values and fixed arguments. File names are left to Bash's
+// own completion.
 func TestCompletionBash(t *testing.T) {
 	script := written(t, "bash")
 	ask := `source "$0"; complete -p overwire >/dev/null || exit 1; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _overwire; printf '%s\n' "${COMPREPLY[@]}"`
@@ -84,16 +84,16 @@ func TestCompletionZsh(t *testing.T) {
 	if got := said(t, t.TempDir(), "zsh", "-f", "-c", ask, script); !slices.Equal(got, []string{"_overwire"}) {
 		t.Errorf("overwire is completed by %q", got)
 	}
-	// Replaces zsh's own functions, which only work in the line editor, to see what they are given.
+	// Replace zsh's own functions, which only work in the line editor, to see their arguments.
 	ask = `function compdef { :; }; source "$0"; function _describe { print ${(P)2%%:*}; }; function _arguments { print -l -- "$@"; }
 		words=("$@"); CURRENT=$#; _overwire`
 	for _, c := range []struct{ line, want []string }{
 		{[]string{""}, append(verbNames(verbs()), "help")},
 		{[]string{"help", ""}, append(verbNames(verbs()), "help")},
-		{[]string{"completion", "z"}, []string{"--help[print", "this]", "-h[print", "this]", "--json[print", "one",
-			"JSON", "document", "for", "machines]", "1:word:(bash", "zsh", "fish)"}},
-		{[]string{"cache", ""}, []string{"--help[print", "this]", "-h[print", "this]", "--json[print", "one",
-			"JSON", "document", "for", "machines]", "1:word:(list", "clear)", "*:file:_files"}},
+		{[]string{"completion", "z"}, []string{"--help[print", "this", "help]", "-h[print", "this", "help]", "--json[print",
+			"the", "result", "as", "one", "JSON", "document]", "1:word:(bash", "zsh", "fish)"}},
+		{[]string{"cache", ""}, []string{"--help[print", "this", "help]", "-h[print", "this", "help]", "--json[print",
+			"the", "result", "as", "one", "JSON", "document]", "1:word:(list", "clear)", "*:file:_files"}},
 	} {
 		slices.Sort(c.want)
 		if got := said(t, t.TempDir(), "zsh", slices.Concat([]string{"-f", "-c", ask, script, "overwire"},

@@ -1,6 +1,6 @@
 package cli
 
-// This file defines the command diff, which compares two models.
+// This file defines the diff command, which compares two models.
 
 import (
 	"cmp"
@@ -21,8 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// diffBytes limits how much of each model diff has in memory at once, unless one tensor
-// is larger.
+// diffBytes limits how much of each model diff loads at a time. A larger tensor is still
+// loaded whole.
 const diffBytes = 1 << 30
 
 var diffVerb = &verb{
@@ -32,10 +32,11 @@ var diffVerb = &verb{
 Compares the tensors of two models (files, folders or index.json, plain or
 compressed) bit by bit. For each tensor that differs it prints how many elements
 changed, and the size of its delta (save_delta in Python). It also lists tensors that
-are in only one of the models, or have another type or shape.
-Elements smaller than a byte are counted as bytes. At most about 2 GB of both models
-are in memory at once. A key applies to those models that are encrypted. The exit
-status is 0 even if they differ; with --exit-code it is then 1.`,
+are in only one of the models, or that differ in type or shape.
+Elements smaller than a byte are counted as bytes. diff keeps at most about 2 GB of
+tensors in memory, unless a single tensor is larger. If only one of the models is
+encrypted, the key is used for that one. The exit status is 0 even if the models differ;
+with --exit-code it is 1.`,
 	example: "overwire diff base.safetensors tuned.safetensors",
 	options: append([]option{{name: "exit-code", doc: "exit with 1 if the models differ"},
 		{name: "summary", short: "s", doc: "print totals only, not each tensor"},
@@ -46,20 +47,20 @@ status is 0 even if they differ; with --exit-code it is then 1.`,
 	run: (*call).diff,
 }
 
-// diffReport is the JSON document.
+// diffReport is the JSON document that diff prints.
 type diffReport struct {
-	Tensors  []delta.Row `json:"tensors"` // those that differ
+	Tensors  []delta.Row `json:"tensors"` // tensors with changed elements
 	Equal    int         `json:"equal"`
 	OnlyA    []string    `json:"only_a"`
 	OnlyB    []string    `json:"only_b"`
-	Other    []string    `json:"other"` // of another dtype or shape
+	Other    []string    `json:"other"` // tensors that differ in dtype or shape
 	Elements int64       `json:"elements"`
 	Changed  int64       `json:"changed"`
 	Bytes    int64       `json:"bytes"`
 	Stored   int64       `json:"stored"` // bytes of a delta's chunks
 }
 
-// difference is the error for --exit-code: status 1, as from diff and cmp.
+// difference is the error for --exit-code. Its exit status is 1, as with Unix diff and cmp.
 type difference struct{}
 
 func (difference) Error() string { return "the models differ" }
@@ -94,12 +95,12 @@ func (c *call) diff() error {
 	return err
 }
 
-// openBoth opens the two models. A key applies to those that are encrypted; it is
-// refused if neither is.
+// openBoth opens the two models. A key is used only for encrypted models. A key is an
+// error if neither model is encrypted.
 func (c *call) openBoth() (models [2]*load.Model, err error) {
 	keyless := c.storage
 	keyless.Decrypt = nil
-	var first error // of a model that needs no key
+	var first error // from opening an unencrypted model with the key
 	for i, path := range c.args {
 		models[i], err = c.open([]string{path}, c.storage)
 		if _, ok := errors.AsType[*tensorizer.NotEncryptedError](err); ok && (i == 0 || first == nil) {
@@ -116,7 +117,8 @@ func (c *call) openBoth() (models [2]*load.Model, err error) {
 	return models, nil
 }
 
-// pairTensors pairs the tensors of both models, and records those without a partner.
+// pairTensors pairs the tensors of both models by name, and records those that have no
+// counterpart of the same dtype and shape.
 func (r *diffReport) pairTensors(a, b *tensor.Index) (both [][2]int) {
 	at := map[string]int{}
 	for i := range b.Tensors {
@@ -211,7 +213,7 @@ func (r diffReport) print(w io.Writer, summary bool, limit int) {
 	for _, list := range []struct {
 		what  string
 		names []string
-	}{{"only in A", r.OnlyA}, {"only in B", r.OnlyB}, {"another type or shape", r.Other}} {
+	}{{"only in A", r.OnlyA}, {"only in B", r.OnlyB}, {"different type or shape", r.Other}} {
 		if n := len(list.names); n > 0 {
 			more := ""
 			if n > names {

@@ -19,8 +19,8 @@ func TestInspectTop(t *testing.T) {
 	}
 }
 
-// inspect --filter lists and counts the tensors of a glob, also with digests; in a glob
-// * stands for any letters.
+// inspect --filter lists and counts only matching tensors, also with --digests. In a
+// pattern, * matches any characters.
 func TestInspectFilter(t *testing.T) {
 	a := made(t, "llama-bf16")
 	out := must(t, "inspect", a, "--filter", "*.mlp.*_proj.weight")
@@ -40,7 +40,7 @@ func TestInspectFilter(t *testing.T) {
 	}
 }
 
-// diff --limit lists the tensors that changed most and says how many it leaves out; --json lists all.
+// diff --limit lists the tensors that changed most and says how many it omits. --json lists all.
 func TestDiffLimit(t *testing.T) {
 	a := made(t, "llama-bf16")
 	b := filepath.Join(t.TempDir(), "b.safetensors")
@@ -55,8 +55,8 @@ func TestDiffLimit(t *testing.T) {
 	}
 }
 
-// diff --exit-code tells by its status whether models differ, and still prints its result; --summary leaves the tensors
-// out.
+// With --exit-code, the status of diff tells whether the models differ. diff still prints its result. --summary omits
+// the tensors.
 func TestDiffStatus(t *testing.T) {
 	a := made(t, "llama-bf16")
 	b := filepath.Join(t.TempDir(), "b.safetensors")

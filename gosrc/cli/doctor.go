@@ -1,6 +1,6 @@
 package cli
 
-// This file defines the command doctor.
+// This file defines the doctor command.
 
 import (
 	"context"
@@ -32,16 +32,17 @@ var doctorVerb = &verb{
 	long: `
 Prints versions, CPU features and the decoder in use, cores, huge pages, memory
 and its limit, NUMA nodes if there are several, the GPUs with their NUMA nodes (or why
-none can be used), whether GPUDirect Storage works here, the preload, and every setting
-that is not at its default. --env prints every setting: environment variable, value,
+none can be used), whether GPUDirect Storage works here, the configured preload, and every setting
+that is not at its default. --env prints every setting: environment variable, value and
 meaning. --measure adds the rate of pinned copies to each GPU. If you name a model
 (files, a folder or an index.json), doctor says whether its weights fit on each GPU. If
-not, it shows how overwire.offload would run the model there: what is kept, and what is
-streamed from host memory. A fifth of each GPU is reserved for the model's activations.`,
+not, it shows how overwire.offload would run the model there: how much stays on the GPU,
+and how much is streamed from host memory. A fifth of each GPU is reserved for the
+model's activations.`,
 	example: "overwire doctor --env",
 	options: append([]option{
 		{name: "env", doc: "print every environment variable that overwire reads"},
-		{name: "measure", doc: "measure copies from pinned host memory to each GPU, about a second for each"},
+		{name: "measure", doc: "measure copies from pinned host memory to each GPU (about a second per GPU)"},
 		storageOption,
 	}, decryptOptions...),
 	run: func(c *call) error {
@@ -63,20 +64,20 @@ type Diagnosis struct {
 	Python   string        `json:"python,omitempty"`
 	Machine  bench.Machine `json:"machine"`
 	Features []string      `json:"cpu_features"`
-	Cipher   string        `json:"cipher"` // of encrypted .tensors files
+	Cipher   string        `json:"cipher"` // library that decrypts .tensors files
 	Memory   Memory        `json:"memory"`
-	Nodes    []nodes.Node  `json:"nodes"` // with their cores; empty if the system does not report them
+	Nodes    []nodes.Node  `json:"nodes"` // NUMA nodes and their cores; empty if unknown
 	GPU      GPU           `json:"gpu"`
 	Preload  Preload       `json:"preload"`
 	Model    *Model        `json:"model,omitempty"` // the model named on the command line
 	GDS      gds.Report    `json:"gpudirect_storage"`
-	Engine   string        `json:"engine"` // "ok", or the panic that poisoned it
+	Engine   string        `json:"engine"` // "ok", or the panic that disabled the engine
 	Workers  int           `json:"goroutines"`
 	Settings []knob.Row    `json:"settings"`
 	Advice   []string      `json:"advice"`
 }
 
-// Memory is in bytes. Limit is that of the control group, 0 without one.
+// Memory describes host memory, in bytes. Limit is the cgroup's limit, or 0 if it has none.
 type Memory struct {
 	Total     int64 `json:"total"`
 	Available int64 `json:"available"`
@@ -86,16 +87,16 @@ type Memory struct {
 // Preload describes the load that a new process would start at import.
 type Preload struct {
 	Path   string `json:"path"`
-	From   string `json:"from"` // the variable that names the source
+	From   string `json:"from"` // the environment variable that sets Path
 	Device string `json:"device"`
 	Off    bool   `json:"off"`    // switched off by OVERWIRE_NO_PRELOAD
-	Exists bool   `json:"exists"` // found, or a URL, which is not looked up
+	Exists bool   `json:"exists"` // also true for URLs, which are not checked
 
-	wrong error // why it cannot be loaded
+	wrong error // why Path cannot be loaded
 }
 
-// Diagnose examines the machine and asks NVIDIA's driver, if there is one, for its
-// GPUs. It creates CUDA contexts and copies only if wire is set.
+// Diagnose examines the machine and queries the NVIDIA driver, if there is one. It creates
+// CUDA contexts and measures copies only if wire is set.
 func Diagnose(env Env, wire bool) Diagnosis {
 	d := Diagnosis{
 		Version: Version, Python: strings.TrimSpace(env.PythonVersion + " " + env.Python),
@@ -121,7 +122,7 @@ func Diagnose(env Env, wire bool) Diagnosis {
 	return d
 }
 
-// look checks whether the source exists, and hides secrets in its name.
+// look checks whether the source exists and can be opened, and hides secrets in its name.
 func (p *Preload) look() {
 	path := p.Path
 	p.Path = errs.RedactURI(path)
@@ -246,7 +247,7 @@ func (d *Diagnosis) text(w io.Writer, env bool) {
 		}
 		names := s.Name
 		if len(s.Aliases) > 0 {
-			names += fmt.Sprintf(" (under nyacomp's drop-in: %s)", strings.Join(s.Aliases, ", "))
+			names += fmt.Sprintf(" (with the nyacomp drop-in: %s)", strings.Join(s.Aliases, ", "))
 		}
 		from := ""
 		if s.From != "" {

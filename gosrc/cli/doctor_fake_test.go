@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
-// doctor shows each GPU, what runs on it, and on request its PCIe link. It leaves nothing on the GPUs.
+// doctor shows each GPU, its kernels and its link, and with --measure its copy rate. It leaves nothing on the GPUs.
 func TestDoctorFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	out := must(t, "doctor")
@@ -38,7 +38,7 @@ func TestDoctorFake(t *testing.T) {
 	if len(d.GPU.Devices) != 2 || d.GPU.Devices[1].Wire <= 0 || d.GPU.Reason != "" {
 		t.Errorf("%+v", d.GPU)
 	}
-	// On a host with several NUMA nodes it says which GPUs are local, and what is refused.
+	// On a host with several NUMA nodes, doctor shows each GPU's node, and why slots cannot be placed on it.
 	root := t.TempDir()
 	put := func(name, text string) {
 		path := filepath.Join(root, name)
@@ -74,7 +74,7 @@ func TestDoctorFake(t *testing.T) {
 	}
 }
 
-// For a model, doctor says whether it fits, and if not, how an offload would run it with a fifth of the GPU left.
+// doctor says whether a model fits. If not, it says how an offload would run it with a fifth of the GPU free.
 func TestDoctorOfModelsFake(t *testing.T) {
 	path := layered(t)
 	for bytes, want := range map[int64]string{

@@ -26,22 +26,22 @@ var writeOptions = append([]option{
 	{name: "output", short: "o", value: "OUT", doc: "file or folder to write"},
 	{name: "force", short: "f", doc: "replace OUT if it exists"},
 	{name: "shard", value: "SIZE", size: true,
-		doc: "maximum bytes of tensors in one file, e.g. 5GB (default: the source's shards)"},
-	{name: "quiet", short: "q", doc: "print nothing but errors"},
+		doc: "maximum tensor bytes in one file, e.g. 5GB (default: shards as in the source)"},
+	{name: "quiet", short: "q", doc: "print only errors"},
 	{name: "verbose", short: "v", doc: "also print the files written and copied, hashes and times"},
 	storageOption,
 	threadsOption,
 }, decryptOptions...)
 
 var partsOption = option{name: "parts", value: "P", lo: 1, hi: 8,
-	doc: "divide columns into 1, 2, 4 or 8 parts, so that a slice along dimension 1 reads only its parts"}
+	doc: "split columns into 1, 2, 4 or 8 parts; a slice along dimension 1 reads only the parts it needs"}
 
 var levelOption = option{name: "level", value: "LEVEL", words: []string{"default", "smaller"},
 	doc: "default, or smaller: saves another 0.2 to 1.5 % of the original size, but decodes slowly and only on the CPU"}
 
 var sumOption = option{name: "no-sha256",
-	doc: "store no SHA-256 of the original: computing it limits each file to the speed of one core; " +
-		"decompress still restores that file, and checks its header and tensors"}
+	doc: "do not store a SHA-256 of the original (hashing limits each file to the speed of one core); " +
+		"decompress still restores the original, but checks only its header and tensors"}
 
 var compressVerb = &verb{
 	name: "compress", args: "SRC... [-o OUT]", least: 1, most: -1,
@@ -50,12 +50,14 @@ var compressVerb = &verb{
 Reads safetensors files, a folder of shards, an index.json, or torch.save files
 (.bin, .pt, .pth, .ckpt; no code in them is run), and compresses each tensor that
 becomes smaller. Without -o, model.safetensors becomes model.ow.safetensors in the same
-folder. Reading OUT needs overwire; decompress restores the same safetensors files byte
-for byte. OUT is never visible half written.
+folder. Reading OUT requires overwire; decompress restores the original safetensors files
+byte for byte. OUT appears only when it is complete.
+
 A folder becomes a folder with the same file names, index.json, auxiliary files (config,
-tokenizer) and subfolders, such as those of a diffusers pipeline. Some files are listed
-as not copied: other weights (if not safetensors, from 64 MiB on), hidden files, and
-links that lead out of the folder, except to the blobs of a Hugging Face cache.`,
+tokenizer) and subfolders, such as those of a diffusers pipeline. compress lists the files
+that it does not copy: safetensors files that are not part of the model, weights in other
+formats above 64 MiB, hidden files, and links that lead out of the folder, except to the
+blobs of a Hugging Face cache.`,
 	example: "overwire compress model.safetensors -o model.ow.safetensors",
 	options: append(slices.Clone(writeOptions), partsOption, levelOption, sumOption),
 	run:     func(c *call) error { return c.convert(true) },
@@ -68,9 +70,9 @@ var decompressVerb = &verb{
 Reads compressed (or plain) files and writes plain safetensors files that any
 reader can load. Without -o, model.ow.safetensors becomes model.safetensors.
 Tensors are restored bit for bit. If compress made the file from one safetensors
-file, decompress restores that file byte for byte, and compares its SHA-256 before
-OUT appears. A file without a stored original (it was saved from tensors, or its
-shards have changed) gets a new header, and the output says so.`,
+file, decompress restores that file byte for byte, and checks its SHA-256 before OUT
+appears. If the original is not stored, because the file was saved from tensors or its
+shards have changed, OUT gets a new header, and decompress says so.`,
 	example: "overwire decompress model.ow.safetensors -o model.safetensors",
 	options: slices.Clone(writeOptions),
 	run:     func(c *call) error { return c.convert(false) },
@@ -134,7 +136,7 @@ func (c *call) convert(compress bool) error {
 	return c.show(rep, func(w io.Writer) { c.printWritten(w, rep, compress) })
 }
 
-// marked is the default ending of the names of compressed files.
+// marked is the default suffix of compressed files.
 const marked = ".ow" + modelfiles.Extension
 
 // usualOutput returns the output of compress and decompress for one local file without
@@ -152,8 +154,8 @@ func (c *call) usualOutput() string {
 	return ""
 }
 
-// printWritten prints one line for what was written, after a line for each file that could not be
-// copied or made again. --verbose adds files, hashes and times.
+// printWritten prints one line about the output, after a line for each file that was not copied or
+// not restored byte for byte. --verbose adds files, hashes and times.
 func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	if c.is("verbose") {
 		c.printDetails(w, rep, compress)
@@ -162,7 +164,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 		fmt.Fprintf(w, "not copied: %s\n", place(f))
 	}
 	for _, f := range rep.Anew {
-		fmt.Fprintf(w, "new header, because the source keeps no original: %s\n", errs.OneLine(f))
+		fmt.Fprintf(w, "new header, because the source stores no original: %s\n", errs.OneLine(f))
 	}
 	if c.outputChosen {
 		fmt.Fprintf(w, "%s: ", errs.OneLine(c.opts["output"]))
@@ -183,7 +185,7 @@ func (c *call) printWritten(w io.Writer, rep save.Report, compress bool) {
 	}
 	fmt.Fprintln(w)
 	if compress && rep.BytesOut > rep.BytesIn {
-		fmt.Fprintln(w, "nothing gained: a compressed file has an index of some kB, and these tensors shrink by less")
+		fmt.Fprintln(w, "nothing gained: these tensors shrink by less than the index of a compressed file takes")
 	}
 }
 
@@ -224,7 +226,7 @@ func plural(n int, one, several string) string {
 	return several
 }
 
-// sizesText says how many bytes of files tensors became.
+// sizesText describes the size before and after compression.
 func sizesText(in, out int64) string {
 	text := bytesText(in) + " -> " + bytesText(out)
 	if in > 0 {
@@ -238,7 +240,7 @@ func (c *call) refuseExisting(out string) error {
 	held, err := open.Occupied(c.ctx, out, c.storage.Options)
 	switch held {
 	case open.Full:
-		return usage("%s is a folder with files in it; give --force to write into it and replace files of the "+
+		return usage("%s is a folder with files in it; give --force to write into it and replace files with the "+
 			"same names", out)
 	case open.Taken:
 		return usage("%s exists; give --force to replace it", errs.RedactURI(out))
@@ -251,18 +253,19 @@ var verifyVerb = &verb{
 	short: "check every byte of files against its checksum",
 	long: `
 Reads every byte of compressed and .tensors files: it compares the checksum of each
-chunk, decodes it, and compares the hash of each tensor. Encrypted files need
+chunk, decodes the chunk, and compares the hash of each tensor. Encrypted files need
 their key. Plain safetensors and GGUF files have no checksums, so only their structure
 is checked, and the report says so. Safetensors files from the Hugging Face Hub, in its
-cache or in a folder of "hf download --local-dir", are compared with the Hub's SHA-256.
---original also decompresses in memory, and compares
-the SHA-256 of the original. At the first damage the command ends with status 1
-and names file, tensor, chunk and offset.
+cache or in a folder from "hf download --local-dir", are compared with the Hub's SHA-256.
+--original also restores the file that was compressed, in memory, and compares its SHA-256.
+verify stops at the first corrupt chunk with status 1, and names file, tensor, chunk and
+offset.
 
 --against safetensors is a check by another program: it decompresses the model into a
 temporary folder and compares every tensor with what the safetensors library reads.`,
-	example: "overwire verify model.ow.safetensors && echo whole",
-	options: append([]option{{name: "original", doc: "also compare the SHA-256 of the file that was compressed"},
+	example: "overwire verify model.ow.safetensors && echo intact",
+	options: append([]option{
+		{name: "original", doc: "also restore the file that was compressed, and compare its SHA-256"},
 		{name: "against", value: "PLAIN", words: []string{"safetensors"},
 			doc: "compare every tensor with what the safetensors library reads from the plain files " +
 				"PLAIN, or with `safetensors` from a decompressed copy; needs torch"},

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// A compressed folder's total counts only its weights, however large the auxiliary files are. Those count separately,
-// and so do hashes, which --verbose prints.
+// The sizes that compress prints for a folder count only weights. --verbose prints the size of auxiliary files
+// separately, and the hashes.
 func TestSums(t *testing.T) {
 	dir := filepath.Dir(made(t, "llama-bf16"))
 	if err := os.WriteFile(filepath.Join(dir, "tokenizer.json"), make([]byte, 9_000_000), 0o600); err != nil {
@@ -41,7 +41,7 @@ func TestSums(t *testing.T) {
 	if out := must(t, "decompress", packed, "-o", filepath.Join(t.TempDir(), "d"), "-q"); out != "" {
 		t.Error(out)
 	}
-	// Auxiliary files are named where one file is written, which has no room for them.
+	// If the output is one file, auxiliary files are listed as not copied.
 	if out := must(t, "compress", dir, "-o", filepath.Join(t.TempDir(), "m.safetensors")); !strings.Contains(out, "not copied: "+filepath.Join(dir, "tokenizer.json")) {
 		t.Error(out)
 	}

@@ -1,6 +1,6 @@
 package cli
 
-// This file reports GPUs for doctor.
+// This file examines and reports GPUs for doctor.
 
 import (
 	"fmt"
@@ -27,27 +27,27 @@ type GPU struct {
 // A GPUDevice describes one GPU, and how overwire would use it.
 type GPUDevice struct {
 	driver.DeviceInfo
-	// Kernels is the code that runs on it: "sm_90", or "PTX", which the driver compiles
-	// at first use. "" means that there is none, and Unusable says why.
+	// Kernels is the kernel code for this GPU: "sm_90", or "PTX", which the driver compiles
+	// at first use. If it is "", no code fits, and Unusable says why.
 	Kernels  string `json:"kernels,omitempty"`
 	Unusable string `json:"unusable,omitempty"`
-	// Unplaced says why slots or readers cannot be placed on the GPU's NUMA node, on a
-	// host with several nodes. "" means that they can, or that there is only one node.
+	// Unplaced says why slots or readers cannot be placed on the GPU's NUMA node. It is ""
+	// if they can be placed there, or if the host has only one node.
 	Unplaced string `json:"unplaced,omitempty"`
-	// Wire is the measured rate of pinned copies to it in GB/s; 0 means not measured.
+	// Wire is the measured rate of pinned copies to the GPU in GB/s; 0 means not measured.
 	Wire float64 `json:"wire,omitempty"`
 }
 
-// tables is where the host keeps its tables of nodes; tests set others.
+// tables is the root of the files that describe the host's NUMA nodes. Tests replace it.
 var tables = nodes.System
 
-// wireTime is roughly how long the copies to one device are measured.
+// wireTime is roughly how long copies to one device are measured.
 const wireTime = 200 * time.Millisecond
 
 // diagnoseGPU queries the driver. With measure it also times copies to each GPU, which
 // creates a context there.
 func diagnoseGPU(measure bool) GPU {
-	version, _ := os.ReadFile("/sys/module/nvidia/version") // the kernel module's version, where it is readable
+	version, _ := os.ReadFile("/sys/module/nvidia/version") // may be unreadable
 	g := GPU{Driver: strings.TrimSpace(string(version)), Devices: []GPUDevice{}}
 	info, err := driver.Info()
 	if err != nil {
@@ -72,12 +72,12 @@ func diagnoseGPU(measure bool) GPU {
 	return g
 }
 
-// reasonText returns an error's text without its class, which is obvious in this place.
+// reasonText returns an error's text without its class. The report says that it is about a GPU.
 func reasonText(err error) string {
 	return strings.TrimPrefix(errs.Message(err), errs.ErrDevice.Error()+": ")
 }
 
-// wire measures pinned copies of one slot each, in GB/s.
+// wire measures the rate of pinned copies in GB/s. Each copy is one slot.
 func wire(index int) (float64, error) {
 	d, err := cuda.Open(index)
 	if err != nil {
@@ -104,8 +104,8 @@ func wire(index int) (float64, error) {
 
 func (d *Diagnosis) adviseGPU(add func(format string, args ...any)) {
 	if d.GPU.Reason != "" && d.GPU.Driver != "" {
-		add("the system has NVIDIA's driver %s, but this process cannot use it: start the container with its GPUs "+
-			"(--gpus all, or NVIDIA's runtime)", d.GPU.Driver)
+		add("NVIDIA driver %s is installed, but this process cannot use it: if this is a container, start it with "+
+			"GPUs (--gpus all, or the NVIDIA runtime)", d.GPU.Driver)
 	}
 	for _, g := range d.GPU.Devices {
 		if g.Unplaced != "" {

@@ -1,7 +1,6 @@
 package cli
 
-// This file defines the command inspect, with its digests and its pages of models and
-// traces.
+// This file defines the inspect command, including --digests and --html.
 
 import (
 	"cmp"
@@ -27,21 +26,21 @@ import (
 
 var inspectVerb = &verb{
 	name: "inspect", args: "SRC...", least: 1, most: -1,
-	short: "list tensors with dtypes, shapes, sizes and codecs, or their digests, or write an HTML page",
+	short: "list tensors with dtypes, shapes, sizes and codecs, print digests, or write an HTML page",
 	long: `
-Reads only headers and indexes, also of plain safetensors and GGUF files. With
+Reads only headers and indexes. Plain safetensors and GGUF files work as well. With
 --estimate it also reads samples of the tensors, to predict what compress would save.
-"ratio" is stored / original bytes. "stored as" is plain; alias, for a tensor that shares
-the bytes of another; or the codec and the element type that it codes. --html
-writes a self-contained page with a map of the tensors.
+"ratio" is stored / original bytes. "stored as" is "plain", "alias" (the tensor shares the
+bytes of another one), or the codec and the element type. --html writes a self-contained
+page with a map of the tensors.
 
 --digests prints a 128-bit digest of each tensor's bytes instead. overwire.digest(tensors)
-in Python computes the same for tensors in host or GPU memory. So you can compare two
-files, or a file with a running model, however each is stored. Digests find changes and
-mistakes, but they are not cryptographic.
+in Python computes the same digest for tensors in host or GPU memory. You can compare two
+files, or a file with a running model, even if they are stored in different formats.
+Digests detect accidental changes, but they are not cryptographic.
 
-For a trace, as written by load --trace or OVERWIRE_TRACE, --html writes a page that shows
-what each worker and each GPU queue did, and when.`,
+If SRC is a trace written by load --trace or OVERWIRE_TRACE, --html writes a page that
+shows what each worker and each GPU queue did, and when.`,
 	example: `overwire inspect model.ow.safetensors --summary
 overwire inspect model.ow.safetensors --filter '*.mlp.*' --top 5
 overwire load m.safetensors --trace t.json && overwire inspect t.json --html t.html`,
@@ -137,7 +136,7 @@ func globMatches(glob, name string) bool {
 
 // printDigests runs inspect --digests.
 func (c *call) printDigests(glob string) error {
-	others := func(name string) bool { return !globMatches(glob, name) } // none of its bytes are read
+	others := func(name string) bool { return !globMatches(glob, name) } // their bytes are not read
 	rep, err := verify.Digests(c.ctx, c.job, c.args, c.storage, others)
 	if err != nil {
 		return err
@@ -150,7 +149,7 @@ func (c *call) printDigests(glob string) error {
 	})
 }
 
-// isTrace reports whether a file has the name of a trace, and not that of a shard
+// isTrace reports whether a file name is that of a trace: any .json file except a shard
 // index.
 func isTrace(file string) bool {
 	name, ok := modelfiles.ParseName(filepath.Base(file))

@@ -22,8 +22,8 @@ var extremes = []uint64{0, 1, 1 << 31, 1 << 32, 1<<63 - 64, 1 << 63, 1<<64 - 1}
 
 var le = binary.LittleEndian
 
-// fields sets the 4 and the 8 bytes at every offset of b[lo:hi], step by step, to each of the extremes that they can
-// hold, and yields the results. So every integer of a header becomes each extreme.
+// fields sets the 4-byte and the 8-byte integer at every step-th offset of b[lo:hi] to each extreme that fits, and
+// yields each changed copy. This covers every integer of a header.
 func fields(b []byte, lo, hi, step int, yield func(what string, changed []byte)) {
 	for at := lo; at < hi; at += step {
 		for _, width := range []int{4, 8} {
@@ -32,7 +32,7 @@ func fields(b []byte, lo, hi, step int, yield func(what string, changed []byte))
 			}
 			for _, v := range extremes {
 				if width < 8 && v >= 1<<(8*width) {
-					v = 1<<(8*width) - 1 // and so the extremes of every narrower field
+					v = 1<<(8*width) - 1 // the largest value of this width
 				}
 				changed := append([]byte(nil), b...)
 				for k := range width {
@@ -44,8 +44,8 @@ func fields(b []byte, lo, hi, step int, yield func(what string, changed []byte))
 	}
 }
 
-// pairs sets the 8-byte integers at two offsets to each pair of extremes. Their product or quotient can wrap where
-// neither number does.
+// pairs sets the 8-byte integers at two offsets to each pair of extremes. Their product can overflow even if neither
+// number is too large.
 func pairs(b []byte, first, second int, yield func(what string, changed []byte)) {
 	for _, v := range extremes {
 		for _, w := range extremes {
@@ -74,8 +74,8 @@ func numbers(b []byte, yield func(what string, changed []byte)) {
 	}
 }
 
-// container yields a compressed file with each field of its index and of a chunk's header set to each of the extremes.
-// Every checksum is made right again, so that only the field itself can be refused.
+// container sets each field of a compressed file's index and of one chunk's header to each extreme. It recomputes every
+// checksum, so only the field itself can cause an error.
 func container(b []byte, yield func(what string, changed []byte)) {
 	castagnoli := crc32.MakeTable(crc32.Castagnoli)
 	data := 8 + int(le.Uint64(b))
@@ -108,7 +108,7 @@ func container(b []byte, yield func(what string, changed []byte)) {
 	panic("no chunk is coded")
 }
 
-// small is a plain file with one tensor that is worth coding and one that is not.
+// small returns a plain file with one tensor that compresses and one that does not.
 func small() []byte {
 	header := `{"norm":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"weight":{"dtype":"BF16","shape":[64,32],"data_offsets":[12,4108]}}`
 	header += strings.Repeat(" ", (8-len(header)%8)%8)
@@ -120,8 +120,8 @@ func small() []byte {
 	return b
 }
 
-// An integer of a file's header, whatever its value, causes at most a typed error: no command reports an internal bug,
-// and the engine still works afterwards.
+// No integer in a file's header causes worse than a typed error. No command reports an internal bug, and the engine
+// still works afterwards.
 func TestIntegers(t *testing.T) {
 	dir := t.TempDir()
 	path := func(name string) string { return filepath.Join(dir, name) }
@@ -218,7 +218,7 @@ func TestIntegers(t *testing.T) {
 		})
 	}
 	if seen[ExitBad] == 0 || seen[ExitOK] == 0 {
-		t.Error("nothing was refused, or nothing taken")
+		t.Error("every file was accepted, or every file was refused")
 	}
 	must(t, "verify", plain)
 }

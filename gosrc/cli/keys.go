@@ -25,8 +25,8 @@ var (
 	}
 )
 
-// keys returns the key or password that the options with this prefix name, in the
-// engine's form.
+// keys reads the key or password that the options with this prefix name, and returns it
+// as engine settings.
 func (c *call) keys(prefix string) (map[string]string, error) {
 	name, wrong, read := prefix+"-key", "must contain 32 bytes or 64 hex digits", tensorizer.KeySettings
 	from, isGiven := c.opts[name]

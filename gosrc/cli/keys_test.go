@@ -83,7 +83,7 @@ func TestKeys(t *testing.T) {
 	a, _ := os.ReadFile(plain)
 	b, _ := os.ReadFile(back)
 	if len(a) == 0 || !sameTensors(t, plain, back) {
-		t.Errorf("other tensors came back: %d and %d bytes", len(a), len(b))
+		t.Errorf("the restored tensors differ: %d and %d bytes", len(a), len(b))
 	}
 	if s, _ := os.ReadFile(sealed); bytes.Contains(s, a[len(a)-4096:]) {
 		t.Error("the encrypted file has plain bytes")

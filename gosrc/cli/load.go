@@ -1,6 +1,6 @@
 package cli
 
-// This file defines the command load, which measures a load.
+// This file defines the load command, which times a load.
 
 import (
 	"fmt"
@@ -23,19 +23,20 @@ var loadVerb = &verb{
 	short: "load a model and report how long it took",
 	long: `
 Loads every tensor of files, a folder or an index.json into host or GPU memory, as
-load_file does, prints the time and the rate, and frees the memory. For a
-folder with models in subfolders, it loads all of them. With
---trace it also prints the time of each stage and, on a GPU, how long the copy
-stream was idle. On the CPU, plain files are memory-mapped, not read: a rate would mean
-nothing and is omitted. Set OVERWIRE_MMAP=off to have them read. With
---plan it loads nothing and does not touch the GPU, but prints the memory that the load
-would need. With --keep SIZE it also prints what overwire.offload would keep on the device
-and stream from host memory, as far as tensor names show the model's blocks.`,
+load_file does, prints the time and the rate, and frees the memory. If a folder has models
+in subfolders, it loads all of them. With --trace it also prints the time of each stage
+and, on a GPU, how long the copy stream was idle. On the CPU, plain files are memory-mapped
+and not read, so no rate is printed. Set OVERWIRE_MMAP=off to read them.
+
+--plan loads nothing and does not touch the GPU: it prints how much memory the load would
+need. --plan --keep SIZE also prints how much overwire.offload would keep on the device and
+how much it would stream from host memory. It recognizes the model's blocks by their
+tensor names.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", words: devices, doc: "cpu (default), cuda, cuda:1"},
 		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "number of loads, one after the other (default 1)"},
-		{name: "plan", doc: "print what the load would need, read only headers, and load nothing"},
+		{name: "plan", doc: "read only headers, and print how much memory the load would need"},
 		{
 			name: "keep", value: "SIZE", size: true, none: true,
 			doc: "with --plan: also print what overwire.offload(keep=SIZE) would keep and stream",
@@ -45,7 +46,7 @@ and stream from host memory, as far as tensor names show the model's blocks.`,
 	run: (*call).load,
 }
 
-// load runs the command. Its report is a list with one load.Report for each load.
+// load runs the command. It reports one load.Report for each load.
 func (c *call) load() error {
 	_, keeps := c.opts["keep"]
 	switch {
@@ -88,7 +89,7 @@ func (c *call) load() error {
 	})
 }
 
-// open opens a model, or the models in the subfolders of the given folder.
+// open opens a model, or all models in the subfolders of a folder.
 func (c *call) open(uris []string, storage format.Access) (*load.Model, error) {
 	return stored.ExpandFolders(c.ctx, uris, storage.Options, func(uris []string) (*load.Model, error) {
 		return load.Open(c.ctx, load.Spec{URIs: uris, Storage: storage})
@@ -120,7 +121,7 @@ func printTrace(w io.Writer, s *pipeline.Summary, workers int64) {
 		"land": "tensors complete",
 	}
 	t := table(w)
-	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %s; seconds are summed over all of them)\n",
+	fmt.Fprintf(t, "stage\ttimes\tseconds\tlongest\tbytes\t(%.4f s, %s; seconds are summed over all workers)\n",
 		s.Seconds, countText(workers, "worker"))
 	for _, g := range s.Stages {
 		name := g.Verb

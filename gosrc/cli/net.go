@@ -1,6 +1,6 @@
 package cli
 
-// This file defines the commands fetch and serve.
+// This file defines the fetch and serve commands.
 
 import (
 	"fmt"
@@ -23,21 +23,20 @@ var fetchVerb = &verb{
 	name: "fetch", args: "URL... [-o OUT]", least: 1, most: -1,
 	short: "download URLs to a file or to standard output, or a folder to a folder",
 	long: `
-Writes the bodies of the URLs (or files) to OUT, or to standard output, in order
-and nothing else. It requests several ranges at once, resumes where a
-connection breaks, and buffers at most 64 MiB. Any failure, such as a short body or an
-HTTP error, gives a nonzero status. OUT is never visible half written;
-if it replaces a file, it keeps that file's mode and owner, and a symbolic link
-is followed. An interrupted run keeps what it has fetched in a hidden file next to OUT
-(.OUT.partial), and the same command continues there, unless the object has changed.
--o - writes to standard output even if that is a terminal.
+Writes the contents of the URLs (or files), in order, to OUT or to standard output. It
+requests several ranges in parallel, resumes broken connections, and buffers at most
+64 MiB. Any failure, such as a short body or an HTTP error, gives a nonzero exit status.
+OUT appears only when it is complete. If OUT exists, it is replaced, keeping its mode and
+owner; symbolic links are followed. An interrupted run leaves what it has fetched in a
+hidden file next to OUT (.OUT.partial). The same command then resumes the download, unless
+the object has changed. -o - writes to standard output even if that is a terminal.
 
-A folder of S3, a repository of the Hub, or a URL that ends in a slash, on a server that
-lists its files as overwire serve does, becomes the folder OUT with all files except
-hidden ones. If OUT is not empty, this needs --force.
+An S3 folder, a Hugging Face Hub repository, or a URL that ends in a slash is downloaded
+into the folder OUT, without hidden files. The server of such a URL must list its files as
+overwire serve does. If OUT is not empty, this needs --force.
 
 --presign downloads nothing: it prints an https URL, signed with your credentials,
-that lets anyone read the S3 object until it expires. Keep it secret.`,
+that lets anyone read the S3 object until it expires. Keep the URL secret.`,
 	example: "overwire fetch https://host/model.safetensors -o model.safetensors\n" +
 		"overwire fetch https://host/a.bin https://host/b.bin | consumer\n" +
 		"overwire fetch s3://models/llama -o llama\n" +
@@ -45,7 +44,7 @@ that lets anyone read the S3 object until it expires. Keep it secret.`,
 	options: []option{
 		{name: "output", short: "o", value: "OUT", doc: "file or folder to write (default: standard output)"},
 		{name: "force", short: "f", doc: "merge into a non-empty folder"},
-		{name: "quiet", short: "s", doc: "print nothing but errors"},
+		{name: "quiet", short: "s", doc: "print only errors"},
 		{name: "verbose", short: "v", doc: "print bytes, time and rate on standard error"},
 		{name: "presign", value: "SECONDS", lo: 1, hi: 604800,
 			doc: "print a URL that reads the S3 object for up to 604800 seconds"},
@@ -119,8 +118,8 @@ func (c *call) fetchFolder(dir, out string) error {
 	})
 }
 
-// checkFetch refuses to write the bytes to a terminal or into JSON output, and
-// arguments of which one was probably meant as the output.
+// checkFetch refuses to write the bytes to a terminal or into JSON output. It also refuses
+// a file name among URLs, which was probably meant as -o FILE.
 func (c *call) checkFetch(out string) error {
 	if out != "" && out != "-" {
 		return nil
@@ -144,27 +143,27 @@ func (c *call) checkFetch(out string) error {
 
 var serveVerb = &verb{
 	name: "serve", args: "DIR", least: 1, most: 1,
-	short: "serve a folder over HTTP, to try link speeds, latencies and faults",
+	short: "serve a folder over HTTP, with simulated rates, latencies and faults",
 	long: `
-Serves the files of DIR with ranges and ETags until it is interrupted. It lists
-folders, so that fetch and compress can read them. Hidden files, and links that lead out
-of DIR, are not served. It listens only on this machine unless --address says otherwise,
-and asks for no password. --faults takes the probability of a fault in each response: ` +
+Serves the files in DIR, with range requests and ETags, until it is interrupted. It also
+lists folders, so fetch and compress can read them. Hidden files, and links that lead out
+of DIR, are not served. There is no authentication. By default only this machine can
+connect; see --address. --faults sets the probability of each fault per response. The faults are ` +
 		strings.Join(slices.Sorted(maps.Keys(serve.Kinds())), ", ") + ".",
 	example: "overwire serve models --rate 300MB --latency 20 --faults reset=0.1,503=0.05",
 	options: []option{
 		{name: "address", value: "HOST:PORT", doc: "address to listen on (default 127.0.0.1:0, a free port)"},
 		{name: "port", value: "N", hi: 65535, doc: "port of 127.0.0.1 to listen on"},
 		{name: "rate", value: "SIZE", size: true, doc: "bytes per second over all connections, e.g. 1.25GB"},
-		{name: "each", value: "SIZE", size: true, doc: "bytes per second of each connection, as object stores " +
-			"limit it"},
+		{name: "each", value: "SIZE", size: true, doc: "bytes per second of each connection, like the limits of " +
+			"object stores"},
 		{name: "latency", value: "MS", hi: 60_000, doc: "milliseconds before each response"},
 		{name: "faults", value: "LIST", doc: "name=probability,..."},
 		{name: "seed", value: "N", hi: 1 << 62, doc: "seed of the random faults"},
 		{name: "retry-after", value: "S", hi: 3600, doc: "seconds in Retry-After of responses 429 and 503"},
 		{name: "no-ranges", doc: "ignore Range headers, as old servers do"},
 		{name: "chunked", doc: "send chunked responses without Content-Length"},
-		{name: "cert", value: "PEM", doc: "certificate, for TLS"},
+		{name: "cert", value: "PEM", doc: "TLS certificate"},
 		{name: "key", value: "PEM", doc: "private key of the certificate"},
 	},
 	run: func(c *call) error {

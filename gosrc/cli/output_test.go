@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// File names, file contents, and errors about them cannot steer the terminal; JSON keeps the exact names.
+// File names, file contents, and errors about them cannot control the terminal. JSON keeps the exact names.
 func TestNamesCannotSteerTheTerminal(t *testing.T) {
 	dir := t.TempDir()
 	name := "m\x1b]0;OWNED\x07\x1b[31m\u202e\u009b\n\x7f"
@@ -65,7 +65,7 @@ func TestSafe(t *testing.T) {
 	}
 }
 
-// The progress line is right at each stage.
+// The progress line shows the bytes, the rate and the time left.
 func TestProgressLine(t *testing.T) {
 	for _, c := range []struct {
 		done, total int64
@@ -82,7 +82,7 @@ func TestProgressLine(t *testing.T) {
 	}
 }
 
-// A command ends when its reader has gone, and leaves no file behind.
+// A command ends when its reader closes the pipe, and leaves no file behind.
 func TestReaderGone(t *testing.T) {
 	folder := t.TempDir()
 	r, w, err := os.Pipe()
@@ -100,9 +100,9 @@ func TestReaderGone(t *testing.T) {
 		t.Errorf("left behind: %v, %v", left, err)
 	}
 	if status := Main(t.Context(), nil, []string{"--version"}, io.Discard, w, Env{}); status != ExitOK {
-		t.Errorf("a reader of messages, of which there was none: status %d", status)
+		t.Errorf("stderr is closed, but nothing is printed there: status %d", status)
 	}
 	if status := Main(t.Context(), nil, []string{"squash"}, io.Discard, w, Env{}); status != ExitPipe {
-		t.Errorf("a reader of messages: status %d", status)
+		t.Errorf("stderr is closed: status %d", status)
 	}
 }

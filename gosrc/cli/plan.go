@@ -12,14 +12,14 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// planReport is the JSON document.
+// planReport is the JSON document that load --plan prints.
 type planReport struct {
 	Tensors int           `json:"tensors"`
-	Bytes   int64         `json:"bytes"`   // of all tensors, when they are loaded
-	Stored  int64         `json:"stored"`  // that are read or mapped
-	Peak    int64         `json:"peak"`    // of tensors, at any moment
-	Staging int64         `json:"staging"` // of slots on the device
-	Pinned  int64         `json:"pinned"`  // of host memory for a GPU's slots
+	Bytes   int64         `json:"bytes"`   // size of all tensors after the load
+	Stored  int64         `json:"stored"`  // bytes to read or map
+	Peak    int64         `json:"peak"`    // maximum tensor memory during the load
+	Staging int64         `json:"staging"` // memory for slots on the device
+	Pinned  int64         `json:"pinned"`  // host memory for a GPU's slots
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
@@ -86,9 +86,9 @@ type ModelFit struct {
 	Index int `json:"index"`
 	// Fits means that the weights leave a fifth of the GPU for activations.
 	Fits bool `json:"fits"`
-	// Keep is the most that overwire.offload may keep so that a fifth stays free, and
-	// Offload what it then does. Both are nil if the weights fit, or if even the ring
-	// does not.
+	// Keep is the largest keep argument of overwire.offload that leaves a fifth of the GPU
+	// free. Offload describes that offload. Both are zero if the weights fit, or if not
+	// even the ring fits.
 	Keep    int64         `json:"keep"`
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
@@ -112,7 +112,7 @@ func (c *call) diagnoseModel(devices []GPUDevice) (*Model, error) {
 		room := d.Memory / 5 * 4
 		fit := ModelFit{Index: d.Index, Fits: r.Bytes <= room}
 		if !fit.Fits && least.Offload.DeviceBytes() <= room {
-			fit.Keep = room - least.Offload.DeviceBytes() // a ring is never larger than it is with nothing kept
+			fit.Keep = room - least.Offload.DeviceBytes() // keeping blocks never makes the ring larger
 			estimate, err := keepOf(fit.Keep)
 			if err != nil {
 				return nil, err

@@ -1,6 +1,6 @@
 package cli
 
-// Tests load --plan and doctor's report on a model.
+// This file tests load --plan and doctor's report on a model.
 
 import (
 	"encoding/binary"
@@ -29,8 +29,8 @@ func layered(t *testing.T) string {
 	return path
 }
 
-// load --plan says how much a load takes, and with --keep what an offload would stream. doctor says the same of a
-// model. Neither needs a GPU, and wrong input is refused.
+// load --plan prints how much memory a load needs, and with --keep how much an offload would stream. doctor accepts a
+// model. Neither needs a GPU, and both refuse wrong input.
 func TestPlan(t *testing.T) {
 	path := layered(t)
 	for keep, want := range map[string]int{"0": 0, "2MB": 2, "3500KB": 3, "1TB": 16} {

@@ -15,13 +15,13 @@ import (
 )
 
 // progress shows the job's counters on stderr while a command runs, if stderr is a
-// terminal. The returned function ends that and removes the line. It may be called more
+// terminal. The returned function stops this and removes the line. It may be called more
 // than once.
 func (c *call) progress() (clear func()) {
 	if !isTerminal(c.stderr) {
 		return func() {}
 	}
-	stderr := unwrapWriter(c.stderr) // we wrote the line and its control characters ourselves
+	stderr := unwrapWriter(c.stderr) // a screen would escape the line's control characters
 	end, exit := make(chan struct{}), make(chan struct{})
 	spawn.Go("progress", func() {
 		defer close(exit)
@@ -47,7 +47,7 @@ func (c *call) progress() (clear func()) {
 	return sync.OnceFunc(func() { close(end); <-exit })
 }
 
-// progressLine returns the line to show, "" while no total is known.
+// progressLine returns the line to show, or "" if the total is unknown.
 func progressLine(verb string, done, total int64, d time.Duration) string {
 	if total <= 0 || done < 0 {
 		return ""

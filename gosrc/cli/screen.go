@@ -1,6 +1,7 @@
 package cli
 
-// This file writes to standard output and standard error, and handles readers that go away.
+// This file writes to standard output and standard error, and stops the command if a reader
+// closes the pipe.
 
 import (
 	"context"
@@ -14,25 +15,26 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// ExitPipe says that the reader of standard output or standard error has gone, as in
-// `overwire ... | head`. Go programs normally end there, possibly with files half written.
-// Here the command ends first, and the caller ends the process.
+// ExitPipe is the exit status if the reader of standard output or standard error closes the
+// pipe, as in `overwire ... | head`. By default, SIGPIPE would kill a Go program there, possibly
+// with half-written files. Here the command cleans up first, and the caller ends the process.
 const ExitPipe = 128 + int(syscall.SIGPIPE)
 
-// readers watches the readers of one command line's outlets.
+// readers records whether a reader of the command's output has closed its pipe.
 type readers struct {
 	gone atomic.Bool
 	stop context.CancelFunc
 }
 
-// watchReaders returns a context that is cancelled when a reader goes away.
+// watchReaders returns a context that is cancelled when a reader closes its pipe.
 func watchReaders(ctx context.Context) (context.Context, *readers) {
 	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := context.WithCancel(ctx)
 	return ctx, &readers{stop: stop}
 }
 
-// An outlet is standard output or standard error. It prints nothing once a reader has gone.
+// An outlet is standard output or standard error. It prints nothing after a reader has closed
+// its pipe.
 type outlet struct {
 	io.Writer
 	readers *readers
@@ -50,9 +52,9 @@ func (o *outlet) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// A screen prints texts to standard output or standard error so that names and contents
-// of files cannot control a terminal. Each Write must be whole characters. Binary data
-// goes to the Writer itself.
+// A screen escapes control characters in the text that it prints, so file names and contents
+// cannot control the terminal. Each Write must contain whole UTF-8 characters. Binary data
+// must be written to the underlying Writer.
 type screen struct{ io.Writer }
 
 func (s screen) Write(p []byte) (int, error) {
@@ -62,7 +64,7 @@ func (s screen) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// unwrapWriter returns the writer of a screen, without its locks.
+// unwrapWriter returns the writer under a screen, which does not escape text.
 func unwrapWriter(w io.Writer) io.Writer {
 	if s, ok := w.(screen); ok {
 		return s.Writer
@@ -70,7 +72,7 @@ func unwrapWriter(w io.Writer) io.Writer {
 	return w
 }
 
-// fileOf returns the file of a screen; nil if there is none.
+// fileOf returns the file that w writes to, or nil if w does not write to a file.
 func fileOf(w io.Writer) *os.File {
 	w = unwrapWriter(w)
 	if o, ok := w.(*outlet); ok {

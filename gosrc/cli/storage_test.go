@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// Storage options may be texts, numbers and switches; anything else is refused.
+// Storage options may be strings, numbers and booleans. Anything else is refused.
 func TestStorageTexts(t *testing.T) {
 	texts, err := storageTexts(`{"timeout": 5, "pause": 0.25, "insecure": false, "header.X": "a b"}`)
 	want := map[string]string{"timeout": "5", "pause": "0.25", "insecure": "false", "header.X": "a b"}
@@ -23,7 +23,7 @@ func TestStorageTexts(t *testing.T) {
 	}
 }
 
-// A count of one uses the singular, also in texts that are added later: a number and its noun come from countText.
+// countText uses the singular for 1. All messages must use it for a number and its noun.
 func TestCounts(t *testing.T) {
 	for n, want := range map[int]string{0: "0 files", 1: "1 file", 2: "2 files", 12345: "12,345 files"} {
 		if got := countText(n, "file"); got != want {

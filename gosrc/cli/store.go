@@ -1,6 +1,6 @@
 package cli
 
-// This file prints presigned URLs of objects.
+// This file prints presigned URLs.
 
 import (
 	"fmt"
@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// printPresigned prints a URL instead of the object's bytes.
+// printPresigned prints a presigned URL of an object instead of downloading it.
 func (c *call) printPresigned() error {
 	if c.opts["output"] != "" || len(c.args) != 1 {
 		return usage("--presign prints a URL of one s3://BUCKET/KEY, and takes no -o")

@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// Files go to a store and come back; nothing there is overwritten without --force; a presigned URL reads the same
-// bytes.
+// Files can be written to a store and read back. Nothing in the store is overwritten without --force. A presigned URL
+// returns the same bytes.
 func TestStore(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	b, _ := json.Marshal(s.Options())
@@ -35,10 +35,10 @@ func TestStore(t *testing.T) {
 	want, _ := os.ReadFile(plain)
 	got, err := os.ReadFile(back)
 	if err != nil || string(got) != string(want) {
-		t.Fatalf("%d bytes came back of %d: %v", len(got), len(want), err)
+		t.Fatalf("decompress restored %d bytes of %d: %v", len(got), len(want), err)
 	}
 
-	// A folder, with and without its last slash.
+	// A folder, with and without a trailing slash.
 	folder := filepath.Join(t.TempDir(), "model")
 	if err := os.Mkdir(folder, 0o755); err != nil {
 		t.Fatal(err)

@@ -1,10 +1,10 @@
-// Package companions finds and copies the auxiliary files of a weights folder:
-// config.json, a tokenizer, subfolders of a pipeline without weights.
+// Package companions finds and copies the auxiliary files of a weights folder: config.json, a
+// tokenizer, subfolders of a pipeline without weights.
 //
-// A link is followed to a file in the folder itself, or from a snapshot of a Hugging Face cache
-// to that cache's blobs; the copy is a plain file. Other links are not copied, so that a
-// stranger's folder cannot copy files of this machine. Hidden files are not copied. The caller
-// gets the names of files that were not copied.
+// A symbolic link is copied as a plain file if it leads to a file in the same folder, or from a
+// snapshot in a Hugging Face cache to the cache's blobs. Other links are not copied, because an
+// untrusted folder could use them to copy other files of this machine. Hidden files are not
+// copied. The caller gets the names of files that were not copied.
 package companions
 
 import (
@@ -24,8 +24,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/file"
 )
 
-// MaxOther is the size up to which files with extensions of other weight formats are
-// copied: small ones often contain no weights (training_args.bin).
+// MaxOther is the maximum size of copied files with extensions of other weight formats.
+// Small files often contain no weights, e.g. training_args.bin.
 const MaxOther = 64 << 20
 
 // OtherWeights are the extensions of other weight formats.
@@ -38,15 +38,15 @@ var OtherWeights = []string{
 // A Folder says where to look for auxiliary files.
 type Folder struct {
 	Path string
-	// Root is the folder that links may lead into; "": Path.
+	// Root is the folder that links may lead into; "" means Path.
 	Root string
-	// Avoid is the folder that is written. If it is Path itself, there are no files to
+	// Avoid is the folder that is being written. If it is Path, there are no files to
 	// copy.
 	Avoid string
 	// Below says that the caller handles the subfolders of Path.
 	Below bool
-	// Open opens the files of a remote folder. Files are those in it and its
-	// subfolders.
+	// Open opens the files of a remote folder. Files lists the files in the folder and
+	// its subfolders.
 	Open  func(ctx context.Context, uri string) (source.Source, error)
 	Files []source.Entry
 }
@@ -58,11 +58,11 @@ type File struct {
 	Size int64
 	Mode fs.FileMode // permissions; 0 for a remote file, which has none
 
-	open func(ctx context.Context, uri string) (source.Source, error) // of a remote file
+	open func(ctx context.Context, uri string) (source.Source, error) // for a remote file
 }
 
 // Find lists the auxiliary files of a folder, except those in taken, and the paths of
-// files that are not copied. Only a folder has any.
+// files that are not copied. If the path is not a folder, both lists are empty.
 func Find(in Folder, taken map[string]bool) (found []File, left []string, err error) {
 	if source.Remote(in.Path) {
 		found, left = in.remote(taken)
@@ -82,7 +82,7 @@ func Find(in Folder, taken map[string]bool) (found []File, left []string, err er
 		root = in.Path
 	}
 	for _, e := range entries {
-		path := strings.TrimSuffix(in.Path, "/") + "/" + e.Name() // ".." stays, as the system resolves it
+		path := strings.TrimSuffix(in.Path, "/") + "/" + e.Name() // not cleaned: the system resolves ".."
 		switch {
 		case taken[e.Name()]:
 		case e.IsDir():
@@ -132,7 +132,7 @@ func (in Folder) remote(taken map[string]bool) (found []File, left []string) {
 	return found, left
 }
 
-// isWeights reports whether a name is that of weights or of their index.
+// isWeights reports whether a name is that of a weights file or its index.
 func isWeights(name string) bool {
 	_, ok := modelfiles.ParseName(strings.TrimLeft(name, "."))
 	return ok
@@ -173,8 +173,8 @@ func findCompanion(root, path string) (f File, ok bool, err error) {
 	return f, st.Mode().IsRegular() && fits(f.Name, f.Size), nil
 }
 
-// faultOf returns the error of a disk or of memory, and nil if a file is merely absent or not
-// readable for this user.
+// faultOf returns err if the disk failed or memory is exhausted. It returns nil if the file
+// is only missing or unreadable for this user.
 func faultOf(err error) error {
 	fault := errs.FromOS(err)
 	if _, system := errors.AsType[syscall.Errno](err); system &&
@@ -184,8 +184,8 @@ func faultOf(err error) error {
 	return nil
 }
 
-// followWithin follows a link to a file in the folder root, or in the blobs of the Hugging
-// Face cache to which the snapshot root belongs.
+// followWithin resolves a link. ok is false if it leads neither into the folder root nor, if
+// root is a snapshot in a Hugging Face cache, to the cache's blobs.
 func followWithin(root, link string) (real string, ok bool, err error) {
 	if real, err = filepath.EvalSymlinks(link); err != nil {
 		return "", false, err
@@ -207,11 +207,11 @@ func followWithin(root, link string) (real string, ok bool, err error) {
 	return real, isSnapshot && filepath.Dir(real) == cache+"/blobs", nil
 }
 
-// step is how many bytes of a copied file are in memory at once.
+// step is how many bytes Copy reads at a time.
 const step = 1 << 20
 
-// Copy passes the bytes of f to write. It fails if the size has changed since f was
-// found, or if the bytes change during the copy.
+// Copy passes the bytes of f to write. It fails if the file's size has changed since Find,
+// or if the file is written to during the copy.
 func Copy(ctx context.Context, f File, write func(p []byte, off int64) error) error {
 	open := f.open
 	if open == nil {

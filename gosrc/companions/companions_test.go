@@ -12,7 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Files are copied or left by kind. (Package save tests links, caches, modes and whole folders.)
+// Find decides by the kind of a file whether it is copied. (Package convert tests links, caches, modes and whole
+// folders.)
 func TestFind(t *testing.T) {
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
@@ -59,8 +60,8 @@ func TestFind(t *testing.T) {
 	}
 }
 
-// A copy has the bytes that were there when the file was found, or fails with a typed error that names the file. A
-// cancel and a failing write end it at once.
+// Copy copies all bytes. If the file has changed, it fails with a typed error that names the file. It stops if it is
+// cancelled or a write fails.
 func TestCopy(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "f")
 	want := make([]byte, 2*step+7)

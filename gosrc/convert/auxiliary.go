@@ -16,9 +16,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// addCompanions puts the auxiliary files of source folders before the files of the model, because files that
-// refer to others come last, and lists those that are not copied. Weights are opened as in every load, through
-// any link, because only their tensors are copied.
+// addCompanions adds the auxiliary files of source folders before the files of the model, because files that refer to
+// others must be last. left lists the files that are not copied. Links to weights are followed anywhere, because only
+// the tensors of weights are copied.
 func addCompanions(c *conversion, src []string, to save.Target, files []save.File, in branch) (all []save.File,
 	left []string, err error) {
 	taken := map[string]bool{}
@@ -49,10 +49,10 @@ func addCompanions(c *conversion, src []string, to save.Target, files []save.Fil
 	return append(all, files...), left, nil
 }
 
-// listAuxiliary lists the auxiliary files of source folders that become one file.
+// listAuxiliary lists the auxiliary files of source folders that are converted to a single file. None is copied.
 func listAuxiliary(c *conversion, src []string, in branch) (left []string) {
 	for _, s := range src {
-		// an unreadable file is not copied either
+		// ignore errors: nothing is copied here
 		found, skipped, _ := companions.Find(folderOf(c, s, "", in), nil)
 		for _, f := range found {
 			left = append(left, f.Path)

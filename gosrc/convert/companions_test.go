@@ -17,8 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// Links are followed within the folder and into the blobs of a Hugging Face cache, and the copies are plain files.
-// Links that lead elsewhere are left, and named.
+// Links within the folder and into the blobs of a Hugging Face cache are copied as plain files. Other links are not
+// copied, and are listed.
 func TestCompanionLinks(t *testing.T) {
 	top := t.TempDir()
 	secret := filepath.Join(top, "secret")
@@ -32,7 +32,7 @@ func TestCompanionLinks(t *testing.T) {
 		"weights.json": "-> model.safetensors", "unet/.git/config": "x",
 	})
 	in := some(newRand(t))
-	made := filepath.Join(top, "made.safetensors") // saves write no blobs
+	made := filepath.Join(top, "made.safetensors") // a save would add an extension
 	write(t, save.Spec{Path: made}, in)
 	if err := os.Rename(made, filepath.Join(top, "hub", "blobs", "bb")); err != nil {
 		t.Fatal(err)
@@ -41,7 +41,7 @@ func TestCompanionLinks(t *testing.T) {
 	dst := filepath.Join(top, "out")
 	rep := convert(t, []string{src}, dst, save.Spec{Compress: true})
 	want := []string{"blob.json", "config.json", "inside.json", "unet/blob.json", "unet/twice.json", "unet/up.json"}
-	want = append(want, "weights.json") // a cached file like any other
+	want = append(want, "weights.json") // copied like any other link within the folder
 	slices.Sort(want)
 	if got := names(dst, rep.Copied); !slices.Equal(got, want) {
 		t.Errorf("copied %q", got)
@@ -58,7 +58,7 @@ func TestCompanionLinks(t *testing.T) {
 	})
 	same(t, in, read(t, filepath.Join(dst, "unet")))
 
-	// Only blobs in a real folder count as a cache's blobs.
+	// If the folder blobs is itself a link, it does not count as a cache's blobs.
 	put(t, top, map[string]string{"bad/blobs": "-> .."})
 	src = filepath.Join(top, "bad", "snapshots", "rev")
 	put(t, src, map[string]string{"out.json": "-> ../../blobs/secret"})
@@ -69,7 +69,7 @@ func TestCompanionLinks(t *testing.T) {
 	}
 }
 
-// The cache folder of a Hugging Face model, which has nameless blobs, is refused with the snapshot to name.
+// The cache folder of a Hugging Face model is refused. The error names the snapshot to use instead.
 func TestConvertWholeCache(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	put(t, src, map[string]string{"blobs/aa": "large", "refs/main": "rev", "snapshots/rev/config.json": "-> ../../blobs/aa"})
@@ -87,8 +87,8 @@ func TestConvertWholeCache(t *testing.T) {
 	}
 }
 
-// A converted file has no wider mode than its source, and the umask narrows it further. A replaced file keeps its old
-// mode.
+// A converted file has no more permissions than its source, and the umask restricts them further. A replaced file keeps
+// its mode.
 func TestConvertModes(t *testing.T) {
 	old := syscall.Umask(0o027)
 	defer syscall.Umask(old)
@@ -146,13 +146,13 @@ func filesOf(t *testing.T, dir string, rep save.Report) (out []string) {
 		}
 	}
 	if found, _ := filepath.Glob(filepath.Join(dir, "*-of-*")); len(found) != len(out) {
-		t.Fatalf("%q are there, %q are the model", found, out)
+		t.Fatalf("the folder has %q, the model %q", found, out)
 	}
 	return out
 }
 
-// An auxiliary file may have any size and is never in memory whole. One that changes while it is copied fails the save,
-// and large weights of other formats are left.
+// An auxiliary file may have any size. If it changes while it is copied, the save fails. Large weights of other formats
+// are not copied.
 func TestCompanionSizes(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, some(newRand(t)))

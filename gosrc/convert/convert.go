@@ -1,6 +1,6 @@
-// Package convert rewrites models: plain files become containers and the reverse, in files, folders and stores.
-// It reads with package stored, and writes with package save. It holds only the index of the sources and a
-// window of chunks in memory.
+// Package convert converts models between plain files and containers, in single files, folders and stores. It reads
+// with package stored, and writes with package save. It keeps only the index of the sources and a window of chunks in
+// memory.
 package convert
 
 import (
@@ -20,30 +20,27 @@ import (
 )
 
 // Convert reads tensors from files, folders or an index.json, plain or compressed, and
-// writes them as spec says. It holds a window of chunks in memory, never the whole
-// model.
+// writes them according to spec. It keeps only a window of chunks in memory.
 //
-// If a plain file becomes one container with the same metadata, the container stores
-// what is needed to restore that file byte for byte. If such a container becomes one
-// plain file, it is that file.
+// If a plain file becomes one container with the same metadata, the container stores what
+// is needed to restore that file byte for byte. If such a container is converted to one
+// plain file, the original file is restored.
 //
-// If dst is a folder, every file keeps its name (if dst already has a set of these names, see
-// modelfiles.Mark), its tensors and its metadata. The index.json and the auxiliary files of a
-// source folder are copied (see package companions); dst must not have other weights. Every
-// model of a folder is converted, with its variants. Otherwise all tensors go into the file
-// dst (or its shards, if spec says so), with the metadata of all sources; where they differ,
-// the first source wins. dst is a folder if it already is one, if it ends in a slash, or if
-// the source is a folder or has several files and dst does not end in .safetensors or
-// .tensors. spec.Path is ignored; spec.Metadata overrides that of the sources.
+// If dst is a folder, every file keeps its tensors, its metadata and its name, which is
+// marked (see modelfiles.Mark) if dst already has a set with these names. The index.json and
+// the auxiliary files of a source folder are copied (see package companions). dst must not
+// contain other weights. All models of a folder are converted, including variants. If dst is
+// a file, all tensors are written to it, or to its shards, with the metadata of all sources.
+// If these differ, the first source wins. dst is a folder if it already is one, if it ends in
+// a slash, or if the source is a folder or has several files and dst does not end in
+// .safetensors or .tensors. spec.Path is ignored. spec.Metadata overrides that of the sources.
 //
-// If src is one folder, local or in a store that lists its files, its subfolders are converted and copied in
-// the same way, so that a diffusers pipeline stays one. The files of the folder itself, which refer to the
-// others, are written last.
+// If src is one folder, local or in a store that can list files, its subfolders are converted and copied in the same
+// way, so a diffusers pipeline stays complete. The files of the folder itself refer to the others and are written last.
 //
-// A new file can be read by no more users than its source. A file that replaces another
-// gets that file's mode, as always.
+// A new file is not readable by more users than its source. A replaced file keeps its mode.
 //
-// Converting a file onto itself is safe: it is read until the new one is complete.
+// Converting a file onto itself is safe: the old file is read until the new one is complete.
 func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec save.Spec) (save.Report, error) {
 	start := time.Now()
 	to, err := resolve(dst, &spec)

@@ -32,8 +32,8 @@ func convert(t testing.TB, src []string, dst string, spec save.Spec) save.Report
 }
 
 func TestConvertThereAndBack(t *testing.T) {
-	// Compressing and decompressing gives the same tensors and metadata with any chunk grid. A decompressed file has
-	// exactly the bytes of a plain one written from the same tensors.
+	// Compressing and decompressing preserves tensors and metadata for any chunk size and number of parts. A
+	// decompressed file is the same as a plain file written from the tensors.
 	r := newRand(t)
 	in := some(r)
 	dir := t.TempDir()
@@ -67,7 +67,7 @@ func TestConvertThereAndBack(t *testing.T) {
 }
 
 func TestConvertAnIndexOfAnyName(t *testing.T) {
-	// The name of an index.json may have any bytes, since no index lists it.
+	// The name of an index.json may contain any bytes, because no index lists it.
 	in := some(newRand(t))
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors"), Shard: 700000}, in)
@@ -79,7 +79,8 @@ func TestConvertAnIndexOfAnyName(t *testing.T) {
 }
 
 func TestConvertFolder(t *testing.T) {
-	// A folder keeps its names, shards, index.json and auxiliary files. Weights in other forms are not copied.
+	// Converting a folder preserves file names, shards, the index.json and auxiliary files. Hidden files are not
+	// copied.
 	r := newRand(t)
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(r)
@@ -108,7 +109,7 @@ func TestConvertFolder(t *testing.T) {
 	if len(es) != len(rep.Files)+1 {
 		t.Errorf("%v", es)
 	}
-	// First onto itself, then into one file, then into other shards.
+	// Convert it onto itself, then to one file, then to other shards.
 	convert(t, []string{src}, src, save.Spec{Compress: true})
 	same(t, in, read(t, src))
 	one := filepath.Join(t.TempDir(), "one.safetensors")
@@ -120,8 +121,8 @@ func TestConvertFolder(t *testing.T) {
 }
 
 func TestShards(t *testing.T) {
-	// Shards have Hugging Face's names and index. None is larger than asked unless one tensor is; a single shard is a
-	// plain file.
+	// Shards have Hugging Face's names and index. A shard exceeds the limit only if a single tensor does. If one shard
+	// is enough, the result is a single file.
 	r := fixedRand()
 	dir := t.TempDir()
 	p := filepath.Join(dir, "model.safetensors")
@@ -136,7 +137,7 @@ func TestShards(t *testing.T) {
 		t.Fatal(got)
 	}
 	if _, err := os.Stat(p); err == nil {
-		t.Error("the old model is still there under the very path that was saved to")
+		t.Error("the old model still exists at the saved path")
 	}
 	b, _ := os.ReadFile(p + ".index.json")
 	var ix struct {
@@ -162,7 +163,7 @@ func TestShards(t *testing.T) {
 }
 
 func TestConvertRefuses(t *testing.T) {
-	// A conversion that cannot be done leaves nothing, not even a folder, and gives a typed reason.
+	// A conversion that fails gives a typed error and leaves nothing, not even a folder.
 	r := fixedRand()
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n) }
@@ -205,7 +206,8 @@ func TestConvertRefuses(t *testing.T) {
 }
 
 func TestConvertOneFileFolder(t *testing.T) {
-	// A folder converts to a folder with its auxiliary files, even if it has one file and OUT is new and has no slash.
+	// A folder is converted to a folder with its auxiliary files, even if it has only one file and the output does not
+	// exist and has no trailing slash.
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(newRand(t))
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, in)
@@ -226,7 +228,7 @@ func TestConvertOneFileFolder(t *testing.T) {
 }
 
 func TestConvertIntoAFolderNamedAsAFile(t *testing.T) {
-	// An existing folder is a folder whatever its name: files in it are compressed and divided as in any other.
+	// An existing folder is treated as a folder even if its name looks like a file.
 	src, top := t.TempDir(), t.TempDir()
 	in := []save.Input{bf16("a", newRand(t), 64, 64), bf16("b", newRand(t), 64, 64)}
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, in)
@@ -245,8 +247,8 @@ func TestConvertIntoAFolderNamedAsAFile(t *testing.T) {
 }
 
 func TestConvertTree(t *testing.T) {
-	// A folder with models in subfolders keeps them. Files that are not copied are listed, and a failure leaves nothing
-	// of a new folder.
+	// Converting a folder converts the models in its subfolders. Files that are not copied are listed. A failure
+	// removes a newly created folder.
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	in := some(newRand(t))
 	for _, part := range []string{"unet", "vae", ".cache"} {
@@ -292,8 +294,8 @@ func TestConvertTree(t *testing.T) {
 }
 
 func TestConvertComparesHashes(t *testing.T) {
-	// A container with a false tensor hash is not converted, not even into column parts with digests: no false hash is
-	// passed on. The error names the tensor.
+	// A container with a wrong tensor hash is not converted, not even into column parts with digests. The error names
+	// the hash and the file.
 	r := newRand(t)
 	path, dst := filepath.Join(t.TempDir(), "m"), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: path, Compress: true}, []save.Input{bf16("big", r, 700, 1024)})

@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// A modelSet is an opened model, and the destination of its files.
+// A modelSet is an opened model and the target of its conversion.
 type modelSet struct {
 	*stored.Model
 	spec   *save.Spec
@@ -38,7 +38,7 @@ func (m *modelSet) itemsOf(k int) (items []*save.Item) {
 	return items
 }
 
-// joinedFiles puts all tensors into one file, or into shards, with the metadata of all sources.
+// joinedFiles plans one file, or shards, with all tensors and the metadata of all sources.
 func (m *modelSet) joinedFiles(ctx context.Context, w *save.Writer) ([]save.File, error) {
 	var all map[string]string
 	for k := range m.Sources {
@@ -61,14 +61,14 @@ func (m *modelSet) joinedFiles(ctx context.Context, w *save.Writer) ([]save.File
 	return files, err
 }
 
-// filesIn gives each source a separate file in a folder, and adds the source's index.json if indexed.
+// filesIn plans one file in a folder for each source, and adds the source's index.json if indexed is set.
 func (m *modelSet) filesIn(ctx context.Context, dir save.Target, indexed bool) (files []save.File, err error) {
 	seen := map[string]bool{}
 	for k, s := range m.Sources {
 		at := source.LocationOf(s.URI())
 		name := filepath.Base(at.Path)
 		if filepath.Ext(name) == "" {
-			name += publish.Extension // without it, opening the folder would not find the file
+			name += publish.Extension // otherwise opening the folder would not find the file
 		}
 		if seen[name] {
 			return nil, errs.In("save", dir.Path, errs.New(errs.ErrArgument, "two sources have the name %q", name))
@@ -91,7 +91,8 @@ func (m *modelSet) filesIn(ctx context.Context, dir save.Target, indexed bool) (
 }
 
 // addIndex adds the index.json of the source to its files. Shards without an index get one
-// if files of their names already exist, because with it they replace those in one step.
+// if files with their names already exist, because only an index can replace them in one
+// step.
 func (m *modelSet) addIndex(dir save.Target, files []save.File) ([]save.File, error) {
 	set := m.Sets[0]
 	mode, err := m.mode()
@@ -131,8 +132,8 @@ func (m *modelSet) addIndex(dir save.Target, files []save.File) ([]save.File, er
 	return files, nil
 }
 
-// original returns the plain file that source k is or stores, if the new file is made only from this source and
-// should store it or become it; otherwise nil.
+// original returns the plain file that source k is or stores, if the new file should store or restore it. Otherwise it
+// returns nil. The new file must be made only from this source.
 func (m *modelSet) original(ctx context.Context, k int) (*original.File, error) {
 	s := &m.Index.Sources[k]
 	if len(m.spec.Metadata) > 0 || s.Unlisted > 0 || !m.target.Coded() || !m.spec.Compress && !s.Overwire() {
@@ -141,8 +142,8 @@ func (m *modelSet) original(ctx context.Context, k int) (*original.File, error) 
 	return original.Of(ctx, m.Sources[k], s, !m.spec.NoSHA256)
 }
 
-// plainFiles lists the plain files that are made from containers and are not their
-// originals.
+// plainFiles lists the plain files that were made from containers without restoring an
+// original.
 func (m *modelSet) plainFiles(files []save.File, originals []original.Summary) (out []string) {
 	if m.spec.Compress || !m.target.Coded() {
 		return nil
@@ -157,7 +158,7 @@ func (m *modelSet) plainFiles(files []save.File, originals []original.Summary) (
 	return out
 }
 
-// mode returns the mode that all local files of the model allow; 0 if none is local.
+// mode returns the permissions that all local files of the model have, or 0 if none is local.
 func (m *modelSet) mode() (all fs.FileMode, err error) {
 	for _, s := range m.Sources {
 		mode, err := modeOf(source.LocationOf(s.URI()))
@@ -173,7 +174,7 @@ func (m *modelSet) mode() (all fs.FileMode, err error) {
 	return all, nil
 }
 
-// modeOf is the mode of a local file; 0 for a remote one.
+// modeOf returns the mode of a local file, or 0 for a remote file.
 func modeOf(at source.Location) (fs.FileMode, error) {
 	if at.Remote {
 		return 0, nil
@@ -185,7 +186,7 @@ func modeOf(at source.Location) (fs.FileMode, error) {
 	return st.Mode().Perm() | 0o600, nil
 }
 
-// mergeMetadata returns metadata with more entries; nil if both are nil.
+// mergeMetadata adds more to metadata. It returns nil if both are nil.
 func mergeMetadata(metadata, more map[string]string) map[string]string {
 	if metadata == nil {
 		return more

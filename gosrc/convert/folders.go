@@ -1,6 +1,6 @@
 package convert
 
-// This file creates and checks the folders to which models are written.
+// This file creates and checks the folders that models are written to.
 
 import (
 	"context"
@@ -19,8 +19,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// resolve is save.Resolve, except that an existing folder is a folder even if its name ends like
-// that of a file.
+// resolve is save.Resolve, but treats an existing folder as a folder even if its name has a file
+// extension.
 func resolve(dst string, spec *save.Spec) (save.Target, error) {
 	if st, err := os.Stat(source.LocationOf(dst).Path); err == nil && st.IsDir() {
 		dst = publish.JoinName(dst, "")
@@ -28,8 +28,8 @@ func resolve(dst string, spec *save.Spec) (save.Target, error) {
 	return save.Resolve(dst, spec)
 }
 
-// isFolder reports whether the target should be a folder. It should for several files or
-// for a folder, unless its name is that of a file.
+// isFolder reports whether the target is a folder. A target that does not exist is a folder
+// if the source is a folder or has several files, unless its name has a file extension.
 func isFolder(to save.Target, src []string, files int) bool {
 	if strings.HasSuffix(to.Path, string(filepath.Separator)) {
 		return true
@@ -50,7 +50,7 @@ func isFolder(to save.Target, src []string, files int) bool {
 	return files > 1 || len(src) == 1 && (from.Folder || namesIndex(from.Path))
 }
 
-// pathIn returns the file to write, or the path after which shards are named.
+// pathIn returns the file to write, or the path from which shard names are made.
 func pathIn(folder bool, to save.Target, stem string) save.Target {
 	if folder {
 		return to.At(publish.JoinName(to.Path, stem+publish.Extension))
@@ -58,7 +58,8 @@ func pathIn(folder bool, to save.Target, stem string) save.Target {
 	return to
 }
 
-// makeFolder makes the target's folder if it is missing, and returns it if it did. Stores need no folders.
+// makeFolder creates the target's folder if it is missing. It returns the path if it created the folder. Stores need no
+// folders.
 func makeFolder(to save.Target) (made string, err error) {
 	if to.Remote {
 		return "", nil
@@ -70,9 +71,9 @@ func makeFolder(to save.Target) (made string, err error) {
 	return made, err
 }
 
-// refuseOthers refuses a folder that has weights with other names than ours, because it would
-// then be opened as two models. Files of a src folder that is converted onto itself are
-// allowed; in a local folder only if its files are not renamed.
+// refuseOthers refuses a folder that contains weights with other names than ours, because it
+// would then be opened as two models. A folder that is converted onto itself is allowed; if
+// it is local, only if its files are not renamed.
 func refuseOthers(ctx context.Context, to save.Target, src []string, renamed bool, ours map[string]bool,
 	opt source.Options) error {
 	others := func(name string) error {

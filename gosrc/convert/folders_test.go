@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// The output folder is created if it is missing. In a folder that everyone may write to, another user's link to a
-// folder is refused, and one's own is not.
+// The output folder is created if it is missing. In a world-writable folder, another user's link to a folder is
+// refused, but the current user's link is followed.
 func TestMake(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root may give files away")

@@ -14,10 +14,10 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// convertModel converts everything that is opened as one model.
+// convertModel converts all files of one model.
 func convertModel(ctx context.Context, c *conversion, src []string, to save.Target, in branch) (save.Report, error) {
 	access := readingAccess(c, to)
-	// each file unchanged, with the tensors that an index.json does not list
+	// files are converted one by one, so include tensors that an index.json does not list
 	asFiles := c.spec.Shard == 0 && isFolder(to, src, 2)
 	m, err := stored.Open(ctx, src, access, asFiles)
 	if err != nil {
@@ -41,7 +41,7 @@ func convertModel(ctx context.Context, c *conversion, src []string, to save.Targ
 	set := modelSet{Model: m, spec: c.spec, target: target, items: save.ItemsOf(m, stored.NewCache(w.Threads()))}
 	groups := [][]*save.Item{set.items}
 	if isDir && c.spec.Shard == 0 {
-		groups = nil // the files stay separate: no alias may refer to another file
+		groups = nil // the files stay separate, so no alias may refer to another file
 		for k := range m.Sources {
 			groups = append(groups, set.itemsOf(k))
 		}
@@ -77,7 +77,7 @@ func convertModel(ctx context.Context, c *conversion, src []string, to save.Targ
 	return rep, err
 }
 
-// readingAccess returns how to read sources that become a file of the target's format.
+// readingAccess returns the access options for reading sources, including settings for the target's format.
 func readingAccess(c *conversion, to save.Target) format.Access {
 	access := c.spec.Storage
 	if more := to.Settings(); len(more) > 0 {
@@ -88,8 +88,8 @@ func readingAccess(c *conversion, to save.Target) format.Access {
 	return access
 }
 
-// writeFolder writes files into a folder, which it creates if needed, together with the auxiliary files of the
-// source folders. If the folder is one of own, it may already have that model's weights.
+// writeFolder writes files into a folder, together with the auxiliary files of the folders from. It creates the folder
+// if needed. If the folder is one of own, it may already contain that model's weights.
 func writeFolder(ctx context.Context, c *conversion, w *save.Writer, own, from []string, to save.Target,
 	files []save.File, in branch) (rep save.Report, err error) {
 	made, err := makeFolder(to)

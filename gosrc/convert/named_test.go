@@ -26,7 +26,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pipeline is a folder of several models with a variant and auxiliary files.
+// pipeline makes a folder with several models, a variant and auxiliary files.
 func pipeline(t *testing.T) (dir string, in []save.Input) {
 	t.Helper()
 	dir, in = t.TempDir(), []save.Input{bf16("a", newRand(t), 64, 100), bf16("b", newRand(t), 64, 100)}
@@ -37,7 +37,7 @@ func pipeline(t *testing.T) (dir string, in []save.Input) {
 	return dir, in
 }
 
-// tree returns the files below a folder by name, without hidden ones.
+// tree returns the contents of the files below a folder by name, without hidden files.
 func tree(t *testing.T, dir string) map[string]string {
 	t.Helper()
 	out := map[string]string{}
@@ -68,8 +68,8 @@ func sameTree(t *testing.T, want, got map[string]string) {
 	}
 }
 
-// A folder goes into a store and comes back byte for byte, with its subfolders and auxiliary files, whether or not its
-// URI ends in a slash. Every command that reads it takes either form.
+// A folder converted to a store and back is the same byte for byte, including subfolders and auxiliary files. Its URI
+// may end in a slash or not, for every command that reads it.
 func TestStoredTree(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -105,7 +105,7 @@ func TestStoredTree(t *testing.T) {
 		t.Error(err)
 	}
 
-	// An object of exactly that name is used. A file of that name is a file, whatever the folder has.
+	// If the output is named as a file, a folder is converted to that single file.
 	write(t, save.Spec{Path: "s3://models/m", Storage: opt}, in)
 	file := filepath.Join(t.TempDir(), "m.safetensors")
 	convert(t, []string{dir + "/unet"}, "s3://models/m2", save.Spec{Storage: opt})
@@ -116,7 +116,7 @@ func TestStoredTree(t *testing.T) {
 	same(t, in, read(t, file))
 }
 
-// A tree that cannot be written whole into an empty store folder leaves none of its files there.
+// If converting a tree to an empty folder of a store fails, none of its files are left there.
 func TestStoredTreeFails(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -130,7 +130,7 @@ func TestStoredTreeFails(t *testing.T) {
 	}
 }
 
-// A tree that cannot be written whole over an earlier one names the files that were replaced before it failed.
+// If converting a tree over an earlier one fails, the error names the files that were already replaced.
 func TestPartialTree(t *testing.T) {
 	dir, _ := pipeline(t)
 	dst := filepath.Join(t.TempDir(), "out")
@@ -147,8 +147,8 @@ func TestPartialTree(t *testing.T) {
 	}
 }
 
-// A fakeHub serves one commit of a repository as the Hub does: its file list, and its files only by that commit. asked
-// has the paths of requests.
+// fakeHub serves one commit of a repository as the Hub does: its file list, and its files only under the commit's hash.
+// asked collects the paths of requests.
 func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[]string) {
 	t.Helper()
 	asked = new([]string)
@@ -181,8 +181,8 @@ func fakeHub(t *testing.T, files map[string]string) (opt format.Access, asked *[
 		Storage: map[string]string{"retries": "0"}}}, asked
 }
 
-// A Hub repository becomes a folder with all its auxiliary files, from the one commit that the branch points to when it
-// is listed. So does a folder of a repository.
+// A Hub repository, or a folder in it, is converted to a folder with all auxiliary files. All files are read from the
+// commit that the branch points to when it is listed.
 func TestHubTree(t *testing.T) {
 	dir, _ := pipeline(t)
 	want := tree(t, dir)

@@ -18,15 +18,15 @@ type conversion struct {
 	job  *job.Job
 }
 
-// A branch is the part of a source that is converted next. The zero value stands for sources that are not a
-// single folder.
+// A branch describes the part of a source that is converted next. The zero value is for sources that are not a single
+// folder.
 type branch struct {
 	root    string          // see companions.Folder
-	files   []source.Entry  // of a remote folder: files in it and its subfolders
+	files   []source.Entry  // remote folder: the files in it and its subfolders
 	folders bool            // the subfolders are converted separately
-	dir     string          // the folder of several models that are converted; "" for one model
-	ours    map[string]bool // the files of all of them
-	last    bool            // this is the last model, with which the auxiliary files are copied
+	dir     string          // the folder, if it has several models; "" for one model
+	ours    map[string]bool // the files of all models in dir
+	last    bool            // this is the last model in dir; auxiliary files are copied with it
 }
 
 // sourceFolders lists the folders from which models are converted.
@@ -44,7 +44,7 @@ func (b branch) sourceFolders(src []string) []string {
 	return out
 }
 
-// namesIndex reports whether a path is that of an index.json.
+// namesIndex reports whether a path names an index.json.
 func namesIndex(path string) bool {
 	n, ok := modelfiles.ParseName(filepath.Base(path))
 	return ok && n.Index

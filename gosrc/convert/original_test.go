@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// oddFiles are files with headers that no two programs write alike.
+// oddFiles returns valid files with many unusual forms of headers.
 func oddFiles(t testing.TB) map[string][]byte {
 	r := newRand(t)
 	weights := gaussian(r, 300, 256)
@@ -56,8 +56,8 @@ func oddFiles(t testing.TB) map[string][]byte {
 }
 
 func TestSameFile(t *testing.T) {
-	// The file that was compressed comes back byte for byte, whatever its header looks like, through any parts and
-	// through a second container. The report has its SHA-256.
+	// Decompressing restores the compressed file byte for byte, for any form of header, any number of parts, and from a
+	// container made from a container. The report has its SHA-256.
 	for name, want := range oddFiles(t) {
 		dir := t.TempDir()
 		at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
@@ -94,7 +94,7 @@ func TestSameFile(t *testing.T) {
 	}
 }
 
-// A container without a SHA-256 gives back the original file. No sum is made then, and the report says that none was
+// A container without a SHA-256 restores the original file. No SHA-256 is computed, and the report says that none was
 // compared.
 func TestSameFileWithoutItsSum(t *testing.T) {
 	for name, want := range oddFiles(t) {
@@ -114,13 +114,13 @@ func TestSameFileWithoutItsSum(t *testing.T) {
 			t.Fatalf("%s: %v, %+v", name, err, rep)
 		}
 		if got, err := os.ReadFile(at("out")); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("%s: %v, another file", name, err)
+			t.Errorf("%s: %v, or a different file", name, err)
 		}
 	}
 }
 
 func TestEmptyMetadata(t *testing.T) {
-	// Missing metadata and empty metadata stay distinct in plain and compressed files, through all conversions.
+	// All conversions preserve the difference between missing and empty metadata.
 	in := some(fixedRand())
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
@@ -148,8 +148,8 @@ func TestEmptyMetadata(t *testing.T) {
 }
 
 func TestNoOriginal(t *testing.T) {
-	// A file that is not the one that was compressed is reported as newly written: other metadata, other shards, or a
-	// file that never was plain.
+	// A plain file that does not restore an original is reported in Anew: with other metadata, other shards, or from a
+	// container that was saved from tensors.
 	dir := t.TempDir()
 	at := func(n string) string { return filepath.Join(dir, n+".safetensors") }
 	in := some(fixedRand())
@@ -185,7 +185,7 @@ func TestNoOriginal(t *testing.T) {
 }
 
 func TestSameFolder(t *testing.T) {
-	// Every shard of a folder and its index.json come back unchanged.
+	// Every shard of a folder and its index.json are restored unchanged.
 	src, packed, back := t.TempDir(), filepath.Join(t.TempDir(), "packed"), filepath.Join(t.TempDir(), "back")
 	files := oddFiles(t)
 	_ = os.WriteFile(filepath.Join(src, "2.safetensors"), files["padded to 8"], 0o600)
@@ -208,7 +208,7 @@ func TestSameFolder(t *testing.T) {
 }
 
 func TestGoldenOriginal(t *testing.T) {
-	// The file that version 1.1 compressed comes back.
+	// A container of version 1.1 restores its original.
 	dir := filepath.Join(goldens, "original-1.1")
 	out := filepath.Join(t.TempDir(), "out.safetensors")
 	rep := convert(t, []string{filepath.Join(dir, "container.safetensors")}, out, save.Spec{})

@@ -1,6 +1,6 @@
 package convert
 
-// This file writes files with known bytes to the destinations of a conversion.
+// This file writes prewritten files to the target of a conversion.
 
 import (
 	"context"
@@ -10,9 +10,9 @@ import (
 	"github.com/overwire/overwire/gosrc/save/publish"
 )
 
-// WritePrewritten writes files that belong together to spec.Path or, if there are several, to shards of that
-// name with an index. See Convert for when it is a folder. There the files are named after stem, and the
-// auxiliary files of the folder src ("" for none) are copied.
+// WritePrewritten writes the files of one model to spec.Path or, if there are several, to shards with that name and an
+// index. spec.Path may be a folder; see Convert. Then the files are named after stem, and the auxiliary files of the
+// folder src are copied, unless it is "".
 func WritePrewritten(ctx context.Context, j *job.Job, src, stem string, contents []publish.Prewritten, spec save.Spec) (
 	rep save.Report, err error) {
 	to, err := resolve(spec.Path, &spec)

@@ -1,6 +1,6 @@
 package convert
 
-// This file converts folders of several models.
+// This file converts folders with several models.
 
 import (
 	"context"
@@ -18,8 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/stored"
 )
 
-// convertTree converts each model below a folder into the same path below the target, and copies the auxiliary
-// files. If a model fails, it removes the target folder if it created it.
+// convertTree converts each model below a folder to the same path below the target, and copies the auxiliary files. If
+// a model fails and the target folder is new, the folder is removed.
 func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to save.Target, branches []format.Branch) (
 	rep save.Report, err error) {
 	undo, err := beginFolder(ctx, c, to, &rep)
@@ -53,23 +53,24 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 	return rep, nil
 }
 
-// A Partial is the error of a conversion that failed after it had written complete
-// files of several models into a folder that was not empty.
+// A Partial is the error of a conversion of several models that failed after it had written
+// some of the files into a folder that was not empty.
 type Partial struct {
 	error
 	Files []string
 }
 
-// Error says why it failed, and what was written.
+// Error says why the conversion failed, and which files were written.
 func (p *Partial) Error() string {
 	return p.error.Error() + "; written before that: " + strings.Join(p.Files, ", ")
 }
 
-// Unwrap returns the reason.
+// Unwrap returns the cause.
 func (p *Partial) Unwrap() error { return p.error }
 
-// beginFolder makes the target's folder if it is missing. After an error, undo removes a folder that was
-// created, or in a store the files of rep. If the folder was not empty, they stay, and the error lists them.
+// beginFolder creates the target's folder if it is missing. After an error, undo removes the folder if it was created.
+// In a store it removes the files of rep if the folder was empty. Otherwise the files stay, and undo's error lists
+// them.
 func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.Report) (undo func(error) error,
 	err error) {
 	made, err := makeFolder(to)
@@ -95,8 +96,8 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 	}, err
 }
 
-// convertFolder converts the models in a folder itself. The folder's default model comes
-// last, with the auxiliary files of all.
+// convertFolder converts the models directly in a folder. The folder's default model is
+// last, together with the auxiliary files.
 func convertFolder(ctx context.Context, c *conversion, dir string, to save.Target, in branch) (rep save.Report,
 	err error) {
 	models, err := format.Models(ctx, dir, urisIn(dir, in.files), open.With(c.spec.Storage.Options).Open)
@@ -121,7 +122,7 @@ func convertFolder(ctx context.Context, c *conversion, dir string, to save.Targe
 	}
 	defer func() { err = undo(err) }()
 	spec := *c.spec
-	spec.Beside = true // as in dir
+	spec.Beside = true // a single file may be next to an index, as in dir
 	each := &conversion{spec: &spec, job: c.job}
 	in.dir, in.ours = dir, map[string]bool{}
 	for _, m := range models {
@@ -153,7 +154,7 @@ func copyFolder(ctx context.Context, c *conversion, from string, to save.Target,
 	return rep, err
 }
 
-// filesBelow lists those files that are below a folder, by their names in it.
+// filesBelow lists the files that are below a folder, with names relative to it.
 func filesBelow(files []source.Entry, folder string) (in []source.Entry) {
 	if folder == "" {
 		return files

@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// On a GPU, a load that follows another uses the same queue after it.
+// On a GPU, a load with Options.After starts after the earlier load.
 func TestAfterFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
@@ -23,8 +23,8 @@ func TestAfterFake(t *testing.T) {
 	}
 }
 
-// A load on a GPU that follows another gets its queue as soon as the first has submitted everything, and does not wait
-// for its end. One that wants the device's times, or another dtype, waits.
+// On a GPU, a load with Options.After gets the first load's queue as soon as the first load has submitted everything.
+// It does not wait for the first load's end, except if it is traced or casts to another dtype.
 func TestAfterTakesTheQueueFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// A load that follows another reads nothing before that one has ended, also by an error. If cancelled, it does not
-// wait.
+// A load with Options.After reads nothing before the first load has ended, even if that ends with an error. A cancelled
+// load does not wait.
 func TestAfter(t *testing.T) {
 	path, want := write(t, "m", []int64{3000, 70}, []int64{0}, []int64{5})
 	follows(t, opened(t, Spec{URIs: []string{path}, Map: new(bool)}), want, "")
@@ -49,7 +49,7 @@ func follows(t *testing.T, m *Model, want [][]byte, device string) {
 	}
 }
 
-// takeAll waits for a load and takes its tensors; compare says that they are on the host.
+// takeAll waits for a load and takes its tensors. With compare it also compares their bytes, which must be on the host.
 func takeAll(t *testing.T, l *Loading, want [][]byte, compare bool) {
 	t.Helper()
 	if _, err := l.Job().Wait(-1); err != nil {

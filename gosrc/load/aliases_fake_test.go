@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// On a GPU, aliases of any shape get the same bytes as on the host, whole and in blocks.
+// On a GPU, aliases of any shape load the right bytes, whole and in blocks.
 func TestAliasesOfPartsFake(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

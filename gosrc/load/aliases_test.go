@@ -22,7 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// otherShape is a random shape with that number of elements.
+// otherShape returns a random shape with n elements.
 func otherShape(r *rand.Rand, n int64) []int64 {
 	shape := []int64{n}
 	for range r.IntN(4) {
@@ -37,8 +37,8 @@ func otherShape(r *rand.Rand, n int64) []int64 {
 	return shape
 }
 
-// aliased writes a container with tensors in all numbers of column parts, each with aliases of other shapes, as only
-// old writers stored them. It returns its path, and each tensor's bytes by name.
+// aliased writes a container with tensors in various numbers of column parts. Their aliases have other shapes, which
+// only old writers stored. It returns the path, and each tensor's bytes by name.
 func aliased(t *testing.T, r *rand.Rand) (string, map[string][]byte) {
 	t.Helper()
 	var items []overwire.Item
@@ -114,8 +114,8 @@ func aliased(t *testing.T, r *rand.Rand) (string, map[string][]byte) {
 	return path, bytesOf
 }
 
-// blockOf returns the part of a tensor's bytes that a request asks for; ok is false if it does not begin and end on
-// whole bytes.
+// blockOf returns the bytes of a tensor that a request selects. ok is false if they do not begin and end on byte
+// boundaries.
 func blockOf(x *tensor.Tensor, data []byte, q Request) (out []byte, ok bool) {
 	rows, columns, cell := int64(1), int64(1), int64(x.DType.Bits())
 	for i, n := range x.Shape {
@@ -148,8 +148,8 @@ func blockOf(x *tensor.Tensor, data []byte, q Request) (out []byte, ok bool) {
 	return out, true
 }
 
-// requestsOf returns random requests for a model, every tensor, and rows, columns and blocks of each; want is their
-// bytes.
+// requestsOf returns requests for every tensor of a model, whole and as random rows, columns and blocks. want holds
+// their bytes.
 func requestsOf(r *rand.Rand, ix *tensor.Index, bytesOf map[string][]byte) (reqs []Request, want [][]byte) {
 	for i := range ix.Tensors {
 		x := &ix.Tensors[i]
@@ -171,7 +171,7 @@ func requestsOf(r *rand.Rand, ix *tensor.Index, bytesOf map[string][]byte) (reqs
 	return reqs, want
 }
 
-// loadsBlocks loads random blocks of a model, to the engine's memory and to the caller's.
+// loadsBlocks loads random blocks of a model, to memory of the engine and of the caller.
 func loadsBlocks(t *testing.T, r *rand.Rand, m *Model, opt Options, bytesOf map[string][]byte) {
 	t.Helper()
 	reqs, want := requestsOf(r, m.Index(), bytesOf)
@@ -208,8 +208,8 @@ func loadsBlocks(t *testing.T, r *rand.Rand, m *Model, opt Options, bytesOf map[
 	}
 }
 
-// An alias of any shape, of a tensor in any number of column parts, loads whole and in blocks, from its file, together
-// with another model, and from pinned memory.
+// An alias of any shape loads correctly whole and in blocks, for any number of column parts: from its file, as part of
+// a combined model, and from pinned memory.
 func TestAliasesOfParts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -238,8 +238,8 @@ func TestAliasesOfParts(t *testing.T) {
 	}
 }
 
-// A request for bytes that no task brings is an engine error that names the tensor. So is an alias that is planned with
-// column parts of other rows. Neither is loaded.
+// If no task reads the bytes of a request, the load fails with an engine error that names the tensor. The same holds
+// for an alias that is planned with the column parts of a tensor with other rows.
 func TestUnplanned(t *testing.T) {
 	path, _ := write(t, "a", []int64{40, 4})
 	off := false
@@ -271,8 +271,8 @@ func TestUnplanned(t *testing.T) {
 	}
 }
 
-// A changed byte in column parts is found by its checksum when an alias with other rows is loaded, and the error says
-// where.
+// When an alias with other rows is loaded, a checksum detects a changed byte in the column parts. The error names the
+// tensor, the chunk and the offset.
 func TestAliasesOfPartsDamage(t *testing.T) {
 	b, err := os.ReadFile("../../tests/goldens/save/other-rows-1.0/parts.safetensors")
 	if err != nil {

@@ -14,14 +14,14 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// castsOf says which requests are cast as they land: those with a pair of dtypes that the GPU has a kernel for.
+// castsOf returns the cast of each request. A request gets none if the GPU has no kernel for its pair of dtypes.
 func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]device.Cast, error) {
 	if to == "" {
 		return nil, nil
 	}
 	d, ok := tensor.ParseDType(to)
 	if !ok || tgt.GPU == nil {
-		return nil, errs.New(errs.ErrArgument, "cannot cast to %q: expected a dtype, and a GPU", to)
+		return nil, errs.New(errs.ErrArgument, "cannot cast to %q: expected a dtype and a GPU", to)
 	}
 	casts := make([]device.Cast, len(wants))
 	for i := range wants {
@@ -33,23 +33,23 @@ func castsOf(ix *tensor.Index, wants []plan.Want, tgt Target, to string) ([]devi
 	return casts, nil
 }
 
-// castBytes is the size after a cast of n bytes of whole elements.
+// castBytes returns the size of n bytes of whole elements after a cast.
 func castBytes(n int64, c device.Cast) int64 {
 	return n / int64(c.From.Bits()/8) * int64(c.To.Bits()/8)
 }
 
-// wholeCasts are the requests that cannot be cast chunk by chunk, because their chunks contain parts of rows or
-// of elements. They land completely in memory of their own and are then cast to their destination.
+// wholeCasts holds the requests that cannot be cast chunk by chunk, because chunk borders split rows or elements.
+// Such a request first lands completely in temporary memory and is then cast to its destination.
 type wholeCasts struct {
 	l    *Loading
 	dest []unsafe.Pointer
-	mem  []device.Memory // by request; nil means none
+	mem  []device.Memory // temporary memory by request; nil means none
 
 	mu     sync.Mutex
 	landed []int32
 }
 
-// plantCasts adds casts and their destinations to the tasks of a plan.
+// plantCasts adds the casts and their destinations to the tasks of a plan.
 func plantCasts(l *Loading, p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, error) {
 	t := &wholeCasts{l: l, dest: dest}
 	if l.casts == nil {
@@ -90,8 +90,8 @@ func plantCasts(l *Loading, p *plan.Plan, dest []unsafe.Pointer) (*wholeCasts, e
 	return t, nil
 }
 
-// wrapLand wraps land. It calls land for requests at their destination, and records those that are still to be
-// cast.
+// wrapLand returns a function that calls land for requests that are at their destination, and records the requests
+// that must still be cast.
 func (t *wholeCasts) wrapLand(land func(int32)) func(int32) {
 	if t.mem == nil {
 		return land
@@ -111,7 +111,7 @@ func (t *wholeCasts) castLanded(ctx context.Context, queue *queue.Queue, land fu
 	for _, i := range t.landed {
 		c := t.l.casts[i]
 		dst := device.Memory{Ptr: t.dest[i], Bytes: t.l.landingBytes(int(i))}
-		if uintptr(dst.Ptr) == pending { // known once the request has landed
+		if uintptr(dst.Ptr) == pending { // known now that the request has landed
 			dst.Ptr = device.Pointer(t.l.dests.known[i].Load())
 		}
 		if err := queue.CastAndWait(ctx, dst, t.mem[i], c.From, c.To); err != nil {

@@ -1,6 +1,6 @@
 package load
 
-// This file sets destinations that become known while a load runs.
+// This file handles destinations that become known while a load runs.
 
 import (
 	"context"
@@ -13,24 +13,24 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// The driver takes some 50 us to allocate a tensor's GPU memory, so most of it is allocated while the first bytes
-// are on their way. Until pipeline.Task.Destination resolves a destination, plans and tasks hold a placeholder
+// The driver takes about 50 us to allocate a tensor's GPU memory, so most of it is allocated while the first bytes
+// are being read. Until pipeline.Task.Destination resolves a destination, plans and tasks contain a placeholder
 // plus an offset.
 const (
-	// BindLater as the Dest of a Request says that Loading.Bind will set it.
+	// BindLater is the Dest of a Request that Loading.Bind will set.
 	BindLater = 1
 	// pending is the placeholder. No memory has this address.
 	pending = uintptr(1) << 62
 )
 
-// spare is how many bytes of a GPU must stay free for allocating memory during a load. allotment is how many
-// bytes are allocated at once. Tests on the fake driver make them smaller.
+// spare is the GPU memory in bytes that must stay free if memory is allocated during a load. allotment is how many
+// bytes one call allocates. Tests on the fake driver make them smaller.
 var spare, allotment int64 = 1 << 30, 256 << 20
 
-// destinations are a load's destinations that become known while it runs.
+// destinations holds a load's destinations that become known while it runs.
 type destinations struct {
-	later []int64          // by request: bytes that allocatePostponed allocates for it; nil means none
-	bound []bool           // by request: the caller binds it; nil means none
+	later []int64          // by request: bytes that allocatePostponed allocates; nil means none
+	bound []bool           // by request: the caller binds the destination; nil means none
 	known []atomic.Uintptr // by request; 0 means not yet
 
 	mu    sync.Mutex
@@ -85,8 +85,8 @@ func (p *destinations) resolveTask(ctx context.Context, want int32, dst unsafe.P
 	}
 }
 
-// isPostponed reports whether memory of these sizes is allocated while the load runs. If little memory is left it
-// is not, so that a caller learns that it is out of memory before the load begins.
+// isPostponed reports whether memory of these sizes is allocated while the load runs. If free memory is scarce, the
+// memory is allocated first, so the caller gets an out-of-memory error before the load begins.
 func isPostponed(gpu *cuda.Device, sizes []int64) bool {
 	if gpu == nil {
 		return false

@@ -4,7 +4,7 @@ package load
 
 // This file lets tests postpone small allocations.
 
-// FakeAllotment lets a test postpone allocations of a few bytes, until it calls restore.
+// FakeAllotment replaces allotment and spare until restore is called, so tests can postpone small allocations.
 func FakeAllotment(part, left int64) (restore func()) {
 	a, s := allotment, spare
 	allotment, spare = part, left

@@ -12,19 +12,19 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// digestBytes is how much of a model Digests has on the GPU at once, unless a tensor is
-// larger.
+// digestBytes limits how much of a model Digests loads onto the GPU at a time. A larger
+// tensor is still loaded whole.
 const digestBytes = 256 << 20
 
 // Digests loads tensors onto a GPU in batches and computes their digests there. It frees the memory after each
-// batch. Tensors that are stored once are read once. done gets each sum with the tensor's number. An
-// errs.ErrMemory says that the GPU has no space for the next batch.
+// batch. It reads a tensor only once even if it has aliases. done gets each tensor's number and digest. The error is
+// errs.ErrMemory if the GPU has no space for the next batch.
 func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i int, sum digest.Sum)) error {
 	d, err := cuda.Open(gpu)
 	if err != nil {
 		return err
 	}
-	names := map[int][]int{} // by the tensor that has the bytes
+	names := map[int][]int{} // by the tensor that holds the bytes
 	var holders []int
 	for _, i := range tensors {
 		holder := i

@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// From a server without ranges or a length, a load reads only as much as the header promises, and nothing if there is
-// no header. An endless body ends in a typed error.
+// From a server without range requests or a Content-Length, a load reads no more than the header says. An endless body
+// gives a typed error.
 func TestServerThatNeverStops(t *testing.T) {
 	path, want := write(t, "a", []int64{300_000}, []int64{700})
 	file, err := os.ReadFile(path)
@@ -22,7 +22,7 @@ func TestServerThatNeverStops(t *testing.T) {
 		t.Fatal(err)
 	}
 	const endless = 256 << 20 // more than is ever read
-	var most atomic.Int64     // bytes sent to one request of a case
+	var most atomic.Int64     // most bytes sent in one response of a case
 	var answers sync.WaitGroup
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		begin, more := file, []byte(nil)
@@ -59,7 +59,7 @@ func TestServerThatNeverStops(t *testing.T) {
 		name    string
 		lenient bool
 		class   error // nil if the tensors load
-		most    int64 // bytes that the server could send after the file's
+		most    int64 // maximum number of bytes that the server may send after the file
 	}{
 		{"whole.safetensors", false, nil, 0},
 		{"more.safetensors", true, nil, 1},
@@ -91,7 +91,7 @@ func TestServerThatNeverStops(t *testing.T) {
 		if (c.class == nil) != (err == nil) || err != nil && !errors.Is(err, c.class) {
 			t.Errorf("%+v: %v", c, err)
 		}
-		answers.Wait() // one that continues would count for the next case
+		answers.Wait() // a response that continues would count for the next case
 		if n := most.Swap(0); n > c.most {
 			t.Errorf("%+v: %d bytes were sent", c, n)
 		}

@@ -1,7 +1,7 @@
 package load
 
-// This file estimates what a load would take, and refuses loads over a budget. It allocates nothing and touches
-// no GPU.
+// This file estimates how much memory a load would need, and refuses loads over a budget. It allocates nothing and
+// does not touch the GPU.
 
 import (
 	"strings"
@@ -18,42 +18,42 @@ import (
 // A Prospect describes a possible load.
 type Prospect struct {
 	Device string `json:"device"`
-	// DType is the dtype that floating tensors are cast to, "" if the engine has no name for it. Item is the size
-	// of its elements in bytes; 0 means no cast. Unless Late is set, a GPU casts tensors as they land if it has a
-	// kernel for it. The caller casts the rest afterwards.
+	// DType is the dtype that floating-point tensors are cast to, or "" if the engine does not know the dtype. Item is
+	// the size of its elements in bytes; 0 means no cast. Unless Late is set, the GPU casts tensors as they land if it
+	// has a kernel for the cast. The caller casts the rest afterwards.
 	DType string `json:"dtype"`
 	Item  int64  `json:"item"`
 	Late  bool   `json:"late"`
-	// Unpack says that the caller gives each F4 a byte of its own.
+	// Unpack says that the caller expands each F4 element to a byte.
 	Unpack bool `json:"unpack"`
-	// Budget is the most bytes that tensors may take; 0 means any number.
+	// Budget is the maximum memory for tensors in bytes; 0 means no limit.
 	Budget int64 `json:"max_memory"`
-	// Stream says that tensors load in windows within the budget and not all at once.
+	// Stream says that tensors are loaded in windows that fit the budget.
 	Stream bool `json:"stream"`
 	// Keep is how many bytes of blocks an offload would keep on the device; nil means no offload.
 	Keep *int64 `json:"keep"`
 }
 
-// An Estimate is what a load would take.
+// An Estimate says how much memory a load would need.
 type Estimate struct {
-	Bytes []int64 `json:"bytes"` // of each tensor, at the end
-	Peak  int64   `json:"peak"`  // of all tensors, at any moment
-	// Staging is the most memory on the device that stored bytes pass through; a coherent GPU needs none. Pinned
-	// is the host memory that a load to a GPU uses for them.
+	Bytes []int64 `json:"bytes"` // size of each tensor after the load
+	Peak  int64   `json:"peak"`  // maximum size of all tensors during the load
+	// Staging is the maximum memory of the slots that stored bytes pass through on the device; a coherent GPU needs
+	// none. Pinned is the host memory for a GPU's slots.
 	Staging int64         `json:"staging"`
 	Pinned  int64         `json:"pinned"`
-	Windows []plan.Window `json:"windows"` // of a stream
+	Windows []plan.Window `json:"windows"` // only for a stream
 	Offload *plan.Offload `json:"offload,omitempty"`
 }
 
-// A Part is plan's.
+// A Part is a plan.Part.
 type Part = plan.Part
 
-// KeptBlocks is plan's.
+// KeptBlocks calls plan.KeptBlocks.
 func KeptBlocks(nbytes []int64, keep int64) []int64 { return plan.KeptBlocks(nbytes, keep) }
 
-// Estimate returns what loading parts of tensors would take; nil means all tensors. A load over the budget is an
-// errs.ErrMemory.
+// Estimate estimates the memory for loading parts of tensors; nil means all tensors. If the load exceeds the budget,
+// the error is errs.ErrMemory.
 func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	if q.Budget < 0 || q.Item < 0 || q.Stream && q.Budget == 0 {
 		return o, errs.New(errs.ErrArgument, "invalid max_memory %d or element size %d: expected 0 or more",
@@ -103,8 +103,8 @@ func (m *Model) Estimate(parts []Part, q Prospect) (o Estimate, err error) {
 	return o, nil
 }
 
-// overBudget is the error of a tensor that exceeds the budget, or of the largest of those that exceed it
-// together.
+// overBudget returns the error for a tensor that exceeds the budget. If several tensors exceed it together, at is the
+// largest one.
 func (m *Model) overBudget(verb string, at int64, format string, n int64, q Prospect, more ...any) error {
 	t := &m.ix.Tensors[at]
 	args := append([]any{t.Name, n, q.Device, n - q.Budget, q.Budget}, more...)
@@ -126,7 +126,7 @@ func (m *Model) costsOf(parts []Part, q Prospect) ([]plan.Cost, error) {
 	return plan.Costs(m.ix, parts, then)
 }
 
-// countStaging counts the slots that tensors are read into.
+// countStaging computes the size of the slots that tensors are read into.
 func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
 	gpu := q.onGPU()
 	reqs := make([]Request, len(parts))
@@ -155,7 +155,7 @@ func (m *Model) countStaging(o *Estimate, parts []Part, q Prospect) error {
 	return nil
 }
 
-// mapped says, by source, whether a load to the host maps its plain tensors.
+// mapped reports for each source whether a load to the host maps its plain tensors.
 func (m *Model) mapped() []bool {
 	maps := make([]bool, len(m.srcs))
 	for i, s := range m.srcs {

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A GPU's load takes what was estimated: its slots, on the device and pinned, and only the cast dtype of tensors that
-// are cast during the load.
+// A load to a GPU uses exactly the estimated memory: slots on the device and in pinned memory, and tensors in their
+// final dtype if they are cast during the load.
 func TestEstimateFake(t *testing.T) {
 	end := cuda.Fake(1 << 30)
 	path := t.TempDir() + "/m.safetensors"
@@ -40,7 +40,7 @@ func TestEstimateFake(t *testing.T) {
 		// F64 is cast by the caller, so twice as much is loaded as stays.
 		if stays := 300 * 100 * int64(d.Bits()/8) / map[bool]int64{true: 2,
 			false: 1}[d == tensor.F64]; o.Bytes[i] != stays {
-			t.Errorf("%q: %d bytes, foretold %d", x.Name, stays, o.Bytes[i])
+			t.Errorf("%q: %d bytes, estimated %d", x.Name, stays, o.Bytes[i])
 		}
 		mem.Release()
 	}
@@ -49,7 +49,7 @@ func TestEstimateFake(t *testing.T) {
 		t.Errorf("a peak of %d, %d landed", o.Peak, landed)
 	}
 	if ring := rep.Stages.RingBytes; o.Pinned != o.Staging || o.Staging != ring {
-		t.Errorf("a ring of %d bytes, foretold %d and %d", ring, o.Staging, o.Pinned)
+		t.Errorf("a ring of %d bytes, estimated %d and %d", ring, o.Staging, o.Pinned)
 	}
 	m.Close()
 	if left := end(); left != "" {

@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A load takes the estimated memory in addition to its tensors: none for mapped files, the ring of slots for others.
+// Besides its tensors, a load needs the estimated memory: none for mapped files, and a ring of slots for other files.
 func TestEstimateStages(t *testing.T) {
 	plain, _ := write(t, "a", []int64{3, 5}, []int64{1_300_001}, []int64{0, 4}, []int64{7})
 	stored, _ := packed(t)
@@ -41,14 +41,14 @@ func TestEstimateStages(t *testing.T) {
 		// Slots are rounded to pages, a queue to huge pages.
 		if ring := rep.Stages.RingBytes; (o.Staging == 0) != (ring == 0) || (o.Staging == 0) != c.none ||
 			o.Staging > ring || ring > o.Staging+4<<20 {
-			t.Errorf("%s: a ring of %d bytes, foretold %d", c.name, ring, o.Staging)
+			t.Errorf("%s: a ring of %d bytes, estimated %d", c.name, ring, o.Staging)
 		}
 	}
 	settled(t)
 }
 
-// A load over budget is refused with its numbers and the largest tensor. A name that is not part of the model is an
-// error. A GPU's load is counted without a GPU.
+// A load over budget is refused with an error that names the sizes and the largest tensor. Invalid parts are an error.
+// Estimating a load to a GPU needs no GPU.
 func TestEstimateBudget(t *testing.T) {
 	path, _ := write(t, "a", []int64{3, 5}, []int64{1000}, []int64{0, 4}, []int64{80})
 	m := opened(t, Spec{URIs: []string{path}})
@@ -81,7 +81,7 @@ func TestEstimateBudget(t *testing.T) {
 		case !errors.Is(err, c.class) || c.class != nil && !strings.Contains(err.Error(), c.text):
 			t.Errorf("%v %+v: %v", c.parts, c.q, err)
 		case c.class == errs.ErrMemory && (!errors.As(err, &at) || at.Tensor != "a.t1" || at.Source == ""):
-			t.Errorf("%v %+v: no place: %v", c.parts, c.q, err)
+			t.Errorf("%v %+v: no location: %v", c.parts, c.q, err)
 		case c.q.Stream && err == nil:
 			n := 0
 			for _, w := range o.Windows {

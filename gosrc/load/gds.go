@@ -1,6 +1,6 @@
 package load
 
-// This file reads a load's local files by GPUDirect Storage.
+// This file reads a load's local files with GPUDirect Storage.
 
 import (
 	"context"
@@ -15,18 +15,18 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// gdsReads is the GPUDirect Storage of one load.
+// gdsReads holds one load's use of GPUDirect Storage.
 type gdsReads struct {
 	by    []device.Reader // by source; nil means through the host
 	files []*gds.File
-	undo  func() // ends the staging's registration
+	undo  func() // unregisters the staging memory
 	gpu   *cuda.Device
-	base  unsafe.Pointer // of the staging
-	bytes atomic.Int64   // read by it
+	base  unsafe.Pointer // of the staging memory
+	bytes atomic.Int64   // bytes read by GPUDirect Storage
 	why   string         // why some sources are read through the host, "" if none are
 }
 
-// openGDS prepares the load's local files for GPUDirect Storage. Files that it cannot reach are read through the
+// openGDS prepares the load's local files for GPUDirect Storage. Files that do not support it are read through the
 // host.
 func openGDS(l *Loading, q *queue.Queue) (*gdsReads, error) {
 	base, n, err := q.StagingMemory()
@@ -67,7 +67,7 @@ func openGDS(l *Loading, q *queue.Queue) (*gdsReads, error) {
 	return d, err
 }
 
-// closeReads ends GPUDirect Storage after the last read. d may be nil.
+// closeReads closes the files and unregisters the memory after the last read. d may be nil.
 func (d *gdsReads) closeReads() {
 	if d == nil {
 		return
@@ -79,12 +79,12 @@ func (d *gdsReads) closeReads() {
 		}
 		return nil
 	}
-	if d.gpu.WithContext(end) != nil { // only a lost GPU refuses
+	if d.gpu.WithContext(end) != nil { // fails only if the GPU is lost
 		_ = end()
 	}
 }
 
-// A gdsFile is one source; see device.Reader.
+// A gdsFile is one source. It implements device.Reader.
 type gdsFile struct {
 	*gdsReads
 	file *gds.File

@@ -23,8 +23,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A libcufile that reads with pread into the fake driver's device memory. The first byte of the file MODE selects its
-// behaviour, and it counts in COUNTS.
+// fakeCufile is the source of a libcufile that reads with pread into the fake driver's device memory. The first byte of
+// the file MODE selects an error to simulate. The library writes its counters to the file COUNTS.
 const fakeCufile = `
 #include <errno.h>
 #include <fcntl.h>
@@ -125,10 +125,10 @@ func saved(t *testing.T, spec save.Spec, in []save.Input) *load.Model {
 	return loadtest.OpenModel(t, spec.Path)
 }
 
-// cufile is what a fake library counted.
+// cufile holds the fake library's counters.
 type cufile struct{ Drivers, Handles, Buffers, Reads, Bytes, Wrong int64 }
 
-// fakeGDS puts a fake library in place of the real one.
+// fakeGDS builds the fake library and uses it instead of the real one.
 func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
 	t.Helper()
 	dir := t.TempDir()
@@ -160,8 +160,8 @@ func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
 	}
 }
 
-// Plain tensors of every kind and slices load through libcufile, also with short reads and with or without the staging,
-// which a coherent device gets for it. Nothing of it is left open.
+// Plain tensors and slices of every kind load through libcufile, also with short reads, with and without registered
+// staging memory, and to a coherent device. No handle or registration is left.
 func TestGDS(t *testing.T) {
 	for mode, device := range map[string]string{"": "cuda:0", "s": "cuda:1", "b": "cuda:0"} {
 		t.Run("mode "+mode, func(t *testing.T) {
@@ -175,7 +175,7 @@ func TestGDS(t *testing.T) {
 			c := counts()
 			if c.Drivers != 1 || c.Handles+c.Buffers+c.Wrong != 0 || c.Bytes != rep.GDS || rep.GDS < rep.Bytes ||
 				rep.NoGDS != "" {
-				t.Errorf("%+v, %d bytes by it of %d, %q", c, rep.GDS, rep.Bytes, rep.NoGDS)
+				t.Errorf("%+v, %d of %d bytes with GPUDirect Storage, %q", c, rep.GDS, rep.Bytes, rep.NoGDS)
 			}
 			if mode == "s" && c.Reads < 3*rep.Stages.Pieces {
 				t.Errorf("%d reads of %d pieces are not short", c.Reads, rep.Stages.Pieces)
@@ -208,8 +208,8 @@ func TestGDS(t *testing.T) {
 	}
 }
 
-// If GPUDirect Storage is not real, does not reach the file, or the bytes have checksums, the load goes through the
-// host and says why.
+// If GPUDirect Storage is not available, does not support the file, or the bytes have checksums, the load reads through
+// the host and reports why.
 func TestGDSFallsBack(t *testing.T) {
 	for _, c := range []struct {
 		mode, why string
@@ -242,11 +242,11 @@ func TestGDSFallsBack(t *testing.T) {
 		t.Errorf("%v, %+v", err, rep)
 	}
 	if _, err := m.Start(nil, load.Options{Read: "gsd"}); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("a wrong word: %v", err)
+		t.Errorf("an invalid read mode: %v", err)
 	}
 }
 
-// A failed read is an error with file, tensor and offset. Nothing is left open, and the next load is good.
+// A failed read gives an error with file, tensor and offset. No handle or registration is left.
 func TestGDSFails(t *testing.T) {
 	for _, c := range []struct {
 		mode, why string
@@ -269,8 +269,8 @@ func TestGDSFails(t *testing.T) {
 	}
 }
 
-// Whichever driver call fails meanwhile, once or from then on, the load continues or ends with a typed error. No handle
-// or registration is left.
+// If any driver call fails, once or permanently, the load continues or ends with a typed error. No handle or
+// registration is left.
 func TestGDSLosesTheDevice(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "", 1<<20)
 	counts := fakeGDS(t, "")
@@ -314,7 +314,7 @@ func TestGDSLosesTheDevice(t *testing.T) {
 	loadtest.CheckQuiet(t)
 }
 
-// Elements are cast on their way out of the staging, as in other loads.
+// Elements are cast as they leave the staging memory, as in other loads.
 func TestGDSCasts(t *testing.T) {
 	loadtest.UseEngine(t)
 	fakeGDS(t, "")

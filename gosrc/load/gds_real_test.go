@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// NVIDIA's own libcufile accepts our calls. Without nvidia-fs it copies through the
-// host, which loads refuse; this test pretends that the module is loaded.
+// NVIDIA's libcufile accepts our calls. Without the module nvidia-fs it copies through the
+// host, which loads refuse. This test pretends that the module is loaded.
 func TestGDSLibrary(t *testing.T) {
 	loadtest.UseEngine(t)
 	found := gds.Probe()
@@ -35,7 +35,7 @@ func TestGDSLibrary(t *testing.T) {
 		t.Skip(rep.NoGDS)
 	}
 	if rep.GDS < rep.Bytes {
-		t.Errorf("%d bytes by it of %d", rep.GDS, rep.Bytes)
+		t.Errorf("%d of %d bytes with GPUDirect Storage", rep.GDS, rep.Bytes)
 	}
 	t.Logf("%d bytes by %s %s (%s)", rep.GDS, found.Library, found.Version, found.Why)
 }

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/load/loadtest"
 )
 
-// gdsLoad loads by GPUDirect Storage, compares every tensor, and says how.
+// gdsLoad loads with GPUDirect Storage, compares every tensor, and returns the load's report.
 func gdsLoad(t *testing.T, m *load.Model, opt load.Options, reqs []load.Request, want func(i int) []byte) (load.Report,
 	error) {
 	t.Helper()

@@ -21,9 +21,9 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Memory that is allocated while the load runs gets the right bytes, plain and compressed. So do the caller's own
-// destinations, bound one by one in any order, also while a queue is being made. A load does not wait for a queue
-// before it has begun.
+// Plain and compressed tensors land correctly in memory that is allocated while the load runs. They also land correctly
+// in destinations that the caller binds in any order, even while the queue is being made. Start does not wait for the
+// queue then.
 func TestLateDestinations(t *testing.T) {
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 		for _, making := range []bool{false, true} {
@@ -72,7 +72,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 		time.Sleep(50 * time.Millisecond) // the job is waiting for its queue by then
 	}
 	if err := l.Bind([]int64{int64(mine[0]) + 1, 4096}, 0); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("a place for a request that waits for none: %v", err)
+		t.Errorf("a destination for a request that does not wait for one: %v", err)
 	}
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -94,7 +94,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(got, want[tensors[i].Name].Data) {
-			t.Errorf("%s differs in its late place", tensors[i].Name)
+			t.Errorf("%s differs at its late destination", tensors[i].Name)
 		}
 		own[k].Release()
 	}
@@ -106,7 +106,7 @@ func lateDestinations(t *testing.T, spec save.Spec, making bool) {
 	l.Close()
 }
 
-// A load waits for destinations that are never bound, and ends when it is cancelled.
+// If its destinations are never bound, a load waits until it is cancelled.
 func TestDestinationsNeverSettled(t *testing.T) {
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true}, "", 4<<20)
 	loadtest.UseEngine(t)
@@ -130,7 +130,7 @@ func TestDestinationsNeverSettled(t *testing.T) {
 	}
 }
 
-// Whichever call fails while memory is allocated during the load, the load ends with the error, and nothing leaks.
+// If a driver call fails while memory is allocated during the load, the load ends with its error, and nothing leaks.
 func TestLateMemoryFails(t *testing.T) {
 	path, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
 	m.Close()
@@ -174,7 +174,7 @@ func TestLateMemoryFails(t *testing.T) {
 	loadtest.CheckQuiet(t)
 }
 
-// The next load uses a queue that was prepared.
+// A prepared queue is used by the next load.
 func TestPrepare(t *testing.T) {
 	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)
@@ -193,7 +193,7 @@ func TestPrepare(t *testing.T) {
 	}
 	l.Close()
 	load.Prepare("cuda:0", false)
-	load.Prepare("cuda:99", true) // the load will say so
+	load.Prepare("cuda:99", true) // the load reports this error
 	load.Prepare("nothing", false)
 	load.AwaitPreparations()
 }

@@ -17,11 +17,11 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Whichever driver call fails during a load, and whether or not the device recovers, the load continues or ends with a
-// typed error. The error names the file, the call, and the tensor if one was in progress. Nothing leaks.
+// If any driver call fails during a load, once or permanently, the load continues or ends with a typed error. The error
+// names the file, the call, and the tensor if one was in progress. Nothing leaks.
 func TestLoadEveryCallFails(t *testing.T) {
 	path, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "hostile", 0)
-	// A few tensors for each way of loading: coded, raw, partial, empty.
+	// A few tensors of each kind: compressed, raw, sliced and empty.
 	var reqs []load.Request
 	for i := range m.Index().Tensors {
 		x := &m.Index().Tensors[i]
@@ -99,7 +99,7 @@ func TestLoadEveryCallFails(t *testing.T) {
 				break
 			}
 		}
-		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d of them on the way of a tensor", c.index,
+		t.Logf("cuda:%d, code %d, sticky %v, pinned %v: %d loads failed, %d with a tensor in progress", c.index,
 			c.code, c.sticky, c.pin, failed, moving)
 		if failed < 60/int(step) || moving == 0 {
 			t.Error("too few loads were seen to fail")
@@ -110,8 +110,8 @@ func TestLoadEveryCallFails(t *testing.T) {
 	loadtest.LoadAll(t, loadtest.OpenModel(t, path), want, 1)
 }
 
-// A load that does not fit on the device says how much it needed and how much there was, and returns what it had
-// allocated: the next load works. So does a load when only kept memory takes the space.
+// The error of a load that does not fit on the device says how much memory it needed and how much was free. The load
+// frees what it has allocated. A load also works if only cached memory occupies the space.
 func TestOutOfMemory(t *testing.T) {
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	var bytes int64
@@ -142,7 +142,7 @@ func TestOutOfMemory(t *testing.T) {
 		}
 	}
 	end := cuda.Fake(bytes + queue + 4<<20)
-	for range 3 { // the second finds the first one's tensors released, but not yet freed
+	for range 3 { // tensors of the previous load are released, but not yet freed
 		loadtest.LoadAll(t, m, want, 0)
 	}
 	if err := cuda.Trim(); err != nil {
@@ -160,8 +160,8 @@ func TestOutOfMemory(t *testing.T) {
 	}
 }
 
-// Only loads to the coherent device and loads that ask for it read chunks in pinned memory, though one queue serves
-// all.
+// Kernels read chunks in pinned memory only for loads to the coherent device and loads that request it, although all
+// loads share one queue.
 func TestWhoReadsInPlace(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {

@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// inputs are tensors that pack, tensors that do not, and almost empty ones.
+// inputs returns tensors that compress, tensors that do not, and very small or empty tensors.
 func inputs() []save.Input {
 	r := rand.New(rand.NewPCG(1, 1))
 	var in []save.Input
@@ -76,7 +76,7 @@ func TestLoad(t *testing.T) {
 				t.Errorf("%+v: %s differs", spec, x.Name)
 			}
 		}
-		// Rows 17 to 201 and columns 33 to 400 of the first.
+		// Rows 17 to 201 and columns 33 to 400 of the first tensor.
 		var reqs []load.Request
 		for i := range m.Index().Tensors {
 			if m.Index().Tensors[i].Name == "a.weight" {
@@ -104,7 +104,7 @@ func TestLoad(t *testing.T) {
 	}
 }
 
-// A changed byte in a file is reported as a corrupt chunk, and the next load is good.
+// A changed byte in a file is reported as a corrupt chunk, and the next load succeeds.
 func TestLoadCorrupt(t *testing.T) {
 	loadtest.UseEngine(t)
 	path := filepath.Join(t.TempDir(), "model.safetensors")
@@ -139,8 +139,8 @@ func TestLoadCorrupt(t *testing.T) {
 	}
 }
 
-// A traced load reports when the device copied and decoded, and the next load on the same queue is not timed. In-place
-// reads are not copied.
+// A traced load reports when the device copied and decoded. The next load on the same queue is not timed. A load that
+// reads in place has no copies.
 func TestLoadTrace(t *testing.T) {
 	loadtest.UseEngine(t)
 	dir := t.TempDir()
@@ -191,6 +191,6 @@ func TestLoadTrace(t *testing.T) {
 		}
 	}
 	if b, err := os.ReadFile(trace); err != nil || bytes.Contains(b, []byte(`"copies"`)) == info[0].Coherent {
-		t.Errorf("the file has no line for the copies: %v", err)
+		t.Errorf("the trace has no row for the copies: %v", err)
 	}
 }

@@ -12,13 +12,13 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// Kernels that read in place give the same bytes as through staging: every kind, packed, in parts and plain, whole and
-// sliced, cast, and from pinned memory.
+// Kernels that read in place give the same bytes as loads through staging memory. This holds for every kind of weights,
+// for compressed, partitioned and plain files, for whole and sliced tensors, for casts, and for pinned models.
 func TestInPlace(t *testing.T) {
 	loadtest.UseEngine(t)
 	for n, kind := range weights.Kinds() {
 		if kind.Name == "moe-bf16" {
-			continue // as many tensors as a real model: bf16 like the first
+			continue // slow: it has as many tensors as a real model
 		}
 		for k, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10},
 			{Compress: true, ChunkBytes: 64 << 10, Parts: 4}, {}, {Compress: true, Level: "smaller"}} {
@@ -50,8 +50,8 @@ func TestInPlace(t *testing.T) {
 	}
 }
 
-// Loads that read in place and loads that do not run at the same time, each on its own queue or on one that the other
-// kind used before.
+// Loads that read in place and loads through staging memory can run at the same time, and can use each other's queues
+// afterwards.
 func TestInPlaceBesideOthers(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "fp16", 2<<20)
@@ -78,7 +78,7 @@ func TestInPlaceBesideOthers(t *testing.T) {
 	}
 }
 
-// An in-place load that is closed at any moment ends, and the next one is exact.
+// An in-place load ends if it is closed at any moment, and the next load is correct.
 func TestInPlaceCancel(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
@@ -89,7 +89,7 @@ func TestInPlaceCancel(t *testing.T) {
 		}
 		time.Sleep(time.Duration(i*i*40) * time.Microsecond)
 		l.Close()
-		_ = loadtest.Finish(t, l) // cancelled, or finished before
+		_ = loadtest.Finish(t, l) // cancelled or finished
 	}
 	got, sums := loadtest.LoadParts(t, m, nil, load.Options{InPlace: true}, 0)
 	all := make([][]byte, len(got))

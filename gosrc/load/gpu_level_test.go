@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Files of level "smaller", stored only for the CPU, load on a GPU bit for bit, along with data that the GPU decodes
-// itself, from the file and from pinned memory.
+// Files of level "smaller" have chunks that only the CPU decodes and chunks that the GPU decodes. Both load to a GPU
+// bit for bit, from the file and from pinned memory.
 func TestWholeSmaller(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, Level: "smaller", ChunkBytes: 64 << 10}, "hostile",

@@ -2,7 +2,7 @@
 
 package load_test
 
-// Loads on a host that seems to have several NUMA nodes.
+// This file tests loads on a host that seems to have several NUMA nodes.
 
 import (
 	"bytes"
@@ -25,7 +25,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// twoNodes makes the tables of a host with cores that belong to nodes 0 and 1 in turn; cuda:N is near node N.
+// twoNodes writes the NUMA files of a host where cores alternate between nodes 0 and 1, and cuda:N is local to node N.
 func twoNodes(t *testing.T, had *unix.CPUSet) (root string, near [2]unix.CPUSet) {
 	t.Helper()
 	root = t.TempDir()
@@ -57,7 +57,7 @@ func twoNodes(t *testing.T, had *unix.CPUSet) (root string, near [2]unix.CPUSet)
 	return root, near
 }
 
-// A watched source notes where its reading threads run.
+// A watched source records the cores that its reading threads may use.
 type watched struct {
 	source.Source
 	mu   sync.Mutex
@@ -66,7 +66,7 @@ type watched struct {
 
 func (w *watched) Facts() source.Facts {
 	f := w.Source.Facts()
-	f.File = nil // so it is read by ReadAt
+	f.File = nil // so ReadAt reads it
 	return f
 }
 
@@ -84,19 +84,19 @@ func (w *watched) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return w.Source.ReadAt(ctx, p, off)
 }
 
-// policy is the kernel's policy for the memory at an address: 0 is the default, 1 a preferred node.
+// policy returns the kernel's NUMA policy for the memory of b: 0 means default, 1 means preferred nodes.
 func policy(t *testing.T, b []byte) (kind int32, nodes uint64) {
 	t.Helper()
 	var mask [16]uint64
 	if _, _, no := unix.Syscall6(unix.SYS_GET_MEMPOLICY, uintptr(unsafe.Pointer(&kind)), uintptr(unsafe.Pointer(&mask)),
 		1025, uintptr(unsafe.Pointer(&b[0])), 2, 0); no != 0 {
-		t.Skipf("this container does not tell policies: %v", no)
+		t.Skipf("this container does not report memory policies: %v", no)
 	}
 	return kind, mask[0]
 }
 
-// On a host with several nodes, readers run on the cores near the GPU, and the slots are in memory near it. Loads are
-// also right where the kernel refuses that. On a host with one node or unknown nodes, the kernel is not asked.
+// On a host with several nodes, readers run on the cores local to the GPU, and slots are in memory local to it. Loads
+// are also correct if the kernel refuses this placement. With one node or unknown nodes, nothing is placed.
 func TestNodes(t *testing.T) {
 	path, _, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	var had unix.CPUSet

@@ -27,13 +27,13 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// Weights of every kind and dtype, packed and plain, take the whole path: into the engine's memory and out by DLPack,
-// and into the caller's memory at any offset.
+// Weights of every kind and dtype, compressed and plain, load into engine memory exported through DLPack, and into
+// memory of the caller at any offset.
 func TestWholeWay(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, kind := range weights.Kinds() {
 		if kind.Name == "moe-bf16" {
-			continue // as many tensors as a real model: bf16 like the first
+			continue // slow: it has as many tensors as a real model
 		}
 		for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 			t.Run(fmt.Sprintf("%s/%v", kind.Name, spec.Compress), func(t *testing.T) {
@@ -43,7 +43,7 @@ func TestWholeWay(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				// One buffer of the caller's, with tensors at odd offsets.
+				// One buffer of the caller, with tensors at odd offsets.
 				var reqs []load.Request
 				var total int64
 				for i := range m.Index().Tensors {
@@ -80,7 +80,7 @@ func TestWholeWay(t *testing.T) {
 						t.Errorf("%s differs in the caller's memory", x.Name)
 					}
 					if _, _, _, ok := l.Take(i); ok && x.Bytes > 0 {
-						t.Errorf("%s: a request with a destination gives memory", x.Name)
+						t.Errorf("%s: Take returned memory for a request with a destination", x.Name)
 					}
 				}
 			})
@@ -88,7 +88,7 @@ func TestWholeWay(t *testing.T) {
 	}
 }
 
-// A changed chunk is named, whatever notices it, and the device serves the next load.
+// The error for a changed chunk names the chunk, and the next load succeeds.
 func TestCorruptChunkIsNamed(t *testing.T) {
 	loadtest.UseEngine(t)
 	path, good, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 32 << 10}, "", 4<<20)
@@ -129,14 +129,14 @@ func TestCorruptChunkIsNamed(t *testing.T) {
 	}
 }
 
-// A load that is closed at any moment ends, and the next one is exact.
+// A load ends if it is closed at any moment, and the next load is correct.
 func TestCancelAtAnyMoment(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, want := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	cancelled := 0
 	for i := 0; i < 30 || cancelled == 0; i++ {
 		if i == 1000 {
-			t.Fatal("none was cancelled on its way")
+			t.Fatal("every load finished before it was cancelled")
 		}
 		l, err := m.Start(nil, load.Options{Device: "cuda"})
 		if err != nil {
@@ -151,14 +151,14 @@ func TestCancelAtAnyMoment(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, _, _, ok := l.Take(0); ok {
-			t.Fatal("a closed load gives memory")
+			t.Fatal("Take returned memory from a closed load")
 		}
 	}
 	loadtest.LoadAll(t, m, want, 0)
-	t.Logf("%d were cancelled on their way", cancelled)
+	t.Logf("%d loads were cancelled while they ran", cancelled)
 }
 
-// Loads to two devices at once do not interfere.
+// Simultaneous loads to two devices do not interfere.
 func TestTwoDevicesAtOnce(t *testing.T) {
 	loadtest.UseEngine(t)
 	all, err := driver.Info()
@@ -194,8 +194,8 @@ func TestTwoDevicesAtOnce(t *testing.T) {
 	}
 }
 
-// A pinned model loads to the devices without its file, from memory that was registered once, by the pinning or by the
-// first load. When closed, it releases everything.
+// A pinned model loads without its file. Its memory is registered only once, by Pin or by the first load. Closing the
+// model frees everything.
 func TestPinned(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
@@ -220,7 +220,7 @@ func TestPinned(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				m.Close() // the load goes on
+				m.Close() // the load continues
 				if err := loadtest.Finish(t, l); err != nil {
 					t.Fatal(err)
 				}
@@ -230,8 +230,8 @@ func TestPinned(t *testing.T) {
 	}
 }
 
-// Tensors are saved from device memory chunk by chunk. The file equals, byte for byte, that of the same tensors on the
-// host, including ties.
+// Tensors can be saved from device memory chunk by chunk. The file is the same, byte for byte, as for tensors on the
+// host, including tied tensors.
 func TestSaveFromDevice(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, kind := range []string{"tied", "hostile"} {
@@ -272,17 +272,17 @@ func TestSaveFromDevice(t *testing.T) {
 				t.Fatal(err)
 			}
 			if kind == "tied" && !spec.Compress && len(one) != len(two) || kind == "hostile" && !spec.Compress {
-				// a plain file has the order of its tensors
+				// the order of tensors in a plain file may differ
 				loadtest.LoadAll(t, loadtest.OpenModel(t, spec.Path), want, 0)
 			} else if !bytes.Equal(one, two) {
-				t.Errorf("%s, compressed %v: %d and %d bytes, or others", kind, spec.Compress, len(one), len(two))
+				t.Errorf("%s, compressed %v: files of %d and %d bytes differ", kind, spec.Compress, len(one), len(two))
 			}
 		}
 	}
 }
 
-// A cast during the load gives the same bytes as a cast after it, whole and in slices, from packed, partitioned and
-// plain files, into the engine's memory and the caller's. Dtypes without a kernel stay as they are.
+// A cast during the load gives the same bytes as a cast after it, for whole tensors and slices, from compressed,
+// partitioned and plain files. Dtypes without a kernel stay as they are.
 func TestCastWhileLanding(t *testing.T) {
 	loadtest.UseEngine(t)
 	d, err := cuda.Open(0)
@@ -380,8 +380,8 @@ func TestCastWhileLanding(t *testing.T) {
 	}
 }
 
-// Files load over HTTP as from a disk, with any number of connections and from a server with breaking connections. The
-// load reports what it waited for.
+// Files load over HTTP as from a disk, with any number of connections, even if connections break. The report contains
+// the time spent waiting for responses.
 func TestWholeWayOverHTTP(t *testing.T) {
 	loadtest.UseEngine(t)
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 128 << 10}, {}} {
@@ -392,7 +392,7 @@ func TestWholeWayOverHTTP(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// Opening gives up earlier than reading.
+		// Opening retries less than reading, so it may fail.
 		opened := func(connections string) (m *load.Model) {
 			access := format.Access{Options: source.Options{Storage: map[string]string{"connections": connections}}}
 			for range 50 {

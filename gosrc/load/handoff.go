@@ -1,6 +1,6 @@
 package load
 
-// This file hands a GPU's queue from a load to the one that follows it.
+// This file hands a GPU's queue from one load to the next.
 
 import (
 	"context"
@@ -10,14 +10,14 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A queueHandoff is a load's queue, which the following load may take. The second load begins to read when the
-// first has submitted everything, and fills slots while the first one's are copied and decoded, so the device's
-// link has no pause in between.
+// A queueHandoff holds a load's queue, which the next load may take. The next load begins to read when this load has
+// submitted everything. It fills slots while this load's slots are copied and decoded, so the device's link is not
+// idle in between.
 type queueHandoff struct {
-	submitted chan struct{} // closed when the following load may take the queue
+	submitted chan struct{} // closed when the next load may take the queue
 
 	mu    sync.Mutex
-	queue *queue.Queue // nil for the host, before it is made, and after the following load has taken it
+	queue *queue.Queue // nil on the host, before it exists, and after the next load has taken it
 }
 
 // set stores the load's queue.
@@ -27,7 +27,7 @@ func (h *queueHandoff) set(q *queue.Queue) {
 	h.queue = q
 }
 
-// give returns the queue, which the caller then closes, or nil if there is none.
+// give returns the queue, or nil if there is none. The caller must close it.
 func (h *queueHandoff) give() *queue.Queue {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -36,7 +36,7 @@ func (h *queueHandoff) give() *queue.Queue {
 	return q
 }
 
-// follow makes the queue, if there is one, wait for the work queued on a stream.
+// follow makes the queue, if there is one, wait for the work that is now queued on a stream.
 func (h *queueHandoff) follow(stream uintptr) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -46,15 +46,15 @@ func (h *queueHandoff) follow(stream uintptr) error {
 	return h.queue.FollowStream(stream)
 }
 
-// handsOffQueue reports whether the following load may have the queue before this load has ended. This load must
-// not need it to measure device times, to read by GPUDirect Storage, or for casts at its end, and its slots must
+// handsOffQueue reports whether the next load may take the queue before this load has ended. This load must not need
+// the queue to measure device times, to read with GPUDirect Storage, or for casts at its end. The queue's slots must
 // have the usual size.
 func handsOffQueue(l *Loading, p *plan.Plan, how string, trace bool) bool {
 	return l.target.GPU != nil && !trace && how != "gds" && l.casts == nil && p.Slot <= l.machine.SlotBytes
 }
 
-// followLoad waits until the load before this one has submitted everything, and takes its queue if that exists
-// and suits. If the load before ends first, in whatever way, followLoad returns without a queue.
+// followLoad waits until the previous load has submitted everything, and takes its queue if there is one and it fits.
+// If the previous load ends first, for any reason, followLoad returns without a queue.
 func followLoad(ctx context.Context, l, before *Loading, p *plan.Plan, how string, trace bool) error {
 	if handsOffQueue(l, p, how, trace) && before.target == l.target && before.machine.SlotBytes == l.machine.SlotBytes {
 		select {

@@ -1,6 +1,6 @@
 package load
 
-// This file defines loads of tensors and slices, and collects what has landed.
+// This file defines loads of tensors and slices, and collects the landed requests.
 
 import (
 	"context"
@@ -21,19 +21,19 @@ import (
 // A Request asks for one tensor or a slice of it; see plan.Request.
 type Request = plan.Request
 
-// Options of one load. The zero value is the best default.
+// Options are the options of one load. The zero value is the best default.
 type Options struct {
 	Device string `json:"device"` // "" or "cpu", "cuda", "cuda:1"
-	Stream uint64 `json:"stream"` // CUDA: the caller's stream; work queued there precedes the load; 0 means none
-	// CUDA: the dtype that floats are cast to as they land if there is a kernel for it; "" means none
+	Stream uint64 `json:"stream"` // CUDA: a stream of the caller; the load waits for its queued work; 0 means none
+	// CUDA: the dtype that floats are cast to as they land, if there is a kernel for the cast; "" means none
 	Cast    string `json:"cast"`
 	Threads int    `json:"threads"`  // 0 means one per core
 	InPlace bool   `json:"coherent"` // tests only: a GPU reads slots as it would over a coherent link
-	Read    string `json:"read"`     // a value of OVERWIRE_READ; "" means the setting's own
-	Trace   string `json:"trace"`    // path for a Chrome trace; "" means the setting's own
+	Read    string `json:"read"`     // a value of OVERWIRE_READ; "" uses the setting
+	Trace   string `json:"trace"`    // path for a Chrome trace; "" uses the setting OVERWIRE_TRACE
 
-	// After is a load that this one follows, nil for none. This load reads nothing until that one has submitted
-	// everything to its GPU or has ended in any way.
+	// After is an earlier load, or nil. This load reads nothing until the earlier load has submitted everything to its
+	// GPU or has ended, successfully or not.
 	After *Loading `json:"-"`
 }
 
@@ -42,18 +42,18 @@ type Report struct {
 	Bytes   int64 `json:"bytes"` // of tensors
 	Tensors int64 `json:"tensors"`
 	Mapped  int64 `json:"mapped"` // bytes that were mapped, not read
-	// DirectIO counts bytes read by direct I/O (O_DIRECT), GDS those read by GPUDirect Storage.
+	// DirectIO counts bytes read with direct I/O (O_DIRECT). GDS counts bytes read with GPUDirect Storage.
 	DirectIO int64 `json:"direct"`
 	GDS      int64 `json:"gds"`
-	// NoGDS says why files were not read by GPUDirect Storage although it was requested, else "".
+	// NoGDS says why files were not read with GPUDirect Storage although it was requested; otherwise it is "".
 	NoGDS   string          `json:"no_gds,omitempty"`
 	Seconds float64         `json:"seconds"`
 	Stages  pipeline.Stages `json:"stages"`
-	// Trace summarizes the trace, if one was asked for.
+	// Trace summarizes the trace, if one was requested.
 	Trace *pipeline.Summary `json:"trace,omitempty"`
 }
 
-// A Loading is a running or ended load. Its tensors can be taken as soon as they are ready. It is safe for
+// A Loading is a running or finished load. Each tensor can be taken as soon as it has landed. It is safe for
 // concurrent use.
 type Loading struct {
 	job     *job.Job
@@ -64,7 +64,7 @@ type Loading struct {
 	machine plan.Machine
 	queue   queueHandoff
 	files   fileViews
-	dests   *destinations // destinations that become known during the load; nil means none
+	dests   *destinations // nil if all destinations are known before the load
 	arrived *job.Landings
 	out     results
 }
@@ -74,8 +74,8 @@ type results struct {
 	mu    sync.Mutex
 	mem   []device.Memory // by request; zero once taken
 	taken []bool
-	over  bool // the job has ended: nothing writes to the memory any more
-	shut  bool // Close was called: nothing is exported any more
+	over  bool // the job has ended; nothing writes to the memory anymore
+	shut  bool // Close was called; Take returns nothing anymore
 }
 
 func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
@@ -86,7 +86,7 @@ func newLoading(m *Model, tgt Target, wants []plan.Want) *Loading {
 }
 
 // allocateRequests gives every request without a destination its memory: a view of a mapped file if possible,
-// else fresh memory.
+// otherwise new memory.
 func (l *Loading) allocateRequests(reqs []Request) error {
 	ix := l.model.ix
 	sizes := make([]int64, len(reqs))
@@ -118,7 +118,7 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 		for _, r := range copies {
 			sizes[r.request] = r.n
 		}
-		if totalBytes(copies) < little { // else treat them like requests that are not mapped
+		if totalBytes(copies) < little { // larger copies are read by the pipeline
 			l.files.copies = append(l.files.copies, copies...)
 		}
 	}
@@ -141,15 +141,15 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 	return nil
 }
 
-// isShort reports whether the load runs on the calling thread: it is only work for one worker, and no file is
-// where a read may take long, since the caller could not be interrupted meanwhile. A slice counts as its whole
-// tensor unless it is contiguous in a plain file: a column may need all of a tensor's bytes, and a row a whole
+// isShort reports whether the load runs on the calling thread. The load must be small enough for one worker, and all
+// files must be quick to read, because the caller cannot be interrupted meanwhile. A slice counts as its whole tensor
+// unless it is contiguous in a plain file: a column may need all bytes of its tensor, and a row may need a whole
 // chunk.
 func (l *Loading) isShort() bool {
 	if l.target.GPU != nil {
 		return false
 	}
-	ix, total := l.model.held, int64(0) // stored index: what the other presents as plain may have chunks
+	ix, total := l.model.held, int64(0) // as stored: m.ix shows some tensors as plain that are stored in chunks
 	for i := range l.wants {
 		n := l.wants[i].Bytes
 		if _, isContiguous := l.wants[i].SourceRange(ix); !isContiguous && n > 0 {
@@ -165,7 +165,7 @@ func (l *Loading) isShort() bool {
 	})
 }
 
-// noteWaiting records the requests with a destination that the caller binds later.
+// noteWaiting records the requests with destinations that the caller binds later.
 func (l *Loading) noteWaiting(reqs []Request) error {
 	for i := range reqs {
 		if reqs[i].Dest != BindLater || l.wants[i].Bytes == 0 {
@@ -184,7 +184,7 @@ func (l *Loading) noteWaiting(reqs []Request) error {
 	return nil
 }
 
-// landForeign lands memory that another load allocated.
+// landForeign lands a request in memory that another load has filled.
 func (l *Loading) landForeign(i int, mem device.Memory) {
 	l.out.mu.Lock()
 	l.out.mem[i] = mem
@@ -193,7 +193,7 @@ func (l *Loading) landForeign(i int, mem device.Memory) {
 	l.landRequest(int32(i))
 }
 
-// landingBytes is the number of bytes that a request occupies at its destination.
+// landingBytes returns the number of bytes that a request occupies at its destination.
 func (l *Loading) landingBytes(i int) int64 {
 	n := l.wants[i].Bytes
 	if l.casts != nil && l.casts[i].To != 0 {
@@ -202,8 +202,8 @@ func (l *Loading) landingBytes(i int) int64 {
 	return n
 }
 
-// bindsMeanwhile reports whether the job, and not Start, should wait for the load's queue. It should if a queue
-// is being made, the caller can make destinations meanwhile, and enough memory is free for the queue.
+// bindsMeanwhile reports whether the job waits for the load's queue instead of Start. That is the case if a queue is
+// being made, the caller can bind destinations in the meantime, and enough memory is free for the queue.
 func (l *Loading) bindsMeanwhile() bool {
 	if l.dests == nil || l.dests.bound == nil || !l.target.GPU.IsMakingQueue() {
 		return false
@@ -212,9 +212,9 @@ func (l *Loading) bindsMeanwhile() bool {
 	return err == nil && room >= spare
 }
 
-// Bind sets destinations of requests with BindLater. pairs is request, address, request, address and so on. Work
-// that is queued on the stream now precedes what lands there; stream 0 means none. Bind may be called while the
-// load runs and after it.
+// Bind sets the destinations of requests with BindLater. pairs alternates request numbers and addresses. Requests land
+// there only after the work that is now queued on the stream; stream 0 means none. Bind may be called while the load
+// runs and after it has ended.
 func (l *Loading) Bind(pairs []int64, stream uint64) error {
 	l.out.mu.Lock()
 	defer l.out.mu.Unlock()
@@ -222,7 +222,7 @@ func (l *Loading) Bind(pairs []int64, stream uint64) error {
 		return nil
 	}
 	if l.dests == nil || len(pairs)%2 != 0 {
-		return errs.New(errs.ErrArgument, "bind: no request waits for a destination, or the numbers are not pairs")
+		return errs.New(errs.ErrArgument, "bind: no request waits for a destination, or pairs has odd length")
 	}
 	if stream != 0 {
 		if err := l.queue.follow(uintptr(stream)); err != nil {
@@ -247,7 +247,7 @@ func (l *Loading) landRequest(i int32) {
 	l.arrived.Add(int(i))
 }
 
-// afterWorkers runs after the last worker: nothing writes to the memory any more.
+// afterWorkers runs after the last worker has ended, when nothing writes to the memory anymore.
 func (l *Loading) afterWorkers() {
 	l.out.mu.Lock()
 	l.out.over = true // the queue must not be used after this
@@ -261,10 +261,10 @@ func (l *Loading) afterWorkers() {
 	l.model.Drop()
 }
 
-// Job is the load's job.
+// Job returns the load's job.
 func (l *Loading) Job() *job.Job { return l.job }
 
-// Len is the number of requests.
+// Len returns the number of requests.
 func (l *Loading) Len() int { return len(l.wants) }
 
 // Ready returns at most limit requests that have landed since the last call, in order of arrival. It waits up to
@@ -273,8 +273,8 @@ func (l *Loading) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	return l.arrived.Next(l.job.Done(), limit, d)
 }
 
-// Take passes the memory of a request, with its shape and dtype, to the caller, who then owns it. ok is false if
-// the request has not landed, was taken before, or had a destination of its own.
+// Take returns the memory of a request, with its shape and dtype. The caller then owns the memory. ok is false if the
+// request has not landed, was taken before, or was loaded to a destination of the caller.
 func (l *Loading) Take(i int) (mem device.Memory, shape []int64, dtype tensor.DType, ok bool) {
 	if i < 0 || i >= len(l.wants) {
 		return mem, nil, 0, false

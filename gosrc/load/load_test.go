@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// write makes a plain safetensors file of U8 tensors t0, t1, … of the given shapes, and returns its path and the
+// write writes a plain safetensors file with U8 tensors t0, t1, ... of the given shapes. It returns the path and the
 // tensors' bytes.
 func write(t testing.TB, name string, shapes ...[]int64) (string, [][]byte) {
 	t.Helper()
@@ -60,7 +60,7 @@ func opened(t testing.TB, spec Spec) *Model {
 	return m
 }
 
-// ended starts a load of all of m, waits for its end, and also returns its report.
+// ended loads all tensors of m, waits for the end, and returns the load and its report.
 func ended(t testing.TB, m *Model, opt Options) (*Loading, Report) {
 	t.Helper()
 	l, err := m.Start(nil, opt)
@@ -77,7 +77,7 @@ func ended(t testing.TB, m *Model, opt Options) (*Loading, Report) {
 	return l, rep
 }
 
-// settled waits until none of our goroutines is left.
+// settled waits until none of the engine's goroutines is left.
 func settled(t *testing.T) {
 	t.Helper()
 	if n := spawn.Left(); len(n) != 0 {
@@ -85,7 +85,7 @@ func settled(t *testing.T) {
 	}
 }
 
-// Mapped or read, whole or sliced, from one file or several: the bytes are the file's, and they outlive the model.
+// Tensors of several files load correctly, mapped or read, and stay valid after the model is closed.
 func TestLoad(t *testing.T) {
 	p1, b1 := write(t, "a", []int64{3, 5}, []int64{}, []int64{0, 4}, []int64{700, 1000})
 	p2, b2 := write(t, "b", []int64{2, 2, 2})
@@ -150,7 +150,7 @@ func TestSlicesAndDestinations(t *testing.T) {
 			t.Errorf("shapes %v %v", s0, s1)
 		}
 		if _, _, _, ok := l.Take(2); ok {
-			t.Error("a request with a destination gives memory")
+			t.Error("Take returned memory for a request with a destination")
 		}
 		rows.Release()
 		cols.Release()
@@ -187,7 +187,7 @@ func TestStartRefuses(t *testing.T) {
 	}
 	for _, uris := range [][]string{nil, {filepath.Join(t.TempDir(), "no")}, {"gopher://x"}} {
 		if _, err := Open(context.Background(), Spec{URIs: uris}); err == nil {
-			t.Errorf("%q opens", uris)
+			t.Errorf("%q was opened", uris)
 		}
 	}
 }
@@ -196,7 +196,7 @@ func TestStartRefuses(t *testing.T) {
 func TestReady(t *testing.T) {
 	var shapes [][]int64
 	for i := range 50 {
-		shapes = append(shapes, []int64{int64(i * 1000)}) // more than the caller loads itself
+		shapes = append(shapes, []int64{int64(i * 1000)}) // more bytes than Start loads on the calling thread
 	}
 	p, _ := write(t, "a", shapes...)
 	no := false
@@ -211,7 +211,7 @@ func TestReady(t *testing.T) {
 		reqs, more := l.Ready(7, time.Minute)
 		for _, i := range reqs {
 			if seen[i] || len(reqs) > 7 {
-				t.Fatal("twice, or too many")
+				t.Fatal("a request was returned twice, or too many requests")
 			}
 			seen[i] = true
 		}
@@ -224,7 +224,7 @@ func TestReady(t *testing.T) {
 	}
 }
 
-// A load that is closed at any moment frees its memory and ends its workers.
+// A load that is closed at any moment ends its workers, and gives no memory afterwards.
 func TestCloseAtAnyMoment(t *testing.T) {
 	p, _ := write(t, "a", []int64{3000, 1000}, []int64{1000})
 	no := false
@@ -241,13 +241,13 @@ func TestCloseAtAnyMoment(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, _, _, ok := l.Take(0); ok {
-			t.Fatal("a closed load gives memory")
+			t.Fatal("Take returned memory from a closed load")
 		}
 	}
 	settled(t)
 }
 
-// A file that is truncated while it is open gives a typed error that names it.
+// If a file is truncated while it is open, the load gives a typed error that names the file.
 func TestTruncatedUnderUs(t *testing.T) {
 	for _, mapped := range []bool{true, false} {
 		p, _ := write(t, "a", []int64{300_000}, []int64{300_000})

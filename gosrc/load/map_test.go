@@ -19,8 +19,8 @@ func mappings(t *testing.T, path string) int {
 	return strings.Count(string(b), path)
 }
 
-// Tensors that are loaded one by one share one mapping, however many there are. One that is loaded again has its own
-// bytes. All mappings end with the last owner.
+// Any number of tensors that are loaded one by one share one mapping. A tensor that is loaded again gets separate
+// memory. All mappings end with the last owner.
 func TestOneMapping(t *testing.T) {
 	shapes := make([][]int64, 50)
 	for i := range shapes {
@@ -51,11 +51,11 @@ func TestOneMapping(t *testing.T) {
 		t.Error("a tensor that was loaded again has another owner's changes")
 	}
 	again.Release()
-	settled(t) // prefaulting also holds it
+	settled(t) // prefaulting also holds the mapping
 	if n := mappings(t, path); n != 1 {
 		t.Errorf("%d mappings after the second was released", n)
 	}
-	// A released owner takes its changes with it, and no one else's bytes.
+	// Releasing a tensor discards its changes, and does not affect other tensors.
 	page := first.Slice()[100_000:]
 	first.Release()
 	if page[0] != want[7][100_000] {
@@ -81,8 +81,8 @@ func TestOneMapping(t *testing.T) {
 	}
 }
 
-// However often tensors and their rows are loaded and kept, a file has few mappings, and each owner has its own bytes.
-// Separate rows share one mapping; a row that is asked for again is copied once there are many mappings.
+// A file has few mappings, no matter how often its tensors and rows are loaded, and each owner has separate memory.
+// Different rows share one mapping. When there are many private mappings, a row that is loaded again is copied.
 func TestFewMappings(t *testing.T) {
 	path, want := write(t, "a", []int64{3000, 64}, []int64{100_000})
 	m := opened(t, Spec{URIs: []string{path}})
@@ -133,7 +133,7 @@ func TestFewMappings(t *testing.T) {
 	}
 }
 
-// A file is not mapped for small parts, and none of them keeps a mapping of its own.
+// A load of little data does not map the file.
 func TestLittleIsCopied(t *testing.T) {
 	path, want := write(t, "a", []int64{300}, []int64{500})
 	for range 3 {
@@ -161,7 +161,7 @@ func TestLittleIsCopied(t *testing.T) {
 	}
 }
 
-// Ranges are added once, and merge with their neighbours.
+// A range can be added only once, and merges with adjacent ranges.
 func TestSpans(t *testing.T) {
 	var s spans
 	for i, c := range []struct {

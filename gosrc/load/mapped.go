@@ -1,11 +1,11 @@
 package load
 
-// This file maps plain files. Loads share a mapping.
+// This file maps plain files.
 //
-// A process may only have some 65,000 mappings. A model may have more tensors, and rows are also loaded one by
-// one. So one mapping of a file serves all loads of a model, and each byte of it has one owner at a time. Bytes
-// that a load cannot have there it copies; if they are many, it maps the file for itself, which a model's loads
-// may do a limited number of times.
+// A process can only have about 65,000 mappings. A model may have more tensors than that, or be loaded row by row. So
+// all loads of a model share one mapping of each file, and each byte of the mapping is given out only once. If a load
+// requests bytes that were given out before, it copies them. If there are many such bytes, it maps the file again. The
+// number of these private mappings is limited.
 
 import (
 	"context"
@@ -21,10 +21,10 @@ import (
 )
 
 const (
-	// little is the size below which copying takes less time than mapping a file. After littleLoads such loads
-	// the model is mapped anyway: from then on a tensor costs nothing.
+	// little is the size in bytes below which copying is faster than mapping a file. After littleLoads such loads the
+	// file is mapped anyway, so more loads cost nothing.
 	little, littleLoads = 64 << 10, 16
-	// ownMappings is how many mappings of their own the loads of a model may have.
+	// ownMappings is the maximum number of private mappings of a file.
 	ownMappings = 1000
 	mostSpans   = 1 << 18
 )
@@ -38,15 +38,15 @@ type mapped struct {
 // A fileMapping is the state of one source that the loads of a model share. The model's mu guards it.
 type fileMapping struct {
 	mapped              // held by the model; its block is nil before the file is mapped
-	owned         spans // bytes that have or had an owner
-	littles, owns int   // loads that copied instead, and loads with a mapping of their own
+	owned         spans // bytes that were given out, even if they have been released
+	littles, owns int   // numbers of small loads that were copied, and of private mappings
 }
 
-// spans are ascending ranges of bytes [from, to) that do not touch.
+// spans are ascending, non-adjacent byte ranges [from, to).
 type spans [][2]int64
 
-// addRange adds a range and returns true. It returns false if a part of the range is there already or there are
-// too many ranges.
+// addRange adds a range and returns true. It returns false if the range overlaps an earlier one, or if there are too
+// many ranges.
 func (s *spans) addRange(from, to int64) bool {
 	all := *s
 	i := sort.Search(len(all), func(i int) bool { return all[i][1] > from })
@@ -70,7 +70,7 @@ func (s *spans) addRange(from, to int64) bool {
 	return true
 }
 
-// A run is the bytes of a request in its file.
+// A run is the byte range of a request in its file.
 type run struct {
 	request int
 	off, n  int64
@@ -83,8 +83,8 @@ func totalBytes(runs []run) (n int64) {
 	return n
 }
 
-// divideRuns divides the requests of one source into views of the shared mapping, views of a mapping of the
-// load's own, and copies. The caller holds the model.
+// divideRuns divides the requests of one source into views of the shared mapping, views of a private mapping, and
+// copies. The caller holds the model.
 func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
 	slices.SortFunc(runs, func(a, b run) int { return int(min(1, max(-1, a.off-b.off))) })
 	m.mu.Lock()
@@ -120,13 +120,13 @@ func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
 	return shared, own, copies
 }
 
-// fileViews are the requests of a load that the pipeline does not read.
+// fileViews holds the requests of a load that the pipeline does not read.
 type fileViews struct {
-	mapped []bool // by request: it is in a mapped file
-	copies []run  // requests that the job copies from their files, before everything else
+	mapped []bool // by request: whether it is in a mapped file
+	copies []run  // requests that the job copies before the pipeline starts
 }
 
-// mapFile gives requests of one source their memory in mappings, and returns the requests that are copied.
+// mapFile gives requests of one source memory in mappings, and returns the requests that must be copied.
 func (v *fileViews) mapFile(m *Model, source int, runs []run, mem []device.Memory) (copies []run, err error) {
 	shared, own, copies := m.divideRuns(source, runs)
 	if err := v.view(shared, mem, func(holders int64) (mapped, error) {
@@ -139,7 +139,7 @@ func (v *fileViews) mapFile(m *Model, source int, runs []run, mem []device.Memor
 	})
 }
 
-// view gives requests their memory in one mapping.
+// view gives requests memory in one mapping.
 func (v *fileViews) view(runs []run, mem []device.Memory, mapping func(holders int64) (mapped, error)) error {
 	if len(runs) == 0 {
 		return nil
@@ -155,7 +155,7 @@ func (v *fileViews) view(runs []run, mem []device.Memory, mapping func(holders i
 	return nil
 }
 
-// copyLittle reads the requests that the job itself copies.
+// copyLittle reads the requests in v.copies.
 func (v *fileViews) copyLittle(ctx context.Context, l *Loading) error {
 	for _, r := range v.copies {
 		t := &l.model.ix.Tensors[l.wants[r.request].Data]
@@ -170,7 +170,7 @@ func (v *fileViews) copyLittle(ctx context.Context, l *Loading) error {
 	return nil
 }
 
-// sharedMapping returns the mapping of a source, with n more holders.
+// sharedMapping returns the shared mapping of a source, after adding n holders to it.
 func (m *Model) sharedMapping(source int, n int64) (mapped, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -200,7 +200,7 @@ func mapSource(src source.Source, holders int64, alone bool) (mp mapped, err err
 	return mp, err
 }
 
-// withFD calls fn with the descriptor of a source that is a file.
+// withFD calls fn with the file descriptor of a source. The source must be a local file.
 func withFD(src source.Source, fn func(fd int) error) error {
 	err := src.Facts().File.WithFD(fn)
 	var at *errs.At

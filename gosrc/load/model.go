@@ -25,40 +25,40 @@ import (
 type Spec struct {
 	// URIs are files, folders or index.json files; a model may be one file or many shards.
 	URIs []string `json:"uris"`
-	// Map says whether plain tensors of files are mapped instead of read. nil means that they are, except on
+	// Map says whether plain tensors in files are mapped instead of read. nil means that they are mapped, except on
 	// network file systems.
 	Map *bool `json:"map"`
 	// Lenient accepts headers that only other safetensors parsers accept.
 	Lenient bool `json:"lenient"`
-	// Parts opens files whose tensors are parts of tensors, too.
+	// Parts also accepts files that contain parts of tensors.
 	Parts bool `json:"parts"`
 	// Storage says how to reach remote files.
 	Storage format.Access `json:"storage"`
-	// Opened is the only source if it is open already; the model closes it.
+	// Opened is the model's only source if it is already open. The model closes it.
 	Opened source.Source `json:"-"`
-	// Keys are the names that will be requested; nil means all. If a model has an index.json, only shards with at
-	// least one of them are opened.
+	// Keys are the tensor names that will be requested; nil means all. If the model has an index.json, only shards that
+	// contain at least one of these tensors are opened.
 	Keys []string `json:"keys"`
 }
 
-// A Model is an opened model: its index is in memory, its sources are open.
+// A Model is an opened model. Its index is in memory and its sources are open.
 // It is safe for concurrent use.
 type Model struct {
 	ix   *tensor.Index // as loads see it; see package unpack
 	held *tensor.Index // as it is stored
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
-	key  string // format.Access.Key of the way to its files
-	// The models that own these sources; this model holds them. nil means that it owns the sources itself.
+	key  string // format.Access.Key of the spec
+	// The models that own the sources, which this model holds; nil if this model owns its sources.
 	parts []*Model
-	// When Open began and ended, for traces.
+	// The times when Open began and ended, for traces.
 	opened [2]time.Time
 
 	mu   sync.Mutex
 	refs int // 1 for the handle plus 1 for each running load
 	shut bool
 
-	mappings []fileMapping // by source; nil before the first
+	mappings []fileMapping // by source; nil before the first load that maps
 
 	preloaded []attached // by file: the preloaded tensors; nil means none
 
@@ -69,7 +69,7 @@ type Model struct {
 // headers caches the headers of recently opened files.
 var headers format.Cache
 
-// Open opens and indexes a model. When it returns, everything that the headers say has been validated.
+// Open opens and indexes a model, and validates all headers.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
 	m := &Model{mapp: knob.MMap.Get(), key: spec.Storage.Key(), refs: 1}
@@ -94,36 +94,36 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 	return m, nil
 }
 
-// IsBrief reports whether opening takes less time than waking another thread: a single small local file that is
-// not encrypted and that cannot make the caller wait.
+// IsBrief reports whether opening takes less time than waking another thread. That is the case for a single, small,
+// unencrypted local file on a file system that does not make the caller wait.
 func IsBrief(uris []string, access format.Access) bool {
 	return len(uris) == 1 && len(access.Decrypt) == 0 && !strings.Contains(uris[0], "://") &&
 		!strings.HasSuffix(uris[0], ".json") && regular.IsQuick(uris[0], plan.StepPiece)
 }
 
-// Of makes a model of a validated index and the only source of its bytes.
+// Of makes a model from a validated index and its only source.
 func Of(ix *tensor.Index, src source.Source) *Model {
 	return &Model{ix: ix, held: ix, srcs: []source.Source{src}, mapp: "off", refs: 1}
 }
 
-// Names returns the tensors that index.json files list, without opening a shard. ok is false if some of the files
+// Names returns the tensor names that index.json files list, without opening a shard. ok is false if some of the files
 // have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
 	stores := open.With(spec.Storage.Options)
 	return format.Names(ctx, spec.URIs, stores.Open, format.Options{List: stores.List})
 }
 
-// Index is the model's index as it is stored.
+// Index returns the model's index as it is stored.
 func (m *Model) Index() *tensor.Index { return m.held }
 
-// Seen is the model's index as loads see it: see package unpack.
+// Seen returns the model's index as loads see it; see package unpack.
 func (m *Model) Seen() *tensor.Index { return m.ix }
 
-// Sources are the model's sources, for callers that hold the model.
+// Sources returns the model's sources. The caller must hold the model while using them.
 func (m *Model) Sources() []source.Source { return m.srcs }
 
-// Close ends the handle. Running loads continue; the sources are closed after the
-// last of them. Close may be called more than once.
+// Close closes the handle. Running loads continue, and the sources are closed after the
+// last load. Close may be called more than once.
 func (m *Model) Close() {
 	m.mu.Lock()
 	again := m.shut
@@ -134,7 +134,7 @@ func (m *Model) Close() {
 	}
 }
 
-// LocateError adds the model, by its first source, to an error that does not concern one tensor.
+// LocateError adds the URI of the model's first source to an error that does not concern a single tensor.
 func (m *Model) LocateError(verb string, err error) error {
 	at := &errs.At{Verb: verb, Chunk: -1, Offset: -1, Err: err}
 	if len(m.ix.Sources) > 0 {
@@ -143,7 +143,7 @@ func (m *Model) LocateError(verb string, err error) error {
 	return at
 }
 
-// Hold keeps the sources open until Drop. It fails on a closed model.
+// Hold keeps the sources open until Drop. It fails if the model is closed or being pinned.
 func (m *Model) Hold() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -179,8 +179,8 @@ func (m *Model) Drop() {
 	}
 }
 
-// Uncut refuses files that were truncated or written to since they were opened, because bytes read from them, or
-// from a mapping, may mix both states. Reading a mapping of a truncated file may give zeros without an error.
+// Uncut returns an error if a file was truncated or written to after it was opened, because the bytes read or mapped
+// may mix old and new contents. Reading a mapping of a truncated file may also give zeros without an error.
 func (m *Model) Uncut() error {
 	for _, s := range m.srcs {
 		err := source.Unwritten(s)
@@ -196,8 +196,8 @@ func (m *Model) Uncut() error {
 	return nil
 }
 
-// maps reports whether plain tensors of a source are mapped. Files on a network file system only are if that was
-// requested: reading page by page is the slowest way, and a failing server would kill the process.
+// maps reports whether plain tensors of a source are mapped. Files on a network file system are mapped only on request:
+// reading them page by page is slow, and a failing server would kill the process.
 func (m *Model) maps(s source.Source) bool {
 	f := s.Facts()
 	return f.File != nil && (m.mapp == "on" || m.mapp == "auto" && !f.Remote)

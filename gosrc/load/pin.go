@@ -1,6 +1,6 @@
 package load
 
-// This file keeps a model's stored bytes in host memory: Pin.
+// This file implements Pin, which keeps a model's stored bytes in host memory.
 
 import (
 	"cmp"
@@ -25,22 +25,22 @@ type pinned struct {
 	bytes [][]byte
 
 	mu         sync.Mutex
-	gpu        *cuda.Device // the GPU through which the memory is registered; nil before that
-	registered int          // number of elements of bytes that are registered
+	gpu        *cuda.Device // the GPU through which the memory is registered; nil before
+	registered int          // how many elements of bytes are registered
 }
 
-// A PinReport says what pinning a model cost.
+// A PinReport says how much memory and time pinning took.
 type PinReport struct {
 	Bytes   int64   `json:"bytes"` // of host memory
 	Seconds float64 `json:"seconds"`
 }
 
-// Pin reads the files of a model, in stored form, into host memory, compares every checksum there, and closes the
-// files. Later loads read nothing: a GPU copies directly from that memory. The memory is registered with the
-// driver for opt.Device, or else by the first load to a GPU. It is freed after Close and the last load.
+// Pin reads the files of a model, as they are stored, into host memory, verifies every checksum, and closes the files.
+// Later loads read nothing: a GPU copies directly from this memory. The memory is registered with the driver for
+// opt.Device, or else by the first load to a GPU. It is freed after Close and the last load.
 //
-// The job's bytes are those of the files. No load of the model may be running, and none may start before the job
-// has ended. If it fails, the model is unchanged.
+// The job counts the bytes of the files. No load of the model may be running, and none may start before the job has
+// ended. If the job fails, the model is unchanged.
 func (m *Model) Pin(opt Options) (*job.Job, error) {
 	tgt, err := TargetOf(opt.Device)
 	if err != nil {
@@ -52,9 +52,9 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 	case m.shut:
 		return nil, errs.New(errs.ErrArgument, "the model is closed")
 	case m.pinning || m.pin != nil:
-		return nil, errs.New(errs.ErrArgument, "the model is pinned already")
+		return nil, errs.New(errs.ErrArgument, "the model is already pinned or being pinned")
 	case m.refs != 1:
-		return nil, errs.New(errs.ErrArgument, "loads of the model are running")
+		return nil, errs.New(errs.ErrArgument, "loads of the model are running: wait for them before you pin it")
 	}
 	m.pinning = true
 	m.refs++
@@ -113,7 +113,7 @@ func (m *Model) readAll(ctx context.Context, j *job.Job, p *pinned, threads int)
 	err := spawn.Each(reading, "pin", cmp.Or(mc.Threads, max(cores, plan.Feeders)), len(parts), func(i int) error {
 		x := parts[i]
 		if err := m.srcs[x.source].ReadAt(reading, p.bytes[x.source][x.off:x.off+x.n], x.off); err != nil {
-			cancel(err) // only the first cause is kept
+			cancel(err) // only the first error counts
 			return err
 		}
 		j.Bytes.Add(x.n)
@@ -144,8 +144,8 @@ func (m *Model) compareSums(p *pinned, i int) error {
 	return nil
 }
 
-// registerPinned registers the memory for all GPUs, through the first one that needs it. After an error, the
-// memory registered so far stays registered, and the next try continues from there.
+// registerPinned registers the memory for all GPUs, through the first GPU that needs it. After an error, the memory
+// registered so far stays registered, and the next call continues from there.
 func (m *Model) registerPinned(p *pinned, gpu *cuda.Device) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// packed makes a compressed file of two tensors with several chunks each.
+// packed writes a compressed file of two tensors with several chunks each. It returns the path and the tensors' bytes.
 func packed(t testing.TB) (string, [][]byte) {
 	t.Helper()
 	path := t.TempDir() + "/m.safetensors"
@@ -43,8 +43,8 @@ func pin(t testing.TB, m *Model) error {
 	return err
 }
 
-// A pinned model, packed or plain, gives its tensors and slices without its files, to several loads at once, and to
-// running loads after it was closed.
+// A pinned model, compressed or plain, loads tensors and slices without its files. Several loads can run at the same
+// time, and continue after the model is closed.
 func TestPin(t *testing.T) {
 	plain, b0 := write(t, "a", []int64{400, 1000}, []int64{0, 3}, []int64{300, 700})
 	coded, b1 := packed(t)
@@ -105,7 +105,7 @@ func TestPin(t *testing.T) {
 	settled(t)
 }
 
-// A model that cannot be pinned stays as it was: damage is named, and the file still loads its intact parts.
+// If Pin fails, the model is unchanged. The error names the corrupt chunk, and intact tensors still load.
 func TestPinFails(t *testing.T) {
 	path, want := packed(t)
 	whole := opened(t, Spec{URIs: []string{path}})
@@ -135,7 +135,7 @@ func TestPinFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	if mem, _, _, ok := l.Take(0); !ok || !bytes.Equal(mem.Slice(), want[0]) {
-		t.Error("the whole tensor differs")
+		t.Error("the intact tensor differs")
 	} else {
 		mem.Release()
 	}
@@ -161,7 +161,7 @@ func TestPinFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := m.Start(nil, Options{}); err != nil && !errors.Is(err, errs.ErrArgument) {
-		t.Error(err) // or it finished first
+		t.Error(err) // Start succeeds if Pin has already finished
 	}
 	j.Cancel()
 	if _, err := j.Wait(-1); err != nil && !errors.Is(err, errs.ErrCancelled) {

@@ -1,6 +1,6 @@
 package load
 
-// This file populates pages of mapped tensors before they are accessed.
+// This file faults in the pages of mapped tensors before they are accessed.
 
 import (
 	"runtime"
@@ -14,10 +14,10 @@ import (
 
 const populateStep = 32 << 20 // bytes that one call populates
 
-// prefaultPages populates the pages of mapped tensors while their owner is already at work; the job does not wait
-// for it. Neighbours in one mapping are populated by one call. It only uses cores that the process leaves idle,
-// because an owner that immediately reads on all cores is faster without it. It holds a mapping until its pages
-// are populated, the owner has released it, or no core was free for a second.
+// prefaultPages populates the pages of mapped tensors in the background; the job does not wait for it. One call
+// populates neighbours in the same mapping. It uses only cores that the process leaves idle: a caller that reads on all
+// cores immediately is faster without it. It holds a mapping until its pages are populated, the caller has released the
+// mapping, or no core was free for a second.
 func prefaultPages(mem []device.Memory, maps []int) {
 	runs := make([]device.Memory, 0, len(maps))
 	for _, i := range maps {
@@ -30,7 +30,7 @@ func prefaultPages(mem []device.Memory, maps []int) {
 				continue
 			}
 		} else {
-			m.Block.Hold() // once for contiguous runs of a block
+			m.Block.Hold() // once for consecutive runs of one block
 		}
 		runs = append(runs, m)
 	}
@@ -40,7 +40,7 @@ func prefaultPages(mem []device.Memory, maps []int) {
 		cores := idle.New()
 		for i, r := range runs {
 			for at := int64(0); at < r.Bytes; at += populateStep {
-				// The disk reads the next step while this one is mapped.
+				// The disk reads the next step while this step is populated.
 				switch next := at + populateStep; {
 				case next < r.Bytes:
 					cpu.Announce(unsafe.Add(r.Ptr, next), min(populateStep, r.Bytes-next))
@@ -54,7 +54,7 @@ func prefaultPages(mem []device.Memory, maps []int) {
 				_ = cpu.Populate(unsafe.Add(r.Ptr, at), min(populateStep, r.Bytes-at))
 			}
 			if i+1 == len(runs) || runs[i+1].Block != r.Block {
-				device.Memory{Block: r.Block}.Release() // ends this hold; the owner's stays
+				device.Memory{Block: r.Block}.Release() // undoes the Hold above
 			}
 		}
 	})

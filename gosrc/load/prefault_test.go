@@ -6,7 +6,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Pages are not populated for an owner that is gone.
+// Prefaulting ends after the owner has released the mapping.
 func TestPrefaultEnds(t *testing.T) {
 	path, _ := write(t, "a", []int64{3 << 20}, []int64{7})
 	m := opened(t, Spec{URIs: []string{path}})

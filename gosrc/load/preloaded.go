@@ -1,6 +1,6 @@
 package load
 
-// This file passes preloaded tensors to loads.
+// This file serves loads from preloaded tensors.
 
 import (
 	"context"
@@ -16,9 +16,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Preloaded holds all tensors of a model that is loaded before anything asks for them. Loads of other models of
-// the same files (see Model.Attach) take tensors from it. Each tensor is given once; missing tensors are read
-// from the file. An error of preloading is not an error of the loads that use it.
+// A Preloaded holds all tensors of a model that is loaded before the program requests it. Loads of other models with
+// the same files (see Model.Attach) take tensors from it. Each tensor can be taken once. Loads read from the files what
+// they cannot take. If preloading fails, loads that use it do not fail.
 type Preloaded struct {
 	model *Model
 	l     *Loading // request k is the whole tensor k
@@ -27,19 +27,19 @@ type Preloaded struct {
 	mu     sync.Mutex
 	landed []bool
 	over   bool          // no more tensors will land
-	wake   chan struct{} // closed and renewed when a field above changes
+	wake   chan struct{} // closed and renewed when landed or over changes
 	files  []preloadedFile
-	left   int  // files that are not gone yet
-	drop   bool // free files when no model uses them
+	left   int  // number of files with gone false
+	drop   bool // free files that no model uses
 }
 
 type preloadedFile struct {
 	users int
-	taken bool // a load took some of its tensors: the last user frees the rest
-	gone  bool
+	taken bool // a load has taken some of its tensors; the last user frees the rest
+	gone  bool // its remaining tensors have been freed
 }
 
-// NewPreloaded starts to load all of a model, and then owns the model.
+// NewPreloaded starts to load all tensors of a model, and takes ownership of the model.
 func NewPreloaded(m *Model, opt Options) (*Preloaded, error) {
 	l, err := m.Start(nil, opt)
 	if err != nil {
@@ -65,34 +65,34 @@ func NewPreloaded(m *Model, opt Options) (*Preloaded, error) {
 	return s, nil
 }
 
-// Job is the job of the load that fills it.
+// Job returns the job of the preloading load.
 func (s *Preloaded) Job() *job.Job { return s.l.Job() }
 
-// Model is the model that Preloaded owns.
+// Model returns the model that s owns.
 func (s *Preloaded) Model() *Model { return s.model }
 
-// Spent reports whether all its files are gone.
+// Spent reports whether the tensors of all files have been taken or freed.
 func (s *Preloaded) Spent() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.left == 0
 }
 
-// Whole reports whether no load has taken anything from it.
+// Whole reports whether all tensors are still available to loads.
 func (s *Preloaded) Whole() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return !slices.ContainsFunc(s.files, func(f preloadedFile) bool { return f.taken || f.gone })
 }
 
-// Gone reports whether nothing of a file is left.
+// Gone reports whether the tensors of a file have been taken or freed.
 func (s *Preloaded) Gone(file int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.files[file].gone
 }
 
-// Drop frees the files that no model uses now, and the others as soon as no model uses them.
+// Drop frees each file as soon as no model uses it.
 func (s *Preloaded) Drop() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -122,7 +122,7 @@ func (s *Preloaded) freeTensor(k int) {
 	}
 }
 
-// useFile adds n (1 or -1) to a file's users. It returns false if the file is gone.
+// useFile adds n (1 or -1) to a file's users. It returns false if the file's tensors have been freed.
 func (s *Preloaded) useFile(file, n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -135,7 +135,7 @@ func (s *Preloaded) useFile(file, n int) bool {
 	return true
 }
 
-// freeUnwanted frees a file's tensors once no model will ask for them. mu is held.
+// freeUnwanted frees a file's tensors if no model can request them anymore. The caller holds mu.
 func (s *Preloaded) freeUnwanted(file int) {
 	f := &s.files[file]
 	if f.gone || f.users > 0 || !f.taken && !s.drop {
@@ -153,7 +153,7 @@ func (s *Preloaded) freeUnwanted(file int) {
 	}
 }
 
-// findTensor returns the preloaded tensor that equals a model's tensor.
+// findTensor returns the preloaded tensor that corresponds to a tensor of m.
 func (s *Preloaded) findTensor(m *Model, tensor int32, file int) (k int32, ok bool) {
 	t := &m.ix.Tensors[tensor]
 	if k, ok = s.names[file][t.Name]; !ok {
@@ -193,15 +193,15 @@ func (s *Preloaded) takeTensor(ctx context.Context, k int32) (mem device.Memory,
 	}
 }
 
-// An attached is the preloaded file that equals a file of the model.
+// An attached is the preloaded file that corresponds to a file of the model.
 type attached struct {
 	preloaded *Preloaded
 	file      int
-	id        source.Identity // of both files
+	id        source.Identity // the file's identity when preloading began
 }
 
-// FileIdentities are the identities of the model's files when they were opened. known is false if a file has
-// none. settled is false if a file could have changed without a new identity.
+// FileIdentities returns the identities of the model's files at the time they were opened. known is false if a file has
+// no identity. settled is false if a file may have changed without a new identity.
 func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
 	settled, known = true, true
 	for _, s := range m.srcs {
@@ -211,12 +211,12 @@ func (m *Model) FileIdentities() (ids []source.Identity, settled, known bool) {
 	return ids, settled, known
 }
 
-// Reached is format.Access.Key of the way to the model's files.
+// Reached returns format.Access.Key of the spec that opened the model.
 func (m *Model) Reached() string { return m.key }
 
-// Attach lets loads of the model take the preloaded tensors of the model's file i, which is number `file` in s,
-// until the model ends. id is the file's identity when preloading began. If the model's file has another
-// identity, or has been written to since, Attach returns false and does nothing.
+// Attach lets loads of the model take the preloaded tensors of its file i until the model is closed. The file has the
+// number `file` in s. id is the file's identity when preloading began. If the model's file has a different identity, or
+// was written to later, Attach does nothing and returns false.
 func (m *Model) Attach(i int, s *Preloaded, file int, id source.Identity) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -236,7 +236,7 @@ func (m *Model) Attach(i int, s *Preloaded, file int, id source.Identity) bool {
 	return true
 }
 
-// detachPreloaded undoes Attach when the model ends.
+// detachPreloaded undoes Attach when the model is closed.
 func (m *Model) detachPreloaded() {
 	for _, j := range m.preloaded {
 		if j.preloaded != nil {
@@ -245,8 +245,8 @@ func (m *Model) detachPreloaded() {
 	}
 }
 
-// MapsAs reports whether file i of this model and file k of the other are treated alike: plain tensors of both
-// are mapped, or of neither.
+// MapsAs reports whether plain tensors of file i of this model and of file k of the other model are either all mapped
+// or all read.
 func (m *Model) MapsAs(i int, other *Model, k int) bool {
 	return m.ix.Sources[i].Overwire() || m.maps(m.srcs[i]) == other.maps(other.srcs[k])
 }
@@ -258,27 +258,27 @@ func (s *Preloaded) Mapped(file int) bool {
 	})
 }
 
-// A due is a request that preloaded tensors serve.
+// A due is a request that a preloaded tensor serves.
 type due struct {
 	at   int // request
 	from attached
 	k    int32
-	// reread says that the preloaded tensor is in a mapping but the request has a destination. Bytes of a mapping
-	// are never copied, since reading the mapping of a truncated file kills the process. Instead the tensor is
-	// read again and the preloaded one is freed.
+	// reread says that the preloaded tensor is in a mapping but the request has a destination. A mapping is never
+	// copied, because reading the mapping of a truncated file kills the process. Instead, the tensor is read again
+	// and the preloaded tensor is freed.
 	reread bool
 }
 
-// servedByPreloaded returns the requests that preloaded tensors serve, nil if there are none.
+// servedByPreloaded returns the requests that preloaded tensors serve, or nil if there are none.
 func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options) []*due {
 	m.mu.Lock()
-	sources := slices.Clone(m.preloaded) // others may attach meanwhile
+	sources := slices.Clone(m.preloaded) // Attach may run at the same time
 	m.mu.Unlock()
 	if sources == nil || opt.Cast != "" {
 		return nil
 	}
 	var all []*due
-	same := make([]int8, len(sources)) // by file: whether it is unchanged since Attach; 0 means not checked
+	same := make([]int8, len(sources)) // by file: 1 if unchanged since Attach, -1 if changed, 0 if not checked
 	for i, r := range reqs {
 		if r.Dest == BindLater {
 			return nil
@@ -307,13 +307,13 @@ func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target,
 	for _, d := range all {
 		d.from.preloaded.claimFile(d.from.file)
 	}
-	// In the order in which they were preloaded.
+	// Take tensors in the order in which they were preloaded.
 	slices.SortStableFunc(all, func(a, b *due) int { return int(a.k) - int(b.k) })
 	return all
 }
 
-// startFromPreloaded is Start when preloaded tensors serve some of the requests. It loads the others separately,
-// and also those that turn out not to be available.
+// startFromPreloaded starts a load with some requests served by preloaded tensors. A separate load reads the other
+// requests. A third load reads preloaded tensors that turn out to be unavailable.
 func (m *Model) startFromPreloaded(reqs []Request, wants []plan.Want, tgt Target, opt Options,
 	all []*due) (*Loading, error) {
 	if err := m.Hold(); err != nil {
@@ -378,7 +378,7 @@ func pickSome[T any](all []T, at []int) []T {
 	return some
 }
 
-// takePreloaded takes the due preloaded tensors, and returns the requests that are missing.
+// takePreloaded takes the preloaded tensors, and returns the requests that they could not serve.
 func takePreloaded(ctx context.Context, l *Loading, reqs []Request, all []*due, rep *Report) (missing []int) {
 	var mapped int64
 	for _, d := range all {
@@ -403,8 +403,8 @@ func takePreloaded(ctx context.Context, l *Loading, reqs []Request, all []*due, 
 	return missing
 }
 
-// forwardLanded passes on what another load of the model lands. at maps its requests to this load's. It returns
-// when that load has ended; from may be nil.
+// forwardLanded forwards the requests that another load of the model lands to l. at maps request numbers of that load
+// to those of l. It returns when the other load has ended. from may be nil.
 func forwardLanded(ctx context.Context, l, from *Loading, at []int, rep *Report) error {
 	if from == nil {
 		return nil

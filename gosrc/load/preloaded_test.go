@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Threads of a program may open and load one model at once: a model attaches preloaded tensors while loads of it begin.
-// The race detector checks it.
+// Attach and Start may run at the same time, because threads of a program may open and load the same model. The race
+// detector checks this.
 func TestJoinBesideStart(t *testing.T) {
 	off := false
 	spec, want := Spec{Map: &off}, [][]byte{}

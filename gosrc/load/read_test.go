@@ -16,8 +16,8 @@ import (
 
 var ways = []string{"auto", "buffered", "direct"}
 
-// In every way of reading, whole and sliced, all bytes are the file's: small tensors that share pieces, and large ones
-// that are read directly to their destination, none of them aligned.
+// Every read mode gives the right bytes, for whole tensors and slices. Small tensors share pieces, large tensors are
+// read directly to their destination, and none is aligned.
 func TestReadWays(t *testing.T) {
 	p1, b1 := write(t, "a", []int64{3, 5}, []int64{1_300_001}, []int64{7}, []int64{130, 10_001}, []int64{200_000})
 	p2, b2 := write(t, "b", []int64{2, 2, 2}, []int64{2_500_000})
@@ -64,8 +64,8 @@ func TestReadWays(t *testing.T) {
 	settled(t)
 }
 
-// A file that was truncated after it was opened fails the load with the tensor and the offset of the first missing
-// byte, in every way of reading, and also where it would have been mapped. Nothing is left running.
+// If a file was truncated after it was opened, the load fails with a typed error in every read mode, and also if the
+// file is mapped. The error has the offset of a missing byte and, if the file is read, the tensor.
 func TestTruncatedUnderALoad(t *testing.T) {
 	for _, how := range append(ways, "mapped") {
 		path, _ := write(t, "a", []int64{1 << 20}, []int64{3 << 20}, []int64{100})
@@ -89,7 +89,7 @@ func TestTruncatedUnderALoad(t *testing.T) {
 			t.Errorf("%s: %v, want ErrCorrupt", how, err)
 			continue
 		}
-		// Any of the reads that miss bytes may come first.
+		// Any read past the cut may fail first.
 		if mapped && at.Offset != cut {
 			t.Errorf("mapped: %v, cut at %d", err, cut)
 		}
@@ -100,8 +100,8 @@ func TestTruncatedUnderALoad(t *testing.T) {
 	settled(t)
 }
 
-// A file that is truncated while it is read gives its old bytes or an error, never others. A replaced file gives its
-// old bytes.
+// If a file is truncated while it is read, the load gives the original bytes or an error. If the file is replaced, the
+// load gives the original bytes.
 func TestChangedDuringALoad(t *testing.T) {
 	off := false
 	failed := 0
@@ -156,8 +156,8 @@ func (r remote) Facts() source.Facts {
 	return f
 }
 
-// Plain files are mapped unless that is turned off; on a network only if it is turned on. The argument wins over the
-// setting.
+// Local plain files are mapped unless mapping is turned off. Files on a network are mapped only if it is turned on. The
+// argument takes precedence over the setting.
 func TestWhatIsMapped(t *testing.T) {
 	path, want := write(t, "a", []int64{3000, 100})
 	yes, no := true, false
@@ -191,7 +191,7 @@ func TestWhatIsMapped(t *testing.T) {
 	settled(t)
 }
 
-// asked is a source that counts how often a load announces itself.
+// asked is a source that counts how often a plan is announced to it.
 type asked struct {
 	source.Source
 	source.File
@@ -202,8 +202,8 @@ func (a *asked) Facts() source.Facts { return source.Facts{File: a} }
 
 func (a *asked) Expect(int64, bool, string) int { a.times++; return 3 }
 
-// A file is announced once, however often a group load of several files returns to it. One that is not read is not
-// announced.
+// A plan is announced to each file once, even if the plan returns to the file repeatedly. It is not announced to a file
+// that it does not read.
 func TestExpectOnce(t *testing.T) {
 	srcs := []source.Source{&asked{}, &asked{}, &asked{}}
 	p := &plan.Plan{Pieces: []plan.Piece{{Source: 0}, {Source: 2}, {Source: 0}, {Source: 2}, {Source: 2}}}
@@ -219,8 +219,8 @@ func TestExpectOnce(t *testing.T) {
 	}
 }
 
-// A file that is written in place after it was opened is refused in every way of reading, and so is its pin. One that
-// is replaced by a rename, linked or given another mode is still read.
+// A file that is written in place after it was opened is refused by loads and by Pin. A file that is removed, linked or
+// given another mode can still be read.
 func TestWrittenInPlace(t *testing.T) {
 	for _, mapped := range []bool{true, false} {
 		path, want := write(t, "a", []int64{300_000}, []int64{10})
@@ -244,7 +244,7 @@ func TestWrittenInPlace(t *testing.T) {
 		}
 		st, _ := f.Stat()
 		_, err = f.WriteAt(want[1], st.Size()-10)
-		// Its clock may not have ticked.
+		// The file system's clock may be too coarse to show the change.
 		if err := errors.Join(err, f.Close(), os.Chtimes(path+"2", time.Now(),
 			time.Now().Add(time.Second))); err != nil {
 			t.Fatal(err)

@@ -1,6 +1,6 @@
 package load
 
-// This file runs a load: plan, run, report.
+// This file plans a load, runs it and reports its cost.
 
 import (
 	"cmp"
@@ -21,8 +21,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Machine describes, for the planner, the machine and sources of a load to the host or to a GPU. stepped says
-// whether ranges may be read in steps.
+// Machine describes the machine and the model's sources for the planner. gpu says whether the load goes to a GPU.
+// stepped says whether ranges may be read in steps.
 func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	mc := plan.Machine{Cores: runtime.GOMAXPROCS(0), Threads: cmp.Or(max(0, threads), max(0, knob.Threads.Get()))}
 	for _, s := range m.srcs {
@@ -41,8 +41,8 @@ func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	return mc
 }
 
-// Start checks the requests, allocates their memory and starts to load. nil asks for every tensor. Destinations
-// named by a request must stay valid until the job has ended.
+// Start checks the requests, allocates their memory and starts to load. nil requests every tensor. Destinations in
+// requests must stay valid until the job has ended.
 func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if reqs == nil {
 		reqs = make([]Request, len(m.ix.Tensors))
@@ -68,7 +68,7 @@ func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	return m.startRequests(reqs, wants, tgt, opt)
 }
 
-// startRequests is Start without the requests that preloaded tensors serve.
+// startRequests is like Start, but does not use preloaded tensors.
 func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt Options) (_ *Loading, err error) {
 	if err := m.Hold(); err != nil {
 		return nil, err
@@ -86,7 +86,7 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 	if err = l.allocateRequests(reqs); err != nil {
 		return nil, err
 	}
-	// Allocate here and not in the job: a caller that is out of memory can free some and try again.
+	// Allocate here and not in the job, so the caller can free memory and try again if there is not enough.
 	l.machine = m.Machine(tgt.GPU != nil, opt.Threads, true)
 	if opt.After == nil && !l.bindsMeanwhile() {
 		if l.queue.queue, err = tgt.Queue(0, l.machine); err != nil {
@@ -104,7 +104,8 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 	return l, nil
 }
 
-// LoadWhole loads whole tensors by number, nil for all, and returns the memory of each. The caller releases it.
+// LoadWhole loads whole tensors by number and returns the memory of each. nil loads all tensors. The caller releases
+// the memory.
 func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]device.Memory, error) {
 	var reqs []Request
 	for _, i := range tensors {
@@ -129,7 +130,7 @@ func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]de
 	return mem, nil
 }
 
-// An execution holds which bytes a load reads and where they go.
+// An execution holds the plan of a load and the destinations of its requests.
 type execution struct {
 	l              *Loading
 	opt            Options
@@ -140,7 +141,7 @@ type execution struct {
 	begun, planned time.Time
 }
 
-// newExecution gives every request its destination and plans the reads of all that are not mapped. It reads
+// newExecution sets the destination of every request and plans the reads of requests that are not mapped. It reads
 // nothing.
 func newExecution(l *Loading, reqs []Request, opt Options) *execution {
 	s := &execution{l: l, opt: opt, dest: make([]unsafe.Pointer, len(reqs))}
@@ -168,7 +169,7 @@ func newExecution(l *Loading, reqs []Request, opt Options) *execution {
 	return s
 }
 
-// runLoad is the job: plan, run, report.
+// runLoad is the load's job: it plans, runs and reports.
 func runLoad(ctx context.Context, j *job.Job, l *Loading, reqs []Request, opt Options) error {
 	start := time.Now()
 	if l.dests != nil && l.dests.later != nil {
@@ -188,7 +189,7 @@ func runLoad(ctx context.Context, j *job.Job, l *Loading, reqs []Request, opt Op
 	if err != nil {
 		return err
 	}
-	defer cpu.Release(late.mem) // memory of casts that did not happen
+	defer cpu.Release(late.mem) // frees the memory of casts that did not run
 	if err := l.files.copyLittle(ctx, l); err != nil {
 		return err
 	}
@@ -245,8 +246,8 @@ func runLoad(ctx context.Context, j *job.Job, l *Loading, reqs []Request, opt Op
 
 func traceFile(opt Options) string { return cmp.Or(opt.Trace, knob.Trace.Get()) }
 
-// landMapped lands the requests that the pipeline does not read: those without bytes, and those that were mapped
-// or copied. Any other request without a decode task is a bug in the plan.
+// landMapped lands the requests that the pipeline does not read: empty, mapped and copied requests. Any other request
+// without a decode task is a bug in the plan.
 func (s *execution) landMapped(j *job.Job) error {
 	l := s.l
 	apart := slices.Clone(l.files.mapped)
@@ -257,7 +258,7 @@ func (s *execution) landMapped(j *job.Job) error {
 		if n == 0 && !apart[i] && l.wants[i].Bytes > 0 {
 			t := &l.model.ix.Tensors[l.wants[i].Tensor]
 			return errs.Place("plan", l.model.ix.Sources[t.Source].URI, t.Name, t.Off,
-				errs.New(errs.ErrEngine, "nothing reads its %d bytes", l.wants[i].Bytes))
+				errs.New(errs.ErrEngine, "no task of the plan reads its %d bytes", l.wants[i].Bytes))
 		}
 	}
 	for i := range l.wants {
@@ -278,7 +279,7 @@ func (s *execution) landMapped(j *job.Job) error {
 	return nil
 }
 
-// prepareQueue makes the GPU's queue suit the plan, after the work on the caller's stream. For the host it
+// prepareQueue returns a GPU queue that fits the plan and waits for the work on the caller's stream. For the host it
 // returns nil.
 func (s *execution) prepareQueue() (*queue.Queue, error) {
 	l := s.l
@@ -300,8 +301,8 @@ func (s *execution) prepareQueue() (*queue.Queue, error) {
 	return queue, nil
 }
 
-// chooseQueue returns the load's queue. If its slots are too small for the largest piece of the plan, another
-// queue replaces it. Bind does not wait meanwhile.
+// chooseQueue returns the load's queue. If its slots are too small for the largest piece of the plan, it makes a new
+// queue. Bind does not wait for that.
 func (s *execution) chooseQueue() (*queue.Queue, error) {
 	l := s.l
 	queue, room := l.queue.give(), int64(0)
@@ -321,7 +322,7 @@ func (s *execution) chooseQueue() (*queue.Queue, error) {
 	return queue, nil
 }
 
-// pipelineTask is the pipeline's task.
+// pipelineTask returns the task for the pipeline.
 func (s *execution) pipelineTask(queue *queue.Queue, depth int) *pipeline.Task {
 	l := s.l
 	t := &pipeline.Task{Index: l.model.ix, Sources: l.model.srcs, Wants: l.wants, Plan: s.plan,
@@ -353,10 +354,10 @@ func (s *execution) pipelineTask(queue *queue.Queue, depth int) *pipeline.Task {
 	return t
 }
 
-// AnnouncePlan announces the plan to its files. host says that it fills host memory. It returns the files, and
-// how many reads in flight suit them best.
+// AnnouncePlan announces the plan to the files that it reads. host says that the destination is host memory. It returns
+// the files and the best number of reads in flight.
 func AnnouncePlan(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
-	asked := make([]bool, len(srcs)) // a relay of several files returns to each repeatedly
+	asked := make([]bool, len(srcs)) // a group load of several files returns to each file repeatedly
 	for i := range p.Pieces {
 		s := p.Pieces[i].Source
 		if asked[s] {

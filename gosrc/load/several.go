@@ -7,9 +7,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Several makes one model of several open models and the files that they have open. It lists their tensors and
-// sources one model after the other, so numbers distinguish tensors of the same name. It does not use preloaded
-// tensors. The models' files stay open until it is closed and its loads have ended.
+// Several combines open models into one, which uses their open files. It lists the tensors and sources of one model
+// after another, so their numbers distinguish tensors of the same name. It does not use preloaded tensors. The models'
+// files stay open until the combined model is closed and its loads have ended.
 func Several(models []*Model) (_ *Model, err error) {
 	m := &Model{mapp: "off", refs: 1}
 	defer func() {

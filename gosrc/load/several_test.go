@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Models with equal names become one model by number, from the files that they had open, and outlive their own handles.
-// A closed one is refused.
+// Several combines models with equal tensor names. The combined model reads the files that the models had open, even
+// after the models are closed. A closed model is refused.
 func TestSeveral(t *testing.T) {
 	first, want := packed(t)
 	third, _ := packed(t)
@@ -24,7 +24,7 @@ func TestSeveral(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, path := range []string{first, second} { // another file takes its place
+	for _, path := range []string{first, second} { // replace the file
 		if err := errors.Join(os.WriteFile(path+".new", []byte("not one"), 0o600), os.Rename(path+".new", path)); err != nil {
 			t.Fatal(err)
 		}

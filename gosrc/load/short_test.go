@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A slow is a file on what may be a network file system: it does not answer before it is allowed to.
+// A slow is a file on a possibly slow file system. Reads wait until mayAnswer is closed.
 type slow struct {
 	source.Source
 	mayAnswer chan struct{}
@@ -26,8 +26,8 @@ func (s *slow) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return s.Source.ReadAt(ctx, p, off)
 }
 
-// Reads of a local file that one worker would do are done when Start returns. Start does not wait for anything that may
-// take long: more data, or a server.
+// A small load from a local file is done when Start returns. Start does not wait for larger loads or for slow file
+// systems.
 func TestShortLoads(t *testing.T) {
 	no := false
 	for _, c := range []struct {
@@ -72,8 +72,8 @@ func TestShortLoads(t *testing.T) {
 	settled(t)
 }
 
-// A small slice is not a short load if reading it is not small: a column spans all rows, and a row may be in a chunk of
-// many.
+// A small slice is not a short load if it needs a large read: a column spans all rows, and a row may be in a chunk of
+// many rows.
 func TestShortSlices(t *testing.T) {
 	no := false
 	path, _ := write(t, "a", []int64{1 << 12, 1 << 10}, []int64{16, 16})

@@ -1,6 +1,7 @@
 package load
 
-// This file computes file identities. Ranks that open a model's files at different times compare them.
+// This file computes file identities. Ranks that open a model's files at different times compare them to detect
+// changes.
 
 import (
 	"crypto/sha256"
@@ -11,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A State identifies a file of a model. For a local file the first five fields are fstat's when it was opened.
-// Pin is set for remote objects. All are zero if nothing is known.
+// A State identifies a file of a model. For a local file, the first five fields are the results of fstat when the file
+// was opened. Pin is set for remote objects. Fields with unknown values are zero.
 type State struct {
 	Device   uint64 `json:"device"`
 	Inode    uint64 `json:"inode"`
@@ -20,11 +21,11 @@ type State struct {
 	Modified int64  `json:"modified"`
 	Changed  int64  `json:"changed"`
 	Pin      string `json:"pin"`
-	// Network says that the file is on a file system of several hosts, which may make up inode numbers.
+	// Network says that the file is on a network file system. Hosts may see different inode numbers there.
 	Network bool `json:"network"`
-	// Layout is a digest of the offsets of all bytes in the file, and of their checksums.
+	// Layout is a digest of the offsets and checksums of all tensors and chunks in the file.
 	Layout string `json:"layout"`
-	// Sealed says that all bytes of the file's tensors have checksums, which Layout covers.
+	// Sealed says that Layout covers checksums of all tensor bytes in the file.
 	Sealed bool `json:"sealed"`
 }
 
@@ -44,7 +45,7 @@ func (m *Model) FileStates() []State {
 	return states
 }
 
-// layoutDigests returns, for each source, the digest of its layout.
+// layoutDigests returns State.Layout for each source.
 func (m *Model) layoutDigests() []string {
 	sums := make([]hash.Hash, len(m.held.Sources))
 	b := []byte{}

@@ -1,6 +1,6 @@
 package load
 
-// This file selects the device that a load lands on, and its queue.
+// This file selects the device that a load lands on, and makes its queue.
 
 import (
 	"cmp"
@@ -17,7 +17,7 @@ import (
 
 // A Target is the device that a load lands on.
 type Target struct {
-	GPU     *cuda.Device // nil: the host
+	GPU     *cuda.Device // nil means the host
 	inPlace bool         // see Options.InPlace
 }
 
@@ -36,14 +36,14 @@ func TargetOf(name string) (Target, error) {
 
 var preparing sync.WaitGroup
 
-// AwaitPreparations waits for all calls of Prepare to finish, before the process ends.
+// AwaitPreparations waits until the work that Prepare has started is done. Call it before the process exits.
 func AwaitPreparations() { preparing.Wait() }
 
-// ExchangeBatches is how many batches of shares a GPU decodes or sums at a time if ranks exchange.
+// ExchangeBatches is how many batches of shares a GPU decodes or checksums at a time in a group load.
 const ExchangeBatches = 10
 
-// Prepare prepares a device in the background for a load while its files are being opened, by one process or by
-// ranks that exchange what they read. It reports no error, because the load will.
+// Prepare prepares a device for a load in the background while the load's files are being opened. exchange says that
+// ranks will exchange what they read. Prepare reports no errors, because the load will report them.
 func Prepare(name string, exchange bool) {
 	spawn.GoFor(&preparing, "load prepare", func() {
 		_ = spawn.Guard("load prepare", func() error {
@@ -66,8 +66,8 @@ func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 	return cpu.Alloc(sizes)
 }
 
-// Ring is the number of slots of a GPU's queue, and their size. Slots are smaller for ranges that are read in
-// steps and for ranks that exchange what they read, and smallest for OwnSlots.
+// Ring returns the number of slots of a GPU's queue and their size. Slots are smaller for ranges that are read in steps
+// and for ranks that exchange what they read. They are smallest for OwnSlots.
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():
@@ -82,8 +82,8 @@ func Ring(m plan.Machine) (slots int, bytes int64) {
 	return queue.DefaultRing()
 }
 
-// Queue makes the GPU's queue for pieces of at most `largest` bytes. For the host it returns nil: the pipeline
-// makes its own.
+// Queue makes the GPU's queue for pieces of at most `largest` bytes. For the host it returns nil, because the pipeline
+// makes its own queue.
 func (t Target) Queue(largest int64, m plan.Machine) (*queue.Queue, error) {
 	if t.GPU == nil {
 		return nil, nil
@@ -96,7 +96,7 @@ func (t Target) Queue(largest int64, m plan.Machine) (*queue.Queue, error) {
 	return q, err
 }
 
-// ringFor is Ring for pieces of at most `largest` bytes.
+// ringFor is like Ring, for pieces of at most `largest` bytes.
 func ringFor(largest int64, m plan.Machine) (slots int, size int64) {
 	slots, size = Ring(m)
 	if largest > size {

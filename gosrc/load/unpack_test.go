@@ -16,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// smaller writes a container with large and small tensors of codec 6, of X16 and uncoded, and returns its path and
-// contents.
+// smaller writes a container with large and small tensors, some in codec 6, some in X16 and some uncompressed. It
+// returns the path and the contents.
 func smaller(t *testing.T) (string, []save.Input) {
 	t.Helper()
 	seed := uint64(time.Now().UnixNano())
@@ -54,7 +54,7 @@ func smaller(t *testing.T) (string, []save.Input) {
 	return path, in
 }
 
-// Tensors of codec 6 load whole, by rows and by columns, from the file and from pinned memory. The table says how they
+// Tensors in codec 6 load whole, by rows and by columns, from the file and from pinned memory. Index shows them as they
 // are stored.
 func TestUnpacked(t *testing.T) {
 	path, in := smaller(t)
@@ -119,7 +119,7 @@ func TestUnpacked(t *testing.T) {
 	check()
 }
 
-// A changed byte in a chunk of codec 6 is found by its checksum, by a load and by Pin, and the error says where.
+// Loads and Pin detect a changed byte in a chunk of codec 6 by its checksum. The load's error names the chunk.
 func TestUnpackedDamage(t *testing.T) {
 	path, _ := smaller(t)
 	m := opened(t, Spec{URIs: []string{path}})

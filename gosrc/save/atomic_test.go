@@ -26,14 +26,14 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// A faultyFS fails its at-th call, counted from 0, with err.
+// A faultyFS fails its call number at, counted from 0, with err.
 type faultyFS struct {
 	atomicfile.Disk
 	mu    sync.Mutex
 	at, n int
 	err   error
 	what  string // the call that failed
-	full  bool   // free space is unknown
+	full  bool   // Free reports a full disk
 	then  func() // if not nil, runs at that call
 }
 
@@ -127,9 +127,9 @@ func (f *faultyFile) Close() error {
 }
 
 func TestDiskFaults(t *testing.T) {
-	// Whichever disk call fails, the error has the path, the old model stays whole, and nothing unfinished stays. Each
-	// call fails once, until a save has no more calls to fail. Only the last call, the sync of the folder after the
-	// rename, finds the new model in place.
+	// If any disk call fails, the error has the path, the old model stays complete, and no unfinished file is left. The
+	// test fails one call after another until a save has no more calls. Only if the last call fails, the sync of the
+	// folder after the rename, is the new model in place.
 	r := newRand(t)
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
@@ -189,8 +189,8 @@ func TestDiskFaults(t *testing.T) {
 }
 
 func TestCancelAtEachCall(t *testing.T) {
-	// A save that is cancelled in any disk call (also by Ctrl-C) leaves the old model or, once it has its name, the new
-	// one, whole, and nothing unfinished.
+	// A save that is cancelled during any disk call leaves the old model or, after the rename, the new model. No
+	// unfinished file is left.
 	r := newRand(t)
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}
@@ -245,7 +245,7 @@ func TestNoRoom(t *testing.T) {
 }
 
 func TestFullDisk(t *testing.T) {
-	// A disk that fills up in the middle gives an I/O error with path and offset, and the old file stays.
+	// If the disk fills up during a save, the error is an I/O error with path and offset, and the old file stays.
 	dir := t.TempDir()
 	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=512k"); err != nil {
 		t.Skipf("no small disk here: mounting tmpfs: %v", err)
@@ -255,7 +255,7 @@ func TestFullDisk(t *testing.T) {
 	p := filepath.Join(dir, "m")
 	old := []save.Input{bf16("w", r, 100, 100)}
 	write(t, save.Spec{Path: p}, old)
-	// The free-space check would also refuse this; here the disk itself does.
+	// First the free-space check refuses the save; then, without the check, the disk does.
 	spec := save.Spec{Path: p, ChunkBytes: 1 << 16, FS: &faultyFS{at: -1}}
 	_, err := save.Write(bg, nil, spec, []save.Input{bf16("w", r, 1000, 1000)})
 	if !errors.Is(err, errs.ErrIO) || !strings.Contains(err.Error(), "no space") {
@@ -278,7 +278,7 @@ type blind struct{ atomicfile.Disk }
 func (blind) Free(string) (int64, bool) { return 0, false }
 
 func TestCancel(t *testing.T) {
-	// A cancelled save ends and leaves the old file, no temporary file and no goroutine.
+	// A cancelled save leaves the old file, no temporary file and no goroutine.
 	r := newRand(t)
 	dir := t.TempDir()
 	p := filepath.Join(dir, "m")
@@ -321,8 +321,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// version is the model that the killed child writes in turn k: every byte of every tensor is k, so that a mix is
-// noticed.
+// version returns the model that the killed child writes in round k. Every byte of every tensor is k, so a mix of two
+// models is detected.
 func version(k byte) []save.Input {
 	var in []save.Input
 	for _, n := range []string{"a", "b", "c"} {
@@ -344,8 +344,8 @@ func saveForEver(path, shard string) {
 }
 
 func TestKill(t *testing.T) {
-	// kill -9 at any moment leaves the old model or the new one, whole, in a file or in shards, and never a mix. The
-	// next save removes what others left.
+	// kill -9 at any moment leaves either the old or the new model complete, in one file or in shards, but not a mix.
+	// The next save removes unfinished files.
 	r := newRand(t)
 	rounds := 60
 	if testing.Short() {
@@ -356,7 +356,7 @@ func TestKill(t *testing.T) {
 		p := filepath.Join(dir, "m.safetensors")
 		main := p
 		if shard != "0" {
-			main = dir // of the model in shards, or in one file if tensors are stored once
+			main = dir // it has shards, or one file if equal tensors are stored once
 		}
 		kept, none, temps := 0, 0, []string(nil)
 		for round := 0; round < rounds || len(temps) == 0; round++ {
@@ -372,7 +372,7 @@ func TestKill(t *testing.T) {
 				t.Fatal(err)
 			}
 			var out []byte
-			if round%3 > 0 { // after the first save, else during it
+			if round%3 > 0 { // kill after the first save; otherwise during it
 				out = make([]byte, 1)
 				if _, err := pipe.Read(out); err != nil {
 					t.Fatal(err)
@@ -389,7 +389,7 @@ func TestKill(t *testing.T) {
 			_, first := os.Stat(p)
 			_, second := os.Stat(p + ".index.json")
 			if first != nil && second != nil {
-				// Before the first save has ended there is no old file.
+				// There is no old file before the first save has ended.
 				if none++; kept > 0 {
 					t.Fatal("the old file is gone")
 				}
@@ -402,7 +402,7 @@ func TestKill(t *testing.T) {
 			}
 			kept++
 		}
-		for _, temp := range temps { // those of killed saves are removed at some age
+		for _, temp := range temps { // a save removes them only after some time
 			_ = os.Chtimes(temp, time.Now(), time.Now().Add(-time.Hour))
 		}
 		_, err := save.Write(bg, nil, save.Spec{Path: p, ChunkBytes: 1 << 15,
@@ -417,8 +417,8 @@ func TestKill(t *testing.T) {
 }
 
 func TestTargets(t *testing.T) {
-	// Links are followed and stay links. A replaced file keeps its mode, a new one obeys the umask, and anything but a
-	// file is not replaced.
+	// Links are followed and stay links. A replaced file keeps its mode, and a new file gets the mode of the umask.
+	// Only regular files are replaced.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64)}
 	dir := t.TempDir()

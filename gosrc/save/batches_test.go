@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// Many small tensors, with and without trials in memory, give the same file with any number of threads and when staged.
-// Every checksum holds, and a batch's gaps are zero.
+// Many small tensors, with and without trials in memory, give the same file for any number of threads and when staged.
+// Every checksum is correct, and gaps in a batch are zero.
 func TestSmallTensors(t *testing.T) {
 	r := newRand(t)
 	var in []save.Input
@@ -57,7 +57,7 @@ func TestSmallTensors(t *testing.T) {
 	}
 }
 
-// The caller's thread runs a save if everything it writes is small: tensors, names and metadata.
+// A save is brief if all its tensors, names and metadata are small.
 func TestIsBrief(t *testing.T) {
 	dir, err := os.MkdirTemp("/dev/shm", "overwire")
 	if err != nil {
@@ -65,7 +65,7 @@ func TestIsBrief(t *testing.T) {
 	}
 	defer os.RemoveAll(dir)
 	if !regular.IsInMemory(dir + "/x") {
-		t.Skip("a server could keep a call waiting, or no file system in memory is here")
+		t.Skip("there is no in-memory file system")
 	}
 	text := strings.Repeat("a", 1<<20)
 	tensor := func(name string, n int) save.Input {

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// BenchmarkWrite measures tensor bytes written and synced to disk per second, with one core and with two, plain and
-// compressed. copy is memcpy of the same bytes in the same run. The result is verified first.
+// BenchmarkWrite measures tensor bytes written and synced to disk per second, with one and two cores, plain and
+// compressed. The case copy measures memcpy of the same bytes. The written file is verified first.
 func BenchmarkWrite(b *testing.B) {
 	r := fixedRand()
 	var in []save.Input

@@ -21,30 +21,30 @@ import (
 )
 
 const (
-	// minGain: a tensor with a ratio above this is stored plain, so that any
-	// safetensors reader can read it.
+	// minGain is the ratio above which a tensor is stored plain, so any safetensors reader
+	// can read it.
 	minGain = 0.99
-	// minWide: an integer tensor that saves fewer bytes is stored plain, since
-	// readers of format 1.1 refuse a file with such a one compressed.
+	// minWide is how many bytes compression must save for a multi-byte integer tensor.
+	// Readers of format 1.1 refuse files with such compressed tensors.
 	minWide = 4096
 
 	sampleRuns  = 16
-	sampleBytes = 16 << 10 // of one run; a multiple of every element size and of a tile
+	sampleBytes = 16 << 10 // bytes of one run; a multiple of every element size and of a tile
 	wholeSample = sampleRuns * sampleBytes
 
-	mostTrials = 16 << 20 // bytes of small tensors that are encoded once, to be tried and to be written
+	mostTrials = 16 << 20 // bytes of small tensors that are encoded only once, as a trial
 )
 
-// A classifier chooses how the tensors of one save are stored. It reads samples, and whole tensors only where two
-// may be equal.
+// A classifier chooses how the tensors of one save are stored. It reads samples, and whole tensors only if they may be
+// equal to others.
 type classifier struct {
 	spec    *Spec
 	path    string // for messages
 	threads int
-	trials  atomic.Int64 // bytes of the tensors with trials in memory: at most mostTrials
+	trials  atomic.Int64 // bytes of the tensors with trials in memory, at most mostTrials
 }
 
-// classify chooses the form of every item, and its transform.
+// classify chooses the form and the transform of every item.
 func (c *classifier) classify(ctx context.Context, items []*Item) error {
 	for _, t := range items {
 		t.parts = t.chooseParts(c.spec.Parts)
@@ -52,7 +52,7 @@ func (c *classifier) classify(ctx context.Context, items []*Item) error {
 	if err := c.findAliases(ctx, items); err != nil {
 		return err
 	}
-	// The column parts of a tensor do not fit an alias with rows of another size.
+	// An alias with rows of another size cannot use the column parts of its tensor.
 	for _, t := range items {
 		if t.form == alias && t.rowBits() != t.of.rowBits() {
 			t.of.joinParts()
@@ -75,9 +75,8 @@ func (c *classifier) classify(ctx context.Context, items []*Item) error {
 	})
 }
 
-// chooseTransform takes the best transform for a tensor and decides whether to use it. It
-// encodes tensors up to the size of a sample completely, so that small ones account for their tables, and 16
-// evenly spread runs of larger ones.
+// chooseTransform finds the best transform for a tensor and decides whether to use it. It encodes small tensors
+// completely, because tables are a large part of them, and 16 evenly spread runs of larger tensors.
 func (c *classifier) chooseTransform(ctx context.Context, e *codec.Encoder, t *Item) error {
 	t.form, t.expect = plain, 1
 	if c.spec.Level == levelSmaller && t.parts == 1 {
@@ -115,7 +114,7 @@ func (c *classifier) chooseTransform(ctx context.Context, e *codec.Encoder, t *I
 		}
 		return nil
 	}
-	if t.known() != nil && !t.from.planes && t.ways.Planes == 0 { // as the source's writer chose
+	if t.known() != nil && !t.from.planes && t.ways.Planes == 0 { // keep the choice of the source's writer
 		if t.from.transform != 0 {
 			take(t.from.transform, float64(t.from.known.Stored)/float64(t.from.known.Bytes))
 		}
@@ -135,7 +134,7 @@ func (c *classifier) chooseTransform(ctx context.Context, e *codec.Encoder, t *I
 	return nil
 }
 
-// tryTransform encodes a whole small tensor and returns its stored size and, with keeps, its chunks.
+// tryTransform encodes a whole small tensor and returns its stored size. If keeps is set, it also returns its chunks.
 func (c *classifier) tryTransform(ctx context.Context, e *codec.Encoder, t *Item, transform uint8, keeps bool) (
 	int64, []trial, error) {
 	buf, enc := pieces.Get().(*[1 << 20]byte), pieces.Get().(*[1 << 20]byte)
@@ -185,23 +184,22 @@ func sampleOffsets(bytes int64) []int64 {
 	return out
 }
 
-// sameKey groups tensors that may be equal. From one step to the next, mark is the
-// address of the bytes, a hash of a few of them, or a hash of all.
+// sameKey groups tensors that may be equal. In successive steps, mark is the address of the
+// bytes, a hash of a few of them, and a hash of all.
 type sameKey struct {
 	dtype tensor.DType
 	bytes int64
 	mark  [16]byte
 }
 
-// findAliases marks tensors with the dtype and the bytes of another one: the first by
-// name stores the bytes. Shapes may differ. Tensors of equal size are compared by a
-// few samples; those with equal samples are hashed, and those with equal hashes
-// compared.
+// findAliases marks tensors that have the same dtype and bytes as another tensor. The first
+// tensor by name stores the bytes. Shapes may differ. findAliases compares samples of tensors
+// of equal size, then hashes of tensors with equal samples, then all bytes.
 func (c *classifier) findAliases(ctx context.Context, items []*Item) error {
 	sorted := slices.Clone(items)
 	slices.SortFunc(sorted, func(a, b *Item) int { return cmp.Compare(a.name, b.name) })
 
-	// Tensors in the same memory are equal without reading.
+	// Tensors in the same memory are equal; there is no need to read them.
 	at := map[sameKey]*Item{}
 	for _, t := range sorted {
 		var addr uintptr
@@ -243,7 +241,7 @@ func (c *classifier) findAliases(ctx context.Context, items []*Item) error {
 			t.form, t.of = alias, f
 		}
 	}
-	for _, t := range sorted { // the holder may be an alias by now
+	for _, t := range sorted { // the holder may have become an alias
 		if t.form == alias && t.of.form == alias {
 			t.of = t.of.of
 		}
@@ -251,8 +249,8 @@ func (c *classifier) findAliases(ctx context.Context, items []*Item) error {
 	return nil
 }
 
-// findCandidates lists the tensors that may be equal to another: those with equal hashes of a few samples, and
-// then of all bytes. It leaves out small tensors and aliases.
+// findCandidates lists the tensors that may be equal to another one. It compares hashes of a few samples, and then
+// hashes of all bytes. It omits small tensors and aliases.
 func (c *classifier) findCandidates(ctx context.Context, sorted []*Item) ([]*Item, error) {
 	pool := slices.DeleteFunc(slices.Clone(sorted), func(t *Item) bool {
 		return t.form == alias || t.bytes < minAlias

@@ -8,17 +8,17 @@ import (
 	"time"
 )
 
-// Stages says what a save cost, summed over its threads, in nanoseconds.
+// Stages holds the time of each stage of a save in nanoseconds, summed over its threads.
 type Stages struct {
-	PlanNS    int64 `json:"plan_ns"`    // how each tensor is stored was found out, and memory taken
-	ReadNS    int64 `json:"read_ns"`    // bytes came from files or a GPU, which may have encoded them
-	EncodeNS  int64 `json:"encode_ns"`  // by the host, or until a GPU had done it
-	HashNS    int64 `json:"hash_ns"`    // checksums and hashes by the host
-	WriteNS   int64 `json:"write_ns"`   // to stores, to files until they are on the disk, to a stage's memory
-	PublishNS int64 `json:"publish_ns"` // the files got their names
+	PlanNS    int64 `json:"plan_ns"`    // choosing how tensors are stored, and allocating memory
+	ReadNS    int64 `json:"read_ns"`    // reading from files, or copying from a GPU
+	EncodeNS  int64 `json:"encode_ns"`  // encoding on the host, or waiting for a GPU to encode
+	HashNS    int64 `json:"hash_ns"`    // computing checksums and hashes on the host
+	WriteNS   int64 `json:"write_ns"`   // writing to stores, to staged memory, or to files, including syncs
+	PublishNS int64 `json:"publish_ns"` // giving the files their names
 }
 
-// InSeconds lists them in seconds.
+// InSeconds lists the stages in seconds.
 func (s Stages) InSeconds() string {
 	return fmt.Sprintf("plan %.2f, read %.2f, encode %.2f, hash %.2f, write %.2f, publish %.2f",
 		secondsOf(s.PlanNS), secondsOf(s.ReadNS), secondsOf(s.EncodeNS), secondsOf(s.HashNS), secondsOf(s.WriteNS),
@@ -44,7 +44,7 @@ func (s *Stages) addStages(o Stages) {
 
 func secondsOf(ns int64) float64 { return float64(ns) / 1e9 }
 
-// addLap adds the time since start to a stage, and returns the time that it is.
+// addLap adds the time since start to a stage, and returns the current time.
 func addLap(stage *atomic.Int64, start time.Time) time.Time {
 	now := time.Now()
 	stage.Add(int64(now.Sub(start)))

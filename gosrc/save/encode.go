@@ -1,7 +1,7 @@
 package save
 
-// This file writes one file of tensors. Batches of chunks go through three steps: their bytes are encoded, placed in
-// the file, and written.
+// This file writes one file of tensors. Each batch of chunks goes through three steps: it is encoded, placed in the
+// file, and written.
 
 import (
 	"context"
@@ -21,27 +21,27 @@ import (
 )
 
 const (
-	// batchBytes is how much smaller chunks are encoded and written at once: workers would wait for one another,
-	// and for the system, longer than they work on one.
+	// batchBytes is the size of a batch of small chunks. With single small chunks, workers would spend more time
+	// waiting for each other and for system calls than encoding.
 	batchBytes = 64 << 10
-	// batchChunks bounds the gaps between them.
+	// batchChunks limits the number of chunks in a batch, and so the bytes of gaps between them.
 	batchChunks = 256
 )
 
-// An encoder writes a plain file, or a container of docs/format.md, as its plan says.
+// An encoder writes one plain file, or one container of docs/format.md, according to its plan.
 type encoder struct {
 	s      *session
 	plan   *filePlan
 	draft  publish.Draft
 	path   string // of the draft
-	pos    int64  // end of the last data that was placed
-	starts []int  // of the batches in tasks, and the end of the last one
+	pos    int64  // end of the data placed so far
+	starts []int  // start of each batch in tasks, and the end of the last batch
 	slots  []*slot
 	hasher xxh3.Hasher
-	enc    []*codec.Encoder // one per worker; nil: not used yet
+	enc    []*codec.Encoder // one per worker; nil until it is used
 }
 
-// encodeFile writes a file and returns its size, and what is known of its original.
+// encodeFile writes a file and returns its size and a summary of its original.
 func encodeFile(ctx context.Context, s *session, to publish.Draft, share writerShare, file *File) (written, error) {
 	plan, err := planFile(s, file, share)
 	if err != nil {
@@ -74,7 +74,7 @@ func (f *encoder) runBatches(ctx context.Context) error {
 	if err := f.plan.original.Hash(ctx, f.plan.orderedNames(), window); err != nil {
 		return err
 	}
-	// A step that fails, or panics, ends those that wait for the hashing or for a slot of a GPU, by its error.
+	// If a step fails or panics, its error ends the steps that wait for the hashing or for a GPU slot.
 	step := func(k int, do func(s *slot, first, end int) error) error {
 		err := errs.New(errs.ErrEngine, "a step of the save has not ended")
 		defer func() {
@@ -109,8 +109,8 @@ func (f *encoder) runBatches(ctx context.Context) error {
 	return err
 }
 
-// firstError is the error that ended the work of several goroutines, which each cancel ctx by their error: later
-// errors are those of that cancel.
+// firstError returns the error that ended the work of several goroutines. Each of them cancels ctx with its error, so
+// the cause of ctx is the first error, and err may only report the cancel.
 func firstError(ctx context.Context, err error) error {
 	if err == nil || ctx.Err() == nil {
 		return err
@@ -118,8 +118,8 @@ func firstError(ctx context.Context, err error) error {
 	return context.Cause(ctx)
 }
 
-// divideBatches divides the tasks into batches of small chunks. Each larger chunk is one, and so is what a GPU
-// encodes, what is hashed beforehand, and what a store is asked for: requests go side by side.
+// divideBatches divides the tasks into batches of small chunks. Each large chunk is a batch. So is each pack that a GPU
+// encodes, each tensor that is hashed first, and each chunk that is read from a store, so requests run in parallel.
 func (f *encoder) divideBatches() {
 	bytes := 0
 	for k := range f.plan.tasks {
@@ -138,29 +138,29 @@ func (f *encoder) divideBatches() {
 
 // A slot holds the memory of a batch between reading and writing.
 type slot struct {
-	chunks []encodedChunk // of its tasks
-	bytes  int            // of its tasks, before encoding
-	read   scratch        // for logical bytes, if they need any
-	stored scratch        // for encoded bytes
-	joined []byte         // for what is written at once
+	chunks []encodedChunk // one per task
+	bytes  int            // total of the tasks, before encoding
+	read   scratch        // memory for logical bytes, if they are not in memory already
+	stored scratch        // memory for encoded bytes
+	joined []byte         // memory to join chunks for one write
 }
 
-// An encodedChunk is one chunk on its way through a slot.
+// An encodedChunk is one chunk in a slot.
 type encodedChunk struct {
 	data   []byte          // logical bytes
-	out    []byte          // stored bytes: data, or encoded
-	at     int64           // its offset in the file
-	sum    digest.State    // of data, if the file stores digests
-	hashed <-chan struct{} // closed when data is in the hash of the plain file; or nil
+	out    []byte          // stored bytes: data or its encoded form
+	at     int64           // offset in the file
+	sum    digest.State    // digest of data, if the file stores digests
+	hashed <-chan struct{} // closed when data has been added to the original's SHA-256; may be nil
 }
 
-// A scratch is memory that a batch takes bytes of, one chunk after the other.
+// A scratch is memory for the chunks of a batch, which take it one after another.
 type scratch struct {
 	all  []byte
 	used int
 }
 
-// takeSpace returns memory without content for n bytes; all is what the whole batch may need.
+// takeSpace returns an empty slice with capacity for n bytes. all is how many bytes the whole batch may need.
 func (s *scratch) takeSpace(n, all int) []byte {
 	if len(s.all)-s.used < n {
 		s.all, s.used = make([]byte, max(n, all)), 0
@@ -168,10 +168,10 @@ func (s *scratch) takeSpace(n, all int) []byte {
 	return s.all[s.used:s.used:len(s.all)]
 }
 
-// slots are reused by the next file, with their memory.
+// slots holds unused slots and their memory for the next file.
 var slots = sync.Pool{New: func() any { return new(slot) }}
 
-// takeSlots takes what some workers need for a window of batches, until returnSlots.
+// takeSlots takes slots for a window of batches, and makes room for the encoders of the workers. See returnSlots.
 func (f *encoder) takeSlots(window, workers int) {
 	f.slots, f.enc = make([]*slot, window), make([]*codec.Encoder, workers)
 	for i := range min(window, len(f.starts)-1) {
@@ -193,7 +193,7 @@ func (f *encoder) returnSlots() {
 	}
 }
 
-// encodeBatch reads tasks and makes their stored bytes.
+// encodeBatch reads the bytes of tasks and encodes them.
 func (f *encoder) encodeBatch(ctx context.Context, worker int, s *slot, first, end int) error {
 	if p := f.plan.tasks[first].pack; p != nil {
 		return errs.Locate("save", f.path, f.plan.tasks[first].t.name, -1, p.encode(ctx, f.plan.lay, &f.s.clock))
@@ -215,7 +215,7 @@ func (f *encoder) encodeBatch(ctx context.Context, worker int, s *slot, first, e
 	return nil
 }
 
-// encodeTask reads a task of a batch, and makes its stored bytes.
+// encodeTask reads the bytes of one task and encodes them.
 func (f *encoder) encodeTask(ctx context.Context, worker int, c *task, s *slot, x *encodedChunk) error {
 	t, start := c.t, time.Now()
 	if c.n == 0 {
@@ -257,7 +257,7 @@ func (f *encoder) encodeTask(ctx context.Context, worker int, c *task, s *slot, 
 	return nil
 }
 
-// takeTrial gives a chunk the bytes and the codec that its tensor was tried with, and reports whether there are any.
+// takeTrial uses the trial encoding of a chunk, and reports whether there is one.
 func takeTrial(c *task, chunkBytes int64, x *encodedChunk, ch *tensor.Chunk) bool {
 	t := c.t
 	if t.trials == nil {
@@ -271,7 +271,7 @@ func takeTrial(c *task, chunkBytes int64, x *encodedChunk, ch *tensor.Chunk) boo
 	return true
 }
 
-// encodeChunk makes the stored bytes of a chunk, in the slot's memory if they fit.
+// encodeChunk encodes a chunk, into the slot's memory if it fits.
 func (f *encoder) encodeChunk(worker int, ways codec.Ways, s *slot, x *encodedChunk, ch *tensor.Chunk) {
 	if f.enc[worker] == nil {
 		f.enc[worker] = encoders.Get().(*codec.Encoder)
@@ -284,7 +284,7 @@ func (f *encoder) encodeChunk(worker int, ways codec.Ways, s *slot, x *encodedCh
 	}
 }
 
-// placeBatch gives tasks their offsets, and adds their bytes to the hash.
+// placeBatch assigns offsets to tasks, and adds their bytes to the hashes.
 func (f *encoder) placeBatch(ctx context.Context, s *slot, first, end int) error {
 	if p := f.plan.tasks[first].pack; p != nil {
 		return errs.Locate("save", f.path, f.plan.tasks[first].t.name, -1, f.placePack(ctx, p))
@@ -296,13 +296,13 @@ func (f *encoder) placeBatch(ctx context.Context, s *slot, first, end int) error
 			return errs.Locate("save", f.path, c.t.name, -1, err)
 		}
 	}
-	if at := s.chunks[0].at; at > gap { // those between chunks are written with them
+	if at := s.chunks[0].at; at > gap { // gaps between chunks are written with the chunks
 		return errs.Locate("save", f.path, f.plan.tasks[first].t.name, -1, f.draft.Skip(gap, at))
 	}
 	return nil
 }
 
-// placePack is placeBatch of chunks that a GPU encodes.
+// placePack is placeBatch for chunks that a GPU encodes.
 func (f *encoder) placePack(ctx context.Context, p *pack) error {
 	first, end, err := p.place(ctx, f.plan.lay, f.s.stage, f.pos)
 	if err == nil && f.pos < first {
@@ -312,7 +312,7 @@ func (f *encoder) placePack(ctx context.Context, p *pack) error {
 	return err
 }
 
-// flushPack is flushBatch of chunks that a GPU encodes.
+// flushPack is flushBatch for chunks that a GPU encodes.
 func (f *encoder) flushPack(p *pack) error {
 	bytes, tensors, err := p.flush(f.plan.lay, f.draft, &f.s.clock)
 	f.s.onGPU.Add(bytes)
@@ -321,7 +321,7 @@ func (f *encoder) flushPack(p *pack) error {
 	return err
 }
 
-// placeTask gives a task its offset, and adds its bytes to the hash.
+// placeTask assigns a task its offset, and adds its bytes to the hashes.
 func (f *encoder) placeTask(c *task, x *encodedChunk) error {
 	t := c.t
 	t.sums.digest.Merge(x.sum)
@@ -331,10 +331,10 @@ func (f *encoder) placeTask(c *task, x *encodedChunk) error {
 	if c.begins {
 		f.hasher.Reset()
 	}
-	// Compare the source's hash even if the new file stores none. (A tensor in
-	// several parts is hashed by a task of its own, or has its source's hash: its
-	// chunks do not come in the order of its bytes. That hash is compared when its
-	// bytes are passed in order anyway, for its digest.)
+	// Compare the source's hash even if the new file stores no hash. The chunks of a
+	// tensor in several parts are not in the order of its bytes. Such a tensor is hashed
+	// by a separate task or uses its source's hash, which digestAll compares if the file
+	// stores digests.
 	if !t.sums.hashed && (f.plan.lay != nil || t.known() != nil) && t.parts == 1 {
 		start := time.Now()
 		_, _ = f.hasher.Write(x.data)
@@ -367,7 +367,7 @@ func (f *encoder) placeTask(c *task, x *encodedChunk) error {
 	return nil
 }
 
-// flushBatch writes tasks. Their bytes may change after it.
+// flushBatch writes tasks. Their bytes may change afterwards.
 func (f *encoder) flushBatch(s *slot, first, end int) error {
 	c := &f.plan.tasks[first]
 	if c.pack != nil {
@@ -385,7 +385,7 @@ func (f *encoder) flushBatch(s *slot, first, end int) error {
 	return nil
 }
 
-// writeBatch writes the chunks of a slot at once, with the gaps between them; c is the first one's task.
+// writeBatch writes the chunks of a slot and the gaps between them in one call. c is the task of the first chunk.
 func (f *encoder) writeBatch(s *slot, c *task) error {
 	if c.n == 0 {
 		return nil
@@ -400,7 +400,7 @@ func (f *encoder) writeBatch(s *slot, c *task) error {
 		return f.draft.Write(s.joined, x.at)
 	}
 	if m, ok := c.t.body.(memory); ok && len(x.out) > 0 && &x.out[0] == &m[c.off] {
-		return f.draft.WriteView(x.out, x.at) // the caller's own bytes
+		return f.draft.WriteView(x.out, x.at) // the caller's memory, not a copy
 	}
 	return f.draft.Write(x.out, x.at)
 }

@@ -1,6 +1,6 @@
 package save
 
-// Exports what tests in package save_test need.
+// This file exports names for the tests in package save_test.
 
 import "context"
 
@@ -9,10 +9,10 @@ var (
 	ItemsIn    = itemsIn
 )
 
-// SetParts sets how many column parts the item has, at most the number asked for.
+// SetParts sets the item's number of column parts, at most the number asked for.
 func (t *Item) SetParts(asked int) { t.parts = t.chooseParts(asked) }
 
-// Parts is the number of column parts, and Bytes their total size.
+// Parts returns the number of column parts. Bytes returns their total size.
 func (t *Item) Parts() int64 { return t.parts }
 func (t *Item) Bytes() int64 { return t.bytes }
 func (t *Item) Name() string { return t.name }
@@ -22,7 +22,7 @@ func (t *Item) GatherColumns(ctx context.Context, buf []byte, p, off int64) ([]b
 	return t.gatherColumns(ctx, buf, p, off)
 }
 
-// InMemory is the item with its bytes in memory.
+// InMemory returns the item with its bytes in memory.
 func (t *Item) InMemory(b []byte) *Item {
 	m := *t
 	m.body = memory(b)

@@ -14,14 +14,14 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// A fileFormat is one kind of file that is written.
+// A fileFormat is a format that files can be written in.
 type fileFormat struct {
-	// extension ends the paths of such files; any other path has the last format.
+	// extension is the suffix of paths with this format. Other paths have the last format.
 	extension string
 	coded     bool // tensors may be compressed, or be aliases
-	// refuse returns what such a file does not support in a Spec; "": nothing.
+	// refuse says what the format does not support in a Spec, or returns "".
 	refuse func(s *Spec) string
-	// settings are added when sources are read to become such a file.
+	// settings are added to those of the sources that are read to write this format.
 	settings map[string]string
 	write    func(ctx context.Context, s *session, to publish.Draft, share writerShare, file *File) (written, error)
 }
@@ -29,7 +29,7 @@ type fileFormat struct {
 // written is the result of one file.
 type written struct {
 	size     int64
-	original *original.Summary // nil: it has none
+	original *original.Summary // nil if there is no original
 }
 
 var formats = []fileFormat{
@@ -59,15 +59,15 @@ func refusedByTensors(s *Spec) string {
 	return ""
 }
 
-// A Target is where a save writes to, taken apart once.
+// A Target is the parsed path that a save writes to.
 type Target struct {
 	Path   string // a local path, or a URI
 	Remote bool
-	Named  bool // the path has the extension of a file
+	Named  bool // the path has a file extension
 	format *fileFormat
 }
 
-// At is the target of another path on the same host or in the same store.
+// At returns the target for another path on the same host or in the same store.
 func (t Target) At(path string) Target {
 	t.Path, t.format = path, &formats[len(formats)-1]
 	for i := range formats {
@@ -80,13 +80,13 @@ func (t Target) At(path string) Target {
 	return t
 }
 
-// Coded reports whether its tensors may be compressed, or be aliases.
+// Coded reports whether tensors in the target's format may be compressed or be aliases.
 func (t Target) Coded() bool { return t.format.coded }
 
-// Settings are added when sources are read to become a file of its format.
+// Settings returns settings to add to those of the sources that are read to write the target.
 func (t Target) Settings() map[string]string { return t.format.settings }
 
-// Resolve checks a path and all of a Spec that does not depend on the tensors, and fills in the defaults of the Spec.
+// Resolve checks a path and the parts of a Spec that do not depend on the tensors, and fills in defaults of the Spec.
 func Resolve(path string, spec *Spec) (Target, error) {
 	switch scheme := source.Scheme(path); {
 	case path == "":

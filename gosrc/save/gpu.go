@@ -1,8 +1,8 @@
 package save
 
-// This file encodes tensors where they are, on GPUs. Chunks go in batches through the slots of a stream.Packer. Its
-// kernels encode them and compute the sums of their hashes. Only stored bytes come down, into pinned memory, and
-// are written from there. The file is the one that the host would write.
+// This file encodes tensors on the GPUs that hold them. Batches of chunks go through the slots of a stream.Packer. Its
+// kernels encode them and compute sums for their hashes. Only stored bytes are copied to the host, into pinned memory,
+// and are written from there. The resulting file is the same as if the host encoded it.
 
 import (
 	"bytes"
@@ -27,41 +27,41 @@ import (
 )
 
 const (
-	batchRows = 1024 // chunks of a batch, as many as a Packer's slot takes
-	// leastFileSlots is the least that one file needs: a batch is encoded, one is copied, one written.
+	batchRows = 1024 // maximum number of chunks in a batch and in a Packer's slot
+	// leastFileSlots is the minimum number of slots for a file: one each to encode, copy and write a batch.
 	leastFileSlots = 3
-	// sampledAhead is how many tensors are sampled together, rather than read by read.
+	// sampledAhead is the maximum number of tensors that are sampled in one batch.
 	sampledAhead = 1024
 )
 
-// leastOnGPU: of fewer bytes, all tensors of a GPU are encoded by the host, which needs no
-// memory there. Tests make it smaller.
+// leastOnGPU is the minimum size of all tensors on a GPU for which the GPU encodes them.
+// Otherwise the host does, which needs no GPU memory. Tests make it smaller.
 var leastOnGPU int64 = 32 << 20
 
-// A gpu encodes the tensors of a save that lie on one.
+// A gpu encodes the tensors of a save that are on one GPU.
 type gpu struct {
 	*stream.Packer
 	on   *cuda.Device
-	ring *pinned.Memory // of a save that is not staged: the stored bytes of each slot
-	room int64          // bytes of a slot there
+	ring *pinned.Memory // stored bytes of each slot, unless the save is staged
+	room int64          // bytes per slot in ring
 }
 
-// isEncodable reports whether a GPU may encode a tensor: not in several column parts or in the
-// codec of level "smaller", which need its bytes in the host.
+// isEncodable reports whether a GPU may encode a tensor. Column parts and level "smaller" need
+// the bytes on the host.
 func isEncodable(spec *Spec, t *Item) bool {
 	a, ok := t.body.(*deviceBody)
 	return ok && a.GPU != nil && t.bytes > 0 && spec.Parts == 1 && spec.Level != levelSmaller &&
 		(!spec.Compress || a.Addr%16 == 0)
 }
 
-// gpuGroup has the GPUs of one save, and which of them encodes a tensor.
+// gpuGroup holds the GPUs of one save, and which GPU encodes which tensor.
 type gpuGroup struct {
 	all []*gpu
 	of  map[*Item]*gpu
 }
 
-// open lets GPUs encode the tensors that lie on them. A GPU without memory for that leaves them to the host. The
-// caller closes the group, also after an error.
+// open lets GPUs encode the tensors that are on them. If a GPU has too little memory, the host encodes its tensors. The
+// caller must close the group, even after an error.
 func (p *gpuGroup) open(spec *Spec, items []*Item) error {
 	p.of = map[*Item]*gpu{}
 	all := map[*cuda.Device][]*Item{}
@@ -108,7 +108,7 @@ func (p *gpuGroup) open(spec *Spec, items []*Item) error {
 	return nil
 }
 
-// digestOn computes the digests of tensors where they lie.
+// digestOn computes the digests of tensors on the GPU that holds them.
 func digestOn(d *cuda.Device, items []*Item) error {
 	views := make([]digest.View, len(items))
 	for i, t := range items {
@@ -121,7 +121,7 @@ func digestOn(d *cuda.Device, items []*Item) error {
 	return err
 }
 
-// readAhead reads the samples that a classifier asks for, all at once.
+// readAhead reads the samples that a classifier needs in one batch.
 func (g *gpu) readAhead(items []*Item) error {
 	for _, n := range []int64{glanceBytes, sampleBytes} {
 		var at []uint64
@@ -150,7 +150,7 @@ func (g *gpu) readAhead(items []*Item) error {
 	return nil
 }
 
-// close waits for the work of the GPUs, and gives their memory back.
+// close waits for the GPUs' work, and releases their memory.
 func (p *gpuGroup) close() {
 	for _, g := range p.all {
 		g.Close()
@@ -161,7 +161,7 @@ func (p *gpuGroup) close() {
 	p.all = nil
 }
 
-// takeRings takes the pinned memory that stored bytes come down to.
+// takeRings takes the pinned memory that stored bytes are copied to.
 func (p *gpuGroup) takeRings() error {
 	for _, g := range p.all {
 		n := int64(g.SlotCount()) * g.room
@@ -179,28 +179,28 @@ type row struct {
 	t            *Item
 	off          int64
 	n            int32
-	chunk        int // its record
+	chunk        int // number of its record
 	begins, ends bool
 }
 
-// A pack is a batch of rows: a task of the file.
+// A pack is a batch of rows, which is one task of the file.
 type pack struct {
 	gpu    *gpu
 	rows   []row
-	bytes  int64 // of the rows, each rounded up to 16
+	bytes  int64 // total of the rows, each rounded up to 16
 	slot   int
-	before *pack // the one that has the slot before it; nil: none
+	before *pack // the previous pack in the slot, or nil
 	packed []stream.PackedRange
-	at     []int64       // places of the rows in the file
+	at     []int64       // offsets of the rows in the file
 	out    []byte        // stored bytes, with the gaps between chunks
 	over   chan struct{} // closed when the slot is free again
 }
 
-// packsOf are the batches of one file, by GPU.
+// packsOf holds the packs of one file by GPU.
 type packsOf map[*gpu][]*pack
 
-// packChunk adds a chunk to the batch last, if that has room for it; else it returns a new batch. The file has the
-// share number of of of the GPU's slots.
+// packChunk adds a chunk to the pack last if it has room for the chunk. Otherwise it adds the chunk to a new pack and
+// returns that. Files share the GPU's slots: this file has share `number` out of `of`.
 func (all packsOf) packChunk(g *gpu, last *pack, number, of int, r row) (added *pack) {
 	n := sizes.RoundUp(int64(r.n), 16)
 	p := last
@@ -218,7 +218,7 @@ func (all packsOf) packChunk(g *gpu, last *pack, number, of int, r row) (added *
 	return added
 }
 
-// encode makes the stored bytes of a batch, once its slot is free. lay is the container's, or nil.
+// encode waits until the pack's slot is free, and encodes the pack. lay is the container's layout, or nil.
 func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) error {
 	if p.before != nil {
 		select {
@@ -251,7 +251,7 @@ func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) e
 	if lay == nil {
 		return nil
 	}
-	if err := p.gpu.Wait(p.slot); err != nil { // Encode waits only for what it encodes
+	if err := p.gpu.Wait(p.slot); err != nil { // Encode may not have waited for the sums
 		return err
 	}
 	for i := range p.rows {
@@ -264,8 +264,8 @@ func (p *pack) encode(ctx context.Context, lay *overwire.Layout, clock *clock) e
 	return nil
 }
 
-// place gives a batch its offsets in the file from pos on, and host memory, and adds its sums to the hashes. It returns
-// the first offset and the end.
+// place assigns a pack's offsets in the file, starting at pos, and its host memory, and adds its sums to the hashes. It
+// returns the first offset and the end.
 func (p *pack) place(ctx context.Context, lay *overwire.Layout, stage *publish.StagedMemory, pos int64) (first,
 	end int64, err error) {
 	at := make([]int64, len(p.rows))
@@ -290,14 +290,14 @@ func (p *pack) place(ctx context.Context, lay *overwire.Layout, stage *publish.S
 	last := at[0]
 	for i := range p.packed {
 		from := &p.packed[i]
-		clear(p.out[last-at[0] : at[i]-at[0]]) // memory that was used before
+		clear(p.out[last-at[0] : at[i]-at[0]]) // the memory may have been used before
 		last = at[i] + from.Stored
 		from.To = unsafe.Pointer(&p.out[at[i]-at[0]])
 	}
 	return at[0], end, nil
 }
 
-// addSums adds a chunk to the hash of its tensor.
+// addSums adds a chunk's sums to the hash of its tensor.
 func (r *row) addSums(from *stream.PackedRange) error {
 	t := r.t
 	if r.begins {
@@ -331,8 +331,8 @@ func (p *pack) takeSpace(ctx context.Context, stage *publish.StagedMemory, n int
 	return p.gpu.ring.Bytes(off, n), nil
 }
 
-// flush copies a batch down, sums its chunks, writes it and frees its slot. It returns the logical bytes, and how
-// many tensors end.
+// flush copies a pack to the host, computes checksums, writes it and frees its slot. It returns the number of logical
+// bytes, and of tensors that end in the pack.
 func (p *pack) flush(lay *overwire.Layout, draft publish.Draft, clock *clock) (bytes, tensors int64, err error) {
 	start := time.Now()
 	if err := p.gpu.QueueFetches(p.slot, p.packed); err != nil {

@@ -24,15 +24,15 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// encodeAll makes GPUs encode even the smallest tensors.
+// encodeAll makes GPUs encode tensors of any size.
 func encodeAll(t testing.TB) {
 	before := *save.LeastOnGPU
 	*save.LeastOnGPU = 1
 	t.Cleanup(func() { *save.LeastOnGPU = before })
 }
 
-// trained returns difficult tensors: odd sizes, one element and none, tied and equal ones, some that gain nothing, and
-// tensors that mix chunks with and without gain.
+// trained returns difficult tensors: odd sizes, one element, no elements, tied and equal tensors, incompressible
+// tensors, and a tensor with both compressible and incompressible chunks.
 func trained(r *rand.Rand) (in []save.Input) {
 	add := func(name string, d tensor.DType, shape ...int64) []byte {
 		n, _ := tensor.Size(d, shape)
@@ -69,7 +69,7 @@ func trained(r *rand.Rand) (in []save.Input) {
 	return in
 }
 
-// onGPU puts every tensor except each `host`th into GPU memory.
+// onGPU copies tensors to GPU memory, except every host-th one.
 func onGPU(t testing.TB, d *cuda.Device, in []save.Input, host int) (out []save.Input, free func()) {
 	t.Helper()
 	at := map[*byte]device.Memory{}
@@ -115,8 +115,8 @@ func ended(t testing.TB, end func() string) {
 	}
 }
 
-// Files of tensors that a GPU encodes are, byte for byte, those that the host writes: compressed and plain, one and
-// several, waited for and staged, with some tensors on the host.
+// If a GPU encodes tensors, the files are byte for byte the same as if the host encodes them: compressed and plain, one
+// file and several, staged or not, and with some tensors on the host.
 func TestGPUWritesTheSameFilesFake(t *testing.T) {
 	encodeAll(t)
 	end := cuda.Fake(64 << 20)
@@ -131,7 +131,7 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 		spec   save.Spec
 		host   int
 		staged bool
-		gpu    bool // there is something to encode
+		gpu    bool // the GPU encodes some tensors
 	}{
 		{save.Spec{Compress: true}, 0, false, true},
 		{save.Spec{Compress: true}, 0, true, true},
@@ -157,7 +157,7 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 		spec.Path = there + "/m.safetensors"
 		calls := 0
 		if c.staged {
-			spec.Staging = &save.Staging{Done: func() { // the tensors change, and the files do not
+			spec.Staging = &save.Staging{Done: func() { // the tensors change before the files are written
 				calls++
 				free()
 				free = func() {}
@@ -194,7 +194,7 @@ func TestGPUWritesTheSameFilesFake(t *testing.T) {
 	same(t, in, read(t, dir+"/m.safetensors"))
 }
 
-// Whichever driver call fails, a save ends with a typed error, leaves no file, memory or goroutine, and keeps the old
+// If any driver call fails, the save ends with a typed error, leaves no file, memory or goroutine, and keeps the old
 // file.
 func TestGPUEveryCallFailsFake(t *testing.T) {
 	encodeAll(t)
@@ -244,7 +244,7 @@ func TestGPUEveryCallFailsFake(t *testing.T) {
 	}
 }
 
-// A GPU without memory for slots leaves its tensors to the host. A cancelled save ends, staged or not.
+// If the GPU has no memory for slots, the host encodes. A cancelled staged save ends.
 func TestGPULittleMemoryAndCancelFake(t *testing.T) {
 	encodeAll(t)
 	end := cuda.Fake(4 << 20)

@@ -23,22 +23,22 @@ import (
 
 // A body reads the logical bytes of a tensor. It is safe for concurrent use.
 type body interface {
-	// bytes returns bytes [off, off+len(buf)) in plain order: either buf, filled,
-	// or memory of the body that stays valid until the job ends.
+	// bytes returns bytes [off, off+len(buf)) in plain order. It either fills and returns
+	// buf, or returns memory of the body that stays valid until the job ends.
 	bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
 }
 
-// memory is a body in the caller's memory.
+// memory is a body in contiguous memory of the caller.
 type memory []byte
 
 func (m memory) bytes(_ context.Context, buf []byte, off int64) ([]byte, error) {
 	return m[off : off+int64(len(buf))], nil
 }
 
-// scattered is a body in several places of the caller's memory.
+// scattered is a body in several pieces of the caller's memory.
 type scattered struct {
 	all  [][]byte
-	ends []int64 // of each, in the tensor
+	ends []int64 // end of each piece in the tensor
 }
 
 func newScattered(all [][]byte) *scattered {
@@ -63,10 +63,10 @@ func (p *scattered) bytes(_ context.Context, buf []byte, off int64) ([]byte, err
 	return buf, nil
 }
 
-// deviceBody is a body in the memory of a device.
+// deviceBody is a body in device memory.
 type deviceBody struct {
 	*DeviceMemory
-	ahead map[piece][]byte // bytes that were read before they are asked for
+	ahead map[piece][]byte // samples read in advance
 }
 
 // A piece is a range of a tensor's bytes.
@@ -104,49 +104,49 @@ func (f fileBody) bytes(ctx context.Context, buf []byte, off int64) ([]byte, err
 type fileSource struct {
 	src    source.Source
 	format string // tensor.Source.Format
-	// known is the tensor of a container, nil in other files. transform is how it is coded there (0: not), and
+	// known is the tensor in a container, or nil for other files. transform is its X16 transform there; 0 means none.
 	// planes says that some of its chunks have codec 6.
 	known     *tensor.Tensor
 	transform uint8
 	planes    bool
 }
 
-// An Item is one tensor on its way into a file.
+// An Item is one tensor that is written to a file.
 type Item struct {
 	name  string
 	dtype tensor.DType
 	shape []int64
 	bytes int64
 	body  body
-	from  *fileSource // nil: it is in memory
+	from  *fileSource // nil if it is in memory
 
-	// Set by classification.
+	// The following fields are set by classification.
 	form   form
-	ways   codec.Ways // of its chunks
-	trials []trial    // its chunks, if it is small
+	ways   codec.Ways // codecs for its chunks
+	trials []trial    // its encoded chunks, if it is small
 	expect float64    // stored / logical, an estimate
-	of     *Item      // alias: the item that has its bytes; never itself an alias
+	of     *Item      // for an alias: the item that stores the bytes, which is not an alias
 	parts  int64
 
 	sums itemSums // set while it is written
 }
 
-// itemSums are the hash and the digest of a tensor's bytes.
+// itemSums holds the hash and the digest of a tensor's bytes.
 type itemSums struct {
 	hash     [16]byte
-	hashed   bool // hash is known before the tensor is written
+	hashed   bool // hash is final: it needs no computation or comparison
 	blocks   blocksum.State
 	digest   digest.State
-	digested *digest.Sum // by the GPU that encodes it; nil: digest has it
+	digested *digest.Sum // computed by the GPU that encodes it; if nil, use digest
 }
 
-// A trial is a chunk that was encoded to learn its size, with its codec. out: nil for a raw chunk.
+// A trial is a chunk that was encoded to learn its size. out is nil for a raw chunk.
 type trial struct {
 	out   []byte
 	codec tensor.Chunk
 }
 
-// ItemsOf prepares the tensors of a model to be read, in the model's order. cache has their decoded blocks.
+// ItemsOf returns items for the tensors of a model, in the model's order. cache holds their decoded blocks.
 func ItemsOf(m *stored.Model, cache *stored.Cache) []*Item {
 	readers := m.Readers(cache)
 	items := make([]*Item, len(readers))
@@ -172,7 +172,7 @@ func ItemsOf(m *stored.Model, cache *stored.Cache) []*Item {
 	return items
 }
 
-// known is the tensor of a container that the item is; nil for others.
+// known returns the container's tensor that the item is read from, or nil if it is not from a container.
 func (t *Item) known() *tensor.Tensor {
 	if t.from == nil {
 		return nil
@@ -228,12 +228,12 @@ func checkMetadata(path string, m map[string]string) error {
 	return nil
 }
 
-// minPart is the least size of a column part: smaller parts cost more in tables and
+// minPart is the minimum size of a column part. Smaller parts cost more in tables and
 // records than slicing saves.
 const minPart = 4096
 
-// chooseParts is the largest of asked, asked/2 … 1 that divides every row into parts of whole
-// elements.
+// chooseParts returns the largest of asked, asked/2, ..., 1 that divides every row into parts
+// of whole elements.
 func (t *Item) chooseParts(asked int) int64 {
 	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}
 	for p := asked; p > 1; p /= 2 {
@@ -244,8 +244,8 @@ func (t *Item) chooseParts(asked int) int64 {
 	return 1
 }
 
-// joinParts stores the tensor in one part. The hash that it has from its source is then
-// compared as it is written.
+// joinParts stores the tensor in one part. Its bytes are then compared with the source's
+// hash as they are written.
 func (t *Item) joinParts() {
 	if t.parts > 1 && t.known() != nil {
 		t.sums.hashed = false
@@ -253,7 +253,7 @@ func (t *Item) joinParts() {
 	t.parts = 1
 }
 
-// rowBits is that of a tensor.
+// rowBits returns tensor.RowBits of the item.
 func (t *Item) rowBits() int64 {
 	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}
 	return as.RowBits()
@@ -268,13 +268,13 @@ func (t *Item) fillBytes(ctx context.Context, dst []byte, off int64) error {
 	return err
 }
 
-// gatherColumns returns bytes [off, off+len(buf)) of column part p, row after row: in
-// buf, or as bytes does when there is one part.
+// gatherColumns returns bytes [off, off+len(buf)) of column part p, row after row. It fills
+// buf if there are several parts; otherwise it may return other memory, as body.bytes does.
 func (t *Item) gatherColumns(ctx context.Context, buf []byte, p, off int64) ([]byte, error) {
 	if t.parts <= 1 {
 		return t.body.bytes(ctx, buf, off)
 	}
-	row := t.bytes / t.shape[0] // tensors of several parts have rows
+	row := t.bytes / t.shape[0] // tensors in several parts have rows
 	width := row / t.parts
 	for done := int64(0); done < int64(len(buf)); {
 		r, c := (off+done)/width, (off+done)%width
@@ -287,8 +287,8 @@ func (t *Item) gatherColumns(ctx context.Context, buf []byte, p, off int64) ([]b
 	return buf, nil
 }
 
-// hashGlances hashes three small pieces of a tensor; for an overwire source it returns
-// the stored hash of the whole.
+// hashGlances hashes three small pieces of a tensor. If the tensor is from a container, it
+// returns the stored hash of the whole tensor instead.
 func (t *Item) hashGlances(ctx context.Context) ([16]byte, error) {
 	if t.known() != nil {
 		return t.known().Hash, nil
@@ -306,21 +306,21 @@ func (t *Item) hashGlances(ctx context.Context) ([16]byte, error) {
 }
 
 const (
-	// minAlias: smaller tensors are not compared for equality, since the saved
-	// record is worth less than the comparison.
+	// minAlias is the minimum size of tensors that are compared for equality. For smaller
+	// tensors the comparison costs more than an alias saves.
 	minAlias    = 1024
-	glanceBytes = 512 // of one piece of a glance; less than minAlias
+	glanceBytes = 512 // bytes of one piece; less than minAlias
 )
 
 func glanceOffsets(bytes int64) []int64 { return []int64{0, bytes / 2, bytes - glanceBytes} }
 
-// hashAll is XXH3-128 of the logical bytes, computed once for each tensor.
+// hashAll returns XXH3-128 of the logical bytes, computed once for each tensor.
 func (t *Item) hashAll(ctx context.Context) ([16]byte, error) {
 	if t.sums.hashed {
 		return t.sums.hash, nil
 	}
 	if t.known() != nil {
-		// The bytes are checked against it when they are read: see encoder.placeTask.
+		// encoder.placeTask compares the bytes with this hash when they are read.
 		t.sums.hash, t.sums.hashed = t.known().Hash, t.parts > 1
 		return t.sums.hash, nil
 	}
@@ -330,7 +330,7 @@ func (t *Item) hashAll(ctx context.Context) ([16]byte, error) {
 	return t.sums.hash, err
 }
 
-// digestAll adds all bytes of a tensor, and compares them with the hash of their source.
+// digestAll adds all bytes of a tensor to sum, and compares them with the source's hash.
 func (t *Item) digestAll(ctx context.Context, sum *digest.State) error {
 	var h xxh3.Hasher
 	at := int64(0)
@@ -349,9 +349,9 @@ func (t *Item) digestAll(ctx context.Context, sum *digest.State) error {
 }
 
 var (
-	// pieces are buffers for bytes that are compared, hashed or tried.
+	// pieces holds buffers for bytes that are compared, hashed or encoded as a trial.
 	pieces = sync.Pool{New: func() any { return new([1 << 20]byte) }}
-	// encoders are reused, with their memory.
+	// encoders holds unused encoders and their memory.
 	encoders = sync.Pool{New: func() any { return new(codec.Encoder) }}
 )
 
@@ -374,7 +374,7 @@ func (t *Item) walkBytes(ctx context.Context, f func(p []byte) error) error {
 	return nil
 }
 
-// isEqual compares the bytes of two tensors of one size.
+// isEqual reports whether two tensors of equal size have the same bytes.
 func isEqual(ctx context.Context, a, b *Item) (bool, error) {
 	if x, ok := a.body.(fileBody); ok && b.body == body(x) {
 		return true, nil
@@ -395,8 +395,8 @@ func isEqual(ctx context.Context, a, b *Item) (bool, error) {
 	return same && err == nil, err
 }
 
-// errOtherBytes is the error of a tensor if its bytes do not have the hash of its source. It names the source.
+// errOtherBytes returns the error for a tensor with bytes that do not match the source's hash. It names the source.
 func (t *Item) errOtherBytes() error {
 	return errs.Locate("read", t.from.src.URI(), t.name, -1,
-		errs.New(errs.ErrCorrupt, "the tensor's bytes differ from those that were saved (XXH3-128 differs)"))
+		errs.New(errs.ErrCorrupt, "the tensor's bytes differ from those that were saved (XXH3-128 mismatch)"))
 }

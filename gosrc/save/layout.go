@@ -18,8 +18,8 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// plainAlign is the alignment of the data section of plain files. With the order of
-// their tensors, it aligns those that follow one of round size.
+// plainAlign is the alignment of the data section of plain files. Together with the tensor
+// order, it aligns most tensors.
 const plainAlign = 64
 
 // A filePlan is the layout of one file, and the tasks that write it.
@@ -28,30 +28,29 @@ type filePlan struct {
 	file  *File
 	share writerShare
 
-	original *original.File   // that the container stores, or that is written again; or nil
-	order    []*Item          // in the order of their data
-	lay      *overwire.Layout // of a container; nil: a plain file
-	front    []byte           // the header of a plain file
-	again    *original.Copy   // of a plain file that is written again as an original; or nil
+	original *original.File   // the original to store in a container or to restore; may be nil
+	order    []*Item          // items in the order of their data
+	lay      *overwire.Layout // layout of a container; nil for a plain file
+	front    []byte           // header of a plain file
+	again    *original.Copy   // set if the plain file restores an original
 	start    int64            // offset of the data
 	tasks    []task
 	packs    packsOf
 }
 
-// A task is one chunk to write; or, with n 0, a whole tensor to hash first, since
-// the order of its chunks is not that of its bytes.
+// A task writes one chunk. If n is 0, it hashes a whole tensor before its chunks, which are
+// not in the order of its bytes.
 type task struct {
 	t            *Item
 	part         int32
 	n            int32
-	off          int64 // in the part
-	chunk        int   // its record
-	begins, ends bool  // the tensor's first chunk, its last
-	pack         *pack // instead: chunks that a GPU encodes
+	off          int64 // offset in the part
+	chunk        int   // number of its record
+	begins, ends bool  // whether it is the tensor's first or last chunk
+	pack         *pack // if set, the task is a pack of chunks that a GPU encodes
 }
 
-// planFile orders the file's tensors and makes its tasks. For a container it has the layout, which knows all
-// offsets.
+// planFile orders the file's tensors and makes its tasks, and the layout of a container.
 func planFile(s *session, file *File, share writerShare) (*filePlan, error) {
 	p := &filePlan{s: s, file: file, share: share, original: file.Original, packs: packsOf{}}
 	switch {
@@ -111,7 +110,7 @@ func (p *filePlan) planPlain() (err error) {
 	return nil
 }
 
-// layPlain orders tensors as safetensors' own writer does; with the header of the file.
+// layPlain orders tensors as the safetensors library does, and returns the file's header.
 func layPlain(items []*Item, metadata map[string]string) (order []*Item, header []byte, err error) {
 	order = slices.Clone(items)
 	slices.SortFunc(order, func(a, b *Item) int {
@@ -128,7 +127,7 @@ func layPlain(items []*Item, metadata map[string]string) (order []*Item, header 
 	return order, header, err
 }
 
-// planOriginal uses the header and the order of the file that was compressed.
+// planOriginal uses the header and the tensor order of the original file.
 func (p *filePlan) planOriginal() error {
 	items := make(map[string]*Item, len(p.file.Items))
 	known := make(map[string]*tensor.Tensor, len(p.file.Items))
@@ -176,7 +175,7 @@ func (p *filePlan) cut(t *Item, g tensor.Grid, first int) {
 	}
 }
 
-// packChunk adds a chunk to the last task, if that is a batch of the GPU with room for it, or makes one.
+// packChunk adds a chunk to the last task if that is a pack of the GPU with room for it. Otherwise it adds a task.
 func (p *filePlan) packChunk(on *gpu, c task) {
 	var last *pack
 	if k := len(p.tasks) - 1; k >= 0 {
@@ -188,7 +187,7 @@ func (p *filePlan) packChunk(on *gpu, c task) {
 	}
 }
 
-// sealFront returns what precedes the data, and the size of the file, once all data was placed, up to end.
+// sealFront returns the bytes before the data, and the size of the file. All data has been placed; it ends at end.
 func (p *filePlan) sealFront(end int64) (front []byte, size int64, err error) {
 	if p.lay == nil {
 		return p.front, end, nil
@@ -222,8 +221,8 @@ func (p *filePlan) sealFront(end int64) (front []byte, size int64, err error) {
 	return p.lay.Seal(codec.Known)
 }
 
-// windowSize is how many tasks may be under way, and how many goroutines run them. If GPUs encode, one of these
-// is always free for the steps that come in order.
+// windowSize returns how many tasks may be in progress, and how many goroutines run them. If GPUs encode, one goroutine
+// is always free for the steps that run in order.
 func (p *filePlan) windowSize() (window, workers int) {
 	window, workers = 2*p.share.threads+4, p.share.threads
 	for g := range p.packs {
@@ -235,7 +234,7 @@ func (p *filePlan) windowSize() (window, workers int) {
 	return window, workers
 }
 
-// orderedNames are the names of the tensors that are written in the order of their bytes.
+// orderedNames returns the names of the tensors that are written in the order of their bytes.
 func (p *filePlan) orderedNames() (order []string) {
 	for _, t := range p.order {
 		if t.form != alias && t.bytes > 0 && t.parts == 1 {

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// packed returns compressible nibbles, eight to an I32, as GPTQ packs them.
+// packed returns compressible nibbles, eight per I32, as GPTQ packs them.
 func packed(name string, n int) save.Input {
 	r := fixedRand()
 	data := make([]byte, 4*n)
@@ -26,8 +26,8 @@ func packed(name string, n int) save.Input {
 	return save.Input{Name: name, DType: tensor.I32, Shape: []int64{int64(n)}, Data: data}
 }
 
-// The golden files of format 1.2, one per feature, load, and today's writer still makes them. They were made once by go
-// test ./gosrc/save -run TestGoldenLevel -args write-goldens.
+// The golden files of format 1.2, one per feature, load, and the writer still writes the same files. They were written
+// with: go test ./gosrc/save -run TestGoldenLevel -args write-goldens
 func TestGoldenLevel(t *testing.T) {
 	in := append(savetest.GoldenTensors(), bf16("bf16", fixedRand(), 64, 96), packed("qweight", 9000))
 	for name, level := range map[string]string{"container": "smaller", "packed": "default"} {
@@ -40,7 +40,7 @@ func TestGoldenLevel(t *testing.T) {
 		write(t, spec, in)
 		same(t, in, read(t, golden))
 		if sha256Of(t, spec.Path) != sha256Of(t, golden) {
-			t.Errorf("%s: the writer has changed: a change of format needs a new version folder", name)
+			t.Errorf("%s: the writer has changed: add a new version folder for the new format", name)
 		}
 	}
 }
@@ -59,8 +59,8 @@ func storedIn(t *testing.T, path string) (*stored.Model, map[tensor.Codec]int) {
 	return m, codecs
 }
 
-// Packed nibbles in integers are compressed at every level, small integers stay plain, and an index says which readers
-// it is for.
+// Nibbles packed in integers are compressed at every level, and small tensors stay plain. The index names the format
+// version that readers need.
 func TestPackedIntegers(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.safetensors")
 	in := []save.Input{packed("qweight", 300_000), packed("few", 2000)}
@@ -78,8 +78,8 @@ func TestPackedIntegers(t *testing.T) {
 	}
 }
 
-// At level "smaller" every type comes back bit for bit, from any number of parts and chunks. The file is no larger, and
-// saving it again at the default level gives the default file.
+// At level "smaller" every dtype is restored bit for bit, for any number of parts and chunks. The file is not larger
+// than by default. Converting it back to the default level gives the default file.
 func TestSmaller(t *testing.T) {
 	r := newRand(t)
 	in := append(ugly(r), bf16("weights", r, 300, 1000), packed("qweight", 70_000))

@@ -21,8 +21,8 @@ import (
 )
 
 func TestHostileOrigin(t *testing.T) {
-	// Whatever a container says of its origin, decompressing it gives the file with that SHA-256, or a typed error with
-	// the container's name. It leaves nothing, takes bounded memory, and the tensors still load.
+	// For any stored description of the original, decompressing gives the file with that SHA-256, or a typed error with
+	// the container's name. After an error no file is left. Memory use is bounded, and the tensors still load.
 	dir := t.TempDir()
 	in := []save.Input{bf16("w", fixedRand(), 100, 100)}
 	header := `{"w":{"dtype":"BF16","shape":[100,100],"data_offsets":[0,20000]}}`

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// Tensors in several pieces of memory, cut anywhere, give exactly the file of contiguous ones: plain, compressed, in
+// Tensors in several pieces of memory, cut anywhere, give the same file as contiguous tensors: plain, compressed, in
 // column parts and staged.
 func TestPieces(t *testing.T) {
 	r := newRand(t)
@@ -37,7 +37,7 @@ func TestPieces(t *testing.T) {
 			files[k], _ = os.ReadFile(spec.Path)
 		}
 		if len(files[0]) == 0 || !bytes.Equal(files[0], files[1]) {
-			t.Errorf("%s: %d and %d bytes, or others", name, len(files[0]), len(files[1]))
+			t.Errorf("%s: files of %d and %d bytes differ", name, len(files[0]), len(files[1]))
 		}
 	}
 }

@@ -30,7 +30,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// tiled is a tensor of many rows of 4096 that is quickly made.
+// tiled returns a tensor with many rows of 4096 elements that repeat, because that is fast to make.
 func tiled(name string, r *rand.Rand, rows int) save.Input {
 	in := bf16(name, r, 20, 4096)
 	in.Data = bytes.Repeat(in.Data, rows/20)
@@ -38,7 +38,7 @@ func tiled(name string, r *rand.Rand, rows int) save.Input {
 	return in
 }
 
-// object reads all of an object.
+// object returns the content of an object.
 func object(t testing.TB, uri string, opt format.Access) []byte {
 	t.Helper()
 	s, err := open.With(opt.Options).Open(bg, uri)
@@ -53,8 +53,7 @@ func object(t testing.TB, uri string, opt format.Access) []byte {
 	return b
 }
 
-// A file in a store has exactly the bytes that the same save writes to disk: small, in many parts, plain and
-// compressed, with any header.
+// A save to a store writes the same bytes as to disk: small objects, objects in many parts, plain and compressed.
 func TestFarIsNear(t *testing.T) {
 	s3 := sourcetest.StartS3(t, false)
 	red := sourcetest.StartRedis(t, false)
@@ -86,7 +85,7 @@ func TestFarIsNear(t *testing.T) {
 					t.Fatal(err)
 				}
 				if far := object(t, spec.Path, store.opt); !bytes.Equal(far, b) {
-					t.Fatalf("%s %s: %d bytes there, %d here, or other ones", store.base, name, len(far), len(b))
+					t.Fatalf("%s %s: %d bytes in the store and %d on disk differ", store.base, name, len(far), len(b))
 				}
 				if got.BytesOut != want.BytesOut || got.Ratio != want.Ratio || len(got.Files) != 1 ||
 					got.Files[0] != spec.Path {
@@ -100,8 +99,8 @@ func TestFarIsNear(t *testing.T) {
 	}
 }
 
-// Shards in a store: the index is written last, a new set replaces an old one and removes its leftovers, and nothing
-// else.
+// When shards are saved to a store, the index is written last. A new set replaces an old one and removes its files, but
+// no others.
 func TestFarShards(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	opt := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -148,7 +147,7 @@ func TestFarShards(t *testing.T) {
 	}
 }
 
-// A store that fails at any request, or a caller who cancels, leaves the old model and nothing of the new one.
+// If any request fails, or the caller cancels, the store keeps the old model and nothing of the new one.
 func TestFarFailures(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	direct := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -233,7 +232,7 @@ func TestFarConvert(t *testing.T) {
 		t.Fatal(err)
 	}
 	if string(object(t, "s3://models/c/config.json", opt)) != "{}" {
-		t.Fatal("the companion is another")
+		t.Fatal("the auxiliary file differs")
 	}
 	back := filepath.Join(t.TempDir(), "back.safetensors")
 	src := []string{"s3://models/c/w-00001-of-00002.safetensors", "s3://models/c/w-00002-of-00002.safetensors"}
@@ -243,6 +242,6 @@ func TestFarConvert(t *testing.T) {
 	same(t, in, read(t, back))
 	if _, err := convert.Convert(bg, nil, []string{back}, "s3://models/c/",
 		save.Spec{Storage: opt}); !errors.Is(err, errs.ErrArgument) {
-		t.Error("a folder that holds other weights:", err)
+		t.Error("a folder that contains other weights:", err)
 	}
 }

@@ -1,17 +1,16 @@
 // Package save writes tensors to files. A save classifies the tensors, lays out the files, encodes on all cores,
-// writes, and publishes (package publish). Package convert writes with it the tensors of other files.
+// writes, and publishes (package publish). Package convert uses it to write the tensors of other files.
 //
-// Every file is written under a temporary name in its own folder, synced to the
-// disk, and only then renamed: if a save is stopped by an error, a full disk, a
-// cancel or a kill, readers find the old file or the new one. The bytes of a file
-// depend on its tensors, its metadata, the Spec and the plain file that a conversion
-// compresses, never on the number of threads or on time; those of encrypted files
-// also on random numbers.
+// Every file is written under a temporary name in its final folder, synced to the
+// disk, and then renamed. If a save is stopped by an error, a full disk, a cancel or
+// a kill, readers find either the old file or the new one. The bytes of a file depend
+// only on its tensors, its metadata, the Spec and the plain file that a conversion
+// compresses. They do not depend on the number of threads. Only encrypted files also
+// depend on random numbers.
 //
-// Memory: the caller's tensors are read in place (those on a GPU chunk by chunk), and a save allocates only a window
-// of chunks (two or three per thread), 16 MiB for small tensors that are encoded once to be tried and written, and,
-// for tensors that a GPU encodes, a pinned ring of less than 0.5 GB, which the next save uses again. A staged save
-// has all stored bytes in host memory.
+// The caller's tensors are read in place; those on a GPU are read chunk by chunk. A save allocates only a window of
+// chunks (two or three per thread), 16 MiB for trial encodings of small tensors, and, for tensors that a GPU encodes, a
+// pinned ring of less than 0.5 GB, which the next save reuses. A staged save holds all stored bytes in host memory.
 package save
 
 import (
@@ -27,7 +26,7 @@ import (
 )
 
 // Write saves tensors. It checks every argument before it touches the target's
-// folder. The job's counters rise as chunks are written; j may be nil.
+// folder. The job's counters show its progress; j may be nil.
 func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, error) {
 	start := time.Now()
 	target, err := Resolve(spec.Path, &spec)
@@ -50,7 +49,7 @@ func Write(ctx context.Context, j *job.Job, spec Spec, in []Input) (Report, erro
 	return rep, errs.Ended(ctx, err)
 }
 
-// itemsIn are the items of inputs.
+// itemsIn returns the items for inputs.
 func itemsIn(in []Input) []*Item {
 	items := make([]*Item, len(in))
 	for i := range in {
@@ -67,14 +66,14 @@ func itemsIn(in []Input) []*Item {
 	return items
 }
 
-// A Front is the header of a plain file, without its length, and the order in which
-// tensors follow it, by their positions.
+// A Front is the header of a plain file, without its length prefix, and the order of the
+// tensors in the file as indexes of the inputs.
 type Front struct {
 	Header string `json:"header"`
 	Order  []int  `json:"order"`
 }
 
-// FrontOf orders tensors as a plain file has them. path is for messages; nothing is written.
+// FrontOf returns the header and the tensor order of a plain file. path is for messages; nothing is written.
 func FrontOf(path string, metadata map[string]string, in []Input) (Front, error) {
 	items := make([]*Item, len(in))
 	number := make(map[*Item]int, len(in))
@@ -100,7 +99,7 @@ func FrontOf(path string, metadata map[string]string, in []Input) (Front, error)
 	return front, nil
 }
 
-// WriteWhole writes a file from bytes in memory. An index of shards of its name may stay next to it.
+// WriteWhole writes a file from bytes in memory. A shard index with the same stem may be next to it.
 func WriteWhole(ctx context.Context, path string, b []byte) error {
 	spec := Spec{Path: path, Beside: true}
 	target, err := Resolve(path, &spec)
@@ -112,7 +111,7 @@ func WriteWhole(ctx context.Context, path string, b []byte) error {
 	return err
 }
 
-// Estimate says what compressing would make of the tensors, from samples of them.
+// Estimate predicts the compressed size of tensors from samples.
 func Estimate(ctx context.Context, uris []string, access format.Access) (sum stored.Total, err error) {
 	m, err := stored.OpenNamed(ctx, uris, access, false)
 	if err != nil {

@@ -22,8 +22,8 @@ import (
 )
 
 func TestRoundTrip(t *testing.T) {
-	// Everything that can be saved comes back bit for bit, plain or compressed, in any number of column parts and
-	// chunks, and verifies.
+	// Every kind of tensor is restored bit for bit, plain or compressed, in any number of column parts and chunks. The
+	// file passes verification.
 	in := ugly(newRand(t))
 	meta := map[string]string{"format": "pt", "": "empty key", "ключ": "\x00\"quote"}
 	for _, spec := range []save.Spec{
@@ -98,8 +98,8 @@ func TestDeterministic(t *testing.T) {
 }
 
 func TestAliases(t *testing.T) {
-	// Tied and identical tensors are stored once, whatever their shapes. The same bytes with another dtype, and near
-	// duplicates, are not shared.
+	// Tied and equal tensors of any shape are stored once. Tensors with the same bytes but another dtype, and almost
+	// equal tensors, are stored separately.
 	r := newRand(t)
 	a := bf16("m.a", r, 64, 64)
 	small := noise(r, 100)
@@ -139,8 +139,8 @@ func TestAliases(t *testing.T) {
 	same(t, in, read(t, p))
 }
 
-// A tensor is stored in column parts if all its aliases have rows of its size, and otherwise in one part. Both verify
-// and come back, also when the file is compressed again.
+// A tensor is stored in column parts if all its aliases have rows of the same size, and otherwise in one part. Both
+// kinds pass verification and are restored, also if the file is compressed again.
 func TestPartsOfAliases(t *testing.T) {
 	r := newRand(t)
 	a, b := bf16("a", r, 64, 256), bf16("b", r, 64, 256)
@@ -170,7 +170,8 @@ func TestPartsOfAliases(t *testing.T) {
 	same(t, otherRows(), read(t, again))
 }
 
-// otherRows are the tensors of the golden file of column parts that have aliases with other rows.
+// otherRows returns the tensors of the golden file other-rows-1.0. Some aliases have other rows than their column
+// parts.
 func otherRows() []save.Input {
 	r := fixedRand()
 	a := gaussian(r, 64, 256)
@@ -188,7 +189,8 @@ func otherRows() []save.Input {
 	}
 }
 
-// The golden file of a writer without that rule loads and verifies; no writer makes it any more.
+// A golden file from an older writer, with aliases that have other rows than column parts, loads and passes
+// verification.
 func TestGoldenOtherRows(t *testing.T) {
 	golden := filepath.Join(goldens, "other-rows-1.0", "parts.safetensors")
 	same(t, otherRows(), read(t, golden))
@@ -197,7 +199,7 @@ func TestGoldenOtherRows(t *testing.T) {
 	}
 }
 
-// exponentEntropy is the order-0 entropy of bf16 exponents, in bits.
+// exponentEntropy returns the order-0 entropy of bf16 exponents in bits.
 func exponentEntropy(p []byte) (h float64) {
 	var n [256]float64
 	for i := 0; i < len(p); i += 2 {
@@ -212,8 +214,7 @@ func exponentEntropy(p []byte) (h float64) {
 }
 
 func TestRatio(t *testing.T) {
-	// Generated bf16 weights come within 1 % of the entropy of their exponents, noise never takes more than 1.001, and
-	// tensors that do not gain 1 % stay readable for everyone.
+	// The ratio of bf16 weights is within 1 % of the entropy bound. Noise is stored plain and grows by at most 0.1 %.
 	r := fixedRand()
 	p := filepath.Join(t.TempDir(), "m")
 	w := bf16("w", r, 2048, 2048)
@@ -232,7 +233,7 @@ func TestRatio(t *testing.T) {
 }
 
 func TestArguments(t *testing.T) {
-	// Input that no file can hold is refused with a typed error and the tensor's name, before the folder is touched.
+	// Invalid input is refused with a typed error before the folder is touched.
 	one := []byte{1}
 	for name, c := range map[string]struct {
 		spec save.Spec
@@ -273,7 +274,7 @@ func TestArguments(t *testing.T) {
 }
 
 func TestSchemes(t *testing.T) {
-	// file:// is a local path; a target that cannot be written says so.
+	// file:// is a local path. A scheme that cannot be written gives an error.
 	p := filepath.Join(t.TempDir(), "m")
 	write(t, save.Spec{Path: "file://" + p}, nil)
 	if len(read(t, p)) != 0 {
@@ -302,9 +303,8 @@ func TestProgress(t *testing.T) {
 }
 
 func TestBesideAnIndex(t *testing.T) {
-	// One file is not written next to a shard index of its name, because the folder would still be loaded as the old
-	// model. With a shard limit it replaces the shards. It also replaces a file that the index lists, or any file if
-	// the index is invalid.
+	// A single file is not written next to a shard index of its name, because the folder would still be loaded as the
+	// old model. With a shard limit it replaces the shards. A file that the index lists can also be replaced.
 	r := fixedRand()
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
@@ -351,7 +351,8 @@ func link(t *testing.T, to string) string {
 }
 
 func TestNamesOfShards(t *testing.T) {
-	// Shards that no index.json can list are refused before anything is written; a single file of such a name is not.
+	// If an index.json cannot list the names of shards, the save is refused before anything is written. A single file
+	// with such a name is written.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64)}
 	dir := t.TempDir()
@@ -373,7 +374,7 @@ func TestNamesOfShards(t *testing.T) {
 }
 
 func TestPrivateSets(t *testing.T) {
-	// A private model stays private, whatever its files are called afterwards.
+	// A private model stays private even if the names of its files change.
 	r := fixedRand()
 	in := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	for name, steps := range map[string][]int64{"one, then shards": {1 << 20, 6000}, "shards, then others": {6000, 11000}, "shards, then one": {6000, 1 << 20}} {

@@ -1,7 +1,7 @@
 package save_test
 
-// Tests that a set of files is replaced in one step, whatever interrupts it, and that every model of a folder is
-// converted.
+// This file tests that a set of files is replaced in one step, even if the save is interrupted, and that every model in
+// a folder is converted.
 
 import (
 	"errors"
@@ -30,7 +30,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// A watchedFS calls look before and after each change of a name.
+// A watchedFS calls look before and after each rename and removal.
 type watchedFS struct {
 	atomicfile.Disk
 	look func()
@@ -54,8 +54,8 @@ func (w watchedFS) Remove(path string) error {
 	return w.Disk.Remove(path)
 }
 
-// At every step of a save over an earlier model, in a file or in shards, a folder is the old model or the new one, and
-// once it is the new one it stays so. In the end nothing else is there.
+// At every step of a save over an earlier model, in one file or in shards, the folder is the old or the new model. It
+// does not become the old model again. In the end the folder has no other files.
 func TestEveryStepOfAReplacement(t *testing.T) {
 	for name, c := range map[string]struct{ old, now int64 }{
 		"shards over as many": {1500, 1500}, "over more": {1500, 2500}, "over fewer": {2500, 1500}, "over one file": {0, 1500}, "one file over shards": {1500, 1 << 20},
@@ -90,7 +90,7 @@ func TestEveryStepOfAReplacement(t *testing.T) {
 	}
 }
 
-// A folder that is converted onto itself, or over an earlier conversion, is a whole model at every step, with and
+// A folder that is converted in place, or over an earlier conversion, is a complete model at every step, with and
 // without an index.json.
 func TestEveryStepOfAConversion(t *testing.T) {
 	for _, indexed := range []bool{true, false} {
@@ -119,7 +119,7 @@ func TestEveryStepOfAConversion(t *testing.T) {
 	}
 }
 
-// Of two saves that begin in an empty folder, one is whole there, and the other fails or replaces it.
+// If two saves to an empty folder run at the same time, one succeeds, and the other fails or replaces it.
 func TestTwoSavesAtOnce(t *testing.T) {
 	dir := t.TempDir()
 	spec := save.Spec{Path: filepath.Join(dir, "model.safetensors"), Shard: 1500}
@@ -144,8 +144,8 @@ func TestTwoSavesAtOnce(t *testing.T) {
 	noTemps(t, dir)
 }
 
-// Whichever request of a save of shards over shards fails, the store has the old model or the new one, whole, and
-// nothing of another.
+// If any request fails while shards are saved over shards, the store has either the old or the new model complete, and
+// no other files.
 func TestFarSetsAreReplaced(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	direct := format.Access{Options: source.Options{Storage: s.Options()}}
@@ -154,7 +154,7 @@ func TestFarSetsAreReplaced(t *testing.T) {
 	p := &httputil.ReverseProxy{Rewrite: func(r *httputil.ProxyRequest) { r.SetURL(u); r.Out.Host = r.In.Host }}
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method != http.MethodDelete && seen.Add(1) == fail.Load() {
-			w.WriteHeader(http.StatusForbidden) // it is not retried
+			w.WriteHeader(http.StatusForbidden) // this status is not retried
 			return
 		}
 		p.ServeHTTP(w, r)
@@ -189,8 +189,8 @@ func TestFarSetsAreReplaced(t *testing.T) {
 	}
 }
 
-// Every model of a folder is converted with its index.json, so that every library finds the same model in the new
-// folder as in the old one. The rest is copied once.
+// Every model in a folder is converted with its index.json, so every library finds the same model in the new folder as
+// in the old one. Auxiliary files are copied once.
 func TestConvertEveryModelOfAFolder(t *testing.T) {
 	sets := map[string]int64{"model.safetensors": 1500, "model.fp16.safetensors": 1500, "consolidated.safetensors": 1500}
 	indexes := map[string]string{"model.fp16.safetensors.index.json": "model.safetensors.index.fp16.json"}
@@ -226,7 +226,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		}
 		put(t, src, map[string]string{"config.json": "{}"})
 		var stray []string
-		if c.sets[0] == "model.safetensors" { // its index decides
+		if c.sets[0] == "model.safetensors" { // this index decides which files are weights
 			stray = []string{"old-00001-of-00002.safetensors"}
 			put(t, src, map[string]string{stray[0]: "no model"})
 		}
@@ -253,7 +253,7 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 		}
 		if _, err := convert.Convert(bg, nil, []string{src}, filepath.Join(t.TempDir(), "out")+"/",
 			save.Spec{Shard: 1 << 20}); !errors.Is(err, errs.ErrArgument) {
-			t.Errorf("%s: divided anew: %v", name, err)
+			t.Errorf("%s: sharding several models: %v", name, err)
 		}
 		convertTo(t, []string{src}, src, save.Spec{Compress: true})
 		if got := read(t, src)["a"].Data[0]; got != before {
@@ -272,8 +272,8 @@ func TestConvertEveryModelOfAFolder(t *testing.T) {
 	}
 }
 
-// Shards of a variant belong to it in either spelling: saving or converting the default model over its old files does
-// not touch them.
+// Saving or converting the default model over its old files does not touch the shards of a variant, in either spelling
+// of their names.
 func TestAVariantIsAnotherFamily(t *testing.T) {
 	dir := t.TempDir()
 	for k, path := range []string{"model-00001-of-00002.fp16.safetensors", "model-00002-of-00002.fp16.safetensors"} {
@@ -292,8 +292,8 @@ func TestAVariantIsAnotherFamily(t *testing.T) {
 	}
 }
 
-// Each index of a folder is a model, also two of one variant. All are converted, and no file is removed that another
-// index lists.
+// Each index in a folder is a model, even if two have the same variant. All are converted. Files that another index
+// lists are not removed.
 func TestTwoIndexesOfOneFamily(t *testing.T) {
 	dir := t.TempDir()
 	want := map[string]byte{"model.safetensors.index.json": 1, "model.safetensors.index.fp16.json": 2, "model.fp16.safetensors.index.json": 3}
@@ -320,7 +320,7 @@ func TestTwoIndexesOfOneFamily(t *testing.T) {
 	}
 }
 
-// If the disk does not return an index, no file that it may list is removed, and the old set stays.
+// If an index cannot be read, files that it may list are not removed, and the old set stays.
 func TestAnIndexThatIsNotRead(t *testing.T) {
 	for _, broken := range []string{"model.safetensors.index.fp16.json", "model.fp16.safetensors.index.json"} {
 		dir := t.TempDir()
@@ -355,7 +355,7 @@ func TestAnIndexThatIsNotRead(t *testing.T) {
 	}
 }
 
-// An index with a missing shard is not converted: nothing is written, and both are named.
+// An index with a missing shard is not converted: nothing is written, and the error names both.
 func TestConvertNoIndexWithoutItsShards(t *testing.T) {
 	src, dst := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	write(t, save.Spec{Path: filepath.Join(src, "model.safetensors")}, of(1, 3))
@@ -369,8 +369,8 @@ func TestConvertNoIndexWithoutItsShards(t *testing.T) {
 	}
 }
 
-// Tensors of a file that the index does not list stay with the file where files stay files, and are dropped where the
-// model's tensors are merged.
+// Tensors that the index does not list are converted if files are converted one by one. They are dropped if the model's
+// tensors are merged into one file.
 func TestUnlistedTensors(t *testing.T) {
 	src := t.TempDir()
 	write(t, save.Spec{Path: filepath.Join(src, "m-00001-of-00002.safetensors")}, of(1, 2))
@@ -398,7 +398,7 @@ func TestUnlistedTensors(t *testing.T) {
 	}
 }
 
-// A file that is written while it is converted, verified or digested is refused, and the result is not published.
+// If a source is written to while it is converted, the conversion fails and the result is not published.
 func TestSourcesThatAreWrittenTo(t *testing.T) {
 	src, dst := filepath.Join(t.TempDir(), "m.safetensors"), filepath.Join(t.TempDir(), "out.safetensors")
 	write(t, save.Spec{Path: src}, of(1, 3))
@@ -431,7 +431,7 @@ func TestSourcesThatAreWrittenTo(t *testing.T) {
 	}
 }
 
-// A createFS calls create before it makes a file.
+// A createFS calls create before it creates a file.
 type createFS struct {
 	atomicfile.Disk
 	create func()

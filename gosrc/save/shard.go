@@ -11,17 +11,17 @@ import (
 	"github.com/overwire/overwire/gosrc/save/publish"
 )
 
-// A File is one file that a save writes: tensors, or the Content of publish.File.
+// A File is one file that a save writes. It contains either Items or the Content of publish.File.
 type File struct {
 	publish.File
 	Metadata map[string]string
 	Items    []*Item
-	Original *original.File // the file with exactly these tensors and metadata, if known
+	Original *original.File // the plain file with exactly these tensors and metadata, if known
 }
 
-// estimate sets the sizes that the publication asks for.
+// estimate sets the sizes that the publication needs.
 func (f *File) estimate() {
-	f.Most = 256 << 20 // header and index, at their largest
+	f.Most = 256 << 20 // maximum size of header and index
 	if f.Content != nil {
 		f.Expected = float64(f.Content.Bytes)
 		f.Most += f.Content.Bytes
@@ -33,17 +33,17 @@ func (f *File) estimate() {
 		case compressed:
 			f.Expected += float64(t.bytes) * t.expect * 0.97
 		}
-		f.Most += t.bytes + t.bytes/128 + 8192 // data may begin on a page
+		f.Most += t.bytes + t.bytes/128 + 8192 // data may be aligned to a page
 	}
 }
 
-// divideShards divides tensors, in their given order, into files of at most most bytes (0: no limit). Aliases go to
-// the file that has their bytes.
+// divideShards divides tensors, in the given order, into files of at most `most` bytes (0 means no limit). An alias is
+// in the same file as its bytes.
 func divideShards(path string, most int64, metadata map[string]string, items []*Item) []File {
 	if most == 0 {
 		return []File{{File: publish.File{Path: path}, Metadata: metadata, Items: items}}
 	}
-	in := map[*Item]int{} // shard of each tensor that has bytes
+	in := map[*Item]int{} // shard of each tensor that is not an alias
 	n, size := 1, int64(0)
 	for _, t := range items {
 		if t.form == alias {
@@ -69,7 +69,7 @@ func divideShards(path string, most int64, metadata map[string]string, items []*
 	return NameFiles(path, files)
 }
 
-// NameFiles gives one file the path itself, and several the names of its shards, with an index.
+// NameFiles names the files of a model. A single file gets the path; several get shard names, and an index is added.
 func NameFiles(path string, files []File) []File {
 	if len(files) == 1 {
 		files[0].Path = path
@@ -83,7 +83,7 @@ func NameFiles(path string, files []File) []File {
 	return AddIndex(publish.IndexPath(path), files)
 }
 
-// AddIndex makes files the shards of an index.json, which it adds.
+// AddIndex adds an index.json that lists files as its shards.
 func AddIndex(path string, files []File) []File {
 	s := &safetensors.Shards{}
 	for k := range files {

@@ -1,6 +1,6 @@
 package save
 
-// This file describes what a save writes, and reports it.
+// This file defines what a save writes and its report.
 
 import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
@@ -14,100 +14,98 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An Input is one tensor to save. Its bytes are Data, Pieces or Device: contiguous, of exactly the size that shape
-// and dtype give. They must stay valid and unchanged until the job ends.
+// An Input is one tensor to save. Its bytes are in Data, Pieces or Device, in row-major order, and have exactly the
+// size of shape and dtype. They must stay valid and unchanged until the job ends.
 type Input struct {
 	Name   string
 	DType  tensor.DType
 	Shape  []int64
 	Data   []byte
-	Pieces [][]byte      // bytes in several places of host memory, one after the other
+	Pieces [][]byte      // bytes in several pieces of host memory, in order
 	Device *DeviceMemory // bytes outside host memory
 }
 
-// DeviceMemory is a tensor's memory outside the host: a GPU's.
+// DeviceMemory is a tensor's memory on a GPU.
 type DeviceMemory struct {
-	Addr  uintptr // identifies the memory: equal for tensors that share it
+	Addr  uintptr // identifies the memory; tensors that share memory have the same Addr
 	Bytes int64
-	// GPU has the memory, and may encode it where it is; nil: the host encodes it.
+	// GPU holds the memory and may encode it. If it is nil, the host encodes.
 	GPU *cuda.Device
-	// Read fills dst from off, or fails. It is called in parallel.
+	// Read fills dst with the bytes at off. It is called in parallel.
 	Read func(dst []byte, off int64) error
 }
 
 // A Spec says what to write. Its zero value, with a Path, writes one plain
 // safetensors file with all cores.
 type Spec struct {
-	// Path is the file to write: "model.safetensors". A symbolic link is followed.
-	// s3:// and redis:// are written without a local file: the object streams in
-	// parts and becomes visible in one step. Of several files the index is
-	// published last, and files of the old model are removed after that.
-	// A path that ends in .tensors becomes a file of tensorizer's, without
-	// compression or metadata; Storage.Encrypt is for such files only.
+	// Path is the file to write, e.g. "model.safetensors". A symbolic link is followed.
+	// s3:// and redis:// are written without a local file: the object is sent in parts
+	// and becomes visible in one step. If there are several files, the index is
+	// published last, and then the files of the old model are removed.
+	// A path that ends in .tensors gives a tensorizer file, without compression or
+	// metadata. Storage.Encrypt is only for such files.
 	Path string `json:"path"`
 	// Metadata becomes `__metadata__`. The key "overwire" is reserved.
 	Metadata map[string]string `json:"metadata,omitempty"`
-	// Compress writes the container of docs/format.md instead of plain
-	// safetensors. It is lossless, and still a safetensors file.
+	// Compress writes the container of docs/format.md instead of a plain safetensors
+	// file. The container is lossless, and is still a safetensors file.
 	Compress bool `json:"compress,omitempty"`
-	// Level is how Compress weighs size against speed. "" or "default": the codec that
-	// decodes at full speed, also on a GPU. "smaller": for each chunk the smaller of
-	// that and of a codec that only the CPU decodes, and slowly; tensors in several
-	// column parts stay as by default.
+	// Level chooses between speed and size. "" or "default" uses the codec that decodes
+	// at full speed, also on a GPU. "smaller" also tries a codec that only the CPU can
+	// decode, slowly, and stores the smaller result of each chunk. It has no effect on
+	// tensors in several column parts.
 	Level string `json:"level,omitempty"`
-	// Digests stores the digest of each tensor in a container (docs/format.md 6), by
-	// which a model in memory is compared without reading the tensors of the file.
+	// Digests stores the digest of each tensor in a container (docs/format.md 6). With
+	// it, a model in memory can be compared without reading the file's tensors.
 	Digests bool `json:"digests,omitempty"`
-	// NoSHA256 lets a conversion store no SHA-256 of the original, which one core computes for each
-	// file. The original's header and the hashes of its tensors then prove it.
+	// NoSHA256 makes a conversion store no SHA-256 of the original, because only one core can
+	// compute it for each file. The original's header and tensor hashes are still checked.
 	NoSHA256 bool `json:"no_sha256,omitempty"`
-	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so that only a part is read for
-	// a slice of dimension 1. Tensors with rows that do not divide get the
-	// most parts that do, and one that has an alias with rows of another size gets 1.
-	// 0 means 1.
+	// Parts divides compressed tensors into 1, 2, 4 or 8 column parts, so a slice of dimension 1
+	// reads only the parts that it needs. A tensor gets fewer parts if its rows cannot be divided
+	// evenly, and 1 if it has an alias with rows of another size. 0 means 1.
 	Parts int `json:"parts,omitempty"`
-	// Threads is how many cores to use at once; 0: all.
+	// Threads is the number of cores to use; 0 means all.
 	Threads int `json:"threads,omitempty"`
-	// Shard is the most tensor bytes in one file; 0: no limit. If the tensors do
-	// not fit in one file, the files are named as huggingface names them, with an
-	// index: model-00001-of-00002.safetensors and model.safetensors.index.json. A
-	// larger tensor gets a file of its own. Over an earlier set the shards get names
-	// of their own (modelfiles.Mark), and the index replaces the old one in one step.
-	// Files of an earlier save of the path (its shards, the single file, the index)
-	// are removed after that.
+	// Shard is the maximum number of tensor bytes in one file; 0 means no limit. If the
+	// tensors do not fit in one file, the files get an index and are named as Hugging
+	// Face does: model-00001-of-00002.safetensors and model.safetensors.index.json. A
+	// larger tensor gets a separate file. If there is an earlier set, the new shards get
+	// unused names (modelfiles.Mark), and the index replaces the old one in one step.
+	// Then files of an earlier save of the path (shards, single file, index) are removed.
 	Shard int64 `json:"shard,omitempty"`
 	// ChunkBytes is the size of a chunk: a multiple of 4096, at most 16 MiB.
-	// 0 means 1 MiB, which fits in a core's second-level cache with its
-	// compressed form.
+	// 0 means 1 MiB: a chunk of that size and its compressed form fit in a core's
+	// second-level cache.
 	ChunkBytes int64 `json:"-"`
 
-	// Like is a local file: new files get its mode, owner and ACL if no file of
-	// the model is replaced. "": the umask decides.
+	// Like is a local file. New files get its mode, owner and ACL if no file of the
+	// model is replaced. If it is "", the umask decides.
 	Like string `json:"like,omitempty"`
-	// Beside allows a single file next to the index of shards of the same name, by
-	// which the folder is loaded. Otherwise that is refused.
+	// Beside allows writing a single file next to a shard index of the same name.
+	// Otherwise that is an error, because the folder would still be loaded by the index.
 	Beside bool `json:"beside,omitempty"`
 
 	// Storage says how to reach remote files: the target, and the sources of a conversion.
 	Storage format.Access `json:"storage,omitzero"`
-	// Staging, if not nil, holds all stored bytes in host memory before files are written.
+	// Staging, if not nil, collects all stored bytes in host memory before files are written.
 	Staging *Staging `json:"-"`
 
-	// FS is the disk, if nil; tests put a failing one here.
+	// FS is the file system; nil means the disk. Tests use one that fails.
 	FS atomicfile.FS `json:"-"`
 }
 
 // Staging lets the tensors change before a save has ended.
 type Staging struct {
-	// Done, if not nil, is called once when they may: the files are written from host memory.
+	// Done, if not nil, is called once, when the tensors may change.
 	Done func()
-	// MaxMemory is the most host memory that stored bytes may take; 0: what there is.
+	// MaxMemory is the maximum host memory for stored bytes; 0 means all available memory.
 	MaxMemory int64
 }
 
 const levelSmaller = "smaller"
 
-// check validates what does not depend on the tensors, and fills in defaults. path is for messages.
+// check validates the fields and fills in defaults. path is for messages.
 func (s *Spec) check(path string) error {
 	bad := func(format string, args ...any) error { return badArgument(path, "", format, args...) }
 	if s.Parts == 0 {
@@ -134,8 +132,8 @@ func (s *Spec) check(path string) error {
 	return nil
 }
 
-// IsBrief reports whether a save takes less time than waking another thread: a little host memory becomes one
-// file in memory, without waiting for a disk or a server.
+// IsBrief reports whether a save takes less time than waking another thread. That is the case if it writes little host
+// memory to a single file in an in-memory file system.
 func (s *Spec) IsBrief(in []Input) bool {
 	const mostTensors, mostBytes = 1 << 10, 1 << 20
 	if len(in) > mostTensors {
@@ -155,14 +153,14 @@ func (s *Spec) IsBrief(in []Input) bool {
 		len(s.Storage.Encrypt) == 0 && source.Scheme(s.Path) == "" && regular.IsInMemory(s.Path)
 }
 
-// badArgument is the caller's mistake about one target or tensor.
+// badArgument returns an errs.ErrArgument about a target or one of its tensors.
 func badArgument(path, name, format string, args ...any) error {
 	return errs.Locate("save", path, name, -1, errs.New(errs.ErrArgument, format, args...))
 }
 
-// A Report says what was written. Bytes are logical on the way in and of whole
-// files of weights on the way out; Ratio is out / in (1 if nothing came in). Files that
-// were copied count apart: they have no tensors.
+// A Report says what was written. BytesIn counts the logical bytes of tensors, BytesOut the
+// bytes of the weight files. Ratio is BytesOut / BytesIn, or 1 if there were no bytes. Copied
+// files are counted separately, because they contain no tensors.
 type Report struct {
 	BytesIn     int64    `json:"bytes_in"`
 	BytesOut    int64    `json:"bytes_out"`
@@ -174,23 +172,23 @@ type Report struct {
 	Compressed  int      `json:"compressed"`       // tensors stored compressed
 	Aliases     int      `json:"aliases"`          // tensors stored as aliases
 	OnGPU       int64    `json:"on_gpu,omitempty"` // bytes of BytesIn that a GPU encoded
-	Staged      float64  `json:"staged,omitempty"` // seconds until the tensors could change
-	Files       []string `json:"files"`            // written, in order; an index.json last
-	Copied      []string `json:"copied,omitempty"` // of files: the auxiliary files of source folders
-	// of source folders, not copied: other weights, hidden files, links to outside, special files
+	Staged      float64  `json:"staged,omitempty"` // seconds until the tensors were allowed to change
+	Files       []string `json:"files"`            // files written, in order; an index.json is last
+	Copied      []string `json:"copied,omitempty"` // those of Files that are auxiliary files of source folders
+	// Left lists files of source folders that were not copied: other weights, hidden files, links to other folders,
+	// and special files.
 	Left []string `json:"left,omitempty"`
 
-	// Originals are the containers that store the plain file that they were made
-	// from, or the plain files that equal, byte for byte, the ones that were
-	// compressed.
+	// Originals lists the containers that store the plain file that they were made from,
+	// or the plain files that are identical to the ones that were compressed.
 	Originals []original.Summary `json:"originals,omitempty"`
-	// Anew are plain files made from compressed ones that differ from the
-	// originals: their sources store none, or group tensors differently, or have
-	// other metadata.
+	// Anew lists plain files that were made from compressed ones and may differ from the
+	// originals: the sources store no original, group tensors differently, or have
+	// different metadata.
 	Anew []string `json:"anew,omitempty"`
 }
 
-// HideUsers removes users and passwords from the URIs of a report, which programs log.
+// HideUsers removes users and passwords from the URIs of a report, because programs log it.
 func (r *Report) HideUsers() {
 	for _, uris := range [][]string{r.Files, r.Copied, r.Left, r.Anew} {
 		for i, uri := range uris {
@@ -202,7 +200,7 @@ func (r *Report) HideUsers() {
 	}
 }
 
-// Add adds the report of other files.
+// Add adds the report of a save of other files.
 func (r *Report) Add(o Report) {
 	r.BytesIn += o.BytesIn
 	r.BytesOut += o.BytesOut

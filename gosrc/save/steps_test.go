@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// endingBody is a body that ends together with other work: it fails once both tensors are being read, or it waits for
-// the other's end and keeps the cause.
+// endingBody is one of two bodies that are read at the same time. The first fails when both are being read. The second
+// waits until its context ends and stores the cause in why.
 type endingBody struct {
 	began chan struct{}
 	why   *error

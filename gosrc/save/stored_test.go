@@ -15,8 +15,8 @@ import (
 )
 
 func TestStoredRanges(t *testing.T) {
-	// Any range of a stored tensor equals that range of its bytes. Any range of a column part equals gathering it in
-	// memory, for every number of parts, on several threads, through a cache that is too small.
+	// Any range of a stored tensor or column part has the same bytes as in memory, for every number of parts, on
+	// several threads, and with a cache that is too small.
 	r := newRand(t)
 	in := some(r)
 	for _, parts := range []int{1, 2, 8} {
@@ -65,7 +65,7 @@ func TestStoredRanges(t *testing.T) {
 }
 
 func TestClassed(t *testing.T) {
-	// However a context ends, the error has one of our classes.
+	// However a context ends, the error has a class of package errs.
 	ctx, cancel := context.WithCancel(bg)
 	cancel()
 	if err := errs.Ended(ctx, context.Canceled); !errors.Is(err, errs.ErrCancelled) {
@@ -78,6 +78,6 @@ func TestClassed(t *testing.T) {
 		t.Fatal(err)
 	}
 	if errs.Ended(bg, nil) != nil {
-		t.Fatal("an error out of nothing")
+		t.Fatal("an error without a cause")
 	}
 }

@@ -1,6 +1,6 @@
 package save
 
-// This file writes the .tensors files of tensorizer.
+// This file writes tensorizer's .tensors files.
 
 import (
 	"context"
@@ -14,8 +14,8 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// writeTensors writes a .tensors file. Tensors from such a file have their types,
-// modules and dtypes; others become those of a state dict.
+// writeTensors writes a .tensors file. Tensors from another .tensors file keep their types,
+// modules and dtypes. Other tensors are written as those of a state dict.
 func writeTensors(ctx context.Context, s *session, to publish.Draft, _ writerShare, file *File) (written, error) {
 	known := map[source.Source]map[string]tensorizer.Item{}
 	all := make([]tensorizer.Tensor, len(file.Items))
@@ -42,7 +42,7 @@ func writeTensors(ctx context.Context, s *session, to publish.Draft, _ writerSha
 	return written{size: size}, err
 }
 
-// flowOf reads a tensor's bytes, and compares the hash of their source.
+// flowOf returns a Flow that reads a tensor's bytes and compares them with the source's hash.
 func flowOf(s *session, t *Item) tensorizer.Flow {
 	var f tensorizer.Flow
 	if m, ok := t.body.(memory); ok {

@@ -1,6 +1,6 @@
 package save
 
-// This file writes the files of a save, several at once, and publishes them.
+// This file writes the files of a save, several in parallel, and publishes them.
 
 import (
 	"context"
@@ -17,28 +17,28 @@ import (
 )
 
 const (
-	// mostWriters is how many files are written at once: file systems let one writer at a
-	// time into a file.
+	// mostWriters is the maximum number of files that are written in parallel. File systems
+	// allow only one writer at a time in a file.
 	mostWriters = 8
-	// leastThreads is the least that one has: files that follow one another with all
-	// threads end as soon.
+	// leastThreads is the minimum number of threads of a writer. With fewer, it is just as
+	// fast to write one file after another with all threads.
 	leastThreads = 4
 )
 
-// A Writer is one save: files that appear together. A caller classifies items, divides them into files and writes
-// these once.
+// A Writer is one save of files that are published together. The caller classifies items, divides them into files, and
+// writes the files once.
 type Writer struct {
 	session
 	target Target
 	start  time.Time
 
-	// Complete, if not nil, is called before publishing: whether the sources are still what was opened.
+	// Complete, if not nil, is called before publishing. It returns an error if the sources have changed.
 	Complete func() error
-	// Others are files of other models, by name, that are written to the same folder.
+	// Others holds the names of other models' files that are written to the same folder.
 	Others map[string]bool
 }
 
-// NewWriter begins a save to a target, with the Spec that Resolve has filled in. j may be nil.
+// NewWriter begins a save to a target. Resolve must have checked the Spec. j may be nil.
 func NewWriter(target Target, spec *Spec, j *job.Job) *Writer {
 	if j == nil {
 		j = job.New("save")
@@ -48,7 +48,7 @@ func NewWriter(target Target, spec *Spec, j *job.Job) *Writer {
 		target: target, start: time.Now()}
 }
 
-// Classify checks items, and chooses how they are stored if their file may have compressed ones.
+// Classify checks items, and chooses how they are stored if the file may contain compressed tensors.
 func (w *Writer) Classify(ctx context.Context, items []*Item) error {
 	if err := checkItems(w.target.Path, items); err != nil {
 		return err
@@ -64,7 +64,7 @@ func (w *Writer) classify(ctx context.Context, items []*Item) error {
 	return c.classify(ctx, items)
 }
 
-// prepare classifies items of memory, divides them into files, and takes the memory that the save needs.
+// prepare classifies items in memory, divides them into files, and takes the memory that the save needs.
 func (w *Writer) prepare(ctx context.Context, items []*Item) ([]File, error) {
 	if err := checkItems(w.target.Path, items); err != nil {
 		return nil, err
@@ -89,19 +89,19 @@ func (w *Writer) prepare(ctx context.Context, items []*Item) ([]File, error) {
 	return files, errs.In("save", w.target.Path, w.gpus.takeRings())
 }
 
-// Divide divides classified items into one file, or shards with their index.
+// Divide divides classified items into one file, or into shards with an index.
 func (w *Writer) Divide(metadata map[string]string, items []*Item) []File {
 	return divideShards(w.target.Path, w.spec.Shard, metadata, items)
 }
 
-// Threads is how many cores the save uses at once.
+// Threads returns how many cores the save uses.
 func (w *Writer) Threads() int { return w.threads }
 
-// Plan ends the time that counts as planning.
+// Plan marks the end of planning in the save's Stages.
 func (w *Writer) Plan() { addLap(&w.clock.plan, w.start) }
 
-// Write writes the files and publishes them together; the last one is the file that readers look for. A save that
-// fails leaves nothing.
+// Write writes the files and publishes them together. The last file is the one that readers look for. A save that fails
+// leaves no files.
 func (w *Writer) Write(ctx context.Context, files []File) (rep Report, err error) {
 	if len(files) == 0 {
 		return rep, nil
@@ -167,7 +167,7 @@ func (w *Writer) Write(ctx context.Context, files []File) (rep Report, err error
 	return rep, nil
 }
 
-// count sets what the report and the job say about the tensors.
+// count sets the numbers of tensors and bytes in the report and the job.
 func (w *Writer) count(files []File, rep *Report) {
 	for i := range files {
 		for _, t := range files[i].Items {
@@ -185,7 +185,7 @@ func (w *Writer) count(files []File, rep *Report) {
 	w.job.TotalTensors.Store(w.job.Tensors.Load() + int64(rep.Tensors))
 }
 
-// writeFiles makes and writes all files. The first error cancels the rest.
+// writeFiles creates and writes all files. The first error cancels the rest.
 func (w *Writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc, to publish.Destination, files []File,
 	rep *Report) ([]written, error) {
 	all := w.divideWriters(len(files))
@@ -242,7 +242,7 @@ func (w *Writer) writeFiles(ctx context.Context, cancel context.CancelCauseFunc,
 	})
 }
 
-// divideWriters decides how many of n files are written at once, and what each of their writers may use.
+// divideWriters decides how many of n files are written in parallel, and divides threads and slots among the writers.
 func (w *Writer) divideWriters(n int) []writerShare {
 	n = min(n, mostWriters)
 	if len(w.gpus.all) == 0 {
@@ -252,7 +252,7 @@ func (w *Writer) divideWriters(n int) []writerShare {
 		n = min(n, max(1, g.SlotCount()/leastFileSlots))
 	}
 	if w.target.Remote {
-		n = 1 // an upload has several connections
+		n = 1 // an upload already uses several connections
 	}
 	all := make([]writerShare, n)
 	for i := range all {
@@ -261,7 +261,7 @@ func (w *Writer) divideWriters(n int) []writerShare {
 	return all
 }
 
-// restartProgress begins the progress again, by stored bytes that are written; bytes are those of the tensors.
+// restartProgress restarts the progress for writing the stored bytes. bytes is the size of the tensors.
 func (w *Writer) restartProgress(bytes int64) func(n int64) {
 	w.job.Bytes.Store(0)
 	all := max(1, w.stage.Taken())
@@ -271,7 +271,7 @@ func (w *Writer) restartProgress(bytes int64) func(n int64) {
 	}
 }
 
-// takeStage takes memory for the stored bytes of all files, as many as if nothing were compressed.
+// takeStage takes memory for the stored bytes of all files, enough even if nothing can be compressed.
 func (w *Writer) takeStage(files []File) (err error) {
 	most, expected := int64(0), 0.0
 	for i := range files {

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// Files that are written concurrently, or staged, equal those that are written one by one.
+// Files that are written concurrently or staged are the same as files that are written one by one.
 func TestWritersAtOnce(t *testing.T) {
 	r := newRand(t)
 	var in []save.Input

@@ -17,24 +17,24 @@ import (
 var chunkBytes int64 = 1 << 20
 
 const (
-	// minCoded: smaller tensors are stored uncompressed, because their tables cost as
-	// much as coding saves.
+	// minCoded is the minimum size of tensors to compress. The tables of smaller tensors
+	// cost as much as compression saves.
 	minCoded = 8 << 10
-	// minGain: a tensor with a sample that shrinks less is stored uncompressed.
+	// minGain is the ratio of a sample above which a tensor is stored uncompressed.
 	minGain = 0.99
 
 	sampleRuns  = 4
 	sampleBytes = 16 << 10
-	// sampled is how many of the largest tensors are sampled to estimate the memory, in
-	// addition to those with several possible transforms.
+	// sampled is how many of the largest tensors are sampled to estimate the memory.
+	// Tensors with several possible transforms are always sampled.
 	sampled = 96
 )
 
 type item struct {
 	Tensor
 	transform uint8
-	alias     int     // 1 + the item with the same memory; 0: none
-	expect    float64 // stored / logical
+	alias     int     // 1 + the number of the item with the same memory; 0 means none
+	expect    float64 // expected stored / logical bytes
 	known     bool    // expect comes from a sample
 	sums      blocksum.State
 }
@@ -96,8 +96,8 @@ func transformsOf(d tensor.DType) []uint8 {
 	return all
 }
 
-// estimateSizes chooses transforms and estimates the stored size of tensors. For a tensor without a sample it
-// uses the others of its dtype.
+// estimateSizes chooses transforms and estimates the stored size of tensors. For a tensor without a sample, it uses the
+// samples of other tensors with the same dtype.
 func estimateSizes(items []item, samples sampler) error {
 	var sample, rest []*item
 	for i := range items {
@@ -149,7 +149,7 @@ func estimateSizes(items []item, samples sampler) error {
 	return nil
 }
 
-// takeSample chooses the transform that shrinks a sample most.
+// takeSample chooses the transform that shrinks a sample the most.
 func (t *item) takeSample(sample []byte) {
 	t.transform, t.expect, t.known = 0, 1, true
 	for _, tr := range transformsOf(t.DType) {

@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// onGPU puts tensors into a GPU's memory.
+// onGPU copies tensors to GPU memory.
 func onGPU(t testing.TB, d *cuda.Device, in []Tensor) (out []Tensor, free func()) {
 	t.Helper()
 	var sizes []int64
@@ -48,7 +48,7 @@ func onGPU(t testing.TB, d *cuda.Device, in []Tensor) (out []Tensor, free func()
 	}
 }
 
-// ended returns the end of a test on the fake driver.
+// ended returns a function that ends a test on the fake driver and checks for leaks.
 func ended(t testing.TB, end func() string) func() {
 	return func() {
 		pinned.Trim()
@@ -59,8 +59,7 @@ func ended(t testing.TB, end func() string) func() {
 	}
 }
 
-// Tensors of a GPU come back unchanged, from memory that earlier sleeps have used, and the file written from it is
-// whole.
+// Tensors on a GPU are restored unchanged, also from memory that earlier sleeps have used. The written file is valid.
 func TestSleepFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
@@ -74,7 +73,7 @@ func TestSleepFake(t *testing.T) {
 		roundTrip(t, d, several(r, 90_000), dir+"/m.safetensors")
 	}
 	if pinned.Ready(d) == 0 {
-		t.Error("nothing is kept")
+		t.Error("no host memory is cached")
 	}
 }
 
@@ -103,7 +102,7 @@ func roundTrip(t testing.TB, d *cuda.Device, host []Tensor, path string) {
 	}
 }
 
-// Whichever driver call fails, a sleep and its waking end with typed errors, and nothing leaks.
+// If any driver call fails, the sleep or the load after it ends with a typed error, and nothing leaks.
 func TestSleepEveryCallFailsFake(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -112,7 +111,7 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 		code   int
 		sticky bool
 		class  error
-		first  int64 // each takes some of the calls
+		first  int64 // first call to fail; then every 19th
 	}{{999, false, errs.ErrDevice, 1 + r.Int64N(19)}, {999, true, errs.ErrDevice, 1 + r.Int64N(19)},
 		{2, false, errs.ErrMemory, 1 + r.Int64N(19)}} {
 		failed := 0
@@ -157,7 +156,8 @@ func TestSleepEveryCallFailsFake(t *testing.T) {
 	}
 }
 
-// A GPU with little memory left encodes in less of it, and one with none says so. The tensors stay as they were.
+// If a GPU has little free memory, it uses less to encode. If it has none, the sleep fails and the tensors are
+// unchanged.
 func TestSleepFakeLittleMemory(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(4<<20))()
@@ -202,8 +202,8 @@ func TestSleepFakeLittleMemory(t *testing.T) {
 	}
 }
 
-// A sleep during a graph capture, by another thread or on the default stream, neither destroys nor joins it, and does
-// not wait for other work.
+// A sleep does not invalidate or join a graph capture, by another thread or on the default stream, and does not wait
+// for other work.
 func TestSleepFakeBesideCapture(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()

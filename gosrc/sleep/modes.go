@@ -18,11 +18,11 @@ import (
 // batchRows is the maximum number of chunks in a batch.
 const batchRows = 1024
 
-// A mode compresses chunks in slots. The calls for a slot come in the order encode, fetch, wait.
+// A mode compresses chunks in slots. For each slot, the calls are encode, fetch and wait, in this order.
 type mode struct {
-	window, workers     int   // batches in flight, and goroutines that make them
-	bytes               int64 // of a batch, each range rounded up to 16
-	staging             int64 // of the device
+	window, workers     int   // numbers of batches in flight and of goroutines that encode them
+	bytes               int64 // bytes of a batch, with each range rounded up to 16
+	staging             int64 // device memory in use
 	gpu                 bool
 	samples             sampler
 	encode, fetch, wait func(slot int, rows []stream.PackedRange) error
@@ -32,7 +32,7 @@ type mode struct {
 // A sampler reads n bytes of the tensors' memory at each address, in order.
 type sampler func(at []uint64, n int64, got func(i int, b []byte)) error
 
-// gpuOf opens a GPU by name; nil for the host.
+// gpuOf opens a GPU by name. It returns nil for the host.
 func gpuOf(name string) (*cuda.Device, error) {
 	target, err := load.TargetOf(name)
 	return target.GPU, err
@@ -93,7 +93,7 @@ func (h *host) wait(slot int, rows []stream.PackedRange) error {
 	return nil
 }
 
-// gpuMode encodes on a GPU, which also computes hash sums if requested.
+// gpuMode encodes on a GPU. If sums is set, the GPU also computes sums for hashes.
 func gpuMode(p *stream.Packer, sums bool) mode {
 	return mode{
 		window: p.SlotCount(), workers: p.SlotCount(), bytes: p.SlotBytes(), staging: p.DeviceBytes(), gpu: true,
@@ -106,7 +106,7 @@ func gpuMode(p *stream.Packer, sums bool) mode {
 					return err
 				}
 			}
-			return p.Encode(slot, rows) // waits if there is something to encode, and so to hash
+			return p.Encode(slot, rows) // also waits for the sums, which only encoded tensors have
 		},
 	}
 }

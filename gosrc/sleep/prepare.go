@@ -1,6 +1,6 @@
 package sleep
 
-// This file allocates the host memory of a sleep before the tensors sleep.
+// This file allocates host memory in advance for a sleep.
 
 import (
 	"context"
@@ -16,16 +16,17 @@ import (
 
 // A Preparation allocates host memory in the background.
 type Preparation struct {
-	// Bytes is the expected size of a sleep; 0 on the host, where nothing is prepared.
+	// Bytes is the expected size of a sleep. It is 0 for tensors on the host, which need no
+	// preparation.
 	Bytes int64
-	job   *job.Job // nil: nothing to do
+	job   *job.Job // nil if there is nothing to do
 	ready int64    // set before the job ends
 }
 
-// Prepare begins to allocate the host memory that a sleep of these GPU tensors will take, or `bytes`
-// of it if there are no tensors. It immediately refuses to allocate more than is available. It reads
-// the tensors only until it returns, and takes no GPU memory. The next sleep uses the memory that is
-// ready, and does not wait for the rest. Growth ends with the process, with Drop or with empty_cache.
+// Prepare starts to allocate the host memory that a sleep of these GPU tensors will need, or `bytes`
+// if there are no tensors. It returns an error if that is more than is available. It does not read the
+// tensors after it returns, and uses no GPU memory. The next sleep uses the memory that is ready and
+// does not wait for the rest. Return frees the memory.
 func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	gpu, err := gpuOf(spec.Device)
 	if err != nil {
@@ -58,7 +59,7 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	want := aheadOf(need)
 	if unit := memory.RegisterAlignment(); spec.Budget > 0 && sizes.RoundUp(want, unit) > spec.Budget {
 		if want = spec.Budget / unit * unit; want == 0 {
-			return &Preparation{Bytes: need}, nil // the sleep takes as much at once
+			return &Preparation{Bytes: need}, nil // less than one unit fits the budget; the sleep allocates it itself
 		}
 	}
 	m, err := pinned.Prepare(max(most, want), want, gpu)
@@ -73,7 +74,7 @@ func Prepare(spec Spec, bytes int64, in []Tensor) (*Preparation, error) {
 	return p, nil
 }
 
-// Wait waits for the end, and returns how many bytes are ready.
+// Wait waits until the memory is allocated, and returns how many bytes are ready.
 func (p *Preparation) Wait(ctx context.Context) (int64, error) {
 	if p.job == nil {
 		return 0, nil
@@ -95,7 +96,7 @@ func Return(name string) error {
 	return err
 }
 
-// readSamples reads n bytes at each GPU address, without allocating GPU memory.
+// readSamples is a sampler for GPU memory that allocates no GPU memory.
 func readSamples(gpu *cuda.Device, at []uint64, n int64, got func(i int, b []byte)) error {
 	b := make([]byte, n)
 	for i, a := range at {

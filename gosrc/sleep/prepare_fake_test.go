@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// The next sleep uses prepared memory, whether it waits for it or not. The same preparation again does nothing, and it
-// is given back on request.
+// The next sleep uses prepared memory, whether the caller waits for it or not. Preparing the same amount again does
+// nothing. Return frees the memory.
 func TestPrepareFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
@@ -74,8 +74,8 @@ func TestPrepareFake(t *testing.T) {
 	}
 }
 
-// More than allowed, more than available, and nothing are refused at once. A preparation within a small bound leaves a
-// sleep that keeps the bound.
+// Prepare refuses more memory than the budget or the host allows, and invalid sizes. After a preparation within a small
+// budget, the sleep also stays within the budget.
 func TestPrepareBoundsFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
@@ -113,7 +113,7 @@ func TestPrepareBoundsFake(t *testing.T) {
 	m.Close()
 }
 
-// Whichever driver call fails, a preparation and the sleep after it end with typed errors, and nothing leaks.
+// If any driver call fails, the preparation ends with a typed error, the sleep after it succeeds, and nothing leaks.
 func TestPrepareEveryCallFailsFake(t *testing.T) {
 	smaller(t)
 	host := several(random(t), 20_000)
@@ -158,7 +158,7 @@ func TestPrepareEveryCallFailsFake(t *testing.T) {
 	}
 }
 
-// A preparation ends with the process.
+// A preparation ends when the process cancels its jobs at exit.
 func TestPrepareEndsWithTheProcessFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()
@@ -167,7 +167,7 @@ func TestPrepareEndsWithTheProcessFake(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !job.CancelAll(20e9) {
-		t.Fatal("it goes on")
+		t.Fatal("the preparation has not ended")
 	}
 	if _, err := p.Wait(t.Context()); err != nil && !errors.Is(err, errs.ErrCancelled) {
 		t.Error(err)

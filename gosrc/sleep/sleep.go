@@ -1,10 +1,10 @@
-// Package sleep compresses tensors where they are, on the host or on a GPU, into host memory. Any load of the
-// engine restores them. It only reads the tensors' own memory.
+// Package sleep compresses tensors on the host or on a GPU into host memory, so their own memory can be freed. The
+// engine's loads restore them. Sleeping only reads the tensors' memory.
 //
-// The host memory is an in-memory container (docs/format.md). It contains everything that a file does, except
-// the hashes of whole tensors: these need another pass, which is made if a file is requested. The memory is
-// bounded, estimated from samples before it is allocated, and faulted in while the first chunks arrive. A GPU
-// encodes a ring of slots and copies the stored bytes in the order of the file, while the host computes
+// The host memory contains an in-memory container (docs/format.md). It has everything that a file has except the hashes
+// of whole tensors, which need another pass and are computed only if a file is requested. The size is estimated from
+// samples before memory is allocated. The memory is bounded, and its pages are faulted in while the first chunks
+// arrive. A GPU encodes into a ring of slots and copies the stored bytes in file order, while the host computes
 // checksums.
 package sleep
 
@@ -37,8 +37,8 @@ import (
 // name is the in-memory container's name in errors.
 const name = "memory of sleeping tensors"
 
-// A Tensor is to be put to sleep. Data is its memory, dense, on the Spec's device. It
-// must stay valid and unchanged until the job has ended.
+// A Tensor is a tensor to put to sleep. Data is its contiguous memory on the Spec's device.
+// It must stay valid and unchanged until the job has ended.
 type Tensor struct {
 	Name  string
 	DType tensor.DType
@@ -48,19 +48,19 @@ type Tensor struct {
 
 // A Spec says how to put tensors to sleep.
 type Spec struct {
-	// Device is the device of all the tensors: "cpu", "cuda:1".
+	// Device is the device that holds all tensors, e.g. "cpu" or "cuda:1".
 	Device string `json:"device"`
-	// Budget is the most host memory for the stored bytes; 0 means all that is
-	// available.
+	// Budget is the maximum host memory for the stored bytes; 0 means all available
+	// memory.
 	Budget int64 `json:"max_memory"`
-	// Path is a local file that is also written; "" for none.
+	// Path is a local file to write in addition; "" means none.
 	Path    string `json:"path"`
-	Threads int    `json:"threads"` // 0: one per core
+	Threads int    `json:"threads"` // 0 means one per core
 }
 
-// A Report describes the cost of a sleep. Bytes are those of the tensors, counting shared
-// memory once. Stored is what they take in host memory. Staging is the memory that the GPU
-// needed meanwhile.
+// A Report describes the cost of a sleep. Bytes is the size of the tensors, with shared
+// memory counted once. Stored is their size in host memory. Staging is the GPU memory that
+// the sleep needed while it ran.
 type Report struct {
 	Bytes      int64    `json:"bytes"`
 	Stored     int64    `json:"stored"`
@@ -80,20 +80,20 @@ type sleeper struct {
 	lay     *overwire.Layout
 	mem     *pinned.Memory
 	batches []batch
-	pos     int64 // end of what was placed
-	size    int64 // of the container
+	pos     int64 // end of the chunks placed so far
+	size    int64 // size of the container
 	report  Report
 }
 
 // A batch is a range of the layout's chunks that are compressed together.
 type batch struct {
 	first, end int
-	rows       []stream.PackedRange // until it is finished
+	rows       []stream.PackedRange // nil after the batch is finished
 }
 
-// Sleep compresses tensors. The caller owns the returned model. Each load of it
-// compares all checksums, and closing it releases the memory. The job's bytes are those
-// of the tensors.
+// Sleep compresses tensors. The caller owns the returned model. Each load of the model
+// compares all checksums, and closing it releases the memory. The job counts the bytes of
+// the tensors.
 func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model, Report, error) {
 	start := time.Now()
 	s := &sleeper{Spec: spec, job: j}
@@ -120,7 +120,7 @@ func (s *sleeper) runSleep(ctx context.Context, in []Tensor) (m *load.Model, err
 		s.mode = gpuMode(p, s.Path != "")
 	}
 	defer func() {
-		s.mode.close() // no more copies
+		s.mode.close() // no copies after this
 		if err != nil && s.mem != nil {
 			s.mem.Keep()
 		}
@@ -196,8 +196,7 @@ func (s *sleeper) divideChunks() {
 	}
 }
 
-// estimateRoom returns the most host memory that the container can take, and the estimate from
-// samples.
+// estimateRoom returns the maximum size of the container and the size estimated from samples.
 func (s *sleeper) estimateRoom() (most, need int64) {
 	most, estimate := s.lay.Start()+tensor.BlobAlign, float64(s.lay.Start())
 	for i := range s.lay.Tensors {
@@ -211,7 +210,7 @@ func (s *sleeper) estimateRoom() (most, need int64) {
 	return most, int64(estimate)
 }
 
-// refuseRoom refuses to take more host memory than is available, or than the budget.
+// refuseRoom returns an error if the budget or the available host memory is less than need.
 func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	no := func(left int64, why string) error {
 		return &errs.Memory{Where: "host", Asked: need, Free: left, Total: left, For: "sleeping tensors", Err: why}
@@ -225,10 +224,10 @@ func (s *Spec) refuseRoom(need int64, gpu *cuda.Device) error {
 	return nil
 }
 
-// aheadOf is how much memory to prepare for an estimate from samples, which may be too low.
+// aheadOf returns how much memory to prepare for an estimate from samples, which may be too low.
 func aheadOf(need int64) int64 { return need + need/100 }
 
-// reserveMemory reserves the host memory, or returns an error.
+// reserveMemory reserves host memory for the container.
 func (s *sleeper) reserveMemory(gpu *cuda.Device) error {
 	most, need := s.estimateRoom()
 	if err := s.refuseRoom(need, gpu); err != nil {
@@ -305,8 +304,8 @@ func (s *sleeper) tensorOf(c int) int {
 	return sort.Search(len(s.lay.Tensors), func(t int) bool { return int(s.lay.Tensors[t].First) > c }) - 1
 }
 
-// placeBatch assigns the chunks of batch k their offsets in the container and begins to copy
-// them there. It clears reused memory between them.
+// placeBatch assigns offsets in the container to the chunks of batch k and starts to copy them
+// there. It clears the gaps between them, because the memory may have been used before.
 func (s *sleeper) placeBatch(ctx context.Context, k, slot int) error {
 	b := &s.batches[k]
 	if err := s.addSums(b); err != nil {
@@ -347,8 +346,7 @@ func (s *sleeper) finishBatch(k, slot int) error {
 	return nil
 }
 
-// hashesOnGPU reports whether a GPU computes the sums of a tensor's hash, as it does for tensors that it
-// encodes.
+// hashesOnGPU reports whether a GPU computes the sums for a tensor's hash. It does so for tensors that it encodes.
 func (s *sleeper) hashesOnGPU(t *item) bool {
 	return s.mode.gpu && s.Path != "" && t.transform != 0
 }
@@ -384,9 +382,9 @@ func (s *sleeper) addSums(b *batch) error {
 	return nil
 }
 
-// writeFile hashes the tensors that no GPU has hashed, and writes the file. Host tensors are hashed where they
-// are; GPU tensors are hashed in the container, where they are stored uncompressed. Afterwards the memory has
-// the bytes of the file.
+// writeFile hashes the tensors that no GPU has hashed, and writes the file. Host tensors are hashed in their own
+// memory. GPU tensors are hashed in the container, where they are stored uncompressed. Afterwards the host memory has
+// the same bytes as the file.
 func (s *sleeper) writeFile(ctx context.Context) error {
 	all := s.lay.Tensors
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {

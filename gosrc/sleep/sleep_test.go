@@ -29,14 +29,14 @@ func random(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 7))
 }
 
-// smaller gives tests tensors of many chunks.
+// smaller reduces the chunk size, so tests have tensors with many chunks.
 func smaller(t testing.TB) {
 	before := chunkBytes
 	chunkBytes = 16 << 10
 	t.Cleanup(func() { chunkBytes = before })
 }
 
-// like returns n bytes like weights of a dtype.
+// like returns n bytes that resemble weights of a dtype.
 func like(r *rand.Rand, d tensor.DType, n int) []byte {
 	b := make([]byte, n)
 	switch d {
@@ -62,7 +62,7 @@ func like(r *rand.Rand, d tensor.DType, n int) []byte {
 	return b
 }
 
-// several has tensors of every kind that a sleep treats differently.
+// several returns tensors of all kinds that a sleep treats differently.
 func several(r *rand.Rand, most int) (in []Tensor) {
 	add := func(name string, d tensor.DType, n int) {
 		n -= n % max(1, d.Bits()/8)
@@ -81,7 +81,7 @@ func several(r *rand.Rand, most int) (in []Tensor) {
 	return in
 }
 
-// same compares a model with the tensors' bytes, by a load to a device.
+// same loads a model to a device and compares it with the tensors.
 func same(t testing.TB, m *load.Model, device string, in []Tensor) {
 	t.Helper()
 	ix := m.Index()
@@ -118,7 +118,7 @@ func nothingRuns(t testing.TB) {
 	}
 }
 
-// Tensors of all kinds come back unchanged, also from the written file. Those that share memory are stored once.
+// Tensors of all kinds are restored unchanged, also from the written file. Tensors that share memory are stored once.
 func TestSleep(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -152,7 +152,7 @@ func TestSleep(t *testing.T) {
 	nothingRuns(t)
 }
 
-// If every tensor shrinks, the file equals the one that a save writes.
+// If every tensor shrinks, the file is the same as one written by a save.
 func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	r := random(t)
 	var in []Tensor
@@ -180,7 +180,7 @@ func TestSleepWritesWhatSaveWrites(t *testing.T) {
 	}
 }
 
-// A model without tensors can also be put to sleep.
+// An empty list of tensors can be put to sleep.
 func TestSleepNothing(t *testing.T) {
 	m, rep, err := Sleep(t.Context(), job.New("sleep"), Spec{}, nil)
 	if err != nil || rep.Bytes != 0 {
@@ -189,7 +189,7 @@ func TestSleepNothing(t *testing.T) {
 	m.Close()
 }
 
-// Changed stored bytes are found by the next load.
+// The next load detects changed stored bytes.
 func TestSleepFindsDamage(t *testing.T) {
 	smaller(t)
 	in := several(random(t), 100_000)
@@ -214,8 +214,8 @@ func TestSleepFindsDamage(t *testing.T) {
 	same(t, m, "", in)
 }
 
-// Tensors that do not fit the budget are refused in advance with the number of bytes. So are those that turn out not to
-// fit, and no memory stays taken.
+// If the estimate exceeds the budget, the sleep is refused in advance with the number of bytes. If the actual size
+// exceeds it, the sleep also fails. No memory is leaked.
 func TestSleepBudget(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -225,7 +225,7 @@ func TestSleepBudget(t *testing.T) {
 	if !errors.As(err, &mem) || mem.Asked < 200_000 || mem.Free != 100_000 {
 		t.Errorf("refused by %v", err)
 	}
-	// Zeros at the sampled positions, noise elsewhere.
+	// Zeros at the sampled positions and noise elsewhere mislead the estimate.
 	x := like(r, tensor.F64, 1<<20)
 	for k := range int64(sampleRuns) {
 		off := (int64(len(x)) - sampleBytes) / (sampleRuns - 1) * k &^ 255
@@ -249,7 +249,7 @@ func asleep(t testing.TB, spec Spec, in []Tensor) (*load.Model, error) {
 	return m, err
 }
 
-// A cancelled sleep ends with a typed error, and leaves nothing.
+// A cancelled sleep ends with a typed error and leaks nothing.
 func TestSleepCancelled(t *testing.T) {
 	smaller(t)
 	r := random(t)
@@ -301,7 +301,7 @@ func TestSleepsAtOnce(t *testing.T) {
 	})
 }
 
-// A wrong argument is an argument error that names the tensor.
+// An invalid tensor or device is refused with a typed error.
 func TestSleepRefuses(t *testing.T) {
 	b := make([]byte, 16)
 	for _, x := range [][]Tensor{

@@ -1,6 +1,6 @@
 package stored
 
-// This file opens models: the index of their files, and the sources of their tensors.
+// This file opens models: it reads the index of their files and opens the sources of their tensors.
 
 import (
 	"context"
@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Model is an opened model. Its tensors can be read in any order. The caller closes it.
+// A Model is an opened model. Its tensors can be read in any order. The caller must close it.
 type Model struct {
 	Index   *tensor.Index
-	Sources []source.Source // indexed as in the index
-	Sets    []format.Files  // for each name that was opened
+	Sources []source.Source // in the order of Index.Sources
+	Sets    []format.Files  // one for each opened name
 }
 
-// Open opens a model. With unlisted it includes the tensors in an index.json's files that the
-// index.json does not list.
+// Open opens a model. If unlisted is set, the model includes tensors that are in the files of an
+// index.json but not listed by it.
 func Open(ctx context.Context, uris []string, access format.Access, unlisted bool) (*Model, error) {
 	stores := open.With(access.Options)
 	ix, srcs, sets, err := format.OpenAll(ctx, uris, stores.Open, format.Options{
@@ -34,7 +34,7 @@ func Open(ctx context.Context, uris []string, access format.Access, unlisted boo
 	return &Model{ix, srcs, sets}, nil
 }
 
-// OpenNamed is Open after ExpandFolders.
+// OpenNamed is like Open, but calls ExpandFolders first.
 func OpenNamed(ctx context.Context, uris []string, access format.Access, unlisted bool) (*Model, error) {
 	return ExpandFolders(ctx, uris, access.Options, func(uris []string) (*Model, error) {
 		return Open(ctx, uris, access, unlisted)
@@ -59,16 +59,16 @@ func (m *Model) RefuseWritten() error {
 	return nil
 }
 
-// Metadata returns the metadata of source k, nil if it has none, without the key that containers use
-// and that other programs may also use.
+// Metadata returns the metadata of source k without the key that containers use. It returns nil if
+// the source has no metadata.
 func (m *Model) Metadata(k int) map[string]string {
 	out := maps.Clone(m.Index.Sources[k].Metadata)
 	delete(out, overwire.MetadataKey)
 	return out
 }
 
-// Holder returns the number of the tensor with the bytes of tensor i: i itself, unless that is
-// an alias.
+// Holder returns the number of the tensor that stores the bytes of tensor i. It is i, unless that
+// is an alias.
 func (m *Model) Holder(i int) int {
 	if a := m.Index.Tensors[i].Alias; a >= 0 {
 		return int(a)
@@ -76,7 +76,7 @@ func (m *Model) Holder(i int) int {
 	return i
 }
 
-// Readers makes every tensor readable, by number. An alias has the reader of its holder.
+// Readers returns a reader for every tensor. An alias has the reader of its holder.
 func (m *Model) Readers(c *Cache) []*Tensor {
 	readers := make([]*Tensor, len(m.Index.Tensors))
 	for i := range readers {
@@ -107,7 +107,7 @@ func (t *Total) Add(bytes, stored int64) {
 	t.Ratio = Ratio(t.Stored, t.Bytes)
 }
 
-// Ratio is stored / bytes, and 1 if there are no bytes.
+// Ratio returns stored / bytes, or 1 if there are no bytes.
 func Ratio(stored, bytes int64) float64 {
 	if bytes == 0 {
 		return 1

@@ -1,6 +1,6 @@
 package stored
 
-// This file finds models in folders, on this host and in stores.
+// This file finds models in local folders and in stores.
 
 import (
 	"context"
@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// A Folder is a folder of models, with a list of its contents.
+// A Folder is a folder with models, and a list of its contents if it is remote.
 type Folder struct {
-	Path   string // on this host, or a URI
+	Path   string // a local path or a URI
 	Remote bool
-	Files  []source.Entry // of a remote folder: files in it and its subfolders; nil if its store lists no files
+	Files  []source.Entry // remote: the files in it and its subfolders; nil if the store cannot list files
 }
 
-// FolderAt returns the folder for a name. It lists a remote folder, and pins one of hf:// to a commit. ok is
-// false if the name is a remote file. It does not look up local names.
+// FolderAt returns the folder for a name. It lists a remote folder, and pins an hf:// folder to a commit. ok is false
+// if the name is a remote file. Local names are not looked up.
 func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Folder, ok bool, err error) {
 	if !at.Remote {
 		return Folder{Path: at.Path}, true, nil
@@ -35,14 +35,14 @@ func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Fo
 	pinned, files, err := open.Walk(ctx, dir, opt)
 	if errors.Is(err, errs.ErrNotSupported) {
 		source.Notice(errs.RedactURI(dir) +
-			": this store lists no files, so auxiliary files (configuration, tokenizer) are not copied")
+			": this store cannot list files, so auxiliary files (configuration, tokenizer) are not copied")
 		return Folder{Path: dir, Remote: true}, true, nil
 	}
 	return Folder{Path: pinned, Remote: true, Files: files}, true, err
 }
 
-// Branches lists f and its subfolders that contain files, except the folder avoid, which is being written.
-// There are none if f is not a folder or its store cannot list it.
+// Branches lists f and its subfolders that contain files, except the folder avoid, which is being written. The list is
+// empty if f is not a folder, or if its store cannot list it.
 func (f Folder) Branches(avoid string) ([]format.Branch, error) {
 	switch {
 	case !f.Remote:
@@ -55,8 +55,8 @@ func (f Folder) Branches(avoid string) ([]format.Branch, error) {
 	return format.RemoteTree(f.Path, "", f.Files)
 }
 
-// PathBelow returns the path or URI of a folder below another; "" stands for the folder
-// itself.
+// PathBelow returns the path or URI of the folder name below dir. If name is "", it
+// returns dir.
 func PathBelow(dir, name string) string {
 	switch {
 	case name == "":
@@ -67,8 +67,9 @@ func PathBelow(dir, name string) string {
 	return filepath.Join(dir, name)
 }
 
-// ExpandFolders resolves the names that users give. A folder without weights of its own stands for its
-// subfolders with weights. A store is asked for these only if the folder itself has no model.
+// ExpandFolders resolves names from users and opens them with openAll. A folder that directly contains no weights
+// stands for its subfolders with weights. For a remote folder, subfolders are listed only if the folder itself has no
+// model.
 func ExpandFolders[T any](ctx context.Context, uris []string, opt source.Options,
 	openAll func(uris []string) (T, error)) (T, error) {
 	uris = expandAll(ctx, uris, opt, false)
@@ -85,7 +86,7 @@ func ExpandFolders[T any](ctx context.Context, uris []string, opt source.Options
 
 func expandAll(ctx context.Context, uris []string, opt source.Options, remote bool) (out []string) {
 	for _, uri := range uris {
-		below := []string{uri} // opening it reports the error
+		below := []string{uri} // if it does not exist, opening it reports that
 		if at := source.LocationOf(uri); !at.Remote || remote {
 			below = weightsBelow(ctx, at, opt, below)
 		}
@@ -94,8 +95,8 @@ func expandAll(ctx context.Context, uris []string, opt source.Options, remote bo
 	return out
 }
 
-// weightsBelow lists the subfolders with weights of a folder that has none itself;
-// otherwise it returns usual.
+// weightsBelow lists the subfolders with weights of a folder that directly contains none.
+// Otherwise it returns usual.
 func weightsBelow(ctx context.Context, at source.Location, opt source.Options, usual []string) (below []string) {
 	f, ok, err := FolderAt(ctx, at, opt)
 	if err != nil || !ok {

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// CheckPadding checks that the bytes of source k of ix between and after the chunks are
-// zero, as the writer leaves them. Anything else is errs.ErrCorrupt, with its offset.
+// CheckPadding checks that the bytes between and after the chunks of source k of ix are
+// zero, as the writer leaves them. If not, the error is errs.ErrCorrupt, with the offset.
 func CheckPadding(ctx context.Context, src source.Source, ix *tensor.Index, k int) error {
 	var pad [64]byte
 	gap := func(i int, from, to int64) error {

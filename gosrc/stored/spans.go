@@ -17,8 +17,8 @@ type Span struct {
 	Last   bool
 }
 
-// AppendSpans appends the spans of a tensor of bytes bytes. Spans are cut so that no chunk is
-// decoded twice.
+// AppendSpans appends the spans of a tensor with the given number of bytes. Reading them
+// decodes no chunk twice.
 func AppendSpans(spans []Span, r *Tensor, number int, bytes int64) []Span {
 	step := r.Step()
 	for off := int64(0); off < bytes; off += step {
@@ -37,8 +37,8 @@ func (s *Span) Read(ctx context.Context, buf *[]byte) ([]byte, error) {
 // Window returns how many spans ReadInOrder keeps in memory for some workers.
 func Window(workers int) int { return 3*workers + 2 }
 
-// ReadInOrder reads spans with several workers. It calls work with a span's number and bytes, in parallel, and
-// then turn in order, from one goroutine at a time. The bytes are valid until turn returns. work may be nil.
+// ReadInOrder reads spans with several workers. It calls work in parallel with a span's number and bytes. Then it calls
+// turn for the spans in order, one at a time. The bytes are valid until turn returns. work may be nil.
 func ReadInOrder(ctx context.Context, name string, workers int, spans []Span, work func(k int, b []byte),
 	turn func(k int, b []byte) error) error {
 	bufs := make([][]byte, Window(workers))

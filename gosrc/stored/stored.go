@@ -1,5 +1,5 @@
-// Package stored opens models and reads their tensors in blocks, which it checks and decodes. Saves,
-// conversions, verification and digests use it, and loads of tensors that only the host can decode.
+// Package stored opens models and reads their tensors in blocks, which it checks and decodes. It is used by saves,
+// conversions, verification and digests, and by loads of tensors that only the host can decode.
 package stored
 
 import (
@@ -15,26 +15,25 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// plainBlock is the block size for tensors without chunks. Tensors of encrypted files
-// are read in whole boxes.
+// plainBlock is the block size for tensors without chunks. For encrypted files it is
+// rounded up to whole encryption boxes.
 const plainBlock = 1 << 20
 
-// A Tensor is one tensor of a source. Its chunks are read, checked and decoded when
-// their bytes are needed. A request for exactly one whole chunk, the common case, is
-// decoded directly to its destination. Other requests go through a cache of decoded
-// chunks, so that small pieces (column parts, another chunk size) decode each chunk
-// about once.
+// A Tensor reads one tensor of a source. Its chunks are read, checked and decoded when
+// their bytes are needed. In the common case, a request for exactly one whole chunk, the
+// chunk is decoded directly to its destination. Other requests, such as column parts or
+// another chunk size, use a cache, so each chunk is decoded about once.
 type Tensor struct {
 	src   source.Source
 	idx   *tensor.Index
 	t     *tensor.Tensor // never an alias
 	cache *Cache
-	row   int64 // bytes of a row, and of a row in one part
-	width int64
+	row   int64 // bytes of a row
+	width int64 // bytes of a row in one column part
 	plain int64 // block size of a tensor without chunks
 }
 
-// New makes tensor t of idx readable. It must not be an alias.
+// New returns a reader for tensor t of idx, which must not be an alias.
 func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tensor {
 	s := &Tensor{src: src, idx: idx, t: t, cache: c, plain: plainBlock}
 	if t.Block > 0 && t.Block <= tensor.MaxChunkBytes {
@@ -51,7 +50,7 @@ func New(src source.Source, idx *tensor.Index, t *tensor.Tensor, c *Cache) *Tens
 
 func (s *Tensor) partCount() int64 { return max(1, int64(s.t.Parts)) }
 
-// Block returns the size of a chunk, or of the block that is read from a plain file.
+// Block returns the chunk size, or the block size of a tensor without chunks.
 func (s *Tensor) Block() int64 {
 	if s.t.Count == 0 {
 		return s.plain
@@ -59,8 +58,8 @@ func (s *Tensor) Block() int64 {
 	return int64(s.t.ChunkBytes)
 }
 
-// Step returns how many bytes to read at once, from a multiple of it, so that reading
-// the whole tensor decodes no chunk twice.
+// Step returns the size of aligned pieces with which reading the whole tensor decodes no
+// chunk twice.
 func (s *Tensor) Step() int64 {
 	if s.partCount() > 1 {
 		return plainBlock
@@ -82,12 +81,12 @@ func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
 	return nil
 }
 
-// spreadPart writes those bytes of part p into buf, which stands for plain bytes from
-// off on: block by block of the part, and row by row.
+// spreadPart copies the bytes of part p that belong into buf. buf holds bytes in plain
+// order, starting at off.
 func (s *Tensor) spreadPart(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
-	// Take the part's bytes of every row that the request touches, even of rows that
-	// end before the part's columns begin: they are clipped below.
+	// Include the part's bytes in every row that the request touches. Bytes outside the
+	// request are clipped below.
 	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
 	for b := lo / s.Block(); b*s.Block() < hi; b++ {
 		from, to := max(lo, b*s.Block()), min(hi, (b+1)*s.Block())
@@ -152,7 +151,7 @@ func (s *Tensor) fillFlat(ctx context.Context, buf []byte, off int64) error {
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// readBlock fills dst with one whole block: read, check, decode.
+// readBlock reads, checks and decodes one whole block into dst.
 func (s *Tensor) readBlock(ctx context.Context, dst []byte, k, whole int64) error {
 	t := s.t
 	if t.Count == 0 {
@@ -197,7 +196,7 @@ type key struct {
 // A Cache holds decoded blocks of the tensors of a model.
 type Cache = blocks.Cache[key]
 
-// NewCache makes a cache for the parts that the given workers read at once.
+// NewCache makes a cache that is large enough for the given number of workers.
 func NewCache(workers int) *Cache { return CacheOf(int64(workers+2) * (16 << 20)) }
 
 // CacheOf makes a cache of n bytes.

@@ -1,6 +1,6 @@
-// Package unpack presents tensors that only the host can decode as plain ones. Every load, also to a GPU, can
-// then read them without knowing how they are stored. These are tensors with chunks of codec 6, and tensors in
-// column parts that have an alias with rows of another size.
+// Package unpack presents tensors that only the host can decode as plain tensors, so all loads, also to a GPU, can read
+// them. These are tensors with chunks of codec 6, and tensors in column parts that have an alias with rows of another
+// size.
 package unpack
 
 import (
@@ -19,18 +19,18 @@ import (
 )
 
 const (
-	// beyond is the offset at which decoded tensors appear in their source. It is so far after the source's end
-	// that no read covers both.
+	// beyond is the offset at which decoded tensors appear in their source. It is so far after the source's end that
+	// no read can span stored and decoded bytes.
 	beyond = 1 << 61
-	// mostStored is how many stored bytes one read covers.
+	// mostStored is the maximum number of stored bytes in one read.
 	mostStored = 8 << 20
-	// cutChunks is the memory for chunks that are requested in parts.
+	// cutChunks is the size of the cache for chunks that are requested in parts.
 	cutChunks = 64 << 20
 )
 
-// Model returns the index of a model as loads see it: tensors that only the host can
-// decode are plain, and their bytes are beyond the end of their source. If there are
-// none, it returns ix itself and the sources unchanged.
+// Model returns the index and the sources of a model as loads see them. Tensors that only
+// the host can decode are plain, and their bytes are beyond the end of their source. If
+// there are no such tensors, it returns ix and srcs.
 func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Source) {
 	out := ix
 	var cache *blocks.Cache[cut]
@@ -55,7 +55,7 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 		s.tensors, s.at = append(s.tensors, int32(i)), append(s.at, s.end)
 		u := &out.Tensors[i]
 		u.Off, u.Stored, u.Plain = s.end, t.Bytes, true
-		if t.Parts == 1 { // a block is a chunk; reads end at a block's end where they can
+		if t.Parts == 1 { // a block is a chunk; reads should end at block borders
 			u.Block = int64(t.ChunkBytes)
 		}
 		u.First, u.Count, u.ChunkBytes, u.Parts = 0, 0, 0, 0
@@ -69,8 +69,8 @@ func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Sour
 	return out, srcs
 }
 
-// otherRows returns the tensors in column parts that have an alias with rows of another size, which do not match
-// the columns of the parts. It returns nil if there are none.
+// otherRows returns the tensors in column parts that have an alias with rows of another size, which do not match the
+// columns of the parts. It returns nil if there are no such tensors.
 func otherRows(ix *tensor.Index) (holders map[int32]bool) {
 	for i := range ix.Tensors {
 		t := &ix.Tensors[i]
@@ -85,8 +85,8 @@ func otherRows(ix *tensor.Index) (holders map[int32]bool) {
 	return holders
 }
 
-// Over places the decoding of src over another source of the same file. If src decodes
-// nothing, it returns that source itself.
+// Over returns a source that reads from bytes, another source of the same file, and decodes
+// like src. If src decodes nothing, it returns bytes.
 func Over(src, bytes source.Source) source.Source {
 	s, ok := src.(*unpacker)
 	if !ok {
@@ -98,20 +98,20 @@ func Over(src, bytes source.Source) source.Source {
 	return &over
 }
 
-// An unpacker is a source with the bytes of decoded tensors beyond its end. They are
-// decoded and their checksums compared as they are read.
+// An unpacker is a source with the bytes of decoded tensors beyond its end. Reading them
+// compares checksums and decodes.
 type unpacker struct {
 	source.Source
 	ix      *tensor.Index // as stored
 	tensors []int32       // in the order of at
-	at      []int64       // the offset of each, a multiple of tensor.ChunkAlign
+	at      []int64       // the offset of each tensor, a multiple of tensor.ChunkAlign
 	end     int64
 	cache   *blocks.Cache[cut]
 	parts   *stored.Cache
-	parted  map[int32]*stored.Tensor // of tensors: those in column parts, over Source
+	parted  map[int32]*stored.Tensor // readers of the tensors in column parts
 }
 
-// openParts makes the tensors in column parts readable.
+// openParts makes the readers of the tensors in column parts.
 func (s *unpacker) openParts() {
 	s.parted = map[int32]*stored.Tensor{}
 	for _, i := range s.tensors {
@@ -124,13 +124,13 @@ func (s *unpacker) openParts() {
 // cut is a chunk that was requested in part, by its number in the index.
 type cut int32
 
-// Facts are those of the source, without a view, because a view has no bytes beyond the
-// end.
+// Facts returns the facts of the source, without a view, because a view has no bytes beyond
+// the source's end.
 func (s *unpacker) Facts() source.Facts {
 	f := s.Source.Facts()
 	file, prefetch := f.File, f.Prefetch
 	f = f.ReadAtOnly()
-	f.File = file // for its size and how it is read; files with chunks are not mapped
+	f.File = file // loads use its size and read mode; files with chunks are not mapped
 	if prefetch != nil {
 		f.Prefetch = func(off, n int64) {
 			if off < beyond {
@@ -141,7 +141,8 @@ func (s *unpacker) Facts() source.Facts {
 	return f
 }
 
-// ReadAt reads or decodes; see source.Source. Bytes between tensors are zero.
+// ReadAt implements source.Source. It reads stored bytes, or decodes tensors if off is beyond
+// the end. Bytes between decoded tensors are zero.
 func (s *unpacker) ReadAt(ctx context.Context, p []byte, off int64) error {
 	if off < beyond {
 		return s.Source.ReadAt(ctx, p, off)
@@ -175,13 +176,13 @@ func (s *unpacker) ReadAt(ctx context.Context, p []byte, off int64) error {
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// tensor fills p with the bytes of a tensor from off on. The tensor has one column
+// tensor fills p with the bytes of a tensor, starting at off. The tensor has one column
 // part.
 func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off int64) error {
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
 	for len(p) > 0 {
-		// Read as many chunks as one read covers.
+		// Read as many chunks as mostStored allows.
 		first := int32(off / int64(t.ChunkBytes))
 		last := int32((off + int64(len(p)) - 1) / int64(t.ChunkBytes))
 		c := s.ix.Chunks[t.First+first:]
@@ -208,8 +209,8 @@ func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off i
 	return nil
 }
 
-// chunk decodes chunk k of a tensor into p, which begins at off in the tensor, as far
-// as p has space, and returns where it stopped.
+// chunk decodes chunk k of a tensor into p, as far as p has space, and returns how many
+// bytes it wrote. p begins at off in the tensor.
 func (s *unpacker) chunk(ctx context.Context, p, stored []byte, t *tensor.Tensor, k int32, off int64) (int, error) {
 	c := s.ix.Chunks[t.First+k]
 	decode := func(dst []byte) error {

@@ -20,9 +20,9 @@ import (
 // A DigestReport holds the digest of every tensor of a model, in the model's order.
 type DigestReport struct {
 	Tensors []TensorDigest `json:"tensors"`
-	Bytes   int64          `json:"bytes"`  // read and decoded to compute digests
-	Kept    int            `json:"kept"`   // digests stored in the files, which needed no reading
-	OnGPU   int64          `json:"on_gpu"` // the part of Bytes that a GPU decoded; 0 from Digests
+	Bytes   int64          `json:"bytes"`  // bytes read and decoded to compute digests
+	Kept    int            `json:"kept"`   // number of digests that were stored in the files
+	OnGPU   int64          `json:"on_gpu"` // the part of Bytes that a GPU decoded; 0 from Digests itself
 	Seconds float64        `json:"seconds"`
 }
 
@@ -31,12 +31,12 @@ type TensorDigest struct {
 	Name   string  `json:"name"`
 	DType  string  `json:"dtype"`
 	Shape  []int64 `json:"shape"`
-	Digest string  `json:"digest"` // 32 hex digits, see docs/format.md 6; "" if it is computed elsewhere
+	Digest string  `json:"digest"` // 32 hex digits, see docs/format.md 6; "" if the tensor was skipped
 }
 
-// Digests returns the digests of a model's tensors. It uses those that containers store, and computes the others:
-// it reads and decodes tensors block by block on all cores, in bounded memory, and compares the checksums of all
-// chunks. It skips the tensors for which elsewhere returns true; nil skips none.
+// Digests returns the digests of a model's tensors. It uses digests that containers store, and computes the others. For
+// that it reads and decodes tensors block by block on all cores, in bounded memory, and compares the checksums of all
+// chunks. It skips tensors for which elsewhere returns true. elsewhere may be nil.
 func Digests(ctx context.Context, j *job.Job, uris []string, access format.Access,
 	elsewhere func(name string) bool) (DigestReport, error) {
 	start := time.Now()
@@ -116,8 +116,7 @@ func digestAll(ctx context.Context, j *job.Job, m *stored.Model, elsewhere func(
 	return rep, nil
 }
 
-// storedDigests returns the digests that containers store, by tensor; nil if there are
-// none.
+// storedDigests returns the stored digest of each tensor, or nil for tensors without one.
 func storedDigests(m *stored.Model) ([]*digest.Sum, error) {
 	out := make([]*digest.Sum, len(m.Index.Tensors))
 	own := make([][]int, len(m.Index.Sources)) // the tensors of each source
@@ -126,7 +125,7 @@ func storedDigests(m *stored.Model) ([]*digest.Sum, error) {
 	}
 	for k := range m.Index.Sources {
 		s := &m.Index.Sources[k]
-		if !s.Overwire() || s.Unlisted > 0 { // a file has the digests of all its tensors, in their order, or none
+		if !s.Overwire() || s.Unlisted > 0 { // a file stores the digests of all its tensors, in their order, or none
 			continue
 		}
 		sums, err := overwire.ReadDigests(s.Mark, len(own[k]))

@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save/savetest"
 )
 
-// A container stores the digests of its tensors whatever their parts and chunks are, and they match the bytes. Without
-// stored digests the same ones are computed.
+// Stored digests match the tensors' bytes for any parts and chunks. If a container stores none, the same digests are
+// computed.
 func TestKeptDigests(t *testing.T) {
 	in := some(newRand(t))
 	for _, parts := range []int{1, 4} {
@@ -40,8 +40,8 @@ func TestKeptDigests(t *testing.T) {
 	}
 }
 
-// The golden file of format 1.3 loads with its stored digests, and today's writer still makes it. It was made once by
-// go test ./gosrc/save -run TestGoldenDigests -args write-goldens.
+// The golden file of format 1.3 loads with its stored digests, and the writer still writes the same file. It was
+// written with: go test ./gosrc/verify -run TestGoldenDigests -args write-goldens
 func TestGoldenDigests(t *testing.T) {
 	in := savetest.GoldenTensors()
 	golden := filepath.Join(goldens, "digests-1.3", "container.safetensors")
@@ -53,7 +53,7 @@ func TestGoldenDigests(t *testing.T) {
 	write(t, spec, in)
 	same(t, in, read(t, golden))
 	if sha256Of(t, spec.Path) != sha256Of(t, golden) {
-		t.Error("the writer has changed: a change of format needs a new version folder")
+		t.Error("the writer has changed: add a new version folder for the new format")
 	}
 	rep, err := Digests(bg, nil, []string{golden}, format.Access{}, nil)
 	if err != nil || rep.Kept != len(in) {

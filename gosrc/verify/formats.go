@@ -15,18 +15,19 @@ import (
 
 // A check verifies the files of one format.
 type check struct {
-	// sums compares the checksums of source k that opening it did not. It is nil for formats without checksums.
+	// sums compares the checksums of source k that were not compared when it was opened. It is nil for formats without
+	// checksums.
 	sums   func(ctx context.Context, j *job.Job, m *stored.Model, k int, rep *Report) error
-	counts bool // it also checks and counts the tensors
+	counts bool // sums also checks and counts the tensors
 }
 
-// checks are keyed by the name of the format.
+// checks maps the name of a format to its check.
 var checks = map[string]check{
 	tensorizer.Format:     {sums: verifyTensors, counts: true},
 	tensor.FormatOverwire: {sums: checkZeros},
 }
 
-// checkZeros checks that the bytes of source k outside chunks are zero.
+// checkZeros checks that the padding of source k is zero.
 func checkZeros(ctx context.Context, _ *job.Job, m *stored.Model, k int, _ *Report) error {
 	return stored.CheckPadding(ctx, m.Sources[k], m.Index, k)
 }

@@ -17,8 +17,8 @@ import (
 
 const formatGGUF = "gguf"
 
-// openOrList opens the model of some files, and lists those that are GGUF. It tries files with the GGUF
-// extension first, so that each file is opened once. The model is nil if all files are GGUF.
+// openOrList describes the GGUF files among uris, and opens the others as a model. At first it looks for GGUF only in
+// files with the GGUF extension, so most files are opened only once. The model is nil if all files are GGUF.
 func openOrList(
 	ctx context.Context, uris []string, access format.Access, unlisted bool,
 ) (*stored.Model, []InspectedFile, error) {
@@ -45,8 +45,7 @@ func openOrList(
 	return m, files, err
 }
 
-// listGGUFs describes those files that are GGUF and that may allows, and lists the others, including unreadable
-// files.
+// listGGUFs describes the GGUF files for which may returns true, and lists the others, including unreadable files.
 func listGGUFs(
 	ctx context.Context, uris []string, dial format.Opener, may func(uri string) bool,
 ) (files []InspectedFile, others []string, err error) {
@@ -64,7 +63,7 @@ func listGGUFs(
 	return files, others, nil
 }
 
-// inspectGGUF describes a file if it begins as GGUF files do; is reports that.
+// inspectGGUF describes a GGUF file. is reports whether the file begins like a GGUF file.
 func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file InspectedFile, is bool, err error) {
 	src, err := dial(ctx, uri)
 	if err != nil {
@@ -99,5 +98,5 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 	return file, true, err
 }
 
-// IsUnknown reports whether a dtype is an unknown GGUF type. Its tensors are listed without sizes.
+// IsUnknown reports whether a dtype is an unknown GGUF type. The sizes of such tensors are unknown.
 func IsUnknown(dtype string) bool { return strings.HasSuffix(dtype, gguf.NotKnown) }

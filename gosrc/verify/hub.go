@@ -1,7 +1,7 @@
 package verify
 
-// This file compares downloaded files with the SHA-256 that the Hugging Face Hub gave for them. Both layouts of
-// huggingface_hub keep it: a cache names the blob after it, and a local folder has it in
+// This file compares downloaded files with the SHA-256 that the Hugging Face Hub reported for them. huggingface_hub
+// stores it in both of its layouts: a cache uses it as the name of the blob, and a local folder has it in
 // .cache/huggingface/download/FILE.metadata (three lines: commit, ETag, time of the download).
 
 import (
@@ -22,8 +22,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// hubSum returns the SHA-256 that the Hub gave for a local file, or "" if none is known. A file that was written
-// after its download has none, as in huggingface_hub.
+// hubSum returns the SHA-256 that the Hub reported for a local file, or "" if it is unknown. As in huggingface_hub, it
+// is unknown if the file was written to after the download.
 func hubSum(path string) string {
 	path, err := filepath.Abs(path)
 	if err != nil {
@@ -57,14 +57,14 @@ func hubSum(path string) string {
 	}
 }
 
-// isSum reports whether text is a SHA-256. The Hub's ETags of small files are Git's hashes, which are shorter.
+// isSum reports whether text is a SHA-256. The Hub's ETags of small files are Git hashes, which are shorter.
 func isSum(text string) bool {
 	_, err := hex.DecodeString(text)
 	return err == nil && len(text) == 2*sha256.Size && text == strings.ToLower(text)
 }
 
-// compareHubSum compares a local file with the SHA-256 that the Hub gave for it, and notes that in its report. It
-// does nothing without one. Memory is bounded, whatever the file's size.
+// compareHubSum compares a local file with the SHA-256 that the Hub reported for it, and records the result in the
+// report. If the SHA-256 is unknown, it does nothing. Memory use does not depend on the file's size.
 func compareHubSum(ctx context.Context, j *job.Job, src source.Source, rep *Report, f *VerifiedFile) error {
 	path, local := source.Local(src.URI())
 	if !local {
@@ -85,7 +85,7 @@ func compareHubSum(ctx context.Context, j *job.Job, src source.Source, rep *Repo
 	}
 	if got := hex.EncodeToString(sum.Sum(nil)); got != want {
 		return errs.Place("verify", src.URI(), "", -1, errs.New(errs.ErrCorrupt,
-			"the file differs from the Hub's: its SHA-256 is %s, expected %s: download it again", got, want))
+			"the file differs from the one on the Hub: its SHA-256 is %s, expected %s: download it again", got, want))
 	}
 	f.Checked, f.SHA256 = "contents", want
 	rep.Bytes += f.Bytes

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/format"
 )
 
-// Inspect reads headers and indexes, but no tensor bytes.
+// Inspect describes files by their headers and indexes. It reads no tensor bytes.
 func Inspect(ctx context.Context, uris []string, access format.Access) (*Inspection, error) {
 	m, others, err := openOrList(ctx, uris, access, false)
 	if err != nil {

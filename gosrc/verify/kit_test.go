@@ -1,6 +1,6 @@
 package verify
 
-// Gives the shared helpers short names.
+// This file gives shared helpers short names.
 
 import (
 	"context"

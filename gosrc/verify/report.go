@@ -14,16 +14,16 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Report says what was verified. If there was an error, its counts say how far
-// verification came.
+// A Report says what was verified. After an error, its counts say what was verified before
+// the error.
 type Report struct {
 	OK      bool           `json:"ok"`
-	Tensors int            `json:"tensors"` // verified, aliases included
-	Bytes   int64          `json:"bytes"`   // of tensors, decoded and hashed
+	Tensors int            `json:"tensors"` // verified tensors, including aliases
+	Bytes   int64          `json:"bytes"`   // tensor bytes, decoded and hashed
 	Stored  int64          `json:"stored"`  // bytes of the files
 	Seconds float64        `json:"seconds"`
 	Files   []VerifiedFile `json:"files"`
-	Note    string         `json:"note,omitempty"` // parts that could not be verified
+	Note    string         `json:"note,omitempty"` // what could not be verified
 }
 
 // A VerifiedFile is one file of a Report.
@@ -34,16 +34,16 @@ type VerifiedFile struct {
 	Tensors int    `json:"tensors"`
 	Bytes   int64  `json:"bytes"`
 	Stored  int64  `json:"stored"`
-	// SHA256 is the Hub's SHA-256 of the file, if a download recorded it and the file has it.
+	// SHA256 is the Hub's SHA-256 of the file, if the download recorded it and the file matches.
 	SHA256 string `json:"sha256,omitempty"`
-	// Original is the plain file from which the container was made, if that was
-	// requested.
+	// Original describes the plain file that the container was made from, if its
+	// verification was requested.
 	Original *original.Summary `json:"original,omitempty"`
 }
 
-// addFile adds a file after a check of only its structure.
+// addFile adds a GGUF file after a check of its structure.
 func (rep *Report) addFile(file InspectedFile) {
-	const note = "GGUF files hold no checksums: only their structure was verified"
+	const note = "GGUF files have no checksums: only their structure was verified"
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
 	var unknown []string
 	for i := range file.Tensors {
@@ -62,18 +62,18 @@ func (rep *Report) addFile(file InspectedFile) {
 	}
 	if n := len(unknown); n > 0 {
 		rep.Note += fmt.Sprintf("; %s: %d of %d tensors have types that are unknown to this version, and were not "+
-			"verified, as %s", file.URI, n, len(file.Tensors), unknown[0])
+			"verified, e.g. %s", file.URI, n, len(file.Tensors), unknown[0])
 	}
 }
 
 // An Inspection is the result of Inspect: the contents of headers and indexes.
 type Inspection struct {
 	Sources []InspectedFile `json:"sources"`
-	// Totals are by dtype, and "all" for the sum.
+	// Totals has one entry per dtype, and "all" for the sum.
 	Totals map[string]*stored.Total `json:"totals"`
 }
 
-// KeepTensors drops all tensors except those with wanted names, and recomputes the sums.
+// KeepTensors drops all tensors except those with wanted names, and recomputes the totals.
 func (in *Inspection) KeepTensors(wanted func(name string) bool) {
 	for i := range in.Sources {
 		f := &in.Sources[i]
@@ -96,7 +96,7 @@ func (in *Inspection) sumUp() {
 	}
 }
 
-// An InspectedFile is one source.
+// An InspectedFile is one file of an Inspection.
 type InspectedFile struct {
 	URI      string            `json:"uri"`
 	Format   string            `json:"format"` // "overwire", "safetensors", "tensors" or "gguf"
@@ -109,9 +109,9 @@ type InspectedFile struct {
 // CodingUnknown is the coding of a tensor of unknown type. Its bytes are reported as 0.
 const CodingUnknown = "unknown"
 
-// An InspectedTensor is one tensor. Coding is how its bytes are stored: "plain",
-// "alias", for .tensors files "encrypted" or "zeros" (not stored), for GGUF files "unknown",
-// or the codec and transform of its chunks ("X16/bf16"; with "+raw" if some chunks are stored raw).
+// An InspectedTensor is one tensor. Coding says how its bytes are stored: "plain", "alias",
+// "encrypted" or "zeros" (not stored) in .tensors files, "unknown" in GGUF files, or the codec
+// and transform of its chunks, such as "X16/bf16", with "+raw" if some chunks are stored raw.
 type InspectedTensor struct {
 	Name    string  `json:"name"`
 	DType   string  `json:"dtype"`

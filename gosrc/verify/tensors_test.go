@@ -21,8 +21,8 @@ import (
 
 var sealedBy = format.Access{Decrypt: map[string]string{tensorizer.OptionKey: strings.Repeat("17", 32)}}
 
-// packedTensors is a .tensors file without padding, so that it is small: flat and nested names, every kind of record,
-// of at least the given version.
+// packedTensors returns a small .tensors file without padding, of at least the given version. It has flat and nested
+// names and every kind of record.
 func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 	t.Helper()
 	key, _ := hex.DecodeString(strings.Repeat("17", 32))
@@ -76,8 +76,8 @@ func packedTensors(t *testing.T, sealed bool, version uint32) []byte {
 	return append(b, make([]byte, tensorizer.Tail)...)
 }
 
-// Verification refuses every single flipped bit of a plain and of an encrypted .tensors file, with the file's name, and
-// many bits of files of other versions and of one that save writes.
+// Verify detects any single flipped bit in a plain and in an encrypted .tensors file, and names the file. In files of
+// other versions, and in one that save writes, the test flips a sample of bits.
 func TestTensorsFlips(t *testing.T) {
 	files := map[string][]byte{}
 	for _, version := range []uint32{1, 2, 4, 5} {
@@ -114,7 +114,7 @@ func TestTensorsFlips(t *testing.T) {
 		case name == "1 plain" || name == "4 sealed":
 			step = 1
 		case testing.Short() || strings.HasPrefix(name, "written"):
-			step = 17 // bits: mostly padding
+			step = 17 // bits; the file is mostly padding
 		}
 		flips += 8 * len(whole) / step
 		wg.Add(1)
@@ -151,8 +151,8 @@ func anyOf(err error, classes ...error) bool {
 	return false
 }
 
-// Types, modules, dtypes that other formats lack, and tensors without data are kept when a .tensors file is converted,
-// encrypted or decrypted.
+// Converting, encrypting or decrypting a .tensors file preserves types, modules, dtypes that other formats lack, and
+// tensors without data.
 func TestTensorsRekeyed(t *testing.T) {
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }

@@ -1,5 +1,5 @@
-// Package verify examines models: Verify compares every checksum, Inspect describes files by their headers,
-// Digests computes a digest of each tensor. It writes nothing.
+// Package verify examines models. Verify compares every checksum, Inspect describes files by their headers, and Digests
+// computes a digest of each tensor. The package writes nothing.
 package verify
 
 import (
@@ -17,15 +17,13 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// Verify verifies files. In an overwire file it checks every byte: header and index must be
-// exactly what the writer makes from their content, every chunk must match its CRC and decode,
-// every tensor must match its XXH3-128, and padding must be zero. In a plain safetensors or
-// GGUF file it can check only the structure, because there are no checksums, and the report
-// says so; if the file was downloaded from the Hugging Face Hub and the SHA-256 is known, it compares that.
-// In a .tensors file it compares every tensor's hashes, and with the key also the tags
-// of encrypted ones. With originals, it also rebuilds the file from which a container was made,
-// and compares its SHA-256. It ends at the first error, with file, tensor, chunk and offset if
-// known.
+// Verify verifies files. In an overwire file it checks every byte: header and index must be exactly as the writer would
+// write them, every chunk must match its CRC and decode, every tensor must match its XXH3-128, and padding must be
+// zero. A plain safetensors or GGUF file has no checksums, so Verify checks only its structure, and the report says so.
+// If the file was downloaded from the Hugging Face Hub and its SHA-256 is known, Verify compares that. In a .tensors
+// file it compares every tensor's hashes, and with the key also the tags of encrypted tensors. If originals is set,
+// Verify also restores the file from which a container was made, in memory, and compares its SHA-256. Verify stops at
+// the first error, which names file, tensor, chunk and offset if known.
 func Verify(ctx context.Context, j *job.Job, uris []string, access format.Access, originals bool) (Report, error) {
 	start := time.Now()
 	var rep Report
@@ -84,7 +82,7 @@ func verifyModel(ctx context.Context, j *job.Job, m *stored.Model, rep *Report) 
 		} else if err := compareHubSum(ctx, j, m.Sources[k], rep, &rep.Files[k]); err != nil {
 			return err
 		} else if rep.Files[k].Checked == "structure" {
-			rep.Note = "plain safetensors files hold no checksums: only their structure was verified"
+			rep.Note = "plain safetensors files have no checksums: only their structure was verified"
 		}
 	}
 	digests, err := storedDigests(m)
@@ -123,8 +121,7 @@ func verifyOriginals(ctx context.Context, j *job.Job, m *stored.Model, rep *Repo
 	return nil
 }
 
-// verifyContents decodes and hashes every tensor of a container that has bytes of its own, in spans, on all
-// cores.
+// verifyContents decodes and hashes every tensor of a container that is not an alias, in spans, on all cores.
 func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Report) error {
 	workers := knob.Workers(0)
 	var spans []stored.Span
@@ -171,8 +168,7 @@ func verifyContents(ctx context.Context, j *job.Job, m *stored.Model, digests []
 		})
 }
 
-// verifyAliases verifies tensors without bytes of their own. It compares an alias with the tensor to
-// which it refers.
+// verifyAliases verifies aliases and empty tensors. It compares an alias with the tensor that it refers to.
 func verifyAliases(j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Report) error {
 	for i := range m.Index.Tensors {
 		t := &m.Index.Tensors[i]
@@ -188,7 +184,7 @@ func verifyAliases(j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Repo
 			rep.Tensors++
 		case t.Alias >= 0:
 			if t.Hash != m.Index.Tensors[t.Alias].Hash {
-				return corruptTensor(m, i, "the hash of this alias differs from that of the tensor with its bytes")
+				return corruptTensor(m, i, "the hash of this alias differs from the hash of its tensor")
 			}
 			rep.Tensors++
 			rep.Bytes += t.Bytes

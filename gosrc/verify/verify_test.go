@@ -27,12 +27,13 @@ var goldenSpecs = map[string]save.Spec{
 	"parts.safetensors":     {Compress: true, Parts: 2, ChunkBytes: 4096},
 }
 
-// goldenVersion is the folder of the current writer; v1.0 lacks the note in the metadata entry. Its files are made
-// once, by go test ./gosrc/verify -run TestGoldens -args write-goldens. Those of a released version never change again.
+// goldenVersion is the folder of the current writer's files. v1.0 lacks the note in the metadata entry. The files were
+// written with: go test ./gosrc/verify -run TestGoldens -args write-goldens
+// Files of a released version never change.
 const goldenVersion = "v1.0-note"
 
 func TestGoldens(t *testing.T) {
-	// Files of every writer version load, and today's writer still writes its own version's bytes.
+	// Files of every writer version load, and the current writer still writes the same bytes as its golden files.
 	if slices.Contains(os.Args, "write-goldens") {
 		for name, spec := range goldenSpecs {
 			spec.Path = filepath.Join(goldens, goldenVersion, name)
@@ -58,7 +59,7 @@ func TestGoldens(t *testing.T) {
 		write(t, spec, savetest.GoldenTensors())
 		p := filepath.Join(goldens, goldenVersion, name)
 		if sha256Of(t, spec.Path) != sha256Of(t, p) {
-			t.Errorf("the writer has changed: %s differs; a change of format needs a new version folder", p)
+			t.Errorf("the writer has changed: %s differs: add a new version folder for the new format", p)
 		}
 	}
 }
@@ -80,7 +81,7 @@ func (s bytesSource) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// refused verifies bytes and reports whether they were refused in the right way.
+// refused verifies a file and returns an error unless it was refused with the right kind of error.
 func refused(b []byte) error {
 	srcs := []source.Source{bytesSource(b)}
 	ix, err := format.Open(bg, srcs, format.Options{Known: codec.Known})
@@ -100,9 +101,9 @@ func refused(b []byte) error {
 }
 
 func TestEveryBitFlip(t *testing.T) {
-	// Verify refuses every single-bit flip of a container as corrupt or as a bad format (or, in a version or codec
-	// number, as not supported), with the file's name: header, spaces, index, padding, chunks. Inside runs of the
-	// header's padding one bit of every byte is tried, since one checksum covers them all.
+	// Verify detects every single-bit flip in a container: in the header, spaces, index, padding and chunks. The error
+	// names the file. Its class is corrupt, bad format, or, for version and codec numbers, not supported. Inside runs
+	// of spaces in the header, the test flips only one bit per byte.
 	for _, name := range []string{"container.safetensors", "parts.safetensors"} {
 		t.Run(name, func(t *testing.T) { t.Parallel(); everyFlip(t, name) })
 	}
@@ -132,7 +133,7 @@ func everyFlip(t *testing.T, name string) {
 }
 
 func TestEveryTruncation(t *testing.T) {
-	// Every truncation is refused, also of plain files, and so are bytes after the end.
+	// Every truncation and any extra bytes at the end are refused, also for plain files.
 	for name := range goldenSpecs {
 		b, err := os.ReadFile(filepath.Join(goldens, goldenVersion, name))
 		if err != nil {
@@ -157,8 +158,8 @@ func TestVerifyPlain(t *testing.T) {
 	}
 }
 
-// A plain file from the Hub is compared with the SHA-256 that the download recorded. A file that was written later, or
-// has a short ETag, only has its structure verified.
+// A plain file from the Hub is compared with the SHA-256 that the download recorded. If it was written to later, or has
+// a short ETag, only its structure is verified.
 func TestVerifyHub(t *testing.T) {
 	golden := filepath.Join(goldens, goldenVersion, "plain.safetensors")
 	sum, dir := sha256Of(t, golden), t.TempDir()

@@ -10,11 +10,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// spread is the standard deviation of log2 of the rows' scales. A normal distribution without it has 2.545 bits
-// of exponent entropy; this spread makes it 2.60.
+// spread is the standard deviation of log2 of the rows' scales. Without it, normally distributed values have 2.545 bits
+// of exponent entropy. With it, they have 2.60.
 const spread = 0.32
 
-// A rng is the generator wyrand: 64 good bits for one multiplication.
+// An rng is the random generator wyrand.
 type rng uint64
 
 func (r *rng) next() uint64 {
@@ -23,7 +23,7 @@ func (r *rng) next() uint64 {
 	return hi ^ lo
 }
 
-// seedWith mixes numbers into a generator's start, so that neighbouring blocks are
+// seedWith makes a generator from several numbers. Generators of neighbouring blocks are
 // independent.
 func seedWith(words ...uint64) rng {
 	r := rng(0x9e3779b97f4a7c15)
@@ -34,9 +34,9 @@ func seedWith(words ...uint64) rng {
 	return r
 }
 
-// normal is the upper half of the normal distribution, in cells of equal probability. A value is the start of a
-// cell plus a uniform part of its width, so two table reads make a sample with random low bits. The last cell
-// ends at 5.
+// cells is the number of cells in normal. normal divides the positive half of the normal distribution into cells of
+// equal probability, and holds each cell's start and width. A sample is the start of a random cell plus a uniformly
+// random part of its width, so its low bits are random. The last cell ends at 5.
 const cells = 2048
 
 var normal = func() (t [cells][2]float32) {
@@ -52,15 +52,15 @@ var normal = func() (t [cells][2]float32) {
 	return t
 }()
 
-// gaussOf makes a normal value from 32 random bits: sign, cell, and 20 bits inside the cell.
+// gaussOf makes a normally distributed value from 32 random bits: a sign, a cell, and 20 bits for the position in it.
 func gaussOf(u uint32) float32 {
 	c := &normal[u>>20&(cells-1)]
 	v := c[0] + c[1]*(float32(u&(1<<20-1))*(1.0/(1<<20)))
 	return math.Float32frombits(math.Float32bits(v) | u&(1<<31))
 }
 
-// fillBlock makes one block of a part. It writes values into scratch, then the dtype's bits into dst (the whole
-// tensor).
+// fillBlock generates one block of a part. It writes values into scratch, and then converts them to the dtype in dst,
+// which is the whole tensor.
 func fillBlock(k Kind, p part, seed uint64, b block, dst []byte, scratch []float32) {
 	r := seedWith(seed, uint64(b.part), uint64(b.first))
 	width := int64(p.dtype.Bits()) / 8
@@ -95,8 +95,8 @@ func fillBlock(k Kind, p part, seed uint64, b block, dst []byte, scratch []float
 	putValues(p, &r, dst, scratch)
 }
 
-// fillRows fills scratch with normal values times the scale of their row. Values of quantised dtypes are in units
-// of their own range.
+// fillRows fills scratch with normally distributed values times the scale of their row. For quantised dtypes, the
+// values are scaled to the dtype's range.
 func fillRows(p part, seed uint64, b block, r *rng, scratch []float32) {
 	cols := p.rowLength()
 	for i := int64(0); i < b.n; {
@@ -105,9 +105,9 @@ func fillRows(p part, seed uint64, b block, r *rng, scratch []float32) {
 		s := p.sigma * rowScale(seed, b.part, row)
 		switch p.dtype {
 		case tensor.F8E4M3, tensor.F8E5M2:
-			s *= 90 / p.sigma // one scale for the tensor: the largest weights end near 448
+			s *= 90 / p.sigma // one scale for the tensor; the largest weights are near 448
 		case tensor.I8:
-			s = 28 // each row has its own scale: 127 is 4.5 sigma
+			s = 28 // one scale per row; 127 is 4.5 sigma
 		case tensor.U8:
 			s = 2.2
 		}
@@ -124,13 +124,13 @@ func fillRows(p part, seed uint64, b block, r *rng, scratch []float32) {
 	}
 }
 
-// rowScale is the scale of one row, around 1.
+// rowScale returns the scale of one row, which is around 1.
 func rowScale(seed uint64, part int, row int64) float32 {
 	r := seedWith(seed, 0x5ca1e, uint64(part), uint64(row))
 	return float32(math.Exp2(spread * float64(gaussOf(uint32(r.next())))))
 }
 
-// putValues writes values in a dtype. A U8 holds two 4-bit integers; put makes the second one of each pair.
+// putValues writes values in the dtype of p. A U8 holds two 4-bit integers; putValues generates the second one.
 func putValues(p part, r *rng, dst []byte, vals []float32) {
 	switch p.dtype {
 	case tensor.BF16:

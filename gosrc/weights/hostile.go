@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// hostileTensors returns tensors that break weak codecs: values at the edges of every float, sizes around every
-// boundary, shapes without elements or dimensions, and names that need escapes.
+// hostileTensors returns tensors that stress codecs: extreme values of every float dtype, sizes around block
+// boundaries, shapes without elements or dimensions, and names that need escapes.
 func hostileTensors(seed uint64) []Tensor {
 	r := seedWith(seed, 0x6057)
 	var out []Tensor
@@ -20,7 +20,7 @@ func hostileTensors(seed uint64) []Tensor {
 		out = append(out, Tensor{"hostile." + name, d, shape, data})
 	}
 	random := func(n int64) []byte { b := make([]byte, n); fillNoise(&r, b); return b }
-	// 8 elements make whole bytes in every dtype, including those of 4 and 6 bits.
+	// 8 elements take whole bytes in every dtype, including those of 4 and 6 bits.
 	for d := tensor.DType(1); int(d) <= tensor.NumDTypes; d++ {
 		bytes := func(n int64) int64 { return n * int64(d.Bits()) / 8 }
 		any := func(n int64) []byte {
@@ -72,11 +72,11 @@ func addFloats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 			{"subnormals", func(int) uint64 { return code(0) }},
 			{"infinities", func(i int) uint64 { return top<<f.man | uint64(i&1)<<(f.exp+f.man) }},
 			{"signed zeros", func(int) uint64 { return r.next() & 1 << (f.exp + f.man) }},
-			// One more than the alphabet, so an exponent is left out that is as common as the others.
+			// One exponent more than the coder's alphabet. The one that does not fit is as common as the others.
 			{"17 exponents", func(int) uint64 { return code(top/4 + r.next()%min(17, top+1)) }},
 			{"16 exponents", func(int) uint64 { return code(r.next() % 16) }},
 			{"every exponent", func(int) uint64 { return code(r.next() & top) }},
-			{"two regimes", func(i int) uint64 { // the second half has other values than the first
+			{"two regimes", func(i int) uint64 { // the halves have different values
 				if i < n/2 {
 					return code(top / 2)
 				}

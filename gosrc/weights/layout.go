@@ -14,15 +14,15 @@ type part struct {
 	dtype tensor.DType
 	shape []int64
 	role  role
-	sigma float32 // of a matrix: the median of its rows' scales
-	same  int     // 1 + the number of the part with the same bytes, 0 for none
+	sigma float32 // matrix: median of its rows' scales
+	same  int     // 1 + the number of an earlier part with the same bytes; 0 means none
 }
 
 type role uint8
 
 const (
 	matrix role = iota // rows of normal values
-	norm               // a vector of gains around a half
+	norm               // a vector of values around 0.5
 	scale              // scales of a quantised matrix
 )
 
@@ -54,13 +54,12 @@ func (b *builder) addPart(p part) {
 	b.bytes += p.elementCount() * int64(p.dtype.Bits()) / 8
 }
 
-// addMatrix adds a weight and, for quantised kinds, its scales. The spread of
-// the scales over a model (by depth, by kind of projection) is a factor of two
-// to four in real checkpoints.
+// addMatrix adds a weight and, for quantised kinds, its scales. In real checkpoints, sigma
+// varies by a factor of two to four with depth and kind of projection.
 func (b *builder) addMatrix(name string, sigma float32, rows, cols int64) {
 	p := part{name: name, dtype: b.k.dtype, shape: []int64{rows, cols}, sigma: sigma}
 	if b.k.Name == "int4" {
-		p.shape[1] = (cols + 1) / 2 // two per byte
+		p.shape[1] = (cols + 1) / 2 // two values per byte
 	}
 	b.addPart(p)
 	switch b.k.dtype {
@@ -79,8 +78,8 @@ func (b *builder) norm(name string, n int64) {
 	b.addPart(part{name: name, dtype: d, shape: []int64{n}, role: norm})
 }
 
-// llama lists tensors like those of Llama 3 8B that take about size bytes. Smaller sizes first have fewer layers,
-// then everything is narrower; the vocabulary makes up the rest.
+// llama lists tensors like those of Llama 3 8B that take about size bytes. To fit, it first reduces the number of
+// layers and then the hidden size. The vocabulary fills the remaining bytes.
 func llama(k Kind, size int64) []part {
 	const layers, hidden, vocab = 32, 4096, 128256
 	list := func(layers, hidden, vocab int64) *builder {
@@ -114,7 +113,7 @@ func llama(k Kind, size int64) []part {
 	return rest(func(v int64) *builder { return list(l, h, v) }, size, v).parts
 }
 
-// tied is llama with one matrix under two names.
+// tied is llama with lm_head tied to the embedding.
 func tied(k Kind, size int64) []part {
 	parts := llama(k, size)
 	last := &parts[len(parts)-1]
@@ -122,8 +121,8 @@ func tied(k Kind, size int64) []part {
 	return parts
 }
 
-// moe lists the tensors of Qwen3-30B-A3B, all 18,867 of them at any size: rows and columns shrink, but not the
-// number of tensors.
+// moe lists the 18,867 tensors of Qwen3-30B-A3B. A smaller size reduces rows and columns, but not the number of
+// tensors.
 func moe(k Kind, size int64) []part {
 	const layers, experts, hidden, inner, vocab = 48, 128, 2048, 768, 151936
 	list := func(shrink float64, vocab int64) *builder {
@@ -167,7 +166,7 @@ func moe(k Kind, size int64) []part {
 	return rest(func(v int64) *builder { return list(shrink, v) }, size, vocab).parts
 }
 
-// rest chooses the vocabulary size with which all tensors take size bytes.
+// rest chooses the vocabulary size, at most `most`, with which all tensors take about size bytes.
 func rest(list func(vocab int64) *builder, size, most int64) *builder {
 	low := list(64)
 	perRow := (list(128).bytes - low.bytes) / 64

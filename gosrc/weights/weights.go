@@ -1,9 +1,9 @@
 // Package weights makes realistic model weights from a seed, for demos, benchmarks and tests that should not
 // download gigabytes.
 //
-// The same kind, size and seed give the same bytes on every machine and for any number of threads. What matters
-// to a codec is a realistic distribution of exponents. Values are normal around zero, with a scale for every row.
-// That gives 2.55 to 2.65 bits of exponent entropy, as in real checkpoints.
+// The same kind, size and seed give the same bytes on every machine and for any number of threads. Codecs depend mainly
+// on the distribution of exponents. Values are normally distributed around zero, with a different scale for each row.
+// This gives 2.55 to 2.65 bits of exponent entropy, as in real checkpoints.
 package weights
 
 import (
@@ -16,7 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Tensor is a generated tensor. Data has exactly its bytes.
+// A Tensor is a generated tensor.
 type Tensor struct {
 	Name  string
 	DType tensor.DType
@@ -24,10 +24,10 @@ type Tensor struct {
 	Data  []byte
 }
 
-// Options of Make. The zero value gives the smallest set of the first kind.
+// Options are the options of Make. The zero value gives the first kind in its default size.
 type Options struct {
 	Kind    string // a Kind's name; "" is the first
-	Size    int64  // of all tensors, to about 1 %; 0 means the kind's default
+	Size    int64  // approximate size of all tensors in bytes; 0 means the kind's default
 	Seed    uint64
 	Threads int // 0 means one for each CPU
 }
@@ -36,8 +36,8 @@ type Options struct {
 type Kind struct {
 	Name string
 	Doc  string
-	Size int64 // the default, in bytes
-	// layout lists tensors that take about size bytes; nil for hostile.
+	Size int64 // default size in bytes
+	// layout lists tensors that take about size bytes. It is nil for hostile.
 	layout func(k Kind, size int64) []part
 	dtype  tensor.DType
 	change func(*float32) // changes each value; may be nil
@@ -53,21 +53,22 @@ var kinds = []Kind{
 		layout: moe, dtype: tensor.BF16},
 	{Name: "fp16", Doc: "the Llama shape in F16", Size: 256 << 20, layout: llama, dtype: tensor.F16},
 	{Name: "fp32", Doc: "the Llama shape in F32", Size: 256 << 20, layout: llama, dtype: tensor.F32},
-	{Name: "fp32-bf16", Doc: "F32 that holds BF16 values: the low half of every element is zero", Size: 256 << 20,
+	{Name: "fp32-bf16", Doc: "F32 with BF16 values: the low half of every element is zero", Size: 256 << 20,
 		layout: llama, dtype: tensor.F32, change: throughBF16},
-	{Name: "fp8-e4m3", Doc: "F8_E4M3 with an F32 scale for each tensor", Size: 256 << 20, layout: llama,
+	{Name: "fp8-e4m3", Doc: "F8_E4M3 with one F32 scale per tensor", Size: 256 << 20, layout: llama,
 		dtype: tensor.F8E4M3},
-	{Name: "fp8-e5m2", Doc: "F8_E5M2 with an F32 scale for each tensor", Size: 256 << 20, layout: llama,
+	{Name: "fp8-e5m2", Doc: "F8_E5M2 with one F32 scale per tensor", Size: 256 << 20, layout: llama,
 		dtype: tensor.F8E5M2},
-	{Name: "int8", Doc: "I8 quantised row by row, with F32 scales", Size: 256 << 20, layout: llama, dtype: tensor.I8},
-	{Name: "int4", Doc: "4-bit integers, two in a U8, with F32 scales", Size: 256 << 20, layout: llama,
+	{Name: "int8", Doc: "I8 with one F32 scale per row", Size: 256 << 20, layout: llama, dtype: tensor.I8},
+	{Name: "int4", Doc: "4-bit integers, two per U8, with one F32 scale per row", Size: 256 << 20, layout: llama,
 		dtype: tensor.U8},
-	{Name: "tied", Doc: "llama-bf16 with its embedding as lm_head", Size: 256 << 20, layout: tied, dtype: tensor.BF16},
+	{Name: "tied", Doc: "llama-bf16 with lm_head tied to the embedding", Size: 256 << 20, layout: tied,
+		dtype: tensor.BF16},
 	{Name: "pruned", Doc: "llama-bf16 with the smaller half of its weights set to zero", Size: 256 << 20, layout: llama,
 		dtype: tensor.BF16},
-	{Name: "uniform", Doc: "uniformly random bits, BF16: nothing to gain", Size: 256 << 20, layout: llama,
+	{Name: "uniform", Doc: "uniformly random bits, BF16: incompressible", Size: 256 << 20, layout: llama,
 		dtype: tensor.BF16},
-	{Name: "hostile", Doc: "every dtype, NaN payloads, odd, empty and 0-dim shapes; its size is fixed"},
+	{Name: "hostile", Doc: "every dtype, NaN payloads, odd, empty and 0-dim shapes; fixed size"},
 }
 
 // Find returns the kind with a name.
@@ -82,10 +83,10 @@ func Find(name string) (Kind, error) {
 	return kinds[i], nil
 }
 
-// MaxSize is the most bytes that Make generates.
+// MaxSize is the maximum size for Make.
 const MaxSize = 1 << 40
 
-// Make makes the tensors, in file order. Tied tensors share their Data.
+// Make generates the tensors, in file order. Tied tensors share their Data.
 func Make(o Options) ([]Tensor, error) {
 	k, err := Find(o.Kind)
 	if err != nil {
@@ -99,7 +100,8 @@ func Make(o Options) ([]Tensor, error) {
 		size = k.Size
 	}
 	if size < 0 || size > MaxSize {
-		return nil, errs.New(errs.ErrArgument, "invalid size of weights: %d bytes", size)
+		return nil, errs.New(errs.ErrArgument, "invalid size of weights, %d bytes: expected 0 to %d", size,
+			int64(MaxSize))
 	}
 	parts := k.layout(k, size)
 	out := make([]Tensor, len(parts))
@@ -124,7 +126,7 @@ func Make(o Options) ([]Tensor, error) {
 	return out, nil
 }
 
-// A block is a run of elements of one tensor. Each block has a seed of its own, so the bytes do not depend on the
+// A block is a range of elements of one tensor. Each block has a separate seed, so the bytes do not depend on the
 // number of threads.
 type block struct {
 	part     int
@@ -138,9 +140,9 @@ func fillAll(k Kind, o Options, parts []part, out []Tensor, jobs []block) {
 	if threads <= 0 {
 		threads = runtime.GOMAXPROCS(0)
 	}
-	const batch = 16 // blocks taken at once
+	const batch = 16 // blocks per task
 	batches := slices.Collect(slices.Chunk(jobs, batch))
-	_ = spawn.Each(context.Background(), "weights", threads, len(batches), func(i int) error { // a panic poisons
+	_ = spawn.Each(context.Background(), "weights", threads, len(batches), func(i int) error { // no error is possible
 		var scratch [blockElements]float32
 		for _, b := range batches[i] {
 			fillBlock(k, parts[b.part], o.Seed, b, out[b.part].Data, scratch[:b.n])

@@ -27,7 +27,7 @@ func total(all []Tensor) (n int64) {
 	return n
 }
 
-// entropy is the order-0 entropy, in bits, of bits lo..lo+n-1 of 16-bit elements.
+// entropy returns the order-0 entropy in bits of the bit field [lo, lo+n) of 16-bit elements.
 func entropy(data []byte, lo, n uint) float64 {
 	counts := make([]float64, 1<<n)
 	for i := 0; i+1 < len(data); i += 2 {
@@ -42,8 +42,7 @@ func entropy(data []byte, lo, n uint) float64 {
 	return h
 }
 
-// Generated bf16 matrices have the exponent entropy of real checkpoints, and mantissas and signs that no coder can
-// shrink.
+// Generated bf16 matrices have the exponent entropy of real checkpoints, and incompressible mantissas and signs.
 func TestEntropyIsRealistic(t *testing.T) {
 	for _, kind := range []string{"llama-bf16", "moe-bf16", "tied"} {
 		matrices := 0
@@ -63,13 +62,13 @@ func TestEntropyIsRealistic(t *testing.T) {
 			}
 		}
 		if matrices == 0 {
-			t.Errorf("%s: no matrix looked at", kind)
+			t.Errorf("%s: no matrix was tested", kind)
 		}
 	}
 }
 
-// The same seed gives the same bytes for any number of threads; another seed
-// gives others.
+// The same seed gives the same bytes for any number of threads. Another seed gives other
+// bytes.
 func TestDeterministic(t *testing.T) {
 	for _, k := range Kinds() {
 		sum := func(seed uint64, threads int) uint64 {
@@ -90,7 +89,7 @@ func TestDeterministic(t *testing.T) {
 	}
 }
 
-// Every tensor has exactly the bytes that its dtype and shape require, and no name occurs twice.
+// Every tensor has exactly the size of its dtype and shape, and no name occurs twice.
 func TestWhole(t *testing.T) {
 	for _, k := range Kinds() {
 		seen := map[string]bool{}
@@ -110,8 +109,7 @@ func TestWhole(t *testing.T) {
 	}
 }
 
-// Sizes match the request, from the smallest that has all tensors upwards, and the mixture of experts always has its
-// 18,867 tensors.
+// The total size is close to the requested size, and moe-bf16 always has 18,867 tensors.
 func TestSizes(t *testing.T) {
 	for _, c := range []struct {
 		kind string
@@ -125,7 +123,7 @@ func TestSizes(t *testing.T) {
 			t.Errorf("%d tensors", len(all))
 		}
 	}
-	// Whole models are only listed: their published sizes.
+	// Compare the full-size model with its published size without generating it.
 	k, _ := Find("llama-bf16")
 	var n int64
 	for _, p := range llama(k, 100e9) {
@@ -136,13 +134,13 @@ func TestSizes(t *testing.T) {
 	}
 }
 
-// The bytes of the variants have the promised properties.
+// The bytes of each variant have the properties that its description names.
 func TestVariants(t *testing.T) {
 	first := func(kind string) Tensor { return generate(t, Options{Kind: kind, Size: 4 << 20})[0] }
 	for _, w := range []Tensor{first("fp32-bf16")} {
 		for i := 0; i < len(w.Data); i += 4 {
 			if w.Data[i] != 0 || w.Data[i+1] != 0 {
-				t.Fatalf("element %d is no bf16", i/4)
+				t.Fatalf("element %d is not a bf16 value", i/4)
 			}
 		}
 	}
@@ -164,8 +162,7 @@ func TestVariants(t *testing.T) {
 	}
 }
 
-// half and small agree with a search for the nearest value of the type, ties to even, for every code and the midpoints
-// between codes.
+// toF16 and toFloat8 round to the nearest value, ties to even, for every code and the midpoints between codes.
 func TestRounding(t *testing.T) {
 	value := func(code uint32, ebits, mbits int) float64 {
 		bias := 1<<(ebits-1) - 1
@@ -200,7 +197,7 @@ func TestRounding(t *testing.T) {
 	}
 }
 
-// Requests that no kind, or no machine, can satisfy are refused.
+// Unknown kinds and invalid sizes are refused.
 func TestRefused(t *testing.T) {
 	for _, o := range []Options{{Kind: "gpt"}, {Size: -1}, {Size: MaxSize + 1}} {
 		if _, err := Make(o); err == nil {

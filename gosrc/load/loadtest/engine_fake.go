@@ -2,7 +2,7 @@
 
 package loadtest
 
-// Replaces the driver by the fake one.
+// This file replaces the driver with the fake one.
 
 import (
 	"testing"
@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// UseEngine gives the test a driver and fails it if anything leaks.
+// UseEngine replaces the driver with the fake one, and fails the test if anything leaks.
 func UseEngine(t *testing.T) {
 	t.Helper()
 	end := cuda.Fake(512 << 20)

@@ -2,7 +2,7 @@
 
 package loadtest
 
-// Skips tests without a GPU.
+// This file skips tests if there is no GPU.
 
 import (
 	"testing"
@@ -11,14 +11,14 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
-// UseEngine skips the test without a GPU.
+// UseEngine skips the test if there is no GPU.
 func UseEngine(t *testing.T) {
 	t.Helper()
 	if err := driver.Available(); err != nil {
 		t.Skip(err)
 	}
 	t.Cleanup(func() {
-		_ = cuda.Trim() // ends the idle queues with their goroutines
+		_ = cuda.Trim() // ends idle queues and their goroutines
 		CheckQuiet(t)
 	})
 }

@@ -1,6 +1,6 @@
 package original
 
-// This file hashes a file while it is compressed, from the bytes that the encoder has read.
+// This file hashes a file while it is compressed, using the bytes that the encoder has read.
 
 import (
 	"context"
@@ -15,28 +15,28 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Hashing is the SHA-256 of a file that is being computed, in a goroutine of its own. It
-// reads only those tensors that are not passed in the order of the file. All methods
-// of nil do nothing.
+// A Hashing computes the SHA-256 of a file in a separate goroutine. It reads only the
+// tensors that are not passed in the order of the file. Methods of a nil Hashing do
+// nothing.
 type Hashing struct {
 	file    *File
 	ctx     context.Context
 	front   []byte
-	tensors []tensor.Tensor // in the order of their bytes
-	passed  map[string]bool // those that are passed
+	tensors []tensor.Tensor // in file order
+	passed  map[string]bool // tensors that are passed
 	pieces  chan piece
 	ended   chan struct{}
-	err     error         // once ended
-	busy    time.Duration // once ended
+	err     error         // valid after ended is closed
+	busy    time.Duration // valid after ended is closed
 }
 
-// A piece is the next bytes of the next passed tensor; done is closed when they are hashed.
+// A piece holds the next bytes of a passed tensor. done is closed when they are hashed.
 type piece struct {
 	data []byte
 	done chan struct{}
 }
 
-// beginHashing starts a hashing of f; see File.Hash.
+// beginHashing starts to hash f; see File.Hash.
 func beginHashing(ctx context.Context, f *File, order []string, window int) (*Hashing, error) {
 	front, head, err := f.Front(f.src.URI())
 	if err != nil {
@@ -53,8 +53,8 @@ func beginHashing(ctx context.Context, f *File, order []string, window int) (*Ha
 	return h, nil
 }
 
-// Pass gives the next bytes of a tensor. They must stay until Await has returned for what
-// this returns.
+// Pass passes the next bytes of a tensor. They must not change until Await has returned for
+// the returned channel.
 func (h *Hashing) Pass(name string, data []byte) <-chan struct{} {
 	if h == nil || !h.passed[name] {
 		return nil
@@ -85,7 +85,7 @@ func (h *Hashing) Await(done <-chan struct{}) error {
 	}
 }
 
-// Done waits for the end, and sets SHA256.
+// Done waits until the file is hashed. SHA256 is set then.
 func (h *Hashing) Done() error {
 	if h == nil {
 		return nil
@@ -94,7 +94,7 @@ func (h *Hashing) Done() error {
 	return h.err
 }
 
-// BusyTime is the time that went into the hash, once Done has returned.
+// BusyTime returns the time spent hashing. Call it after Done.
 func (h *Hashing) BusyTime() time.Duration {
 	if h == nil {
 		return 0
@@ -137,7 +137,7 @@ func (h *Hashing) hashFile() error {
 	return nil
 }
 
-// ReadBlocks passes n bytes of a source from off on to add, in blocks that stay in a core's second-level cache.
+// ReadBlocks passes n bytes of a source, starting at off, to add, in blocks that fit in a core's second-level cache.
 func ReadBlocks(ctx context.Context, src source.Source, off, n int64, add func(b []byte)) error {
 	buf := make([]byte, min(n, 128<<10))
 	for end := off + n; off < end; off += int64(len(buf)) {
@@ -150,19 +150,19 @@ func ReadBlocks(ctx context.Context, src source.Source, off, n int64, add func(b
 	return nil
 }
 
-// inOrder is the largest part of order, in bytes, that comes in the order of the file.
+// inOrder returns the subsequence of order that is in file order and has the most bytes.
 func inOrder(order []string, tensors []tensor.Tensor) map[string]bool {
 	place := make(map[string]int, len(tensors))
 	for i := range tensors {
 		place[tensors[i].Name] = i
 	}
-	// A step is a tensor of order: the bytes of the best chain that ends with it, and the one before.
+	// A step is a tensor of order. bytes is the size of the best chain that ends with it, before its predecessor.
 	type step struct {
 		bytes  int64
 		before int
 	}
 	steps := make([]step, len(order))
-	tree := make([]int, len(tensors)+1) // the best step, plus 1, of a range of places
+	tree := make([]int, len(tensors)+1) // Fenwick tree: the best step, plus 1, of a range of tensors
 	best := -1
 	for k, name := range order {
 		i, known := place[name]

@@ -1,7 +1,6 @@
-// Package original lets a container restore the very file that it was made from: it
-// describes that file when it is compressed, plans it when it is written again, and
-// compares the two.
-// format/overwire encodes the description.
+// Package original restores exactly the file that a container was made from. It describes
+// the file when it is compressed, plans its restored copy, and compares the two.
+// Package format/overwire encodes the description.
 package original
 
 import (
@@ -20,25 +19,26 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Summary is what a report says about one file. SHA256 is that of the plain file in hex; "": it was not hashed,
-// since it came over a network, or its container has no hash. Compared says that a decompressed file was compared
-// with the SHA256 of the one that was compressed.
+// A Summary is the part of a report about one file. SHA256 is the plain file's hash in hex. It is "" if the file was
+// not hashed because it was read over a network, or if its container stores no hash. Compared says that a decompressed
+// file has the stored SHA-256 of the original.
 type Summary struct {
 	File     string `json:"file"`
 	SHA256   string `json:"sha256"`
 	Compared bool   `json:"compared"`
 }
 
-// A File is the safetensors file that a container is, or was, made from.
+// A File is the safetensors file that a container is or was made from.
 type File struct {
 	*overwire.Origin
-	src     source.Source // the opened source: the file itself, or its container
-	hash    bool          // the file can be hashed
+	src     source.Source // the file itself or its container
+	hash    bool          // the file will be hashed
 	hashing *Hashing
 }
 
-// Of returns the original of an opened source: a plain safetensors file is its own
-// original, a container may store one; else nil. With hash, that of a local file is hashed.
+// Of returns the original of an opened source, or nil if there is none. A plain safetensors
+// file is its own original; a container may store one. If hash is set, Hash will hash a
+// local original.
 func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*File, error) {
 	if s.Overwire() {
 		o, err := overwire.ReadOrigin(s.Mark)
@@ -54,8 +54,8 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 	if err := src.ReadAt(ctx, head, 0); err != nil {
 		return nil, err
 	}
-	// The bytes of a remote file arrive once, in the order in which they are
-	// compressed.
+	// A remote file cannot be hashed: its bytes are read only once, in the order in which
+	// they are compressed.
 	f := &File{Origin: overwire.NewOrigin(head, s.Size), src: src, hash: hash && src.Facts().File != nil}
 	if f.hash {
 		f.SHA256 = overwire.Pending
@@ -63,10 +63,10 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 	return f, nil
 }
 
-// Hash begins to set SHA256 if it is Pending. order has the tensors that can be passed
-// to Hashing, in the order in which they will be; window is the most pieces that are
-// passed and not hashed. The caller calls Done once, and cancels ctx before if not all is
-// passed. f may be nil.
+// Hash starts to compute SHA256 if it is Pending. order lists the tensors that the caller
+// can pass to Hashing, in the order in which it will pass them. window is the maximum number
+// of pieces that are passed and not yet hashed. The caller must call Done once, and cancel
+// ctx first if it does not pass all bytes. f may be nil.
 func (f *File) Hash(ctx context.Context, order []string, window int) (err error) {
 	if f != nil && f.hash {
 		f.hashing, err = beginHashing(ctx, f, order, window)
@@ -74,7 +74,7 @@ func (f *File) Hash(ctx context.Context, order []string, window int) (err error)
 	return err
 }
 
-// Hashing is the hashing that Hash has begun, or nil. f may be nil.
+// Hashing returns the Hashing that Hash has started, or nil. f may be nil.
 func (f *File) Hashing() *Hashing {
 	if f == nil {
 		return nil
@@ -82,8 +82,8 @@ func (f *File) Hashing() *Hashing {
 	return f.hashing
 }
 
-// refuseChanged refuses a file that was written to since it was opened: its container could
-// not be decompressed.
+// refuseChanged refuses a file that was written to after it was opened, because its
+// container could not restore it.
 func (f *File) refuseChanged() error {
 	err := source.Unwritten(f.src)
 	if errors.Is(err, errs.ErrCorrupt) {
@@ -93,19 +93,19 @@ func (f *File) refuseChanged() error {
 	return err
 }
 
-// A Copy is an original that is being written again.
+// A Copy is an original that is being restored.
 type Copy struct {
 	Front   []byte          // the bytes before the data section
-	Tensors []tensor.Tensor // in the order of their bytes, which follow without gaps
-	// Compared is set by Done if the container has the SHA-256 of the file.
+	Tensors []tensor.Tensor // in file order; their bytes follow without gaps
+	// Compared is set by Done if the container stores the file's SHA-256.
 	Compared bool
 	file     *File
-	sum      hash.Hash // nil: none is made
+	sum      hash.Hash // nil if the copy is not hashed
 }
 
-// Again checks that the original has the given tensors, by name, and metadata, and
-// returns it. An original with others is errs.ErrFormat. Its SHA-256 is made if the
-// container has one to compare it with, or always.
+// Again checks that the original has the given tensors (by name) and metadata, and returns
+// a Copy of it. If they differ, the error is errs.ErrFormat. The copy's SHA-256 is computed
+// if the container stores one to compare it with, or if always is set.
 func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string, always bool) (*Copy, error) {
 	uri := f.src.URI()
 	front, h, err := f.Front(uri)
@@ -114,10 +114,10 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string, a
 	}
 	bad := func(name, what string) error {
 		return errs.Locate("index", uri, name, -1, errs.New(errs.ErrFormat,
-			"the header of its origin has %s than its own", what))
+			"the header of the stored original has %s than the container", what))
 	}
 	if delete(h.Metadata, overwire.MetadataKey); !maps.Equal(h.Metadata, metadata) {
-		return nil, bad("", "other metadata")
+		return nil, bad("", "different metadata")
 	}
 	if len(h.Tensors) != len(ts) {
 		return nil, bad("", "more or fewer tensors")
@@ -125,7 +125,7 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string, a
 	for i := range h.Tensors {
 		t := &h.Tensors[i]
 		if own := ts[t.Name]; own == nil || own.DType != t.DType || !slices.Equal(own.Shape, t.Shape) {
-			return nil, bad(t.Name, "another tensor")
+			return nil, bad(t.Name, "a different tensor")
 		}
 	}
 	p := &Copy{Front: front, Tensors: h.Tensors, file: f}
@@ -136,7 +136,7 @@ func (f *File) Again(ts map[string]*tensor.Tensor, metadata map[string]string, a
 	return p, nil
 }
 
-// AddBytes takes the next bytes of the tensors, which follow one another in their order.
+// AddBytes hashes the next bytes of the tensors, in file order.
 func (p *Copy) AddBytes(b []byte) {
 	if p.sum != nil {
 		avx.Clear()
@@ -144,8 +144,8 @@ func (p *Copy) AddBytes(b []byte) {
 	}
 }
 
-// Done compares the SHA-256 of what was written with the original's, if one was made, or sets it if
-// it is unknown: then the checksums of header and tensors are the proof.
+// Done compares the copy's SHA-256, if it was computed, with the original's. If the original's is
+// unknown, Done sets it to the copy's; only the checksums of header and tensors were compared then.
 func (p *Copy) Done() error {
 	if p.sum == nil {
 		return nil

@@ -18,7 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// opened is an open safetensors file with tensors of some sizes, and what is known about it.
+// opened returns an open safetensors file with tensors of the given sizes, its description and its content.
 func opened(t *testing.T, r *rand.Rand, sizes ...int64) (*file.File, *tensor.Source, []byte) {
 	t.Helper()
 	var entries []safetensors.Entry
@@ -48,7 +48,7 @@ func opened(t *testing.T, r *rand.Rand, sizes ...int64) (*file.File, *tensor.Sou
 	return f, &tensor.Source{URI: path, Size: int64(len(b)), Data: data, Format: tensor.FormatSafetensors}, b
 }
 
-// passAll passes the tensors of order in pieces, as an encoder does, and waits for each.
+// passAll passes the tensors of order in pieces, as an encoder does, and waits until all are hashed.
 func passAll(t *testing.T, h *Hashing, r *rand.Rand, order []string, sizes []int64, content []byte) (passed int64) {
 	t.Helper()
 	var waits []<-chan struct{}
@@ -81,8 +81,8 @@ func passAll(t *testing.T, h *Hashing, r *rand.Rand, order []string, sizes []int
 	return passed
 }
 
-// The digest is the file's, in whatever order its tensors are passed, all or some of them. Bytes that arrive in file
-// order are not read again.
+// The hash is correct for any order of passed tensors, and if only some are passed. Bytes that are passed in file order
+// are not read again.
 func TestHash(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -113,7 +113,7 @@ func TestHash(t *testing.T) {
 			t.Errorf("%v passed as %v: %s, %v", sizes, order, o.SHA256, err)
 		}
 		if all := int64(len(b)) - s.Data; round%4 == 0 && passed != all {
-			t.Errorf("%d of %d bytes were taken of tensors that come in order", passed, all)
+			t.Errorf("%d of %d bytes that were passed in order were used", passed, all)
 		}
 	}
 	if left := spawn.Left(); len(left) > 0 {
@@ -121,7 +121,7 @@ func TestHash(t *testing.T) {
 	}
 }
 
-// The tensors picked from any order are in file order, and no other such selection has more bytes.
+// The selected tensors are in file order, and no other such selection has more bytes.
 func TestInOrder(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -159,8 +159,8 @@ func TestInOrder(t *testing.T) {
 	}
 }
 
-// A file that was written meanwhile, and a hash that is cancelled while an encoder waits for it, are errors, and no
-// goroutine stays.
+// It is an error if the file is written to during the hashing, or if the hashing is cancelled while an encoder waits
+// for it. No goroutine is left.
 func TestHashEnds(t *testing.T) {
 	f, s, b := opened(t, rand.New(rand.NewPCG(1, 1)), 1<<20)
 	ctx, cancel := context.WithCancelCause(context.Background())

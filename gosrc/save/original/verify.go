@@ -1,6 +1,6 @@
 package original
 
-// This file compares the original that a container stores with its tensors, without writing the original.
+// This file checks that a container can restore its original, without writing the original.
 
 import (
 	"context"
@@ -9,9 +9,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Verify makes the original f of source k of a model again, written nowhere, and compares its
-// SHA-256, as Done does. progress is called with the bytes of tensors as they are
-// hashed, by one goroutine at a time. Memory is bounded, whatever the file's size.
+// Verify restores the original f of source k of a model without writing it, and compares its
+// SHA-256 as Done does. It calls progress with the number of tensor bytes hashed, from one
+// goroutine at a time. Memory use does not depend on the file's size.
 func Verify(ctx context.Context, f *File, m *stored.Model, k, workers int, progress func(n int64)) (*Copy, error) {
 	known, numbers := map[string]*tensor.Tensor{}, map[string]int{}
 	for i := range m.Index.Tensors {

@@ -8,8 +8,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// Begin checks that files can be published, chooses the names of shards, and returns the destination that takes
-// the files. The last file is the one that readers look for. The caller calls Drop.
+// Begin checks that files can be published, chooses the names of shards, and returns the destination for the files. The
+// last file is the one that readers look for. The caller must call Drop.
 func Begin(ctx context.Context, p *Publication, files []*File) (Destination, error) {
 	if err := checkListable(files); err != nil {
 		return nil, err

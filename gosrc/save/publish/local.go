@@ -22,8 +22,8 @@ import (
 type localFiles struct {
 	pub     *Publication
 	files   []*File
-	like    string               // the file that gives new ones their mode
-	targets []*atomicfile.Target // by file; nil: not created
+	like    string               // the file that gives new files their mode
+	targets []*atomicfile.Target // by file; nil if not created yet
 	listing atomicfile.Listing
 }
 
@@ -59,7 +59,7 @@ func (l *localFiles) Publish(ctx context.Context) error {
 	if err := atomicfile.Publish(l.pub.FS, l.targets); err != nil {
 		return err
 	}
-	// The new model is complete. Another save of the same path may have removed them already.
+	// The new model is complete. Another save of the same path may already have removed the old files.
 	var first error
 	for _, p := range old {
 		if err := l.pub.FS.Remove(p); err != nil && !errors.Is(err, fs.ErrNotExist) && first == nil {
@@ -83,20 +83,20 @@ type localDraft struct {
 	ctx context.Context // of the save
 }
 
-// URI is where the file will be, symbolic links followed.
+// URI returns the final path of the file, with symbolic links resolved.
 func (f *localDraft) URI() string { return f.Path }
 
-// WriteView is Write.
+// WriteView calls Write.
 func (f *localDraft) WriteView(p []byte, off int64) error { return f.Write(p, off) }
 
-// Finish waits for the disk, which may take seconds, but not after a cancel: the
-// sync then continues by itself, on a file without a name.
+// Finish waits until the file is synced to the disk, which may take seconds. After a
+// cancel it returns immediately, and the sync continues in the background.
 func (f *localDraft) Finish(size int64) error {
 	return f.FinishUnless(f.ctx, size)
 }
 
-// findLike finds the file that gives new files their mode: one of the model that is replaced. A private model
-// stays private, even with another number of files.
+// findLike finds a file of the model that is replaced. New files get its mode, so a private model stays private even if
+// the number of files changes.
 func (l *localFiles) findLike() (string, error) {
 	for _, path := range []string{l.files[len(l.files)-1].Path, l.pub.Path, IndexPath(l.pub.Path), l.pub.Like} {
 		if path == "" {
@@ -106,7 +106,7 @@ func (l *localFiles) findLike() (string, error) {
 		if err == nil {
 			err = place.RefuseStrangers()
 		}
-		if errors.Is(err, errs.ErrPermission) || errors.Is(err, unix.ELOOP) { // another user's, or a link to nothing
+		if errors.Is(err, errs.ErrPermission) || errors.Is(err, unix.ELOOP) { // not ours, or a broken link
 			continue
 		}
 		if err != nil {
@@ -119,9 +119,9 @@ func (l *localFiles) findLike() (string, error) {
 	return "", nil
 }
 
-// checkRoom refuses a save that cannot fit, if the file system reports its space: old and new files exist
-// together until the rename. Sizes of compressed tensors are estimated from samples, slightly too small; a disk
-// that fills up later is still an error.
+// checkRoom refuses a save that does not fit on the disk, if the file system reports its free space. Old and new files
+// exist together until the rename. Sizes of compressed tensors are estimated from samples and slightly too small, so
+// the disk may still fill up later.
 func (l *localFiles) checkRoom() error {
 	var need float64
 	for _, f := range l.files {
@@ -138,9 +138,9 @@ func (l *localFiles) checkRoom() error {
 	return nil
 }
 
-// replacedFiles lists the files that a set makes stale, so that the old model cannot be opened by another name:
-// those of staleFiles, and what killed saves of the same files have left. An error says that another model's
-// files could be among them.
+// replacedFiles lists the files that a set makes stale, so the old model cannot be opened by another name. These are
+// the results of staleFiles, and files that killed saves of the same model have left. It returns an error if other
+// models' files might be among them.
 func (l *localFiles) replacedFiles(ctx context.Context) (old []string, err error) {
 	last := l.files[len(l.files)-1]
 	if !l.pub.Sharded && last.Listing == nil {
@@ -181,8 +181,8 @@ func (l *localFiles) replacedFiles(ctx context.Context) (old []string, err error
 	return slices.DeleteFunc(old, func(p string) bool { return others[p] }), err
 }
 
-// listedByOthers are the files that the other indexes in the folder of an index list: they belong to other
-// models, whatever their names are.
+// listedByOthers returns the files that other indexes in the folder of an index list. They belong to other models,
+// regardless of their names.
 func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[string]bool, error) {
 	dir, paths := atomicfile.Folder(index), map[string]bool{}
 	entries, err := os.ReadDir(dir)
@@ -195,7 +195,7 @@ func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[stri
 			continue
 		}
 		set, err := l.pub.readIndex(ctx, JoinName(dir, e.Name()))
-		if err != nil && !errors.Is(err, errs.ErrArgument) { // a folder
+		if err != nil && !errors.Is(err, errs.ErrArgument) { // not a regular file
 			return nil, err
 		}
 		if set != nil {
@@ -207,8 +207,8 @@ func (l *localFiles) listedByOthers(ctx context.Context, index string) (map[stri
 	return paths, nil
 }
 
-// abandonedFiles lists what killed saves of some families have left in a folder: marked files and, if numbered,
-// other shards. It leaves out those that a save is still writing.
+// abandonedFiles lists the files that killed saves of some families have left in a folder: marked files and, if
+// numbered is set, other shards. It omits files that a save is still writing.
 func abandonedFiles(dir string, families map[string]bool, numbered bool) (paths []string) {
 	entries, _ := os.ReadDir(dir)
 	for _, e := range entries {

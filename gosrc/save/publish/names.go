@@ -1,7 +1,7 @@
 package publish
 
-// This file names the files of a set as no file of the earlier set is named: both sets are whole until the new
-// index.json replaces the old one, in one step. It lists the files that this makes stale.
+// This file gives the files of a set names that no file of the earlier set has, so both sets are complete until the new
+// index.json replaces the old one in one step. It also lists the files that become stale.
 
 import (
 	"context"
@@ -21,20 +21,20 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// A Listing is the content of an index.json that is written.
+// A Listing is the content of an index.json to write.
 type Listing struct {
 	*safetensors.Shards
-	usual []string        // the names of its files before they were chosen
-	there map[string]bool // the names that the folder had then, if the store lists them
+	usual []string        // the names of its files before chooseNames marks them
+	there map[string]bool // the names in the folder at that time, if the store lists them
 }
 
-// IndexOf is the index.json that lists shards.
+// IndexOf returns the index.json that lists shards.
 func IndexOf(path string, shards *safetensors.Shards) File {
 	return File{Path: path, Content: WholeFile(safetensors.AppendIndexJSON(nil, *shards)),
 		Listing: &Listing{Shards: shards}}
 }
 
-// checkListable refuses names that no index.json can list: JSON is UTF-8.
+// checkListable refuses names that an index.json cannot list because they are not UTF-8.
 func checkListable(files []*File) error {
 	if last := files[len(files)-1]; !strings.HasSuffix(last.Path, ".index.json") {
 		return nil
@@ -48,8 +48,8 @@ func checkListable(files []*File) error {
 	return nil
 }
 
-// refuseNextToIndex refuses a single file next to the index of shards of the same name: the folder would still
-// be loaded by that index, as the old model.
+// refuseNextToIndex refuses to write a single file next to a shard index of the same name, because the folder would
+// still be loaded by that index, as the old model.
 func refuseNextToIndex(ctx context.Context, p *Publication, files []*File) error {
 	path := files[len(files)-1].Path
 	if p.AllowIndex || p.Sharded || len(files) > 1 || !strings.HasSuffix(path, Extension) {
@@ -58,7 +58,7 @@ func refuseNextToIndex(ctx context.Context, p *Publication, files []*File) error
 	if !source.Remote(path) {
 		place, err := p.followPath(path)
 		if err != nil {
-			return nil // the write reports it
+			return nil // the write will report the error
 		}
 		path = place.Path
 	}
@@ -68,17 +68,16 @@ func refuseNextToIndex(ctx context.Context, p *Publication, files []*File) error
 		return err // a store that does not answer would also fail the save
 	}
 	if shards == nil || err != nil || slices.Contains(shards.Files, filepath.Base(path)) {
-		return nil // no folder is loaded by this index
+		return nil // no readable index, or it lists this file
 	}
 	return errs.Locate("save", path, "", -1, errs.New(errs.ErrArgument,
 		"its folder has %s, which still names the old model: remove it and its shards first, or save "+
 			"with max_shard_size (--shard), which replaces them", filepath.Base(index)))
 }
 
-// chooseNames leaves shards their names, or marks them (modelfiles.Mark) if the folder has an earlier set: an
-// index, files of these names, or weights that no index lists (except one file of the index's name: without an
-// index, shards next to that are not a model). Names that return after two saves would mix two sets for a slow
-// reader.
+// chooseNames marks the names of shards (modelfiles.Mark) if the folder has an earlier set: an index, files with these
+// names, or weights that no index lists. A single file with the index's stem does not count, because shards next to it
+// are not a model without an index. A mark is used only once; otherwise a slow reader could mix two sets.
 func chooseNames(ctx context.Context, p *Publication, files []*File) error {
 	last := files[len(files)-1]
 	if last.Listing == nil {
@@ -103,7 +102,7 @@ func chooseNames(ctx context.Context, p *Publication, files []*File) error {
 	return nil
 }
 
-// hasEarlierSet reports whether the folder of an index has an earlier set. It notes the names that are there.
+// hasEarlierSet reports whether the folder of an index has an earlier set. It records the names in the folder.
 func hasEarlierSet(ctx context.Context, p *Publication, index *File) (bool, error) {
 	old, err := p.readIndex(ctx, index.Path)
 	if err != nil && (source.Remote(index.Path) || !listsNothing(err)) {
@@ -113,12 +112,12 @@ func hasEarlierSet(ctx context.Context, p *Publication, index *File) (bool, erro
 	single := strings.TrimSuffix(base, modelfiles.IndexSuffix)
 	var paths []string
 	if source.Remote(index.Path) {
-		// a store that does not list the folder lists it to no reader
+		// if the store does not list the folder, readers cannot list it either
 		paths, _ = open.List(ctx, strings.TrimSuffix(index.Path, base), p.Options)
 	} else {
 		folder := atomicfile.Folder(index.Path)
 		entries, err := os.ReadDir(folder)
-		// A folder may be writable without being readable; the save reports one that is absent.
+		// A folder may be writable without being readable. If it does not exist, the save reports that later.
 		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fs.ErrPermission) {
 			return false, atomicfile.Failed(folder, -1, err)
 		}
@@ -138,7 +137,7 @@ func hasEarlierSet(ctx context.Context, p *Publication, index *File) (bool, erro
 	return weights, nil
 }
 
-// renameShards renames the shards of a set. The index is the last file.
+// renameShards renames the shards of a set and updates the index, which is the last file.
 func renameShards(files []*File, rename func(string) string) {
 	for _, f := range files {
 		if f.Shard {
@@ -155,9 +154,9 @@ func renameShards(files []*File, rename func(string) string) {
 	index.Content = WholeFile(safetensors.AppendIndexJSON(nil, *index.Listing.Shards))
 }
 
-// staleFiles lists the files that a set at a path makes stale, by the index that was there: the file at the path
-// itself (if there are several now), the index (if there is one file now), and the shards that it listed. With an
-// error it lists what is known without an index.
+// staleFiles lists the files that a set at a path makes stale, according to the old index: the file at the path itself
+// (if there are several files now), the index (if there is one file now), and the shards that it listed. If it returns
+// an error, old is what is known without the index.
 func staleFiles(ctx context.Context, p *Publication, path string, last *File) (old []string, err error) {
 	if p.Sharded {
 		old = append(old, path)
@@ -177,7 +176,7 @@ func staleFiles(ctx context.Context, p *Publication, path string, last *File) (o
 	return old, err
 }
 
-// shardsOf are the files of a path's old index that are named after it.
+// shardsOf returns the files in a path's old index that are named after the path.
 func shardsOf(path string, old *safetensors.Shards) (paths []string) {
 	dir, stem := SplitStem(path)
 	if old == nil {
@@ -191,8 +190,8 @@ func shardsOf(path string, old *safetensors.Shards) (paths []string) {
 	return paths
 }
 
-// stale lists, by name, the files next to an index that the set makes stale: those of the old index, and those
-// with the names that its own files usually have. Files of other models stay.
+// stale lists the names of files next to an index that the set makes stale: files of the old index, and files with the
+// usual names of the set's files. Files of other models are not listed.
 func (l *Listing) stale(old *safetensors.Shards) (names []string) {
 	ours := l.families()
 	for _, name := range l.usual {
@@ -210,7 +209,7 @@ func (l *Listing) stale(old *safetensors.Shards) (names []string) {
 	return slices.DeleteFunc(names, func(name string) bool { return slices.Contains(l.Files, name) })
 }
 
-// families are those of the names that its files usually have.
+// families returns the families of the usual names of the set's files.
 func (l *Listing) families() map[string]bool {
 	out := map[string]bool{}
 	for _, name := range l.usual {
@@ -219,8 +218,8 @@ func (l *Listing) families() map[string]bool {
 	return out
 }
 
-// listsNothing reports whether the error of an index says that this process has none, and not that a disk or a
-// server has failed.
+// listsNothing reports whether an error from reading an index means that this process has no index, and not that a disk
+// or a server has failed.
 func listsNothing(err error) bool {
 	return errors.Is(err, errs.ErrPermission) || errors.Is(err, errs.ErrArgument) ||
 		errors.Is(err, errs.ErrNotSupported)

@@ -1,6 +1,6 @@
 package publish
 
-// This file describes files with bytes that are known before a save writes them.
+// This file describes files with content that is known before the save writes them.
 
 import (
 	"context"
@@ -8,8 +8,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Prewritten is such a file. In an index.json it stands for the tensors Names, of Tensors bytes. Fill writes
-// each of its Bytes once, from one goroutine or several.
+// A Prewritten is a file with known content. An index.json lists its tensors Names, which have Tensors
+// bytes. Fill writes each of its Bytes once, from one or several goroutines.
 type Prewritten struct {
 	Bytes   int64
 	Names   []string
@@ -17,9 +17,9 @@ type Prewritten struct {
 	Fill    func(ctx context.Context, write func(p []byte, off int64) error) error
 }
 
-// WholeFile is a file of these bytes.
+// WholeFile returns a Prewritten with the content b.
 func WholeFile(b []byte) *Prewritten {
-	const step, writers = 8 << 20, 2 // file systems let one after the other in
+	const step, writers = 8 << 20, 2 // file systems serialize the writes of a file
 	fill := func(ctx context.Context, write func(p []byte, off int64) error) error {
 		return spawn.Each(ctx, "save.write", writers, (len(b)+step-1)/step, func(i int) error {
 			return write(b[i*step:min(len(b), (i+1)*step)], int64(i*step))

@@ -1,7 +1,7 @@
-// Package publish writes the files of one save and gives them their names together, in a folder of this host or
-// in a store: until then, readers find the old files. A save that fails leaves nothing.
+// Package publish writes the files of one save and gives them their names together, in a local folder or in a store.
+// Until then, readers find the old files. A save that fails leaves no files.
 //
-// It knows paths, bytes and the index.json of a set of shards, and nothing of tensors. Package save imports it.
+// The package handles paths, bytes and the index.json of a set of shards, but not tensors. Package save imports it.
 package publish
 
 import (
@@ -26,16 +26,16 @@ import (
 
 // A Publication says where the files of a save go, and which files may be there.
 type Publication struct {
-	Path       string          // a local path or a URI: the file, or the name that shards are named after
+	Path       string          // a local path or a URI: the file, or the name from which shard names are made
 	Remote     bool            // Path is a URI
-	Sharded    bool            // the files replace an earlier set of that name, or a single file
-	AllowIndex bool            // a single file may lie next to an index of shards of its name
-	Like       string          // gives a new file its mode if no file of the model is replaced; "": the umask does
-	Others     map[string]bool // files of other models, by name, that are written to the same folder
+	Sharded    bool            // the files replace an earlier set with that name, or a single file
+	AllowIndex bool            // a single file may be next to a shard index with its name
+	Like       string          // gives new files their mode if no file is replaced; "" means the umask
+	Others     map[string]bool // names of other models' files that are written to the same folder
 	Options    source.Options
-	FS         atomicfile.FS // of local files
+	FS         atomicfile.FS // for local files
 	Job        *job.Job
-	WriteTime  *atomic.Int64 // gets the nanoseconds that writing takes
+	WriteTime  *atomic.Int64 // writing time in nanoseconds is added to it
 
 	mu     sync.Mutex
 	places map[string]*atomicfile.Place
@@ -44,23 +44,23 @@ type Publication struct {
 // A File is one file of a publication.
 type File struct {
 	Path    string
-	Content *Prewritten // nil: the caller writes it
+	Content *Prewritten // nil if the caller writes it
 	Copied  bool        // Content is a copy of another file
 	Shard   bool        // the index lists it
-	Listing *Listing    // of an index.json; nil for other files
-	Mode    fs.FileMode // the most rights of a new file; 0: no limit
+	Listing *Listing    // for an index.json; nil for other files
+	Mode    fs.FileMode // limits the permissions of a new file; 0 means no limit
 
-	Expected float64 // bytes, for the check of free space
-	Most     int64   // an upper bound of its bytes
+	Expected float64 // expected bytes, to check the free space
+	Most     int64   // maximum bytes
 
-	like string // a file that gives it its mode; "": the publication's
+	like string // file that gives it its mode; "" means the publication's
 }
 
 // A Draft is one file that is being written. Readers do not see it until it is published; see source.Draft.
 type Draft interface {
 	URI() string
 	Write(p []byte, off int64) error
-	// WriteView is Write of bytes that stay until the save ends.
+	// WriteView is Write for bytes that do not change until the save ends.
 	WriteView(p []byte, off int64) error
 	Skip(lo, hi int64) error
 	Finish(size int64) error
@@ -70,14 +70,14 @@ type Draft interface {
 type Destination interface {
 	// Create begins file i. It is safe for concurrent use.
 	Create(ctx context.Context, i int) (Draft, error)
-	// Publish gives the finished files their names, the last one being the file that readers look for. Then it
-	// removes what is left of the old model.
+	// Publish gives the finished files their names. The last one is the file that readers look for. Then it removes
+	// the remaining files of the old model.
 	Publish(ctx context.Context) error
-	// Drop ends the publication and removes what was not published; err is the outcome of the save.
+	// Drop ends the publication and removes unpublished files. err is the result of the save.
 	Drop(err error)
 }
 
-// followPath says where a path leads and which file was there when the save first asked.
+// followPath resolves a path. It remembers the first result, including the file that was there.
 func (p *Publication) followPath(path string) (*atomicfile.Place, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -94,7 +94,7 @@ func (p *Publication) followPath(path string) (*atomicfile.Place, error) {
 	return place, err
 }
 
-// readIndex reads an index; nil if there is none. A damaged one names nothing.
+// readIndex reads an index. It returns nil if there is none, and an empty listing if the index is invalid.
 func (p *Publication) readIndex(ctx context.Context, index string) (*safetensors.Shards, error) {
 	if !source.Remote(index) {
 		if _, err := os.Lstat(index); errors.Is(err, fs.ErrNotExist) {
@@ -109,7 +109,7 @@ func (p *Publication) readIndex(ctx context.Context, index string) (*safetensors
 		return nil, err
 	}
 	defer s.Close()
-	b := make([]byte, min(s.Size(), tensor.MaxHeader)) // a larger one is not ours
+	b := make([]byte, min(s.Size(), tensor.MaxHeader)) // an index is not larger than this
 	if err := s.ReadAt(ctx, b, 0); err != nil {
 		return nil, err
 	}
@@ -117,11 +117,11 @@ func (p *Publication) readIndex(ctx context.Context, index string) (*safetensors
 	return &shards, nil
 }
 
-// addTime adds the time since start to the publication's.
+// addTime adds the time since start to WriteTime.
 func (p *Publication) addTime(start time.Time) { p.WriteTime.Add(int64(time.Since(start))) }
 
-// JoinName is the path or URI of a name in a folder. It does not clean the path, since ".." after a symbolic
-// link is not the element before it.
+// JoinName returns the path or URI of a name in a folder. It does not clean the path, because ".." after a symbolic
+// link does not undo the link.
 func JoinName(dir, name string) string {
 	if dir == "" || strings.HasSuffix(dir, "/") {
 		return dir + name
@@ -129,7 +129,7 @@ func JoinName(dir, name string) string {
 	return dir + "/" + name
 }
 
-// Extension is the end of shard names; it is appended if the path lacks it.
+// Extension is the suffix of shard names. It is appended if the path lacks it.
 const Extension = ".safetensors"
 
 // SplitStem divides a path into its folder and its name without the extension.
@@ -138,7 +138,7 @@ func SplitStem(path string) (dir, stem string) {
 	return dir, strings.TrimSuffix(name, Extension)
 }
 
-// IndexPath is the path of the index of a path's shards.
+// IndexPath returns the path of the index of a path's shards.
 func IndexPath(path string) string {
 	dir, stem := SplitStem(path)
 	return JoinName(dir, stem+Extension+".index.json")

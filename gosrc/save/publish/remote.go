@@ -15,7 +15,7 @@ import (
 type objects struct {
 	pub    *Publication
 	files  []*File
-	drafts []source.Draft // by file; nil: not created
+	drafts []source.Draft // by file; nil if not created yet
 }
 
 func (o *objects) Create(ctx context.Context, i int) (Draft, error) {
@@ -42,8 +42,8 @@ func (o *objects) Drop(err error) {
 	}
 }
 
-// Publish publishes the objects, last the one that readers look for, and removes those that are stale then. If it
-// fails, the old model stays, and the shards that were published go.
+// Publish publishes the objects in order. The last one is the object that readers look for. Then it removes stale
+// objects. If publishing fails, the old model stays, and published shards are removed.
 func (o *objects) Publish(ctx context.Context) error {
 	stale, err := staleFiles(ctx, o.pub, o.pub.Path, o.files[len(o.files)-1])
 	if err != nil {
@@ -62,7 +62,7 @@ func (o *objects) Publish(ctx context.Context) error {
 			return err
 		}
 	}
-	// The model is complete; but report what cannot be removed.
+	// The new model is complete. Report objects that cannot be removed.
 	var first error
 	for _, p := range stale {
 		if err := open.Remove(ctx, p, o.pub.Options); err != nil && first == nil {
@@ -72,7 +72,7 @@ func (o *objects) Publish(ctx context.Context) error {
 	return first
 }
 
-// A timedDraft adds the time of its writes to that of the publication.
+// A timedDraft adds the time of its writes to the publication's WriteTime.
 type timedDraft struct {
 	source.Draft
 	pub *Publication

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A watchedDraft notes before each call whether the job had ended for its waiters.
+// A watchedDraft records at each call whether the job has ended for its waiters.
 type watchedDraft struct {
 	source.Draft
 	over  func() bool
@@ -20,8 +20,8 @@ type watchedDraft struct {
 func (d *watchedDraft) StopSends() { d.stops = append(d.stops, d.over()) }
 func (d *watchedDraft) Drop()      { d.drops = append(d.drops, d.over()) }
 
-// A cancelled save ends for its caller as soon as the caller's memory is no longer sent, before the store has removed
-// the parts. A failing save lets parts in flight end.
+// A cancelled save ends for its caller as soon as the caller's memory is no longer in use, before the store has removed
+// the parts. A failing save waits for parts in flight.
 func TestCancelStopsSends(t *testing.T) {
 	for _, isCancelled := range []bool{true, false} {
 		var d *watchedDraft

@@ -1,6 +1,6 @@
 package publish
 
-// This file keeps stored bytes in host memory, so that the tensors may change before their files are written.
+// This file keeps stored bytes in host memory, so the tensors may change before their files are written.
 
 import (
 	"context"
@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// StagedMemory has the stored bytes of one save.
+// StagedMemory holds the stored bytes of one save.
 type StagedMemory struct {
 	mem  *pinned.Memory
 	most int64
@@ -24,9 +24,9 @@ type StagedMemory struct {
 	pos int64
 }
 
-// TakeStaged takes memory for at most most bytes; a save is expected to need expected. It refuses a save that may
-// need more than limit (0: no limit) or more than the host has. on is the GPU that copies to it, or nil. path
-// is for messages.
+// TakeStaged takes memory for at most `most` bytes. The save is expected to need `expected` bytes. TakeStaged refuses a
+// save that may need more than limit (0 means no limit) or more memory than is available. on is the GPU that copies to
+// the memory, or nil. path is for messages.
 func TakeStaged(path string, most, expected, limit int64, on *cuda.Device) (*StagedMemory, error) {
 	refuse := func(left int64, why string) error {
 		return errs.In("save", path, &errs.Memory{Where: "host", Asked: most, Free: left, Total: left,
@@ -46,14 +46,14 @@ func TakeStaged(path string, most, expected, limit int64, on *cuda.Device) (*Sta
 	return &StagedMemory{mem: mem, most: most}, nil
 }
 
-// Free gives the memory back. No one uses it any more. s may be nil.
+// Free releases the memory, which must not be in use anymore. s may be nil.
 func (s *StagedMemory) Free() {
 	if s != nil {
 		s.mem.Keep()
 	}
 }
 
-// Take returns memory for n bytes, until Free.
+// Take returns memory for n bytes, which is valid until Free.
 func (s *StagedMemory) Take(ctx context.Context, n int64) ([]byte, error) {
 	s.mu.Lock()
 	off := s.pos
@@ -68,32 +68,32 @@ func (s *StagedMemory) Take(ctx context.Context, n int64) ([]byte, error) {
 	return s.mem.Bytes(off, n), nil
 }
 
-// Taken is how many bytes were taken.
+// Taken returns how many bytes were taken.
 func (s *StagedMemory) Taken() int64 { return s.pos }
 
-// A StagedDraft has its bytes in staged memory until Flush writes them.
+// A StagedDraft keeps its bytes in staged memory until Flush writes them.
 type StagedDraft struct {
 	Draft
 	ctx   context.Context
 	stage *StagedMemory
-	time  *atomic.Int64 // gets the nanoseconds of copies
+	time  *atomic.Int64 // copy time in nanoseconds is added to it
 
 	mu   sync.Mutex
 	todo []stagedWrite
 }
 
-// A stagedWrite is the bytes p of a file or, without p, zeros up to end.
+// A stagedWrite writes p at the offset at. If p is nil, it writes zeros up to end.
 type stagedWrite struct {
 	p       []byte
 	at, end int64
 }
 
-// Stage returns a draft that holds the bytes of d until Flush.
+// Stage returns a draft that keeps the bytes of d until Flush.
 func (s *StagedMemory) Stage(ctx context.Context, d Draft, time *atomic.Int64) *StagedDraft {
 	return &StagedDraft{Draft: d, ctx: ctx, stage: s, time: time}
 }
 
-// Write holds a copy.
+// Write stages a copy of p.
 func (d *StagedDraft) Write(p []byte, at int64) error {
 	start := time.Now()
 	defer func() { d.time.Add(int64(time.Since(start))) }()
@@ -106,17 +106,17 @@ func (d *StagedDraft) Write(p []byte, at int64) error {
 	return nil
 }
 
-// WriteView is Write: the caller's bytes may change before the save ends.
+// WriteView calls Write, because the caller's bytes may change before the save ends.
 func (d *StagedDraft) WriteView(p []byte, at int64) error { return d.Write(p, at) }
 
-// Hold is Write of bytes that are in the staged memory.
+// Hold is Write for bytes that are already in the staged memory.
 func (d *StagedDraft) Hold(p []byte, at int64) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.todo = append(d.todo, stagedWrite{p: p, at: at})
 }
 
-// Skip holds that [lo, hi) is zero.
+// Skip records that [lo, hi) is zero.
 func (d *StagedDraft) Skip(lo, hi int64) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -124,7 +124,7 @@ func (d *StagedDraft) Skip(lo, hi int64) error {
 	return nil
 }
 
-// Flush writes the staged bytes to the file. passed is called with the bytes of each write.
+// Flush writes the staged bytes to the file. It calls passed with the number of bytes of each write.
 func (d *StagedDraft) Flush(ctx context.Context, threads int, passed func(n int64)) error {
 	return spawn.Each(ctx, "save.write", threads, len(d.todo), func(i int) error {
 		x := &d.todo[i]

@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/pinned"
 )
 
-// A viewer is a draft that counts the bytes that it need not copy, and how many of them are in a range.
+// A viewer is a draft that counts the bytes passed to WriteView, and how many of them are in a memory range.
 type viewer struct {
 	Draft
 	mu     sync.Mutex
@@ -31,7 +31,7 @@ func (v *viewer) WriteView(p []byte, off int64) error {
 	return nil
 }
 
-// Staged bytes are written from the staged memory, which stays valid: a store need not copy them.
+// Staged bytes are written with WriteView from the staged memory, so a store need not copy them.
 func TestStagedViews(t *testing.T) {
 	mem, err := pinned.Take(1<<20, 1<<20, nil)
 	if err != nil {

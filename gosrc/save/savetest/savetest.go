@@ -1,4 +1,4 @@
-// Package savetest makes tensors for tests of saves and conversions, and compares what they have written.
+// Package savetest makes tensors for tests of saves and conversions, and compares the written files.
 package savetest
 
 import (
@@ -25,17 +25,17 @@ import (
 // Goldens is the folder of golden files, relative to a package's folder.
 const Goldens = "../../tests/goldens/save"
 
-// NewRand prints its seed, so that a failure can be repeated.
+// NewRand returns a random generator and logs its seed, so a failure can be reproduced.
 func NewRand(t testing.TB) *rand.Rand {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	return rand.New(rand.NewPCG(seed, 1))
 }
 
-// FixedRand gives the same numbers in every run.
+// FixedRand returns a generator that gives the same numbers in every run.
 func FixedRand() *rand.Rand { return rand.New(rand.NewPCG(1, 2)) }
 
-// Gaussian makes bf16 weights like trained ones: normal, with a separate scale for every row.
+// Gaussian returns bf16 weights that resemble trained ones: normally distributed, with a different scale for each row.
 func Gaussian(r *rand.Rand, rows, cols int) []byte {
 	out := make([]byte, 0, rows*cols*2)
 	for range rows {
@@ -48,7 +48,7 @@ func Gaussian(r *rand.Rand, rows, cols int) []byte {
 	return out
 }
 
-// Noise is random bytes.
+// Noise returns n random bytes.
 func Noise(r *rand.Rand, n int) []byte {
 	out := make([]byte, n)
 	for i := range out {
@@ -57,23 +57,23 @@ func Noise(r *rand.Rand, n int) []byte {
 	return out
 }
 
-// Input is a tensor with these bytes.
+// Input returns a tensor with the given bytes.
 func Input(name string, d tensor.DType, shape []int64, data []byte) save.Input {
 	return save.Input{Name: name, DType: d, Shape: shape, Data: data}
 }
 
-// BF16 is a tensor of trained weights.
+// BF16 returns a tensor with Gaussian weights.
 func BF16(name string, r *rand.Rand, rows, cols int) save.Input {
 	return Input(name, tensor.BF16, []int64{int64(rows), int64(cols)}, Gaussian(r, rows, cols))
 }
 
-// Read returns every tensor of some files.
+// Read returns the tensors of files by name.
 func Read(t testing.TB, uris ...string) map[string]save.Input {
 	t.Helper()
 	return ReadFrom(t, format.Access{}, uris...)
 }
 
-// ReadFrom is Read for files that are reached with access.
+// ReadFrom is Read with access options.
 func ReadFrom(t testing.TB, access format.Access, uris ...string) map[string]save.Input {
 	t.Helper()
 	m, err := stored.Open(t.Context(), uris, access, false)
@@ -99,7 +99,7 @@ func ReadFrom(t testing.TB, access format.Access, uris ...string) map[string]sav
 func Same(t testing.TB, want []save.Input, got map[string]save.Input) {
 	t.Helper()
 	if len(want) != len(got) {
-		t.Fatalf("%d tensors came back of %d", len(got), len(want))
+		t.Fatalf("%d tensors were read, expected %d", len(got), len(want))
 	}
 	for _, w := range want {
 		g, ok := got[w.Name]
@@ -107,9 +107,9 @@ func Same(t testing.TB, want []save.Input, got map[string]save.Input) {
 		case !ok:
 			t.Fatalf("%q is missing", w.Name)
 		case g.DType != w.DType || !slices.Equal(g.Shape, w.Shape):
-			t.Fatalf("%q came back as %v %v, not %v %v", w.Name, g.DType, g.Shape, w.DType, w.Shape)
+			t.Fatalf("%q was read as %v %v, expected %v %v", w.Name, g.DType, g.Shape, w.DType, w.Shape)
 		case !bytes.Equal(g.Data, w.Data):
-			t.Fatalf("%q came back with other bytes", w.Name)
+			t.Fatalf("%q has other bytes", w.Name)
 		}
 	}
 }
@@ -134,7 +134,7 @@ func SHA256Of(t testing.TB, path string) string {
 	return fmt.Sprintf("%x", sha256.Sum256(b))
 }
 
-// NoTemps fails if a folder has hidden files, as an unfinished save would leave.
+// NoTemps fails if a folder has hidden files, which an unfinished save might leave.
 func NoTemps(t testing.TB, dir string) {
 	t.Helper()
 	es, err := os.ReadDir(dir)
@@ -148,7 +148,7 @@ func NoTemps(t testing.TB, dir string) {
 	}
 }
 
-// Ugly has every dtype and every shape that has caused trouble somewhere.
+// Ugly returns tensors of every dtype, and of shapes and names that are easy to get wrong.
 func Ugly(r *rand.Rand) []save.Input {
 	var in []save.Input
 	add := func(name string, d tensor.DType, shape ...int64) {
@@ -184,13 +184,13 @@ func Ugly(r *rand.Rand) []save.Input {
 	return in
 }
 
-// Some is a model of every kind of tensor that conversion treats differently.
+// Some returns a model with all kinds of tensors that conversion treats differently.
 func Some(r *rand.Rand) []save.Input {
 	in := append(Ugly(r), BF16("big", r, 700, 1024), BF16("wide", r, 16, 40000))
 	return append(in, Input("tied", in[len(in)-2].DType, in[len(in)-2].Shape, in[len(in)-2].Data))
 }
 
-// Put makes files below dir: a name and a text, or a name and " -> " with a link's target.
+// Put creates files below dir with the given contents. A text of "-> " and a path creates a symbolic link.
 func Put(t *testing.T, dir string, files map[string]string) {
 	t.Helper()
 	for name, text := range files {
@@ -209,7 +209,7 @@ func Put(t *testing.T, dir string, files map[string]string) {
 	}
 }
 
-// Names are paths below dir.
+// Names returns paths relative to dir, sorted.
 func Names(dir string, paths []string) (out []string) {
 	for _, p := range paths {
 		rel, _ := filepath.Rel(dir, p)
@@ -219,7 +219,7 @@ func Names(dir string, paths []string) (out []string) {
 	return out
 }
 
-// Of is a model of n tensors with bytes that are all k.
+// Of returns a model of n tensors. All of their bytes are k.
 func Of(k byte, n int) (in []save.Input) {
 	for i := range n {
 		in = append(in, save.Input{Name: string(rune('a' + i)), DType: tensor.U8, Shape: []int64{1000 + int64(i)},
@@ -228,7 +228,7 @@ func Of(k byte, n int) (in []save.Input) {
 	return in
 }
 
-// Odd is a safetensors file with any header, padded so that the data begin on a multiple of pad (1 means no padding).
+// Odd returns a safetensors file with an arbitrary header, padded so the data begin on a multiple of pad.
 func Odd(header string, pad int, data []byte) []byte {
 	for (8+len(header))%pad != 0 {
 		header += " "
@@ -237,7 +237,7 @@ func Odd(header string, pad int, data []byte) []byte {
 	return append(append(b, header...), data...)
 }
 
-// GoldenTensors are the contents of the golden files and never change. See tests/goldens/save/README.md.
+// GoldenTensors returns the contents of the golden files. They never change. See tests/goldens/save/README.md.
 func GoldenTensors() []save.Input {
 	r := FixedRand()
 	w := BF16("layer.weight", r, 24, 128)
