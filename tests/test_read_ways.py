@@ -1,4 +1,4 @@
-"""Tests OVERWIRE_READ: the way in which bytes are read only affects the time."""
+"""Tests that OVERWIRE_READ changes only how long a load takes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_a_way_that_is_none_is_told(script: Script) -> None:
 
 
 def test_a_load_has_its_own_way(tmp_path: Path) -> None:
-    """read= applies to one load, with the words of OVERWIRE_READ; on the host GPUDirect Storage is not missed."""
+    """read= applies to one load and takes the values of OVERWIRE_READ. On the CPU, the report does not say that
+    GPUDirect Storage is missing."""
     ow.save_file({"a": np.arange(9)}, tmp_path / "m", compress=False)
     for how in (None, "auto", "buffered", "direct", "gds"):
         assert ow.load_file(tmp_path / "m", framework="np", mmap=False, read=how)["a"].tolist() == list(range(9))
