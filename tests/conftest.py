@@ -59,7 +59,7 @@ def nothing_stays() -> Iterator[None]:
     yield
     warm.end()
     stayed = processes.left(float(os.environ.get("OVERWIRE_TEST_GRACE") or 30))
-    assert not stayed, f"still running, and killed now: {stayed}"
+    assert not stayed, f"processes of tests were still running and have been killed: {stayed}"
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
     warm.anew.clear()
     yield
     marked = request.node.get_closest_marker("imports_torch") is not None
-    assert marked or not warm.anew, f"use `torch_script` or `warm.run`, or the mark imports_torch: {warm.anew}"
+    assert marked or not warm.anew, f"use `torch_script` or `warm.run`, or add the mark imports_torch: {warm.anew}"
 
 
 @pytest.fixture(autouse=True)

@@ -138,7 +138,7 @@ def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
                 assert type(error).__name__ in ((vector["ours"],) if vector["ours"] else ("FormatError", "CorruptError")), where
                 assert "model.safetensors" in str(error) or entry == "load_file of an open file", where
     # A preload closes its file only after it has reported the result.
-    assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in _links())), "descriptors stay open"
+    assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in _links())), "descriptors are still open"
 
 
 def test_every_rule_at_other_libraries_names(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, eager: Callable[[int], bool]) -> None:
         self.eager = eager
         self.streams: list[Stream] = []
-        self.read: dict[int, dict[int, int]] = {}  # by slot address and thread: the computing step after which nothing reads the slot
+        self.read: dict[int, dict[int, int]] = {}  # by slot address and thread: the step after which nothing reads it
         self.current = threading.local()
         self.breaks: int | None = None  # number of copies until a driver call fails
         cpu = torch.device("cpu")
@@ -150,7 +150,7 @@ class Device:
         def work() -> None:
             slot = min(out for _, _, out, _, _ in packed)
             for thread, steps in self.read.get(slot, {}).items():
-                assert own.after.get(thread, 0) >= steps, "a slot is written while it may be read"
+                assert own.after.get(thread, 0) >= steps, "a slot is written before its readers have ended"
             sources = [codecs.Span(source, length, None) for source, length, _, _, _ in packed]
             outs = [codecs.Span(out, nbytes, None) for _, _, out, nbytes, _ in packed]
             batch.results = [coded.error for coded in codecs.run("decode", sources, algorithm=algorithm, out=outs)]

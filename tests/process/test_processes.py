@@ -48,7 +48,7 @@ def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
-    assert "1 failed, 1 error" in done.stdout and f"still running, and killed now: ['sleep {long}" in done.stdout, done.stdout
+    assert "1 failed, 1 error" in done.stdout and f"processes of tests were still running and have been killed: ['sleep {long}" in done.stdout, done.stdout
     until = time.monotonic() + 20
     while running(f"sleep {long}") and time.monotonic() < until:
         time.sleep(0.05)
