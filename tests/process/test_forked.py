@@ -1,4 +1,5 @@
-"""Tests children of fork, such as DataLoader workers, which read local files after the engine ran in their parent."""
+"""Tests that forked children, such as DataLoader workers, read local files after their parent has started the
+engine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import overwire
 import pytest
 from overwire.model.forked import is_compressed
 
-# Reads by every name of safetensors; `opened` was opened in the parent.
+# Reads through every safetensors function. `opened` holds files opened in the parent.
 WORKER = """
 import sys
 import overwire as ow, safetensors, safetensors.numpy, safetensors.torch, torch
@@ -127,7 +128,8 @@ print("ok")
 
 
 def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
-    """Every read of a plain file works in a forked worker, patched or not; so do overwire's of a compressed one."""
+    """Every way to read a plain file works in a forked worker, with or without the patch. overwire's functions also
+    read a compressed file."""
     pytest.importorskip("safetensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "plain dir").mkdir()
@@ -168,7 +170,7 @@ held["asleep"].wake()
 
 
 def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> None:
-    """A header may spell letters by their numbers: the container is recognised, also without the engine."""
+    """A container is recognised if its header writes letters as JSON escapes, also without the engine."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
     data = path.read_bytes()
@@ -180,14 +182,14 @@ def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> Non
 
 
 def test_what_a_child_drops_is_the_parents(torch_script) -> None:
-    """Nothing is printed, and the parent keeps using all of it."""
+    """Objects that a child drops print nothing, and the parent can still use them."""
     done = torch_script(DROPPING)
     assert not done.stderr, done.stderr
 
 
 def test_a_child_of_an_engine_that_starts_is_refused(torch_script) -> None:
-    """The engine starts while torch's tensors are being prepared for it. A child that is forked before it has answered
-    knows that it is a child, and the parent goes on."""
+    """The engine starts while the tensors' framework is prepared. A child forked before the engine has answered knows
+    that it is a child, and the parent continues."""
     torch_script(
         """
 import os, sys
@@ -223,8 +225,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_wrong_arguments_leave_the_engine_closed(torch_script) -> None:
-    """An invalid source, one without a file name, and invalid option values are refused while the engine is closed,
-    because a fork may come later."""
+    """An invalid source, one without a file name, and invalid option values are refused before the engine starts, so
+    that the program can still fork."""
     torch_script(
         """
 import inspect, os
@@ -271,8 +273,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_group_of_the_parent_is_refused_to_a_child(torch_script) -> None:
-    """A forked child that uses a process group of its parent's is refused at once, also if the parent has never started
-    the engine; a group that it makes itself works."""
+    """A forked child that uses its parent's process group is refused immediately, even if the parent never started the
+    engine. A group that the child creates works."""
     torch_script(
         """
 import os
@@ -305,15 +307,15 @@ dist.destroy_process_group()
 
 
 LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_lock)\((?!new_lock\(\)\))"
-# Exceptions, with reasons.
+# Modules with other locks, and the reasons.
 OTHER_LOCKS = {
-    "_engine.py": "what a daemon thread waits for at the exit",
-    "_locks.py": "makes them",
+    "_engine.py": "daemon threads wait for it at exit",
+    "_locks.py": "creates all locks",
 }
 
 
 def test_locks_are_made_in_one_place() -> None:
-    """Every lock of the package is made anew in a forked child."""
+    """Every lock of the package is replaced in a forked child."""
     folder = Path(overwire.__file__).parent
     makers = {
         str(path.relative_to(folder)) for path in folder.rglob("*.py") if re.search(LOCKS, path.read_text(encoding="utf-8"))
@@ -407,7 +409,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """Whatever module locks a thread of the parent holds, a child reads plain files, and is refused the rest."""
+    """If another thread of the parent holds the locks of all modules during the fork, the child reads plain files and
+    other calls are refused without waiting."""
     torch_script(HOLDING + MODULES)
 
 
@@ -532,8 +535,8 @@ assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 
 
 
 def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """Whatever locks a thread of the parent holds, a child is refused reads through the parent's objects and can close
-    them at once, and the parent goes on with all of them."""
+    """If another thread of the parent holds all locks, the child gets an error from reads through the parent's objects
+    and can close them without waiting. The parent can still use them."""
     done = torch_script(HOLDING + OBJECTS)
     assert all("decodes compressed files slowly" in line or line.startswith("  ") for line in done.stderr.splitlines()), done.stderr
 
@@ -562,6 +565,6 @@ for name, end in ends.items():
 
 
 def test_what_a_child_closes_is_not_written_twice(script) -> None:
-    """Data that a parent's file has buffered is written once, by the parent."""
+    """Data that a file has buffered in the parent is written once, by the parent."""
     done = script(WRITERS)
     assert not done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""What children of fork read without the engine, which runs in their parent."""
+"""Tests reads in forked children without the engine, which runs in their parent."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ for kind in ("plain", "packed"):
 
 
 def test_after_torch_has_made_its_threads(torch_script) -> None:
-    """A child of os.fork reads files and folders, plain and compressed, whole, cut and cast, into modules and by a
-    stream, though torch's threads, which its parent has made, are not there."""
+    """A forked child reads plain and compressed files and folders whole, cut, cast, into modules and as a stream, even
+    though the parent's torch threads do not exist in it."""
     torch_script(AFTER_TORCH)
 
 
@@ -143,12 +143,13 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_is_read_whole_or_not_at_all(script) -> None:
-    """What an index.json lists, or a whole set of shards; what is not clear, or lacks a part, is an error."""
+    """A child reads what an index.json lists, or a complete set of shards. An ambiguous or incomplete folder is an
+    error."""
     script(FOLDERS)
 
 
 def test_without_numpy(script) -> None:
-    """Where numpy is not installed a forked child reads plain files, and compressed ones are a ForkedError."""
+    """Without numpy, a forked child reads plain files, and a compressed file is a ForkedError."""
     script(
         """
 import os, sys

@@ -1,5 +1,5 @@
-"""Raises KeyboardInterrupt at the entry of every overwire function in the life of an object, one after the other:
-nothing stays open, nothing is half written, no thread runs on, and the next life is unaffected."""
+"""Tests KeyboardInterrupt at the entry of every overwire function that an object's use calls, one at a time. Nothing
+stays open or half written, no thread keeps running, and the next use works."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ after()
     ],
 )  # fmt: skip
 def test_an_interrupt_at_every_function(torch_script, life: str) -> None:
-    """At whatever point an interrupt comes, everything made until then is released, and the object can be made anew."""
+    """An interrupt at any function releases everything created until then, and the object can be created again."""
     torch_script(INTERRUPTING, LIFE=life)
 
 
@@ -178,7 +178,8 @@ next(batches)
 
 
 def test_a_batch_that_is_open_at_the_exit(torch_script) -> None:
-    """If the interpreter exits during a ParallelLoader's iteration, it does not wait for a thread that has ended."""
+    """If the interpreter exits during a ParallelLoader's iteration, it does not wait for a thread that has already
+    ended."""
     assert not torch_script(EXITING).stderr
 
 
@@ -229,5 +230,6 @@ assert [name for name, _ in loader.iterate_weights()] == names
 
 
 def test_a_loader_that_another_thread_closes(torch_script) -> None:
-    """A thread that waits for a ParallelLoader's batch continues when another closes it; two iterations do not mix."""
+    """A thread that waits for a ParallelLoader's batch continues when another thread closes the loader. A second
+    iteration at the same time is refused."""
     torch_script(CLOSING)

@@ -1,4 +1,4 @@
-"""Tests saves to file systems that lack a call, which a seccomp filter refuses to a process: see seccomp(2)."""
+"""Tests saves to file systems that lack a system call, simulated by a seccomp filter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-# System call numbers.
+# System call numbers by machine.
 NUMBERS = {
     "x86_64": {"link": (86, 265), "ftruncate": (77,), "fsync": (74, 75), "fchmod": (91,), "pwrite": (18,), "rename": (82, 264, 316)},
     "aarch64": {"link": (37,), "ftruncate": (46,), "fsync": (82, 83), "fchmod": (52,), "pwrite": (68,), "rename": (38, 276)},
@@ -114,8 +114,8 @@ for call, code, error, says in (
 
 
 def test_file_systems_that_lack_a_call(torch_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints are saved. Without pwrite or rename
-    there is an error that says so and is not an argument error; the old ones stay, and nothing else is there."""
+    """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints are saved. Without pwrite or rename, an
+    error says so, the old files stay and no others are left."""
     if not NUMBERS:
         pytest.skip(f"the numbers of calls on {platform.machine()} are not known here")
     done = torch_script(f"NUMBERS = {NUMBERS}\n{PROGRAM}", check=False)
