@@ -2,9 +2,8 @@
 
     python tests/gpu/device_delta.py [--size 16GB] [--tensors 291] [--chain 10000] [--repeat 5]
 
-In bf16 tensors, 1 % and 4.5 % change by one step of their last bit. The baselines of the same
-run are a copy on the device (it reads and writes each byte), and the copy of the delta's bytes
-from pinned memory.
+1 % or 4.5 % of the bf16 weights change by one step of the last bit. The baselines, measured in the same run, are a copy
+on the device, which reads and writes each byte, and a copy of the delta's bytes from pinned memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def timed(run: Any) -> float:
 
 
 def on_gpu(run: Any) -> dict[str, float]:
-    """Returns the seconds of a call's kernels and copies by name, as the CUDA profiler saw them."""
+    """Returns the seconds of a call's kernels and copies by name, from the CUDA profiler."""
     both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=both) as seen:
         run()
@@ -53,7 +52,7 @@ def breakdown(
     what: str, wall: float, stages: dict[str, float], kernels: dict[str, float], goal: tuple[tuple[str, ...], str],
     nbytes: int,
 ) -> None:
-    """Breaks down the time of a call into the engine's stages and the GPU's part."""
+    """Prints a call's time by engine stage and GPU kernel."""
     print(f"  where {what} goes, {wall * 1e3:.1f} ms in all:")
     for name, seconds in stages.items():
         print(f"    {name:30} {seconds * 1e3:8.1f} ms")
@@ -69,7 +68,7 @@ def breakdown(
 
 
 def stepped(base: dict[str, Any], share: float) -> dict[str, Any]:
-    """Moves a share of the weights up by one step of the last bit."""
+    """Raises a share of the weights by one step of the last bit."""
     new = {}
     for name, tensor in base.items():
         bits = tensor.view(torch.int16).clone()
@@ -86,7 +85,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def chain(count: int, folder: Path) -> None:
-    """Many pushes end bit-equal, and memory returns to its old level."""
+    """Applies many deltas in a row, compares the bits, and checks that memory returns to its old level."""
     torch.manual_seed(1)
     trained = {"w": torch.randn(1 << 20, device="cuda").bfloat16(), "b": torch.randn(1000, device="cuda")}
     live = {name: tensor.clone() for name, tensor in trained.items()}

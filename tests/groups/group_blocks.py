@@ -165,7 +165,7 @@ def blocks(folder: Path) -> None:
     except ow.CorruptError as error:
         assert rank == met[0] or f"on rank {met[0]}" in str(error), error
     else:
-        raise AssertionError("the damage is lost")
+        raise AssertionError("the damage was not reported")
     finally:
         relays.relay_join = join
 
@@ -178,7 +178,7 @@ def blocks(folder: Path) -> None:
         except ow.FormatError as error:
             assert rank == 1 or "on rank 1: rank 1's own" in str(error), error
         else:
-            raise AssertionError("rank 1's error is lost")
+            raise AssertionError("rank 1's error was not reported")
     assert together(good, prepared=(lambda: None) if rank == 1 else None) == "rank 1 has no plan"
     other = plumbing.Blocks(DEVICE, [], [], ["another table"])
     assert together(good, prepared=(lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
@@ -285,7 +285,7 @@ def block_shards(folder: Path) -> None:
     except ow.CorruptError as error:
         assert error.source == str(plain[1]), error
     else:
-        raise AssertionError("half a file was taken for a whole one")
+        raise AssertionError("a truncated file was loaded")
 
 
 def block_hosts(folder: Path) -> None:
@@ -317,6 +317,6 @@ def block_gone(folder: Path) -> None:
     except ow.IOFailure as error:
         assert "rank 1 is gone" in str(error), error
     else:
-        raise AssertionError("no rank missed rank 1")
+        raise AssertionError("no rank reported the loss of rank 1")
     print("done block_gone", flush=True)
     os._exit(0)
