@@ -65,7 +65,7 @@ def test_starts_count_from_the_start_of_the_process(tmp_path: Path) -> None:
     ow.save_file({"a": torch.ones(5), "b": torch.ones(7)}, tmp_path / "m.safetensors")
     words = ["first", str(time.time_ns() - 10**10), str(tmp_path / "m.safetensors"), "cpu"]
     row = json.loads(bench_start.run_python(bench_start.__file__, "--one", *words))
-    assert 10 < row["first tensor there, no torch, s"] <= row["all there, no torch, s"] < 100
+    assert 10 < row["first tensor loaded, no torch, s"] <= row["all loaded, no torch, s"] < 100
 
 
 def test_codecs_have_rows_or_a_reason() -> None:
