@@ -431,7 +431,7 @@ except ImportError as e:
     assert isinstance(e, ow.MissingPackageError) and "pip install ml_dtypes" in str(e)
 else:
     raise AssertionError
-assert ow.last_report()["tensors"] == 1  # that of "f": the other began none
+assert ow.last_report()["tensors"] == 1  # the report of "f", because the other load never began
 """
     )
 
@@ -450,7 +450,7 @@ report = ow.save_file({
     "one": ow.TensorSpec.of("BOOL", [], bytes([1])),
 }, "m")
 assert report.compressed == 1
-block[:] = b"ghijkl"  # it is not held any more
+block[:] = b"ghijkl"  # it is no longer in use
 block.append(1)
 loaded = ow.load_file("m", framework="bytes")
 assert bytes(loaded["floats"]) == floats.tobytes()

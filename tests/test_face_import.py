@@ -19,7 +19,7 @@ def test_import_starts_nothing(script) -> None:
         """
 import sys, threading, os
 before = set(sys.modules)
-threads = os.listdir("/proc/self/task")  # an emulator may have one of its own
+threads = os.listdir("/proc/self/task")  # an emulator may add a thread
 import overwire
 new = set(sys.modules) - before
 assert new == {"overwire", "overwire._imports"}, new

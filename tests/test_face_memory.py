@@ -111,12 +111,12 @@ def one(i):
         ow.preload(path).wait(); ow.load_file(path)
 for i in range(200): one(i)
 gc.collect()
-# A busy machine may make more threads, once. What leaks is more after each thousand.
+# A busy machine may once need more threads. A leak grows after each thousand.
 for turn in range(4):
     base, fds, tasks = resident(), count("fd"), count("task")
     for i in range(1000): one(i)
     gc.collect()
-    until = time.monotonic() + 10  # what ends after its answer
+    until = time.monotonic() + 10  # some work ends after its answer
     while count("fd") > fds and time.monotonic() < until: time.sleep(0.01)
     grown = resident() - base, count("fd") - fds, count("task") - tasks
     print(grown)

@@ -289,7 +289,7 @@ hits = [hit for call in (lambda: ow.load_file("m"), lambda: ow.save_file(big, "m
 assert any(hits), hits
 assert os.path.getsize("m") == old
 assert torch.equal(ow.load_file("m")["t3"], big["t3"])
-# A save that no one waits for yet survives an interrupt and completes.
+# A save that no one waits for yet completes despite an interrupt.
 end = time.monotonic() + 60
 while left := [n for root, _, names in os.walk(".") for n in names if "tmp" in n]:
     assert time.monotonic() < end, left

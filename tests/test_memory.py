@@ -106,7 +106,7 @@ def soon(ok):
     end = time.monotonic() + 60
     while not ok() and time.monotonic() < end: time.sleep(0.01)
     return ok()
-for _ in range(20): ow.pin("m").release()  # until Go's collector has run
+for _ in range(20): ow.pin("m").release()  # Go's collector runs
 before, open_files = rss(), files()
 for _ in range(20):
     with ow.pin("m") as pinned:

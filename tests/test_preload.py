@@ -196,7 +196,7 @@ import torch, overwire as ow
 ow.save_file({f"t{i}": torch.randn(512, 512) for i in range(16)}, "m")
 job = ow.preload("m")
 before = job.progress()
-# One C call that holds the GIL all along.
+# One C call that holds the GIL until it returns.
 sum(range(60_000_000))
 after = job.progress()
 assert after.bytes == after.total_bytes > 0, (before, after)
@@ -219,9 +219,9 @@ def test_a_preload_to_the_host_touches_no_gpu(script) -> None:
     script(
         """
 import os, overwire as ow
-assert ow.preload("m").wait(60)  # joins the one of the environment
+assert ow.preload("m").wait(60)  # joins the preload of the environment
 assert "libcuda" not in open("/proc/self/maps").read()
-if os.fork() == 0:  # what a program with workers does
+if os.fork() == 0:  # as in a program with workers
     os._exit(0)
 assert os.wait()[1] == 0
 assert ow.load_file("m", framework="np")["a"][-1] == 999

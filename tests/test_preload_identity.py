@@ -357,7 +357,7 @@ assert len(held) == 24
 size = 24 << 22
 assert peak() - before < size // 4, (peak(), before)  # nothing was read again
 held.clear()
-assert now() < before - size // 2, (now(), before)  # and nothing stays
+assert now() < before - size // 2, (now(), before)  # and no memory stays
 """,
         OVERWIRE_PRELOAD=str(tmp_path),
     )
@@ -387,7 +387,7 @@ def test_half_a_download(script, tmp_path: Path) -> None:
         """
 import os, numpy, overwire as ow
 try:
-    ow.preload("m.safetensors").wait()  # the same
+    ow.preload("m.safetensors").wait()  # joins the preload of the environment
     raise AssertionError("half a file was loaded")
 except ow.CorruptError:
     pass
@@ -412,7 +412,7 @@ def test_children_do_not_preload(script, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         """
 import sys
-import overwire as ow  # in every child, before multiprocessing says that it is one
+import overwire as ow  # in every child, before multiprocessing marks it as one
 LOADED = "overwire._core" in sys.modules
 
 def look(_):

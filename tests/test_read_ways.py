@@ -26,7 +26,7 @@ for name, compress in {"plain": False, "packed": True}.items():
     got = {}
     job = threading.Thread(target=lambda: got.update(ow.load_file(name, framework="np", mmap=False)))
     job.start()
-    while job.is_alive():  # a forked child shares pages that the disk is writing to
+    while job.is_alive():  # a forked child shares the pages that the disk writes into
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -43,7 +43,7 @@ for name, compress in {"plain": False, "packed": True}.items():
     else:
         raise AssertionError("a file that is cut off loads")
 
-# Cut off between the opening and the reading.
+# Cut off after opening and before reading.
 ow.save_file(made, "late", compress=False)
 with ow.safe_open("late", framework="np") as file:
     os.truncate("late", os.path.getsize("late") - 1000)

@@ -335,7 +335,7 @@ if {background}:
     try:
         saving
     except NameError:
-        pass  # it came before the tensors were staged
+        pass  # interrupted before the tensors were staged
     else:
         saving.wait()
 """

@@ -123,7 +123,7 @@ def test_an_old_torch_is_named(there: str, script: Any) -> None:
     script(
         f"""
 import sys
-sys.modules[{there!r}] = None  # as if it were not there
+sys.modules[{there!r}] = None  # as if it were not installed
 import overwire
 try:
     import overwire.checkpoints

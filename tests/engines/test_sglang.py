@@ -223,7 +223,7 @@ def load(path):
     made = Model()
     get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config=extra)).load_weights(made, config(path))
     return first(made)
-assert [load(path) for path in (target, draft, target)] == [1, 3, 1]  # without a configuration, the first model is the served one
+assert [load(path) for path in (target, draft, target)] == [1, 3, 1]  # without a configuration, the first model is served
 whole = types.SimpleNamespace(model_config=config(draft), speculative_config=types.SimpleNamespace(target_model_config=config(target)),
                               device_config=types.SimpleNamespace(device="cpu"))
 vllm.config.get_current_vllm_config_or_none = lambda: whole

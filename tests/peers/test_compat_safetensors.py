@@ -155,7 +155,7 @@ def test_under_its_original_name(script: Any) -> None:
     """If it replaces the package, its modules can be imported by the original names."""
     script("""
 import sys
-sys.modules["safetensors"] = None  # the original is not there
+sys.modules["safetensors"] = None  # the original is not installed
 import overwire.compat.safetensors as ours
 sys.modules["safetensors"] = ours
 import safetensors, torch

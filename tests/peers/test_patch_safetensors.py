@@ -467,7 +467,7 @@ except ow.MissingPackageError as error:
     assert "safetensors" in str(error)
 else:
     raise AssertionError
-import overwire.compat.safetensors as compat  # it needs no other package
+import overwire.compat.safetensors as compat  # needs no other package
 assert compat.SafetensorError.__mro__[1] is Exception
 spec = compat.TensorSpec(dtype="uint8", shape=[0], data_ptr=0, data_len=0)
 assert compat.deserialize(compat.serialize({"a": spec})) == [("a", {"dtype": "U8", "shape": [0], "data": bytearray()})]

@@ -203,7 +203,7 @@ with tensorizer_loading("model.pt.tensors", device="cpu"):
 model.load_state_dict(state_dict)
 assert os.path.getsize("model.pt") < 20_000
 
-# A library that keeps torch.save from its import on.
+# A library that stores torch.save when it is imported.
 with tensorizer_saving():
     library = types.ModuleType("library")
     exec("from torch import save", vars(library))
@@ -236,7 +236,7 @@ with tensorizer_loading(tensors_path, device="cpu"):
 assert os.path.exists("named-tensor-data.tensors") and not os.path.exists("named.pt.tensors")
 assert all(torch.equal(t, found[n]) and torch.equal(t, also[n]) for n, t in state_dict.items())
 
-# Both at once, nested, and of this thread alone.
+# Both contexts together, nested, and only in this thread.
 with tensorizer_saving("outer.tensors"), tensorizer_loading("outer.tensors", device="cpu"):
     with tensorizer_saving("inner.tensors", limit_cpu_concurrency=1):
         torch.save(state_dict, "x.pt")

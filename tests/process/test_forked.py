@@ -60,7 +60,7 @@ def check(plain, packed, opened, patched):
         except kind:
             continue
         raise AssertionError(wrong)
-    safetensors.torch.save_file({"w": want}, plain + ".out")  # writing is safetensors' own
+    safetensors.torch.save_file({"w": want}, plain + ".out")  # safetensors itself writes
     assert torch.equal(safetensors.torch.load(safetensors.torch.save({"w": want}))["w"], want)
     return 1
 
@@ -113,7 +113,7 @@ with ow.patch_safetensors():
     run(True)
     assert torch.equal(safetensors.safe_open("c.safetensors", "pt").get_tensor("w"), tensors["w"])
 
-# A file that another took the place of is not the one that was opened.
+# A replaced file is not the opened one.
 ow.save_file({"w": torch.zeros(3, 4), "b": torch.ones(2)}, "plain dir/p.safetensors", compress=False)
 child = os.fork()
 if child == 0:
@@ -329,11 +329,11 @@ import torch, overwire as ow
 from overwire import _locks
 
 def held_by_a_thread(more):
-    '''Ends when it is called: until then a thread has every lock, and those of `more`.'''
+    '''Starts a thread that holds every lock and those of `more`. Returns a function that ends it.'''
     ready, leave = threading.Event(), threading.Event()
     def hold():
         locks = [lock for lock in (reference() for reference in list(_locks._locks)) if lock is not None] + list(more)
-        locks = [lock for lock in locks if lock.acquire(blocking=False)]  # the rest are another thread's already
+        locks = [lock for lock in locks if lock.acquire(blocking=False)]  # other threads hold the rest
         ready.set()
         leave.wait()
         for lock in locks:
@@ -347,7 +347,7 @@ def held_by_a_thread(more):
     return end
 
 def in_child(work, *more):
-    '''Forks while a thread has every lock; the child has ten seconds.'''
+    '''Runs work in a child that is forked while a thread holds every lock, for at most ten seconds.'''
     end = held_by_a_thread(more)
     child = os.fork()
     if not child:
@@ -371,7 +371,7 @@ for name in names:
         try:
             importlib.import_module(name)
         except Exception:
-            pass  # of packages that are not there
+            pass  # its package is not installed
 ow.save_file({"a": torch.ones(3)}, "m", compress=False)
 ow.load_file("m")
 kind = type(_locks.new_lock())
@@ -399,7 +399,7 @@ def take_all():
         raise AssertionError(refused)
 
 assert in_child(take_all) == 0
-with locks["overwire.jobs._lock"]:  # a signal handler forks in the middle: the child gives back what it has
+with locks["overwire.jobs._lock"]:  # as if a signal handler forked here: the child must release its lock
     child = os.fork()
 if not child:
     os._exit(0 if ow.last_report() else 1)
@@ -442,7 +442,7 @@ def offloaded():
 
 def saving():
     leave = threading.Event()
-    def watch(now):  # its thread stays in it
+    def watch(now):  # keeps its thread waiting
         if threading.current_thread() is not threading.main_thread():
             leave.wait()
     made = ow.save_file(tensors, "saved.safetensors", wait=False, progress=watch)
@@ -480,8 +480,8 @@ def serializer():
     made.write_tensor(0, "a", 0, torch.ones(30))
     return made
 
-# By name: what makes it, what reads, what ends it, and what the parent does afterwards.
-refused = (ow.ForkedError, ValueError)  # of a file: it is closed
+# Functions by name: make the object, read it, end it, and use it in the parent afterwards.
+refused = (ow.ForkedError, ValueError)  # ValueError for a closed file
 objects = {
     "stream": (lambda: ow.stream("m.safetensors"), next, lambda it: it.close(), lambda it: len(list(it)) == 20),
     "windows": (lambda: ow.stream("m.safetensors", max_memory=500_000), next, lambda it: it.close(), lambda it: len(list(it)) == 20),
@@ -530,7 +530,7 @@ assert opened["t03"][0, 0] == 3 and part[0, 0] == 4
 saved = saving()
 saved.leave.set()
 saved.wait()
-assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 0  # what has ended waits for nothing
+assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 0  # an ended save does not wait
 """
 
 

@@ -89,7 +89,7 @@ LIVES = {
 }
 
 class Interrupt:
-    '''Raises KeyboardInterrupt at the entry of the at-th function of overwire.'''
+    '''Raises KeyboardInterrupt when function number at of overwire is entered.'''
     def __init__(self, at):
         self.at, self.count = at, 0
 
@@ -101,7 +101,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
 def under_finalizer(frame):
-    # In one Python drops the interrupt.
+    # Python drops an interrupt in a finalizer.
     while frame is not None:
         if frame.f_code.co_name in ("__del__", "<lambda>"):
             return True
@@ -115,7 +115,7 @@ def target_of(number):
     try:
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
-        return None  # of the listing itself
+        return None  # the descriptor of the listing
 
 life, after = LIVES[os.environ["LIFE"]]
 complaints = []
@@ -143,7 +143,7 @@ for at in range(1, counting.count + 1, max(1, counting.count // 150)):
         sys.settrace(None)
     gc.collect()
     after()
-    until = time.monotonic() + 20  # a load that is dropped ends in the background
+    until = time.monotonic() + 20  # a dropped load ends in the background
     while (opened() != before or threading.active_count() > 1) and time.monotonic() < until:
         time.sleep(0.001)
     assert opened() == before, (at, opened(), before)
@@ -190,7 +190,7 @@ from overwire.compat import fastsafetensors as fst
 names = ["a", "b", "c"]
 for name in names:
     ow.save_file({name: torch.ones(9)}, name)
-# The thread has taken the first batch, and waits for one that does not come before the loader is closed.
+# The thread has the first batch and waits for the next, which does not arrive before the loader is closed.
 loader = fst.ParallelLoader(None, names, use_tqdm_on_load=False, device="cpu")
 reads, waits, results = loader._load_single_batch, threading.Event(), []
 def read_after(batch):

@@ -144,7 +144,7 @@ from overwire import stores
 folder = sys.argv[1]
 tensors = {"x": np.arange(1 << 16, dtype="f4"), "y": np.arange(9)}
 def wrote(name, write):
-    for _ in range(2):  # a new file, and one that takes the place of another
+    for _ in range(2):  # first a new file, then one that replaces it
         write(folder + name)
         assert os.path.exists(folder + name), name
 def stream(path):

@@ -60,7 +60,7 @@ SAVES = {
 }
 
 def in_child(body, *args):
-    # This process starts no engine, so that each child has one of its own.
+    # This process starts no engine, so each child has a separate one.
     child = os.fork()
     if child == 0:
         try:
@@ -80,14 +80,14 @@ def save_all():
 def replace_all(call, code, error, says):
     os.chdir("new")
     if call == "pwrite":
-        del SAVES["stream"]  # it writes in order
+        del SAVES["stream"]  # writes in order
     before = sorted(os.listdir())
     refuse_calls(NUMBERS[call], code)
     for name, (save, load) in SAVES.items():
         caught = None
         try:
             save(2)
-        except BaseException as failure:  # CheckpointException is no Exception
+        except BaseException as failure:  # CheckpointException is not an Exception
             caught = failure.failures[0][0] if hasattr(failure, "failures") else failure
         assert type(caught) is error and says in str(caught), (name, repr(caught))
         assert load()["w"][0].item() == (2 if error is type(None) else 1), name

@@ -235,7 +235,7 @@ with tempfile.TemporaryDirectory(dir="/tmp") as top:
     box = top + "/box"
     os.chmod(top, 0o755)
     os.mkdir(top + "/own")
-    save_all(top + "/own")  # so that all is imported
+    save_all(top + "/own")  # imports everything
     ow.save_bundle({"w": torch.ones(3)}, f"{top}/own/c.pkl")
     os.mkdir(box)
     os.chmod(box, 0o733)

@@ -48,7 +48,7 @@ def test_forked_children_are_refused(big: str, small: str) -> None:
     0."""
     out = run("""
 import ctypes
-import overwire.jobs  # here, and not in each child
+import overwire.jobs  # imported once, not in each child
 big, small, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
 busy = LongJob(big)
 tensors = load(small)
@@ -72,7 +72,7 @@ def body():
     assert e.forked()
     assert ctypes.string_at(address, 256) == bytes(range(256))
     global tensors
-    del tensors  # frees nothing in a child, and must not hang
+    del tensors  # frees nothing in a child and must not hang
 for i in range(n):
     time.sleep((i * 7919 % 31) / 10000)
     assert child(body) == 0, i
@@ -89,7 +89,7 @@ def test_raw_module_refuses_in_children(small: str) -> None:
     run("""
 from overwire import _core as raw
 e.knobs()
-# These enter no Go, and work in children too.
+# These do not enter Go and also work in children.
 free = {"forked", "buffer_of", "dlpack_give", "dlpack_take", "Exporter"}
 def body():
     for name in dir(raw):
@@ -100,7 +100,7 @@ def body():
             try:
                 function(*args)
             except TypeError:
-                pass  # another number of arguments, then
+                pass  # needs another number of arguments
             except RuntimeError as error:
                 assert isinstance(error, errors.ForkedError), (name, error)
                 break
@@ -217,7 +217,7 @@ threading.Thread(target=wait, daemon=True).start()
 time.sleep(0.1)
 import overwire._engine as engine
 atexit.unregister(engine._at_exit)
-engine._at_exit()  # as when the interpreter exits
+engine._at_exit()  # as at the interpreter's exit
 look()
 """, big)
 
@@ -226,7 +226,7 @@ look()
 def test_ctrl_c_while_waiting(call: str, big: str) -> None:
     """SIGINT during a wait for a job raises KeyboardInterrupt, and the job continues."""
     out = run(f"""
-import overwire.jobs  # no signal comes while it is imported
+import overwire.jobs  # imported before any signal arrives
 busy = LongJob(sys.argv[1])
 waits = []
 for i in range(10):
@@ -443,7 +443,7 @@ else:
 assert joins()[1] is None
 
 job = e.preload_start(json.dumps({"uris": [path]}))
-e.job_cancel(job)  # dropped, not joined any more
+e.job_cancel(job)  # dropped, so no load can join it
 assert joins()[1] is None
 """, small, tmp_path / "missing.safetensors")
 
@@ -469,7 +469,7 @@ def test_objects_that_outlive_modules_end_in_silence(small: str, tmp_path: Path)
     """Objects that exist until overwire's modules are torn down print nothing when they are destroyed."""
     (tmp_path / "holder.py").write_text("kept = []\n")
     program = """
-import holder  # before overwire: it is taken apart after
+import holder  # before overwire, so it is cleared later
 import sys
 import overwire
 file = overwire.safe_open(sys.argv[1], "np")

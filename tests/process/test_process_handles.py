@@ -85,7 +85,7 @@ for _ in range(100):
     assert model not in seen
     seen.add(model)
     job = e.load_start(model, None, "{}")
-    e.close_model(model)  # the load goes on
+    e.close_model(model)  # the load continues
     assert e.job_wait(job, None)
     assert e.job_take(job)
     try:
@@ -193,7 +193,7 @@ for raw in (False, True):
         if dtype == "BOOL":
             assert tensor.flatten().int().tolist() == [0, 1] * 6
         try:
-            from_dlpack(capsule)  # a capsule is taken once
+            from_dlpack(capsule)  # a capsule can be used once
         except (RuntimeError, ValueError):
             continue
         sys.exit("taken twice")
@@ -345,7 +345,7 @@ for path in sys.argv[1:]:
             time.sleep(0.05)
             before = rss()
             rounds(20, use)
-            for _ in range(100):  # the last job's workers may be at it still
+            for _ in range(100):  # workers of the last job may still be running
                 time.sleep(0.1)
                 grown = (rss() - before) >> 20
                 if grown < 16:

@@ -16,7 +16,7 @@ import processes
 
 def test_fails(tmp_path):
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '%(long)s'], start_new_session=True); print('x', flush=True)"
-    subprocess.run([sys.executable, "-c", sleeper], check=True)  # its child is an orphan now
+    subprocess.run([sys.executable, "-c", sleeper], check=True)  # leaves an orphaned child
     with processes.started(["sh", "-c", "sleep %(long)s & echo x; wait"], stdout=subprocess.PIPE) as group:
         group.stdout.readline()
         assert False

@@ -139,7 +139,7 @@ for word, kind in (("decryption key", "key"), ("decryption password", "password"
     verify = lambda options: did(ow.verify, path, storage_options=options)
     load = lambda options: did(ow.load_file, path, framework="np", storage_options=options)
     convert = lambda options: did(ow.convert, path, folder + "/plain.safetensors", storage_options=options)
-    # A password costs time each time: as few as show all kinds.
+    # Each password takes time, so only a few uses of each kind.
     load({f"decryption_{kind}": secret[word]})
     verify({f"decryption_{kind}": secret[word][::-1]})
     for options in ({f"decryption_{kind}": secret[word], f"encryption_{kind}": secret[word]}, {f"decryption_{kind}": [secret[word]]}):
