@@ -306,9 +306,9 @@ def test_a_medium_that_fails(tmp_path: Path) -> None:
     bad = Path("/sys/class/net/lo/speed")  # reports a size of 4096 bytes, but every read fails
     try:
         bad.read_bytes()
-        pytest.skip("no file whose reads fail")
+        pytest.skip("this system has no file whose reads fail")
     except FileNotFoundError:
-        pytest.skip("no file whose reads fail")
+        pytest.skip("this system has no file whose reads fail")
     except OSError:
         pass
     link = tmp_path / "model.safetensors"

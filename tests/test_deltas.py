@@ -309,7 +309,7 @@ def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
         ow.save_delta(base, {"f32": base["f32"]}, path)
     with pytest.raises(ow.ArgumentError, match="f32"):
         ow.save_delta(base, base | {"f32": base["f32"][:9]}, path)
-    assert path.read_bytes() == raw, "a refused save left the old file"
+    assert path.read_bytes() == raw, "a refused save must leave the old file"
 
 
 def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:

@@ -56,7 +56,7 @@ def test_one_exception_for_each_class_of_the_engine() -> None:
     for name in names:
         kind = getattr(errors, name)
         assert issubclass(kind, errors.OverwireError), name
-        assert kind.__mro__[2] is not Exception, f"{name} has no built-in beside it"
+        assert kind.__mro__[2] is not Exception, f"{name} has no built-in base class"
 
 
 @pytest.mark.parametrize("name", [n for n in errors.__all__])

@@ -24,7 +24,7 @@ def resident() -> int:
         for line in file:
             if line.startswith(("Pss_Anon:", "Anonymous:")):
                 return int(line.split()[1]) * 1024
-    raise AssertionError("no line for anonymous memory")
+    raise AssertionError("smaps_rollup has no line for anonymous memory")
 
 
 @pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])

@@ -80,7 +80,7 @@ def write(path: Path, tensors: object, encryption: object = None) -> None:
 def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
     """Every function reads plain and encrypted tensors of every dtype bit for bit."""
     if encrypted and not SODIUM:
-        pytest.skip("no libsodium for the reference; the golden files are still read")
+        pytest.skip("the reference has no libsodium; the golden files are still read")
     seed = time.time_ns() & 0xFFFFFFFF
     print("seed", seed)
     tensors = model(seed)

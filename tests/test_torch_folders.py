@@ -138,7 +138,7 @@ class _Loud:
     """A class that fails when it is created."""
 
     def __init__(self) -> None:
-        raise AssertionError("it was run")
+        raise AssertionError("the pickle was run")
 
 
 _OBJECTS: dict[str, Any] = {

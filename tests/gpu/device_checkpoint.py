@@ -110,7 +110,7 @@ def run(rank: int) -> None:
     say(f"compared; ratio {stored / total:.3f}; first load {loads:.2f} s", flush=True)
     barrier()
     steps = Steps()
-    say(f"20 steps of training beside nothing {min(steps.run() for _ in range(3)):6.3f} s", flush=True)
+    say(f"20 steps of training without a save {min(steps.run() for _ in range(3)):6.3f} s", flush=True)
     stager = CheckpointStager()
     ways: dict[str, Any] = {
         "overwire save": lambda: dcp.save(state, storage_writer=CheckpointWriter(at)),
@@ -140,7 +140,7 @@ def run(rank: int) -> None:
                 saving = way()
                 free = time.perf_counter() - began
                 if "async" in name and turn == 2:
-                    say(f"{name:24} 20 steps beside it {steps.run():6.3f} s", flush=True)
+                    say(f"{name:24} 20 steps during the save {steps.run():6.3f} s", flush=True)
                 if "async" in name:
                     saving.result()
             except Exception as error:
@@ -150,7 +150,7 @@ def run(rank: int) -> None:
             cpu, rate = time.process_time() - cpu, total / 1e9 / whole
             if turn == 2:
                 break
-            say(f"{name:24} goes on after {free:6.2f} s, whole after {whole:6.2f} s ({rate:5.1f} GB/s), processor {cpu:6.1f} s", flush=True)
+            say(f"{name:24} returns after {free:6.2f} s, complete after {whole:6.2f} s ({rate:5.1f} GB/s), processor {cpu:6.1f} s", flush=True)
         if name in ("overwire async", "torch save, 16 threads"):
             took = min(
                 compare(state, CheckpointReader(at) if name[0] == "o" else dcp.FileSystemReader(at)) for _ in range(2)

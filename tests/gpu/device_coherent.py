@@ -102,7 +102,7 @@ def every_byte(folder: Path, device: str, size: str) -> None:
                 check(same(rows, {n: usual[n][1:3] for n in rows}), f"rows of {path.name} in place")
             check(same(cast, ow.load_file(path, device=device, dtype="float16")), f"{path.name} in place, cast")
             with ow.pin(path, device=device) as pinned, asking(coherent=True):
-                check(same(ow.load_file(pinned, device=device), usual), f"{path.name} in place, out of pinned memory")
+                check(same(ow.load_file(pinned, device=device), usual), f"{path.name} in place, from pinned memory")
             path.unlink()
         print(f"{kind}: every byte compared", flush=True)
 
@@ -118,14 +118,14 @@ def at_once(folder: Path, device: str) -> None:
             asking(coherent=in_place),
         ):
             for _ in range(5):
-                check(same(ow.load_file(path, device=device), usual), f"a load beside others, in place {in_place}")
+                check(same(ow.load_file(path, device=device), usual), f"one of several concurrent loads, in place: {in_place}")
 
     threads = [threading.Thread(target=many, args=(i % 2 == 0,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    print("six threads at once: every byte compared", flush=True)
+    print("six concurrent threads: every byte compared", flush=True)
 
 
 def seconds(source: Any, device: str, **more: object) -> float:
@@ -180,8 +180,8 @@ def main() -> None:
             packed = made(folder, "llama-bf16", "96MB")[1]
             there = copies(packed, args.device, folder / "trace.json", coherent=True)
             usual = copies(packed, args.device, folder / "trace.json")
-            print(f"pieces copied to the GPU: {usual} in usual loads, {there} in place")
-            check(there == 0 and (usual > 0 or found["coherent"]), "the way of a load")
+            print(f"pieces copied to the GPU: {usual} by usual loads, {there} by loads in place")
+            check(there == 0 and (usual > 0 or found["coherent"]), "only usual loads copy pieces")
         figures(folder, args.device, args.size, args.repeat)
     sys.exit(f"{len(wrong)} comparisons failed" if wrong else 0)
 

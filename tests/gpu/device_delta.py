@@ -53,12 +53,12 @@ def breakdown(
     nbytes: int,
 ) -> None:
     """Prints a call's time by engine stage and GPU kernel."""
-    print(f"  where {what} goes, {wall * 1e3:.1f} ms in all:")
+    print(f"  stages of {what}, {wall * 1e3:.1f} ms in total:")
     for name, seconds in stages.items():
         print(f"    {name:30} {seconds * 1e3:8.1f} ms")
     print(f"    {'Python, start of the job':30} {(wall - sum(stages.values())) * 1e3:8.1f} ms")
     if not kernels:
-        print("    on the GPU: the profiler saw nothing")
+        print("    on the GPU: the profiler recorded nothing")
         return
     for name, seconds in sorted(kernels.items(), key=lambda one: -one[1]):
         print(f"    on the GPU: {name[:36]:36} {seconds * 1e3:8.2f} ms")
@@ -100,12 +100,12 @@ def chain(count: int, folder: Path) -> None:
         ow.save_delta(trained, old, path)
         ow.apply_delta(live, path)
         if step % 1000 == 0 and ow.digest(live) != ow.digest(trained):
-            sys.exit(f"delta {step}: other bytes")
+            sys.exit(f"delta {step}: bytes differ")
         if step == min(200, count - 1):
             gc.collect()
             before = (torch.cuda.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     if ow.digest(live) != ow.digest(trained):
-        sys.exit("the chain ends in other bytes")
+        sys.exit("bytes differ after the chain")
     del old, at
     gc.collect()
     grown = torch.cuda.memory_allocated() - before[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1]
@@ -138,7 +138,7 @@ def figures(base: dict[str, Any], folder: Path, share: float, size_goal: float, 
             seconds = timed(lambda one=delta, kept=applied: kept.append(ow.apply_delta(live, one)))
             pauses.append((seconds, applied[0].seconds))
             if not same(live, want):
-                sys.exit("other bytes after a delta")
+                sys.exit("bytes differ after a delta")
     first_pause = pauses[0][0]
     later = sorted(pauses[2:], key=lambda one: one[0])
     pause, pause_stages = later[len(later) // 2]
@@ -188,8 +188,8 @@ def main() -> None:
         ow.save_delta(after, small, folder / "gpu.safetensors")
         ow.save_delta({k: v.cpu() for k, v in after.items()}, {k: v.cpu() for k, v in small.items()}, folder / "cpu.safetensors")
         if (folder / "gpu.safetensors").read_bytes() != (folder / "cpu.safetensors").read_bytes():
-            sys.exit("the GPU's file is not the CPU's")
-        print("the GPU's file is the CPU's, byte for byte")
+            sys.exit("the files of GPU and CPU differ")
+        print("the files of GPU and CPU are equal, byte for byte")
         for share, goal in ((0.01, 0.008), (0.045, 0.03)):
             figures(base, folder, share, goal, asked.repeat)
         base.clear()

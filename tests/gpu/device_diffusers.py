@@ -224,7 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default="/dev/shm", help="folder for the pipeline")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="0.1 GB")
+    parser.add_argument("--small", action="store_true", help="use 0.1 GB of weights")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=75, help="start no round after this time")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -257,7 +257,7 @@ def main() -> int:
             if rows[kind]:
                 first, again = (statistics.median(row[turn] for row in rows[kind]) for turn in ("first", "again"))
                 print(f"{kind:10} first {first:.3f} s, again {again:.3f} s, of {len(rows[kind])} processes")
-        print(f"in all {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all is equal'}")
+        print(f"total {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all equal'}")
         return 1 if failed else 0
     finally:
         shutil.rmtree(folder)

@@ -95,7 +95,7 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
             plain = content(65536)
             stored = ours.encode(algorithm, kind, plain)
             yield f"{kind} by the compat module", lambda k=kind, p=plain, s=stored: same(ours.decode(algorithm, k, s), p)  # type: ignore[misc]
-            yield f"{kind} to them", lambda k=kind, p=plain, s=stored: same(theirs.decode(algorithm, k, s), p)  # type: ignore[misc]
+            yield f"{kind} by nvCOMP", lambda k=kind, p=plain, s=stored: same(theirs.decode(algorithm, k, s), p)  # type: ignore[misc]
         return
 
     def cannot(kind: str, plain: bytes, options: dict[str, Any]) -> str:
@@ -265,7 +265,7 @@ def main() -> int:
         return int(wrong > 0)
     for name, rows in results.items():
         count = {mark: sum(r.startswith(mark) for r in rows.values()) for mark in ("ok", "-")}
-        print(f"{name:9} {count['ok']:3} ok {count['-']:3} that nvCOMP cannot {len(rows) - sum(count.values()):3} wrong")
+        print(f"{name:9} {count['ok']:3} ok {count['-']:3} not supported by nvCOMP {len(rows) - sum(count.values()):3} wrong")
         for case, result in rows.items():
             if result != "ok":
                 print(f"    {case}: {result}")

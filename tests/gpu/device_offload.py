@@ -207,7 +207,7 @@ def run_way(
     more = f" ring {ours.ring / 1e9:.2f} kept {ours.kept / 1e9:.2f} stored {ours.stored / 1e9:.2f}" if ours else ""
     print(
         f"{kind:8}{way:11}{row.seconds:8.4f} s{nbytes / row.seconds / 1e9:7.1f} GB/s  device{row.device / 1e9:6.2f}"
-        f"  host{row.host / 1e9:6.2f}  start{start:6.2f} s  {'equal' if equal else 'OTHER OUTPUTS'}{more}",
+        f"  host{row.host / 1e9:6.2f}  start{start:6.2f} s  {'equal' if equal else 'OUTPUTS DIFFER'}{more}",
         flush=True,
     )
     return row, wanted

@@ -104,7 +104,7 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
     own, rows, names = take_tensors(model)
     same = json.loads(json.dumps([rows, names])) == [kept.record["tensors"], kept.record["names"]]
     if not same or overwire.digest(own) != kept.record["digests"]:
-        raise SystemExit("not what was kept")
+        raise SystemExit("the loaded state differs from the kept state")
     size = sum(tensor.nbytes for tensor in own.values())
     del model, tensors, own
     if device.type == "cuda":

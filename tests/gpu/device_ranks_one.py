@@ -148,7 +148,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                 step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, mapped, load {nth}", all_say=False)
                 check(ow.load_file(path, group=world, shard=shard, device=device), shard)
             assert members.reached and not members.unreachable, members.unreachable
-            say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is right")
+            say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is correct")
 
     # Streams, modules and columns of all matrices.
     def columns(name: str, shape: tuple[int, ...]) -> int | None:
@@ -174,7 +174,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                         del got
                     rate = held / min(times) / 1e9
                     what = f"{path.stem}, {title}, {way}, {exchange}"
-                    say(f"{what:<44} {rate:8.1f} GB/s a rank {rate * size:8.1f} in all, every tensor right")
+                    say(f"{what:<44} {rate:8.1f} GB/s per rank {rate * size:8.1f} in total, every tensor correct")
     use("mapped")
 
     # One rank raises.
@@ -189,7 +189,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         assert rank == 1 or "on rank 1: ZeroDivisionError" in str(error), error
     else:
         raise AssertionError("rank 1's error was not reported")
-    say(f"rank 1 raises: all have ended after {most(time.perf_counter() - began):.2f} s")
+    say(f"rank 1 raises: all ranks have ended after {most(time.perf_counter() - began):.2f} s")
     relays.relay_aim = aim
     check(ow.load_file(packed, group=world, device=device), None)
 
@@ -207,14 +207,14 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
 
         copies()
         rate = (1 << 30) / min(timed(copies)[0] for _ in range(3)) / 1e9
-        say(f"{'floor: pinned copies by all ranks at once':<44} {rate:8.1f} GB/s a rank")
+        say(f"{'floor: simultaneous pinned copies by all ranks':<44} {rate:8.1f} GB/s a rank")
         del here, host
     for path in (packed, plain):
         seconds = min(
             timed(lambda path=path: ow.load_file(path, device=device, mmap=False) if rank == 0 else None)[0]
             for _ in range(3)
         )
-        say(f"{f'floor: {path.stem}, rank 0 alone':<44} {count(whole) / seconds / 1e9:8.1f} GB/s")
+        say(f"{f'floor: {path.stem}, only rank 0':<44} {count(whole) / seconds / 1e9:8.1f} GB/s")
         for shard in (None, cut):
             for exchange in ("mapped", "collective", "none"):
                 use(exchange)
@@ -252,7 +252,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         assert "is gone" in str(error) or "cannot be reached" in str(error), error
         assert took < 20, f"rank {rank} took {took:.1f} s to notice"
         check(ow.load_file(packed, device=device, mmap=False), None)
-        say(f"rank 1 is killed: rank 0 knows after {took:.2f} s, and loads again: {str(error)[:90]}")
+        say(f"rank 1 is killed: rank 0 gets an error after {took:.2f} s, and loads again: {str(error)[:90]}")
     else:
         raise AssertionError("no rank reported the loss of rank 1")
     os._exit(0)

@@ -106,7 +106,7 @@ def peers(folder: str, tensors: dict[str, Any], size: int) -> None:
         begun = time.perf_counter()
         future = timed("dcp.async_save, until it returns", size, lambda: dcp.async_save(tensors, checkpoint_id=f"{folder}/dcp"))
         future.result()
-        print(f"{'dcp.async_save, whole':44} {time.perf_counter() - begun:7.3f} s", flush=True)
+        print(f"{'dcp.async_save, until complete':44} {time.perf_counter() - begun:7.3f} s", flush=True)
         shutil.rmtree(f"{folder}/dcp")
     dist.destroy_process_group()
 
@@ -158,8 +158,8 @@ def main() -> None:
             os.makedirs(path)
             out = timed(name, size, lambda save=save, path=path: save(path))  # type: ignore[misc]
             if isinstance(out, overwire.Saving):
-                out = timed("  from then until it is whole", size, out.wait)
-                print(f"  staged at {out.staged:.3f} s, whole at {out.seconds:.3f} s", flush=True)
+                out = timed("  from then until it is complete", size, out.wait)
+                print(f"  staged at {out.staged:.3f} s, complete at {out.seconds:.3f} s", flush=True)
             assert isinstance(out, float) or out.on_gpu >= 0.99 * size, out
             if turn == 0:
                 same(tensors, path)

@@ -106,7 +106,7 @@ def new_pinned(way: str, count: int, nbytes: int) -> None:
             print(f"{way}: not registered")
             break
     took = time.perf_counter() - start
-    print(f"{way:22} {count:3} threads {there:9.3f} {took:9.3f}   {nbytes / (there + took) / 1e9:.1f} GB/s in all", flush=True)
+    print(f"{way:22} {count:3} threads {there:9.3f} {took:9.3f}   {nbytes / (there + took) / 1e9:.1f} GB/s in total", flush=True)
     os._exit(0)  # the driver keeps registered pages until the process ends
 
 
@@ -149,7 +149,7 @@ def first(size: float, rounds: int, device: str) -> int:
                 return 1
     nbytes = int(size * 1e9 * 0.67) // (2 << 20) * (2 << 20)
     cores = os.cpu_count() or 1
-    print(f"\n{nbytes / 1e9:.2f} GB of new pinned memory; seconds of the pages, and of the driver")
+    print(f"\n{nbytes / 1e9:.2f} GB of new pinned memory; seconds for the pages and for the driver")
     for way in ("populate", "touch", "populate, small", "touch, small"):
         for count in sorted({1, 4, min(16, cores), cores}):
             subprocess.run([*me, "--way", way, "--threads", str(count), "--bytes", str(nbytes)], check=False)
@@ -307,7 +307,7 @@ def main() -> int:
     for name, all_, bound in (("first sleep", sleeps[:1], "down"), ("later sleep", sleeps[1:], "down"), ("wake", wakes, "up")):
         goal = GOALS[name] * total / 16e9
         print(f"{name:14}{statistics.median(all_):10.3f}{min(all_):10.3f}{floor[bound]:10.3f}{goal:10.3f}")
-    print(f"device memory while it sleeps in: first {staging[0] / 1e6:.0f} MB, later {max(staging[1:] or [0]) / 1e6:.0f} MB")
+    print(f"device memory while going to sleep: first {staging[0] / 1e6:.0f} MB, later {max(staging[1:] or [0]) / 1e6:.0f} MB")
     print(f"host memory kept: {held / 1e9:.2f} GB, {held / total:.3f} of the model (goal 0.68)")
     ow.empty_cache()
     print(f"floor of the first sleep's memory: its first touch by all cores takes {first_touch(stored):.3f} s")

@@ -121,7 +121,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
 
     gc.callbacks.append(collects)
     if sys.version_info < (3, 12):
-        print("only the whole is measured: the parts need Python 3.12", flush=True)
+        print("only totals are measured, because parts need Python 3.12", flush=True)
         return
     streamer = runai_streamer_loader.RunaiModelStreamerLoader
     calls = {
@@ -198,7 +198,7 @@ def take_slowest(args: argparse.Namespace, start: Start | None) -> Start | None:
     if None in starts:
         return None
     if len(names := {name for name, _ in starts}) > 1:
-        raise SystemExit(f"the ranks started in several ways: {sorted(names)}")
+        raise SystemExit(f"the ranks did not start in the same way: {sorted(names)}")
     return starts[0][0], {part: max(each.get(part, 0.0) for _, each in starts) for part in starts[0][1]}
 
 
@@ -253,7 +253,7 @@ def start_once(
     name = f"{kind}, later" if later else kind
     timed = "weights" if "weights" in parts else "whole"
     rate = f"{timed} at {size / parts[timed] / 1e9:.1f} GB/s"
-    print(f"rank {args.rank}: {name:24} {words}; {rate}, {len(digests)} tensors as vLLM's own", flush=True)
+    print(f"rank {args.rank}: {name:24} {words}; {rate}, {len(digests)} tensors equal vLLM's own load", flush=True)
     if kind.startswith(("overwire", "prepared")):
         print(*(f"    {line}" for line in lines.lines), sep="\n", flush=True)
     del model, tensors
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8b", help=f"one or several of {', '.join(base.SHAPES)}, separated by commas")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kinds", default=KINDS, help="FORMAT[:FOLDER], ...; the first is the reference")
-    parser.add_argument("--once", default="", help="more kinds, only in the last turn")
+    parser.add_argument("--once", default="", help="further kinds, only in the last round")
     parser.add_argument("--layers", type=int, default=0, help="number of layers, to test with fewer")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel, one GPU each")

@@ -53,4 +53,4 @@ def compare_tokens(args: argparse.Namespace) -> None:
     *ours, dummy = tokens.values()
     if any(each != ours[0] for each in ours) or dummy == ours[0]:
         raise SystemExit("the tokens differ, or other weights give the same tokens")
-    print(f"  {len(ours)} starts generated the same tokens, and other weights others", flush=True)
+    print(f"  {len(ours)} starts generated the same tokens, other weights gave different tokens", flush=True)

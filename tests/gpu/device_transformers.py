@@ -274,7 +274,7 @@ def main() -> int:
                 first, again = ([row[turn] for row in rows[kind]] for turn in ("first", "again"))
                 seconds = " ".join(f"{s:.2f}" for s in first)
                 print(f"{kind:10} first {statistics.median(first):.3f} s ({seconds}), again {statistics.median(again):.3f} s")
-        print(f"in all {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all is equal'}")
+        print(f"total {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all equal'}")
         return 1 if failed else 0
     finally:
         shutil.rmtree(folder)

@@ -209,7 +209,7 @@ def same(what: str, model: Any, theirs: dict[str, Any]) -> None:
             wrong.append(name)
     if wrong:
         raise SystemExit(f"{what}: differs from vLLM's own: {wrong[:10]}")
-    print(f"  {what}: {len(theirs)} tensors as vLLM's own", flush=True)
+    print(f"  {what}: {len(theirs)} tensors equal vLLM's own load", flush=True)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -334,7 +334,7 @@ def pushes(args: argparse.Namespace, model: Any, config: Any) -> None:
         began = time.perf_counter()
         trainer.send_weights(whole=step < 2)
         seconds = time.perf_counter() - began
-        words = f"{client.info['kind']}: {seconds:.3f} s, of which the worker {client.seconds:.3f} s"
+        words = f"{client.info['kind']}: {seconds:.3f} s, {client.seconds:.3f} s of it in the worker"
         print(f"  push {step}, {words}; {client.info['size'] / size:.4f} of {size / 1e9:.1f} GB", flush=True)
         pushed = engines.state(model)
         for parameter in model.parameters():

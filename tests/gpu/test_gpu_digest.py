@@ -159,7 +159,7 @@ def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
         job.finish()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it takes all memory of the GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="uses all memory of the GPU")
 def test_a_gpu_without_space(tmp_path: Any) -> None:
     """Tensors that do not fit on the GPU are decoded on the CPU."""
     made = torch.Generator().manual_seed(1)

@@ -173,7 +173,7 @@ def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) 
     error."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:
-        pytest.skip("nvidia.nvcomp is this module")
+        pytest.skip("nvidia.nvcomp is overwire's own module")
     data = plain
     policies = theirs.ChecksumPolicy
     stored = theirs.Codec(algorithm=name, checksum_policy=policies.COMPUTE_AND_NO_VERIFY).encode(

@@ -164,7 +164,7 @@ def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
     publish = places.Place.publish
 
     def outlived(place: places.Place, files: Any) -> None:
-        assert not list(Path(late).parent.iterdir()), "the room of what was begun is needed"
+        assert not list(Path(late).parent.iterdir()), "the disk needs the space of unfinished files"
         ow.save_file({"x": torch.ones(3)}, late)
         publish(place, files)
 
@@ -367,7 +367,7 @@ def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(reader, "read_manifest", read_late)
         assert load(CheckpointReader(at, storage_options=options)) == {2.0} and not times
         names = {path.name[:17] for path in root.rglob("model-ow*")}
-        assert len(names) == 1, "the files of a save have its id in their names"
+        assert len(names) == 1, "all files of a save have its id in their names"
 
 
 @pytest.mark.parametrize("name", ["w0", "other.safetensors"])

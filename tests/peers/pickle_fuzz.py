@@ -223,7 +223,7 @@ def work(seed: int, first: int, count: int, note: Path | None) -> collections.Co
             print(f"FAILED: --seed {seed} --only {number}", flush=True)
             raise
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown > GROWTH:
-            raise SystemExit(f"FAILED: --seed {seed} --only {number}: it takes too much memory")
+            raise SystemExit(f"FAILED: --seed {seed} --only {number}: too much memory")
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
     return outcomes

@@ -72,7 +72,7 @@ def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> No
     """Each library reads modules and nested structures that the other wrote, with a key or a password, eagerly or
     lazily, with verification."""
     if encrypted and not SODIUM and theirs in (writer, reader):
-        pytest.skip("no libsodium for the reference; the golden files are still read")
+        pytest.skip("the reference has no libsodium; the golden files are still read")
     meta = {"plain": torch.randn(1 << 20), "meta": torch.empty(4, device="meta")}  # 4 MiB: two encrypted chunks
     params = [None]
     if encrypted:

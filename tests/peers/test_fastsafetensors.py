@@ -170,7 +170,7 @@ def test_tensors_outlive_everything(files: list[str]) -> None:
     del buffer, loader
     gc.collect()
     assert torch.equal(kept, want)
-    assert get_framework_op("pt").get_mem_used() == 0, "closed buffers count no memory, even while tensors live"
+    assert get_framework_op("pt").get_mem_used() == 0, "closed buffers use no budget, even while tensors live"
     assert fst.live_allocation_count() == count + 1
     assert fst.live_allocation_bytes() == nbytes + kept.untyped_storage().nbytes()
     del kept

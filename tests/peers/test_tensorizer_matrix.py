@@ -94,7 +94,7 @@ def test_every_combination(
 ) -> None:
     """Files of both writers can be read by both readers, flat and nested, verified and not, from every source."""
     if encrypted != "plain" and not SODIUM:
-        pytest.skip("no libsodium for the reference; the golden files are still read")
+        pytest.skip("the reference has no libsodium; the golden files are still read")
     folder, ways = sources
     names = itertools.cycle(ways)
     for writer, nested in itertools.product((ours, theirs), (False, True)):

@@ -364,7 +364,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLCo
     folder = tmp_path_factory.mktemp("authority")
     program = shutil.which("openssl")
     if program is None:
-        pytest.skip("no openssl, which makes the certificate")
+        pytest.skip("no openssl to make the certificate")
     command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

@@ -195,7 +195,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Progra
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call numbers are those of x86-64")
 def test_writers_of_an_old_system(tmp_path: Path) -> None:
     """Every writer and reader works if newer and rarer system calls are refused, as by old kernels and sandboxes."""
     run(REFUSED_CALLS + EVERY_WRITER, tmp_path)

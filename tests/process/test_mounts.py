@@ -117,8 +117,8 @@ def test_file_systems_that_lack_a_call(torch_script: Callable[..., subprocess.Co
     """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints are saved. Without pwrite or rename, an
     error says so, the old files stay and no others are left."""
     if not NUMBERS:
-        pytest.skip(f"the numbers of calls on {platform.machine()} are not known here")
+        pytest.skip(f"the system call numbers of {platform.machine()} are not known")
     done = torch_script(f"NUMBERS = {NUMBERS}\n{PROGRAM}", check=False)
     if done.returncode == 77:
-        pytest.skip("this process may have no filter")
+        pytest.skip("this process may not install a seccomp filter")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,7 @@ from overwire.stores import FileWriter, resolve_links
 
 STRANGER = 1234
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the owner of files")
 
 
 def strangers(path: Path) -> None:

@@ -23,7 +23,7 @@ from processes import overwire_serve
 from refused_programs import LOADS, SAVES
 from refusing import Refusal
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call numbers are those of x86-64")
 
 PROGRAM = Path(__file__).with_name("refused_programs.py")
 NUMBERS = (errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOSPC)

@@ -142,7 +142,7 @@ def close_early(reader: Any, server: Server) -> None:
 def raise_typed() -> None:
     import overwire as ow
 
-    raise ow.CancelledError("closed, as it was meant")
+    raise ow.CancelledError("closed as intended")
 
 
 def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
