@@ -20,7 +20,7 @@ _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill what is left of the group that this process leads, and wait for the process."""
+    """Kills the remaining processes of the group that this process leads, and waits for this process's end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -28,7 +28,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 @contextlib.contextmanager
 def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program in its own process group; kill the group when the block is left."""
+    """Starts a program in its own process group, and kills the group when the block ends."""
     process = subprocess.Popen(argv, start_new_session=True, **options)
     try:
         yield process
@@ -41,7 +41,7 @@ def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
 
 @contextlib.contextmanager
 def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
-    """Run `overwire serve` on a folder until the block is left, and yield its URL."""
+    """Runs `overwire serve` on a folder until the block ends, and yields its URL."""
     command = [sys.executable, "-m", "overwire", "serve", str(folder), *options]
     with started(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -51,12 +51,12 @@ def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
 
 
 def adopt() -> None:
-    """Become the parent of every descendant that loses its parent, so that left() finds it."""
+    """Makes this process the parent of every descendant that loses its parent, so that left() finds it."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def left(grace: float) -> list[str]:
-    """Kill this process's descendants that do not end within grace seconds, and return their command lines."""
+    """Kills this process's descendants that do not end within grace seconds, and returns their command lines."""
     until = time.monotonic() + grace
     while (running := _descendants()) and time.monotonic() < until:
         time.sleep(0.02)
@@ -70,7 +70,7 @@ def left(grace: float) -> list[str]:
 
 
 def _descendants() -> dict[int, str]:
-    """Return the command line of every running descendant by process id, and reap children that have ended."""
+    """Returns the command line of every running descendant by process id, and reaps children that have ended."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():

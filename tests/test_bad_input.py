@@ -239,8 +239,8 @@ def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mma
 
 
 def test_a_file_that_is_replaced_under_us(plain: tuple[Path, dict[str, Any]]) -> None:
-    """An open file keeps its contents when its path is replaced. The next load reads the new file, even if name, size
-    and time are those of the old one."""
+    """An open file keeps its contents when its path is replaced. The next load reads the new file, even if its name,
+    size and time are the same."""
     path, tensors = plain
     old = {name: tensor.clone() for name, tensor in tensors.items()}
     held = ow.load_file(path)

@@ -1,4 +1,4 @@
-"""Tests deltas, which are files of what changed between two models and are applied in place.
+"""Tests deltas: files with the changes between two models, which are applied in place.
 
 The tests cover every dtype, layout, tied tensors, chains, and wrong bases, which are refused before a byte changes.
 """

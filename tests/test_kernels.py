@@ -30,7 +30,7 @@ def noted() -> dict[str, str]:
 
 
 def included(name: str, seen: set[str]) -> set[str]:
-    """Return all files that nvcc includes for a source, without those that only the host twin includes."""
+    """Returns all files that nvcc includes for a source, without those that only the host twin includes."""
     if name not in seen:
         seen.add(name)
         for other in re.findall(r'^#include "([^"]+)"', (CUDA / name).read_text(encoding="utf-8"), re.M):
@@ -75,7 +75,7 @@ def test_every_resident_kernel_is_in_the_module() -> None:
 
 @pytest.fixture(scope="module")
 def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the pinned compiler from `make kernels`, or install it from wheels."""
+    """Returns the pinned compiler from `make kernels`, or installs it from wheels."""
     if shutil.which("g++") is None:
         pytest.skip("nvcc needs g++")
     kept = ROOT / "build" / "nvcc" / "nvidia" / "cu13" / "bin" / "nvcc"

@@ -539,7 +539,7 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
 
 
 def test_a_run_has_ended_when_its_frame_has() -> None:
-    """Whether a run has ended is read from its frame, of this or another thread, without walking another thread's
+    """A run's frame, in this or another thread, shows whether the run has ended, without walking another thread's
     stack."""
     import sys
 

@@ -1,4 +1,5 @@
-"""Tests that memory which outlives a block's run, and weights that a block changes, are as in the resident model."""
+"""Tests that memory which outlives a block's run, and weights that a block changes, have the values of the resident
+model."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ def assert_as_resident(
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", HOLDING)
 def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> None:
-    """Memory of its weights that a block keeps after a run, in any form, stays right. The block stays on the device
-    exactly as long."""
+    """If a block keeps memory of its weights after a run, in any form, its values stay right. The block stays on the
+    device exactly as long as it keeps that memory."""
     assert_as_resident(HOLDING[how], slots)
     model = squares(HOLDING[how])
     with ow.offload(model, "cpu", slots=slots), torch.no_grad():

@@ -39,7 +39,7 @@ class Workers:
                 getattr(self.engine, name)(*arguments)
 
     def serve(self) -> None:
-        """Answers the first rank's calls in all other ranks."""
+        """Executes the first rank's calls in another rank."""
         while True:
             heard: list[Any] = [None]
             torch.distributed.broadcast_object_list(heard, 0)

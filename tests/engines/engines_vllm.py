@@ -55,7 +55,7 @@ MIXTRAL = {
 MODELS = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},
-    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM fills up with zero rows
+    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM adds zero rows
     "mixtral": MIXTRAL,
     "experts": MIXTRAL,  # each rank has whole experts
 }
@@ -259,7 +259,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            if kind == "compressed":  # with reads while the loader runs
+            if kind == "compressed":  # reads while the loader runs
                 slices.APART = recording.EARLY = 1
             for plan in (True, False):
                 plans.clear()

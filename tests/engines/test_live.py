@@ -116,7 +116,7 @@ def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
-    """A loader reports missing weights. A damaged push is an error and starts no other load."""
+    """A loader reports missing weights. A damaged push is an error, and no other loader is tried."""
     model, publisher = Fused(), Publisher(tmp_path)
 
     def strict(given: Any) -> None:

@@ -1,5 +1,5 @@
-"""Tests which calls overwire.compat.nvcomp passes to nvCOMP, with the real one on a real GPU, and with a replacement on
-any GPU, including the fake one of `make fakepy`."""
+"""Tests which calls overwire.compat.nvcomp passes to nvCOMP. A real GPU uses the real nvCOMP. Any GPU, including the
+fake one of `make fakepy`, uses a replacement."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ def background(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """Staged blocks are copied from the other rank's memory instead of being sent. A rank that cannot map that memory
-    is sent them."""
+    """Staged blocks are copied out of the other rank's memory. If a rank cannot map that memory, they are sent to
+    it."""
     stager, operations = CheckpointStager(), []
     batch, map_buffers = dist.batch_isend_irecv, exchange.map_buffers
 

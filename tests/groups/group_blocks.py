@@ -137,8 +137,8 @@ def expected_of(path: Path) -> Path:
 
 
 def blocks(folder: Path) -> None:
-    """Ranks that request blocks read each stored byte once in total. A failure on one rank ends all, and if one cannot
-    take part, all are told."""
+    """Ranks that request blocks read each stored byte once in total. A failure on one rank ends the load on all. If one
+    rank cannot take part, all ranks learn the reason."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert plumbing.should_share_reading(world, False) and plumbing.should_share_reading(world, True)

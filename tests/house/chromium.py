@@ -134,7 +134,7 @@ class Chromium:
         return data
 
     def names(self) -> list[tuple[str, str]]:
-        """Returns role and name of each node that a screen reader finds."""
+        """Returns the role and name of each node that a screen reader finds."""
         self._call("Accessibility.enable")
         nodes = self._call("Accessibility.getFullAXTree")["nodes"]
         return [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored")]

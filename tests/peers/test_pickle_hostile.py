@@ -456,7 +456,7 @@ def hunt(folder: Path) -> None:
     state = torch.nn.functional.relu.__defaults__, dict(torch.nn.functional.relu.__dict__), torch.nn.Linear.forward
     cases = list(families())
     paths = [bundle(folder, number, data) for number, (_, data) in enumerate(cases)]
-    # Now imports what valid loads import lazily.
+    # Triggers the lazy imports of valid loads before the hook watches.
     ow.compress_pickle({"a": torch.ones(3), "l": torch.nn.Linear(2, 2), "s": torch.ones(2).to_sparse()}, folder / "honest.pkl")
     ow.load_compressed_pickle(folder / "honest.pkl")
     for body in (
@@ -531,7 +531,7 @@ def test_a_forged_dtype_cannot_make_pointers_of_bytes(tmp_path: Path) -> None:
     import overwire as ow
 
     # If the flags of a structured dtype say that it holds no objects, and an array gets both this dtype and raw bytes,
-    # numpy would take the bytes for objects.
+    # numpy would use the bytes as object pointers.
     dtype = stack_global("overwire.rebuild", "dtype") + push(([("a", "O", ())],)) + b"R"
     forged = dtype + push((3, "|", None, ("a",), {}, 8, 1, 0)) + b"b"
     array = push(ARRAY) + b"Q"

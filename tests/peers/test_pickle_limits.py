@@ -297,7 +297,7 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
             if name.startswith("__") or kind is not None and hasattr(kind, name):
                 with pytest.raises(ow.UntrustedPickleError):
                     load(target, fenced, bytes(16))
-    # Loaded twice, because torch.Tensor(123) was once called.
+    # The first state sets __setstate__ to torch.Tensor, and the second would call torch.Tensor(123).
     with pytest.raises(ow.UntrustedPickleError):
         load(ordered + b"}" + push("__setstate__") + tensor_class + b"sbK\x7bb", fenced)
     for state in (push(123), push((None, {"x": 1})), push(({"x": 1}, {"y": 1})), push([1]), b"}K\x01K\x02s"):
@@ -457,7 +457,7 @@ def drop_bombs() -> None:
             print(type(error).__name__, flush=True)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin
         assert grown < 1 << 20, (name, grown)
-    # From the outside in: each object is still empty when the next but one gets it.
+    # Built from the outside in: each object is still empty when it is stored in the previous one.
     for kind in (DEFAULT, named("collections", "OrderedDict")):
         body = (
             b"]"

@@ -53,7 +53,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Callable[[Path], Any]]]]:
-    """Serves a folder and gives several ways to open its files."""
+    """Serves a folder, and yields functions that open its files in several ways."""
     folder = tmp_path_factory.mktemp("matrix")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -111,8 +111,8 @@ def test_every_combination(
         s.close()
         assert int.from_bytes(path.read_bytes()[5:9], "little") == max(version, 3 if params else 1)
         for reader, verify in itertools.product((ours, theirs), (False, True)):
-            # overwire reads every source each time. The reference, which starts curl for each, reads one source in
-            # rotation.
+            # overwire reads every source each time. The reference starts curl each time, so it only reads the next
+            # source in rotation.
             for name in ways if reader is ours else [next(names)]:
                 key = None
                 if params is not None:

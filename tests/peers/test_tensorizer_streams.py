@@ -203,7 +203,7 @@ def test_same_ends() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body that is cut is resumed. One that is cut each time raises OSError, and never gives a short read."""
+    """A truncated body is resumed. If every body is truncated, OSError is raised, and no read is short."""
     cuts = iter((1000, 0, 300_000))
     data = DATA * 4
 
@@ -259,7 +259,8 @@ def test_an_object_that_changes(how: str) -> None:
 
 
 def test_readers_that_seek(tmp_path: Path) -> None:
-    """ObjectReader does the same with a local file. Several objects read as one cannot seek back."""
+    """ObjectReader can seek back in a local file, and detects a change. Several objects read as one cannot seek
+    back."""
     path = tmp_path / "x"
 
     def put(data: bytes, day: int) -> None:
@@ -501,7 +502,7 @@ for stream in kept:
 
 
 def test_uploads_that_fail(tmp_path: Path) -> None:
-    """Closing reports a failed upload. At exit, it does not stop the other uploads."""
+    """Closing reports a failed upload. At exit, a failed upload does not stop the others."""
     kind = type("OneRefusing", (Refusing,), {"asked": [], "say": None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -561,7 +562,7 @@ def test_the_engine_alone_reaches_stores() -> None:
 
 
 def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
-    """If a file is shorter than its index says, no cut value is stored."""
+    """If a file is shorter than its index says, no truncated value is stored."""
     path = tmp_path / "x.tensors"
     ow.save_file({"a": np.arange(40_000, dtype=np.int64), "b": np.arange(9.0)}, path)
 

@@ -28,7 +28,7 @@ def run(
     source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python source after PRELUDE in a fresh interpreter. small_quarantine is for sources that measure memory,
+    """Runs Python source after PRELUDE in a fresh interpreter. small_quarantine is for sources that measure memory,
     because AddressSanitizer otherwise keeps freed memory."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_P", "PRELOAD"))}
     if small_quarantine and "ASAN_OPTIONS" in env:
@@ -47,7 +47,7 @@ def run(
 
 
 def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes]]) -> str:
-    """Write a plain safetensors file without overwire from name -> (dtype, shape, bytes)."""
+    """Writes a plain safetensors file without overwire from name -> (dtype, shape, bytes)."""
     at, header = 0, {}
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
@@ -60,7 +60,7 @@ def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes
 
 
 def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
-    """Write a plain file with count U8 tensors of zeros that take no disk space."""
+    """Writes a plain file with count U8 tensors of zeros that take no disk space."""
     shapes = {f"w{i}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]} for i in range(count)}
     text = json.dumps(shapes).encode()
     text += b" " * (-len(text) % 8)
@@ -100,7 +100,7 @@ class LongJob:
 
 
 def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
-    """Load every tensor of a file, and return job_take's list."""
+    """Loads every tensor of a file, and returns job_take's list."""
     import engine_calls as e
 
     model = e.open_model(json.dumps({"uris": [path]}))
@@ -113,7 +113,7 @@ def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
 
 
 def child(body: Callable[[], None], limit: float = 60) -> int:
-    """Fork, run body, and exit the child as a program exits. Return its exit code, or 99 if it hung."""
+    """Forks, runs body, and exits the child as a program exits. Returns its exit code, or 99 if it hung."""
     code = _child(body, limit)
     # Before LLVM 18, AddressSanitizer does not hold its own locks during a fork, so a child may inherit a locked one
     # and hang. Without AddressSanitizer no child may hang.

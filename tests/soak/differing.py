@@ -39,7 +39,7 @@ def _random_bytes(rng: random.Random, count: int) -> torch.Tensor:
 
 
 def _random_tensor(rng: random.Random, shape: list[int], is_coded: bool) -> torch.Tensor:
-    """Returns a tensor of any dtype, with random bytes or, for codecs, with values like those of models."""
+    """Returns a tensor of any dtype, with random bytes or with compressible values as in models."""
     dtype = rng.choice(_DTYPES)
     count = torch.Size(shape).numel()
     if is_coded and dtype.is_floating_point and dtype.itemsize > 1:
@@ -342,7 +342,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _compare_with_torch(round_: Round, path: Path, kept: dict[Any, Any] | None) -> None:
-    """kept: the saved object. None: the object that torch.load returns, if it accepts the file."""
+    """Compares convert with torch.load. kept is the saved object, or None to compare with the result of torch.load, if
+    it accepts the file."""
     want: list[tuple[str, torch.Tensor]] | None
     try:
         want = list(_tensors_in(kept if kept is not None else torch.load(path, weights_only=True)))
