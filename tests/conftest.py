@@ -106,8 +106,7 @@ def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
 
 
 def cleaned(*more: str) -> dict[str, str]:
-    """Returns the environment without the engine's settings and without variables that start with one of the given
-    prefixes."""
+    """Returns the environment without the engine's settings and without variables that start with a given prefix."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", *more))}
 
 

@@ -101,8 +101,8 @@ def test_shards(run: Run, tmp_path: Path) -> None:
 
 def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ow.compress and ow.decompress take files, lists, folders and URIs like the commands, and write the same files.
-    They replace a file only with overwrite=True. A compress call whose first argument is an object saves it as nyacomp
-    does."""
+    They replace a file only with overwrite=True. If the first argument of compress is an object, it is saved as by
+    nyacomp."""
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     model = tmp_path / "plain/model.safetensors"
@@ -293,8 +293,8 @@ def test_a_bucket(run: Run, tmp_path: Path) -> None:
 
 
 def test_keys(run: Run, tmp_path: Path) -> None:
-    """A safetensors file can be converted to an encrypted .tensors file and back. A key option that names an unset
-    variable is an error."""
+    """A safetensors file can be converted to an encrypted .tensors file and back. A key option with an unset variable
+    is an error."""
     plain, sealed, key = tmp_path / "a.safetensors", tmp_path / "a.tensors", tmp_path / "key"
     ow.save_file(weights(0), plain, compress=False)
     key.write_bytes(os.urandom(32))

@@ -1,5 +1,5 @@
-"""Tests that sharded checkpoints, .nemo and numpy files are read whole without running any code in them, or refused by
-name."""
+"""Tests that sharded checkpoints, .nemo and numpy files are read whole, without running any code in them, or
+refused."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["fsdp2", "megatron", "shards", "consolidated", "safetensors"])
 def test_folders_of_real_writers(tmp_path: Path, kind: str) -> None:
     """Folders that two ranks wrote with FSDP2, Megatron-core and torch's Hugging Face writer (goldens/dcp/make.py) load
-    and convert to whole tensors, and their auxiliary files are copied. Other objects become metadata values or lines of
-    the report."""
+    and convert to whole tensors. Auxiliary files are copied. Other objects become metadata or lines of the report."""
     source = tmp_path / kind
     shutil.copytree(GOLDENS / kind, source)
     want = safetensors.torch.load((GOLDENS / f"{kind}.expected").read_bytes())
@@ -466,9 +465,8 @@ def test_nemo(tmp_path: Path) -> None:
 
 
 def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """.npy and .npz arrays of every safetensors dtype, in both byte orders and deflated or stored, are loaded and
-    converted. Text arrays are lines of the report. Pickles, unknown dtypes, damage and decompression bombs are
-    refused."""
+    """.npy and .npz arrays of every safetensors dtype, in both byte orders, deflated or stored, load and convert. Text
+    arrays are lines of the report. Pickles, unknown dtypes, damage and decompression bombs are refused."""
     every = {f"t{n}": np.arange(6).reshape(2, 3).astype(kind) for n, kind in enumerate("?bBhHiIqQefdF")}
     every |= {"fortran": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)), "empty": np.empty((0, 2)), "zero": np.array(2.5)}
     path, target = tmp_path / "m.npz", tmp_path / "m.safetensors"

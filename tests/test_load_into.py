@@ -92,8 +92,7 @@ def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
 
 
 def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: bool) -> None:
-    """Destinations of another dtype, with strides, or in memory that an earlier destination uses are filled through a
-    copy."""
+    """Destinations with another dtype, strides, or memory of an earlier destination are filled through a copy."""
     tensor = torch.randn(64, 48).bfloat16()
     path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
     cast, strided, both = (
@@ -151,8 +150,7 @@ def test_tied_transposes_get_what_torch_gives_them(tmp_path: Path) -> None:
 
 
 def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
-    """An expanded destination is refused before anything is written. A destination created in inference mode is
-    filled."""
+    """An expanded destination is refused before anything is written. One created in inference mode is filled."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "b": torch.ones(8, 4)})
     good = torch.zeros(8, 4)
     with torch.inference_mode():

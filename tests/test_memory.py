@@ -118,7 +118,7 @@ assert soon(lambda: files() == open_files)
 
 
 def short(transposed: bool = False) -> torch.Tensor:
-    """Returns a tensor whose storage is shorter than the tensor."""
+    """Returns a tensor with a storage that is shorter than the tensor."""
     tensor = torch.ones(64 * 64 + 9)[9:].view(64, 64)
     tensor = tensor.t() if transposed else tensor
     tensor.untyped_storage().resize_(64 * 64 * 4)

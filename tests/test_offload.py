@@ -93,8 +93,7 @@ class Cast(torch.nn.Module):
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 @pytest.mark.parametrize("source", [None, "plain", "compressed"])
 def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Path) -> None:
-    """fp8 and int8 weights of odd sizes, from the model or a file, give right outputs in every order of the blocks.
-    close restores every byte."""
+    """fp8 and int8 weights of odd sizes, from the model or a file, work in every order. close restores every byte."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     x = torch.linspace(-1, 1, 3 * 61).reshape(3, 61)
@@ -114,8 +113,7 @@ def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
 def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int | str | None) -> None:
-    """Outputs are equal bit for bit in every order of the blocks, also if blocks are skipped or run twice. close
-    restores every byte."""
+    """Outputs are equal bit for bit in any order of the blocks, also skipped or repeated. close restores all bytes."""
     model = Model(dtype=dtype)
     reference = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
@@ -130,8 +128,7 @@ def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int |
 
 
 def test_a_parameter_that_is_away_says_so() -> None:
-    """The metadata of an offloaded parameter is available. Reading, writing and saving it raise an error with its
-    name."""
+    """An offloaded parameter has its metadata. Reading, writing and saving it raise an error with its name."""
     model = Model()
     with ow.offload(model, "cpu"):
         weight = model.layers[1].up.weight
@@ -157,8 +154,7 @@ def test_a_parameter_that_is_away_says_so() -> None:
 
 
 def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
-    """Pickling and copying an offloaded model or its handle is refused with a clear error, even if all blocks stay on
-    the device."""
+    """Pickling and copying an offloaded model or its handle is refused, even if all blocks stay on the device."""
     model = Model()
     with ow.offload(model, "cpu") as offloaded:
         for use in (pickle.dumps, copy.deepcopy, lambda one: torch.save(one, io.BytesIO())):
@@ -246,8 +242,7 @@ def test_two_threads_run_the_model() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
-    """A model with other values, or on meta, gets its weights from a file. A file that lacks some of them is
-    refused."""
+    """A model with other values, or on meta, gets its weights from a file. A file that lacks some is refused."""
     model = Model()
     reference = outputs(model)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
@@ -288,8 +283,7 @@ def test_a_pipeline_of_models() -> None:
 
 
 def test_blocks_are_cut_where_lists_cover_them() -> None:
-    """A block that holds more than a sixteenth of the model is divided if module lists cover nearly all of it. Others
-    stay whole."""
+    """A block with over a sixteenth of the model is divided if module lists cover nearly all of it, and else whole."""
     stage = torch.nn.Module()
     stage.blocks = torch.nn.ModuleList(Layer(96, torch.float32) for _ in range(3))
     mixed = torch.nn.Module()
@@ -384,8 +378,7 @@ def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress
 
 
 def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> None:
-    """A file that lacks values for buffers on meta is refused, and so is one over max_memory. The model stays on
-    meta."""
+    """A file without values for buffers on meta, or over max_memory, is refused. The model stays on meta."""
     ow.save_model(Plain(), tmp_path / "m.safetensors")
     empty = to_meta(Plain(), buffers=True)
     with pytest.raises(ow.ModelMismatchError, match="lacks 1 weights of the model: scale"):
@@ -434,8 +427,7 @@ class Shows(torch.nn.Module):
 
 
 def test_what_would_change_later_is_found_in_nested_outputs() -> None:
-    """A part of the weights in a nested output stays unchanged. An output that needs the weights for gradients is
-    refused."""
+    """A part of the weights in a nested output stays unchanged. An output that needs them for gradients is refused."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Shows() for _ in range(3))
     with ow.offload(model, "cpu"):
@@ -462,8 +454,7 @@ def test_parameters_are_those_of_before_also_for_autograd() -> None:
 
 
 def test_threads_that_wait_for_each_others_slots_end() -> None:
-    """If two threads each hold a slot and call another block, with two slots in all, one of them gets an error instead
-    of waiting forever."""
+    """If two threads each hold one of two slots and call another block, one gets an error instead of waiting."""
     barrier = threading.Barrier(2)
 
     class Caller(torch.nn.Linear):
@@ -539,8 +530,7 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
 
 
 def test_a_run_has_ended_when_its_frame_has() -> None:
-    """A run's frame, in this or another thread, shows whether the run has ended, without walking another thread's
-    stack."""
+    """A frame, of this or another thread, shows whether its run has ended. No other thread's stack is walked."""
     import sys
 
     frames: list[Any] = []

@@ -22,8 +22,8 @@ from accelerate.hooks import remove_hook_from_submodules  # noqa: E402
 from accelerate.utils import align_module_device  # noqa: E402
 from accelerate.utils.modeling import get_state_dict_offloaded_model  # noqa: E402
 
-# These tests use the CPU as the execution device. accelerate treats it as different from "cpu", where offloaded weights
-# are.
+# These tests use the CPU as the execution device. accelerate treats it as different from "cpu", where weights are
+# offloaded.
 GPU = torch.device("cpu")
 MAP = {"embed": GPU, "layers.0": GPU, "layers.1": "cpu", "layers.2": "cpu", "layers.3": GPU, "layers.4": "cpu", "head": GPU}
 
@@ -76,8 +76,7 @@ def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: s
 
 
 def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
-    """A forward with gradients runs through accelerate itself and warns. The next forward without gradients is streamed
-    again."""
+    """A forward with gradients runs through accelerate itself and warns. The next one without gradients is streamed."""
     reference = Model(dtype=torch.float32)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
     x = torch.randn(2, 96, requires_grad=True)

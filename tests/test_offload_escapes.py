@@ -1,5 +1,4 @@
-"""Tests that memory which outlives a block's run, and weights that a block changes, have the values of the resident
-model."""
+"""Tests that memory which outlives a block's run, and weights that a block changes, are as in the resident model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests tensors that do not own one block of memory. A rank loads its part of a DTensor, and other such tensors are
-refused by name."""
+"""Tests tensors that do not own one block of memory. A rank loads its part of a DTensor. Other such tensors are
+refused."""
 
 from __future__ import annotations
 
@@ -142,8 +142,7 @@ def test_sleeping_tensors_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
-    """strict=True reports a missing tensor without an address like any other. A tensor under two names counts as
-    tied."""
+    """strict=True reports a missing tensor that has no address. A tensor under two names counts as tied."""
     wrapped = torch.nn.Module()
     wrapped.a, wrapped.other = (torch.nn.Parameter(Wrapper(torch.zeros(4, 4)), requires_grad=False) for _ in range(2))
     with pytest.raises(ow.ModelMismatchError, match="missing.*'other'"):
@@ -350,8 +349,7 @@ os._exit(0)
 
 
 def test_ranks_load_into_sharded_modules(torch_script: Callable[..., Any]) -> None:
-    """FSDP2 and tensor-parallel modules on two ranks get the file's values, whether the ranks load separately or as a
-    group."""
+    """FSDP2 and tensor-parallel modules on two ranks get the file's values, from separate loads and as a group."""
     assert torch_script(RANKS).stdout.split() == ["loaded"] * 2
 
 

@@ -70,8 +70,7 @@ def test_checksums() -> None:
 
 
 def test_random_files(tmp_path: Path, seed: int) -> None:
-    """Both readers agree on files of every dtype and kind of values, with column parts and aliases, at levels without
-    Zstandard."""
+    """Both readers agree on files of every dtype and kind of values, column parts and aliases, without Zstandard."""
     torch = pytest.importorskip("torch")
     r = random.Random(seed)
     torch.manual_seed(seed)
@@ -261,8 +260,7 @@ def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
-    """Both readers accept the same versions in the note. In a newer minor version, reserved bytes may have a
-    meaning."""
+    """Both readers accept the same versions. In a newer minor version, reserved bytes may have a meaning."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
     data = path.read_bytes()
@@ -281,8 +279,7 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
-    """The portable wheel is valid and reads every golden file with only numpy. Functions that need the engine say
-    so."""
+    """The portable wheel is valid and reads every golden file with numpy only. Functions without the engine say so."""
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     assert check.audit(wheel) == []
     for path, digests in check.read_goldens(wheel, check.goldens()).items():
@@ -405,8 +402,7 @@ def test_frames_that_say_something_else(tmp_path: Path) -> None:
 
 
 def test_torch_and_folders(tmp_path: Path) -> None:
-    """The portable reader returns torch tensors if torch is installed, and reads all files of a folder. A tensor name
-    in two files and URIs are refused."""
+    """The portable reader returns torch tensors and reads folders. A name in two files and URIs are refused."""
     torch = pytest.importorskip("torch")
     tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
     ow.save_file(tensors, tmp_path / "1.safetensors")

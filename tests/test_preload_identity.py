@@ -188,8 +188,7 @@ def test_modules(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_tensors_file_that_was_replaced(tmp_path: Path, caplog: Log) -> None:
-    """A load of a .tensors file that TensorSerializer overwrote in place returns the new tensors, plain or
-    encrypted."""
+    """A load of a .tensors file that TensorSerializer has overwritten returns the new tensors, plain or encrypted."""
     from overwire.compat.tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
     path = tmp_path / "m.tensors"
@@ -210,8 +209,7 @@ def mapped(path: Path) -> bool:
 
 
 def let_go(path: Path) -> bool:
-    """Returns whether the file is unmapped within a minute. A thread that populates a mapping keeps it until it is
-    done."""
+    """Returns whether the file is unmapped within a minute. A thread may still be populating the mapping."""
     until = time.monotonic() + 60
     while mapped(path) and time.monotonic() < until:
         time.sleep(0.002)
@@ -219,8 +217,7 @@ def let_go(path: Path) -> bool:
 
 
 def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
-    """A load with its own mmap or read setting does not use a preload with another one. lenient, dtype, keys and
-    framework still join."""
+    """A load with another mmap or read setting uses no preload. One with lenient, dtype, keys or framework does."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path, compress=False)
     for arguments in ({"mmap": False}, {"read": "direct"}):

@@ -45,8 +45,7 @@ def shape_of(rng: random.Random, count: int) -> list[int]:
 
 
 def tensors_of(rng: random.Random) -> dict[str, Any]:
-    """Returns tensors of random types and sizes. Some have the bytes of others under other names and in other
-    shapes."""
+    """Returns tensors of random types and sizes. Some equal others under other names and in other shapes."""
     tensors: dict[str, Any] = {}
     for number in range(rng.randint(4, 9)):
         dtype = getattr(torch, rng.choice(TYPES))

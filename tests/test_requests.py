@@ -215,7 +215,7 @@ def test_waits_take_seconds(folder: Path, timeout: Any) -> None:
 
 
 def test_a_hint_is_a_keyword_of_the_verb() -> None:
-    """A function without device or framework arguments suggests neither, and no function suggests the argument that it
+    """A function without device or framework arguments suggests neither. No function suggests the argument it
     refuses."""
     calls: list[Any] = [
         lambda: ow.save_file(STATE, "x", framework="pt"), lambda: ow.save_file(STATE, "x", devise="cpu"),

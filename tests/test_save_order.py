@@ -227,5 +227,5 @@ def test_an_error_reaches_the_next_writer_of_any_kind(folder: Path) -> None:
     ],
 )
 def test_spellings_of_one_path(one: str, two: str) -> None:
-    """Spellings of one path have equal keys, including URIs whose text names it."""
+    """Spellings of one path have equal keys, including URIs that contain it."""
     assert _order._keys_of(one) == _order._keys_of(two)

@@ -26,8 +26,7 @@ def names_of(kind: str) -> list[str]:
 
 
 def mixture(kind: str) -> dict[str, torch.Tensor]:
-    """Returns a small mixture of experts with every kind of name that contains an expert's number, and with similar
-    names."""
+    """Returns a small mixture of experts with every kind of name with an expert's number, and with similar names."""
     torch.manual_seed(9)
     made = {"model.embed_tokens.weight": torch.randn(40, 8), "experts.weight": torch.randn(3)}
     for layer in range(LAYERS):

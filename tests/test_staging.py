@@ -1,5 +1,4 @@
-"""Tests that CheckpointStager copies a state as it was at the call, or refuses it with a tensor's name before it copies
-anything."""
+"""Tests that CheckpointStager copies a state as it was at the call, or refuses it by a tensor's name."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
-    """Returns tensors of every dtype and of odd sizes, an empty one, a scalar, and one larger than an encryption
-    chunk."""
+    """Returns tensors of every dtype and of odd sizes: an empty one, a scalar, and one over an encryption chunk."""
     gen = torch.Generator().manual_seed(seed)
     out = {}
     for i, dtype in enumerate(DTYPES):

@@ -35,8 +35,7 @@ class Other(torch.Tensor):  # type: ignore[misc]
 
 
 def state() -> dict[str, Any]:
-    """Returns tensors of every kind that safetensors has, including views, ties, parameters, empty tensors and
-    scalars."""
+    """Returns tensors of every kind that safetensors has, with views, ties, parameters, empty tensors and scalars."""
     w = torch.randn(64, 48)
     every = {
         str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype)
@@ -87,8 +86,8 @@ def test_tensors_with_attributes_come_over_and_none_is_left_out(tmp_path: Path) 
 
 @pytest.mark.parametrize("bit", ["conj", "neg", "neg of uint16"])
 def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> None:
-    """Lazy conjugates and negatives are refused, because their storage holds other values. Tensors that torch resolved
-    are converted."""
+    """Lazy conjugates and negatives are refused, because their storage holds other values. Resolved tensors are
+    converted."""
     number = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     lazy = number.conj() if bit == "conj" else torch._neg_view(number.real.clone())
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
@@ -192,8 +191,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
-    """Truncated files, files of another kind, and tensors that reach outside the stored data are errors that name the
-    file."""
+    """Truncated files, files of another kind, and tensors outside the stored data are errors that name the file."""
     path = tmp_path / "x.pt"
     cases: list[tuple[type[Exception], str]] = []
 
@@ -351,8 +349,7 @@ def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_files_that_become_one(tmp_path: Path) -> None:
-    """Two weight files whose names differ only in their extension are refused, because one would overwrite the
-    other."""
+    """Two weight files that differ only in their extension are refused, because one would overwrite the other."""
     (tmp_path / "model").mkdir()
     for ending in ("pt", "pth"):
         torch.save({ending: torch.ones(3)}, tmp_path / f"model/model.{ending}")
@@ -423,8 +420,7 @@ def _dict(count: int, value: bytes) -> bytes:
     ids=["names", "texts", "lists", "classes", "tensors"],
 )
 def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
-    """A pickle that refers to one key, value, class or tensor many times is refused before it takes that much memory or
-    disk space."""
+    """A pickle that refers to one key, value, class or tensor many times is refused before it takes so much space."""
     path = _archive(tmp_path / "small.pt", pickled + b".", (("data/0", bytes(1 << 20)),))
     with pytest.raises(error, match=re.escape(str(path))):
         ow.convert(path, tmp_path / "x.safetensors")

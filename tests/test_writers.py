@@ -233,8 +233,8 @@ def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler that calls close or drop on the file whose close it interrupted gets a clear error, and the
-    close continues."""
+    """A signal handler that calls close or drop on a file during its close gets a clear error, and the close
+    continues."""
     path = tmp_path / "x"
     file = stores.FileWriter(str(path))
     file.write(b"bytes")
@@ -306,8 +306,7 @@ def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_python_code_writes_by_itself() -> None:
-    """Python code publishes files only through the engine's writer, so the package does not call os.umask, os.replace
-    or os.rename."""
+    """Python code publishes files only through the engine's writer, never by os.umask, os.replace or os.rename."""
     import re
 
     folder = Path(ow.__file__).parent
@@ -322,8 +321,7 @@ def test_no_python_code_writes_by_itself() -> None:
 
 
 def test_one_file_beside_an_index(tmp_path: Path) -> None:
-    """save_file refuses a file next to the shard index for its name, because the folder would still load by that
-    index."""
+    """save_file refuses a file next to the shard index for its name, because the folder would still load by it."""
     path = tmp_path / "model.safetensors"
     many: dict[str, Any] = {"x": np.zeros(999, "f4"), "y": np.arange(999, dtype="f4")}
     ow.save_file(many, path, max_shard_size=4000)

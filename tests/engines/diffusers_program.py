@@ -288,8 +288,7 @@ def lazy(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """An error is typed and raised when its model is loaded. Nothing that was read ahead remains, and nothing of the
-    patch."""
+    """An error is typed and raised when its model is loaded. Nothing read ahead remains, and nothing of the patch."""
     folders(folder)
     before = diffusers.ModelMixin.__dict__["from_pretrained"], DiffusionPipeline.__dict__["from_pretrained"], safetensors.safe_open
 
@@ -349,8 +348,7 @@ def damaged(folder: Path) -> None:
 
 
 def memory(folder: Path) -> None:
-    """torch's allocator is asked once, and before the load, for the GPU memory of all large tensors in their cast
-    dtype."""
+    """torch's allocator is asked once, before the load, for the GPU memory of all large tensors in their cast dtype."""
     from overwire.compat.safetensors import patching
     from overwire.integrations import diffusers as ours
 

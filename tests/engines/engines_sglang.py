@@ -51,7 +51,7 @@ class Fused(torch.nn.Module):
 
 
 class Computes(Fused):
-    """A Fused whose loader needs the data for an operation."""
+    """A Fused with a loader that needs the data for an operation."""
 
     reads = True
 

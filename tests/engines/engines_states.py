@@ -77,7 +77,7 @@ def add_adapters(model: Any, config: Any, path: Path) -> dict[str, Any]:
 
 
 def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
-    """Compares two starts of a model whose layers vLLM wraps for adapters before its state is written."""
+    """Compares two starts of a model if vLLM wraps its layers for adapters before its state is written."""
     from overwire.integrations.vllm import prepared
 
     path, more = root / "llama/plain", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -213,8 +213,7 @@ def tensors_of(model: Any) -> list[torch.Tensor]:
 
 
 def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
-    """If a model is put to sleep while its state is being written, the writing ends first. Models made from prepared
-    state also sleep."""
+    """If a model is put to sleep while its state is written, the writing ends first. Prepared models also sleep."""
     from overwire.integrations import vllm as plugin
     from overwire.integrations.vllm import prepared, sleeping
     from vllm import device_allocator

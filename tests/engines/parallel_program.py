@@ -36,8 +36,7 @@ def reads() -> int:
 
 
 def check(folder: Path, kind: str) -> None:
-    """Asserts that a model's shards equal those of the unpatched load and that compressed files are only partly
-    read."""
+    """Asserts that a model's shards equal the unpatched load's and that compressed files are only partly read."""
     five = int(transformers.__version__.split(".")[0]) >= 5
     if not five:  # torch 2.11 refuses the Shard(-1) of its plans, and all weights here have two dimensions
         import transformers.integrations.tensor_parallel as plans

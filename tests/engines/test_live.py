@@ -75,8 +75,8 @@ def places(model: Fused) -> Places:
 
 
 def test_pushes_land_in_place(tmp_path: Path) -> None:
-    """The loader runs once for pushes of the same tensors. It runs again for other tensors and for a parameter whose
-    memory has moved. Parameters keep their memory."""
+    """The loader runs once for pushes of the same tensors. It runs again for other tensors and if a parameter's memory
+    has moved. Parameters keep their memory."""
     model, publisher = Fused(), Publisher(tmp_path / "pushes")
     into = places(model)
     at = model.qkv.data_ptr()

@@ -82,7 +82,7 @@ class Model(torch.nn.Module):
 
 
 def processed() -> Model:
-    """Returns a model whose processing has removed a parameter and set a flag."""
+    """Returns a model after processing that removed a parameter and set a flag."""
     model = Model()
     for layer in (model.one, model.two):
         del layer.gone
@@ -288,8 +288,7 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
-    """Memory is allocated while the file is being opened. If a tensor cannot be allocated, no thread and no open file
-    remain."""
+    """Memory is allocated while the file is being opened. If that fails, no thread and no open file remain."""
     path, record = kept(processed(), tmp_path)
     rows = json.loads(json.dumps(record["tensors"]))
     for at, value, words in ((1, "torch.nothing", "torch does not have the dtype"), (4, "cuda", "was on cuda")):
@@ -335,8 +334,7 @@ def test_tensors_without_dimensions_come_with_the_others(
 
 
 def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
-    """A tensor without dimensions fills a target of one element, and all elements of a target that it is expanded
-    to."""
+    """A tensor without dimensions fills a target of one element, and all elements of an expanded target."""
     ow.save_file({"scale": torch.tensor(0.5)}, tmp_path / "a.safetensors")
     one, many = torch.zeros(1), torch.zeros(3, 2)
     with ow.safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -361,8 +359,7 @@ def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    """If the record has more tensors than its file, it is refused, because uninitialised memory must never be in a
-    model."""
+    """A record with more tensors than its file is refused, because no model may get uninitialised memory."""
     path, record = kept(processed(), tmp_path)
     record["tensors"]["more"] = record["tensors"]["one.weight"]
     with pytest.raises(Refused, match="lacks more"):

@@ -103,8 +103,7 @@ def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
 
 
 def test_writing_compressed(tmp_path: Path) -> None:
-    """Files are written compressed only while a patch asks for it. They are complete or absent, and can be read
-    again."""
+    """Files are written compressed only while a patch asks for it. They are complete or absent, and can be read."""
     tensors = {"a": torch.randn(64, 64).bfloat16(), "n": torch.zeros(0, 3), "s": torch.tensor(2.5)}
     plain = ow.patch_safetensors()
     with ow.patch_safetensors(compress=True):

@@ -219,7 +219,7 @@ assert "overwire._core" not in sys.modules
 
 
 def test_loads_in_the_order_of_the_files(engines: Path, model: Path) -> None:
-    """Plain and compressed files are loaded in file order with little memory. Tensors outlive the next step and the
+    """Plain and compressed files load in file order with little memory. Tensors outlive the next step and the
     loader."""
     code = """
 for kind in ("plain", "compressed"):
@@ -236,8 +236,7 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
-    """Slices are loaded into the memory to which the loader would copy them. A loader that cannot be planned gets
-    tensors."""
+    """Slices are loaded to where the loader would copy them. A loader that cannot be planned gets tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.shared.copies as copies
@@ -560,8 +559,7 @@ assert joined == 0 and alone > size * 0.5, (alone, joined, size)  # two of six t
 
 
 def test_a_parent_of_vllm_does_not_preload(engines: Path, model: Path) -> None:
-    """vLLM's first process does not preload, because a child loads the model and an engine would not survive the
-    fork."""
+    """vLLM's first process does not preload: a child loads the model, and an engine would not survive the fork."""
     code = """
 import os, types
 os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"

@@ -61,8 +61,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def times(self, *runs: Callable[[], object]) -> list[float]:
-        """Returns the median seconds of each run, measured alternately. Work that was queued before a run is not
-        counted."""
+        """Returns the median seconds of each run, measured alternately. Work queued before a run is not counted."""
         found: list[list[float]] = [[] for _ in runs]
         for round_ in range(self.repeat + 1):
             for run, seconds in zip(runs, found, strict=True):

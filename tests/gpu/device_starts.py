@@ -88,8 +88,7 @@ def without_kernels() -> bool:
 
 
 def stand_in_for_operations() -> types.ModuleType:
-    """Returns a module with the operations that layers refer to, and with functions that report no kernel
-    capability."""
+    """Returns a module with the operations of layers, and with functions that report no kernel capability."""
     import torch
 
     library = torch.library.Library("_C", "FRAGMENT")

@@ -1,5 +1,4 @@
-"""Compares the tokens that vLLM's engine generates after a start with each load format. `device_vllm.py --generate`
-runs it."""
+"""Compares the tokens that vLLM's engine generates with each load format. `device_vllm.py --generate` runs it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ needs_torch = pytest.mark.skipif(not REAL, reason="torch has no GPU")
 
 
 def content(size: int, seed: int = 5) -> bytes:
-    """Returns words whose second halves repeat, as in weights."""
+    """Returns words with repeating second halves, as in weights."""
     r = random.Random(seed)
     piece = bytearray(r.randbytes(min(size, 70_000)))
     for i in range(1, len(piece), 2):

@@ -123,8 +123,7 @@ def test_options_of_reading_alone_are_handed_on(stand_in: Any) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("Cascaded", 1), ("Cascaded", 2), ("LZ4", 2), ("Snappy", 2), ("Zstd", 2)])
 def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stand_in: Any, plain: bytes) -> None:
-    """Cascaded and length-prefixed streams do not identify their writer, so blocks that we refuse are tried with
-    nvCOMP."""
+    """Cascaded and length-prefixed streams do not identify their writer, so blocks that we refuse go to nvCOMP."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind(kind), data_type="|u1")
     ours = back(codec.encode(there(plain)))
     bad = marked(ours)
@@ -169,8 +168,7 @@ def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
 @needs_torch
 @pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "GDeflate", "Cascaded"])
 def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) -> None:
-    """nvCOMP's native streams with checksums, and its sized streams, are read through nvCOMP. A changed byte is an
-    error."""
+    """nvCOMP's native streams with checksums, and its sized ones, are read through nvCOMP. Damage is an error."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:
         pytest.skip("nvidia.nvcomp is overwire's own module")

@@ -127,8 +127,7 @@ def test_blocks_of_another_programs_model(poisoned: None) -> None:
 
 
 def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
-    """A part of the weights that a block returns keeps its values in separate memory while the slot gets other
-    blocks."""
+    """A part of the weights that a block returns keeps its values in other memory while the slot gets other blocks."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:

@@ -120,8 +120,7 @@ def failing(folder: Path) -> None:
 
 
 def subset(folder: Path) -> None:
-    """A group of some ranks saves, waiting and in the background, while the other rank trains or saves without a
-    group."""
+    """Some ranks save as a group, waiting and in the background, while the other rank trains or saves by itself."""
     group = dist.new_group([0, 2], backend="gloo")
     if dist.get_rank() != 1:
         state = {f"of-{dist.get_rank()}": torch.full((999,), float(dist.get_rank())), "both": torch.arange(5)}

@@ -119,7 +119,7 @@ def hosts(folder: Path) -> None:
     by("mapped")
     for name, here in ((lambda: f"host{rank // 2}", (0, 1)), (lambda: "alone" if rank == 0 else "together", (1, 2, 3))):
         grouping.host_identity = name
-        world = dist.new_group()  # a new group, whose ranks have not met
+        world = dist.new_group()  # a new group: its ranks have not met
         read = reads(world)
         for shard in ({}, SHARD):
             same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, 4))

@@ -346,8 +346,7 @@ def test_every_file_has_the_id(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint in a store that is removed and saved again while it is being opened is opened again and is the new
-    one."""
+    """If a checkpoint in a store is removed and saved again while it is being opened, the new one is opened."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step"
 

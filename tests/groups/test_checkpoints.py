@@ -111,8 +111,7 @@ def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    """Tied, strided, empty and zero-dimensional tensors and plain values are loaded. A later checkpoint replaces the
-    older one."""
+    """Tied, strided, empty and zero-dimensional tensors and plain values load. A later checkpoint replaces it."""
     at = tmp_path / "c"
     for seed, how in enumerate([{}, {"compress": False}, {"max_shard_size": 1000}]):
         save(at, seed, **how)
@@ -415,8 +414,7 @@ def objects(folder: Path) -> set[str]:
 
 
 def test_a_store() -> None:
-    """A checkpoint in S3 can be loaded, also as a model. It becomes visible with its description and is not
-    replaced."""
+    """A checkpoint in S3 loads, also as a model. It becomes visible with its description and is not replaced."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
@@ -468,8 +466,7 @@ def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_joined_tensors_are_rows_of_one() -> None:
-    """Only parts of a tensor that was cut along its first dimension can be joined. Others are refused before anything
-    is written."""
+    """Only parts of a tensor cut along its first dimension can be joined. Others are refused before any write."""
     from overwire.frameworks.spec import JoinedTensor
 
     for parts in (
@@ -534,8 +531,7 @@ def test_stager(tmp_path: Path) -> None:
 
 
 def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank maps only memory that was offered to it. If the host lacks memory, a typed error is raised and nothing is
-    left."""
+    """A rank maps only memory that was offered to it. Lack of host memory is a typed error and leaves nothing."""
     memory = buffers.host_memory(5000, False)
     offer = buffers.offer_buffers()
     block = memory[256:300].view(torch.int32)

@@ -202,7 +202,7 @@ def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.imports_torch
 def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
-    """A rank whose tensors differ from the plain file's ends the benchmark. Wrong arguments are refused."""
+    """If a rank's tensors differ from the plain file's, the benchmark ends. Wrong arguments are refused."""
     ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
     ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
     task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "mapped", "device": "cpu", "repeat": 1, "first": True, "floors": {}}

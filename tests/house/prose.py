@@ -34,8 +34,7 @@ HABITS = {
 }
 SCOPES = ("pages", "go", "python", "messages", "tests")
 
-# Ceilings are rounded up to this step, so that deleting clean text does not exceed one. A ceiling falls no lower than
-# its aim.
+# Ceilings are rounded up to this step, so that deleting clean text does not exceed one. None falls below its aim.
 STEP = 0.05
 AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # the aim of the others is STEP
 
@@ -53,7 +52,7 @@ Table = dict[str, dict[str, float]]
 
 
 def comments(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yields each comment, docstring and literal of a source file with its scope. Consecutive comment lines are one
+    """Yields each comment, docstring and literal of a source file with its scope. Adjacent comment lines are one
     comment."""
     scope = "tests" if counts.is_test(path) else "python" if path.endswith(".py") else "go"
     for found in (PYTHON if path.endswith(".py") else GO).finditer(text):

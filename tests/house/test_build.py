@@ -169,8 +169,7 @@ def test_wheel_runs_on(version: str, wheel: Path) -> None:
 
 
 def test_library_names_no_place(wheel: Path) -> None:
-    """The library contains no path of the machine that built it. build.py also builds it in two folders and
-    compares."""
+    """The library contains no path of the build machine. build.py also builds it in two folders and compares."""
     with zipfile.ZipFile(wheel) as z:
         built = z.read("overwire/_core.abi3.so")
     for word in (str(ROOT), str(Path.home()), tempfile.gettempdir()):
@@ -191,8 +190,8 @@ def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
 
 
 def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
-    """gen_python.py generates the committed functions, types, dtypes, names and error classes from the engine's tables
-    byte for byte."""
+    """gen_python.py generates the committed functions, types, dtypes, names and error classes from the engine's
+    tables."""
     tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
     assert written == ["_core.pyi", "_requests.py", "_tables.py", "_verbs.py", "errors.py", "verbs/results.py"]
@@ -201,8 +200,7 @@ def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
 
 
 def test_the_stub_is_of_the_module() -> None:
-    """The generated stub lists exactly the module's contents, and each function takes the arguments in its
-    signature."""
+    """The generated stub lists exactly the module's contents, and each function takes its signature's arguments."""
     from overwire import _core
 
     stub = (ROOT / "python/overwire/_core.pyi").read_text()
@@ -218,8 +216,7 @@ def test_the_stub_is_of_the_module() -> None:
 
 
 def test_sdist_has_the_tree(dist: Path) -> None:
-    """The sdist contains everything that the wheel is built from, all with one timestamp, and no built or hidden
-    file."""
+    """The sdist contains everything that the wheel is built from, with one timestamp, and no built or hidden file."""
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as tar:
         members = tar.getmembers()
@@ -233,8 +230,7 @@ def test_sdist_has_the_tree(dist: Path) -> None:
 
 @pytest.mark.parametrize("how", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])  # compiles everything
 def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> None:
-    """The wheel and the sdist install into a fresh environment with build isolation, without a package index or Go's
-    proxy."""
+    """The wheel and the sdist install into a fresh environment with build isolation, without an index or Go's proxy."""
     what = {"wheel": wheel, "sdist": next(dist.glob("*.tar.gz"))}[how]  # `make build` tests the editable install
     venv = tmp_path / "venv"
     tool(sys.executable, "-m", "venv", "--without-pip", venv)

@@ -99,8 +99,7 @@ import x  # noqa: {LONG}
     ],
 )
 def test_which_lines_are_long(path: str, text: str, lines: list[int]) -> None:
-    """Literals in tests may be long. Code, comments and docstrings may not, except for a pragma at the end of a
-    line."""
+    """Literals in tests may be long. Code, comments and docstrings may not, except for a pragma at the end."""
     assert counts.long_lines(path, text) == lines
     assert [sentence.split(" ")[0] for sentence in counts.overlong({path: text})] == [f"{path}:{n}" for n in lines]
 
@@ -124,8 +123,7 @@ def test_identifiers_are_split_into_words() -> None:
 
 
 def test_ceilings_fall_and_rise_for_a_reason_alone() -> None:
-    """A lower count lowers its ceiling. A higher count is reported until its ceiling is raised with a reason, which is
-    stored."""
+    """A lower count lowers its ceiling. A higher count is reported until its ceiling is raised with a stored reason."""
     row = dict.fromkeys(counts.COLUMNS, 7)
     table = counts.new_table({"gosrc/x": row}, {})
     assert table == {"gosrc/x": row | {"lines": 50}}

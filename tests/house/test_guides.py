@@ -126,8 +126,7 @@ def test_the_commands_of_encrypted_files_run(tmp_path: Path) -> None:
 @pytest.mark.imports_torch
 @pytest.mark.parametrize("name", ["fastsafetensors", "nyacomp", "tensorizer"])
 def test_the_ways_into_drop_ins_run(name: str, tmp_path: Path) -> None:
-    """Each shell line on a drop-in's page runs as pasted, with a program that imports the library under its original
-    name."""
+    """Each shell line on a drop-in's page runs as pasted, with a program that imports the library by its own name."""
     (block,) = (text for text in blocks(f"docs/{name}.md", "sh") if "program.py" in text)
     ours = f'import overwire.compat; assert "overwire" in {name}.__file__, {name}.__file__\n'
     (tmp_path / "program.py").write_text(f"import {name}\n{ours}")
@@ -210,8 +209,7 @@ def test_the_first_minute_runs(page: str, least: int, tmp_path: Path) -> None:
 
 
 def test_files_for_production_name_what_is_there() -> None:
-    """Settings, commands and load formats in the Dockerfile and the Kubernetes deployment exist, and the YAML is
-    valid."""
+    """Settings, commands and load formats in the Dockerfile and the Kubernetes deployment exist. The YAML is valid."""
     yaml = pytest.importorskip("yaml")
     folder = ROOT / "examples/production"
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.iterdir()))

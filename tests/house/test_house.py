@@ -20,8 +20,8 @@ from overwire import plumbing
 
 PACKAGE = Path(overwire.__file__).parent
 
-# Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own layer and
-# lower ones.
+# Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own and lower
+# ones.
 LAYERS: list[tuple[str, str]] = [
     ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables"),
     ("portable", "portable portable.*"),  # forked children read with it
@@ -44,8 +44,7 @@ LAYERS: list[tuple[str, str]] = [
 # Modules that outside code may import, besides the names in overwire.__all__.
 PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "plumbing", "records"}
 
-# Modules that users import by name and that define __all__. In other modules, every name without an underscore is
-# public.
+# Modules that users import by name and that define __all__. In other modules, names without an underscore are public.
 DOORS = [*PUBLIC, *"""
     portable.door integrations integrations.vllm integrations.sglang compat compat.fastsafetensors compat.nvcomp
     compat.nyacomp compat.fastsafetensors.copier compat.nvcomp.external_memory compat.nyacomp.hf
@@ -296,7 +295,7 @@ def test_only_doors_list_their_names() -> None:
 
 
 def test_classes_say_where_users_find_them() -> None:
-    """Classes name the module where users find them, so that pickles do not contain internal module names, which may
+    """Classes name the module where users find them, because pickles must not contain internal names, which may
     change."""
     reports = [
         overwire.Report(1, 1, 1.0, 0.1, 1, 0, 0, ("m",)),

@@ -113,8 +113,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_cycle_collector_waits() -> None:
-    """During an import the cycle collector runs no finalizer on any thread. Afterwards it is enabled if it was
-    before."""
+    """During an import the cycle collector runs no finalizer on any thread. Afterwards its state is restored."""
     assert gc.isenabled()
     with Undisturbed(), Undisturbed():
         assert not gc.isenabled()
@@ -154,8 +153,7 @@ assert "overwire.gpu" not in sys.modules
 
 
 def test_handlers_call_overwire_in_the_middle_of_its_imports(script: Callable[..., Any]) -> None:
-    """A signal handler that saves and loads works during any import of overwire and while the engine is being
-    loaded."""
+    """A signal handler that saves and loads works during any import of overwire and while the engine is loaded."""
     program = """
 import signal, sys
 import numpy as np, overwire as ow

@@ -38,8 +38,7 @@ def run(*argv: str) -> str:
 
 
 def alone(browser: chromium.Chromium, page: Path) -> None:
-    """Asserts that the page's script has finished, that the page requested nothing else, and that no text became an
-    element."""
+    """Asserts that the page's script has finished and requested nothing else, and that no text became an element."""
     assert browser.run("document.body.dataset.ready") == "1"
     assert browser.requests == [page.resolve().as_uri()] and browser.errors == []
     assert browser.run("document.querySelectorAll('img, iframe, object, link, svg script').length") == 0
@@ -158,8 +157,7 @@ def test_trace(browser: chromium.Chromium, trace: Path) -> None:
 
 
 def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """The page of a trace with 100,000 spans on workers, copies and kernels works, and hostile names do not break
-    it."""
+    """The page of a trace with 100,000 spans on workers, copies and kernels works, also with hostile names."""
     events: list[dict[str, object]] = []
     for pid, tid, name in [(1, 0, "load"), *((1, n + 1, f"worker {n}") for n in range(16)), (2, 0, "copies"), (2, 1, HOSTILE[0])]:
         events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})

@@ -76,8 +76,7 @@ def test_pages_are_read_without_code() -> None:
 
 
 def test_ceilings_only_fall() -> None:
-    """A lower rate lowers its ceiling, rounded up to a step. A higher rate is reported with a command that lists the
-    occurrences."""
+    """A lower rate lowers its ceiling, rounded up to a step. A higher rate is reported with a command that shows it."""
     table = prose.lower({"go": {"beside": 0.52}}, {})
     assert table == {"go": {"beside": 0.55}}
     assert prose.lower({"go": {"beside": 0.31}}, table) == {"go": {"beside": 0.35}}

@@ -32,8 +32,7 @@ def test_docstrings_become_text(text: str, rst: str) -> None:
 
 
 def test_overloads_become_one_signature() -> None:
-    """Overloads are shown as the last signature with all result types. A flag that each overload fixes becomes a
-    bool."""
+    """Overloads are shown as the last signature with all result types. A flag fixed by each overload is a bool."""
 
     def make(flag: str, result: str, default: Any = inspect.Parameter.empty) -> inspect.Signature:
         parameter = inspect.Parameter("wait", inspect.Parameter.KEYWORD_ONLY, annotation=flag, default=default)

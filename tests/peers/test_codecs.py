@@ -217,8 +217,7 @@ def test_frames_of_streaming_writers_decode() -> None:
 
 
 def test_padding_of_gzip() -> None:
-    """Zeros after a gzip member are padding, as in Python's gzip. Other bytes there, or before the first member, are
-    damage."""
+    """Zeros after a gzip member are padding, as in Python's gzip. Other bytes there, or before the first, fail."""
     plain = content(1000)
     one = gzip.compress(plain)
     padded = one + b"\0" + one + bytes(3)

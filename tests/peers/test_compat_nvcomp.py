@@ -83,8 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Programs can import the module through the compat path and after install, also next to other wheels in the nvidia
-    namespace."""
+    """Programs can import the module through the compat path and after install, also next to other nvidia wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -228,8 +227,7 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Arrays, batches and empty ones round-trip, with algorithm names in any case and with the algorithm deduced from
-    the header."""
+    """Arrays, batches and empty ones round-trip, with names in any case and with the algorithm of the header."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -249,8 +247,7 @@ def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_streams_of_reference_libraries(name: str) -> None:
-    """liblz4, snap, libzstd and zlib read and write RAW and WITH_UNCOMPRESSED_SIZE streams. NATIVE streams contain RAW
-    ones."""
+    """liblz4, snap, libzstd and zlib read and write RAW and WITH_UNCOMPRESSED_SIZE. NATIVE streams contain RAW ones."""
     encode, decode = OTHERS[name]
     for size in SIZES:
         plain = content(size)
@@ -311,8 +308,7 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """A result in the caller's memory keeps its address. Memory that is too small is a ValueError, but our own Arrays
-    are resized."""
+    """A result in the caller's memory keeps its address. If that is too small, only our own Arrays are resized."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -372,8 +368,7 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """A wrong checksum raises at the first access, once, and only for its Array in a batch. With strict, decode
-    raises."""
+    """A wrong checksum raises once, at the first access, and only for its Array in a batch. Strict decoding raises."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)
@@ -480,8 +475,7 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results are in the allocator's memory and freed with their last holder. Resetting the allocator does not affect
-    existing buffers."""
+    """Results are in the allocator's memory and freed with their last holder. Old buffers survive a reset."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))
@@ -565,8 +559,7 @@ def test_context_manager_and_threads() -> None:
 
 
 def test_exit_with_live_objects(torch_script: Any) -> None:
-    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, also in a cycle and with running
-    threads."""
+    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, also in cycles and threads."""
     done = torch_script(
         """
 import threading

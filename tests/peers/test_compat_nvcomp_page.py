@@ -140,8 +140,7 @@ def test_strides_are_a_tuple_as_nvcomps() -> None:
 
 
 def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
-    """Native, sized and Cascaded streams from nvCOMP are refused with the error class of their kind and the wheel's
-    name."""
+    """Native, sized and Cascaded streams from nvCOMP are refused with their kind's error class and the wheel's name."""
     if original.usable():
         pytest.skip("nvCOMP is installed and reads them")
     theirs = bytearray(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000))))

@@ -112,8 +112,7 @@ def test_rows_of_a_plan(files: Any) -> None:
 
 
 def test_what_is_closed(files: Any) -> None:
-    """A closed loader returns nothing more, and tensors it returned stay valid. A loader that is left early frees the
-    rest."""
+    """A closed loader returns nothing more, and tensors it returned stay valid. A loader left early frees the rest."""
     path, tensors = files
     with ours.safe_open(path, "pt").prefetch() as loader:
         name, tensor = next(iter(loader))
@@ -161,8 +160,7 @@ def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None
 
 
 def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
-    """A signal handler cannot take from the loader that it interrupts, and the other tensors are then returned as
-    usual."""
+    """A signal handler cannot take from the loader that it interrupts. The other tensors are returned as usual."""
     path, tensors = files
     refused = []
 
@@ -252,8 +250,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: pathlib.Path) -> None:
-    """Requests that cannot be prefetched are refused with the original's error class and message before anything is
-    read."""
+    """Requests that cannot be prefetched raise the original's error class and message before anything is read."""
     header = {
         "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "c": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},

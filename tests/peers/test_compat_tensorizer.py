@@ -506,8 +506,7 @@ def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
 
 
 def test_import_and_install() -> None:
-    """The import loads no large package and does not start the engine. A program finds the drop-in through
-    PYTHONPATH."""
+    """The import loads no large package and does not start the engine. PYTHONPATH makes programs find the drop-in."""
     program = (
         "import sys, tensorizer, tensorizer.serialization as s, tensorizer.stream_io\n"
         "assert tensorizer._crypt.available  # there without an import of its own, as in tensorizer\n"

@@ -1,4 +1,4 @@
-"""Tests additions of fastsafetensors 0.5: shard plans, and copiers whose tensors can be waited for one at a time."""
+"""Tests additions of fastsafetensors 0.5: shard plans, and copiers that allow waiting for single tensors."""
 
 from __future__ import annotations
 

@@ -57,8 +57,7 @@ def test_a_state_dict_in_files(tmp_path: Path, name: str, monkeypatch) -> None:
 
 
 def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
-    """A checkpoint with an entry named 'meta' is refused, because the layout uses that name and the entry would be
-    lost."""
+    """A checkpoint with an entry named 'meta' is refused, because the layout uses that name."""
     for value in (torch.ones(9999), {"epoch": 3}):
         torch.save({"meta": value, "w": torch.ones(9999)}, tmp_path / "x.bin")
         with pytest.raises(ow.NotSupportedError, match="'meta'"):
@@ -165,8 +164,7 @@ def _older(path: Path) -> None:
 
 
 def test_a_checkpoint_that_comes_with_an_older_time_counts(tmp_path: Path) -> None:
-    """A checkpoint that replaces another but keeps its own older time, as cp -p does, is loaded instead of the
-    compressed form."""
+    """A checkpoint that replaces another but has an older time (cp -p) is loaded instead of the compressed form."""
     path, other = tmp_path / "x.pth", tmp_path / "other"
     torch.save(_state(), path)
     hf.compress_state_dict(path)

@@ -286,7 +286,7 @@ def hooked(cls: type[Library]) -> str:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the hooks of one library, whose modules seem imported."""
+    """Sets the hooks of one library. Its modules seem imported."""
     monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
     return lambda make: monkeypatch.setattr(accelerate, "pair_replacements", lambda found, lazy: make())
 
@@ -351,8 +351,7 @@ def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: p
 
 
 def test_conjugate_and_negative_views_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Compressed under the patch, a lazy view is saved with its own values, not with those in the memory it refers
-    to."""
+    """Compressed under the patch, a lazy view is saved with its own values, not those of its memory."""
     number = torch.randn(999, dtype=torch.complex64)
     tensors = {"conj": number.conj(), "neg": torch._neg_view(torch.randn(999)), "plain": torch.randn(999)}
     assert tensors["conj"].is_conj() and tensors["neg"].is_neg()
@@ -429,8 +428,7 @@ assert not hasattr(module.load_file, "__wrapped__")
 
 
 def test_threads(tmp_path: Path) -> None:
-    """Threads may begin and end patches at any time. Each thread's patch works until that thread ends it, and nothing
-    remains at the end."""
+    """Threads may begin and end patches at any time. Each patch works until its end, and nothing remains after it."""
     ow.save_file({"a": torch.arange(100)}, tmp_path / "a.safetensors")
     m = module("bound_threads")
     wrong: list[Any] = []

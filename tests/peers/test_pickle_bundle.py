@@ -247,8 +247,7 @@ def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatc
 
 
 def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> None:
-    """A callback or signal handler is refused if it saves the bundle whose save it interrupts. Otherwise it would wait
-    for itself."""
+    """A callback or signal handler cannot save the bundle during a save of it, because it would wait for itself."""
     lock, errors = str(tmp_path / ".x.lock"), []
 
     def both() -> None:
@@ -306,7 +305,7 @@ def test_a_lock_of_a_killed_writer_stops_no_one(tmp_path: Path, monkeypatch) -> 
 
 
 def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: Path, monkeypatch) -> None:
-    """A load whose pickle is replaced twice before its container is opened returns the newest object."""
+    """If a pickle is replaced twice before its container is opened, the load returns the newest object."""
     path = tmp_path / "x.pkl"
     ow.compress_pickle({"v": torch.zeros(999)}, path)
     real, news = opening.read_file, [{"w": torch.ones(999)}, {"v": torch.zeros(999), "x": 3}]
@@ -379,8 +378,7 @@ def test_plain_containers(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path, monkeypatch: Any) -> None:
-    """If a pickle with the same stem cannot be inspected, saving is an error, because it could replace that pickle's
-    container."""
+    """If a pickle with the same stem cannot be inspected, a save fails, because it could replace its container."""
     ow.save_bundle({"a": torch.ones(9)}, tmp_path / "m.pkl")
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 

@@ -341,7 +341,7 @@ def references() -> Iterator[Case]:
 
 
 def tensors() -> Iterator[Case]:
-    """Yields calls of rebuilding functions whose arguments reach outside a blob."""
+    """Yields calls of rebuilding functions with arguments that reach outside a blob."""
     storage = push(("storage", 0, "float32", 400)) + b"Q"
     untyped = push(("storage", 0, "", 400)) + b"Q"
     v2 = stack_global("torch._utils", "_rebuild_tensor_v2")

@@ -126,7 +126,7 @@ def test_sizes_that_torch_cannot_multiply_are_refused(fenced: Fenced) -> None:
         )
         with pytest.raises(ow.FormatError):
             load(meta, fenced)
-    with pytest.raises(ow.FormatError):  # an empty tensor whose data is elsewhere
+    with pytest.raises(ow.FormatError):  # an empty tensor with its data elsewhere
         load(tensor(0, "float32", 16, (0,), (1,), 1 << 61), fenced, bytes(16))
 
 

@@ -82,8 +82,7 @@ def test_ours(vector, tmp_path):
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_switch(vector, tmp_path):
-    """Each rule works through the public API: strict by default, and `lenient=True` accepts exactly the files that the
-    vectors say."""
+    """Each rule works through the public API: strict by default, and `lenient=True` accepts the listed files."""
     engine()
     import overwire as ow
 

@@ -133,8 +133,7 @@ def test_every_combination(
 
 
 def test_protobuf() -> None:
-    """Each reads the other's messages. overwire returns the bits of 16-bit floats, which the reference turns into
-    numbers."""
+    """Each reads the other's messages. overwire returns the bits of 16-bit floats, and the reference numbers."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     import tensorizer.protobuf as reference

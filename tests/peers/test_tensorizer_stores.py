@@ -219,8 +219,7 @@ def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_where_s3_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Endpoints and credentials are found in arguments, .s3cfg, the environment, AWS's files and CoreWeave's
-    defaults."""
+    """Endpoints and credentials come from arguments, .s3cfg, the environment, AWS's files and CoreWeave's defaults."""
     s3 = ours._s3
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)

@@ -259,8 +259,7 @@ def test_an_object_that_changes(how: str) -> None:
 
 
 def test_readers_that_seek(tmp_path: Path) -> None:
-    """ObjectReader can seek back in a local file, and detects a change. Several objects read as one cannot seek
-    back."""
+    """ObjectReader can seek back in a local file, and detects a change. Several objects read as one cannot."""
     path = tmp_path / "x"
 
     def put(data: bytes, day: int) -> None:

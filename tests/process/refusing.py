@@ -79,8 +79,8 @@ class Refusal:
     """A child that runs tasks while chosen system calls fail."""
 
     def __init__(self, program: Path) -> None:
-        """Starts program, a file with a `main(control)` that calls `serve_tasks`. Raises OSError if the system has no
-        such filter."""
+        """Starts program, a file with a `main(control)` that calls `serve_tasks`. Raises OSError without such a
+        filter."""
         self._control, other = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, str(program), str(other.fileno())], pass_fds=[other.fileno()], stderr=subprocess.PIPE,
@@ -164,8 +164,8 @@ class Refusal:
         return json.loads(answer)
 
     def refuse(self, call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False) -> None:
-        """Restarts counting and refuses calls as `run` does until the end of the next task. Without a kind, all calls
-        are allowed."""
+        """Restarts counting and refuses calls as `run` does until the next task ends. Without a kind, all calls are
+        allowed."""
         with self._lock:
             self._counts.clear()
             self.was_refused = False

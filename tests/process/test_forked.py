@@ -1,5 +1,4 @@
-"""Tests that forked children, such as DataLoader workers, read local files after their parent has started the
-engine."""
+"""Tests that forked children, such as DataLoader workers, read local files although the engine runs in their parent."""
 
 from __future__ import annotations
 

@@ -143,8 +143,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_is_read_whole_or_not_at_all(script) -> None:
-    """A child reads what an index.json lists, or a complete set of shards. An ambiguous or incomplete folder is an
-    error."""
+    """A child reads the files of an index.json, or a complete set of shards. Any other folder is an error."""
     script(FOLDERS)
 
 

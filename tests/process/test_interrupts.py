@@ -178,8 +178,7 @@ next(batches)
 
 
 def test_a_batch_that_is_open_at_the_exit(torch_script) -> None:
-    """If the interpreter exits during a ParallelLoader's iteration, it does not wait for a thread that has already
-    ended."""
+    """If the interpreter exits during a ParallelLoader's iteration, it does not wait for an ended thread."""
     assert not torch_script(EXITING).stderr
 
 

@@ -165,7 +165,7 @@ assert not [name for name in os.listdir(folder) if ".overwire-" in name]
 
 
 def test_writers_without_a_working_folder(tmp_path: Path) -> None:
-    """In a process whose working folder was removed, every writer and reader works with absolute paths."""
+    """If the working folder was removed, every writer and reader works with absolute paths."""
     gone = tmp_path / "gone"
     gone.mkdir()
     run("import sys, os\nos.rmdir(os.getcwd())\n" + EVERY_WRITER, tmp_path, cwd=gone)

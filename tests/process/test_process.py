@@ -44,8 +44,7 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_forked_children_are_refused(big: str, small: str) -> None:
-    """In a forked child every call raises ForkedError immediately, tensors stay readable, and the child exits with
-    0."""
+    """In a forked child every call raises ForkedError immediately, tensors stay readable, and the exit code is 0."""
     out = run("""
 import ctypes
 import overwire.jobs  # imported once, not in each child
@@ -264,8 +263,7 @@ def test_sigterm_ends_at_once(big: str) -> None:
 
 
 def test_signal_handlers_stay_pythons() -> None:
-    """Starting the engine does not change the handlers of INT, TERM, HUP, USR1 and CHLD. Python's handlers still
-    run."""
+    """Starting the engine leaves the handlers of INT, TERM, HUP, USR1 and CHLD, and Python's handlers still run."""
     run("""
 hits = []
 for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
@@ -353,8 +351,7 @@ assert len(load(small)) == 1 and e.knobs()
 
 
 def test_panic_poisons_and_python_lives() -> None:
-    """A panic in Go is an EngineError, also in every later call. Its stack is printed once, and the process
-    continues."""
+    """A panic in Go is an EngineError, also in later calls. Its stack is printed once, and the process continues."""
     done = run("""
 from overwire._engine import core
 for call in (lambda: core().call("panic", "", b""), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):

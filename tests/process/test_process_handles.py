@@ -55,8 +55,7 @@ for call in (e.close_model, e.job_free):
 
 
 def test_what_holds_a_handle_is_not_copied(every: str) -> None:
-    """copy, deepcopy and pickle refuse an object with a handle, because destroying the copy would close the
-    original's."""
+    """copy, deepcopy and pickle refuse an object with a handle, because the copy's end would close the original's."""
     run("""
 import copy, pickle
 import overwire as ow
@@ -104,8 +103,7 @@ for _ in range(100):
 
 
 def test_texts_and_lists_are_checked(every: str) -> None:
-    """NUL, lone surrogates, numbers out of range and wrong tuples are a ValueError or TypeError before they reach
-    Go."""
+    """NUL, lone surrogates, numbers out of range and wrong tuples are a ValueError or TypeError before Go sees them."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))

@@ -170,8 +170,8 @@ def test_saves(child: Child, folder: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SAVES)
 def test_every_save(child: Child, folder: Path, kind: str) -> None:
-    """With any system call failing with any errno, each kind of save succeeds or raises a typed error and leaves the
-    old file."""
+    """With any system call failing with any errno, each save succeeds or raises a typed error and keeps the old
+    file."""
     sweep_saves(child, folder, kind, wide=True)
 
 
@@ -255,8 +255,7 @@ def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_every_call_of_a_server(folder: Path) -> None:
-    """With any failing system call, a server sends the right bytes or an incomplete answer that clients reject, and
-    continues."""
+    """With any failing system call, a server sends the right bytes or an answer that clients reject, and continues."""
     whole, wrong = (folder / "packed.safetensors").read_bytes(), []
 
     def answer() -> bytes | None:

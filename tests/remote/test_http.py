@@ -200,8 +200,7 @@ print(json.dumps(sorted(tensors)))
 
 
 def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
-    """OVERWIRE_DOWNLOADER makes another program, such as curl or overwire itself, fetch over HTTP. A missing file is an
-    error."""
+    """OVERWIRE_DOWNLOADER makes another program, such as curl or overwire, fetch over HTTP. A missing file fails."""
     want = weights(n=3)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve()

@@ -77,7 +77,7 @@ def servers() -> Iterator[Callable[..., Server]]:
 
 
 def saved(path: Path, seed: int = 1, n: int = 4) -> dict[str, np.ndarray[Any, Any]]:
-    """Saves a plain file of 1 MB tensors, each of which takes several requests."""
+    """Saves a plain file of 1 MB tensors that take several requests each."""
     made = np.random.default_rng(seed)
     tensors = {f"layer.{i}": made.normal(0, 0.02, (250_000,)).astype(np.float32) for i in range(n)}
     ow.save_file(tensors, path, compress=False)
@@ -129,8 +129,7 @@ def test_where_none_may_lead(servers: Callable[..., Server]) -> None:
 
 @pytest.mark.parametrize("code", [301, 302, 307, 308])
 def test_s3(servers: Callable[..., Server], code: int) -> None:
-    """A redirect from an S3 store is refused for reading, writing and listing, so keys and tokens are sent only to the
-    store."""
+    """A redirect from an S3 store is refused for reads, writes and lists, so keys and tokens reach only the store."""
     other = servers("127.0.0.1", lambda path: b"x" * 100)
     store = servers("127.0.0.1", lambda path: (code, {"Location": f"{other.url}/?{SECRET}"}, b""))
     options = {"endpoint_url": store.url, "key": "AKIAPLANTED", "secret": SECRET, "token": SECRET, "retries": 0}
@@ -201,8 +200,7 @@ def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, m
 
 
 def test_nothing_to_pin_by(servers: Callable[..., Server], tmp_path: Path) -> None:
-    """If a server sends neither ETag nor date and its file changes during a load, the tensors are all old or all
-    new."""
+    """If a server sends neither ETag nor date and its file changes during a load, tensors are all old or all new."""
     wants, datas = [], []
     for seed in (1, 2):
         wants.append(saved(tmp_path / "m.safetensors", seed))

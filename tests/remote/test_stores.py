@@ -286,8 +286,8 @@ def test_nothing_leaks(store: Store) -> None:
 
 
 def test_tensors_sleep_into_a_store(store: Store) -> None:
-    """The file of sleeping tensors appears in a store as a save's file does. If it cannot be written, the tensors do
-    not sleep."""
+    """The file of sleeping tensors appears in a store like a save's. If it cannot be written, the tensors stay
+    awake."""
     torch: Any = pytest.importorskip("torch")
     options, base = store
     want = {**weights(), "turned": weights()["a"].T.copy()}

@@ -59,9 +59,8 @@ DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
 
 
 def damage(round_: Round) -> None:
-    """If a compressed file, a shard, a delta or a bundle is flipped, cut, overwritten or extended, a load gives a
-    typed error or the same bytes. Plain, torch.save and .tensors files, whose checksums a load does not compare, do
-    no harm."""
+    """If a compressed file, a shard, a delta or a bundle is flipped, cut, overwritten or extended, a load gives a typed
+    error or the same bytes. Plain, torch.save and .tensors files do no harm, although a load compares no checksums."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((200, 1 << 14, 1 << 18)))
     kind = rng.choice(("compressed", "digests", "shards", "smaller", "plain", "delta", "bundle", "parts", "torch", "tensors"))

@@ -14,7 +14,7 @@ from .outcomes import Failure, Round
 
 # Growth between two measurements that is not a leak, because the allocator's pages and arenas vary.
 SLACK = {"descriptors": 0, "threads": 2, "mappings": 64, "KiB": 12 << 10}
-DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU, whose driver fills its own pools more slowly
+DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU: the driver fills its own pools more slowly
 
 
 def leaks(round_: Round) -> None:

@@ -73,8 +73,7 @@ _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, 
 
 
 def _take_shared_memory() -> Path | None:
-    """Gives this process and its children a separate /dev/shm, if it may mount, so that only they can leave files in
-    it."""
+    """Gives this process and its children a separate /dev/shm, if it may mount, so that it has only their files."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return None

@@ -34,8 +34,7 @@ class Stored(NamedTuple):
 
 
 def random_tensors(rng: random.Random, size: int = 1 << 20) -> Tensors:
-    """Returns tensors of about size bytes in total, with the usual dtypes and awkward shapes. Some are tied or
-    equal."""
+    """Returns tensors of about size bytes in total, of the usual dtypes and awkward shapes. Some are tied or equal."""
     source = torch.Generator().manual_seed(rng.getrandbits(48))
     tensors: Tensors = {}
     count = rng.randint(2, 12)

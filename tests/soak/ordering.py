@@ -1,5 +1,4 @@
-"""A loop over saves in the background: several writers save to the same paths, some without waiting, in random
-order."""
+"""A loop over background saves: several writers save to the same paths, some without waiting, in random order."""
 
 from __future__ import annotations
 

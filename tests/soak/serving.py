@@ -1,5 +1,4 @@
-"""Loops over stores: servers that are slow, cut answers or send wrong ones, and real Redis and S3 servers with changing
-objects."""
+"""Loops over stores: servers that are slow, cut or send wrong answers, and real Redis and S3 servers."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ import overwire as ow
 from .models import Tensors, random_tensors, store, version, which
 from .outcomes import Failure, Round
 
-# Errors that a load over a network may raise. CorruptError means that the object has changed or the server's answer is
-# wrong.
+# Errors of loads over a network. CorruptError means that the object has changed or the server's answer is wrong.
 REFUSALS = (
     ow.IOFailure, ow.DeadlineError, ow.CorruptError, ow.FormatError, ow.NotFoundError, ow.NotSupportedError,
     ow.AccessError,
@@ -32,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     """Serves one object by ranges. With some probability an answer has one of FAULTS."""
 
     protocol_version = "HTTP/1.1"
-    objects: list[tuple[str, bytes]] = []  # (ETag, bytes), of which the first is served
+    objects: list[tuple[str, bytes]] = []  # (ETag, bytes); only the first is served
     chance = 0.0
     faults: tuple[str, ...] = ()
     rng: random.Random
