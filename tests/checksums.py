@@ -1,4 +1,4 @@
-"""Writes the checksums of containers again, for tests that change what a checksum would show."""
+"""Recomputes the checksums of edited containers, for tests of damage that checksums would otherwise catch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from overwire.portable.sums import crc32c
 
 
 def with_checksums(data: bytearray) -> bytes:
-    """A container whose header, index and chunks have the checksums of what they are, as far as its numbers lead to
-    places in it."""
+    """Returns the container with recomputed checksums of its header, index and chunks. Chunks that reach past the end
+    of the file keep theirs."""
     base = 8 + int.from_bytes(data[:8], "little")
     tensors, chunks, dims = struct.unpack_from("<3I", data, base + 16)
     table = base + 64 + 8 * dims + 64 * tensors

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_configure() -> None:
-    """Handles Ctrl-C as a program at a terminal does: background jobs of a shell start with SIGINT ignored, and pass
-    that on."""
+    """Restores the default SIGINT handler, because shells start background jobs with SIGINT ignored and children
+    inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     share_cores(os.environ, len(os.sched_getaffinity(0)))
     processes.adopt()
@@ -29,16 +29,16 @@ def pytest_configure() -> None:
 
 
 def share_cores(env: MutableMapping[str, str], cores: int) -> None:
-    """Divides the cores among pytest's workers. Otherwise torch has a thread per core in each worker, and threads that
-    wait for others of their process spin: work on the host takes ten times as long."""
+    """Divides the cores among pytest's workers. Otherwise torch starts one thread per core in each worker, and threads
+    that spin while they wait make CPU work ten times slower."""
     workers = int(env.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
 
 
-# These tests take longest: at the end, all but one worker would wait for them.
+# The slowest tests run first. At the end, all other workers would wait for them.
 FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
-# Files with tests that start many processes, or builds: `make quick` leaves them out.
+# Test files that start many processes or builds. `make quick` leaves them out.
 HEAVY = """benches build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later
     fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http interrupts nyacomp_readme
     patch_safetensors pickle_hostile pickle_limits preload preload_identity process process_handles processes
@@ -55,26 +55,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Ensures that no process started by a test outlives the tests, however they end."""
+    """Fails if a process that a test started is still running at the end, and kills it."""
     yield
     warm.end()
     stayed = processes.left(float(os.environ.get("OVERWIRE_TEST_GRACE") or 30))
-    assert not stayed, f"still running, and killed now: {stayed}"
+    assert not stayed, f"processes of tests were still running and have been killed: {stayed}"
 
 
 @pytest.fixture(autouse=True)
 def torch_is_imported_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A program that imports torch anew takes seconds: a test that needs one is marked."""
+    """Fails unmarked tests that start a program which imports torch, because that takes seconds."""
     warm.anew.clear()
     yield
     marked = request.node.get_closest_marker("imports_torch") is not None
-    assert marked or not warm.anew, f"use `torch_script` or `warm.run`, or the mark imports_torch: {warm.anew}"
+    assert marked or not warm.anew, f"use `torch_script` or `warm.run`, or add the mark imports_torch: {warm.anew}"
 
 
 @pytest.fixture(autouse=True)
 def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers share a GPU. A test that measures or fills its memory (whole_gpu) uses it exclusively. It locks out
-    newcomers until the other tests have ended."""
+    """Gives a test marked whole_gpu exclusive use of the GPU, which the workers otherwise share. While it waits for
+    running tests to end, no new test starts."""
     if request.path.parent.name != "gpu":
         yield
         return
@@ -91,14 +91,14 @@ def one_gpu_for_all(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Returns a new seed for each run, printed when the test fails; OVERWIRE_TEST_SEED sets it."""
+    """Returns a new seed for each run and prints it. OVERWIRE_TEST_SEED sets it."""
     value = int(os.environ.get("OVERWIRE_TEST_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {value} (OVERWIRE_TEST_SEED={value} repeats it)")
     yield value
 
 
 def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
-    """Waits up to limit seconds for something to become true: background work ends later on a busy machine."""
+    """Waits up to limit seconds until ok() is true. Background work ends later on a busy machine."""
     until = time.monotonic() + limit
     while not ok() and time.monotonic() < until:
         time.sleep(0.01)
@@ -106,7 +106,7 @@ def soon(ok: Callable[[], bool], limit: float = 60) -> bool:
 
 
 def cleaned(*more: str) -> dict[str, str]:
-    """Returns the environment without the engine's settings, and without variables that begin with one of more."""
+    """Returns the environment without the engine's settings and without variables that start with a given prefix."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_", "PRELOAD", *more))}
 
 
@@ -124,7 +124,7 @@ def _script(
 
 @pytest.fixture
 def torch_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python source in tmp_path, in a separate process that has imported only torch: see warm."""
+    """Runs Python source in tmp_path, in a separate process that has imported only torch. The module warm says how."""
     return _script(warm.run, tmp_path)
 
 
@@ -135,7 +135,7 @@ def script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 def every_dtype() -> dict[str, Any]:
-    """Returns a torch tensor of each dtype that torch has, with every byte value in it."""
+    """Returns a tensor of each torch dtype that contains every byte value."""
     import torch
     from overwire.frameworks.torch import _TYPES
 
@@ -177,7 +177,7 @@ def raw(tensor: Any) -> bytes:
         import torch
 
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # as_strided: a single element may keep any stride, which view refuses.
+        # as_strided, because a single element may have any stride and view refuses some of them.
         flat = dense.as_strided((dense.numel(),), (1,))
         return flat.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     return tensor.tobytes()

@@ -1,11 +1,11 @@
-"""Runs the tests/gpu/test_gpu_*.py files that need no torch on a GPU, without a GPU.
+"""Runs the tests/gpu/test_gpu_*.py files that work without torch on a GPU, on a machine without a GPU.
 
 Their engine uses the fake driver of gosrc/device/cuda and the host twins of the kernels.
 
     python tests/fake_gpu.py [pytest's arguments]
 
-The engine is compiled into build/fake, next to links to the package's files.
-`make fakepy` calls this, with the CGO_CXXFLAGS of Go's tests of the fake driver.
+The engine is compiled into build/fake, next to links to the package's files. `make fakepy` calls this, with the
+CGO_CXXFLAGS of Go's tests of the fake driver.
 """
 
 from __future__ import annotations

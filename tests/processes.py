@@ -1,6 +1,6 @@
-"""Starts programs for tests: each in its own process group, which ends with the test.
+"""Starts programs for tests, each in its own process group, and kills the group when the test ends.
 
-A test that fails, or is interrupted, leaves neither the program nor anything that the program has started.
+A test that fails or is interrupted leaves no process running.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill what is left of the process group that process leads, and wait for process."""
+    """Kills the remaining processes of the group that this process leads, and waits for this process's end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -28,7 +28,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 @contextlib.contextmanager
 def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a program in its own process group; kill the group when the block is left."""
+    """Starts a program in its own process group, and kills the group when the block ends."""
     process = subprocess.Popen(argv, start_new_session=True, **options)
     try:
         yield process
@@ -41,7 +41,7 @@ def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
 
 @contextlib.contextmanager
 def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
-    """Yield the URL of an `overwire serve` of a folder, which runs until the block is left."""
+    """Runs `overwire serve` on a folder until the block ends, and yields its URL."""
     command = [sys.executable, "-m", "overwire", "serve", str(folder), *options]
     with started(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -51,12 +51,12 @@ def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
 
 
 def adopt() -> None:
-    """Become the parent of every descendant whose own parent has ended, so that left() finds it."""
+    """Makes this process the parent of every descendant that loses its parent, so that left() finds it."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def left(grace: float) -> list[str]:
-    """Return the command lines of this process's descendants that do not end within grace seconds. They are killed."""
+    """Kills this process's descendants that do not end within grace seconds, and returns their command lines."""
     until = time.monotonic() + grace
     while (running := _descendants()) and time.monotonic() < until:
         time.sleep(0.02)
@@ -65,12 +65,12 @@ def left(grace: float) -> list[str]:
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        running = _descendants()  # including those that became ours
+        running = _descendants()  # includes processes that were reparented to this one
     return stayed
 
 
 def _descendants() -> dict[int, str]:
-    """Return process id -> command line of every running descendant. Children that have ended are waited for."""
+    """Returns the command line of every running descendant by process id, and reaps children that have ended."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -86,6 +86,6 @@ def _descendants() -> dict[int, str]:
         for pid in more:
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if "resource_tracker" not in command:  # Python's own, which ends with this process
+                if "resource_tracker" not in command:  # Python's own tracker ends with this process
                     found[pid] = command[:300]
     return found

@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parent.parent
 S3_KEY = "AKIAOVERWIRETESTKEY1"
 S3_SECRET = "planted/Secret+OfTheS3Server0123456789ab"
 REDIS_PASSWORD = "planted-Redis-Password-0123456789"
-# Secrets that no text may show.
+# No log, message or trace may contain any of these.
 SECRETS = ("planted", S3_KEY, "X-Amz-Signature", "Credential=")
 
 
 def found(name: str) -> str | None:
-    """Returns the path of a program: in build/bin, or as the shell finds it."""
+    """Returns the path of a program in build/bin or on PATH."""
     own = ROOT / "build" / "bin" / name
     return str(own) if own.exists() else shutil.which(name)
 
@@ -42,7 +42,7 @@ def _program(name: str, how: str) -> str:
     return path
 
 
-# An address of this machine that no other test process uses: a free port there stays free until a server takes it.
+# A loopback address that no other test process uses, so that a free port stays free until a server binds it.
 HOST = f"127.{64 + (os.getpid() >> 16 & 63)}.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
 
 
@@ -74,7 +74,7 @@ def _running(argv: list[str], port: int, **env: str) -> Iterator[None]:
 
 @contextmanager
 def s3() -> Iterator[tuple[dict[str, object], Path]]:
-    """Returns storage options of a server with one bucket, "models", and its folder."""
+    """Starts an S3 server with one bucket, "models", and yields its storage options and its folder."""
     program = _program("versitygw", "`make build/bin/versitygw` builds it, as `make test` does")
     for parent in (None, "/dev/shm"):
         root = Path(tempfile.mkdtemp(prefix="overwire-s3-", dir=parent))
@@ -98,13 +98,13 @@ def s3() -> Iterator[tuple[dict[str, object], Path]]:
 
 
 class Front(BaseHTTPRequestHandler):
-    """A proxy before a store, which keeps the host, since that is signed. It records requests as (method, path with its
-    query, headers, status, bytes of the answer's body), and refuses those that the test names."""
+    """A proxy in front of a store. It keeps the Host header, which is signed. It records each request as (method, path
+    with query, headers, status, size of the answer's body), and refuses requests that the test selects."""
 
     protocol_version = "HTTP/1.1"
     behind: str
     asked: list[tuple[str, str, Message, int, int]]
-    refuse: str  # in a path: answered with AccessDenied
+    refuse: str  # requests with this text in their path are answered with AccessDenied
     methods: tuple[str, ...]  # methods that are refused; empty means all
 
     def _forward(self) -> None:
@@ -137,7 +137,7 @@ class Front(BaseHTTPRequestHandler):
 
 @contextmanager
 def front(url: str) -> Iterator[tuple[str, type[Front]]]:
-    """Yields the URL of a `Front` before a server, and the proxy to inspect and control."""
+    """Yields the URL of a `Front` before a server, and the proxy class, which holds its records and settings."""
     kind = type("OneFront", (Front,), {"behind": url.split("/")[2], "asked": [], "refuse": "", "methods": ()})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -150,8 +150,8 @@ def front(url: str) -> Iterator[tuple[str, type[Front]]]:
 
 @contextmanager
 def redis(password: str | None = REDIS_PASSWORD, config: Path | None = None) -> Iterator[tuple[dict[str, object], str]]:
-    """Returns storage options of a server, and the beginning of its URIs. None: it asks for no password. config: a file
-    with the password, in place of `password`."""
+    """Starts Redis, and yields its storage options and the prefix of its URIs. With password None the server asks for
+    none. config is a file that contains the password and replaces `password`."""
     program = _program("redis-server", "a package of the system (Debian: redis-server)")
     with tempfile.TemporaryDirectory() as folder:
         port = _port()

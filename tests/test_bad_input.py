@@ -1,6 +1,7 @@
-"""Tests files that break the format, or change while they are read, at every entry point: each rule of
-goldens/container/vectors.json gives its typed error with the file's name, wherever the file comes in, and nothing stays
-open."""
+"""Tests files that break the format, or change while they are read, at every entry point.
+
+Each vector of goldens/container/vectors.json raises its typed error with the file's name, and no descriptor stays open.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def _object(path: Path, **named: Any) -> Any:
 
 def _index(path: Path, **named: Any) -> Any:
     index = path.parent / "model.safetensors.index.json"
-    try:  # an index lists its files' tensors
+    try:  # an index lists the tensors of its files
         names = list(ow.safe_open(path, "bytes", **named).offset_keys())
     except ow.OverwireError:
         names = ["a"]
@@ -101,12 +102,12 @@ def _links() -> list[str]:
     for number in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:  # the listing's own error
+        except FileNotFoundError:  # the descriptor that listdir itself used is closed
             pass
     return links
 
 
-# Errors that a module load, or a request by name, may raise before or instead of the file's own.
+# Errors that load_model or a lookup by name may raise before or instead of the file's own.
 BESIDE = (ow.ModelMismatchError, ow.TensorNotFoundError)
 
 
@@ -121,7 +122,7 @@ def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
         path.write_bytes(base64.b64decode(vector["file"]))
         for lenient in (False, True) if takes and entry not in ("verify", "inspect") else (False,):
             reads = vector["lenient"] if lenient else vector["ours"] == ""
-            if reads and entry == "load_file of an index":  # no writer makes an index without tensors
+            if reads and entry == "load_file of an index":  # no writer makes an index of no tensors
                 reads = bool(ow.load_file(path, framework="bytes", lenient=lenient))
             named = {"lenient": True} if lenient else {}
             try:
@@ -136,12 +137,12 @@ def test_every_rule_at_every_entry(entry: str, tmp_path: Path) -> None:
             if error is not None:
                 assert type(error).__name__ in ((vector["ours"],) if vector["ours"] else ("FormatError", "CorruptError")), where
                 assert "model.safetensors" in str(error) or entry == "load_file of an open file", where
-    # A preload closes its file after it has answered.
-    assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in _links())), "descriptors stay open"
+    # A preload closes its file only after it has reported the result.
+    assert soon(lambda: not any(link.startswith(str(tmp_path)) for link in _links())), "descriptors are still open"
 
 
 def test_every_rule_at_other_libraries_names(tmp_path: Path) -> None:
-    """The compat modules are as strict, with errors of their own."""
+    """The compat modules refuse the same files, with the error types of the library they replace."""
     import overwire.compat.fastsafetensors as fst
     import overwire.compat.safetensors as st
     import overwire.compat.safetensors.torch as st_torch
@@ -187,8 +188,8 @@ def plain(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("mmap", [None, False])
 def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mmap: bool | None, compress: bool) -> None:
-    """A file that is truncated after it was opened, in each way of opening, is a CorruptError with file and offset, and
-    never gives the zeros that a read past the end may give."""
+    """Reading a file that was truncated after it was opened is a CorruptError with file and offset. It never returns
+    the zeros that a read past the end can give."""
     path, tensors = plain
 
     def fresh() -> int:
@@ -218,8 +219,8 @@ def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mma
         lambda: ow.verify(path),
     ):
         gone(call)
-    # During a stream: old bytes, if they were read in time, or the error. It is not mapped: losing mapped data ends the
-    # process, as load_file's page says.
+    # A stream returns the old bytes if it read them in time, or raises the error. The file is not mapped, because
+    # losing mapped data ends the process, as the documentation of load_file says.
     fresh()
     running = ow.stream(path, mmap=False, max_memory=2_100_000)
     name, tensor = next(running)
@@ -230,7 +231,7 @@ def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mma
     except ow.CorruptError as error:
         assert error.source == str(path)
     assert torch.equal(tensor, tensors[name])
-    # A pinned model has its bytes.
+    # A pinned model keeps its bytes.
     fresh()
     with ow.pin(path) as pinned:
         os.truncate(path, 4096)
@@ -238,8 +239,8 @@ def test_a_file_that_is_cut_off_under_us(plain: tuple[Path, dict[str, Any]], mma
 
 
 def test_a_file_that_is_replaced_under_us(plain: tuple[Path, dict[str, Any]]) -> None:
-    """An open file stays what it was. The next load finds the new one, even if it has the old one's name, size and
-    time."""
+    """An open file keeps its contents when its path is replaced. The next load reads the new file, even if its name,
+    size and time are the same."""
     path, tensors = plain
     old = {name: tensor.clone() for name, tensor in tensors.items()}
     held = ow.load_file(path)
@@ -253,7 +254,7 @@ def test_a_file_that_is_replaced_under_us(plain: tuple[Path, dict[str, Any]]) ->
         assert all(torch.equal(file.get_tensor(name), old[name]) for name in old)
         assert torch.equal(ow.load_file(path)["first"], tensors["last"])
     assert all(torch.equal(held[name], old[name]) for name in old)
-    # Overwritten in place, to the same size, with its old time: a cached header must not be believed.
+    # The file is overwritten in place with the same size and time, so a cached header would be wrong.
     small = {"a": torch.zeros(3, 4), "b": torch.ones(5)}
     swapped = {"a": torch.ones(5), "b": torch.zeros(3, 4)}
     ow.save_file(small, path, compress=False)
@@ -301,13 +302,13 @@ def test_threads_that_meet_a_bad_file_all_hear_of_it(plain: tuple[Path, dict[str
 
 
 def test_a_medium_that_fails(tmp_path: Path) -> None:
-    """A real read error of the kernel is typed at every entry point, with the file and the offset."""
-    bad = Path("/sys/class/net/lo/speed")  # it has 4096 bytes, and no read of it succeeds
+    """A real read error of the kernel becomes a typed error with file and offset at every entry point."""
+    bad = Path("/sys/class/net/lo/speed")  # reports a size of 4096 bytes, but every read fails
     try:
         bad.read_bytes()
-        pytest.skip("no file whose reads fail")
+        pytest.skip("this system has no file whose reads fail")
     except FileNotFoundError:
-        pytest.skip("no file whose reads fail")
+        pytest.skip("this system has no file whose reads fail")
     except OSError:
         pass
     link = tmp_path / "model.safetensors"
@@ -328,8 +329,8 @@ def _entries_of_paths() -> Iterator[tuple[str, Callable[..., Any]]]:
 @pytest.mark.parametrize("shape", [[0, 1 << 62, 1 << 62], [5, 0, 1 << 31, 1 << 31], [1 << 62, 0, 1 << 62]])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int], framework: str) -> None:
-    """The format allows such a shape, and torch and numpy have their own errors for it; here it is a typed error with
-    the tensor's name."""
+    """An empty tensor with a shape that overflows is a typed error with the tensor's name, instead of torch's or
+    numpy's error."""
     path = tmp_path / "x.safetensors"
     header = json.dumps({"huge": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -345,8 +346,8 @@ def test_an_empty_tensor_that_no_framework_holds(tmp_path: Path, shape: list[int
 
 
 def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path) -> None:
-    """Wrong option types are reported in Python's words; a name of another format's file is refused before anything is
-    written."""
+    """Errors show wrong option values in Python notation. A file name with another format's extension is refused before
+    anything is written."""
     weights = {"a": torch.arange(4.0)}
     with pytest.raises(ow.ArgumentError, match=r"level 9: expected 'default' or 'smaller'"):
         ow.save_file(weights, tmp_path / "m.safetensors", level=9)  # type: ignore[arg-type]
@@ -356,7 +357,7 @@ def test_arguments_of_another_type_are_named_as_python_names_them(tmp_path: Path
 
 
 def test_damage_of_stored_bytes_has_one_rule(tmp_path: Path) -> None:
-    """Stored bytes with a wrong checksum are one error with one rule, whichever function reads them."""
+    """A wrong checksum is the same error with the same rule in every function that reads the file."""
     base = {"a": torch.arange(65536, dtype=torch.float32).sin()}
     ow.save_file(base, tmp_path / "m")
     ow.save_delta({"a": base["a"] + 1}, base, tmp_path / "d")
@@ -373,8 +374,8 @@ def test_damage_of_stored_bytes_has_one_rule(tmp_path: Path) -> None:
 def test_a_disk_that_fails_does_not_make_a_container_a_plain_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of the disk is raised, and short reads go on: or a container's stored bytes would be taken for tensors.
-    What is not there, and what is no file, is left to its reader."""
+    """A disk error is raised and short reads are continued, because a container must not be mistaken for a plain file.
+    Paths that do not exist or are not files return None."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"w": torch.zeros(9000)}, path)
     read, faults = os.pread, []

@@ -1,4 +1,4 @@
-"""Tests `overwire bench --device cuda`: loads with each library name in fresh processes, here on the host."""
+"""Tests `overwire bench --device cuda`, which loads with each library in fresh processes, on the CPU."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ folder.mkdir()
 
 
 def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
-    """Each available library, ours and others, loads each of its files twice per round, in processes that compare
-    bytes, and is shown with its share of load_file's rate."""
+    """Each available library loads each of its files twice per round in processes that compare bytes, and is shown with
+    its share of load_file's rate."""
     done = torch_script(PROGRAM % "import json; print(json.dumps(faces._measure_faces(args, folder)))")
     rows = json.loads(done.stdout.splitlines()[-1])
     keys = {(row["face"], row["file"]) for row in rows}
@@ -43,8 +43,7 @@ def test_every_name_has_a_row_of_compared_bytes(torch_script) -> None:
 
 
 def test_wrong_bytes_and_failures_are_rows(torch_script) -> None:
-    """A name with wrong tensors is reported as wrong, one that raises with its error, and one with a dying process with
-    that."""
+    """Wrong tensors, an exception and a process that dies are each reported in the row of their library."""
     done = torch_script(PROGRAM % """
 import importlib
 import json
@@ -96,8 +95,8 @@ for row in saves.measure_saves(folder / "plain", "cpu", folder / "space", "", fa
 
 
 def test_saves_have_rows_beside_their_floors(torch_script) -> None:
-    """Each way to save, ours and others', is timed twice and compared, next to os.pwrite of as many bytes. One that
-    writes other bytes is reported as wrong, one that raises with its error."""
+    """Each way to save is timed twice, compared, and shown next to os.pwrite of the same number of bytes. Wrong bytes
+    and exceptions are reported in the row."""
     done = torch_script(PROGRAM % "import torch" + SAVES % """
 def flip(tensors, at):
     tensors = {**tensors, "b": tensors["b"] + 1}
@@ -120,7 +119,7 @@ saves._WAYS |= {"flips": (flip, 0, ""), "fails": (fail, 0, ""), "is not here": (
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
 def test_without_a_gpu_the_engine_says_so(tmp_path: Path) -> None:
-    """Without a GPU `overwire bench --device cuda` ends with the engine's status and words, and measures nothing."""
+    """Without a GPU, `overwire bench --device cuda` ends with the engine's status and message, and measures nothing."""
     for words in (("--device", "cuda"), ("--device=cuda:0", "--json")):
         done = warm.fresh(["-m", "overwire", "bench", *words, "--size", "1MB", "--dir", str(tmp_path)], env=cleaned())
         assert done.returncode != 0 and "NVIDIA" in done.stderr, done.stderr

@@ -25,7 +25,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.mark.slow
 def test_links_have_rows_beside_their_floors(tmp_path: Path) -> None:
-    """Every link and the bare loopback have rows for both kinds of file, and nothing stays."""
+    """Every link and the bare loopback have rows for both kinds of file, and no temporary file is left."""
     command = [sys.executable, ROOT / "tests/benches/bench_net.py", "--size", "8MB", "--repeat", "1", "--json"]
     done = subprocess.run([*command, "--dir", tmp_path], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -37,7 +37,7 @@ def test_links_have_rows_beside_their_floors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "crc32", "key"])
 def test_tensorizers_files(tmp_path: Path, how: str) -> None:
-    """Our loads and tensorizer's of one file have a first and a second figure; a wrong byte ends the program."""
+    """Our loads of a tensorizer file and tensorizer's own are timed twice each. A wrong byte ends the program."""
     pytest.importorskip("tensorizer")
     tensors = {"a": torch.randn(300, 400).bfloat16(), "b": torch.arange(7), "c": torch.tensor(2.5)}
     path = str(tmp_path / "m.tensors")
@@ -51,25 +51,25 @@ def test_tensorizers_files(tmp_path: Path, how: str) -> None:
 
 
 def test_memory_counts_what_is_beside_the_tensors(tmp_path: Path) -> None:
-    """The tensors are not counted. They are far larger than the possible lag of the kernel's counters for a process,
-    which is a few pages per thread and core."""
+    """The memory figure leaves the tensors out. They are much larger than the possible lag of the kernel's counters for
+    a process, a few pages per thread and core."""
     file = tmp_path / "large.safetensors"
     ow.save_file({"a": torch.randint(0, 255, (64 << 20,), dtype=torch.uint8)}, file, compress=False)
     row = bench_start.measure_memory("", str(file), "cpu")
-    # the ring, and whatever else the process did meanwhile
+    # the ring, and other allocations of the process
     assert -16 <= row["host memory beside the tensors, MiB"] < 200
 
 
 def test_starts_count_from_the_start_of_the_process(tmp_path: Path) -> None:
-    """A load without torch has its first tensor before the last, and both times include what came before the load."""
+    """The first tensor arrives before the last, and both times include the time before the load."""
     ow.save_file({"a": torch.ones(5), "b": torch.ones(7)}, tmp_path / "m.safetensors")
     words = ["first", str(time.time_ns() - 10**10), str(tmp_path / "m.safetensors"), "cpu"]
     row = json.loads(bench_start.run_python(bench_start.__file__, "--one", *words))
-    assert 10 < row["first tensor there, no torch, s"] <= row["all there, no torch, s"] < 100
+    assert 10 < row["first tensor loaded, no torch, s"] <= row["all loaded, no torch, s"] < 100
 
 
 def test_codecs_have_rows_or_a_reason() -> None:
-    """Without a GPU the codec bench says so; with one, X16 makes weights smaller."""
+    """Without a GPU the codec bench says so. With a GPU, X16 makes weights smaller."""
     command = [sys.executable, ROOT / "tests/benches/bench_codecs.py", "--json", "--size", "64MiB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -78,7 +78,7 @@ def test_codecs_have_rows_or_a_reason() -> None:
 
 
 def test_parts_of_a_start_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python below 3.12 only measures the whole, which is not reported as the loading of the weights."""
+    """Python below 3.12 measures only the whole start, which is not reported as the time to load the weights."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
     import device_starts
 

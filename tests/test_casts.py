@@ -1,4 +1,4 @@
-"""Tests that both sides name the same casts that the engine does on a GPU."""
+"""Tests that Python lists the same casts as the engine does for a GPU."""
 
 from __future__ import annotations
 

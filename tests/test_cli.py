@@ -1,4 +1,4 @@
-"""Tests the command `overwire` as a user runs it: a process, its streams, its exit status."""
+"""Tests the command `overwire` as a process: output, exit status and files."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_full_disk(plain: Path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_closed_streams(plain: Path, tmp_path: Path, number: int):
-    """A closed standard output is a clear error, and no output file takes its descriptor."""
+    """A closed standard output is a clear error, and no output file gets its descriptor number."""
     small = tmp_path / "small.safetensors"
     done = run("compress", str(plain), "-o", str(small), preexec_fn=functools.partial(os.close, number))
     assert done.returncode == {1: 4, 2: 0}[number] and "Traceback" not in done.stderr
@@ -134,7 +134,7 @@ def test_closed_streams(plain: Path, tmp_path: Path, number: int):
 
 
 def test_ctrl_c(tmp_path: Path):
-    """Interrupted during its work, it exits with 130 and leaves nothing."""
+    """An interrupted command exits with status 130 and leaves no file."""
     command = [sys.executable, "-m", "overwire", "bench", "--size", "2GB", "--dir", str(tmp_path)]
     with processes.started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
@@ -173,11 +173,11 @@ def test_settings_come_from_the_environment():
     settings = {row["name"]: row for row in json.loads(done.stdout)["settings"]}
     assert settings["OVERWIRE_THREADS"]["value"] == "1"
     assert settings["OVERWIRE_LOG"]["value"] == "warning"
-    assert "OVERWIRE_LOG" in done.stderr  # the bad value is reported, and nothing more happens
+    assert "OVERWIRE_LOG" in done.stderr  # a bad value is only reported
 
 
 def test_bench_runs_small():
-    """It has an answer for every row, and mentions no goal."""
+    """Every row has a value, and none mentions a goal."""
     report = json.loads(must("bench", "--size", "8MB", "--repeat", "1", "--json"))
     assert {row["group"] for row in report["rows"]} == {"this machine", "size", "save", "load"}
     assert report["estimate"] > 0
@@ -188,14 +188,14 @@ def test_bench_runs_small():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: signal.Signals):
-    """SIGTERM and SIGHUP end it like any program, but its temporary file is removed first."""
+    """SIGTERM and SIGHUP end the command with that signal, after its temporary file is removed."""
     # The slow server keeps the command busy.
     folder, out = tmp_path / "out", tmp_path / "out" / "x.safetensors"
     folder.mkdir()
     serve = [sys.executable, "-m", "overwire", "serve", str(plain.parent), "--each", "10KB"]
     with processes.started(serve, stdout=subprocess.PIPE, text=True) as server:
         url = server.stdout.readline().strip() + plain.name
-        # Of two objects, of which nothing stays for a later run.
+        # A fetch of two objects cannot be resumed, so it leaves nothing.
         command = [sys.executable, "-m", "overwire", "fetch", url, url, "-o", str(out)]
         obey = functools.partial(signal.signal, number, signal.SIG_DFL)  # nohup makes children ignore SIGHUP
         with processes.started(command, stderr=subprocess.PIPE, text=True, preexec_fn=obey) as process:
@@ -211,8 +211,7 @@ def test_a_stopped_command_leaves_no_file(plain: Path, tmp_path: Path, number: s
 
 
 def test_a_verb_ends_with_its_reader(tmp_path: Path):
-    """After `| head` has read enough a command ends like other programs, silently by SIGPIPE, and none of its files
-    stay."""
+    """When its reader has gone, as after `| head`, a command ends silently by SIGPIPE and leaves no file."""
     command = [sys.executable, "-m", "overwire", "bench", "--size", "64MB", "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr and process.stdout.readline()
@@ -222,8 +221,8 @@ def test_a_verb_ends_with_its_reader(tmp_path: Path):
 
 
 def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
-    """The program keeps its arguments, environment, exit status and children. Only safetensors reads through
-    overwire."""
+    """`overwire run` keeps a program's arguments, environment, exit status and child processes. Only safetensors is
+    patched."""
     numpy = pytest.importorskip("numpy")
     plain, small = tmp_path / "plain.safetensors", tmp_path / "small.safetensors"
     report = overwire.save_file({"w": numpy.arange(9e4, dtype="float32").reshape(300, 300), "b": numpy.ones(7)}, small)
@@ -260,8 +259,8 @@ def test_run_reads_compressed_files_in_an_unmodified_program(tmp_path: Path):
 
 
 def test_file_uris(tmp_path: Path) -> None:
-    """file:// works in place of any path: for folders, an index.json, torch.save files, inputs and outputs, on the
-    command line and in Python."""
+    """A file:// URI works wherever a path does: for folders, an index.json, torch.save files, inputs and outputs, in
+    Python and on the command line."""
     import torch
 
     folder = tmp_path / "a folder%"
@@ -293,8 +292,8 @@ def test_file_uris(tmp_path: Path) -> None:
 
 
 def test_fetch_goes_on_after_any_end(tmp_path: Path) -> None:
-    """A fetch that was killed or ran out of space leaves hidden files. The next run fetches the rest, of a file
-    and of a folder, and nothing else is left."""
+    """A fetch that was killed or ran out of space leaves hidden files. The next run fetches the rest and removes them,
+    for a file and for a folder."""
     served, out = tmp_path / "served", tmp_path / "out"
     served.mkdir()
     out.mkdir()

@@ -1,6 +1,6 @@
-"""Tests deltas: files of what changed between two models, applied in place.
+"""Tests deltas: files with the changes between two models, which are applied in place.
 
-They cover every dtype, layout and tie, chains, and wrong bases, which are refused before a byte changes.
+The tests cover every dtype, layout, tied tensors, chains, and wrong bases, which are refused before a byte changes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def model(rng: random.Random) -> dict[str, torch.Tensor]:
 
 
 def stepped(base: dict[str, torch.Tensor], rng: random.Random, share: float = 0.02) -> dict[str, torch.Tensor]:
-    """Returns the same with some bits of some elements changed; "f16" stays."""
+    """Returns a copy with some bits of some elements changed. "f16" stays equal."""
     new = {name: tensor.clone() for name, tensor in base.items()}
     for name, tensor in new.items():
         if name != "f16" and tensor.numel():
@@ -78,8 +78,8 @@ def rng() -> random.Random:
 
 
 def test_a_delta_makes_the_new_model_of_the_base(tmp_path: Path, rng: random.Random) -> None:
-    """A delta is applied in place, for every dtype. The file is small, always the same, and names both states;
-    unchanged tensors take no space."""
+    """A delta applied in place gives the new model, for every dtype. The file is small and deterministic, and unchanged
+    tensors take no space."""
     base = model(rng)
     new = stepped(base, rng)
     path = tmp_path / "d.safetensors"
@@ -113,8 +113,8 @@ def test_a_delta_may_be_given_in_every_form(tmp_path: Path, rng: random.Random, 
 
 
 def test_a_wrong_base_is_refused_before_a_byte_changes(tmp_path: Path, rng: random.Random) -> None:
-    """A base with other bits, another shape, another dtype or a missing name is refused before a byte changes; so is a
-    second application."""
+    """A base with other bits, another shape or dtype, or a missing name is refused before a byte changes. Applying the
+    delta twice is also refused."""
     base = model(rng)
     new = stepped(base, rng)
     path = tmp_path / "d.safetensors"
@@ -144,8 +144,8 @@ def test_a_wrong_base_is_refused_before_a_byte_changes(tmp_path: Path, rng: rand
 
 
 def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
-    """A tied tensor is stored and changed once. Slices of a fused tensor change in place, tensors that are not dense
-    through a copy, and numpy arrays also work. Names that the delta lacks stay unchanged."""
+    """A tied tensor is stored and changed once. Slices of a fused tensor change in place, and tensors that are not
+    dense through a copy. Numpy arrays also work. Names that the delta lacks stay unchanged."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     fused = torch.randn(6, 64, generator=generator)
     head = torch.randn(50, 8, generator=generator)
@@ -188,8 +188,8 @@ def test_tied_and_strided_tensors(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is changed through a copy and cannot take it back is refused before any other changes. Those of
-    inference mode, views of leaves, scalars and F4 pairs work. Ctrl-C comes after the last."""
+    """A tensor that cannot be written back from a copy is refused before any tensor changes. Inference-mode tensors,
+    views of leaves, scalars and F4 pairs work. Ctrl-C is raised after the last tensor is written."""
     path, wide = tmp_path / "d", torch.arange(40.0).reshape(8, 5)
     shared = np.lib.stride_tricks.as_strided(np.ones(8, np.float32), (8, 5), (4, 0), writeable=True)
     for odd in (torch.ones(8, 1).expand(8, 5), torch.ones(20).as_strided((8, 5), (2, 1)), shared):
@@ -212,7 +212,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
 
     def interrupted(tensor: Any, copy: Any) -> None:
         written.append(tensor)
-        if len(written) == len(base) + 2:  # of the second copy, after those of the trial
+        if len(written) == len(base) + 2:  # the second real copy, after the trial writes
             raise KeyboardInterrupt
         write(tensor, copy)
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_written_back_is_refused_first(tmp_path: Path, monkeypatc
 
 
 def test_a_module_is_changed_in_place(tmp_path: Path) -> None:
-    """Parameters and buffers change in place; optimisers keep their tensors."""
+    """Parameters and buffers change in place, so optimisers keep their tensors."""
     torch.manual_seed(1)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -239,7 +239,7 @@ def test_a_module_is_changed_in_place(tmp_path: Path) -> None:
 
 
 def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
-    """The base may be a path or tensors, which stay as they are; without it, the error says what to do."""
+    """The base may be a path or tensors, which do not change. Without a base, the error says what to do."""
     base = model(rng)
     one = stepped(base, rng)
     two = stepped(one, rng)
@@ -263,7 +263,7 @@ def test_load_file_with_a_base(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_chains(tmp_path: Path, rng: random.Random) -> None:
-    """A chain is applied as a whole, or merged into the delta between its ends; a gap or a wrong order is refused."""
+    """A chain is applied as a whole or merged into one delta between its ends. A gap or a wrong order is refused."""
     states = [model(rng)]
     paths = []
     for step in range(4):
@@ -284,7 +284,7 @@ def test_chains(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
-    """A delta is a safetensors file that other readers can list; any damage to it is noticed."""
+    """A delta is a safetensors file that other readers can list. Damage to any byte is detected."""
     base = model(rng)
     path = tmp_path / "d.safetensors"
     ow.save_delta(stepped(base, rng), base, path)
@@ -309,11 +309,11 @@ def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
         ow.save_delta(base, {"f32": base["f32"]}, path)
     with pytest.raises(ow.ArgumentError, match="f32"):
         ow.save_delta(base, base | {"f32": base["f32"][:9]}, path)
-    assert path.read_bytes() == raw, "a refused save left the old file"
+    assert path.read_bytes() == raw, "a refused save must leave the old file"
 
 
 def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
-    """A long run of pushes ends bit-equal, and leaves no handle."""
+    """A hundred deltas in a row give a model with equal bits."""
     trained = {"w": torch.zeros(5000, dtype=torch.bfloat16), "b": torch.zeros(40)}
     live = {name: tensor.clone() for name, tensor in trained.items()}
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -328,7 +328,7 @@ def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_diff(tmp_path: Path) -> None:
-    """diff reports, in Python and on the command line, what differs, how much, and what only one model has."""
+    """diff reports what differs, by how much, and what only one model has, in Python and on the command line."""
     a = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "a": torch.zeros(1), "other": torch.zeros(2)}
     b = {"w": torch.zeros(1000, dtype=torch.bfloat16), "same": torch.ones(3), "b": torch.zeros(1), "other": torch.zeros(3)}
     b["w"][[1, 5, 900]] = 1
@@ -353,11 +353,11 @@ def as_folder(path: Path, tensors: dict[str, torch.Tensor], shard: int | str, na
 
 
 def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
-    """Folders of shards on each side, divided and named differently, give a folder of shards with an index and the new
-    model's auxiliary files; every function takes it, and its index."""
+    """The delta of two sharded folders is a sharded folder with an index and the new model's auxiliary files, even if
+    the two are divided and named differently. Every function accepts the folder and its index."""
     base = model(rng)
     new = stepped(base, rng)
-    for tensors in (base, new):  # tied, in other shards than the tensors they are tied to
+    for tensors in (base, new):  # tied across shards
         tensors["tied"] = tensors["bf16"]
     old = as_folder(tmp_path / "a base", base, "100KB")
     now = as_folder(tmp_path / "new", new, 40_000, "weights")
@@ -401,7 +401,7 @@ def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
         ow.open_delta(next(at.glob("delta-00001-*")))
     assert same(live, base)
     with pytest.raises(ow.ArgumentError, match="other weights"):
-        ow.save_delta(now, old, now)  # next to the weights it would be a second model
+        ow.save_delta(now, old, now)  # a delta next to the weights would be a second model
     with pytest.raises(ow.ArgumentError, match="base lacks 'f32'"):
         ow.save_delta(now, {name: tensor for name, tensor in base.items() if name != "f32"}, tmp_path / "none")
     with pytest.raises(ow.ArgumentError, match="new lacks 'f32'"):
@@ -412,7 +412,7 @@ def test_deltas_of_folders(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_a_shard_of_another_step_is_refused(tmp_path: Path) -> None:
-    """Also where no digest would tell: the tensors of the shard have the same base in both."""
+    """A shard of another step's delta is refused even if its tensors have the same base in both steps."""
     base = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
     one = {"a": base["a"] + 1, "b": base["b"]}
     two = {"a": base["a"] + 1, "b": base["b"] + 1}
@@ -428,7 +428,7 @@ def test_a_shard_of_another_step_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
-    """An open delta of shards changes several copies of the base at once."""
+    """Several threads apply one open delta of shards to copies of the base at the same time."""
     base = model(rng)
     new = stepped(base, rng)
     (tmp_path / "d").mkdir()
@@ -441,8 +441,8 @@ def test_one_delta_applied_by_many(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_files_are_compared_in_batches(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For models in files only a few tensors are in memory at once, and the delta is the same: tied tensors of
-    different batches are stored once, and the reports are those of one batch."""
+    """For models in files, only a few tensors are in memory at a time. The delta and the reports equal those of one
+    batch, and tied tensors of different batches are stored once."""
     from overwire.model.opened import Model
 
     base = model(rng)

@@ -19,7 +19,7 @@ M = (1 << 64) - 1
 
 
 def definition(data: bytes) -> str:
-    """Computes docs/format.md 6, word by word."""
+    """Computes the digest exactly as docs/format.md 6 defines it."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 32) * 0xA54FF53A5F1D36F1 & M
@@ -60,7 +60,7 @@ def test_strided(seed: int) -> None:
         views += [
             whole[5:5], whole[0, 0, 0], whole[:1].expand(7, *whole.shape[1:]), whole.flatten()[rng.randrange(100) :],
         ]
-        for view in views:  # one of them is cut to odd addresses
+        for view in views:  # some views start at odd addresses
             assert ow.digest(view) == definition(raw(view)), (dtype, view.shape, view.stride())
     array = base.numpy()
     for part in (
@@ -70,7 +70,7 @@ def test_strided(seed: int) -> None:
         native = part.astype(part.dtype.newbyteorder("="))
         assert ow.digest(part) == definition(native.tobytes())
     assert ow.digest(np.float32(1.5)) == definition(np.float32(1.5).tobytes())
-    odd = np.frombuffer(bytes(range(100)), np.uint8)[1:65].view(np.float64)  # not aligned
+    odd = np.frombuffer(bytes(range(100)), np.uint8)[1:65].view(np.float64)  # unaligned
     assert ow.digest(odd) == definition(odd.tobytes())
     assert ow.digest(
         torch.view_as_complex(torch.randn(3, 2, generator=torch.Generator().manual_seed(1))).conj()
@@ -80,7 +80,7 @@ def test_strided(seed: int) -> None:
 
 
 def test_sub_byte_and_specs() -> None:
-    """F4 is digested packed, so that it has one digest in torch, numpy and the file."""
+    """F4 is digested packed, so its digest is the same in torch, numpy and the file."""
     packed = torch.arange(48, dtype=torch.uint8).reshape(4, 12)
     spec = ow.TensorSpec.of("F4", (4, 24), packed.numpy())
     want = definition(raw(packed))
@@ -153,7 +153,7 @@ def test_a_model_against_its_file(tmp_path: Path, compress: bool, shard: int | N
     del model.steps
     found = ow.verify(source, tensors=model)
     assert found == found | {"ok": False, "differ": ["b"], "missing": ["steps"], "surplus": ["more"]}
-    # The same bytes with another shape or dtype are another tensor.
+    # The same bytes with another shape or dtype are a different tensor.
     state = ow.load_file(source)
     state["b"] = state["b"].reshape(10, 10)
     state["a"] = state["a"].view(torch.float16)
@@ -163,7 +163,7 @@ def test_a_model_against_its_file(tmp_path: Path, compress: bool, shard: int | N
 
 
 def test_parts_and_damage(tmp_path: Path) -> None:
-    """Column parts change nothing; a damaged chunk is an error, not a difference."""
+    """Column parts do not change a digest. A damaged chunk is an error, not a difference."""
     tensors = {"w": torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).bfloat16(), "n": torch.empty(0, 3)}
     ow.save_file(tensors, tmp_path / "plain.safetensors", compress=False)
     packed = tmp_path / "parts.safetensors"
@@ -178,7 +178,7 @@ def test_parts_and_damage(tmp_path: Path) -> None:
 
 
 def test_many_tensors_once() -> None:
-    """Tied tensors are read once, and thousands of tensors take one call."""
+    """Tied tensors are read once, and thousands of tensors are digested in one call."""
     base = torch.arange(100_000, dtype=torch.int32)
     tensors = {f"t{i}": base[i : i + 40] for i in range(5000)} | {f"u{i}": base for i in range(300)}
     got = ow.digest(tensors)
@@ -190,7 +190,7 @@ def test_many_tensors_once() -> None:
 
 @pytest.mark.parametrize("shard", [None, 100_000])
 def test_digests_that_a_file_keeps(tmp_path: Path, shard: int | None) -> None:
-    """A comparison by stored digests reads no tensor; verify proves them; loading and converting work as without."""
+    """A comparison with stored digests reads no tensor, verify checks them, and loading and converting ignore them."""
     model = Small()
     kept, without = tmp_path / "kept", tmp_path / "without"
     for folder in (kept, without):
@@ -212,7 +212,7 @@ def test_digests_that_a_file_keeps(tmp_path: Path, shard: int | None) -> None:
 
 
 def test_digests_of_odd_sizes_are_kept(tmp_path: Path) -> None:
-    """Digests are kept for empty tensors, odd sizes, and several chunks."""
+    """Digests are stored for empty tensors, odd sizes and tensors of several chunks."""
     tensors = {"none": torch.empty(0, 3), "odd": torch.arange(13, dtype=torch.uint8), "big": torch.arange(3_000_001, dtype=torch.int32)}
     ow.save_file(tensors, tmp_path / "m.safetensors", digests=True)
     assert ow.verify(tmp_path / "m.safetensors")["ok"]
@@ -221,8 +221,8 @@ def test_digests_of_odd_sizes_are_kept(tmp_path: Path) -> None:
 
 
 def test_all_kinds_at_once() -> None:
-    """Tensors that are described one by one, among those that are described together, get their own digests. So does
-    one that changes its memory or shape between calls."""
+    """Tensors of all kinds in one call get the right digests, including one that changes its memory or shape between
+    calls."""
     dense = torch.randn(30, 20)
     lazy = torch.view_as_complex(torch.randn(5, 2)).conj()
     tensors: dict[str, Any] = {

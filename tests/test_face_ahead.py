@@ -1,4 +1,4 @@
-"""Tests that safe_open reads ahead only for a program that takes one tensor after the other."""
+"""Tests that safe_open reads ahead for a program that takes tensors in order, and only then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def layers(seed: int = 0, hidden: int = 64) -> dict[str, torch.Tensor]:
-    """Returns a model of layers with names that do not sort like their numbers."""
+    """Returns a model with numbered layers. Their names sort differently from their numbers."""
     make = torch.Generator().manual_seed(seed)
     made = {"embed.weight": torch.randn(200, hidden, generator=make)}
     for n in range(LAYERS):
@@ -35,7 +35,7 @@ def layers(seed: int = 0, hidden: int = 64) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Records how many tensors each load of a test asks for."""
+    """Records how many tensors each load asks for."""
     counts: list[int] = []
     begin, begin_blocks = Model.begin, Model.begin_blocks
 
@@ -54,12 +54,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """The device that a test loads to: the host, and a GPU if there is one."""
+    """The CPU, and a GPU if there is one."""
     return str(request.param)
 
 
 def limit_windows(monkeypatch: pytest.MonkeyPatch, first: int, most: int) -> None:
-    """Windows of few bytes, on the host and on a GPU."""
+    """Limits read-ahead windows to a few bytes, on the CPU and on a GPU."""
     for name, size in (("_FIRST", first), ("_MOST", most)):
         monkeypatch.setattr(ahead, name, size)
         monkeypatch.setattr(ahead, f"{name}_GPU", size)
@@ -74,7 +74,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("framework", ["pt", "np", "bytes"])
 @pytest.mark.parametrize("keys", ["keys", "offset_keys"])
 def test_a_loop_has_few_loads(path: Path, loads: list[int], framework: Any, keys: str) -> None:
-    """In the order of names and in that of bytes, every tensor equals load_file's, and a few loads bring them all."""
+    """Every tensor equals load_file's, and a few loads read them all, in the order of names and of offsets."""
     want = ow.load_file(path, framework=framework)
     loads.clear()
     with ow.safe_open(path, framework) as file:
@@ -90,7 +90,7 @@ def test_a_loop_has_few_loads(path: Path, loads: list[int], framework: Any, keys
 
 
 def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
-    """Empty tensors, scalars, aliases and every dtype equal load_file's, each in its own memory."""
+    """Empty tensors, scalars, aliases and every dtype equal load_file's, and no two share memory."""
     tensors = ugly() | {f"d.{k}": v for k, v in every_dtype().items()} | {f"z{n}": torch.full((50,), n) for n in range(9)}
     tied = torch.randn(300, 7)
     tensors |= {"tied.a": tied, "tied.b": tied.clone(), "zz": tied + 1}
@@ -102,7 +102,7 @@ def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
                 got = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             for name in want:
                 same(got[name].cpu(), want[name])
-                if device == "cpu":  # torch has no four-bit zeros on a GPU
+                if device == "cpu":  # torch cannot zero four-bit tensors on a GPU
                     got[name].zero_()
             assert len({t.untyped_storage().data_ptr() for t in got.values() if t.numel()}) == sum(
                 t.numel() > 0 for t in got.values()
@@ -110,7 +110,7 @@ def test_ugly_tensors_in_a_loop(tmp_path: Path, device: str) -> None:
 
 
 def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], seed: int, device: str) -> None:
-    """A program that goes backwards, takes every second tensor or random pairs loads only what it asks for."""
+    """A program that goes backwards, skips tensors or takes random pairs loads only the tensors it requests."""
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
         pairs = [names[n : n + 2] for n in range(0, len(names) - 1, 2)]
@@ -125,7 +125,7 @@ def test_a_program_that_jumps_has_a_load_for_each(path: Path, loads: list[int], 
 
 
 def test_loops_that_leave_cost_little(path: Path, loads: list[int], device: str) -> None:
-    """If a program repeatedly begins in order and leaves, unrequested tensors are loaded only a few times."""
+    """A program that repeatedly takes a few tensors in order and then jumps causes few loads of unrequested tensors."""
     want = ow.load_file(path)
     asked = 0
     with ow.safe_open(path, "pt", device) as file:
@@ -139,7 +139,7 @@ def test_loops_that_leave_cost_little(path: Path, loads: list[int], device: str)
 
 
 def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int], device: str) -> None:
-    """A tensor read twice gets its own memory each time, and the loop goes on with what is read ahead."""
+    """Each read of a tensor returns separate memory, and the second read does not disturb the read-ahead."""
     with ow.safe_open(path, "pt", device) as file:
         for name in file.keys():  # noqa: SIM118
             first, second = file.get_tensor(name), file.get_tensor(name)
@@ -149,7 +149,7 @@ def test_a_tensor_read_twice_is_read_twice(path: Path, loads: list[int], device:
 
 
 def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """However long a program works on what it has, at most two windows are loaded and not taken."""
+    """At most two windows of tensors are loaded and not yet taken, however long the program works on one tensor."""
     most = 150_000
     limit_windows(monkeypatch, most, most)
     begun = taken = 0
@@ -171,7 +171,7 @@ def test_no_more_than_two_windows_are_ahead(path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("keys", ["keys", "offset_keys"])
 def test_a_loop_from_the_beginning_is_read_ahead_at_once(path: Path, loads: list[int], keys: str) -> None:
-    """A program that takes the first tensor and then the second has only one load of a single tensor."""
+    """Read-ahead begins with the second tensor, so that only the first is loaded separately."""
     with ow.safe_open(path, "pt") as file:
         for name in getattr(file, keys)():
             file.get_tensor(name)
@@ -184,8 +184,8 @@ def test_tensors_larger_than_a_window_are_read_ahead(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
 ) -> None:
-    """If each tensor is larger than a first window, one is read while the program works on the one before it. If it is
-    larger than any window, none is."""
+    """If each tensor fills a window of the largest size, one is read while the program works on the previous one.
+    Larger tensors are not read ahead."""
     large = layers()["layers.0.up.weight"].nbytes
     names = [f"layers.{n}.{part}.weight" for n in range(LAYERS) for part in ("down", "up")]
     for most in (large, large - 1):
@@ -200,7 +200,7 @@ def test_tensors_larger_than_a_window_are_read_ahead(
 
 
 def test_what_a_tensor_costs_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The room for what comes next is computed once per window, not per tensor."""
+    """The size of a window is computed once per window, not per tensor."""
     ow.save_file({f"{n:04}": torch.full((3,), n) for n in range(1000)}, tmp_path / "m")
     computed = []
     window_sizes = ahead._window_sizes
@@ -212,7 +212,7 @@ def test_what_a_tensor_costs_does_not_grow(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_limit_frees_what_is_ahead(path: Path, device: str) -> None:
-    """load_into with max_memory holds nothing beyond the limit, and the loop goes on afterwards."""
+    """load_into with max_memory frees tensors that were read ahead beyond the limit, and the loop continues."""
     want = ow.load_file(path)
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
@@ -228,7 +228,7 @@ def test_a_limit_frees_what_is_ahead(path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_what_is_ahead_spoils_nothing(tmp_path: Path, compress: bool) -> None:
-    """A damaged tensor is an error only of its own load, with its name; those before and after it are read."""
+    """A damaged tensor raises an error with its name only when it is loaded. The tensors before and after it load."""
     want = layers()
     ow.save_file(want, tmp_path / "m", compress=compress)
     with ow.safe_open(tmp_path / "m", "pt", mmap=False) as file:
@@ -252,7 +252,7 @@ def test_what_is_ahead_spoils_nothing(tmp_path: Path, compress: bool) -> None:
 
 
 def test_dropped_in_the_middle(path: Path, device: str) -> None:
-    """A file that is closed, or dropped, during reading ahead leaves no load; tensors that were taken stay."""
+    """Closing or dropping a file during read-ahead ends its loads. Tensors already taken stay valid."""
     want = ow.load_file(path)
     before = ow.doctor()["goroutines"]
     allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -279,7 +279,7 @@ def test_dropped_in_the_middle(path: Path, device: str) -> None:
 
 
 def test_threads_share_a_file(path: Path, device: str) -> None:
-    """Eight threads that loop over one file at their own pace get the right tensors."""
+    """Eight threads that loop over one file at different speeds get the right tensors."""
     want = ow.load_file(path)
     with ow.safe_open(path, "pt", device) as file:
         names = file.keys()
@@ -294,8 +294,8 @@ def test_threads_share_a_file(path: Path, device: str) -> None:
 
 
 def test_a_child_of_fork_reads_alone(torch_script: Callable[..., Any], tmp_path: Path) -> None:
-    """A forked child continues reading plain files in the middle of the parent's loop, and so does the parent; a lock
-    that another thread of the parent holds does not stop it."""
+    """In the middle of a loop over a plain file, a forked child and its parent both continue reading. A lock held by
+    another thread of the parent does not block the child."""
     ow.save_file(layers(), tmp_path / "m", compress=False)
     torch_script(
         """
@@ -327,8 +327,8 @@ assert right(names[10:])
 
 @pytest.mark.parametrize("face", ["own", "drop-in"])
 def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str, device: str) -> None:
-    """Tensors that are cut alike layer after layer, as by a tensor-parallel rank, are read as blocks in a few loads; a
-    different cut is a separate load."""
+    """Equal cuts of each layer, as a tensor-parallel rank makes them, are read ahead as blocks in a few loads. A
+    different cut is loaded separately."""
     want = ow.load_file(path)
     loads.clear()
     opened: Any = ow.safe_open if face == "own" else dropin.safe_open
@@ -349,7 +349,7 @@ def test_a_rank_that_cuts_is_read_ahead(path: Path, loads: list[int], face: str,
 
 
 def test_a_cast_on_the_way(path: Path, loads: list[int], device: str) -> None:
-    """get_tensor and slices cast tensors that were read ahead, with the same result as without reading ahead."""
+    """get_tensor and slices cast tensors that were read ahead, with the same result as load_file."""
     want = ow.load_file(path, dtype="float32")
     loads.clear()
     with ow.safe_open(path, "pt", device, dtype="float32") as file:
@@ -361,7 +361,7 @@ def test_a_cast_on_the_way(path: Path, loads: list[int], device: str) -> None:
 
 
 def test_a_store_is_asked_a_few_times(path: Path, loads: list[int], device: str) -> None:
-    """Over HTTP a loop makes requests per window, not per tensor."""
+    """Over HTTP a loop makes one load per window, not per tensor."""
     want = ow.load_file(path)
     loads.clear()
     with processes.overwire_serve(path.parent) as url, ow.safe_open(f"{url}{path.name}", "pt", device) as file:
@@ -371,11 +371,11 @@ def test_a_store_is_asked_a_few_times(path: Path, loads: list[int], device: str)
     assert len(loads) <= 6 and os.path.getsize(path) > 0
 
 
-# Loops of real programs, as they are written there, over the drop-in.
+# These tests copy loops from real programs and use the drop-in.
 
 
 def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int], device: str) -> None:
-    """ComfyUI's loop over one file works: every key, its tensor, and the metadata after them."""
+    """ComfyUI's loop over one file works. It takes every key and its tensor, and then the metadata."""
     want = ow.load_file(path)
     loads.clear()
     state = {}
@@ -389,7 +389,7 @@ def test_comfyui_loads_a_checkpoint(path: Path, loads: list[int], device: str) -
 
 
 def test_one_tensor_of_many_is_kept(path: Path, loads: list[int], device: str) -> None:
-    """A loop that looks at each tensor and keeps one has few loads, and only what it keeps stays."""
+    """A loop that looks at each tensor and keeps one makes few loads and keeps only that tensor's memory."""
     want = ow.load_file(path)
     loads.clear()
     kept = None
@@ -404,8 +404,8 @@ def test_one_tensor_of_many_is_kept(path: Path, loads: list[int], device: str) -
 
 
 def test_a_shard_is_dispatched(path: Path, loads: list[int], device: str) -> None:
-    """accelerate's and transformers' loops work: first slices of every name, their shapes, and then each whole, in
-    order."""
+    """The loop of accelerate and transformers works. It takes slices of every name, then their shapes, then each whole
+    tensor in order."""
     want = ow.load_file(path)
     loads.clear()
     with dropin.safe_open(path, framework="pt", device=device) as file:
@@ -417,7 +417,7 @@ def test_a_shard_is_dispatched(path: Path, loads: list[int], device: str) -> Non
 
 
 def test_accelerate_and_transformers(torch_script: Callable[..., Any], tmp_path: Path) -> None:
-    """accelerate's own reader for several devices, and transformers', read a compressed shard in a few loads."""
+    """The shard readers of accelerate and transformers read a compressed file in a few loads."""
     ow.save_file(layers(), tmp_path / "m.safetensors", {"format": "pt"})
     torch_script(
         """
@@ -444,8 +444,8 @@ with ow.patch_safetensors():
 
 @pytest.mark.slow
 def test_accelerate_dispatches_and_diffusers_reads(torch_script: Callable[..., Any], tmp_path: Path) -> None:
-    """accelerate's load into a model that is spread over devices, and diffusers' single-file reader, take a compressed
-    file in a few loads, and every parameter has its bytes."""
+    """accelerate's load into a model that is dispatched to several devices and diffusers' single-file reader read a
+    compressed file in a few loads, with every byte correct."""
     pytest.importorskip("diffusers")
     ow.save_file(layers(), tmp_path / "m.safetensors", {"format": "pt"})
     torch_script(

@@ -1,4 +1,4 @@
-"""Tests save_file and load_file: every dtype, shape and source, bit for bit."""
+"""Tests save_file and load_file with every dtype, shape and kind of source, bit for bit."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_torch_round_trip(tmp_path: Path, compress: bool, make) -> None:
 
 @pytest.mark.parametrize("make", [every_dtype, ugly])
 def test_smaller(tmp_path: Path, make) -> None:
-    """At level "smaller" every tensor comes back, the file is no larger than by default, and converting reaches the
-    same files in both directions."""
+    """At level "smaller" every tensor is unchanged and the file is not larger than at the default level. Converting
+    between the levels gives the same files as saving."""
     tensors = make()
     tensors["weight"] = torch.randn(130, 333, generator=torch.Generator().manual_seed(3)).bfloat16()
     usual, small = tmp_path / "usual.safetensors", tmp_path / "small.safetensors"
@@ -108,8 +108,8 @@ def test_plain_files_are_safetensors_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metadata", [None, {}, {"a": "b"}])
 def test_no_metadata_and_empty_ones_are_kept_apart(tmp_path: Path, metadata) -> None:
-    """Plain files have safetensors' own header, except for padding. Every reader reports the saved metadata of plain
-    and compressed files, also after rewriting."""
+    """Plain files have the same header as safetensors writes, except for padding. Every reader reports the saved
+    metadata of plain and compressed files, also after conversion."""
 
     def header(data: bytes) -> bytes:
         return data[8 : 8 + int.from_bytes(data[:8], "little")].rstrip()
@@ -259,8 +259,8 @@ def test_shards(tmp_path: Path) -> None:
 
 
 def test_the_same_file_comes_back(tmp_path: Path) -> None:
-    """A file that safetensors wrote comes back unchanged after compressing and decompressing; a model saved compressed
-    has no original to come back."""
+    """Compressing and decompressing a file that safetensors wrote gives the original file. A model that was saved
+    compressed has no original."""
     save = pytest.importorskip("safetensors.torch").save_file
     plain, small, back = (tmp_path / f"{name}.safetensors" for name in ("plain", "small", "back"))
     tied = torch.randn(100, 50)
@@ -361,8 +361,8 @@ NAMES = {
 
 
 def test_dtypes_have_their_usual_names(tmp_path: Path) -> None:
-    """Names of dtypes mean the same in both frameworks, except "float", which numpy takes for float64. Non-floating
-    dtypes are refused under every name, by every function."""
+    """Names of dtypes mean the same for both frameworks, except that "float" is float64 in numpy. Non-floating dtypes
+    are refused in every notation."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
     for dtype, names in NAMES.items():
         for name in names.split():
@@ -431,7 +431,7 @@ except ImportError as e:
     assert isinstance(e, ow.MissingPackageError) and "pip install ml_dtypes" in str(e)
 else:
     raise AssertionError
-assert ow.last_report()["tensors"] == 1  # that of "f": the other began none
+assert ow.last_report()["tensors"] == 1  # the report of "f", because the other load never began
 """
     )
 
@@ -450,7 +450,7 @@ report = ow.save_file({
     "one": ow.TensorSpec.of("BOOL", [], bytes([1])),
 }, "m")
 assert report.compressed == 1
-block[:] = b"ghijkl"  # it is not held any more
+block[:] = b"ghijkl"  # it is no longer in use
 block.append(1)
 loaded = ow.load_file("m", framework="bytes")
 assert bytes(loaded["floats"]) == floats.tobytes()

@@ -1,4 +1,4 @@
-"""Tests that importing overwire does no work, and that its tables equal the engine's."""
+"""Tests that importing overwire does no work, and that Python's tables equal the engine's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_import_starts_nothing(script) -> None:
         """
 import sys, threading, os
 before = set(sys.modules)
-threads = os.listdir("/proc/self/task")  # an emulator may have one of its own
+threads = os.listdir("/proc/self/task")  # an emulator may add a thread
 import overwire
 new = set(sys.modules) - before
 assert new == {"overwire", "overwire._imports"}, new
@@ -56,7 +56,7 @@ def test_one_exception_for_each_class_of_the_engine() -> None:
     for name in names:
         kind = getattr(errors, name)
         assert issubclass(kind, errors.OverwireError), name
-        assert kind.__mro__[2] is not Exception, f"{name} has no built-in beside it"
+        assert kind.__mro__[2] is not Exception, f"{name} has no built-in base class"
 
 
 @pytest.mark.parametrize("name", [n for n in errors.__all__])
@@ -76,7 +76,7 @@ def test_dtype_table_is_the_engines() -> None:
 
 def test_log_level_comes_from_the_environment() -> None:
     code = "import logging, overwire as ow\now.doctor()\nprint(logging.getLogger('overwire').level)"
-    # Many programs use the names DEBUG and SILENT, so they only mean overwire with nyacomp's drop-in.
+    # Many programs use the variables DEBUG and SILENT, so overwire only reads them with nyacomp's drop-in.
     drop_in = "import overwire.compat.nyacomp\n"
     for env, more, level in (
         ({}, "", "0"), ({"OVERWIRE_LOG": "error"}, "", "40"), ({"SILENT": "1", "NUM_THREADS": "x"}, "", "0"), ({"DEBUG": "1"}, "", "0"),
@@ -92,7 +92,7 @@ def test_log_level_comes_from_the_environment() -> None:
 
 
 def test_logs_speak_where_they_are_asked_for(script) -> None:
-    """OVERWIRE_LOG=info prints a line for each load and save on stderr, until the program configures logging."""
+    """OVERWIRE_LOG=info prints a line for each load and save on stderr, unless the program has configured logging."""
     source = """
 import logging, sys
 import numpy, overwire as ow
@@ -139,7 +139,7 @@ def test_a_report_in_a_line() -> None:
 
 @pytest.mark.parametrize("module", ["fastsafetensors", "nyacomp", "safetensors.torch"])
 def test_drop_ins_bring_the_verbs_that_they_call(script, module: str) -> None:
-    """Importing another library's name also imports what a first load needs."""
+    """Importing a drop-in also imports the modules that its first load needs."""
     verbs = {"fastsafetensors": ("stream",), "nyacomp": ("bundles.bundle", "bundles.loading"), "safetensors.torch": ("open",)}[module]
     script(
         f"""

@@ -1,4 +1,4 @@
-"""Tests ownership: tensors outlive everything else, and memory goes back."""
+"""Tests that tensors outlive their file and loader, and that memory is freed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from overwire.model.opened import Model
 
 
 def resident() -> int:
-    """Returns private and anonymous bytes of this process: what it could not give back."""
+    """Returns the size of this process's anonymous memory, which the kernel cannot reclaim."""
     with open("/proc/self/smaps_rollup") as file:
         for line in file:
             if line.startswith(("Pss_Anon:", "Anonymous:")):
                 return int(line.split()[1]) * 1024
-    raise AssertionError("no line for anonymous memory")
+    raise AssertionError("smaps_rollup has no line for anonymous memory")
 
 
 @pytest.mark.parametrize("compress", [True, False], ids=["compressed", "plain"])
@@ -111,12 +111,12 @@ def one(i):
         ow.preload(path).wait(); ow.load_file(path)
 for i in range(200): one(i)
 gc.collect()
-# A busy machine may make more threads, once. What leaks is more after each thousand.
+# A busy machine may once need more threads. A leak grows after each thousand.
 for turn in range(4):
     base, fds, tasks = resident(), count("fd"), count("task")
     for i in range(1000): one(i)
     gc.collect()
-    until = time.monotonic() + 10  # what ends after its answer
+    until = time.monotonic() + 10  # some work ends after its answer
     while count("fd") > fds and time.monotonic() < until: time.sleep(0.01)
     grown = resident() - base, count("fd") - fds, count("task") - tasks
     print(grown)
@@ -143,8 +143,8 @@ def test_smaps_is_there() -> None:
 
 
 def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
-    """Memory for loads to a GPU comes from a cheaper call than torch.empty: the tensors are the same, each in a storage
-    of its own size."""
+    """Tensors for loads to a GPU are created by a cheaper call than torch.empty and are equal to its tensors, each in
+    storage of its exact size."""
     frame = frame_for("pt")
     shapes = [(), (0, 3), (2, 0, 4), (3, 1, 2), (5, 4, 6), (1,), (2, 8)]
     rows = [("", name, shape, 0, 0, 0, -1) for name in ("F32", "BF16", "F8_E4M3", "BOOL") for shape in shapes]
@@ -156,9 +156,9 @@ def test_memory_for_many_tensors_is_dense_and_their_own() -> None:
 
 
 def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
-    """Each tensor is in one group. A group of several is within its limit, which is higher if all are made at once; no
-    two groups fit into one, except the last of the file, and the smallest comes first. If torch keeps enough memory
-    from others, each tensor is separate."""
+    """Each tensor is in one group. A group of several tensors stays within its limit, which is higher if all are
+    allocated at once. No two groups would fit into one, except the last, and the smallest comes first. If torch has
+    enough free cached memory, each tensor is separate."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
@@ -180,8 +180,8 @@ def test_tensors_share_what_the_driver_is_asked_for(seed: int) -> None:
 
 
 def test_batches_have_whole_groups(seed: int) -> None:
-    """Each tensor is in one batch, and the groups of a batch are those of all tensors. Until memory that torch keeps
-    from others is used up, each tensor is separate."""
+    """Each tensor is in one batch, and the batches together contain the same groups as one batch would. While torch has
+    free cached memory, each tensor is separate."""
     from overwire.frameworks.torch import _group_sizes, divide_into_batches
 
     rng = random.Random(seed)
@@ -201,8 +201,8 @@ def test_batches_have_whole_groups(seed: int) -> None:
 
 
 def test_repeated_loads_take_no_more_memory(seed: int) -> None:
-    """A second load, and a third, of the same model reuse the memory that the first has left, in a model of torch's
-    allocator, which divides the smallest free memory that is large enough."""
+    """A second and a third load of a model reuse the memory of the first. The test models torch's allocator, which
+    splits the smallest free block that is large enough."""
     from overwire.frameworks.torch import divide_into_batches
 
     llama = [33 << 20, 8 << 20, 8 << 20, 33 << 20, 117 << 20, 117 << 20, 117 << 20, 8192, 8192] * 8
@@ -212,12 +212,12 @@ def test_repeated_loads_take_no_more_memory(seed: int) -> None:
     for number, (sizes, all_at_once) in enumerate(itertools.product(models, (False, True))):
         first = len(sizes) if all_at_once else 4
         free: list[tuple[int, int, int]] = []  # size, segment, offset
-        taken: list[int] = []  # from the driver
+        taken: list[int] = []  # sizes of allocations from the driver
 
         def take(size: int, free: list[Any] = free, taken: list[int] = taken) -> tuple[int, int, int]:
             size = -(-size // 512) * 512
             if size <= 1 << 20:
-                return 0, -1, 0  # torch keeps those separate
+                return 0, -1, 0  # torch has a separate pool for those
             if not any(part[0] >= size for part in free):
                 taken.append(20 << 20 if size < 10 << 20 else -(-size >> 21) << 21)
                 free.append((taken[-1], len(taken), 0))
@@ -268,8 +268,8 @@ def test_a_gpu_is_made_ready_before_torch_is(tmp_path: Path, monkeypatch: pytest
 def test_memory_of_a_gpu_is_made_in_the_order_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
-    """Torch's memory is made, and given to the load, in the order of the file's bytes, whatever order was requested, so
-    that reading does not wait for a late one. A load that follows another one has all of it at once."""
+    """Torch memory is allocated and passed to the load in the order of the file's bytes, so that reading does not wait
+    for a late allocation. A load that follows another one gets all memory in one batch."""
     names = [f"blob.{n}" for n in range(40)]
     ow.save_file({name: torch.zeros(1 << 20, dtype=torch.uint8) for name in names}, tmp_path / "m", compress=False)
     batches: list[list[int]] = []
@@ -279,10 +279,10 @@ def test_memory_of_a_gpu_is_made_in_the_order_of_reading(
             batches.append(pairs[::2])
 
     model = Model(tmp_path / "m")
-    model.device = model.lands = "meta"  # pretends that it is a GPU
+    model.device = model.lands = "meta"  # stands in for a GPU
     monkeypatch.setattr("overwire.frameworks.torch.stream_of", lambda device: 1)
     monkeypatch.setattr(Model, "start", lambda self, requests, *rest, **how: Job())
-    asked = [model.places[name] for name in names]  # by number, as in a pickle
+    asked = [model.places[name] for name in names]  # in the order of the numbers, as in a pickle
     assert asked != sorted(asked)
     model.begin(asked, frame_for("pt"), after=7 if follows else 0)
     assert [asked[at] for batch in batches for at in batch] == sorted(asked)

@@ -1,4 +1,4 @@
-"""Tests load_model and save_model: a module's own tensors, in place."""
+"""Tests load_model and save_model, which load into a module's own tensors."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_mismatches_are_all_named_and_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_mismatch_lists_few_names(tmp_path: Path) -> None:
-    """An error lists eight of each kind, and how many more there are: a large model has thousands."""
+    """An error lists eight names of each kind and counts the rest, because a large model has thousands."""
     model = torch.nn.ModuleDict({f"l{n}": torch.nn.Linear(2, 2) for n in range(1000)})
     ow.save_file({f"x{n}": torch.ones(1) for n in range(20)} | {f"l{n}.bias": torch.ones(1) for n in range(9)},
                  tmp_path / "m.safetensors")  # fmt: skip
@@ -155,7 +155,7 @@ def test_joins_a_preload(tmp_path: Path) -> None:
 
 
 def test_inside_compiled_functions(torch_script: Callable[..., Any]) -> None:
-    """torch.compile does not trace any function of overwire, also not the first one that it meets."""
+    """torch.compile traces no function of overwire, not even the first one that it meets."""
     torch_script("""
 import overwire as ow, torch
 
@@ -192,8 +192,7 @@ for function in (load, read, stream, fill, save):
 
 
 def test_the_cycle_collector_waits_for_whole_loads(tmp_path: Path) -> None:
-    """Tensors that a process or a group loads into a dict or a module do not trigger garbage collections, however many
-    there are."""
+    """Loading many tensors into a dict or a module, in one process or a group, triggers no garbage collection."""
     distributed = pytest.importorskip("torch.distributed")
     module = fill(Tied(), 1)
     ow.save_model(module, tmp_path / "m")

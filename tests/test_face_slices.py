@@ -1,4 +1,4 @@
-"""Tests safe_open and its slices, compared with numpy's indexing."""
+"""Tests safe_open and its slices against numpy's indexing."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_wrong_indices(tmp_path: Path, index: Any) -> None:
 
 
 def test_numbers_of_arrays_are_indices(tmp_path: Path) -> None:
-    """numpy integers, and tensors and arrays without dimensions, count as ints, as in torch and numpy."""
+    """numpy integers and zero-dimensional tensors and arrays are indices, as in torch and numpy."""
     ow.save_file({"a": np.arange(27).reshape(9, 3)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "np") as file:
         assert all(
@@ -161,18 +161,17 @@ def test_closed(tmp_path: Path) -> None:
 
 
 def test_a_slice_goes_to_the_device_of_the_file(tmp_path: Path) -> None:
-    """A slice goes to the file's device, also if its block is first loaded elsewhere: from a preload on the host, for a
-    GPU."""
+    """A slice is returned on the file's device, even if its block comes from a preload on the CPU."""
     ow.save_file({"a": torch.randn(40, 30)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "pt") as file:
-        file._model.device, file._model.lands, file._model.joined = "meta", "cpu", True  # pretends that it is a GPU
+        file._model.device, file._model.lands, file._model.joined = "meta", "cpu", True  # stands in for a GPU
         found = file.get_slice("a")[5:9, 3]
         assert found.device.type == "meta" and found.shape == (4,)
 
 
 @pytest.mark.parametrize("read", ["get_tensor", "get_tensors", "get_slice", "load_into"])
 def test_closed_by_another_thread_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
-    """A read of a file that another thread closes meanwhile names the file, not a number of the engine's."""
+    """If another thread closes the file during a read, the error names the file, not an engine handle."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": torch.arange(12.0).reshape(3, 4)}, path)
     reads = {

@@ -1,4 +1,4 @@
-"""Tests stream, progress, reports, threads: the same tensors in any order of events."""
+"""Tests stream, progress, reports and threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_stream_takes_the_arguments_of_load_file(tmp_path: Path) -> None:
 
 
 def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever arrives first, the order is that of load_file's dict, or that of keys, also in windows."""
+    """With in_order the stream has the order of load_file's dict, or of keys, also with max_memory."""
     arrive = Job.next
 
     def backwards(self: Job, timeout: float | None, raw: bool = False) -> object:
@@ -103,8 +103,8 @@ def test_threads_share_a_stream(tmp_path: Path, options: dict[str, Any]) -> None
 def test_a_stream_is_closed_beside_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """A thread that waits for a tensor gets CancelledError when another closes the stream. A signal handler that takes
-    from the stream that it interrupts is refused with a clear error."""
+    """A thread that waits for a tensor gets CancelledError when another thread closes the stream. A signal handler
+    cannot take from the stream that it interrupts and gets a clear error."""
     ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
     waits, cancelled = threading.Event(), threading.Event()
@@ -133,7 +133,7 @@ def test_a_stream_is_closed_beside_next(
 def test_a_signal_handler_that_is_refused_ends_no_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """A stream continues after it has refused a signal handler that interrupted it, and gives every tensor."""
+    """A stream that a signal handler tried to use continues and yields every tensor."""
     ow.save_file({f"t{n}": torch.zeros(100, 7) for n in range(20)}, tmp_path / "m")
     stream = ow.stream(tmp_path / "m", **options)
     take = Load.next
@@ -149,7 +149,7 @@ def test_a_signal_handler_that_is_refused_ends_no_stream(
 
 
 def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that are loaded and not yet yielded stay within the budget, whatever it is."""
+    """Tensors that are loaded and not yet yielded stay within max_memory."""
     torch.manual_seed(1)
     tensors = {f"t{i}": torch.randn(100 + 37 * (i % 5), 50).bfloat16() for i in range(40)} | {"big": torch.randn(300, 50)}
     ow.save_file(tensors, tmp_path / "m")
@@ -181,7 +181,7 @@ def test_stream_holds_no_more_than_max_memory(tmp_path: Path, monkeypatch: pytes
     assert list(stream) == []
     with pytest.raises(ow.OutOfMemoryError, match="'big' takes 60000 bytes on cpu, 1 over max_memory of 59999"):
         ow.stream(tmp_path / "m", max_memory=59_999)
-    with pytest.raises(ow.OutOfMemoryError):  # a cast holds both for a moment
+    with pytest.raises(ow.OutOfMemoryError):  # a cast briefly needs both copies
         ow.stream(tmp_path / "m", max_memory=60_000, dtype="float64")
     data = bytearray((tmp_path / "m").read_bytes())
     data[-1000] ^= 1
@@ -288,7 +288,7 @@ hits = [hit for call in (lambda: ow.load_file("m"), lambda: ow.save_file(big, "m
 assert any(hits), hits
 assert os.path.getsize("m") == old
 assert torch.equal(ow.load_file("m")["t3"], big["t3"])
-# A save that no one waits for yet survives an interrupt and completes.
+# A save that no one waits for yet completes despite an interrupt.
 end = time.monotonic() + 60
 while left := [n for root, _, names in os.walk(".") for n in names if "tmp" in n]:
     assert time.monotonic() < end, left
@@ -300,8 +300,8 @@ print("interrupted", sum(hits), "of", len(hits))
 
 
 def test_a_forked_child_may_read_tensors_and_not_verify(tmp_path: Path, torch_script) -> None:
-    """A forked child reads tensors that its parent has loaded, and loads itself. Functions that need the engine are
-    refused, and the parent goes on."""
+    """A forked child can use the tensors that its parent loaded, and can load files itself. Functions that need the
+    engine are refused in the child, and the parent continues."""
     torch_script(
         """
 import os, sys, torch, overwire as ow
@@ -325,7 +325,7 @@ assert ow.load_file("m")["a"].sum() == 10
 
 
 def test_a_forked_child_leaves_its_parents_stream(tmp_path: Path, torch_script) -> None:
-    """A stream refuses a forked child at once, also while a thread of the parent waits in it, and continues in the
+    """A stream refuses a forked child immediately, even while a thread of the parent waits in it, and continues in the
     parent."""
     torch_script(
         """
@@ -361,7 +361,7 @@ for options in ({}, {"max_memory": "1MB"}):
 
 
 def test_a_stream_that_is_dropped_in_a_window_is_freed(tmp_path: Path) -> None:
-    """A dropped stream is freed at once, whatever watches its progress, without the cycle collector."""
+    """A dropped stream is freed immediately, without the cycle collector, even with a progress callable."""
     path = tmp_path / "m.safetensors"
     ow.save_file({f"t{i}": torch.randn(256, 1024) for i in range(16)}, path)
     gc.disable()

@@ -1,5 +1,4 @@
-"""Tests what people try on their first day: a newcomer's tasks and mistakes, on the command line and in Python, on a
-machine without a GPU."""
+"""Tests a newcomer's tasks and mistakes, on the command line and in Python, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command line in this process, expects an exit status, and returns the output."""
+    """Runs a command line in this process, checks its exit status, and returns its output."""
 
     def command(*words: str | Path, status: int = 0) -> str:
         capfd.readouterr()
@@ -41,12 +40,12 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 
 def weights(seed: int, names: int = 3) -> dict[str, torch.Tensor]:
-    """Returns compressible tensors, like trained ones."""
+    """Returns tensors that compress like trained weights."""
     generator = torch.Generator().manual_seed(seed)
     return {f"layers.{n}.mlp.weight": torch.randn(256, 256, generator=generator).mul(0.02).bfloat16() for n in range(names)}
 
 
-# Folders that people have, by name: the weight files, and the auxiliary files.
+# Typical folders by name, with their weight files and their auxiliary files.
 FOLDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a model of the Hub": (("model.safetensors",), ("config.json", "tokenizer.json", "generation_config.json")),
     "a LoRA": (("adapter_model.safetensors",), ("adapter_config.json",)),
@@ -72,7 +71,7 @@ def make_folder(path: Path, files: tuple[str, ...], beside: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
-    """After compressing and decompressing, every file of a folder is byte for byte the same; the total is that of the
+    """Compressing and decompressing a folder leaves every file byte for byte equal. The reported size is that of the
     weights."""
     files, beside = FOLDERS[kind]
     plain, small, back = (tmp_path / name for name in ("plain", "small", "back"))
@@ -89,7 +88,7 @@ def test_folders_go_there_and_back(run: Run, tmp_path: Path, kind: str) -> None:
 
 
 def test_shards(run: Run, tmp_path: Path) -> None:
-    """A set of shards is compressed and rewritten in other sizes, and each tensor comes back; a size needs a unit."""
+    """A set of shards can be compressed and converted to one file with equal tensors. A shard size needs a unit."""
     (tmp_path / "set").mkdir()
     ow.save_file(weights(0, 6), tmp_path / "set/model.safetensors", max_shard_size="300kB", compress=False)
     run("compress", tmp_path / "set", "-o", tmp_path / "small")
@@ -100,8 +99,9 @@ def test_shards(run: Run, tmp_path: Path) -> None:
 
 
 def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """compress and decompress take files, lists, folders and URIs, as the commands of the same names do, and write the
-    same; only overwrite=True replaces anything. An object as the first argument is saved as nyacomp does."""
+    """ow.compress and ow.decompress take files, lists, folders and URIs like the commands, and write the same files.
+    They replace a file only with overwrite=True. If the first argument of compress is an object, it is saved as by
+    nyacomp."""
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     model = tmp_path / "plain/model.safetensors"
@@ -136,8 +136,8 @@ def test_functions_do_what_commands_do(run: Run, tmp_path: Path, monkeypatch: py
 
 
 def test_help() -> None:
-    """help shows each public function with one signature of short lines, with types as in the source, and explains
-    every option; nyacomp's names are not in the list of names, but can be imported."""
+    """help() shows each public function with one signature of short lines, with types as in the source, and explains
+    every option. nyacomp's names can be imported but are not listed."""
     functions = [value for name in ow.__all__ if inspect.isfunction(value := getattr(ow, name))]
     assert len(functions) > 25 and ow.compress in functions and ow.decompress in functions
     for function in functions:
@@ -154,7 +154,7 @@ def test_help() -> None:
 
 
 def test_small_files_that_grow(run: Run, tmp_path: Path) -> None:
-    """compress says in one line that a small file became larger, and why; not if it became smaller."""
+    """compress explains in one line why a small file became larger, and prints no such line for a smaller one."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "small.safetensors", compress=False)
     ow.save_file(weights(0), tmp_path / "large.safetensors", compress=False)
     assert "\nnothing gained: " in run("compress", tmp_path / "small.safetensors")
@@ -162,7 +162,7 @@ def test_small_files_that_grow(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_match(tmp_path: Path) -> None:
-    """The error of load_model has eight names of each kind, and says how many more there are."""
+    """The error of load_model lists eight names of each kind and counts the rest."""
     ow.save_file({f"t{number}": torch.ones(1) for number in range(1000)}, tmp_path / "m.safetensors")
     with pytest.raises(ow.ModelMismatchError, match=r"and 992 more") as raised:
         ow.load_model(torch.nn.Linear(2, 2), tmp_path / "m.safetensors")
@@ -171,7 +171,7 @@ def test_a_model_that_does_not_match(tmp_path: Path) -> None:
 
 @pytest.mark.imports_torch
 def test_what_torch_save_wrote(tmp_path: Path) -> None:
-    """compress and convert read a .pt, a .ckpt and a folder with pytorch_model.bin, with auxiliary files."""
+    """compress and convert read a .pt file, a .ckpt file, and a folder with pytorch_model.bin and auxiliary files."""
     state = weights(1)
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub/config.json").write_text("{}")
@@ -187,7 +187,7 @@ def test_what_torch_save_wrote(tmp_path: Path) -> None:
 
 
 def test_looking(run: Run, tmp_path: Path) -> None:
-    """inspect, diff, load, doctor and completion answer, as text, as JSON and as pages."""
+    """inspect, diff, load, doctor and completion work, and inspect also writes pages."""
     a, b, trace, page = (tmp_path / name for name in ("a.safetensors", "b.safetensors", "t.json", "page.html"))
     ow.save_file(weights(0), a)
     ow.save_file(weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}, b)
@@ -210,7 +210,7 @@ def test_looking(run: Run, tmp_path: Path) -> None:
 
 
 def test_unrelated_models(run: Run, tmp_path: Path) -> None:
-    """diff of models without a common tensor says so in its last line, instead of "0 elements changed"."""
+    """A diff of models without a common tensor says so in its last line, instead of "0 elements changed"."""
     ow.save_file(weights(0), tmp_path / "a.safetensors")
     ow.save_file({f"other.{name}": t for name, t in weights(0).items()}, tmp_path / "b.safetensors")
     said = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
@@ -218,15 +218,15 @@ def test_unrelated_models(run: Run, tmp_path: Path) -> None:
 
 
 def test_texts_say_command(run: Run) -> None:
-    """Help and completion call a command a command, as other programs do."""
+    """Help and completion say "command", not "verb"."""
     for name in ("compress", "inspect", "verify", "fetch", "cache", "bench", "completion"):
         assert not re.search(r"\bverbs?\b", run(name, "--help"))
     assert not re.search(r"\bverbs?\b", run("--help"))
 
 
 def test_a_download(run: Run, tmp_path: Path) -> None:
-    """verify compares a folder of `hf download --local-dir` with the SHA-256 that huggingface_hub recorded, and finds
-    a changed bit that the size does not show."""
+    """verify compares a folder of `hf download --local-dir` with the SHA-256 that huggingface_hub recorded, and detects
+    a changed bit."""
     folder = pytest.importorskip("huggingface_hub._local_folder")
     file = tmp_path / "model.safetensors"
     ow.save_file(weights(0), file, compress=False)
@@ -260,7 +260,7 @@ def test_a_comparison_with_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_server(run: Run, tmp_path: Path) -> None:
-    """A file of a web server is loaded, verified, compared and fetched."""
+    """A file on a web server can be loaded, verified, compared and fetched."""
     ow.save_file(weights(0), tmp_path / "a.safetensors")
     with processes.overwire_serve(tmp_path) as root:
         url = root.rstrip("/")
@@ -273,7 +273,8 @@ def test_a_server(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_bucket(run: Run, tmp_path: Path) -> None:
-    """A folder goes to S3 and comes back with its configuration, with or without a last slash; only -f replaces it."""
+    """A folder can be compressed to S3 and decompressed from there with its configuration, with or without a trailing
+    slash. Replacing it needs --force."""
     make_folder(tmp_path / "plain", *FOLDERS["a model of the Hub"])
     with stores.s3() as (options, _):
         storage = "--storage=" + json.dumps({key: value for key, value in options.items() if isinstance(value, str)})
@@ -291,7 +292,8 @@ def test_a_bucket(run: Run, tmp_path: Path) -> None:
 
 
 def test_keys(run: Run, tmp_path: Path) -> None:
-    """safetensors become an encrypted .tensors file and come back; a key is used where it is needed."""
+    """A safetensors file can be converted to an encrypted .tensors file and back. A key option with an unset variable
+    is an error."""
     plain, sealed, key = tmp_path / "a.safetensors", tmp_path / "a.tensors", tmp_path / "key"
     ow.save_file(weights(0), plain, compress=False)
     key.write_bytes(os.urandom(32))
@@ -304,7 +306,7 @@ def test_keys(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_delta(run: Run, tmp_path: Path) -> None:
-    """Changes are saved and applied in Python; the command line says so."""
+    """Deltas are saved and applied in Python, and `overwire delta` points there."""
     base, new = weights(0), weights(0) | {"layers.1.mlp.weight": weights(7)["layers.1.mlp.weight"]}
     ow.save_delta(new, base, tmp_path / "d.safetensors")
     ow.apply_delta(base, tmp_path / "d.safetensors")
@@ -313,8 +315,8 @@ def test_a_delta(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_other_readers_say(tmp_path: Path) -> None:
-    """A compressed file is a valid safetensors file, so safetensors itself reports no error; torch's strict loading
-    names overwire, and the metadata say what to install."""
+    """safetensors opens a compressed file without an error, because the format is the same. torch's strict loading
+    names an overwire tensor, and the metadata says what to install."""
     safetensors = pytest.importorskip("safetensors.torch")
     module = torch.nn.Linear(256, 256, bias=False)
     with torch.no_grad():
@@ -326,7 +328,7 @@ def test_what_other_readers_say(tmp_path: Path) -> None:
         module.load_state_dict(safetensors.load_file(tmp_path / "m.safetensors"))
 
 
-# Command lines that people get wrong, and words of the answer; M is a file, F a folder with a pytorch_model.bin.
+# Mistaken command lines, their exit status, and words of the answer. M is a file, F a folder with a pytorch_model.bin.
 MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("compres M -o x", 2, "did you mean compress?"),
     ("version", 2, "write overwire --version"),
@@ -361,7 +363,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
 def test_mistakes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, status: int, says: str
 ) -> None:
-    """The answer to a wrong command says what to write, and nothing is written."""
+    """The answer to a mistaken command says what to write instead, and no file is written."""
     monkeypatch.chdir(tmp_path)
     ow.save_file(weights(0, 1), "model.safetensors")
     os.mkdir("folder")

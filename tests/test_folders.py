@@ -1,5 +1,5 @@
-"""Tests which files of a folder are the model, as in docs/folders.md, in every function, compared with transformers'
-choice."""
+"""Tests that every function takes the files of a folder that docs/folders.md names, and compares them with
+transformers' choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def _files(folder: Path, stem: str = "model", value: float = 1, count: int = 0) -> None:
-    """Writes one file, or that many shards, of the tensors a, b and c, each of one value."""
+    """Writes the tensors a, b and c, each filled with value, to one file or to count shards."""
     names = [f"{stem}-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)] or [f"{stem}.safetensors"]
     for k, name in enumerate(names):
         safetensors.numpy.save_file({t: np.full(3, value) for t in "abc"[k :: len(names)]}, folder / name)
@@ -90,7 +90,8 @@ def _pipeline(folder: Path) -> None:
     _files(folder / "unet", "diffusion_pytorch_model.fp16", 2)
 
 
-# folder, its model (or the error), the one that transformers takes (None: it finds none)
+# function that makes the folder, the value in its model or the error, and the value in the model that transformers
+# finds (None if it finds none)
 CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
     "one file": (_single, 1, 1),
     "shards": (_shards, 1, 1),
@@ -119,7 +120,7 @@ CASES: dict[str, tuple[Callable[[Path], object], Any, float | None]] = {
 
 
 def _of_transformers(folder: Path) -> float | None:
-    """Returns the value in the first file that transformers chooses."""
+    """Returns the value in the first file that transformers chooses, or None if it finds none."""
     from transformers.modeling_utils import _get_resolved_checkpoint_files
 
     try:
@@ -152,8 +153,8 @@ def _converted(folder: Path, out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
-    """Each function takes the files that docs/folders.md names or raises its error, and a conversion does not change
-    which model the folder is."""
+    """Each function reads the files that docs/folders.md names or raises its error, and a converted folder holds the
+    same model."""
     make, want, _ = CASES[case]
     folder, out = tmp_path / "model", tmp_path / "out"
     folder.mkdir()
@@ -168,7 +169,7 @@ def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
     ]
     if isinstance(want, tuple):
         error, *words = want
-        if case != "a pipeline":  # these take all models of it
+        if case != "a pipeline":  # verify and inspect accept a pipeline, because they take all its models
             verbs += [lambda: ow.verify(folder), lambda: ow.inspect(folder)]
         for verb in verbs:
             with pytest.raises(error) as raised:
@@ -185,8 +186,8 @@ def test_every_verb_takes_the_same_files(tmp_path: Path, case: str) -> None:
 
 
 def test_a_save_replaces_a_set_by_its_index(tmp_path: Path) -> None:
-    """Shards over an earlier set have new names, in an empty folder the usual ones, and in the end nothing else is
-    there."""
+    """Saving shards over an earlier set uses new file names and removes the old files. In an empty folder the usual
+    names are used."""
     names = []
     for value in (1.0, 2.0, 3.0):
         report = ow.save_file({t: np.full(300, value) for t in "abc"}, tmp_path / "model.safetensors", compress=False, max_shard_size=5000)
@@ -199,8 +200,8 @@ def test_a_save_replaces_a_set_by_its_index(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_chooses_what_the_page_says(tmp_path: Path) -> None:
-    """transformers takes the files that the table names, in the folder, in a conversion of it, and in one onto itself,
-    which gives shards without an index one."""
+    """transformers takes the files that the table names, in the original folder, in a converted one, and in one that
+    was converted in place, which adds a missing index."""
     pytest.importorskip("transformers")
     for number, (make, want, theirs) in enumerate(CASES.values()):
         folder, out = tmp_path / f"{number}", tmp_path / f"{number}-out"
@@ -215,7 +216,7 @@ def test_transformers_chooses_what_the_page_says(tmp_path: Path) -> None:
 
 
 def test_a_slash_says_that_the_target_is_a_folder(tmp_path: Path) -> None:
-    """`convert` of one file into FOLDER/ makes the folder, like the command."""
+    """Converting one file to FOLDER/ creates the folder, as the command does."""
     ow.save_file({f"{i}": np.full(64, i, "float32") for i in range(8)}, tmp_path / "one.safetensors", compress=False)
     ow.convert(tmp_path / "one.safetensors", f"{tmp_path}/out/", compress=False, max_shard_size=512)
     assert (tmp_path / "out/model.safetensors.index.json").exists()
@@ -224,7 +225,7 @@ def test_a_slash_says_that_the_target_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
-    """An index that lists a tensor which its file lacks is refused by verify and conversions into a folder."""
+    """An index that lists a tensor which its file lacks is refused by load_file, verify and conversion to a folder."""
     (source := tmp_path / "m").mkdir()
     _shards(source)
     index = json.loads((source / _INDEX).read_text())

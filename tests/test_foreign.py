@@ -1,4 +1,5 @@
-"""Sharded checkpoints, .nemo and numpy files are read whole, without running anything of theirs, or refused by name."""
+"""Tests that sharded checkpoints, .nemo and numpy files are read whole, without running any code in them, or
+refused."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """The same names, dtypes, shapes and bytes."""
+    """Asserts equal names, dtypes, shapes and bytes."""
     assert sorted(got) == sorted(want)
     for name, tensor in want.items():
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
@@ -50,8 +51,8 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "megatron", "shards", "consolidated", "safetensors"])
 def test_folders_of_real_writers(tmp_path: Path, kind: str) -> None:
-    """Folders of FSDP2, Megatron-core and torch's Hugging Face writer, of two ranks each (see make.py there), load and
-    convert to the whole tensors, with what lies beside them; other objects become values or lines of the report."""
+    """Folders that two ranks wrote with FSDP2, Megatron-core and torch's Hugging Face writer (goldens/dcp/make.py) load
+    and convert to whole tensors. Auxiliary files are copied. Other objects become metadata or lines of the report."""
     source = tmp_path / kind
     shutil.copytree(GOLDENS / kind, source)
     want = safetensors.torch.load((GOLDENS / f"{kind}.expected").read_bytes())
@@ -71,7 +72,7 @@ def test_folders_of_real_writers(tmp_path: Path, kind: str) -> None:
         assert report.left == (f"{source}: kind: torch.float32",)
     if kind == "consolidated":
         assert report.left == (str(source / "sharded"),)
-    if kind in ("consolidated", "shards"):  # torch's own reader takes what was converted
+    if kind in ("consolidated", "shards"):  # torch's own reader takes the converted folder
         state = {name: torch.zeros_like(one) for name, one in want.items()}
         ow.convert(source, tmp_path / "plain", compress=False)
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "plain")))
@@ -93,8 +94,8 @@ WANTED = "bf16 bool empty f8 flip model.layers.0 model.layers.1.b model.part mod
 
 @pytest.mark.parametrize("how", ["save", "async_save", "threads"])
 def test_one_process(tmp_path: Path, how: str) -> None:
-    """What torch saves in one process comes back under the paths of the state, bit for bit; plain values are kept,
-    and each other object is a line of the report."""
+    """A checkpoint that torch saves in one process loads bit for bit under the paths of its state dict. Plain values
+    become metadata, and each other object is a line of the report."""
     own, at = state(), str(tmp_path / "iter_10")
     if how == "async_save":
         torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
@@ -117,7 +118,7 @@ def test_one_process(tmp_path: Path, how: str) -> None:
 
 
 def test_two_ranks(torch_script: Any, tmp_path: Path) -> None:
-    """DTensors of two ranks, cut by rows and by columns, more ranks than rows, are joined."""
+    """DTensors of two ranks that are cut by rows or columns are joined, even with more ranks than rows."""
     torch_script("""
 import os, torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -143,9 +144,8 @@ for got in (ow.load_file("ckpt"), ow.load_file("m.safetensors")):
 
 
 def test_trees_and_names(tmp_path: Path) -> None:
-    """A trainer's folder with checkpoints below it becomes the same tree; files of torch.save without tensors are
-    copied; the commands read it. A folder of such files only, and one with safetensors files next to a checkpoint, are
-    refused."""
+    """A trainer's folder of checkpoints becomes a folder of the same structure, and torch.save files without tensors
+    are copied. A folder of only such files is refused, and so is one with safetensors files next to a checkpoint."""
     top = tmp_path / "checkpoint-5"
     dcp.save({"w": torch.ones(4)}, checkpoint_id=top / "pytorch_model_fsdp_0")
     dcp.save({"m": torch.zeros(4)}, checkpoint_id=top / "optimizer_0")
@@ -171,7 +171,7 @@ def test_trees_and_names(tmp_path: Path) -> None:
 
 
 def test_readers_of_new_files_are_not_more(tmp_path: Path) -> None:
-    """What is made of a file or folder that few may read can be read by no more."""
+    """A converted file can be read by no more users than its source."""
     dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "ckpt")
     torch.save({"w": torch.ones(4)}, tmp_path / "m.pt")
     for source, private in ((tmp_path / "ckpt", tmp_path / "ckpt/__0_0.distcp"), (tmp_path / "m.pt",) * 2):
@@ -182,7 +182,7 @@ def test_readers_of_new_files_are_not_more(tmp_path: Path) -> None:
 
 
 def altered(tmp_path: Path, change: Callable[[Any], None]) -> Path:
-    """A folder of two tensors, one of two chunks, whose description was changed."""
+    """Saves a folder of two tensors, one of them in two chunks, and changes its description."""
     folder = tmp_path / "ckpt"
     shutil.rmtree(folder, ignore_errors=True)
     w = torch.arange(12.0).reshape(4, 3)
@@ -210,15 +210,15 @@ def chunk(meta: Any, number: int = 1) -> Any:
 
 
 class Evil:
-    """What would make a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("made-by-a-pickle",)
 
 
 def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptions that leave holes, overlap, lie about places, shapes and dtypes, lead out of the folder, or would run
-    something, are errors with the file's and the tensor's name, and leave nothing."""
+    """A description with holes, overlaps, wrong offsets, shapes or dtypes, paths out of the folder, or code to run is
+    an error that names the file and the tensor, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     w = torch.arange(12.0).reshape(4, 3)
     equal(ow.load_file(altered(tmp_path, lambda meta: None)), {"w": torch.cat([w, w[2:]])})
@@ -283,8 +283,8 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_damaged_folders(tmp_path: Path) -> None:
-    """Changed bytes of tensors, cut files, expanded tensors in place of whole ones, a description that is missing or of
-    ranks that saved apart: typed errors that name the file. Files that nothing lists are in the report."""
+    """Changed tensor bytes, truncated files, expanded tensors, and descriptions that are missing or of ranks that saved
+    separately are typed errors that name the file. Unlisted files are in the report."""
     folder = altered(tmp_path, lambda meta: None)
     file, whole = folder / "__0_0.distcp", (folder / "__0_0.distcp").read_bytes()
     at = whole.index(torch.arange(12.0).numpy().tobytes())
@@ -324,8 +324,8 @@ def test_damaged_folders(tmp_path: Path) -> None:
 
 
 def test_parts_are_never_whole(tmp_path: Path) -> None:
-    """A shard of torch's Hugging Face writer is not loaded or converted by its own name, and a folder that lacks one is
-    refused; safe_open shows it as it is, as torch's reader needs it; files of one rank's whole state load."""
+    """A shard of torch's Hugging Face writer cannot be loaded or converted separately, and a folder that lacks one is
+    refused. safe_open opens a shard, because torch's reader needs that. A file with one rank's whole state loads."""
     folder = tmp_path / "shards"
     shutil.copytree(GOLDENS / "shards", folder)
     one = folder / "shard-00001-model-00001-of-00002.safetensors"
@@ -353,7 +353,7 @@ def test_parts_are_never_whole(tmp_path: Path) -> None:
 
 
 def boxes_of(shape: tuple[int, ...], random_: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Divides a shape into boxes, again and again."""
+    """Divides a shape into boxes by repeated random cuts."""
     todo, done = [((0,) * len(shape), shape)], []
     while todo:
         offsets, sizes = todo.pop()
@@ -371,8 +371,8 @@ def boxes_of(shape: tuple[int, ...], random_: random.Random) -> list[tuple[tuple
 
 
 def test_any_boxes_are_joined_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors divided into any boxes are joined, whatever fits into a block; a missing box, and one too many, is
-    found."""
+    """Tensors that are divided into random boxes are joined, with any block size. A missing or a surplus box is
+    detected."""
     random_ = random.Random(5)
     path = tmp_path / "data"
     for _ in range(150):
@@ -412,8 +412,8 @@ def weights(tensors: dict[str, Any]) -> bytes:
 
 
 def test_nemo(tmp_path: Path) -> None:
-    """The weights of a .nemo file are read at their place, whatever names tar gives; links, parts, lies and cuts are
-    typed errors, and nothing is unpacked."""
+    """The weights of a .nemo file are read in place, under any member name. Links, tensor parts, false sizes and
+    truncation are typed errors, and nothing is unpacked."""
     path, target = tmp_path / "m.nemo", tmp_path / "m.safetensors"
     want = {"encoder.w": torch.randn(9, 9), "b": torch.ones(3)}
     for name in ("./model_weights.ckpt", "x" * 160 + "/model_weights.ckpt"):
@@ -465,8 +465,8 @@ def test_nemo(tmp_path: Path) -> None:
 
 
 def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays of .npy and .npz files of every dtype that safetensors has, in both orders, deflated or not, come over;
-    texts are lines of the report; pickles, dtypes that numpy does not tell apart, damage and bombs are refused."""
+    """.npy and .npz arrays of every safetensors dtype, in both byte orders, deflated or stored, load and convert. Text
+    arrays are lines of the report. Pickles, unknown dtypes, damage and decompression bombs are refused."""
     every = {f"t{n}": np.arange(6).reshape(2, 3).astype(kind) for n, kind in enumerate("?bBhHiIqQefdF")}
     every |= {"fortran": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)), "empty": np.empty((0, 2)), "zero": np.array(2.5)}
     path, target = tmp_path / "m.npz", tmp_path / "m.safetensors"
@@ -529,7 +529,7 @@ def test_numpy_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mutants(random_: random.Random, whole: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """Files with some bytes changed, cut, doubled or exchanged, without an end."""
+    """Yields endless variants of the files with some bytes changed, cut, doubled or exchanged."""
     while True:
         files = dict(whole)
         name = random_.choice(sorted(files))
@@ -554,8 +554,8 @@ def mutants(random_: random.Random, whole: dict[str, bytes]) -> Iterator[dict[st
 
 
 def fuzz(folder: Path, seed: int, rounds: int) -> int:
-    """Reads mutants of each kind of container: the same tensors, fewer where a description was changed, or an
-    overwire error. Returns how many were refused."""
+    """Reads variants of each kind of container. Each gives the same tensors, fewer tensors if a description was
+    changed, or an overwire error. Returns how many were refused."""
     random_ = random.Random(seed)
     made = folder / "made"
     made.mkdir()
@@ -590,11 +590,11 @@ def fuzz(folder: Path, seed: int, rounds: int) -> int:
                 assert str(work) in str(error), (seed, number, kind, error)
                 refused += 1
             except KeyError:
-                assert not found, (seed, number, kind)  # no name of such a file is left
+                assert not found, (seed, number, kind)  # the change left no name of the file
         shutil.rmtree(work)
     return refused
 
 
 def test_mutants_are_read_or_refused(tmp_path: Path) -> None:
-    """Changed descriptions and files give tensors or an overwire error that names the file, and nothing else."""
+    """Changed descriptions and files give tensors or an overwire error that names the file."""
     assert fuzz(tmp_path, int(os.environ.get("FUZZ_SEED", "7")), 400) > 200

@@ -1,4 +1,4 @@
-"""Tests that a part of a checkpoint of another library is never taken for the whole."""
+"""Tests that a part of another library's checkpoint is never taken for the whole."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from test_foreign import GOLDENS, altered, equal  # noqa: E402
 
 
 def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
-    """The description of one of several ranks, a second model in the folder, a file number that no rank has, and
-    headers that break the rules of safetensors are refused."""
+    """One rank's description, a second model in the folder, a file number of no rank, and headers that break the rules
+    of safetensors are refused."""
     folder, read = altered(tmp_path, lambda meta: None), (ow.load_file, lambda path: ow.convert(path, tmp_path / "out/"))
     before = ow.load_file(folder)
     os.rename(folder / ".metadata", folder / "__0.metadata")
@@ -53,7 +53,7 @@ def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
 
 
 def test_records_and_entries_that_lie(tmp_path: Path) -> None:
-    """Numbers of any length in tar records are refused, and an entry x.npy that is no array is not left out."""
+    """Malformed sizes in tar records are refused, and so is an .npy entry that is not an array."""
     path = tmp_path / "m.nemo"
     for digits in (b"9" * 5000, "\u00b2".encode(), b"-1"):
         pax, record = tarfile.TarInfo("p"), b"9 size=" + digits + b"\n"

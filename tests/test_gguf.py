@@ -1,5 +1,5 @@
-"""Tests GGUF files, which are listed and verified by their headers and not stored; the package gguf is the reference.
-"""
+"""Tests that GGUF files are listed and verified by their headers but never saved or loaded. The package gguf is the
+reference."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from overwire._engine import cli
 
-# (values of a block, its bytes), by type.
+# Values per block and bytes per block, by type.
 SIZES = gguf.GGML_QUANT_SIZES
 
 
 def write(path: Path, seed: int, types: list[Type]) -> None:
-    """Writes a file with the reference's writer: a tensor of each type, entries of each kind."""
+    """Writes a file with the reference's writer, with a tensor of each type and entries of each kind."""
     rng = random.Random(seed)
     writer = gguf.GGUFWriter(path, "llama", endianess=rng.choice(list(gguf.GGUFEndian)))
     writer.add_custom_alignment(rng.choice([8, 32, 256]))
@@ -49,8 +49,8 @@ def write(path: Path, seed: int, types: list[Type]) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) -> None:
-    """Names, types, shapes, sizes, offsets and entries equal those that the package gguf reads, for every type that it
-    knows."""
+    """Names, types, shapes, sizes, offsets and entries equal those that the package gguf reads, for each of its
+    types."""
     path = tmp_path / "m.gguf"
     types = list(SIZES)
     random.Random(seed).shuffle(types)
@@ -82,7 +82,7 @@ def test_types_are_those_of_the_reference() -> None:
 
 
 def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A tensor of an unknown type is listed without its size, and the others completely; verify checks the others, and
+    """A tensor of an unknown type is listed without its size, and all others completely. verify checks the others and
     says so."""
     path = tmp_path / "m.gguf"
     write(path, 5, [Type.Q4_K, Type.F16, Type.F32])
@@ -106,8 +106,8 @@ def test_types_that_came_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`overwire inspect` and `verify` take a GGUF file, together with other files and from a server. --html makes a
-    page. Terminal control characters are never printed."""
+    """`overwire inspect` and `verify` take a GGUF file, also together with other files or from a server, and --html
+    writes a page. Terminal control characters are never printed."""
     write(tmp_path / "m.gguf", 1, [Type.Q4_K, Type.F16])
     ow.save_file({"a": np.zeros(3, "f4")}, tmp_path / "a.safetensors")
     both = [str(tmp_path / "m.gguf"), str(tmp_path / "a.safetensors")]
@@ -125,7 +125,7 @@ def test_the_command_line_lists_it(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_its_head_is_asked_for_once(tmp_path: Path) -> None:
-    """A server is asked once for the beginning of a file with a GGUF name."""
+    """The beginning of a remote GGUF file is requested once."""
     write(tmp_path / "m.gguf", 4, [Type.Q4_K])
     data, heads = (tmp_path / "m.gguf").read_bytes(), []
 
@@ -157,7 +157,7 @@ def test_its_head_is_asked_for_once(tmp_path: Path) -> None:
 
 
 def test_it_is_not_stored(tmp_path: Path) -> None:
-    """Functions that would store or load it say what it is, and why overwire does not."""
+    """Functions that would save or load a GGUF file say what it is and why overwire refuses it."""
     write(tmp_path / "m.gguf", 2, [Type.Q8_0])
     target = tmp_path / "x.safetensors"
     for verb in (ow.load_file, lambda path: ow.convert(path, target), lambda path: ow.save_file({}, path)):
@@ -167,7 +167,7 @@ def test_it_is_not_stored(tmp_path: Path) -> None:
 
 
 def test_damaged_headers(tmp_path: Path) -> None:
-    """The engine refuses a truncated or changed header with the file's name, or reads it; it does not crash."""
+    """A truncated or changed header is read or refused with the file's name, and never crashes the engine."""
     write(tmp_path / "m.gguf", 3, [Type.Q4_0, Type.F32])
     data = (tmp_path / "m.gguf").read_bytes()
     rng = random.Random(3)

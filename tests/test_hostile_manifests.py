@@ -1,7 +1,7 @@
-"""Tests that manifests that name more than their siblings are refused with a typed error, before anything they name is
+"""Tests that manifests which name anything but files next to them are refused with a typed error, before any target is
 requested.
 
-The named targets exist: a file outside the folder, and a server that counts its requests.
+The targets exist: a file outside the folder, and a server that counts its requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OUTSIDE = "outside.safetensors"
 
 
 class Place:
-    """A served folder, a file next to it that must not be read, and a server that must not be asked."""
+    """A served folder, a file outside it that must not be read, and a server that must get no request."""
 
     def __init__(self, root: Path, url: str, canary: str) -> None:
         self.root, self.folder, self.url, self.canary = root, root / "models", url, canary
@@ -82,7 +82,7 @@ def refuses(load: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("far", [False, True], ids=["local", "http"])
 def test_index_json(place: Place, far: bool) -> None:
-    """34 names are refused, here and over HTTP."""
+    """34 names are refused, in a local index and over HTTP."""
     index = place.folder / "model.safetensors.index.json"
     all_names = names(place)
     assert len(all_names) == 34
@@ -93,7 +93,7 @@ def test_index_json(place: Place, far: bool) -> None:
 
 
 def test_meta_csv_behind_a_url(place: Place) -> None:
-    """A csv that was fetched reads nothing of this machine and asks no other server."""
+    """A meta.csv from a server cannot make overwire read a local file or contact another server."""
     meta = place.folder / "meta.csv"
     outside = [f"{place.root}/outside.raw", f"/{place.root}/outside.raw", "../outside.raw", "/../outside.raw", f"file://{place.root}/outside.raw",
                f"{place.canary}/x.raw", f"{place.canary}/x.gz", "http://169.254.169.254/latest/x.raw", "s3://bucket/x.raw", "gopher://h/x.raw",
@@ -111,8 +111,8 @@ def test_links_are_not_served(place: Place) -> None:
 
 
 def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
-    """A local meta.csv may come from anywhere: a preload at import does not request the URLs in it unless DOWNLOAD says
-    so; an explicit load does."""
+    """Importing nyacomp's drop-in preloads a local meta.csv but requests its URLs only if DOWNLOAD=1 is set. An
+    explicit load always requests them."""
     asked: list[str] = []
 
     class Counts(BaseHTTPRequestHandler):
@@ -149,8 +149,8 @@ def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
 
 
 def test_no_redis_server_of_a_file_is_asked(tmp_path: Path) -> None:
-    """A meta.csv that names a Redis server is refused before a connection is made, because the environment's password
-    would be sent there."""
+    """A meta.csv that names a Redis server is refused before a connection is made, because the server would get the
+    environment's password."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -1,4 +1,4 @@
-"""Tests that errors of sums over an index and a header name their rule."""
+"""Tests that a wrong checksum of an index or a header is reported with its rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.parametrize("part", ["index", "header"])
 def test_a_wrong_sum_of_what_describes_tensors_has_a_rule(tmp_path: Path, part: str) -> None:
-    """A changed bit of the index, or of the header before it, is refused with the same rule as a chunk's wrong sum."""
+    """A changed bit of the index or the header is refused with the same rule as a wrong chunk checksum."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"w": np.zeros((256, 256), np.float32)}, path, metadata={"note": "abcd"})
     stored = bytearray(path.read_bytes())

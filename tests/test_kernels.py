@@ -1,7 +1,7 @@
 """Tests without a GPU that the committed GPU kernels match their sources.
 
-cuda/built holds the compiled module and the hashes of its inputs. The compiler comes from wheels; if it is neither here
-nor can be fetched, only the hashes are compared.
+cuda/built holds the compiled modules and the hashes of their inputs. The compiler comes from wheels. Without it, only
+the hashes are compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def noted() -> dict[str, str]:
 
 
 def included(name: str, seen: set[str]) -> set[str]:
-    """Return the files that nvcc reads for one, without those that only the host twin includes."""
+    """Returns all files that nvcc includes for a source, without those that only the host twin includes."""
     if name not in seen:
         seen.add(name)
         for other in re.findall(r'^#include "([^"]+)"', (CUDA / name).read_text(encoding="utf-8"), re.M):
@@ -49,7 +49,7 @@ def test_hashes() -> None:
 
 
 def test_every_kernel_is_in_the_module() -> None:
-    # The module is compressed, except for the names that Go asks for.
+    # The module is compressed, so the names come from the sources and from the Go code that looks them up.
     names = set(re.findall(r"ow_\w+", (ROOT / "gosrc/device/cuda/queue/pool.go").read_text(encoding="utf-8")))
     text = "".join((CUDA / f).read_text(encoding="utf-8") for f in ("x16_decode.cu", "move.cu"))
     kernels = {f"ow_x16_{n}" for n in re.findall(r"^OW_X16_KERNEL\((\w+),", text, re.M)}
@@ -58,7 +58,7 @@ def test_every_kernel_is_in_the_module() -> None:
 
 
 def test_every_batch_kernel_is_in_the_module() -> None:
-    # abi_batch.h lists them for the code that launches them.
+    # abi_batch.h lists the kernels for the code that launches them.
     listed = set(re.findall(r"^ \*   (ow_\w+) +\d", (CUDA / "abi_batch.h").read_text(encoding="utf-8"), re.M))
     text = (CUDA / "batch.cu").read_text(encoding="utf-8")
     kernels = set(re.findall(r"^OW_WARP_KERNEL\((\w+),", text, re.M)) | set(re.findall(r"__launch_bounds__\([^)]*\) (ow_\w+)\(", text))
@@ -75,7 +75,7 @@ def test_every_resident_kernel_is_in_the_module() -> None:
 
 @pytest.fixture(scope="module")
 def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the pinned compiler: the one of `make kernels`, or a fresh one from the wheels."""
+    """Returns the pinned compiler from `make kernels`, or installs it from wheels."""
     if shutil.which("g++") is None:
         pytest.skip("nvcc needs g++")
     kept = ROOT / "build" / "nvcc" / "nvidia" / "cu13" / "bin" / "nvcc"
@@ -92,7 +92,7 @@ def nvcc(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rebuild_gives_the_same_bytes(nvcc: Path, tmp_path: Path) -> None:
-    # build.sh refuses PTX versions other than 9.0, which only newer drivers read.
+    # build.sh also fails if the PTX version is not 9.0, because only newer drivers read later versions.
     subprocess.run(["sh", str(BUILT / "build.sh"), str(nvcc), str(tmp_path)], check=True, timeout=600)
     assert (tmp_path / "sources.sha256").read_text() == (BUILT / "sources.sha256").read_text()
     for name in MODULES:

@@ -1,4 +1,4 @@
-"""Tests safe_open.load_into: blocks of tensors into existing tensors."""
+"""Tests safe_open.load_into, which loads blocks of tensors into existing tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compress(request: Any) -> bool:
 
 
 def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
-    """Random blocks of every dtype and rank equal what torch cuts out; nothing around them changes."""
+    """Random blocks of every dtype and rank equal torch's slices, and the memory around them does not change."""
     seed = time.time_ns() & 0xFFFFFFFF
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -52,7 +52,7 @@ def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
                 low = rng.randint(0, size)
                 ranges.append((low, rng.randint(low, size)))
             cut = tensor[tuple(slice(*one) for one in ranges)] if ranges else tensor
-            # One more row on both sides, which must stay unchanged.
+            # One row on each side must stay unchanged.
             around = (
                 torch.full((cut.shape[0] + 2, *cut.shape[1:]), 1).to(cut.dtype)
                 if cut.dim()
@@ -74,7 +74,7 @@ def test_blocks_of_every_dtype(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
-    """q, k and v of one rank are loaded side by side into one parameter, and columns into another."""
+    """q, k and v of one rank are loaded into parts of one fused parameter, and a block of columns into another."""
     q, k, v, o = (torch.randn(n, 64).bfloat16() for n in (128, 64, 64, 32))
     path = make(tmp_path / "m.safetensors", compress, {"q": q, "k": k, "v": v, "o": o})
     fused, down = torch.zeros(128, 64, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.bfloat16)
@@ -92,7 +92,7 @@ def test_a_fused_parameter(tmp_path: Path, compress: bool) -> None:
 
 
 def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: bool) -> None:
-    """Other dtypes, strides, and memory that an earlier destination uses are filled through a copy."""
+    """Destinations with another dtype, strides, or memory of an earlier destination are filled through a copy."""
     tensor = torch.randn(64, 48).bfloat16()
     path = make(tmp_path / "m.safetensors", compress, {"a": tensor, "b": tensor + 1})
     cast, strided, both = (
@@ -109,8 +109,8 @@ def test_what_cannot_be_written_in_place_is_copied(tmp_path: Path, compress: boo
 
 
 def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None:
-    """Random targets in one memory, dense, strided and cast, with and without a preload, give the same as copies one
-    after the other."""
+    """Random targets in one memory (dense, strided and cast) end as if they were copied in order, with and without a
+    preload."""
     rng, side = random.Random(seed), 12
     tensors = {
         f"t{n}": torch.full((side, side), n + 1.0, dtype=torch.float16 if n % 4 == 3 else torch.float32)
@@ -136,7 +136,7 @@ def test_the_last_of_overlapping_targets_wins(tmp_path: Path, seed: int) -> None
 
 
 def test_tied_transposes_get_what_torch_gives_them(tmp_path: Path) -> None:
-    """Of two views of one parameter the later one in the state dict wins, as with load_state_dict."""
+    """If two names are views of one parameter, the later one in the state dict wins, as with load_state_dict."""
     path = make(tmp_path / "m.safetensors", True, {"v": torch.full((50, 50), 1.0), "w": torch.full((50, 50), 2.0)})
     for first, second in (("w", "v"), ("v", "w")):
         module = torch.nn.Module()
@@ -150,7 +150,7 @@ def test_tied_transposes_get_what_torch_gives_them(tmp_path: Path) -> None:
 
 
 def test_elements_that_share_memory_are_refused(tmp_path: Path) -> None:
-    """An expanded destination is refused before anything is written; one that was made in inference mode is filled."""
+    """An expanded destination is refused before anything is written. One created in inference mode is filled."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "b": torch.ones(8, 4)})
     good = torch.zeros(8, 4)
     with torch.inference_mode():
@@ -179,7 +179,7 @@ def test_a_preload_is_taken_over(tmp_path: Path, compress: bool) -> None:
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    """Each wrong target is refused by name before the others change."""
+    """Each wrong target is refused with its name before any other target changes."""
     path = make(tmp_path / "m.safetensors", True, {"a": torch.ones(8, 4), "s": torch.tensor(2.0)})
     good = torch.zeros(8, 4)
     wrong: list[tuple[Any, Any, Any, type[Exception]]] = [
@@ -209,7 +209,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
-    """A block of a damaged tensor is an error, and a block of an intact one is not."""
+    """A block of a damaged tensor is an error, and an intact tensor loads."""
     path = make(tmp_path / "m.safetensors", True, {"bad": torch.randn(4096, 64).bfloat16(), "good": torch.randn(64).bfloat16()})
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""Tests the memory that the engine keeps, as far as it shows without a GPU."""
+"""Tests the memory that the engine keeps, without a GPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_pinned_model_loads_without_its_file(tmp_path: Path, compress: bool) -
         assert list(got) == list(ow.load_file(pinned, keys=None)) and set(got) == set(want)
         for name, tensor in want.items():
             same(got[name], tensor)
-        got["a"].zero_()  # it belongs to the caller
+        got["a"].zero_()  # the tensor belongs to the caller
     for name, tensor in pinned.stream(keys=["b", "a"]):
         same(tensor, want[name])
     same(pinned.load_file(dtype="float32", filter=lambda name: name == "a")["a"], want["a"].float())
@@ -69,7 +69,7 @@ def test_a_pinned_model_loads_without_its_file(tmp_path: Path, compress: bool) -
     running = pinned.stream()
     with pinned:
         pass
-    assert {name for name, _ in running} == set(want)  # running work goes on
+    assert {name for name, _ in running} == set(want)  # a running stream continues after release
     pinned.release()
     same(kept, want["a"])
     for verb in (pinned.load_file, pinned.stream, pinned.__enter__, lambda: ow.safe_open(pinned, "pt")):
@@ -106,7 +106,7 @@ def soon(ok):
     end = time.monotonic() + 60
     while not ok() and time.monotonic() < end: time.sleep(0.01)
     return ok()
-for _ in range(20): ow.pin("m").release()  # until Go's collector has run
+for _ in range(20): ow.pin("m").release()  # Go's collector runs
 before, open_files = rss(), files()
 for _ in range(20):
     with ow.pin("m") as pinned:
@@ -118,7 +118,7 @@ assert soon(lambda: files() == open_files)
 
 
 def short(transposed: bool = False) -> torch.Tensor:
-    """Returns a tensor with a storage that was made too short for it."""
+    """Returns a tensor with a storage that is shorter than the tensor."""
     tensor = torch.ones(64 * 64 + 9)[9:].view(64, 64)
     tensor = tensor.t() if transposed else tensor
     tensor.untyped_storage().resize_(64 * 64 * 4)
@@ -134,7 +134,7 @@ class Holder(torch.nn.Module):
 def wake_shortened(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     storage.resize_(1 << 16)
-    asleep = ow.sleep({"x": tensor})  # it stays, since the tensor is a part of it
+    asleep = ow.sleep({"x": tensor})  # the storage stays, because the tensor is only a part of it
     storage.resize_(64 * 64 * 4)
     asleep.wake()
 
@@ -174,7 +174,7 @@ SHORT = {
 def test_nothing_is_read_or_written_behind_a_storage(
     call: str, transposed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A storage that was made shorter than its tensor is an ArgumentError everywhere, and no file is left."""
+    """A storage that is shorter than its tensor is an ArgumentError everywhere, and no file is left."""
     monkeypatch.chdir(tmp_path)
     ow.save_file({"x": torch.zeros(64, 64)}, "one")
     with pytest.raises(ValueError if (call, transposed) == ("safetensors", True) else ow.ArgumentError):

@@ -1,4 +1,4 @@
-"""Tests metrics, their Prometheus text, OpenTelemetry spans, and JSON logs."""
+"""Tests metrics, their Prometheus text, OpenTelemetry spans and JSON logs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
-    """Runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, also from threads,
-    and beyond the number that is kept."""
+    """Runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, also in threads and
+    for more calls than the queue of notes holds."""
     before = ow.metrics().get("load", ow.VerbMetrics())
     for _ in range(3):
         ow.load_file(model, framework="np")
@@ -58,8 +58,8 @@ def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each function is counted once, and neither it nor `metrics` fails, if a handler that prints `metrics` runs
-    between any two notes."""
+    """Each function is counted once, and no call fails, if a signal handler that reads `metrics` runs between two
+    updates."""
 
     class Interrupted(deque[tuple[str, str, str]]):
         def popleft(self) -> tuple[str, str, str]:
@@ -88,7 +88,7 @@ def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.Monk
 
 
 def test_a_fork_while_another_thread_counts() -> None:
-    """A forked child can ask only for its own counts; no lock of another thread stays held."""
+    """A forked child can read its own counts, even if another thread held the lock during the fork."""
     metering.note("before", "null")
     holds, go_on = threading.Event(), threading.Event()
 
@@ -101,7 +101,7 @@ def test_a_fork_while_another_thread_counts() -> None:
     thread.start()
     holds.wait(20)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about threads during a fork
+        warnings.simplefilter("ignore")  # Python warns about threads during a fork
         child = os.fork()
     if not child:
         signal.alarm(10)
@@ -113,8 +113,8 @@ def test_a_fork_while_another_thread_counts() -> None:
 
 
 def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    """Loads, streams, safe_open, inspect and bundles that find no file each count one "open" error; names that are
-    tried in turn count none."""
+    """Loads, streams, safe_open, inspect and bundles that find no file count one "open" error each. Alternative names
+    that are tried in order count none."""
     errors = lambda: ow.metrics().get("open", ow.VerbMetrics()).errors.get("NotFoundError", 0)  # noqa: E731
     before = errors()
     for verb in (ow.load_file, ow.safe_open, ow.inspect, lambda path: list(ow.stream(path, framework="np"))):
@@ -131,8 +131,8 @@ def test_what_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
 
 
 def test_what_caches_do(tmp_path: Path) -> None:
-    """Objects and bytes from a store and from the cache are counted, and those from the cache because the store was
-    away, also in the Prometheus text."""
+    """Objects and bytes from a store and from the cache are counted, also those that were served because the store was
+    offline, and shown in the Prometheus text."""
     (tmp_path / "served").mkdir()
     size = ow.save_file({"a": np.ones((300, 300), "f4")}, tmp_path / "served" / "m.safetensors").bytes_out
     options = {"cache": str(tmp_path / "cache"), "retries": 0}
@@ -141,7 +141,7 @@ def test_what_caches_do(tmp_path: Path) -> None:
         uri = address.rstrip("/") + "/m.safetensors"
         for _ in range(3):
             ow.load_file(uri, framework="np", storage_options=options)
-    ow.load_file(uri, framework="np", storage_options=options)  # the server has gone
+    ow.load_file(uri, framework="np", storage_options=options)  # the server has stopped
     after = ow.metrics().cache
     assert (after.fetches - before.fetches, after.fetch_bytes - before.fetch_bytes) == (1, size)
     assert (after.hits - before.hits, after.hit_bytes - before.hit_bytes) == (3, 3 * size)
@@ -161,7 +161,7 @@ def test_what_caches_do(tmp_path: Path) -> None:
 
 
 def test_prometheus(model: Path) -> None:
-    """Prometheus' own parser reads the text, also labels with unusual characters."""
+    """Prometheus' own parser reads the text, also with unusual characters in labels."""
     ow.load_file(model, framework="np")
     metering.note('od"d\\\n', "", "Error")
     samples = {
@@ -176,8 +176,8 @@ def test_prometheus(model: Path) -> None:
 
 
 def test_spans(model: Path) -> None:
-    """If the program has OpenTelemetry, each function is a span below the program's, with its counters and errors."""
-    from opentelemetry import trace  # only here: once it is imported, every function of the process makes a span
+    """With OpenTelemetry, each call is a span inside the program's span, with its counters and errors."""
+    from opentelemetry import trace  # imported only here, because every later call in the process makes a span
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

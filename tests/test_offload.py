@@ -1,4 +1,4 @@
-"""Tests offload: blocks of a model are offloaded while they do not run, and outputs equal the resident model's."""
+"""Tests that a model runs with equal outputs while its idle blocks are offloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Blocks that run once each, in an order that can be changed."""
+    """A model of equal blocks that run in a configurable order."""
 
     def __init__(self, count: int = 5, width: int = 96, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ IDS = torch.arange(14).reshape(2, 7)
 
 @pytest.fixture(autouse=True)
 def slots_are_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poisons slots: reads after a slot's block, or before its bytes are there, give 0xff."""
+    """Fills a slot with 0xff after its block has run and before new weights arrive, so that a wrong read shows."""
     release, fetch = rings.Ring.release, rings._HostCarrier.fetch
 
     def poison(self: Any, at: int) -> bool:
@@ -79,7 +79,7 @@ BYTES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
 class Cast(torch.nn.Module):
-    """A block with weights of a dtype that no matrix product takes, cast where they are used."""
+    """A block with weights of a dtype that matrix products do not accept. The forward casts them."""
 
     def __init__(self, dtype: torch.dtype, rows: int = 61) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Cast(torch.nn.Module):
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 @pytest.mark.parametrize("source", [None, "plain", "compressed"])
 def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Path) -> None:
-    """fp8 and int8, from the model or a file, in every order, with odd sizes, are right; close restores every byte."""
+    """fp8 and int8 weights of odd sizes, from the model or a file, work in every order. close restores every byte."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     x = torch.linspace(-1, 1, 3 * 61).reshape(3, 61)
@@ -113,7 +113,7 @@ def test_weights_of_a_byte(dtype: torch.dtype, source: str | None, tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("keep", [None, 150_000, "1GB"])
 def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int | str | None) -> None:
-    """Outputs are equal bit for bit, in every order of the blocks, skipped and run twice; close restores every byte."""
+    """Outputs are equal bit for bit in any order of the blocks, also skipped or repeated. close restores all bytes."""
     model = Model(dtype=dtype)
     reference = copy.deepcopy(model)
     parameters = dict(model.named_parameters())
@@ -128,7 +128,7 @@ def test_outputs_are_those_of_the_resident_model(dtype: torch.dtype, keep: int |
 
 
 def test_a_parameter_that_is_away_says_so() -> None:
-    """Metadata of an offloaded parameter is available; reading and writing raise with its name; it is not saved."""
+    """An offloaded parameter has its metadata. Reading, writing and saving it raise an error with its name."""
     model = Model()
     with ow.offload(model, "cpu"):
         weight = model.layers[1].up.weight
@@ -154,7 +154,7 @@ def test_a_parameter_that_is_away_says_so() -> None:
 
 
 def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
-    """Pickling and copying are refused with a clear error, also for the handle, and if all blocks stay."""
+    """Pickling and copying an offloaded model or its handle is refused, even if all blocks stay on the device."""
     model = Model()
     with ow.offload(model, "cpu") as offloaded:
         for use in (pickle.dumps, copy.deepcopy, lambda one: torch.save(one, io.BytesIO())):
@@ -167,7 +167,7 @@ def test_what_is_offloaded_is_not_pickled_or_copied() -> None:
 
 
 def test_compiled_blocks_work() -> None:
-    """Blocks compiled before or after offloading work, including hooks."""
+    """Blocks that were compiled before or after offloading work, and so do their hooks."""
     model = Model(3)
     reference = outputs(model)
     model.layers[0].compile(backend="eager")
@@ -178,7 +178,7 @@ def test_compiled_blocks_work() -> None:
 
 
 def test_gradients_and_what_is_wrong_are_refused_before_anything_changes() -> None:
-    """Wrong arguments leave the model as it was."""
+    """Gradients and wrong arguments are refused, and the model does not change."""
     model = Model()
     with ow.offload(model, "cpu"), pytest.raises(ow.NotSupportedError, match="gradients"):
         model(IDS)
@@ -200,7 +200,7 @@ def test_gradients_and_what_is_wrong_are_refused_before_anything_changes() -> No
 
 
 def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error, or Ctrl-C, in a block the next pass is right, and everything can be closed."""
+    """After an error or Ctrl-C in a block, the next pass is right and close works."""
     model = Model()
     reference = outputs(model)
     offloaded = ow.offload(model, "cpu")
@@ -215,14 +215,14 @@ def test_an_error_in_the_middle_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> No
                 outputs(model)
             hook.remove()
             assert torch.equal(outputs(model), reference)
-            assert "offloaded" in repr(model.layers[at].up.weight)  # the run that ended has left its slot
+            assert "offloaded" in repr(model.layers[at].up.weight)  # the failed run has released its slot
     offloaded.close()
     offloaded.close()
     assert torch.equal(outputs(model), reference)
 
 
 def test_two_threads_run_the_model() -> None:
-    """Two threads run the model at the same time, with as many slots as threads, and with fewer."""
+    """Three threads run the model at the same time with one to three slots."""
     model = Model()
     reference = outputs(model)
     for slots in (1, 2, 3):
@@ -242,7 +242,7 @@ def test_two_threads_run_the_model() -> None:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
-    """A model with other values, or on meta, gets its weights from a file; a file that lacks some is refused."""
+    """A model with other values, or on meta, gets its weights from a file. A file that lacks some is refused."""
     model = Model()
     reference = outputs(model)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
@@ -263,7 +263,7 @@ def test_weights_come_from_a_file(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_pipeline_of_models() -> None:
-    """Each model of a pipeline is streamed, through one ring; one without module lists stays on the device."""
+    """All models of a pipeline are streamed through one ring. A model without module lists stays on the device."""
 
     class Pipeline:
         def __init__(self) -> None:
@@ -283,7 +283,7 @@ def test_a_pipeline_of_models() -> None:
 
 
 def test_blocks_are_cut_where_lists_cover_them() -> None:
-    """A block with more than a sixteenth of the model is cut if nearly all of it is in lists; others stay whole."""
+    """A block with over a sixteenth of the model is divided if module lists cover nearly all of it, and else whole."""
     stage = torch.nn.Module()
     stage.blocks = torch.nn.ModuleList(Layer(96, torch.float32) for _ in range(3))
     mixed = torch.nn.Module()
@@ -297,7 +297,7 @@ def test_blocks_are_cut_where_lists_cover_them() -> None:
 @pytest.mark.parametrize("keep", [0, 150_000, "1GB"])
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, compress: bool) -> None:
-    """A plan finds the same blocks and bytes only from names, including nested lists and tied weights."""
+    """A plan derives the same blocks and bytes from tensor names, also for nested lists and tied weights."""
     nested = torch.nn.Module()
     nested.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
     for stage in nested.stages:
@@ -309,7 +309,7 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
         plan = ow.plan(path, keep=keep).offload
         with ow.offload(model, "cpu", keep=keep or None) as offloaded:
             assert plan.blocks == tuple(offloaded.blocks)
-            # The file also has the blocks' buffers, which stay.
+            # The file also contains the blocks' buffers, which are not offloaded.
             buffers = (
                 sum(buffer.nbytes for name, buffer in model.named_buffers() if name.startswith(plan.blocks))
                 if plan.blocks
@@ -324,7 +324,7 @@ def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, 
 
 
 def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
-    """A file stores equal tensors once, `offload` each one: the plan's host memory is not less than what is taken."""
+    """A file stores equal tensors once, but `offload` keeps each of them. The plan's host memory covers all of them."""
     layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(copy.deepcopy(layer) for _ in range(5))
@@ -335,7 +335,7 @@ def test_a_plan_counts_equal_blocks_each(tmp_path: Path) -> None:
 
 
 class Plain(torch.nn.Module):
-    """Layers, a buffer that is not in any file, and tied ends."""
+    """A model with layers, a buffer that no file contains, and tied first and last weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ def to_meta(model: torch.nn.Module, buffers: bool) -> torch.nn.Module:
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress: bool) -> None:
-    """Buffers with values that are not in the file keep them, and tied weights stay tied."""
+    """A model on meta keeps the values of buffers that are not in the file, and its tied weights stay tied."""
     model = Plain()
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     empty = to_meta(Plain(), buffers=False)
@@ -378,7 +378,7 @@ def test_a_model_on_meta_keeps_what_it_has_and_its_ties(tmp_path: Path, compress
 
 
 def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> None:
-    """No buffer is left with uninitialised memory, and the model stays on meta."""
+    """A file without values for buffers on meta, or over max_memory, is refused. The model stays on meta."""
     ow.save_model(Plain(), tmp_path / "m.safetensors")
     empty = to_meta(Plain(), buffers=True)
     with pytest.raises(ow.ModelMismatchError, match="lacks 1 weights of the model: scale"):
@@ -391,7 +391,7 @@ def test_a_source_without_values_for_meta_buffers_is_refused(tmp_path: Path) -> 
 
 
 def test_blocks_may_share_modules_and_run_in_several_places() -> None:
-    """A layer that a list has several times is one block; weights that blocks share stay."""
+    """A layer that appears in a list twice is one block. Weights that several blocks share stay on the device."""
     model = Plain()
     layer = torch.nn.Sequential(model.layers[0], torch.nn.ReLU(), model.layers[1])
     other = torch.nn.Sequential(model.layers[2], layer[1], model.layers[1])
@@ -409,14 +409,14 @@ def test_blocks_may_share_modules_and_run_in_several_places() -> None:
 
 
 def test_memory_that_was_freed_is_refused() -> None:
-    """Tensors that sleep cannot be offloaded."""
+    """A sleeping model cannot be offloaded."""
     model = Plain()
     with ow.sleep(model), pytest.raises(ow.ArgumentError, match="its memory was freed"):
         ow.offload(model, "cpu")
 
 
 class Shows(torch.nn.Module):
-    """Returns what it is asked to in a dict; its weight is frozen."""
+    """Returns a dict with a nested result and a part of its weight, which is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ class Shows(torch.nn.Module):
 
 
 def test_what_would_change_later_is_found_in_nested_outputs() -> None:
-    """A part of the weights that a block returns stays unchanged; a graph that needs them is refused."""
+    """A part of the weights in a nested output stays unchanged. An output that needs them for gradients is refused."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Shows() for _ in range(3))
     with ow.offload(model, "cpu"):
@@ -439,7 +439,7 @@ def test_what_would_change_later_is_found_in_nested_outputs() -> None:
 
 
 def test_parameters_are_those_of_before_also_for_autograd() -> None:
-    """An offload within inference mode leaves a trainable model."""
+    """Offloading within inference mode leaves a trainable model trainable."""
     model = Plain()
     with torch.inference_mode(), ow.offload(model, "cpu"):
         model(X)
@@ -454,7 +454,7 @@ def test_parameters_are_those_of_before_also_for_autograd() -> None:
 
 
 def test_threads_that_wait_for_each_others_slots_end() -> None:
-    """If two threads are each in a block that calls another, with two slots, one of them is refused."""
+    """If two threads each hold one of two slots and call another block, one gets an error instead of waiting."""
     barrier = threading.Barrier(2)
 
     class Caller(torch.nn.Linear):
@@ -488,7 +488,7 @@ def test_threads_that_wait_for_each_others_slots_end() -> None:
 
 
 def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None:
-    """Ctrl-C may come while a parameter is offloaded or restored: the next try completes it."""
+    """Ctrl-C at any bytecode while a parameter is offloaded or restored leaves a state that the next try completes."""
     import sys
 
     from overwire.offloading import away
@@ -530,7 +530,7 @@ def test_an_interrupt_between_any_steps_of_a_parameter_leaves_it_whole() -> None
 
 
 def test_a_run_has_ended_when_its_frame_has() -> None:
-    """Only the frame is asked, for this thread or a running one: no stack of another thread is walked."""
+    """A frame, of this or another thread, shows whether its run has ended. No other thread's stack is walked."""
     import sys
 
     frames: list[Any] = []
@@ -551,8 +551,8 @@ def test_a_run_has_ended_when_its_frame_has() -> None:
 
 
 def test_what_is_offloaded_says_so() -> None:
-    """A second offload of a model, one compiled as a whole, and a missing device are refused; the repr shows open and
-    closed ones by name."""
+    """A second offload of a model, a model compiled as a whole and a missing device are refused. repr shows whether a
+    handle is open."""
     model = Model()
     with ow.offload(model, "cpu", keep="1GB") as whole:
         assert "0 blocks" in repr(whole)
@@ -562,6 +562,6 @@ def test_what_is_offloaded_says_so() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((ow.DeviceError, ow.NotFoundError, ow.NotSupportedError)):
             ow.offload(model, "cuda")
-    model._compiled_call_impl = lambda *_: None  # as Module.compile leaves it
+    model._compiled_call_impl = lambda *_: None  # Module.compile leaves such an attribute
     with pytest.raises(ow.NotSupportedError, match="compiled"):
         ow.offload(model, "cpu")

@@ -1,5 +1,5 @@
-"""Tests accelerate's weights on the host, streamed under `patch_safetensors(offload=True)`: every value is accelerate's
-own."""
+"""Tests `patch_safetensors(offload=True)`, which streams weights that accelerate offloads to the CPU. All values must
+equal accelerate's."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from accelerate.hooks import remove_hook_from_submodules  # noqa: E402
 from accelerate.utils import align_module_device  # noqa: E402
 from accelerate.utils.modeling import get_state_dict_offloaded_model  # noqa: E402
 
-# The GPU of these tests: to accelerate it is another device than "cpu", where weights stay.
+# These tests use the CPU as the execution device. accelerate treats it as different from "cpu", where weights are
+# offloaded.
 GPU = torch.device("cpu")
 MAP = {"embed": GPU, "layers.0": GPU, "layers.1": "cpu", "layers.2": "cpu", "layers.3": GPU, "layers.4": "cpu", "head": GPU}
 
 
 @pytest.fixture
 def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Hosted]]:
-    """Returns what was taken over, with the patch active."""
+    """Activates the patch and returns the list of models that it takes over."""
     taken: list[Hosted] = []
     run = Hosted.run
 
@@ -51,8 +52,8 @@ def dispatched(model: Any, how: str) -> Any:
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: str, dtype: torch.dtype) -> None:
-    """Outputs are right in every order, tensors are meta between runs, values are where accelerate has values, and
-    everything is back at the end."""
+    """Outputs are right in every order of the blocks, and offloaded tensors are on meta between runs. State dicts hold
+    the same values as with accelerate, and removing the hooks restores every tensor."""
     reference = Model(dtype=dtype)
     model = dispatched(copy.deepcopy(reference), how)
     assert hosted[0].blocks == [f"layers.{at}" for at in (range(5) if how == "cpu_offload" else (1, 2, 4))]
@@ -75,7 +76,7 @@ def test_outputs_and_states_are_those_of_accelerate(hosted: list[Hosted], how: s
 
 
 def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
-    """A forward with gradients uses accelerate's own path, and says so; the next one is streamed again."""
+    """A forward with gradients runs through accelerate itself and warns. The next one without gradients is streamed."""
     reference = Model(dtype=torch.float32)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
     x = torch.randn(2, 96, requires_grad=True)
@@ -93,8 +94,8 @@ def test_gradients_are_those_of_accelerate(hosted: list[Hosted]) -> None:
 
 
 def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
-    """A deep copy reads the weights by itself. After an error in a block the next pass is right. Threads may share a
-    model."""
+    """A deep copy loads its weights independently. After an error in a block the next pass is right. Several threads
+    can run one model."""
     reference = Model()
     model = dispatched(copy.deepcopy(reference), "dispatch_model")
     expected = outputs(reference)
@@ -123,8 +124,8 @@ def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
 
 
 def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -> None:
-    """Tied weights, a layer in two blocks, buffers that are moved along, and empty and strided weights give the same
-    outputs."""
+    """Tied weights, a layer in two blocks and strided weights are left to accelerate. Outputs are equal, also with
+    empty weights and offloaded buffers."""
 
     def unusual() -> Model:
         model = Model(dtype=torch.float32)
@@ -147,8 +148,8 @@ def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -
 
 
 def test_without_the_option_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The patch without the option leaves accelerate as it is; a model that was taken over is also streamed after the
-    patch."""
+    """Without the option, the patch does not change how accelerate offloads. A model that was taken over is still
+    streamed after the patch ends."""
     reference = Model()
     monkeypatch.setattr(Hosted, "add", None)
     with ow.patch_safetensors():
@@ -185,7 +186,7 @@ def test_a_model_of_transformers(hosted: list[Hosted], tmp_path: Path) -> None:
 
 
 class Keeps(Layer):
-    """A layer that keeps a part of its weights at its first run, or changes them at each."""
+    """A layer that keeps a part of its weights at its first run, or changes its weights."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__(width, dtype)
@@ -209,7 +210,7 @@ ACTS = {
 
 @pytest.mark.parametrize("how", ACTS)
 def test_what_a_layer_keeps_or_changes_is_right(hosted: list[Hosted], how: str) -> None:
-    """Outputs and weights equal the resident model's, and the end of a view releases its layer."""
+    """Outputs and weights equal the resident model's. A layer is offloaded again once the view it kept is gone."""
     reference = Model(dtype=torch.float32)
     reference.layers = torch.nn.ModuleList(Keeps(96, torch.float32) for _ in range(5)).requires_grad_(False)
     model = dispatched(copy.deepcopy(reference), "dispatch_model")

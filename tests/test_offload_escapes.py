@@ -1,4 +1,4 @@
-"""offload: what outlives the run of a block, and what a block changes, is that of the resident model."""
+"""Tests that memory which outlives a block's run, and weights that a block changes, are as in the resident model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from test_offload import slots_are_poisoned  # noqa: F401
 
 
 class Square(torch.nn.Module):
-    """A block that does something with its weights first, and keeps what comes of it."""
+    """A block that first applies `act` to itself and keeps the result."""
 
     def __init__(self, seed: int, act: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def squares(act: Callable[[Any], Any]) -> torch.nn.Module:
 
 @torch.no_grad()
 def passes(model: torch.nn.Module, act: Callable[[int, Any], None] = lambda number, block: None) -> list[torch.Tensor]:
-    """What three passes give; act: what is done with each block after each pass."""
+    """Returns the outputs of three passes, and calls act(pass, block) for each block after each pass."""
     out, x = [], torch.ones(2, 8)
     for number in range(3):
         for block in model.layers:
@@ -75,7 +75,7 @@ def passes(model: torch.nn.Module, act: Callable[[int, Any], None] = lambda numb
 def assert_as_resident(
     act: Callable[[Any], Any], slots: int, between: Callable[[int, Any], None] = lambda *_: None
 ) -> None:
-    """Outputs, and the weights in the end, are those of the resident model."""
+    """Asserts that outputs and final weights equal the resident model's."""
     model, resident = squares(act), squares(act)
     expected = passes(resident, between)
     with ow.offload(model, "cpu", slots=slots):
@@ -87,7 +87,8 @@ def assert_as_resident(
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("how", HOLDING)
 def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> None:
-    """However it holds their memory after a run; the block stays as long as that, and not longer."""
+    """If a block keeps memory of its weights after a run, in any form, its values stay right. The block stays on the
+    device exactly as long as it keeps that memory."""
     assert_as_resident(HOLDING[how], slots)
     model = squares(HOLDING[how])
     with ow.offload(model, "cpu", slots=slots), torch.no_grad():
@@ -102,7 +103,7 @@ def test_what_a_block_keeps_of_its_weights_stays_right(how: str, slots: int) -> 
 
 
 def write_between(number: int, block: Square) -> None:
-    """Writes to what a block has kept, and lets go of it after the second pass."""
+    """Writes to the memory that a block keeps after the first pass, and drops it after the second."""
     if number == 0:
         torch.as_tensor(block.kept)[..., 1] = 3
     if number == 1:
@@ -111,7 +112,8 @@ def write_between(number: int, block: Square) -> None:
 
 @pytest.mark.parametrize("how", ["a view", "data", "numpy", "DLPack"])
 def test_writes_to_kept_memory_reach_the_weights(how: str) -> None:
-    """As in the resident model, also those that torch does not count, and after nothing is kept any more."""
+    """Writes to kept memory reach the weights as in the resident model, even writes that torch does not count, and
+    remain after the memory is dropped."""
     assert_as_resident(HOLDING[how], 2, write_between)
 
 
@@ -134,7 +136,7 @@ CHANGES: dict[str, Callable[[Square], Any]] = {
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) -> None:
-    """Outputs and weights are those of the resident model, also of one made in inference mode, and after an error."""
+    """Outputs and weights equal the resident model's, also for a model created in inference mode and after an error."""
 
     def change(block: Square) -> None:
         CHANGES[how](block)
@@ -157,7 +159,7 @@ def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) 
 
 @pytest.mark.parametrize("use", [torch.nn.functional.linear, torch.matmul, lambda x, w: x * w[0]], ids=["linear", "matmul", "row"])
 def test_gradients_of_what_ran_within_enable_grad(use: Callable[..., torch.Tensor]) -> None:
-    """What autograd has saved of the weights is right when it is needed, long after the block ran."""
+    """Weights that autograd saved are right in a backward pass long after the block ran."""
 
     def run(model: torch.nn.Module) -> list[torch.Tensor]:
         inputs: list[torch.Tensor] = []

@@ -1,6 +1,8 @@
-"""Tests the ring's work on streams, on a device made in this file. Each stream runs as early or as late as its waits
-allow. A slot and a staging buffer that nothing may read are poisoned. Writing a slot before its readers have ended is
-an error."""
+"""Tests the ring's work on GPU streams with a fake device.
+
+Each stream runs as early or as late as its waits allow. Slots and staging buffers that nothing may read are poisoned.
+Writing to a slot before its readers have ended is an error.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from test_offload import BYTES, Cast, Model, outputs
 
 
 class Event:
-    """A position in a stream, and how much of each thread's computing comes before it."""
+    """A position in a stream, with the number of computing steps of each thread that come before it."""
 
     def __init__(self, stream: Any, position: int, after: dict[int, int]) -> None:
         self.stream, self.position, self.after = stream, position, after
 
 
 class Computing:
-    """A thread's current stream, which runs at once."""
+    """The current stream of a thread, which runs its work immediately."""
 
     def __init__(self) -> None:
         self.thread, self.steps = threading.get_ident(), 0
@@ -47,14 +49,14 @@ class Computing:
 
 
 class Stream:
-    """A stream of the device: work runs when something waits for it, or earlier as `eager` says."""
+    """A stream of the device. Its work runs when something waits for it, or immediately if `eager` says so."""
 
     device: Device
 
     def __init__(self, device: object) -> None:
         self.todo: list[Callable[[], None]] = []
         self.done = 0
-        self.after: dict[int, int] = {}  # by thread, how many of its computing steps come before this
+        self.after: dict[int, int] = {}  # by thread: its computing steps before this work
         self.cuda_stream = len(self.device.streams)
         self.device.streams.append(self)
 
@@ -96,14 +98,14 @@ class Decoding:
 
 
 class Device:
-    """Replaces torch's and the engine's GPU calls."""
+    """Replaces the GPU calls of torch and of the engine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, eager: Callable[[int], bool]) -> None:
         self.eager = eager
         self.streams: list[Stream] = []
-        self.read: dict[int, dict[int, int]] = {}  # by a slot's address: the steps after which nothing reads it
+        self.read: dict[int, dict[int, int]] = {}  # by slot address and thread: the step after which nothing reads it
         self.current = threading.local()
-        self.breaks: int | None = None  # the number of copies after which a driver call fails
+        self.breaks: int | None = None  # number of copies until a driver call fails
         cpu = torch.device("cpu")
         monkeypatch.setattr(Stream, "device", self, raising=False)
         monkeypatch.setattr(rings, "_carrier_for", lambda device, nbytes: rings._GPUCarrier(cpu, nbytes))
@@ -148,7 +150,7 @@ class Device:
         def work() -> None:
             slot = min(out for _, _, out, _, _ in packed)
             for thread, steps in self.read.get(slot, {}).items():
-                assert own.after.get(thread, 0) >= steps, "a slot is written while it may be read"
+                assert own.after.get(thread, 0) >= steps, "a slot is written before its readers have ended"
             sources = [codecs.Span(source, length, None) for source, length, _, _, _ in packed]
             outs = [codecs.Span(out, nbytes, None) for _, _, out, nbytes, _ in packed]
             batch.results = [coded.error for coded in codecs.run("decode", sources, algorithm=algorithm, out=outs)]
@@ -173,7 +175,7 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> Device:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
-    """Outputs are right with blocks skipped, run twice and in changing orders; close restores every byte."""
+    """Outputs are right when blocks are skipped, run twice or change their order. close restores every byte."""
     model, dice = Model(), random.Random(seed)
     with ow.offload(model, "cpu", slots=slots):
         orders = [
@@ -191,7 +193,7 @@ def test_outputs_in_every_order(device: Device, slots: int, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, *BYTES], ids=str)
 def test_every_dtype(device: Device, dtype: torch.dtype, seed: int) -> None:
-    """Blocks of other dtypes than bf16, in changing orders, arrive unchanged."""
+    """Blocks of dtypes other than bf16 arrive unchanged in changing orders."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype, rows) for rows in (61, 61, 3, 61, 200))
     inputs = [torch.linspace(-1, 1, 2 * len(layer.weight)).reshape(2, -1) for layer in model.layers]
@@ -203,7 +205,7 @@ def test_every_dtype(device: Device, dtype: torch.dtype, seed: int) -> None:
 
 
 def test_threads_on_streams_of_their_own(device: Device) -> None:
-    """Three threads run on their own streams; no run's slot is taken away."""
+    """Three threads run on separate streams, and no run loses its slot to another."""
     model = Model()
     reference = outputs(model)
     with ow.offload(model, "cpu", slots=2):
@@ -222,7 +224,7 @@ def test_threads_on_streams_of_their_own(device: Device) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_errors_in_the_middle_of_a_pass(device: Device, error: type[BaseException]) -> None:
-    """After errors in a block, from Ctrl-C and from the driver, the next pass is right."""
+    """After errors in a block, from Ctrl-C or from the driver, the next pass is right."""
     model = Model()
     reference = outputs(model)
     with ow.offload(model, "cpu"):
@@ -244,7 +246,7 @@ def test_errors_in_the_middle_of_a_pass(device: Device, error: type[BaseExceptio
 
 
 def test_a_part_of_the_weights_may_leave(device: Device) -> None:
-    """Weights that leave a block stay unchanged while its slot gets others."""
+    """A part of the weights that a block returns stays unchanged after its slot is reused."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:

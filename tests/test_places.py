@@ -1,4 +1,5 @@
-"""Tests tensors without one memory of their own: a rank's part of a DTensor is loaded, others are refused by name."""
+"""Tests tensors that do not own one block of memory. A rank loads its part of a DTensor. Other such tensors are
+refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that is made of another one, as quantisers have them."""
+    """A tensor that wraps another one, as quantisation libraries make them."""
 
     inner: torch.Tensor
 
@@ -41,7 +42,7 @@ def emptied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def odd() -> dict[str, Any]:
-    """Returns tensors without one memory of their own, by kind."""
+    """Returns tensors that do not own one block of memory, by kind."""
     with FakeTensorMode():
         fake = torch.zeros(4, 4)
     seen: list[torch.Tensor] = []
@@ -108,7 +109,7 @@ VERBS: dict[str, Callable[[Path, torch.Tensor, Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_has_no_memory_is_refused_by_name(files: Path, verb: str) -> None:
-    """Every function refuses each of these tensors by name before it changes anything."""
+    """Every function refuses each of these tensors by name and changes nothing."""
     for kind, tensor in odd().items():
         good = torch.zeros(4, 4)
         with pytest.raises((ow.ArgumentError, ow.NotSupportedError, ow.ModelMismatchError), match=r"['\"]x['\"]"):
@@ -118,8 +119,8 @@ def test_what_has_no_memory_is_refused_by_name(files: Path, verb: str) -> None:
 
 
 def test_bundles_keep_what_they_can(tmp_path: Path) -> None:
-    """A nested tensor and a lazy module's parameter come back; sleeping tensors are refused instead of saved without
-    bytes."""
+    """A nested tensor and a lazy module's parameter come back from a bundle. Sleeping tensors are refused, because they
+    have no bytes to save."""
     path, tensors = tmp_path / "x.pkl", odd()
     ow.compress_pickle({name: tensors[name] for name in ("nested", "parameter")}, path)
     back = ow.load_compressed_pickle(path, trust=True)
@@ -131,7 +132,7 @@ def test_bundles_keep_what_they_can(tmp_path: Path) -> None:
 
 
 def test_sleeping_tensors_are_not_loaded(tmp_path: Path) -> None:
-    """While a module sleeps, a load into it is refused, and waking brings its own values."""
+    """Loading into a sleeping module is refused, and waking restores its values."""
     model = torch.nn.Linear(64, 64)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ow.save_model(torch.nn.Linear(64, 64), tmp_path / "m")
@@ -141,7 +142,7 @@ def test_sleeping_tensors_are_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
-    """strict=True reports a missing tensor without an address like any other; one tensor under two names is tied."""
+    """strict=True reports a missing tensor that has no address. A tensor under two names counts as tied."""
     wrapped = torch.nn.Module()
     wrapped.a, wrapped.other = (torch.nn.Parameter(Wrapper(torch.zeros(4, 4)), requires_grad=False) for _ in range(2))
     with pytest.raises(ow.ModelMismatchError, match="missing.*'other'"):
@@ -154,8 +155,8 @@ def test_a_missing_tensor_is_not_taken_for_tied(files: Path) -> None:
 
 
 def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
-    """A module with copies in its state dict, as FSDP's first version makes them, is refused: they would be loaded and
-    dropped."""
+    """A module that copies its tensors into the state dict, as the first FSDP does, is refused, because loaded values
+    would be lost with the copies."""
     model = module(torch.zeros(4, 4), torch.zeros(4, 4))
     model._register_state_dict_hook(
         lambda part, state, prefix, _: state.update({name: one.clone() for name, one in state.items()})
@@ -171,7 +172,7 @@ def test_copies_of_a_state_dict_are_refused(files: Path) -> None:
 
 
 def test_extra_state_is_kept(tmp_path: Path) -> None:
-    """A module's extra state does not stop strict=True; a tensor in it goes to `set_extra_state`."""
+    """strict=True accepts a module with extra state. A tensor in the extra state is passed to `set_extra_state`."""
 
     class Counted(torch.nn.Linear):
         extra: Any = None
@@ -198,7 +199,7 @@ def test_extra_state_is_kept(tmp_path: Path) -> None:
 
 
 class _Packed(torch.nn.Module):
-    """A module that keeps its weights in an entry of the state dict that is not a tensor."""
+    """A module that stores its weights in a state dict entry that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,8 +215,8 @@ def _quantised() -> torch.nn.Module:
 
 @pytest.mark.parametrize("make", [lambda: torch.nn.Sequential(_Packed()), _quantised], ids=["tuple", "quantised"])
 def test_entries_that_are_not_tensors_are_refused_by_name(tmp_path: Path, make: Callable[[], torch.nn.Module]) -> None:
-    """Such entries of a state dict may hold weights: a file without them would be called complete, and models that
-    differ in them equal. Nothing is written or changed."""
+    """A model with state dict entries that are not tensors is refused by name, because they may hold weights that would
+    be lost or not compared. Nothing is written or changed."""
     model, file, delta = make(), tmp_path / "m.safetensors", tmp_path / "d.safetensors"
     ow.save_file({"0.scale": torch.zeros(2)}, file)
     ow.save_delta({"0.scale": torch.ones(2)}, {"0.scale": torch.zeros(2)}, delta)
@@ -292,8 +293,8 @@ print(count > 100 and refused > 0)
 
 
 def test_a_rank_gets_its_part_of_a_dtensor(torch_script: Callable[..., Any]) -> None:
-    """Each rank of two meshes gets the same part as from torch's own distribution, for every placement, also uneven and
-    empty shards; partial sums and unknown orders are refused."""
+    """In two meshes, each rank gets the same part as torch's own distribution gives it, for every placement, including
+    uneven and empty shards. Partial sums and unknown orders are refused."""
     assert torch_script(BLOCKS).stdout.split() == ["True"]
 
 
@@ -348,13 +349,13 @@ os._exit(0)
 
 
 def test_ranks_load_into_sharded_modules(torch_script: Callable[..., Any]) -> None:
-    """FSDP2 and tensor-parallel modules on two ranks get the file's values, each rank by itself or together."""
+    """FSDP2 and tensor-parallel modules on two ranks get the file's values, from separate loads and as a group."""
     assert torch_script(RANKS).stdout.split() == ["loaded"] * 2
 
 
 def test_under_a_fake_tensor_mode_nothing_is_called_done(tmp_path: Path) -> None:
-    """FakeTensorMode only computes shapes, also for real tensors: a swallowed copy would leave old values, and a wake
-    would lose the new ones. Every function on torch tensors refuses it with a clear error, and works after it."""
+    """Every function on torch tensors refuses to run under FakeTensorMode with a clear error, and works after it. The
+    mode only computes shapes, even for real tensors, so copies would silently be skipped."""
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.empty(0)}
     path, strided = tmp_path / "m", torch.zeros(4, 3).t()
     ow.save_file(tensors, path)

@@ -1,4 +1,4 @@
-"""Compares the engine with the reader without the engine, which was written only from docs/format.md."""
+"""Compares the engine with the portable reader, which was written only from docs/format.md."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def alike(path: Path) -> None:
 
 @pytest.mark.parametrize("path", GOLDENS, ids=str)
 def test_goldens(path: Path) -> None:
-    """Both read every golden file of every version, whatever wrote it."""
+    """Both readers read the golden files of every version and writer."""
     pytest.importorskip("zstandard" if "level" in str(path) else "numpy")
     alike(ROOT / path)
 
 
 def test_checksums() -> None:
-    """CRC32C is right for RFC 3720's vectors, and for lengths around the folded rows."""
+    """CRC32C matches RFC 3720's vectors, and a bitwise computation for lengths around the folded rows."""
     assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA and crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
     assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E and crc32c(np.zeros(0, np.uint8)) == 0
     data = np.random.default_rng(5).integers(0, 256, 3 * 8192 + 77, dtype=np.uint8)
@@ -70,7 +70,7 @@ def test_checksums() -> None:
 
 
 def test_random_files(tmp_path: Path, seed: int) -> None:
-    """Both read files of every dtype and kind of values, in parts, with aliases, at levels without Zstandard."""
+    """Both readers agree on files of every dtype and kind of values, column parts and aliases, without Zstandard."""
     torch = pytest.importorskip("torch")
     r = random.Random(seed)
     torch.manual_seed(seed)
@@ -107,12 +107,12 @@ def test_random_files(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 3, 255, 256, 133119])
 def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
-    """A segment's only escape, at any position and of any value, is found: its list begins where the words end, though
-    the bytes after it may also look like a list."""
+    """A segment's only escape is found at any position and with any value. Its list begins where the words end,
+    although the bytes after it may also look like a list."""
     r = np.random.default_rng(seed + place)
     path, count, escapes = tmp_path / "m.safetensors", 133120, set()
     for rare in (0, place & 0xFF, 3, 91, 200, 255):
-        # 15 exponents, and two that occur once, in two segments: a symbol stands for both.
+        # 15 common exponents, and two rare ones in different segments that share one symbol.
         exponents = (100 + r.integers(0, 15, count)).astype(np.uint16)
         exponents[place], exponents[(place + count // 2) % count] = rare, 77
         data = (exponents << 7 | r.integers(0, 128, count).astype(np.uint16)).tobytes()
@@ -127,13 +127,13 @@ def test_lone_escapes(tmp_path: Path, place: int, seed: int) -> None:
         assert bytes(read.load_file(path, framework="bytes")["w"]) == data, rare
     assert 1 in escapes and len(head.offsets) == 5, (escapes, head.offsets)
     changed = bytearray(path.read_bytes())
-    changed[chunk.offset + 96 + 8 * 5] = 1  # the padding of the directory, which both readers refuse
+    changed[chunk.offset + 96 + 8 * 5] = 1  # both readers refuse bits in the directory's padding
     path.write_bytes(with_checksums(changed))
     assert _fate(ow.load_file, path) is None and _fate(read.load_file, path) is None
 
 
 def test_changed_bytes_are_refused(tmp_path: Path, seed: int) -> None:
-    """Every changed byte of a container, except padding, is refused, with tensor and chunk where they are known."""
+    """A changed byte of a container outside padding is refused, with tensor and chunk where they are known."""
     r = random.Random(seed)
     for path in GOLDENS:
         golden = bytearray((ROOT / path).read_bytes())
@@ -165,8 +165,8 @@ def _fate(load: Any, path: Path) -> dict[str, bytes] | None:
 
 
 def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
-    """If a container's index was changed and has right checksums again, both readers give the same tensors, or none;
-    and neither allocates a list for a mere number."""
+    """For a container with a changed index and recomputed checksums, both readers give the same tensors or both refuse
+    it. A large count alone does not make them allocate memory."""
     r, path = random.Random(seed), tmp_path / "m.safetensors"
     values = np.random.default_rng(seed).standard_normal(3000).astype(np.float32)
     ow.save_file({"a": values, "b": values.copy(), "n": np.arange(900), "e": values[:0]}, path)
@@ -199,7 +199,7 @@ def test_both_readers_refuse_the_same_files(tmp_path: Path, seed: int) -> None:
 
 _ENTRY = '"dtype":"U8","shape":[2],"data_offsets":[0,2]'
 _NOTED = '{"__metadata__":{"overwire":%s},"a":{' + _ENTRY + "}}"
-# Headers of files with two bytes of data, and whether both readers accept them.
+# Headers of files with two bytes of data, and whether the readers accept them.
 HEADERS = [
     ('{"a":{%s,"more":{"x":[1,null]}}}' % _ENTRY, True),
     ('{"a":{%s,"more":NaN}}' % _ENTRY, False),
@@ -227,7 +227,7 @@ HEADERS = [
 
 @pytest.mark.parametrize(("header", "is_taken"), HEADERS)
 def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_taken: bool) -> None:
-    """Both agree on plain files with unknown keys, extreme numbers and texts, and notes of other programs."""
+    """Both readers agree on plain files with unknown keys, extreme numbers and strings, and other programs' notes."""
     path = tmp_path / "m.safetensors"
     path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + b"ab")
     fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
@@ -235,7 +235,7 @@ def test_both_readers_take_the_same_headers(tmp_path: Path, header: str, is_take
 
 
 def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
-    """A file that is cut off is a CorruptError of both readers, one with more bytes a FormatError; and tensors without
+    """For both readers, a truncated file is a CorruptError and one with extra bytes a FormatError. Tensors without
     elements are read as torch tensors."""
     torch = pytest.importorskip("torch")
     path = tmp_path / "m.safetensors"
@@ -260,7 +260,7 @@ def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
-    """Both accept the same versions in the note; in a newer minor version, reserved bytes may have a meaning."""
+    """Both readers accept the same versions. In a newer minor version, reserved bytes may have a meaning."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
     data = path.read_bytes()
@@ -279,7 +279,7 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
-    """The portable wheel is valid, and reads every golden with only numpy; functions that need the engine say so."""
+    """The portable wheel is valid and reads every golden file with numpy only. Functions without the engine say so."""
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     assert check.audit(wheel) == []
     for path, digests in check.read_goldens(wheel, check.goldens()).items():
@@ -288,7 +288,8 @@ def test_the_wheel_for_all_machines(tmp_path: Path) -> None:
 
 
 def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
-    """pip installs it; its command lists a file and writes it plain, whole or not at all, for other readers."""
+    """pip installs the portable wheel. Its command lists a compressed file and writes a plain copy that other readers
+    can read, or no file after an error."""
     stock = pytest.importorskip("safetensors.numpy")
     wheel = tmp_path / setup.build_portable_wheel(str(tmp_path))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
@@ -330,8 +331,8 @@ def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
 
 
 def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
-    """Both readers refuse tiles that X16 does not have, also in chunks of one symbol, and transforms of another dtype,
-    with tensor and chunk."""
+    """Both readers refuse tile sizes that X16 does not use, also in chunks of one symbol, and transforms of another
+    dtype. The error names tensor and chunk."""
     path = tmp_path / "m.safetensors"
     codes = {"BF16": 15, "F64": 20, "I32": 16, "U16": 13}
     half = np.full(512 * 512, 0x3F00, "<u2")
@@ -359,8 +360,8 @@ def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
 
 
 def test_frames_that_say_something_else(tmp_path: Path) -> None:
-    """Both readers accept a Zstandard frame that states the plane's size. They refuse one that states another size or
-    none, a dictionary, a reserved bit, or a window larger than a chunk, and anything after a frame."""
+    """Both readers accept a Zstandard frame that states the plane's size. They refuse a frame with another size or
+    none, a dictionary, a reserved bit, a window larger than a chunk, or data after the frame."""
     zstandard = pytest.importorskip("zstandard")
     path, plane = tmp_path / "m.safetensors", b"abcdefgh" * 8192
     values = np.random.default_rng(1).normal(128, 20, len(plane)).astype(np.uint8)
@@ -401,7 +402,7 @@ def test_frames_that_say_something_else(tmp_path: Path) -> None:
 
 
 def test_torch_and_folders(tmp_path: Path) -> None:
-    """It gives torch tensors if torch is there, from a folder's files; a name in two files and URIs are refused."""
+    """The portable reader returns torch tensors and reads folders. A name in two files and URIs are refused."""
     torch = pytest.importorskip("torch")
     tensors = {"a": torch.randn(70, 3).bfloat16(), "b": torch.randn(5).to(torch.float8_e4m3fn), "c": torch.tensor(True)}
     ow.save_file(tensors, tmp_path / "1.safetensors")
@@ -423,7 +424,8 @@ def test_torch_and_folders(tmp_path: Path) -> None:
 
 
 def test_decompress_takes_what_the_engine_takes(tmp_path: Path) -> None:
-    """Files, lists and file:// URIs give the engine's tensors and report; only overwrite=True replaces a file."""
+    """The portable decompress takes files, lists and file:// URIs, with the engine's tensors and report. It replaces a
+    file only with overwrite=True."""
     sources = [tmp_path / "a.safetensors", tmp_path / "b c.safetensors"]
     for number, path in enumerate(sources):
         ow.save_file({f"t{number}": np.full(9999, number, "f4")}, path)

@@ -1,4 +1,4 @@
-"""Compares how the engine and the reader without it take folders, and what `decompress` writes."""
+"""Compares how the engine and the portable reader read folders, and what `decompress` writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _index(folder: Path, **files: str) -> None:
 
 _SHARD = "model-0000{}-of-00002.safetensors"
 _ONE, _TWO = _SHARD.format(1), _SHARD.format(2)
-# Folders by their contents: (file, its tensors), an index, or the text of a file.
+# Folders by their contents: (file, its tensors), an index, or the name and text of another file.
 FOLDERS: dict[str, list[Any]] = {
     "a file": [("model.safetensors", "a", "b")],
     "shards without an index": [(_ONE, "a"), (_TWO, "b")],
@@ -76,8 +76,8 @@ FOLDERS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_both_readers_take_the_same_files_of_a_folder(tmp_path: Path, case: str) -> None:
-    """Both readers load a folder by its index, and whole without one. A part of a model, or of several, is refused by
-    both with its class, by load_file and decompress; inspect lists what is loaded."""
+    """Both readers load a folder by its index, or all its files without one. load_file and decompress of both refuse a
+    part of a model, or several models, with the same error class. inspect lists the loaded files."""
     folder, parts = tmp_path / "model", iter(FOLDERS[case])
     folder.mkdir()
     for part in parts:
@@ -112,7 +112,7 @@ def test_both_readers_take_the_same_files_of_a_folder(tmp_path: Path, case: str)
 
 
 def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder's files belong to one index: they are reopened once when another is published; twice is an error."""
+    """If a new index is published while a folder is read, its files are opened again once. A second change fails."""
     tensors = {f"t{n}": np.full(999, 10.0**n, "f4") for n in range(3)}
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size=4000)
     opened, turns = read.safe_open, []
@@ -134,8 +134,8 @@ def test_a_model_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_written_is_on_the_disk_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is synced before it takes its name, and the folder after that; so is each file of a folder, and the
-    folders below it. A sync that fails leaves the old file."""
+    """decompress syncs a file before renaming it and the folder after that. It syncs all files and subfolders of a
+    folder first. A failed sync leaves the old file."""
     ow.save_file({"a": np.arange(999.0)}, tmp_path / "a.safetensors")
     (tmp_path / "m/below").mkdir(parents=True)
     for name in ("m/a.safetensors", "m/below/b.safetensors"):
@@ -169,8 +169,8 @@ def test_what_is_written_is_on_the_disk_before_it_appears(tmp_path: Path, monkey
 
 
 def test_folders_below_are_decompressed_too(tmp_path: Path) -> None:
-    """Each folder of a pipeline then has plain files, also if the top has none; a part of a model in one, and a link to
-    a folder, are refused."""
+    """decompress also writes plain files in subfolders, even if the top folder has no model. A part of a model in a
+    subfolder and a link to a folder are refused."""
     for name in ("unet", "vae"):
         (tmp_path / "model" / name).mkdir(parents=True)
         _put(tmp_path / "model" / name, "model.safetensors", name)

@@ -1,4 +1,4 @@
-"""Tests preload: by hand and at import, joined, watched, cancelled, and failed."""
+"""Tests preloads: by call and at import, joined, watched, cancelled and failed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_load_joins_its_preload(tmp_path: Path, compress: bool) -> None:
     assert job.wait(60) and job.path == str(path) and str(path) in repr(job)
     progress = job.progress()
     assert progress.bytes == progress.total_bytes == 500 * 400 * 4 + 8 and progress.tensors == 3
-    path.rename(tmp_path / "gone")  # data in memory is not read again
+    path.rename(tmp_path / "gone")  # the data is in memory and is not read again
     (tmp_path / "m").symlink_to(tmp_path / "gone")
     loaded = ow.load_file(path)
     for name, tensor in tensors.items():
@@ -112,10 +112,10 @@ def test_errors_show_in_wait_and_in_the_load(tmp_path: Path) -> None:
         ow.load_file(path)
     ow.save_file({"a": torch.arange(3)}, path)
     same(ow.load_file(path)["a"], torch.arange(3))
-    job = ow.preload(path, device="cuda:63")  # a GPU that no machine has
+    job = ow.preload(path, device="cuda:63")  # no machine has such a GPU
     with pytest.raises(ow.DeviceError):
         job.wait(60)
-    same(ow.load_file(path)["a"], torch.arange(3))  # not joined: another device
+    same(ow.load_file(path)["a"], torch.arange(3))  # does not join, because the device differs
     with pytest.raises(ow.NotSupportedError):
         ow.preload(path.with_suffix(".pkl"), device="cuda")
     with pytest.raises(ow.ArgumentError), open(path, "rb") as file:
@@ -125,7 +125,7 @@ def test_errors_show_in_wait_and_in_the_load(tmp_path: Path) -> None:
 _WHAT = ["m.safetensors", "plain.safetensors", "repo", "i.index.json", "x.pkl", "nya/meta.csv", "meta.csv"]
 
 
-# One test is enough under nyacomp's name; each imports torch.
+# One test under nyacomp's name is enough, because each imports torch.
 @pytest.mark.parametrize(
     ("what", "name"),
     [(what, "OVERWIRE_PRELOAD") for what in _WHAT]
@@ -153,7 +153,7 @@ else:
 
 @pytest.mark.parametrize("stop", ["NO_PRELOAD", "LOAD_UNCOMPRESSED", "OVERWIRE_NO_PRELOAD"])
 def test_what_stops_it(tmp_path: Path, script, torch_script, stop: str) -> None:
-    """nyacomp's names count only under its drop-in."""
+    """nyacomp's variables are only read with its drop-in."""
     save(tmp_path)
     under = "import sys, overwire.compat.nyacomp\nprint('overwire._core' in sys.modules)"
     alone = "import sys, overwire\nprint('overwire._core' in sys.modules)"
@@ -196,7 +196,7 @@ import torch, overwire as ow
 ow.save_file({f"t{i}": torch.randn(512, 512) for i in range(16)}, "m")
 job = ow.preload("m")
 before = job.progress()
-# One C call that holds the GIL all along.
+# One C call that holds the GIL until it returns.
 sum(range(60_000_000))
 after = job.progress()
 assert after.bytes == after.total_bytes > 0, (before, after)
@@ -219,9 +219,9 @@ def test_a_preload_to_the_host_touches_no_gpu(script) -> None:
     script(
         """
 import os, overwire as ow
-assert ow.preload("m").wait(60)  # joins the one of the environment
+assert ow.preload("m").wait(60)  # joins the preload of the environment
 assert "libcuda" not in open("/proc/self/maps").read()
-if os.fork() == 0:  # what a program with workers does
+if os.fork() == 0:  # as in a program with workers
     os._exit(0)
 assert os.wait()[1] == 0
 assert ow.load_file("m", framework="np")["a"][-1] == 999

@@ -1,4 +1,4 @@
-"""Tests that loads of the same bytes, wherever they are requested, join a preload, and no others."""
+"""Tests that every load of the preloaded bytes joins the preload, and that no other load does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Log = pytest.LogCaptureFixture
 
 
 def dropped(log: Log) -> list[str]:
-    """Returns the log lines about dropped preloads, once each."""
+    """Returns the log lines about dropped preloads and clears the log."""
     said = [record.getMessage() for record in log.records if "was dropped" in record.getMessage()]
     log.clear()
     return said
@@ -52,7 +52,7 @@ def _rename(path: Path, tensors: dict[str, Any], compress: bool) -> None:
 def _in_place(path: Path, tensors: dict[str, Any], compress: bool) -> None:
     other = path.with_suffix(".other")
     ow.save_file(tensors, other, compress=compress)
-    with open(path, "r+b") as file:  # the same inode
+    with open(path, "r+b") as file:  # keeps the inode
         file.truncate(10)
         file.seek(0)
         file.write(other.read_bytes())
@@ -92,8 +92,8 @@ READS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "change", [_save, _rename, _in_place, _convert, _by_safetensors, _by_the_original], ids=lambda made: made.__name__[1:]
 )
 def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, change: Callable[..., None]) -> None:
-    """However the file was replaced, and in every way of reading, the load gets the current tensors, and there is one
-    line in the log."""
+    """A load returns the current tensors however the file was replaced and is read, and logs one line about the dropped
+    preload."""
     path = tmp_path / "m.safetensors"
     for name, read in READS.items():
         ow.save_file(OLD, path, compress=compress)
@@ -106,7 +106,7 @@ def test_a_file_that_was_replaced(tmp_path: Path, caplog: Log, compress: bool, c
 
 
 def test_a_file_that_was_cut_off(tmp_path: Path, caplog: Log) -> None:
-    """A plain file that was truncated after its preload had mapped it is an error of the load, and not a signal."""
+    """A plain file that was truncated after its preload mapped it is an error of the load, not a signal."""
     path = tmp_path / "m.safetensors"
     for size in (0, 5, 200, 4096):
         ow.save_file({"a": torch.zeros(100_000)}, path, compress=False)
@@ -119,8 +119,8 @@ def test_a_file_that_was_cut_off(tmp_path: Path, caplog: Log) -> None:
 
 @pytest.mark.parametrize("what", ["folder", "index"])
 def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> None:
-    """If one shard, or the index, was replaced, the load gets the current tensors. Unchanged shards are joined one by
-    one."""
+    """If a shard or the index was replaced, the load returns the current tensors. Unchanged shards join the preload
+    separately."""
     folder = tmp_path / "a model"
     folder.mkdir()
     tensors = {f"t{i}": torch.full((1000,), float(i)) for i in range(8)}
@@ -129,14 +129,14 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
     assert len(shards) > 2
     source = folder if what == "folder" else next(folder.glob("*.index.json"))
     assert ow.preload(source).wait(60)
-    for shard in shards:  # as transformers opens them
+    for shard in shards:  # transformers opens each shard like this
         with ow.safe_open(shard) as file:
             for name in file.offset_keys():
                 same(file.get_tensor(name), tensors[name])
-                same(file.get_tensor(name), tensors[name])  # the second time it is read
+                same(file.get_tensor(name), tensors[name])  # the second call reads it from the file
         assert joined(caplog), shard
         caplog.clear()
-    # A replaced one.
+    # A replaced shard.
     assert ow.preload(source).wait(60)
     with ow.safe_open(shards[1]) as file:
         changed = {name: file.get_tensor(name) + 100 for name in file.offset_keys()}
@@ -155,7 +155,7 @@ def test_a_shard_that_was_replaced(tmp_path: Path, caplog: Log, what: str) -> No
 
 
 def test_bundles(tmp_path: Path, caplog: Log) -> None:
-    """Two saves of one structure have the same pickle, and are distinguished; an unchanged bundle is joined."""
+    """Two bundles with the same pickle but other tensors are distinguished. An unchanged bundle joins its preload."""
     path = tmp_path / "x.pkl"
     for old, new in ((OLD, NEW), (NEW, OLD)):
         ow.compress_pickle(old, path)
@@ -170,7 +170,7 @@ def test_bundles(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_modules(tmp_path: Path, caplog: Log) -> None:
-    """load_model joins, into the module's memory, and reads what was replaced."""
+    """load_model joins a preload and fills the module's own memory. It reads a replaced file again."""
     for compress in (True, False):
         path = tmp_path / "m.safetensors"
         module = torch.nn.Linear(40, 30)
@@ -188,7 +188,7 @@ def test_modules(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_tensors_file_that_was_replaced(tmp_path: Path, caplog: Log) -> None:
-    """TensorSerializer overwrites the file in place, plain or encrypted."""
+    """A load of a .tensors file that TensorSerializer has overwritten returns the new tensors, plain or encrypted."""
     from overwire.compat.tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
     path = tmp_path / "m.tensors"
@@ -209,7 +209,7 @@ def mapped(path: Path) -> bool:
 
 
 def let_go(path: Path) -> bool:
-    """Returns whether the file is soon unmapped: a thread that populates a mapping holds it until it is done."""
+    """Returns whether the file is unmapped within a minute. A thread may still be populating the mapping."""
     until = time.monotonic() + 60
     while mapped(path) and time.monotonic() < until:
         time.sleep(0.002)
@@ -217,7 +217,7 @@ def let_go(path: Path) -> bool:
 
 
 def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
-    """mmap and read are the call's, whatever the preload did; lenient, dtype, keys and framework still join."""
+    """A load with another mmap or read setting uses no preload. One with lenient, dtype, keys or framework does."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path, compress=False)
     for arguments in ({"mmap": False}, {"read": "direct"}):
@@ -232,7 +232,7 @@ def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
         assert ow.preload(path).wait(60)
         same(ow.load_file(path, **arguments)["a"], NEW["a"].to(arguments.get("dtype", torch.float32)))
         assert joined(caplog) and not dropped(caplog), arguments
-    # Compressed tensors are never mapped, so the setting does not matter.
+    # Compressed tensors are never mapped, so mmap does not matter.
     ow.save_file(NEW, path)
     assert ow.preload(path).wait(60)
     same(ow.load_file(path, mmap=False)["a"], NEW["a"])
@@ -240,8 +240,8 @@ def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_failed_preload_is_no_error_of_the_load(tmp_path: Path, caplog: Log) -> None:
-    """A preload of a missing, half or invalid file, or of a pickle without its container, is not an error of the load,
-    which finds what is there by then."""
+    """A failed preload of a missing, partial or invalid file, or of a pickle without its container, does not make the
+    load fail. The load reads the file as it is then."""
     path = tmp_path / "m.safetensors"
     whole = tmp_path / "whole.safetensors"
     ow.save_file(NEW, whole, compress=False)
@@ -257,7 +257,7 @@ def test_a_failed_preload_is_no_error_of_the_load(tmp_path: Path, caplog: Log) -
 
 
 def test_a_look_leaves_the_preload(tmp_path: Path, caplog: Log) -> None:
-    """plan, inspect, metadata and slices take nothing; the load that follows joins."""
+    """plan, inspect, metadata and slices do not use up a preload. The next load joins it."""
     path = tmp_path / "m.safetensors"
     ow.save_file(NEW, path)
     assert ow.preload(path).wait(60)
@@ -272,7 +272,7 @@ def test_a_look_leaves_the_preload(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_a_pinned_model_keeps_what_it_pinned(tmp_path: Path) -> None:
-    """A pinned model keeps its bytes, also when the file is replaced or preloaded afterwards."""
+    """A pinned model keeps its bytes even if its file is replaced and preloaded afterwards."""
     path = tmp_path / "m.safetensors"
     ow.save_file(OLD, path)
     with ow.pin(path) as model:
@@ -284,7 +284,7 @@ def test_a_pinned_model_keeps_what_it_pinned(tmp_path: Path) -> None:
 
 
 def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
-    """The stand-ins for safetensors, fastsafetensors, tensorizer and nyacomp also take the preload."""
+    """The drop-ins for safetensors, fastsafetensors, tensorizer and nyacomp join a preload."""
     from overwire.compat import safetensors as compat
     from overwire.compat.fastsafetensors import fastsafe_open
     from overwire.compat.nyacomp import load_compressed_pickle
@@ -329,7 +329,7 @@ def test_other_packages_faces_join(tmp_path: Path, caplog: Log) -> None:
 
 
 def test_one_copy_in_memory(script, tmp_path: Path) -> None:
-    """With OVERWIRE_PRELOAD and a library that opens each shard and tensor separately, the model is in memory once."""
+    """With OVERWIRE_PRELOAD and a program that opens each shard and tensor separately, the model is in memory once."""
     tensors = {f"t{i}": torch.randn(1 << 20) for i in range(24)}  # 96 MiB
     ow.save_file(tensors, tmp_path / "model.safetensors", max_shard_size="33MB")
     done = script(
@@ -354,14 +354,14 @@ assert len(held) == 24
 size = 24 << 22
 assert peak() - before < size // 4, (peak(), before)  # nothing was read again
 held.clear()
-assert now() < before - size // 2, (now(), before)  # and nothing stays
+assert now() < before - size // 2, (now(), before)  # and no memory stays
 """,
         OVERWIRE_PRELOAD=str(tmp_path),
     )
     assert done.stderr == ""
 
 
-# -- the environment
+# -- OVERWIRE_PRELOAD
 
 
 def test_a_path_that_appears_later(script, tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_half_a_download(script, tmp_path: Path) -> None:
         """
 import os, numpy, overwire as ow
 try:
-    ow.preload("m.safetensors").wait()  # the same
+    ow.preload("m.safetensors").wait()  # joins the preload of the environment
     raise AssertionError("half a file was loaded")
 except ow.CorruptError:
     pass
@@ -404,12 +404,12 @@ def test_a_fifo_does_not_block_the_import(script, tmp_path: Path, what: str) -> 
 
 
 def test_children_do_not_preload(script, tmp_path: Path) -> None:
-    """multiprocessing workers import the program and overwire, but only the program itself preloads."""
+    """Only the main program preloads, although multiprocessing workers also import it and overwire."""
     ow.save_file({"w": torch.ones(1000)}, tmp_path / "m.safetensors")
     (tmp_path / "program.py").write_text(
         """
 import sys
-import overwire as ow  # in every child, before multiprocessing says that it is one
+import overwire as ow  # in every child, before multiprocessing marks it as one
 LOADED = "overwire._core" in sys.modules
 
 def look(_):
@@ -459,7 +459,7 @@ if __name__ == "__main__":
     ],
 )
 def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], device: int) -> None:
-    """Without torch, a rank preloads to the GPU that the launcher means."""
+    """Without torch, a rank preloads to the GPU that the launcher assigned."""
     import sys
 
     from overwire.verbs import preload as preloading
@@ -473,11 +473,11 @@ def test_each_rank_preloads_to_its_gpu(monkeypatch: pytest.MonkeyPatch, env: dic
     assert preloading._device_of("cuda:6") == "cuda:6"
 
 
-# -- sources that are not local files
+# -- remote sources
 
 
 class Server:
-    """Serves files from memory over HTTP, with ETags, dates, or neither."""
+    """An HTTP server of files in memory, with ETags, dates, or neither."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -526,8 +526,8 @@ def server() -> Iterator[Server]:
 
 
 def test_objects_over_http(server: Server, tmp_path: Path, caplog: Log) -> None:
-    """Another ETag or date means another object; without either nothing is preloaded. The same one is joined, and read
-    once."""
+    """An object with another ETag or date is read again, and one with neither is not preloaded. An unchanged object
+    joins and is read once."""
     big = {"a": torch.randn(200_000), "b": torch.arange(500)}
     other = {"a": torch.randn(200_000), "b": torch.arange(500)}
     contents = []

@@ -1,4 +1,4 @@
-"""Tests OVERWIRE_READ: the way in which bytes are read only affects the time."""
+"""Tests that OVERWIRE_READ changes only how long a load takes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for name, compress in {"plain": False, "packed": True}.items():
     got = {}
     job = threading.Thread(target=lambda: got.update(ow.load_file(name, framework="np", mmap=False)))
     job.start()
-    while job.is_alive():  # a forked child shares pages that the disk is writing to
+    while job.is_alive():  # a forked child shares the pages that the disk writes into
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -43,7 +43,7 @@ for name, compress in {"plain": False, "packed": True}.items():
     else:
         raise AssertionError("a file that is cut off loads")
 
-# Cut off between the opening and the reading.
+# Cut off after opening and before reading.
 ow.save_file(made, "late", compress=False)
 with ow.safe_open("late", framework="np") as file:
     os.truncate("late", os.path.getsize("late") - 1000)
@@ -70,7 +70,8 @@ def test_a_way_that_is_none_is_told(script: Script) -> None:
 
 
 def test_a_load_has_its_own_way(tmp_path: Path) -> None:
-    """read= applies to one load, with the words of OVERWIRE_READ; on the host GPUDirect Storage is not missed."""
+    """read= applies to one load and takes the values of OVERWIRE_READ. On the CPU, the report does not say that
+    GPUDirect Storage is missing."""
     ow.save_file({"a": np.arange(9)}, tmp_path / "m", compress=False)
     for how in (None, "auto", "buffered", "direct", "gds"):
         assert ow.load_file(tmp_path / "m", framework="np", mmap=False, read=how)["a"].tolist() == list(range(9))

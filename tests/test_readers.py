@@ -1,4 +1,4 @@
-"""Tests that all readers of a file give the tensors that were written."""
+"""Tests that all readers of a file return the tensors that were written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 import overwire as ow  # noqa: E402
 import safetensors.torch  # noqa: E402
 
-# The number of random files; OVERWIRE_TEST_CASES=200 tries 200.
+# The number of random files. OVERWIRE_TEST_CASES=200 tries 200.
 CASES = int(os.environ.get("OVERWIRE_TEST_CASES") or 4)
 
 TYPES = "bfloat16 float16 float32 float64 int8 uint8 int64 bool complex64".split()
@@ -27,12 +27,12 @@ TYPES += "float8_e4m3fn float8_e5m2 float4_e2m1fn_x2".split()
 
 
 def flat(tensor: Any) -> Any:
-    """Returns a tensor's bytes, also of a single element, which may have any stride."""
+    """Returns a tensor's bytes. A single element may have any stride, so as_strided is used."""
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def shape_of(rng: random.Random, count: int) -> list[int]:
-    """Returns a random shape with that number of elements."""
+    """Returns a random shape with count elements."""
     if count == 0:
         return rng.choice([[0], [3, 0], [0, 5, 2]])
     shape = [count] if count > 1 or rng.random() < 0.5 else []
@@ -45,7 +45,7 @@ def shape_of(rng: random.Random, count: int) -> list[int]:
 
 
 def tensors_of(rng: random.Random) -> dict[str, Any]:
-    """Returns tensors of random types and sizes; some repeat the bytes of others with other names and shapes."""
+    """Returns tensors of random types and sizes. Some equal others under other names and in other shapes."""
     tensors: dict[str, Any] = {}
     for number in range(rng.randint(4, 9)):
         dtype = getattr(torch, rng.choice(TYPES))
@@ -56,9 +56,9 @@ def tensors_of(rng: random.Random) -> dict[str, Any]:
         if dtype == torch.bool:
             values = values & 1
         for name in range(rng.randint(1, 4)):
-            # A copy, since the writer has to find equal tensors.
+            # A copy, because the writer has to detect equal tensors.
             shape = shape_of(rng, count)
-            if dtype == torch.float4_e2m1fn_x2 and not shape:  # pairs need a dimension
+            if dtype == torch.float4_e2m1fn_x2 and not shape:  # a pair needs a dimension
                 shape = [1]
             tensor = values.clone().view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
             tensors[f"{rng.randrange(10)}_{number}_{name}"] = tensor
@@ -66,7 +66,7 @@ def tensors_of(rng: random.Random) -> dict[str, Any]:
 
 
 def changed(tensor: Any) -> Any:
-    """Returns another tensor of the type and shape, with every byte different."""
+    """Returns a tensor of the same dtype and shape in which every byte differs."""
     if tensor.dtype == torch.bool:
         return ~tensor
     return (flat(tensor) ^ 0x5A).view(tensor.dtype).reshape(tensor.shape)
@@ -85,7 +85,7 @@ def all_of(reader: str, found: Any, want: dict[str, Any]) -> None:
 
 
 def cut_of(rng: random.Random, shape: Any) -> tuple[slice, ...]:
-    """Returns rows, columns, or a block of both."""
+    """Returns an index of rows, columns, or a block of both."""
     cut = []
     for size in shape[: rng.randint(1, 2)]:
         low = rng.randint(0, size)
@@ -114,13 +114,13 @@ def read_without_torch(path: Path, want: dict[str, Any]) -> None:
     assert found.keys() == bare.keys() == want.keys()
     for name, tensor in want.items():
         stored = flat(tensor).numpy().tobytes()
-        if tensor.dtype != torch.float4_e2m1fn_x2:  # numpy has a byte for each element
+        if tensor.dtype != torch.float4_e2m1fn_x2:  # numpy stores one element per byte
             assert found[name].shape == tensor.shape and found[name].tobytes() == stored, ("np", name)
         assert bytes(bare[name]) == stored, ("bytes", name)
 
 
 def read_in_place(path: Path, want: dict[str, Any]) -> None:
-    # Memory that no load has written is noticed, since it differs from the file.
+    # The memory starts with other bytes than the file, so that bytes which no load wrote are found.
     memory = {name: changed(tensor) for name, tensor in want.items()}
     with ow.safe_open(path, "pt") as file:
         file.load_into([(name, None, tensor) for name, tensor in memory.items()])
@@ -146,7 +146,7 @@ def read_blocks(path: Path, want: dict[str, Any], rng: random.Random) -> None:
 
 
 def read_by_verbs(path: Path, want: dict[str, Any], folder: Path) -> None:
-    """Functions that check or rewrite the file see the same tensors, and the reference reads their output."""
+    """Functions that check or rewrite the file see the same tensors, and safetensors reads the rewritten file."""
     assert ow.verify(path)["ok"]
     loaded = ow.load_file(path)
     assert ow.digest(loaded) == ow.digest(want)
@@ -156,7 +156,8 @@ def read_by_verbs(path: Path, want: dict[str, Any], folder: Path) -> None:
 
 
 def files_of(rng: random.Random, tensors: dict[str, Any], folder: Path) -> Iterator[Path]:
-    """Returns the tensors plain, saved compressed, and compressed from the plain file, which comes back from it."""
+    """Yields files of the tensors: plain, saved compressed, and compressed from the plain file. The last must
+    decompress to the plain file."""
     plain = folder / "plain.safetensors"
     ow.save_file(tensors, plain, compress=False)
     yield plain
@@ -176,7 +177,7 @@ def files_of(rng: random.Random, tensors: dict[str, Any], folder: Path) -> Itera
 
 @pytest.mark.parametrize("case", range(CASES))
 def test_all_readers_of_a_file_agree(tmp_path: Path, case: int, seed: int) -> None:
-    """Whatever its tensors, aliases, column parts and level are, each reader gives the tensors that were written."""
+    """Each reader returns the written tensors, for any tensors, aliases, column parts and level."""
     rng = random.Random(seed + case)
     torch.manual_seed(seed + case)
     tensors = tensors_of(rng)
@@ -198,7 +199,8 @@ def agree(path: Path, tensors: dict[str, Any], folder: Path, rng: random.Random)
 
 
 def test_aliases_of_column_parts_that_early_writers_made(tmp_path: Path, seed: int) -> None:
-    """If aliases have other rows than the tensor in column parts, each reader has the bytes in plain order."""
+    """If an alias has other rows than its tensor in column parts, as early writers made them, each reader returns the
+    bytes in plain order."""
     path = ROOT / "tests" / "goldens" / "save" / "other-rows-1.0" / "parts.safetensors"
     ow.convert(path, tmp_path / "plain.safetensors", compress=False)
     tensors = safetensors.torch.load_file(tmp_path / "plain.safetensors")

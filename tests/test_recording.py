@@ -1,4 +1,4 @@
-"""Tests the recorder of loaders: its changes to torch are undone, also if it cannot begin."""
+"""Tests that the recorder of weight loaders undoes its changes to torch, even if it cannot start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("device", "is_meta", "is_cpu", "is_cuda")
 
 
 def test_a_torch_without_the_recorders_key_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If torch lacks what records operations, the load goes tensor by tensor, and torch is not changed."""
+    """If torch lacks the hook for recording operations, the load continues tensor by tensor and torch is unchanged."""
     before = [vars(torch.Tensor).get(name) for name in NAMES]
     recording._recorder_keys.cache_clear()
     monkeypatch.setattr(recording, "_register_keys", lambda: (_ for _ in ()).throw(RuntimeError("no such key")))
@@ -26,7 +26,7 @@ def test_a_torch_without_the_recorders_key_is_left_as_it_is(monkeypatch: pytest.
 
 
 def test_what_others_have_put_on_tensors_is_there_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A property that another package has set on torch.Tensor works while a loader is recorded, and afterwards."""
+    """A property that another package set on torch.Tensor works during recording and afterwards."""
     other = property(lambda self: "other's")
     monkeypatch.setattr(torch.Tensor, "device", other, raising=False)
     with recording._places:
@@ -35,8 +35,8 @@ def test_what_others_have_put_on_tensors_is_there_afterwards(monkeypatch: pytest
 
 
 def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_path: Path) -> tuple[torch.Tensor, int]:
-    """Returns a parameter of 6 rows of 12 that a loader fills from a file, by slices, and how many copies were
-    recorded."""
+    """Returns a parameter of 6 rows of 12 that a loader fills from a file by slices, and the number of recorded
+    copies."""
     torch.manual_seed(3)
     widths = {"q": 6, "k": 2, "v": 4}
     tensors = {name: torch.randint(0, 99, (6, width), dtype=torch.int32) for name, width in widths.items()}
@@ -61,7 +61,7 @@ def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_
 
 
 def test_columns_of_one_parameter_are_recorded_beside_each_other(tmp_path: Path) -> None:
-    """Columns that GPTQ and AWQ fuse have gaps that the others fill: all three are planned and loaded in place."""
+    """Columns that GPTQ and AWQ fuse leave gaps for each other. All three tensors are recorded and loaded in place."""
 
     def loads(target: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         for name, low, high in (("v", 8, 12), ("q", 0, 6), ("k", 6, 8)):
@@ -71,8 +71,8 @@ def test_columns_of_one_parameter_are_recorded_beside_each_other(tmp_path: Path)
 
 
 def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
-    """Two copies to one byte, where the order matters, end the attempt: overlapping columns, part of a row across
-    columns, and columns of every other row."""
+    """Two copies to one byte end the recording, because their order matters. The cases are overlapping columns, a part
+    of a row across columns, and columns of every other row."""
     others = [(slice(None), slice(5, 9)), (slice(2, 3), slice(4, 8)), (slice(None, None, 2), slice(8, 12))]
     for rows, columns in others:
 
@@ -87,8 +87,8 @@ def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path, monkeypatch, reads: bool) -> None:
-    """A loader gets scales with their data. As long as it only copies them, reading begins while it runs, and no longer
-    once it computes with one."""
+    """A loader gets scales with their data. Reading starts while it only copies them, and no longer once it computes
+    with one."""
     monkeypatch.setattr(recording, "EARLY", 1)
     tensors = {"a": torch.tensor([2.0]), "b": torch.rand(9, 9), "c": torch.rand(9, 9), "shape": torch.tensor([9, 9])}
     ow.save_file(tensors, tmp_path / "model.safetensors")
@@ -112,7 +112,7 @@ def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path,
 
 
 def test_every_pair_of_views_that_is_taken_shares_no_byte() -> None:
-    """Of every pair of views of one memory that is accepted, each has its own bytes: all small rectangles are tried."""
+    """Among all small rectangles, two views of one memory are accepted only if they share no byte."""
     memory = torch.arange(48)
     views = [
         memory.as_strided((rows, width), (step, 1), low)
@@ -132,7 +132,8 @@ def test_every_pair_of_views_that_is_taken_shares_no_byte() -> None:
 
 @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
 def test_packed_tensors_have_the_shape_that_torch_has(tmp_path: Path) -> None:
-    """A loader of float4 weights gets stand-ins of pairs, and what it copies comes: whole, by rows, columns, turned."""
+    """A loader of float4 weights gets stand-ins with torch's packed shape. Whole tensors, rows, columns and transposes
+    that it copies are loaded."""
     packed = torch.float4_e2m1fn_x2
     bits = {"w": torch.arange(64, dtype=torch.uint8).reshape(8, 8), "v": torch.arange(100, 116, dtype=torch.uint8)}
     parts = {

@@ -1,4 +1,4 @@
-"""Tests the answer to a wrong argument of a public function: the argument's name, its value, and what is expected."""
+"""Tests that the error for a wrong argument of a public function names the argument, its value and what is expected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE = {"a": torch.arange(10.0), "b": torch.ones(3)}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Makes a folder with a file and a delta of it, which is the test's working folder."""
+    """Makes a folder with a file and a delta for it, and changes to it."""
     path = tmp_path_factory.mktemp("requests")
     before = os.getcwd()
     os.chdir(path)
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-# Each function's other arguments, besides the wrong one.
+# The valid arguments of each function.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "apply_delta": (ow.apply_delta, {"tensors": dict(STATE), "delta": "d.safetensors"}),
     "compress": (ow.compress, {"source": "m.safetensors", "path": "x.safetensors"}),
@@ -75,7 +75,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 BOOLS = ("no", 3, [])
 SWITCHES = "compress digests wait original measure trust strict in_order missing lenient mmap".split()
 SIZES = (-1, "4 apples", [], True)
-# By name of the argument: wrong values, and the message's words about what is expected.
+# Wrong values by argument name, and words of the message about what is expected.
 WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "level": ((9, "best", None, ["default"]), get_args(options.Level)),
     "placement": ((9, "best", None), get_args(options.Placement)),
@@ -104,7 +104,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     )
     for name in names
 }
-# Names that mean something else, only count together with another argument, or have another library's errors.
+# Arguments that mean something else, only count together with another one, or raise another library's errors.
 OTHER = {
     ("sleep", "storage_options"),
     ("codecs.encode", "level"),
@@ -120,12 +120,12 @@ TABLE = [
 ]
 
 
-# Engine functions that a wrong request may call: they read the names of devices, and the settings.
+# Engine functions that a wrong request may call. They read device names and settings.
 LOOKS = {"device", "knobs", "shown"}
 
 
 class Recorder:
-    """Replaces the engine's module, and notes the functions that are called."""
+    """Replaces the engine's module and records the calls."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.verbs = module, set[str]()
@@ -144,8 +144,8 @@ class Recorder:
 
 @pytest.mark.parametrize(("name", "argument"), TABLE)
 def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong value of each argument is refused before the engine opens, starts or writes anything, with its name and
-    what is expected."""
+    """A wrong value of each argument is refused, with the argument's name and what is expected, before the engine
+    opens, starts or writes anything."""
     function, arguments = CALLS[name]
     values, expected = WRONG[argument]
     before = sorted(path.name for path in folder.iterdir())
@@ -163,7 +163,7 @@ def test_wrong_values(folder: Path, name: str, argument: str, monkeypatch: pytes
 
 
 def test_every_function_is_in_the_table() -> None:
-    """A public function that takes an argument of these names is in CALLS."""
+    """Each public function with an argument in WRONG is in CALLS."""
     for name in ow.__all__:
         value = getattr(ow, name)
         if inspect.isfunction(value) and WRONG.keys() & inspect.signature(value).parameters.keys():
@@ -172,7 +172,7 @@ def test_every_function_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("function", [ow.load_file, ow.stream, ow.plan, ow.safe_open, ow.load_model, ow.Pinned.load_file])
 def test_signatures_have_the_options(function: Any) -> None:
-    """inspect.signature, and so the Tab key of a notebook, shows each option by its name."""
+    """inspect.signature, which a notebook's Tab key uses, shows each option by name."""
     shown = inspect.signature(function).parameters
     assert "dtype" in shown or function is ow.load_model
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
@@ -191,7 +191,7 @@ def test_signatures_have_the_options(function: Any) -> None:
     ],
 )
 def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None:
-    """They are shown by name, with the function's default, and another one is refused."""
+    """Options of saving are shown by name with the function's default. An unknown option is refused."""
     shown = inspect.signature(function).parameters
     assert kind.__optional_keys__ <= shown.keys()
     assert not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in shown.values())
@@ -215,7 +215,8 @@ def test_waits_take_seconds(folder: Path, timeout: Any) -> None:
 
 
 def test_a_hint_is_a_keyword_of_the_verb() -> None:
-    """A function that takes neither device nor framework suggests neither; none suggests the word that it refuses."""
+    """A function without device or framework arguments suggests neither. No function suggests the argument it
+    refuses."""
     calls: list[Any] = [
         lambda: ow.save_file(STATE, "x", framework="pt"), lambda: ow.save_file(STATE, "x", devise="cpu"),
         lambda: ow.load_model(LINEAR, "x", framework="pt"), lambda: ow.load_model(LINEAR, "x", torch_dtype="F16"),
@@ -231,7 +232,7 @@ def test_a_hint_is_a_keyword_of_the_verb() -> None:
 
 
 def test_what_to_write_instead(folder: Path) -> None:
-    """Habits from other libraries are answered with what to write here."""
+    """Arguments from other libraries raise an error that says what to write instead."""
     for call, text in (
         (lambda: ow.load_file("m.safetensors", map_location="cpu"), "write device='cpu'"),
         (lambda: ow.safe_open("m.safetensors", map_location="cpu"), "write device='cpu'"),

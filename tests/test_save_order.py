@@ -1,4 +1,4 @@
-"""Saves in order: whatever writes a path waits for the save in the background that began before it."""
+"""Tests that a writer of a path waits for an earlier background save to that path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATER = {"w": torch.ones(5)}
 
 
 class Held:
-    """A save in the background that waits in its callback until `leave`."""
+    """A background save that waits in its callback until `leave` is called."""
 
     all: ClassVar[list[Held]] = []
 
@@ -68,7 +68,7 @@ def serialize(path: str) -> None:
 
 
 def run_command(path: str) -> None:
-    """The command line, in this process."""
+    """Runs the command line in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["overwire", "compress", "source", "-o", path, "-f"])
         with pytest.raises(SystemExit, match="^0$"):
@@ -76,7 +76,7 @@ def run_command(path: str) -> None:
 
 
 def save_patched(path: str) -> None:
-    """safetensors' own function, under a patch that leaves saves to it."""
+    """Calls safetensors' own function under a patch that does not replace saving."""
     with ow.patch_safetensors():
         safetensors.torch.save_file(LATER, path)
 
@@ -117,7 +117,7 @@ def size_of_earlier(ending: str) -> int:
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_later_save_stays(folder: Path, writer: str) -> None:
-    """However it writes, and however it spells the path of the save that is under way."""
+    """The later save's file remains, with every writer and every spelling of the path."""
     for spelling in SPELLINGS:
         ending = ENDINGS.get(writer, ".safetensors")
         path = spelling.format(folder=folder).replace(".safetensors", ending)
@@ -137,7 +137,7 @@ def test_the_later_save_stays(folder: Path, writer: str) -> None:
 
 
 def test_a_path_that_becomes_a_link_or_a_file(folder: Path) -> None:
-    """While a save runs there: the later one is what the path leads to in the end."""
+    """If the path becomes a link or a file while a save runs, the later save decides what it finally contains."""
     for is_link in (False, True):
         if is_link:
             os.symlink("before.safetensors", "m.safetensors")
@@ -155,8 +155,8 @@ def test_a_path_that_becomes_a_link_or_a_file(folder: Path) -> None:
 
 
 def test_names_that_belong_together(folder: Path) -> None:
-    """A file of a set of shards, its index, and the folder that a save goes into, are what that save writes; the file
-    next to it is not."""
+    """A save writes all files of its set of shards, the index, and the folder it saves to. Writers of those wait for
+    it, but a writer of an unrelated file does not."""
     for act in (
         lambda: ow.save_file(LATER, "model/model-00001-of-00002.safetensors"),
         lambda: stream("model/model.safetensors.index.json"),
@@ -172,12 +172,12 @@ def test_names_that_belong_together(folder: Path) -> None:
     assert not held.saving.done()
     held.leave_soon()
     with pytest.raises(ow.OverwireError):
-        ow.convert("model", "out")  # which is no empty folder
+        ow.convert("model", "out")  # not an empty folder
     assert held.saving.done()
 
 
 def test_bundles_of_one_name(folder: Path) -> None:
-    """x.pth waits for the save of x.pkl, which it shares a lock with, and for its container; both load."""
+    """A save of x.pth waits for one of x.pkl, with which it shares a lock, and for its container. Both bundles load."""
     for second, write in (("x.pth", ow.save_bundle), ("x.pkl", ow.save_bundle), ("tensors/x.safetensors", ow.save_file)):
         held = Held(ow.save_bundle, "x.pkl")
         held.leave_soon()
@@ -190,7 +190,7 @@ def test_bundles_of_one_name(folder: Path) -> None:
 
 @pytest.mark.parametrize("save", [ow.save_file, ow.save_bundle])
 def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: Any) -> None:
-    """It would wait for itself."""
+    """A progress callback that saves to its own save's path is refused, because it would wait for itself."""
     errors: list[BaseException] = []
 
     def act(now: Any) -> None:
@@ -206,7 +206,7 @@ def test_a_callback_of_a_save_that_saves_there_is_refused(folder: Path, save: An
 
 
 def test_an_error_reaches_the_next_writer_of_any_kind(folder: Path) -> None:
-    """Where no one has waited for it."""
+    """The next writer of the path raises an error of a background save that no call has waited for."""
     held = Held(ow.save_file, "gone/m.safetensors") if os.mkdir("gone") is None else None
     os.rename("gone", "away")
     held.leave()
@@ -227,5 +227,5 @@ def test_an_error_reaches_the_next_writer_of_any_kind(folder: Path) -> None:
     ],
 )
 def test_spellings_of_one_path(one: str, two: str) -> None:
-    """URIs, too, as far as their text tells."""
+    """Spellings of one path have equal keys, including URIs that contain it."""
     assert _order._keys_of(one) == _order._keys_of(two)

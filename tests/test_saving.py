@@ -1,5 +1,4 @@
-"""Tests saves in the background: files are whole or absent, every error reaches someone, and a path has one save at a
-time."""
+"""Tests background saves: each file is whole or absent, each error is raised or logged, and one save runs per path."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def weights(seed: int, count: int = 40_000) -> dict[str, Any]:
-    """Returns difficult tensors."""
+    """Returns tied, strided, empty and scalar arrays."""
     r = np.random.default_rng(seed)
     w = (r.standard_normal(count) * 0.02).astype(np.float32)
     return {
@@ -41,7 +40,7 @@ def weights(seed: int, count: int = 40_000) -> dict[str, Any]:
 
 
 def check(path: str | Path, want: dict[str, Any]) -> None:
-    """Checks the contents of a file or folder."""
+    """Asserts the contents of a file or folder."""
     got = ow.load_file(path, framework="np")
     assert got.keys() == want.keys()
     for name, one in want.items():
@@ -51,13 +50,13 @@ def check(path: str | Path, want: dict[str, Any]) -> None:
 
 
 def hidden(folder: Path) -> list[str]:
-    """Returns what a save has left."""
+    """Returns the temporary files that a save has left."""
     return [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 @contextmanager
 def small_files(most: int) -> Iterator[None]:
-    """Simulates a full disk for this process: no file grows beyond `most` bytes."""
+    """Simulates a full disk, by limiting files of this process to `most` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))  # Python ignores the signal
     try:
@@ -68,8 +67,7 @@ def small_files(most: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("how", [{}, {"compress": False}, {"max_shard_size": 50_000}, {"level": "smaller"}, {"digests": True}])
 def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[str, Any]) -> None:
-    """A save in the background writes, byte for byte, the files of one that is waited for, from the tensors as they
-    were."""
+    """A background save writes the same bytes as a waiting one, from the tensors as they were at the call."""
     tensors = weights(1)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -90,7 +88,7 @@ def test_files_are_those_of_a_save_that_is_waited_for(tmp_path: Path, how: dict[
 
 
 def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
-    """Each stage of a save, a conversion or a tensorizer file takes time, and no other stage does."""
+    """A report counts time in each stage of a save, a conversion or a tensorizer file, and in no other stage."""
     tensors = weights(2)
     rest = {"plan", "write", "publish"}
     ways: list[tuple[Any, set[str]]] = [
@@ -109,14 +107,14 @@ def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
 
 
 def test_tensorizer_files(tmp_path: Path) -> None:
-    """A .tensors file is also saved in the background."""
+    """A .tensors file can be saved in the background."""
     tensors = weights(2)
     ow.save_file(tensors, tmp_path / "m.tensors", wait=False).wait()
     check(tmp_path / "m.tensors", tensors)
 
 
 def test_modules_and_pickles(torch_script: Run) -> None:
-    """save_model, compress_pickle and compress return a Saving, with files that load as what was saved, not as later
+    """save_model, compress_pickle and compress return a Saving. Their files contain the values at the call, not later
     changes."""
     done = torch_script(
         textwrap.dedent("""
@@ -149,7 +147,7 @@ def test_modules_and_pickles(torch_script: Run) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A save that could need more than max_memory is refused before it writes; so are meaningless arguments."""
+    """A save that may need more than max_memory is refused before it writes, and so are contradictory arguments."""
     with pytest.raises(ow.OutOfMemoryError) as caught:
         ow.save_file(weights(3), tmp_path / "m.safetensors", wait=False, max_memory="100KB")
     assert caught.value.asked > 100_000 and not os.listdir(tmp_path)
@@ -159,7 +157,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A write error is logged, and raised by wait; the old file stays, nothing is left, and the next save works."""
+    """A write error is logged and raised by wait. The old file and no temporary file stay, and the next save works."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(4), path)
     before = path.read_bytes()
@@ -175,7 +173,7 @@ def test_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None:
-    """An error that no one waited for is raised once by the next save to the path, and by none to another."""
+    """An error that no call waited for is raised once, by the next save to the path and not by one to another path."""
     path = tmp_path / "m.safetensors"
     (tmp_path / "link").symlink_to(tmp_path)
     for again, wait in ((path, True), (f"file://{path}", False), (tmp_path / "link/m.safetensors", False)):
@@ -192,8 +190,7 @@ def test_the_next_save_raises_what_no_one_has_waited_for(tmp_path: Path) -> None
 
 
 def test_tensors_that_change(tmp_path: Path) -> None:
-    """Tensors that change while they are saved, which callers must not do, neither crash a save nor hinder the next
-    one."""
+    """Tensors that change during a save, which callers must avoid, do not crash it or block the next save."""
     tensors, over = weights(23, 4_000_000), threading.Event()
 
     def change() -> None:
@@ -222,8 +219,7 @@ def test_tensors_that_change(tmp_path: Path) -> None:
 
 
 def test_saves_of_one_path_follow_one_another(tmp_path: Path) -> None:
-    """Of saves that begin while others of the path run, from several threads, the last one's file stays, and each is
-    whole."""
+    """If several threads start overlapping saves to one path, the last save's file remains, and each file is whole."""
     path, errors = tmp_path / "m.safetensors", []
 
     def several(seed: int) -> None:
@@ -246,7 +242,7 @@ def test_saves_of_one_path_follow_one_another(tmp_path: Path) -> None:
 
 
 def test_cancelled(tmp_path: Path) -> None:
-    """A cancelled save leaves the old file and nothing else; wait says so, and no later save does."""
+    """A cancelled save leaves only the old file. wait raises CancelledError, and later saves do not."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(10), path)
     stopped = 0
@@ -265,7 +261,7 @@ def test_cancelled(tmp_path: Path) -> None:
 
 
 def test_late(tmp_path: Path) -> None:
-    """A wait that ends early says so, and the save goes on."""
+    """A wait that times out says so, and the save continues."""
     saving = ow.save_file(weights(13, 3_000_000), tmp_path / "m.safetensors", wait=False)
     try:
         saving.wait(1e-9)
@@ -291,7 +287,7 @@ for t in tensors.values():
 
 
 def test_the_interpreter_ends(tmp_path: Path, script: Run) -> None:
-    """A save that runs when the program ends is finished, also after an exception."""
+    """A save that is running when the program exits is completed, even after an exception."""
     for end in ("", "sys.exit(0)", "raise SystemExit(0)"):
         done = script(EXITING.format(tests=str(Path(__file__).parent)) + end)
         assert done.returncode == 0, done.stderr
@@ -300,7 +296,7 @@ def test_the_interpreter_ends(tmp_path: Path, script: Run) -> None:
 
 
 def test_killed(tmp_path: Path) -> None:
-    """A save with a killed process leaves the old file, and the next save removes what is left."""
+    """If the process is killed during a save, the old file stays and the next save removes temporary files."""
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(15), path)
     program = (
@@ -314,9 +310,9 @@ def test_killed(tmp_path: Path) -> None:
     try:
         check(path, weights(15))
     except AssertionError:
-        check(path, weights(14, 2_000_000))  # it was complete before the signal
+        check(path, weights(14, 2_000_000))  # the save completed before the signal
     for name in hidden(tmp_path):
-        os.utime(tmp_path / name, (1, 1))  # as if it had been there for long
+        os.utime(tmp_path / name, (1, 1))  # old enough to be removed
     ow.save_file(weights(16), path)
     assert not hidden(tmp_path)
 
@@ -338,7 +334,7 @@ if {background}:
     try:
         saving
     except NameError:
-        pass  # it came before the tensors were staged
+        pass  # interrupted before the tensors were staged
     else:
         saving.wait()
 """
@@ -346,7 +342,7 @@ if {background}:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
-    """Ctrl-C ends a save that still needs its tensors; otherwise it only ends the wait."""
+    """Ctrl-C ends a save that still reads its tensors. Later, it only ends the wait."""
     done = script(INTERRUPTED.format(tests=str(Path(__file__).parent), how="wait=False" if background else "", background=background))
     assert done.returncode == 0, done.stderr
     assert not hidden(tmp_path)
@@ -357,7 +353,7 @@ def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
 
 
 def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
-    """A forked child gets a ForkedError for its parent's save, does not wait for it, and does not damage it."""
+    """A forked child gets a ForkedError for its parent's save. It neither waits for the save nor damages it."""
     done = script(
         textwrap.dedent(f"""
         import os, sys
@@ -382,7 +378,7 @@ def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
 
 
 def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
-    """A handler that interrupts a save and saves to the same path gets an error instead of an endless wait."""
+    """A signal handler that interrupts a save and saves to the same path gets an error instead of waiting forever."""
     done = script(
         textwrap.dedent(f"""
         import signal, sys
@@ -407,7 +403,7 @@ def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_s3_that_refuses_in_the_middle(wait: bool) -> None:
-    """If S3 refuses in the middle of an upload, there is a typed error; the existing object stays, and the next save
+    """If S3 refuses a part of an upload, a typed error is raised, the existing object stays, and the next save
     works."""
     large = {"noise": np.random.default_rng(22).integers(0, 256, 30_000_000, np.uint8)}
     with stores.s3() as (options, _), stores.front(str(options["endpoint_url"])) as (url, between):

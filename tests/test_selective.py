@@ -1,5 +1,5 @@
-"""Tests that loading part of a model reads only that part: unneeded shards stay closed, slices read their rows, and a
-budget is checked before anything is allocated."""
+"""Tests that loading part of a model reads only that part. Unneeded shards stay closed, slices read their rows, and a
+memory limit is checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYERS, EXPERTS = 2, 6
 
 
 def names_of(kind: str) -> list[str]:
-    """Returns an expert's tensors for this kind of quantisation."""
+    """Returns the names of an expert's tensors for this kind of quantisation."""
     return {
         "plain": ["gate_proj.weight", "down_proj.weight", "down_proj.bias"],
         "packed": [f"up_proj.{end}" for end in ("weight_packed", "weight_scale", "weight_global_scale", "input_scale", "weight_shape")],
@@ -26,7 +26,7 @@ def names_of(kind: str) -> list[str]:
 
 
 def mixture(kind: str) -> dict[str, torch.Tensor]:
-    """Returns a tiny mixture of experts with everything that has an expert's number, and with similar names."""
+    """Returns a small mixture of experts with every kind of name with an expert's number, and with similar names."""
     torch.manual_seed(9)
     made = {"model.embed_tokens.weight": torch.randn(40, 8), "experts.weight": torch.randn(3)}
     for layer in range(LAYERS):
@@ -42,7 +42,7 @@ def mixture(kind: str) -> dict[str, torch.Tensor]:
 
 
 def sharded(tensors: dict[str, torch.Tensor], folder: Path, shard: Any, compress: bool = False) -> dict[str, str]:
-    """Writes shards and their index; `shard` maps a tensor to its shard number."""
+    """Writes shards and their index. `shard` maps a tensor name to its shard number."""
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         files.setdefault(f"model-{shard(name):05}.safetensors", {})[name] = tensor
@@ -87,7 +87,7 @@ def test_only_the_shards_that_are_needed(tmp_path: Path, compress: bool) -> None
 
 
 def test_names_beside_the_index(tmp_path: Path) -> None:
-    """The index decides: a name that it lacks does not belong to the model, though a shard has it."""
+    """Only the index decides which tensors belong to the model, even if a shard contains others."""
     tensors = {f"t{i}": torch.randn(30) for i in range(4)}
     sharded(tensors, tmp_path, lambda name: int(name[1:]))
     index = tmp_path / "model.safetensors.index.json"
@@ -98,7 +98,7 @@ def test_names_beside_the_index(tmp_path: Path) -> None:
             ow.load_file(tmp_path, keys=[name, "t0"])
     assert sorted(ow.load_file(tmp_path)) == sorted(tensors) == sorted(ow.load_file(tmp_path, filter=lambda name: True))
     del text["weight_map"]["t1"], text["weight_map"]["t2"]
-    text["weight_map"]["t9"] = text["weight_map"]["t0"]  # its file does not have the tensor
+    text["weight_map"]["t9"] = text["weight_map"]["t0"]  # the file lacks this tensor
     index.write_text(json.dumps(text))
     assert list(ow.load_file(tmp_path, keys=["t3"])) == ["t3"]
     with pytest.raises(ow.FormatError, match="t9"):
@@ -109,8 +109,8 @@ def test_names_beside_the_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["linear", "round_robin"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
-    """Each rank gets its experts' weights; scales, zero points and shared tensors go to all; the ranks together have
-    everything, weights once."""
+    """Each rank gets its experts' weights. Scales, zero points and shared tensors go to all ranks. Together the ranks
+    have everything, and each weight once."""
     tensors = mixture(kind)
     sharded(tensors, tmp_path, lambda name: len(name) % 3)
     heavy = ("weight", "weight_packed", "qweight", "bias")
@@ -128,7 +128,7 @@ def test_experts(tmp_path: Path, kind: str, placement: str, world: int) -> None:
 
 
 def test_experts_share_out() -> None:
-    """The first ranks have one more if the experts do not divide evenly."""
+    """If the experts do not divide evenly, the first ranks have one more."""
     for count in (1, 5, 6, 128):
         for world in (1, 2, 3, 4, 8):
             linear = [ow.experts(0, world, count).owner(e) for e in range(count)]
@@ -145,7 +145,7 @@ def test_experts_share_out() -> None:
 
 
 def test_experts_leave_shards_closed(tmp_path: Path) -> None:
-    """Shards with only other ranks' experts are not opened."""
+    """Shards that hold only other ranks' experts are not opened."""
     tensors = {n: t for n, t in mixture("plain").items() if ".experts." in n and n.split(".experts.")[1][0].isdigit()}
     where = sharded(tensors, tmp_path, lambda name: int(name.split(".experts.")[1].split(".")[0]))
     for name, file in where.items():
@@ -156,7 +156,7 @@ def test_experts_leave_shards_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_rows_read_their_bytes(tmp_path: Path, compress: bool) -> None:
-    """A slice of dimension 0 reads the pages of its rows, or whole chunks of them if compressed."""
+    """A slice along dimension 0 reads only the pages of its rows, or the chunks that contain them if compressed."""
     rows, row = 8192, 512 * 2
     tensor = torch.randn(rows, row // 2).bfloat16()
     path = tmp_path / "a.safetensors"
@@ -184,12 +184,12 @@ def test_budget(tmp_path: Path) -> None:
     ow.load_file(path, keys=["i"], max_memory=80)
     with pytest.raises(ow.OutOfMemoryError, match=rf"3 tensors take {total} bytes on cpu, 1 over max_memory of {total - 1}.*'a' with 4000"):
         ow.load_file(path, max_memory=total - 1)
-    # A cast holds a tensor twice for a moment: i, a, and b as both.
+    # A cast briefly keeps two copies of a tensor, here of b.
     with pytest.raises(ow.OutOfMemoryError):
         ow.load_file(path, dtype="float32", max_memory=total + 1999)
     loaded = ow.load_file(path, dtype="float32", max_memory=total + 2000)
     assert sum(t.numel() * t.element_size() for t in loaded.values()) == total + 1000
-    # So does one to a type of the same size.
+    # A cast to a dtype of the same size also needs two copies.
     with pytest.raises(ow.OutOfMemoryError, match=rf"{total + 2000} bytes"):
         ow.load_file(path, dtype="bfloat16", max_memory=total)
     half = tmp_path / "half.safetensors"
@@ -203,7 +203,7 @@ def test_budget(tmp_path: Path) -> None:
 
 
 def test_plan(tmp_path: Path) -> None:
-    """The plan matches the load."""
+    """A plan lists the tensors, sizes and files that the load with the same options has."""
     tensors = {f"t{i}": torch.full((64, 40 * i), 0.5).bfloat16() for i in range(6)} | {"i": torch.arange(5)}
     sharded(tensors, tmp_path, lambda name: ord(name[-1]) % 2, compress=True)
     for options in ({}, {"dtype": torch.float32}, {"keys": ["t3", "i"]}, {"filter": lambda name: name > "t2"}, {"framework": "np"}):
@@ -225,8 +225,8 @@ def test_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
-    """Many small tensors on a GPU are taken over while they arrive, here on the host: every tensor at its destination,
-    also empty ones and those that already have one."""
+    """Many small tensors are bound while they arrive, as for a GPU but here on the CPU. Each tensor has its
+    destination, including empty ones and those that already had one."""
     from overwire.frameworks.choose import frame_for
     from overwire.model.opened import Model
 
@@ -238,7 +238,7 @@ def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
     with Model(path, False) as model:
         rows = model.table
         chosen = [at for at in range(len(rows)) if at % 7]
-        mine = {3: torch.full((1,), -1.0)}  # as if it had been loaded there
+        mine = {3: torch.full((1,), -1.0)}  # stands for a tensor that already has its destination
         load = model.begin(chosen, frame)
         load.places.update(mine)
         with load.job:
@@ -248,21 +248,21 @@ def test_many_tensors_while_they_arrive(tmp_path: Path, compress: bool) -> None:
 
 
 def test_many_tensors_one_by_one(tmp_path: Path) -> None:
-    """Tensors loaded by name share one mapping: a process may have only 65,530."""
+    """Tensors that are loaded by name share one mapping, because a process may have only 65,530."""
     count = 300
     whole = torch.arange(count * 2, dtype=torch.int16).view(count, 2)
     path = tmp_path / "many.safetensors"
     ow.save_file({f"{i:05}": whole[i] for i in range(count)}, path, compress=False)
     with ow.safe_open(path, "bytes") as f:
         kept = [f.get_tensor(name) for name in f.offset_keys()]
-        assert Path("/proc/self/maps").read_text().count(str(path)) <= 1  # small ones that are read ahead are copied
+        assert Path("/proc/self/maps").read_text().count(str(path)) <= 1  # small tensors that were read ahead are copied
         kept[0][0] = 9
-        assert bytes(f.get_tensor("00000")) == b"\0\0\1\0"  # asked for again: its own copy
+        assert bytes(f.get_tensor("00000")) == b"\0\0\1\0"  # a second read returns a separate copy
     assert b"".join(kept) == b"\t" + whole.numpy().tobytes()[1:]
 
 
 def test_bytes_and_specs(tmp_path: Path) -> None:
-    """Without a framework, bytes go in by address and come out as memoryviews."""
+    """Without a framework, tensors are saved from their address and loaded as memoryviews."""
     tensors = {"a": torch.randn(40, 3).bfloat16(), "e": torch.empty(0, 4), "s": torch.tensor(7)}
     specs = {
         name: ow.TensorSpec(
@@ -278,7 +278,7 @@ def test_bytes_and_specs(tmp_path: Path) -> None:
             same(t, tensors[name])
         views = ow.load_file(path, framework="bytes")
         assert {name: bytes(v) for name, v in views.items()} == {name: raw(t) for name, t in tensors.items()}
-        views["a"][0] ^= 255  # it belongs to the caller
+        views["a"][0] ^= 255  # the view belongs to the caller
         again = ow.load_file(path, framework="bytes")["a"]
         assert bytes(again) == raw(tensors["a"])
     with pytest.raises(ow.ArgumentError, match="79 bytes"):
@@ -291,7 +291,7 @@ def test_bytes_and_specs(tmp_path: Path) -> None:
 
 
 def test_device_names(tmp_path: Path) -> None:
-    """Every name of the host means the host; anything that is not a device is refused before a file is opened."""
+    """Every name of the CPU is accepted. Anything that is not a device is refused before a file is opened."""
     ow.save_file({"a": torch.ones(3)}, tmp_path / "m")
     for host in ("cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)):
         assert ow.load_file(tmp_path / "m", host)["a"].device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Tests overwire.sleep: tensors release their memory and come back, bit for bit."""
+"""Tests that overwire.sleep frees the memory of tensors and restores them bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from overwire.model.opened import Model
 
 
 def kept(tensors: dict[str, Any]) -> dict[str, bytes]:
-    # From copies: torch does not free what it has shown to numpy.
+    # Reads copies, because torch does not free memory that numpy has seen.
     return {name: raw(tensor.detach().clone()) for name, tensor in tensors.items()}
 
 
@@ -79,7 +79,7 @@ def test_a_thousand_cycles_change_nothing_and_keep_nothing() -> None:
             hold(tensors, want)
     hold(tensors, want)
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert soon(lambda: mapped() <= mappings + 64)  # the allocator's own mappings come and go
+    assert soon(lambda: mapped() <= mappings + 64)  # the allocator's mappings vary
 
 
 def test_tensors_of_every_dtype_and_shape() -> None:
@@ -163,7 +163,7 @@ def test_the_file_is_one_for_every_load(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """to_file is written like every save: an error leaves the old file, nothing hidden, and the tensors awake."""
+    """to_file is written like any save. An error leaves the old file, no temporary file, and the tensors awake."""
     path, tensors = tmp_path / "m.safetensors", {"w": torch.randn(500, 999)}
     want = kept(tensors)
     ow.save_file({"old": torch.ones(3)}, path)
@@ -293,8 +293,8 @@ def test_sleeps_at_once() -> None:
 
 @pytest.mark.parametrize("other", ["wake", "close"])
 def test_one_thread_wakes_and_others_wait(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
-    """While a thread wakes the tensors, `wake` and `close` in others wait: nothing is loaded twice or lost, and what
-    interrupts the wake in its own thread is refused with a clear error."""
+    """While one thread wakes the tensors, `wake` and `close` in others wait, and nothing is loaded twice or lost. A
+    signal handler that interrupts the wake gets a clear error."""
     tensors = {"a": torch.randn(300, 300), "b": torch.randn(50).bfloat16()}
     want = kept(tensors)
     asleep = ow.sleep(tensors)
@@ -320,7 +320,7 @@ def test_one_thread_wakes_and_others_wait(monkeypatch: pytest.MonkeyPatch, other
         again.wait(0.1)
         go.set()
         first.result(60)
-        tensors["b"].fill_(7)  # the program goes on
+        tensors["b"].fill_(7)  # the program changes a tensor after waking
         second.result(60)
     assert len(started) == 1 and "awake" in repr(asleep) and bool((tensors["b"] == 7).all())
     hold({"a": tensors["a"]}, {"a": want["a"]})
@@ -347,8 +347,8 @@ assert tensors["a"].tolist() == list(range(1000))
 
 
 def test_preparing_for_the_host_is_nothing() -> None:
-    """Sleeps of host tensors take ordinary memory, so there is nothing to prepare. Tensors that cannot sleep are
-    refused as by sleep."""
+    """Sleeping CPU tensors use ordinary memory, so there is nothing to prepare. Tensors that cannot sleep are
+    refused."""
     module = model()
     want = kept(parts(module))
     with ow.prepare_sleep(module) as ready:
@@ -365,8 +365,8 @@ def test_preparing_for_the_host_is_nothing() -> None:
 
 
 def test_tensors_that_share_sleep_once() -> None:
-    """Tensors that share memory sleep once, for any dtype: one memory as two dtypes, overlapping parts, a scalar in
-    another's memory, an empty view, and a tensor that is tied under two names in part of a module."""
+    """Tensors that share memory sleep once: one memory as two dtypes, overlapping parts, a scalar in another's memory,
+    an empty view, and a tensor under two names."""
     words = torch.arange(5000, dtype=torch.int32)
     tensors: dict[str, Any] = {
         "words": words,
@@ -395,8 +395,8 @@ def test_tensors_that_share_sleep_once() -> None:
 
 
 def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
-    """A timeout soon raises DeadlineError, in every function on tensors in memory. Waking can be tried again, and what
-    ended in time is as without a timeout."""
+    """A timeout raises DeadlineError in every function on tensors in memory. Waking can be tried again, and a call that
+    ended in time is unaffected."""
     tensors = {str(n): torch.randn(1 << 20).bfloat16() for n in range(24)}
     want = kept(tensors)
     for wrong in (0, -1.0, True, "1", float("nan")):
@@ -404,7 +404,7 @@ def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
             ow.digest(tensors, timeout=wrong)  # type: ignore[call-overload]
 
     def late(call: Callable[[], Any], undo: Callable[[Any], None]) -> None:
-        # A call that ends before anyone looks at the clock has succeeded, and is tried again.
+        # A call may end before the first look at the clock, so it is repeated.
         for _ in range(200):
             try:
                 made = call()
@@ -434,7 +434,7 @@ def test_a_timeout_leaves_tensors_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_wrong_argument_of_wake_takes_no_memory() -> None:
-    """The tensors stay asleep, without memory, and can be woken."""
+    """After a wrong argument of wake, the tensors stay asleep without memory and can be woken."""
     tensor = torch.arange(1 << 18, dtype=torch.float32).bfloat16()
     want = tensor.clone()
     asleep = ow.sleep({"a": tensor})

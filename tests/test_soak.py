@@ -1,4 +1,4 @@
-"""Tests the soak (tests/soak): a short round of each cheap loop, and its report on loops that fail."""
+"""Tests the soak (tests/soak) with a short round of each cheap loop, and its report on failing loops."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from soak.outcomes import KINDS
 
 @pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.cheap])
 def test_a_short_round_finds_nothing(name: str, seed: int) -> None:
-    """A round of a fifth of a second counts what it did, and does not fail."""
+    """A round of a fifth of a second reports counts and no failures."""
     command = [ROOT / "tests" / "soak" / "loops.py", name, f"{seed} {name} 0", "cpu", "0.2"]
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:  # sockets of multiprocessing have 107 bytes for their path
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:  # paths of multiprocessing sockets have at most 107 bytes
         done = warm.run(command, cwd=folder, env=cleaned())
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -28,7 +28,7 @@ def test_a_short_round_finds_nothing(name: str, seed: int) -> None:
 def test_each_kind_of_failure_is_found(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is counted once, under its name; the exit status is 1, and the text says how to repeat the round."""
+    """A failure is counted once, under its kind. The exit status is 1, and the text says how to repeat the round."""
     monkeypatch.setenv("OVERWIRE_SOAK_PATIENCE", "1")
     name = next(name for name, loop in PLANTED.items() if loop.place == f"planted.{kind.replace(' ', '_')}")
     words = ["--only", name, "--seed", "5", "--round", "3", "--each", "0.1", "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""Tests CheckpointStager: a state is staged as it was, or refused with a tensor's name before anything is copied."""
+"""Tests that CheckpointStager copies a state as it was at the call, or refuses it by a tensor's name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.masked import masked_tensor  # noqa: E402
 
 
 class _Made(Mapping[str, Any]):
-    """Makes its tensors when it is asked, each time others."""
+    """A mapping that makes a new tensor on each request and shrinks."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -36,7 +36,7 @@ class _Made(Mapping[str, Any]):
 
 
 def test_a_stager_asks_once_for_each_value() -> None:
-    """A mapping that makes its tensors on request, or has others the next time, is staged as it was at one moment."""
+    """Each value is requested once, so a mapping that makes its tensors on request is staged consistently."""
     made = _Made()
     staged = CheckpointStager().stage({"model": made, "list": [made, 3]})
     assert [value.tolist() for value in staged["model"].values()] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
@@ -44,7 +44,7 @@ def test_a_stager_asks_once_for_each_value() -> None:
 
 
 def test_what_outlives_a_staged_state_is_not_overwritten() -> None:
-    """A tensor that outlives its staged state keeps its values; the buffer is reused after it."""
+    """A tensor that outlives its staged state keeps its values. Its buffer is reused once it is gone."""
     stager = CheckpointStager()
     kept = stager.stage({"a": torch.full((1000,), 1.0)})["a"][3:9]
     storage = stager.stage({"a": torch.full((1000,), 2.0)})["a"].untyped_storage()
@@ -101,8 +101,8 @@ UNSTAGED: dict[str, tuple[type[ow.OverwireError], Any]] = {
 @pytest.mark.parametrize("what", UNSTAGED)
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_without_memory_of_their_own_are_refused_by_name(what: str, tmp_path: Path) -> None:
-    """The stager refuses them before it allocates memory, and so does the writer: none is read past its memory, or
-    loses a part."""
+    """Tensors that do not own their full memory are refused by the stager before it allocates, and by the writer. None
+    is read past its memory or stored in part."""
     kind, make = UNSTAGED[what]
     held = len(buffers.offer_buffers().buffers)
     one = make()
@@ -118,11 +118,11 @@ def test_tensors_without_memory_of_their_own_are_refused_by_name(what: str, tmp_
 
 @pytest.mark.parametrize("there", ["torch", "torch.distributed.tensor"])
 def test_an_old_torch_is_named(there: str, script: Any) -> None:
-    """Without torch, or with one that has no public DTensor, the import says which version it needs."""
+    """If torch is missing or has no public DTensor, the import error says which version is needed."""
     script(
         f"""
 import sys
-sys.modules[{there!r}] = None  # as if it were not there
+sys.modules[{there!r}] = None  # as if it were not installed
 import overwire
 try:
     import overwire.checkpoints

@@ -1,4 +1,4 @@
-"""Tests storage_options: what a caller says about reaching a store arrives complete, and is refused by name."""
+"""Tests that storage_options reach the engine complete, and that wrong options are refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_environment_names_are_those_of_the_engine() -> None:
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read at each call."""
+    """Environment variables are read at each call."""
     monkeypatch.setenv("AWS_REGION", "one")
     monkeypatch.setenv("https_proxy", "http://p")
     monkeypatch.setenv("OTHER_SECRET", "x")
@@ -33,7 +33,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_become_text() -> None:
-    """bool, numbers, paths and headers become texts; None is left out."""
+    """Booleans, numbers, paths and headers become strings, and None is left out."""
     made = storage.storage({"anon": True, "timeout": 2.5, "cacert": Path("/x"), "key": None, "headers": {"A": 1}}, ["s3://b/k"])
     assert made["storage"] == {"anon": "true", "timeout": "2.5", "cacert": "/x", "header.A": "1"}
     assert storage.storage(None, ["/x", "file:///y"]) == {}
@@ -47,19 +47,19 @@ def test_wrong_kinds(options: object) -> None:
 
 
 def test_local_paths_take_none(tmp_path: Path) -> None:
-    """Options with only a local path are an error; none or empty ones are not."""
+    """Options for only local paths are an error, unless they are empty."""
     path = tmp_path / "a.safetensors"
     numpy = pytest.importorskip("numpy")
     ow.save_file({"x": numpy.zeros(3)}, path, storage_options={})
     for call in (ow.load_file, ow.stream, ow.safe_open, ow.inspect, ow.verify, ow.preload, ow.plan):
         with pytest.raises(ow.ArgumentError, match="local path"):
             call(path, storage_options={"token": "x"})
-    for none in (None, {"token": None}):  # an option that is None counts as not given
+    for none in (None, {"token": None}):  # an option that is None counts as unset
         assert list(ow.load_file(path, framework="np", storage_options=none)) == ["x"]
 
 
 def test_insecure_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Turning certificates off is reported once per process."""
+    """Disabled certificate checks are reported once per process."""
     storage._warn_once.cache_clear()
     for _ in range(3):
         storage.storage({"insecure": True}, ["https://h/x"])

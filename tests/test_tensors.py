@@ -1,5 +1,5 @@
-"""Tests tensorizer's .tensors files in overwire's own functions: each side reads what the other writes, and damage is
-named."""
+"""Tests tensorizer's .tensors files in overwire's own functions. Each library reads what the other writes, and damage
+is reported with the tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tensorizer.serialization import TensorType
 
 GOLDENS = Path(__file__).parent / "goldens/tensorizer/2.12.1"
 
-try:  # the reference uses the system's libsodium, and only encrypts if it is there
+try:  # the reference can only encrypt if the system has libsodium
     tensorizer.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -48,7 +48,7 @@ DTYPES = [
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Returns whether dtype, shape and bytes are equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return bytes(a.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) == bytes(
@@ -57,7 +57,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
-    """Returns every dtype, odd sizes, an empty tensor, a scalar, and one larger than an encryption chunk."""
+    """Returns tensors of every dtype and of odd sizes: an empty one, a scalar, and one over an encryption chunk."""
     gen = torch.Generator().manual_seed(seed)
     out = {}
     for i, dtype in enumerate(DTYPES):
@@ -77,9 +77,9 @@ def write(path: Path, tensors: object, encryption: object = None) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
-    """Every dtype, plain and encrypted, comes back bit for bit from every function."""
+    """Every function reads plain and encrypted tensors of every dtype bit for bit."""
     if encrypted and not SODIUM:
-        pytest.skip("no libsodium for the reference; the golden files are still read")
+        pytest.skip("the reference has no libsodium; the golden files are still read")
     seed = time.time_ns() & 0xFFFFFFFF
     print("seed", seed)
     tensors = model(seed)
@@ -112,8 +112,8 @@ def test_reads_the_reference(tmp_path: Path, encrypted: bool) -> None:
 
 @pytest.mark.parametrize("options", [{"decryption_key": bytes(range(32))}, {"decryption_password": "the secret one"}])
 def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A key for a file that is not encrypted is an error in every function, not ignored: the caller believes that the
-    file is sealed. The error names the file and no secret."""
+    """A key for an unencrypted file is an error in every function, because the caller believes that the file is
+    encrypted. The error names the file and shows no secret."""
     tensors = {"a": torch.ones(3)}
     plain, packed, open_ = (str(tmp_path / name) for name in ("plain.safetensors", "packed.safetensors", "open.tensors"))
     ow.save_file(tensors, plain, compress=False)
@@ -132,7 +132,7 @@ def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]
             lambda path=path: ow.inspect(path, storage_options=options),
             lambda path=path: ow.convert(path, tmp_path / "out.safetensors", storage_options=options),
         ):
-            ow.load_file(path)  # and a cached index changes nothing
+            ow.load_file(path)  # also with a cached index
             with pytest.raises(ow.CryptographyError, match="not encrypted") as caught:
                 call()
             assert path in str(caught.value) and "secret one" not in str(caught.value) and "000102" not in str(caught.value)
@@ -140,7 +140,7 @@ def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]
 
 
 def test_reads_goldens(tmp_path: Path) -> None:
-    """Files that 2.12.1 encrypted on another machine are read, without libsodium here."""
+    """Files that tensorizer 2.12.1 encrypted are read without libsodium."""
     for name, options in {"key": {"decryption_key": bytes(range(32))}, "password": {"decryption_password": b"test"}}.items():
         path = tmp_path / f"{name}.tensors"
         path.write_bytes(gzip.decompress((GOLDENS / f"{name}.tensors.gz").read_bytes()))
@@ -152,7 +152,7 @@ def test_reads_goldens(tmp_path: Path) -> None:
 
 
 def test_versions_of_the_reference(tmp_path: Path) -> None:
-    """Versions 1, 2, 4 and 5, nested names, and meta tensors are read."""
+    """Format versions 1, 2, 4 and 5, nested names and meta tensors are read."""
     a = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     path = tmp_path / "x.tensors"
 
@@ -183,7 +183,7 @@ def test_versions_of_the_reference(tmp_path: Path) -> None:
 
 
 def test_the_reference_reads_ours(tmp_path: Path) -> None:
-    """The reference verifies save_file's output: an index for 3,000 tensors, data on pages."""
+    """tensorizer verifies a file of 3,000 tensors from save_file. Its data is page-aligned."""
     tensors = model(1) | {f"many.{i}": torch.full((3,), i) for i in range(3000)} | {"none": torch.zeros(0, 4)}
     path = tmp_path / "x.tensors"
     report = ow.save_file(tensors, path)
@@ -202,7 +202,7 @@ def test_the_reference_reads_ours(tmp_path: Path) -> None:
 
 
 def test_convert_both_ways(tmp_path: Path) -> None:
-    """.tensors, plain and compressed safetensors convert into each other without a change."""
+    """.tensors files and plain and compressed safetensors files convert into each other without changing a byte."""
     tensors = model(2)
     first = tmp_path / "a.tensors"
     write(first, tensors)
@@ -217,7 +217,7 @@ def test_convert_both_ways(tmp_path: Path) -> None:
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    """verify locates every flipped bit of records and data; truncations are refused."""
+    """verify reports the tensor of every flipped bit in records and data. Truncated files are refused."""
     tensors = {"a": torch.arange(10), "b": torch.arange(6).bfloat16()}
     path = tmp_path / "x.tensors"
     ow.save_file(tensors, path)
@@ -242,7 +242,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_compressed_face_knows_the_file(tmp_path: Path) -> None:
-    """The command line takes .tensors files like any other."""
+    """The command line takes .tensors files like other files."""
     from overwire._engine import cli
 
     path = tmp_path / "x.tensors"

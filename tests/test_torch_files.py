@@ -1,4 +1,4 @@
-"""Tests that torch.save models are compressed and converted, and that nothing in them is run."""
+"""Tests that models saved by torch.save are compressed and converted without running any code in them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from test_cli import must, run  # noqa: E402
 
 
 class Arguments:
-    """A trainer's own object."""
+    """A trainer's own class."""
 
     lr = 1e-3
 
 
 class Other(torch.Tensor):  # type: ignore[misc]
-    """A class with tensors of unknown meaning."""
+    """A tensor class that overwire does not know."""
 
 
 def state() -> dict[str, Any]:
-    """Returns tensors of every kind that safetensors has: views, ties, parameters, empty ones, scalars."""
+    """Returns tensors of every kind that safetensors has, with views, ties, parameters, empty tensors and scalars."""
     w = torch.randn(64, 48)
     every = {
         str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype)
@@ -66,7 +66,8 @@ def equal(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def test_tensors_with_attributes_come_over_and_none_is_left_out(tmp_path: Path) -> None:
-    """Tensors of torch's own classes are converted; bytes of no tensor, or of one of another class, are refused."""
+    """Tensors of torch's own classes are converted, even with attributes. Bytes that belong to no tensor, or to a
+    tensor of another class, are refused."""
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
     marked = torch.arange(3.0)
     marked.note = 1
@@ -85,11 +86,12 @@ def test_tensors_with_attributes_come_over_and_none_is_left_out(tmp_path: Path) 
 
 @pytest.mark.parametrize("bit", ["conj", "neg", "neg of uint16"])
 def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> None:
-    """Their storage has other values than they have, so they are refused; tensors that torch resolves are converted."""
+    """Lazy conjugates and negatives are refused, because their storage holds other values. Resolved tensors are
+    converted."""
     number = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     lazy = number.conj() if bit == "conj" else torch._neg_view(number.real.clone())
     path, target = tmp_path / "a.bin", tmp_path / "a.safetensors"
-    if bit == "neg of uint16":  # torch writes dtypes without a typed storage with another function
+    if bit == "neg of uint16":  # torch saves dtypes without a typed storage through another function
         lazy = torch._neg_view(torch.ones(2, dtype=torch.uint16))
     assert lazy.is_conj() or lazy.is_neg()
     torch.save({"a": lazy}, path)
@@ -105,7 +107,7 @@ def test_lazy_conjugates_and_negatives_are_refused(tmp_path: Path, bit: str) -> 
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
-    """A state dict becomes a file of the same tensors, bit for bit, also strided ones and new dtypes."""
+    """A state dict becomes a file of the same tensors bit for bit, including strided ones and new dtypes."""
     want = state()
     torch.save(OrderedDict(want), tmp_path / "pytorch_model.bin")
     report = ow.convert(tmp_path / "pytorch_model.bin", tmp_path / "m.safetensors", compress=compress)
@@ -114,8 +116,8 @@ def test_every_tensor_comes_over(tmp_path: Path, compress: bool) -> None:
 
 
 def test_a_training_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint's tensors are named by their paths, its numbers are kept, and objects of classes are named, not
-    made."""
+    """A checkpoint's tensors are named by their paths, its numbers become metadata, and objects of classes are reported
+    without creating them."""
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 8)).sum().backward()
@@ -134,7 +136,7 @@ def test_a_training_checkpoint(tmp_path: Path) -> None:
 
 
 def folder(path: Path) -> dict[str, Any]:
-    """Makes a folder as transformers wrote it before safetensors: shards, an index, and auxiliary files."""
+    """Makes a folder in the form that transformers wrote before safetensors: shards, an index and auxiliary files."""
     weights = {f"layer.{n}.w": torch.randn(64, 64).bfloat16() for n in range(4)}
     names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
     path.mkdir()
@@ -150,8 +152,8 @@ def folder(path: Path) -> dict[str, Any]:
 
 
 def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
-    """compress makes a safetensors folder from a folder of shards with an index, including auxiliary files; nothing
-    else is left."""
+    """compress turns a folder of shards with an index into a safetensors folder with the auxiliary files, and leaves no
+    temporary files."""
     weights = folder(tmp_path / "model")
     must("compress", str(tmp_path / "model"), "-o", str(tmp_path / "packed"))
     kept = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
@@ -166,7 +168,7 @@ def test_a_folder_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
-    """A pickle that would run a command is read without running it: what it names becomes a placeholder."""
+    """A pickle that would run a command is read without running it, and the call is reported."""
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     ran = tmp_path / "ran"
 
@@ -180,7 +182,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, change: Any) -> None:
-    """Rewrites an archive, each entry as `change(name, data)` says."""
+    """Rewrites an archive with the entries that `change(name, data)` returns."""
     with zipfile.ZipFile(path) as old:
         entries = {name: old.read(name) for name in old.namelist()}
     with zipfile.ZipFile(path, "w") as new:
@@ -189,7 +191,7 @@ def rewritten(path: Path, change: Any) -> None:
 
 
 def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
-    """Truncated files, files of another kind, and files with tensors outside what is stored are refused by name."""
+    """Truncated files, files of another kind, and tensors outside the stored data are errors that name the file."""
     path = tmp_path / "x.pt"
     cases: list[tuple[type[Exception], str]] = []
 
@@ -230,8 +232,8 @@ def test_damage_and_lies_are_typed_errors(tmp_path: Path) -> None:
 
 
 def test_changed_bytes_are_refused(tmp_path: Path) -> None:
-    """Every changed byte of the pickle and the storages is refused: torch.load accepts them, and a container would
-    vouch for them. Files without checksums from their writer are read."""
+    """A changed byte of the pickle or a storage is refused. torch.load accepts it, but the new file's checksums would
+    confirm it. Files without checksums are read."""
     path = tmp_path / "m.pt"
     torch.save({"weight": torch.arange(3000), "other": torch.ones(700).bfloat16()}, path)
     whole = path.read_bytes()
@@ -259,8 +261,8 @@ def test_changed_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """A directory of 16 MiB may name the same bytes a hundred thousand times, which would be read as often: checksums
-    of overlapping storages are not computed."""
+    """Storages with overlapping bytes are refused before their checksums are computed. A directory of 16 MiB could list
+    the same bytes a hundred thousand times."""
     path = tmp_path / "m.pt"
     torch.save({"a": torch.ones(300), "b": torch.ones(300)}, path)
     infos = {info.filename.rpartition("/")[2]: info for info in zipfile.ZipFile(path).infolist()}
@@ -277,7 +279,7 @@ def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_first_wrong_checksum_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with Ctrl-C, the caller waits for the blocks that are being read, not for whole storages."""
+    """After a wrong checksum, the other threads stop at the next block instead of reading whole storages."""
     path, reads, starts = tmp_path / "m.pt", os.preadv, list[int]()
     torch.save({"a": torch.ones(300), "b": torch.zeros(10 << 20)}, path)
     data = bytearray(path.read_bytes())
@@ -297,8 +299,8 @@ def test_the_first_wrong_checksum_ends_the_others(tmp_path: Path, monkeypatch: p
 
 
 def test_functions_that_read_models_take_torch_files(tmp_path: Path) -> None:
-    """load_file, safe_open, inspect, verify and diff, and the commands, read a torch.save file or a folder of them:
-    by its name, with the shards that the index lists and no others."""
+    """load_file, safe_open, inspect, verify, diff and the commands read a torch.save file, or a folder of the shards
+    that its index lists."""
     weights = folder(tmp_path / "model")
     torch.save({"stale": torch.ones(9)}, tmp_path / "model/pytorch_model-00003-of-00003.bin")
     equal(ow.load_file(tmp_path / "model"), weights)
@@ -333,7 +335,7 @@ def test_the_format_before_torch_1_6(tmp_path: Path) -> None:
 
 
 def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
-    """An index of missing safetensors files is left out, and not written through."""
+    """Converting a folder does not change it. An index of missing safetensors files is reported and not copied."""
     source = tmp_path / "model"
     source.mkdir()
     torch.save({"w": torch.ones(3)}, source / "pytorch_model-00001-of-00001.bin")
@@ -347,7 +349,7 @@ def test_the_source_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_files_that_become_one(tmp_path: Path) -> None:
-    """Two weight files with names that differ only in their extension are refused, since one would be lost."""
+    """Two weight files that differ only in their extension are refused, because one would overwrite the other."""
     (tmp_path / "model").mkdir()
     for ending in ("pt", "pth"):
         torch.save({ending: torch.ones(3)}, tmp_path / f"model/model.{ending}")
@@ -357,7 +359,7 @@ def test_files_that_become_one(tmp_path: Path) -> None:
 
 
 def test_a_number_that_stands_for_many(tmp_path: Path) -> None:
-    """An expanded tensor is converted; one that would take far more memory than the file is refused."""
+    """An expanded tensor is converted, but one that would take far more memory than its file is refused."""
     torch.save({"row": torch.arange(3).expand(5, 3)}, tmp_path / "small.pt")
     ow.convert(tmp_path / "small.pt", tmp_path / "small.safetensors")
     equal(ow.load_file(tmp_path / "small.safetensors"), {"row": torch.arange(3).expand(5, 3)})
@@ -367,7 +369,7 @@ def test_a_number_that_stands_for_many(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_another_conversion_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temporary folder that is removed before it is locked is made anew."""
+    """A temporary folder that another conversion removes before it is locked is created again."""
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     made: list[str] = []
     original = torchfolders.tempfile.mkdtemp
@@ -395,7 +397,7 @@ def _text(text: bytes) -> bytes:
 
 
 def _tensor(nbytes: int) -> bytes:
-    """Returns a U8 tensor with the storage `data/0`."""
+    """Returns the pickle of a U8 tensor in storage `data/0`."""
     return (
         b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nByteStorage\n" + _text(b"0")
         + _text(b"cpu") + b"J" + nbytes.to_bytes(4, "little") + b"tQK\0J" + nbytes.to_bytes(4, "little") + b"\x85K\1\x85\x89NtR"
@@ -418,7 +420,7 @@ def _dict(count: int, value: bytes) -> bytes:
     ids=["names", "texts", "lists", "classes", "tensors"],
 )
 def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
-    """A pickle that names one key, value, class or tensor many times takes no memory or disk space for each of them."""
+    """A pickle that refers to one key, value, class or tensor many times is refused before it takes so much space."""
     path = _archive(tmp_path / "small.pt", pickled + b".", (("data/0", bytes(1 << 20)),))
     with pytest.raises(error, match=re.escape(str(path))):
         ow.convert(path, tmp_path / "x.safetensors")
@@ -426,8 +428,8 @@ def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: 
 
 
 def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
-    """Numbers of thousands of digits and half characters are left out as values, and refused as names. So are names
-    that cannot be a tensor's, with an error that names the file."""
+    """Integers of thousands of digits and lone surrogates are reported as values and refused as names. Names that a
+    tensor cannot have are refused with an error that names the file."""
     digits = b"\x8b" + (4000).to_bytes(4, "little") + b"\1" * 4000
     half = _text(b"\xed\xa0\x80")
     entry = (("data/0", b"abcd"),)
@@ -444,8 +446,8 @@ def test_values_and_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 
 def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
-    """A directory that claims to be too large, in a sparse file, is not read. A duplicate entry has no meaning, and an
-    endlessly nested shard index is invalid."""
+    """An archive directory that claims a huge size in a sparse file is not read. A duplicate entry and an endlessly
+    nested shard index are refused."""
     size, path = 1 << 40, tmp_path / "holes.pt"
     with open(path, "wb") as file:
         file.truncate(size)
@@ -468,8 +470,8 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_off_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
-    """A file that is truncated after its directory was read is a CorruptError and does not end the process: before the
-    pickle, before a strided tensor, before a plain one."""
+    """A file that is truncated after its directory was read is a CorruptError instead of a crash, whether it happens
+    before the pickle, a strided tensor or a plain one is read."""
     torch_script("""
 import os, torch, overwire as ow
 from overwire.bundles import torchfiles, torchfolders
@@ -493,7 +495,7 @@ assert os.listdir(".") == ["m.bin"], os.listdir(".")
 
 
 def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A strided tensor has the same bytes however little of it is read at once."""
+    """A strided tensor has the same bytes with any read size."""
     w = torch.arange(7 * 11 * 13, dtype=torch.int32).reshape(7, 11, 13)
     want = {"a": w.permute(2, 0, 1), "b": w[::3, 1::2, ::5], "c": w[2].t(), "d": w[:, 4], "e": w[0, 0].expand(5, 13)}
     torch.save(want, tmp_path / "m.bin")
@@ -504,7 +506,7 @@ def test_strided_tensors_in_small_reads(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_file_that_is_not_opened_is_not_left_out(tmp_path: Path) -> None:
-    """A file that cannot be inspected for lack of a descriptor may belong to the model, so it is an error."""
+    """A file that cannot be opened for lack of descriptors is an error, because it may belong to the model."""
     torch.save({"a": torch.arange(9)}, tmp_path / "pytorch_model.bin")
     assert torchfolders.is_torch_model(str(tmp_path / "pytorch_model.bin"))
     free = os.open(os.devnull, os.O_RDONLY)

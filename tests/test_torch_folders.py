@@ -1,4 +1,4 @@
-"""Tests that nothing in torch.save files and folders is silently left out, and that readers agree about them."""
+"""Tests that no part of torch.save files and folders is silently left out, and that all readers agree."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", _DAMAGES)
 def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> None:
-    """A file of a folder that cannot be read is an error that names it and what it is, before anything is written or
-    loaded: with a usual weight name, with others, next to usual ones, and in a subfolder."""
+    """An unreadable weight file in a folder is an error that names the file and its kind, before anything is written or
+    loaded. This holds for usual and other weight names, next to good files, and in a subfolder."""
     make, text = _DAMAGES[damage]
     for number, (good, bad) in enumerate([
         ("pytorch_model.bin", "pytorch_model_1.bin"), ("consolidated.00.pth", "consolidated.01.pth"),
@@ -90,7 +90,7 @@ def test_a_folder_leaves_out_no_file_of_weights(tmp_path: Path, damage: str) -> 
 
 
 def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An archive with more entries than are read is not left out of a folder either."""
+    """An archive with too many entries is an error in a folder, not left out."""
     monkeypatch.setattr(zips, "_DIRECTORY", 100)
     (tmp_path / "model").mkdir()
     torch.save({"w": torch.ones(3)}, tmp_path / "model/pytorch_model.bin")
@@ -99,8 +99,8 @@ def test_a_directory_that_is_too_large(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
-    """Weights of other libraries are copied, and named if they are large; so are hidden folders. Files too deep to be
-    searched, or listed and missing, are an error."""
+    """Other libraries' weights and hidden folders are copied or reported. Files that are nested too deeply, or listed
+    but missing, are an error."""
     source = tmp_path / "model"
     folder(source)
     (source / "flax_model.msgpack").write_bytes(b"flax")
@@ -135,10 +135,10 @@ def test_nothing_of_a_folder_goes_without_a_line(tmp_path: Path) -> None:
 
 
 class _Loud:
-    """A class that reports when it is made."""
+    """A class that fails when it is created."""
 
     def __init__(self) -> None:
-        raise AssertionError("it was run")
+        raise AssertionError("the pickle was run")
 
 
 _OBJECTS: dict[str, Any] = {
@@ -170,7 +170,7 @@ _OBJECTS: dict[str, Any] = {
 
 
 def _shards(folder: Path, **weights: str) -> Path:
-    """Two shards, with an index that lists the weights, if there are any."""
+    """Writes two shards, and an index that lists the weights if any are given."""
     folder.mkdir(parents=True)
     for number, name in enumerate("ab", 1):
         torch.save({name: torch.full((9,), float(number))}, folder / f"pytorch_model-0000{number}-of-00002.bin")
@@ -181,8 +181,8 @@ def _shards(folder: Path, **weights: str) -> Path:
 
 
 def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
-    """Loads, verifications and conversions refuse shards that are not complete, an index that does not fit them, and
-    numbered parts with a gap, by the names of the files that are there; an index decides what belongs to the model."""
+    """load_file, verify and convert refuse an incomplete set of shards, an index that does not match its files, and
+    numbered parts with a gap, and name the files. If there is an index, it decides what belongs to the model."""
     lacking = _shards(tmp_path / "lacking")
     os.remove(lacking / "pytorch_model-00002-of-00002.bin")
     (lacking / "pytorch_model-00002-of-00002.bin.part").touch()
@@ -218,8 +218,8 @@ def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
 
 
 def test_each_folder_of_a_pipeline_is_read_by_its_files(tmp_path: Path) -> None:
-    """In a pipeline one component may have torch.save files and another safetensors files: all are converted, and
-    a damaged one is an error. Hidden files count for nothing."""
+    """A pipeline with a torch.save component and a safetensors component is converted as a whole. A damaged component
+    is an error, and hidden files are ignored."""
     source = tmp_path / "pipeline"
     for name in ("unet", "vae"):
         (source / name).mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_each_folder_of_a_pipeline_is_read_by_its_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the disk at a folder is that error, not a folder without weights."""
+    """A disk error while listing a folder is raised, not taken for a folder without weights."""
     torch.save({"u": torch.ones(3)}, tmp_path / "model.pt")
 
     def fail(path: object) -> list[str]:
@@ -261,8 +261,8 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
-    """With dates, zones, bytes, default dicts and others in every protocol, the tensors are converted, plain data in
-    them is kept, and the rest gets its line; nothing is made or called."""
+    """Tensors next to dates, time zones, bytes, default dicts and other objects are converted in every pickle protocol.
+    Plain data becomes metadata, other objects are reported, and nothing is created or called."""
     tensors = defaultdict(folder, w=torch.ones(3))
     torch.save({"model": tensors, "saved": _OBJECTS}, tmp_path / "m.ckpt", pickle_protocol=protocol)
     report = ow.convert(tmp_path / "m.ckpt", tmp_path / "m.safetensors")
@@ -279,7 +279,7 @@ def test_objects_beside_the_weights(tmp_path: Path, protocol: int) -> None:
 
 
 def test_tensors_under_keys_that_are_not_names(tmp_path: Path) -> None:
-    """They are refused, and not left out with the key."""
+    """Tensors under keys that are not names are refused, not left out."""
     torch.save({datetime.date(2024, 1, 2): torch.ones(3), "w": torch.ones(2)}, tmp_path / "m.pt")
     with pytest.raises(ow.NotSupportedError, match=r"m\.pt: 1 tensors are inside objects"):
         ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -290,7 +290,7 @@ class _Kind(torch.Tensor):
 
 
 def test_tensors_of_other_classes_are_not_left_out(tmp_path: Path) -> None:
-    """A tensor of a class of one's own is refused, also where another tensor has its storage."""
+    """A tensor of a custom class is refused, even if another tensor shares its storage."""
     shared = torch.arange(6.0)
     for kept in ({"a": shared.as_subclass(_Kind), "b": shared}, {"a": shared.as_subclass(_Kind), "b": torch.ones(2)}):
         torch.save(kept, tmp_path / "m.pt")
@@ -300,7 +300,7 @@ def test_tensors_of_other_classes_are_not_left_out(tmp_path: Path) -> None:
 
 
 def test_values_of_one_name(tmp_path: Path) -> None:
-    """Keys that make the same name keep the first value; each other one gets its line."""
+    """If several keys give the same name, the first value is kept and the others are reported."""
     torch.save({"w": torch.ones(2), "a.b": 1, "a": {"b": 2}, 7: "x", "7": "y"}, tmp_path / "m.pt")
     report = ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
     with ow.safe_open(tmp_path / "m.safetensors", "np") as file:
@@ -311,8 +311,8 @@ def test_values_of_one_name(tmp_path: Path) -> None:
 
 
 def test_one_storage_is_of_one_type_and_length(tmp_path: Path) -> None:
-    """A key with two types is refused, since torch takes the first for both; so is one with more or fewer elements than
-    its entry has. Bytes named as bytes and without a type are one storage."""
+    """A storage that is used with two dtypes is refused, because torch uses the first for both. So is one with more or
+    fewer elements than its entry."""
     integer = (
         b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text(b"storage") + b"ctorch\nIntStorage\n" + _text(b"0")
         + _text(b"cpu") + b"K\1tQK\0K\1\x85K\1\x85\x89NtR"
@@ -335,7 +335,7 @@ def test_one_storage_is_of_one_type_and_length(tmp_path: Path) -> None:
 
 
 def test_views_without_elements(tmp_path: Path) -> None:
-    """Their offsets may be anywhere."""
+    """Empty views are converted with any offset."""
     want = {"rows": torch.empty(3, 0)[1::2], "end": torch.ones(4)[4:], "w": torch.ones(2)}
     torch.save(want, tmp_path / "m.pt")
     ow.convert(tmp_path / "m.pt", tmp_path / "m.safetensors")
@@ -343,8 +343,8 @@ def test_views_without_elements(tmp_path: Path) -> None:
 
 
 def test_pairs_of_float4(tmp_path: Path) -> None:
-    """Pairs without a dimension are refused by name, as safetensors cannot hold them; transposed ones of any size are
-    converted, from a file and from memory."""
+    """float4 tensors without dimensions are refused by name, because safetensors cannot store them. Transposed ones of
+    any size are converted, from a file and from memory."""
     target = tmp_path / "m.safetensors"
     pairs = torch.arange(257 * 257).to(torch.uint8).view(torch.float4_e2m1fn_x2)
     torch.save({"x": pairs[:1].reshape(())}, tmp_path / "m.pt")
@@ -362,8 +362,8 @@ def test_pairs_of_float4(tmp_path: Path) -> None:
 
 
 def test_archives_that_were_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deflated entries, which torch.load reads, are converted, contiguous and strided. Damaged ones, those that inflate
-    to more than the file accounts for, and other methods are refused. Nothing is left of them."""
+    """Deflated entries, which torch.load reads, are converted, contiguous or strided. Damaged entries, entries that
+    inflate too far, and other methods are refused, and no file is left."""
     want = state()
     path, target = tmp_path / "m.pt", tmp_path / "m.safetensors"
 

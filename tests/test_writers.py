@@ -1,8 +1,7 @@
-"""Tests everything that writes a file: it appears whole, with the mode, the owner and the link of the one that it
-replaces.
+"""Tests that every writer of a file writes it whole, with the mode, owner and link of the file it replaces.
 
-TestModes in gosrc/internal/atomicfile tests, with a file system that looks after every call, that no moment in between
-is open to more readers. Here only each writer's result is checked.
+TestModes in gosrc/internal/atomicfile checks after every file system call that the file is never readable by more
+users. These tests only check each writer's result.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 def states(folder: Path) -> dict[str, tuple[Path, int | None]]:
-    """Returns the possible states of a target: (path, the mode that it keeps; None: what the umask leaves)."""
+    """Returns target paths in each possible state, with the mode to keep, or None for the umask's mode."""
     (folder / "sub").mkdir()
 
     def file(name: str, mode: int) -> Path:
@@ -88,7 +87,7 @@ def states(folder: Path) -> dict[str, tuple[Path, int | None]]:
 
 
 def hold(writer: Callable[[Path], object], mask: int, folder: Path) -> None:
-    """Runs one writer over every state."""
+    """Runs a writer on every state and checks the results."""
     before = os.umask(mask)
     try:
         for name, (path, mode) in states(folder).items():
@@ -113,7 +112,7 @@ def test_modes_and_links(tmp_path: Path, name: str) -> None:
 
 
 def test_fastsafetensors_shards(tmp_path: Path) -> None:
-    """A set of shards that the caller's code fills also keeps modes and links, and is private while it is filled."""
+    """A set of shards that the caller's function fills keeps modes and links, and is private while it is filled."""
     torch = pytest.importorskip("torch")
     from overwire.compat.fastsafetensors import saver
 
@@ -128,7 +127,7 @@ def test_fastsafetensors_shards(tmp_path: Path) -> None:
 
     def watched(work: Any) -> None:
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # the folder's own mode
+            with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing is closed
                 if os.readlink(f"/proc/self/fd/{number}").startswith(str(tmp_path)):
                     modes[os.fstat(int(number)).st_ino] = stat.S_IMODE(os.fstat(int(number)).st_mode)
         fill(work)
@@ -140,7 +139,7 @@ def test_fastsafetensors_shards(tmp_path: Path) -> None:
 
 
 def test_private_bundles(tmp_path: Path) -> None:
-    """A private pickle's first container is private; meta.csv, which belongs to the folder, keeps its own mode."""
+    """The first container of a private pickle is private. meta.csv belongs to the folder and keeps its own mode."""
     path = tmp_path / "x.pkl"
     path.write_bytes(b"")
     path.chmod(0o600)
@@ -153,7 +152,7 @@ def test_private_bundles(tmp_path: Path) -> None:
 
 
 def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The umask belongs to the whole process: no writer sets it, not even for a moment."""
+    """No writer sets the umask, not even briefly, because it belongs to the whole process."""
 
     def never(mask: int) -> int:
         raise AssertionError("the umask was set")
@@ -165,7 +164,7 @@ def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_failures_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anything that is not a file is refused; a writer that fails halfway leaves only the old file."""
+    """A target that is not a file is refused. A writer that fails halfway leaves only the old file."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "null").symlink_to("/dev/null")
@@ -207,7 +206,7 @@ def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [stores.FileWriter, stores.ObjectWriter])
 def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """Of two threads that close a file, as one does at exit, one writes it and the other waits for that."""
+    """If two threads close a file, one writes it and the other waits."""
     path, results = tmp_path / "x", []
     file = kind(str(path))
     file.write(b"bytes")
@@ -224,7 +223,7 @@ def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def write_beside() -> None:
         other.start()
-        other.join(0.1)  # it would be done by now
+        other.join(0.1)  # long enough to finish if it did not wait
         really()
 
     monkeypatch.setattr(file, "_write_object", write_beside)
@@ -234,7 +233,8 @@ def test_threads_that_close_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler is refused with a clear error, by close and by drop, and the close that it interrupts goes on."""
+    """A signal handler that calls close or drop on a file during its close gets a clear error, and the close
+    continues."""
     path = tmp_path / "x"
     file = stores.FileWriter(str(path))
     file.write(b"bytes")
@@ -253,7 +253,7 @@ def test_a_signal_handler_that_closes_what_it_interrupts(tmp_path: Path, monkeyp
 
 
 def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has its second name when the interrupt comes; only the old file is there after it."""
+    """An interrupt after the file got its temporary name leaves only the old file."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
     file, really = stores.FileWriter(str(path)), os.link
@@ -270,7 +270,7 @@ def test_ctrl_c_in_a_close_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_writer_that_goes_before_it_was_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt between a writer and its `with` block replaces nothing; a file that was written to is still
+    """A writer that is dropped before anything was written replaces nothing. One that was written to is still
     finished."""
     path = tmp_path / "x"
     path.write_bytes(b"old")
@@ -290,7 +290,7 @@ def test_a_writer_that_goes_before_it_was_written_to(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dropped file is not written first: neither its error nor its temporary file stays."""
+    """A dropped file is not written, so it leaves neither an error nor a temporary file on a full disk."""
     without_unnamed_files(monkeypatch)
     path = tmp_path / "x"
     path.write_bytes(b"old")
@@ -306,14 +306,14 @@ def test_a_full_disk_keeps_no_half_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_no_python_code_writes_by_itself() -> None:
-    """Files get their names only from the engine's writer: no umask, no os.replace, no os.rename in the package."""
+    """Python code publishes files only through the engine's writer, never by os.umask, os.replace or os.rename."""
     import re
 
     folder = Path(ow.__file__).parent
     allowed = {
         folder / "_bench_faces.py": [".write_text("],  # in its own temporary folder
-        folder / "bundles/bundle.py": ["os.rename"],  # an old container's second name on a file system without links
-        folder / "portable/files.py": ["os.replace"],  # it has no engine
+        folder / "bundles/bundle.py": ["os.rename"],  # gives an old container a second name on a file system without hard links
+        folder / "portable/files.py": ["os.replace"],  # works without the engine
     }
     for path in folder.rglob("*.py"):
         found = re.findall(r"os\.(?:umask|replace|rename|renames)\b|shutil\.move|\.write_bytes\(|\.write_text\(", path.read_text())
@@ -321,7 +321,7 @@ def test_no_python_code_writes_by_itself() -> None:
 
 
 def test_one_file_beside_an_index(tmp_path: Path) -> None:
-    """save_file next to the shard index of its name is refused, since the folder would still load by that index."""
+    """save_file refuses a file next to the shard index for its name, because the folder would still load by it."""
     path = tmp_path / "model.safetensors"
     many: dict[str, Any] = {"x": np.zeros(999, "f4"), "y": np.arange(999, dtype="f4")}
     ow.save_file(many, path, max_shard_size=4000)
@@ -337,7 +337,7 @@ def test_one_file_beside_an_index(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_folder_is_no_file(tmp_path: Path) -> None:
-    """An output name that ends with / is refused: it used to write a file of that name without the slash."""
+    """An output name that ends with / is refused."""
     tensors = {"a": np.zeros(4, np.float32)}
     ow.save_file(tensors, tmp_path / "m.safetensors")
     folder = f"{tmp_path}/new/"

@@ -1,9 +1,9 @@
-"""Starts test programs with torch imported: forks of one process that has done that.
+"""Runs test programs in forks of one process that has already imported torch.
 
-Importing torch takes most of the time of a small test program. Here it happens once per pytest worker. `run` gives the
+Importing torch takes most of the time of a small test program, so it happens once per pytest worker. `run` passes the
 program to a process that has imported only torch and torch._dynamo, which many torch functions import when they are
-called. That process forks, and the child runs the program as `python` would, to the end of the interpreter. Tests of
-the import of torch, or of what comes before it, need a separate process: the fixture `script`.
+called. That process forks, and the child runs the program as `python` would, including the interpreter's exit. Tests of
+importing torch, or of what happens before that, use the fixture `script`, which starts a separate process.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Under AddressSanitizer, and under an emulator, programs run many times slower.
+# Programs run many times slower under AddressSanitizer or an emulator.
 SLOWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
 
 
 class _Parent:
-    """The process that forks; it ends when `end` is called, or with this process."""
+    """The process that forks. It ends when `end` is called or this process ends."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -38,7 +38,7 @@ class _Parent:
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would be missing in a fork
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a fork would lose its threads
             )  # fmt: skip
         self.socket = ours
 
@@ -51,7 +51,7 @@ _parent: _Parent | None = None
 
 
 def end() -> None:
-    """Ends the process that forks, if there is one."""
+    """Ends the process that forks, if it was started."""
     global _parent
     if _parent is not None:
         _parent.end()
@@ -62,8 +62,8 @@ def run(
     argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Returns what `subprocess.run([sys.executable, *argv], ...)` returns, with both outputs as text. argv is "-c", a
-    program and its arguments, or a file and its arguments."""
+    """Does the same as `subprocess.run([sys.executable, *argv], ...)` with text output. argv is "-c" and a program, or
+    a file, and the arguments."""
     global _parent
     if _parent is None:
         _parent = _Parent()
@@ -97,19 +97,20 @@ def fresh(
     argv: Sequence[str | Path], *, cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Does the same in a fresh interpreter."""
+    """Does the same as run in a fresh interpreter."""
     return subprocess.run(
         [sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout * SLOWER, check=False
     )
 
 
-# Programs that import torch anew, started by this process since a test began.
+# Command lines of programs that import torch, started by this process during the current test.
 anew: list[str] = []
 _IMPORTS = re.compile(r"(?:^|; ?)(?:import|from) (?:torch|transformers|diffusers|vllm)\b", re.M)
 
 
 def watch() -> None:
-    """Makes `anew` list them from now on: those whose text imports torch, not those that import it through overwire."""
+    """Records such programs in `anew` from now on. It recognises programs with torch imports in their text, not those
+    that import it through overwire."""
     sys.addaudithook(_started)
 
 
@@ -142,7 +143,7 @@ def _exactly(s: socket.socket, n: int) -> bytes:
 
 
 def _serve(s: socket.socket) -> dict[str, Any]:
-    """Forks for each job; returns it in the child, and never in the parent."""
+    """Forks a child for each job and returns the job in the child. It never returns in the parent."""
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     while True:
         size, fds, _, _ = socket.recv_fds(s, 8, 2)
@@ -166,7 +167,7 @@ def _serve(s: socket.socket) -> dict[str, Any]:
         os.environ.update(job["env"])
         named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         rest = (path for path in sys.path[1:] if path not in own)
-        # Modules that the test folders share are next to this file.
+        # The test folders' shared modules are next to this file.
         sys.path[:] = ["", *named, *rest, str(Path(__file__).parent)]
         return job
 
@@ -189,16 +190,16 @@ if __name__ == "__main__":
     import ctypes
     import gc
 
-    threads = os.listdir("/proc/self/task")  # an emulator may have one of its own
+    threads = os.listdir("/proc/self/task")  # an emulator may have its own threads
 
     import torch._dynamo  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # so that a collection in a child copies no page of the imports
+    gc.freeze()  # a collection in a child would otherwise copy pages of the imports
 
     assert os.listdir("/proc/self/task") == threads, "a fork would lose threads"
-    # After the interpreter's exit, torch's libraries unregister each of their kernels: half a second of processor time
-    # per child. Libraries that are loaded later end before this.
+    # Skips the exit handlers of torch's libraries, which unregister each kernel and take half a second of CPU time per
+    # child. Libraries that are loaded later end before this.
     libc = ctypes.CDLL(None)
     assert libc.on_exit(libc._exit, None) == 0
     exec(*_begin(_serve(socket.socket(fileno=int(sys.argv[1])))["argv"]))

@@ -63,8 +63,8 @@ def main() -> None:
 
         n = 2000
         model = e.open_model(spec)
-        show("a verb that answers (progress), of 2000", calls(n, e.job_progress, job := loaded()), n)
-        show("a wait for a job that has ended", calls(n, e.job_wait, job, 0), n)
+        show("a verb with a result (progress), of 2000", calls(n, e.job_progress, job := loaded()), n)
+        show("a wait for an ended job", calls(n, e.job_wait, job, 0), n)
         free(job)
         print(f"a tensor, of {COUNT}:")
         show("  open_model: headers and index", best(7, lambda: None, lambda _: e.open_model(spec), lambda _, h: e.close_model(h)))
@@ -81,7 +81,7 @@ def main() -> None:
             dropping.extend(e.job_take(job))
             return job
 
-        show("  dropping them again", best(7, taken, drop, free))
+        show("  dropping them", best(7, taken, drop, free))
 
 
 def calls(n: int, function: Callable[..., Any], *args: Any) -> tuple[float, float]:

@@ -2,11 +2,11 @@
 
     python tests/benches/bench_blocks.py [--ranks 2] [--size 2GB] [--repeat 5] [--dir /dev/shm]
 
-Makes a model of four shards, plain and compressed. One process per rank, on its own GPU if there
-are enough, else on the CPU, opens each shard, and all shards as one file. All ranks want
-tensor-parallel blocks. First every block is compared with torch's cut. Then three variants alternate:
-each shard as a separate file, all shards as one file, and every rank by itself. The output is the
-slowest rank's median seconds, and the GB read and copied. OVERWIRE_EXCHANGE has no effect here.
+Makes a model of four shards, plain and compressed. Each rank is a process with its own GPU, or with the CPU if there
+are not enough GPUs. It opens each shard separately, and all shards as one file. All ranks load tensor-parallel blocks.
+First every block is compared with torch's slice. Then three variants alternate: each shard as a separate file, all
+shards as one file, and each rank separately. The output is the slowest rank's median seconds, and the GB read and
+copied. OVERWIRE_EXCHANGE has no effect here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make(folder: Path, size: str) -> None:
 def blocks(
     files: list[Any], device: str, rank: int, size: int
 ) -> tuple[list[bytes], list[tuple[Any, str, tuple[slice, ...], Any]]]:
-    """Returns the requests by file, and all targets: file, name, torch's cut, memory."""
+    """Returns the requests by file, and all targets: file, name, torch's slices, memory."""
     import torch
     from overwire import distributed, plumbing
 

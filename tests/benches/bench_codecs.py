@@ -2,14 +2,12 @@
 
     python tests/benches/bench_codecs.py [--size 1GiB] [--wheels FOLDER] [--json]
 
-X16 runs against nvCOMP's ANS `<f2` on the same bf16 weights. Both decode LZ4 and
-Snappy from the same streams, which nvCOMP wrote. The cost of one call is measured
-with small batches, a config and the caller's own output. Every decoder's bytes are
-compared with the input before it is timed. Rates come from CUDA events around a run
-of calls, in bytes of content. nvCOMP belongs to NVIDIA and may not be redistributed:
-it is used if its wheels (nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, or -cu12) are
-installed, or unpacked from FOLDER. Without it, its rows are left out. Without a GPU
-nothing is measured, and the exit status is 0.
+X16 runs against nvCOMP's ANS `<f2` on the same bf16 weights. Both libraries decode LZ4 and Snappy from the same
+streams, written by nvCOMP. The cost of one call is measured with small batches, a config and the caller's output. Every
+decoder's bytes are compared with the input before it is timed. Rates come from CUDA events around a run of calls, in
+bytes of content. nvCOMP belongs to NVIDIA and may not be redistributed. It is used if its wheels (nvidia-nvcomp-cu13
+and nvidia-libnvcomp-cu13, or -cu12) are installed, or unpacked from FOLDER. Without it, its rows are left out. Without
+a GPU nothing is measured, and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def nvcomp_module(wheels: str | None, folder: str) -> Any:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)
         sys.path.insert(0, folder)
-        # torch's wheels already own the namespace "nvidia" if torch was imported.
+        # If torch was imported, its wheels already define the namespace "nvidia".
         if "nvidia" in sys.modules:
             sys.modules["nvidia"].__path__.append(folder + "/nvidia")
     from nvidia import nvcomp
@@ -45,8 +43,8 @@ def nvcomp_module(wheels: str | None, folder: str) -> Any:
 
 
 def weights(size: str, folder: str) -> Any:
-    """Returns the bits of Llama-shaped bf16 weights as one float16 tensor on the GPU, because nvCOMP has a half type
-    and no bf16."""
+    """Returns the bits of Llama-shaped bf16 weights as one float16 tensor on the GPU, because nvCOMP supports half but
+    not bf16."""
     import overwire
     import torch
 
@@ -62,7 +60,7 @@ def rate(nbytes: int, work: Callable[[], Any], times: int = TIMES) -> tuple[floa
     import torch
 
     rates = []
-    for _ in range(RUNS + 1):  # the first warms up
+    for _ in range(RUNS + 1):  # the first run warms up
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(times):
@@ -79,11 +77,11 @@ def same(a: Any, b: Any) -> None:
 
     torch.cuda.synchronize()
     if not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
-        raise ValueError("other bytes came back")
+        raise ValueError("the decoded bytes differ from the input")
 
 
 def each_call(work: Callable[[], Any], calls: int = 2000) -> tuple[float, float]:
-    """Returns the microseconds of a call: until it returns, and with a synchronisation after each."""
+    """Returns the microseconds of a call, without and with a synchronisation after it."""
     import torch
 
     for _ in range(50):
@@ -142,7 +140,7 @@ def codec_pair(api: Any, data: Any, chunk: int, named: dict[str, Any]) -> dict[s
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="1GiB", help="bytes of weights")
-    parser.add_argument("--wheels", help="folder with nvCOMP's wheels, when they are not installed")
+    parser.add_argument("--wheels", help="folder with nvCOMP's wheels, if they are not installed")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     args = parser.parse_args()
     try:
@@ -174,7 +172,7 @@ def main() -> int:
             line += f"  {found['error']}"
         print(line, flush=True)
 
-    # A separate stream, since nvCOMP takes 0 for "none given".
+    # A separate stream, because nvCOMP takes 0 to mean that none was given.
     with tempfile.TemporaryDirectory() as folder, torch.cuda.stream(torch.cuda.Stream()):
         nvcomp: Any = None
         try:
@@ -201,7 +199,7 @@ def main() -> int:
             measured(what + ", X16", "overwire", lambda c=chunk: codec_pair(ours, data, c, x16))
             if nvcomp is not None:
                 measured(what + ", ANS", theirs, lambda c=chunk: codec_pair(nvcomp, data, c, ans))
-        # A decoder with as much output writes what a copy writes, and reads less.
+        # A decoder with the same output writes as much as a copy, and reads less.
         copied = rate(data.nbytes, functools.partial(torch.empty_like(data).copy_, data))
         say("copy within the device's memory", "torch", {"decode": copied})
         words = text(512 << 20)

@@ -2,13 +2,12 @@
 
     python tests/benches/bench_cold.py [--size 1GB] [--repeat 7] [--warm 9] [--folder DIR]
 
-The files are generated bf16, plain and compressed, on a disk. Cold: before each load
-the file is dropped from the page cache, and mincore reports the share that stays. The
-variants run in random order in each round, along with direct reads of both files (1 MiB,
-16 at a time) and the first touch of as much memory. Warm: the plain file is in the page
-cache, and each process has two cores. Every process has imported torch and loaded a tiny
-file before the clock starts. After its load torch sums every byte. The first round of each
-part does not count. Tensors are compared once, before anything is timed.
+The files are generated bf16, plain and compressed, on a disk. For cold loads the file is dropped from the page cache
+before each load, and mincore reports the share that stays. Each round runs the variants in random order, then direct
+reads of both files (1 MiB, 16 at a time) and the first touch of equally much memory. For warm loads the plain file is
+in the page cache, and each process has two cores. Every process has imported torch and loaded a tiny file before the
+clock starts. After its load torch sums every byte. The first round of each part is discarded. Tensors are compared
+once, before anything is timed.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def evict(path: str) -> float:
 
 
 def direct(path: str) -> float:
-    """Returns the seconds of direct reads of the file's whole MiB, into memory that was touched before."""
+    """Returns the seconds of direct reads of all whole MiB of a file, into memory that was touched before."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     size = os.fstat(fd).st_size // MIB
     buffers = [mmap.mmap(-1, MIB) for _ in range(16)]
@@ -77,7 +76,7 @@ def direct(path: str) -> float:
 
 
 def touch(size: int) -> float:
-    """Returns the seconds of the first touch of memory, in huge pages if the kernel gives them."""
+    """Returns the seconds of the first touch of memory, in huge pages if available."""
     with mmap.mmap(-1, size) as m:
         m.madvise(mmap.MADV_HUGEPAGE)
         start = time.perf_counter()
@@ -99,7 +98,7 @@ def loader(way: str) -> Any:
         tiny = os.path.join(folder, "tiny.safetensors")
         safetensors.torch.save_file({"x": torch.zeros(4)}, tiny)
         total(load(tiny))
-    total({"threads": torch.zeros(1 << 20)})  # starts torch's
+    total({"threads": torch.zeros(1 << 20)})  # starts torch's threads
     return load
 
 
@@ -112,7 +111,7 @@ def total(tensors: dict[str, Any]) -> int:
 
 
 def worker(way: str, path: str) -> None:
-    """Reports when it is ready, and loads when a line says whether to drop the file."""
+    """Reports that it is ready, then loads when a line arrives, which says whether to drop the file."""
     load = loader(way)
     print("ready", flush=True)
     left = evict(path) if sys.stdin.readline().strip() == "cold" else resident(path)
@@ -137,7 +136,7 @@ def compare(paths: dict[str, str]) -> None:
 
 
 class Turns:
-    """Fresh processes that import in groups while nothing is timed, and load one by one."""
+    """Fresh processes that import in groups while nothing is timed, and then load one by one."""
 
     def __init__(self, turns: list[tuple[str, str, str]], cores: list[int]) -> None:
         self.turns, self.cores = turns, cores
@@ -209,7 +208,7 @@ def warm(path: str, repeat: int, cores: list[int]) -> None:
 
 
 def pair() -> list[int]:
-    """Returns two cores that are not threads of one core, if the machine tells."""
+    """Returns two cores that are not hardware threads of one core, if the system reports this."""
     mine = sorted(os.sched_getaffinity(0))
     for other in mine[1:]:
         try:
@@ -224,9 +223,9 @@ def pair() -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="1GB")
-    parser.add_argument("--repeat", type=int, default=7, help="cold loads of each way that count")
-    parser.add_argument("--warm", type=int, default=9, help="warm loads of each that count")
-    parser.add_argument("--folder", help="on a disk; default: the temporary folder")
+    parser.add_argument("--repeat", type=int, default=7, help="counted cold loads of each variant")
+    parser.add_argument("--warm", type=int, default=9, help="counted warm loads of each variant")
+    parser.add_argument("--folder", help="folder on a disk; default: the temporary folder")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -247,7 +246,7 @@ def main() -> None:
         print(f"Linux {os.uname().release}, {len(os.sched_getaffinity(0))} cores, load {load:.1f}, seed {seed}, in {folder}")
         print(f"{os.path.getsize(plain) / 1e9:.3f} GB plain, {os.path.getsize(packed) / 1e9:.3f} compressed", flush=True)
         if (left := evict(plain)) > 0.01:
-            print(f"NOT COLD: {left:.3f} of a file stay in the page cache here")
+            print(f"NOT COLD: {left:.3f} of a file remains in the page cache")
         cold(paths, args.repeat, sorted(os.sched_getaffinity(0)))
         warm(plain, args.warm, pair())
 

@@ -2,12 +2,11 @@
 
     python tests/benches/bench_compared.py [--rounds 3] [--packages DIR] [--folder DIR]
 
-The inputs are MiniLM (examples/demo.py fetches it) as it is, cast, and quantised, as plain
-safetensors files. Each tool gets a whole file and must give every byte back. zstandard and
-ZipNN work from memory to memory, ZipNN with the weights' dtype. overwire works from file to
-file, with its SHA-256 of the original, and back into memory. `--packages` is a folder that
-`pip install --target` filled. Tools alternate; figures are medians of all rounds. Processor
-time, which includes threads, depends less on what else runs.
+The inputs are plain safetensors files of MiniLM (downloaded by examples/demo.py): the original, cast and quantised.
+Each tool gets a whole file and must return every byte. zstandard and ZipNN work in memory, ZipNN with the weights'
+dtype. overwire works from file to file, with its SHA-256 of the original, and back into memory. `--packages` is a
+folder filled by `pip install --target`. Tools alternate, and figures are medians of all rounds. Processor time, which
+includes threads, depends less on other load.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def overwire_row(path: str, level: str) -> dict[str, Any]:
 
 
 def coder(tool: str, kind: str) -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]] | None:
-    """Returns how a tool compresses bytes and restores them; None if it cannot."""
+    """Returns a tool's functions to compress bytes and to restore them, or None if it does not support the kind."""
     if tool.startswith("zstd"):
         import zstandard
 
@@ -88,7 +87,7 @@ def row(tool: str, size: int, want: str, found: list[dict[str, Any]]) -> str:
     if not found[0]:
         return f"| | {tool} | - | - | - | - | - |"
     for one in found:
-        assert one["same"] == want, f"{tool}: other bytes came back"
+        assert one["same"] == want, f"{tool}: the restored bytes differ from the input"
     figures = [f"{found[0]['size'] / size:.4f}"]
     for what in ("encode", "decode"):
         figures += [f"{size / 1e9 / statistics.median(one[what][k] for one in found):.2f}" for k in (0, 1)]
@@ -98,7 +97,7 @@ def row(tool: str, size: int, want: str, found: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--packages", help="a folder with ZipNN, where it is not installed")
+    parser.add_argument("--packages", help="folder with ZipNN, if it is not installed")
     parser.add_argument("--folder", default="/dev/shm", help="where files are written")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Computes what an ideal coder of single values would leave of GGUF's blocks, for the table in docs/folders.md.
+"""Computes the sizes of GGUF's blocks with an ideal coder of single values, for the table in docs/folders.md.
 
     python tests/benches/bench_gguf.py
 
-Prints stored / original of each type, for three kinds of values: the order-0 entropy of each field of
-the blocks (values, scales by byte), as X16 codes exponents. Q4_K and Q6_K are quantised to the nearest
-value, without llama.cpp's search; the package gguf quantises all others.
+Prints stored / original of each type, for three kinds of values, by the order-0 entropy of each field of the blocks
+(values, and scales by byte), as X16 codes exponents. Q4_K and Q6_K are quantised to the nearest value, without
+llama.cpp's search. The package gguf quantises all other types.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def entropy(field: Array) -> float:
 
 
 def of_halves(scales: Array) -> float:
-    """Returns the bits per float16, coded by byte."""
+    """Returns the bits per float16 if each byte is coded separately."""
     return sum(entropy(byte) for byte in np.ascontiguousarray(scales).view(np.uint8).reshape(-1, 2).T)
 
 

@@ -2,10 +2,10 @@
 
     python tests/benches/bench_net.py [--device cpu] [--size 1GB] [--repeat 5] [--dir /dev/shm] [--json]
 
-Generated bf16 weights, plain and compressed, over links of limited speed to the CPU, and over the bare loopback to
-any device. Every byte is compared before anything is timed. A figure is the median of several loads, timed until the
+Loads generated bf16 weights, plain and compressed, over links of limited speed to the CPU, and over the bare loopback
+to any device. Every byte is compared before anything is timed. A figure is the median of several loads, timed until the
 whole model is loaded. Server and client share the cores. The baseline of the bare loopback is the best of several
-numbers of connections fed by sendfile: into fresh memory or, with a GPU, into pinned slots and on to the device.
+numbers of connections with sendfile, into fresh memory or, with a GPU, through pinned slots to the device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import overwire as ow
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from processes import overwire_serve  # noqa: E402
 
-# Name, total rate and rate per connection in GB/s, as `overwire serve` takes them.
+# Total rate and rate per connection in GB/s, as arguments of `overwire serve`.
 LINKS = (("0.3", ""), ("1.25", ""), ("5", ""), ("1.25", "0.04"))
 FILES = {"compressed": "net.safetensors", "plain": "plain.safetensors"}
 SLOT = 8 << 20  # a slot of a load's ring
@@ -50,7 +50,7 @@ def median_of(repeat: int, work: Callable[[], object]) -> float:
 
 
 def load_whole(uri: str, device: str) -> dict[str, Any]:
-    """Returns a model once all of it is on the device."""
+    """Loads a model and returns it when all of it is on the device."""
     import torch
 
     tensors = ow.load_file(uri, device=device)
@@ -71,7 +71,7 @@ def compare(tensors: dict[str, Any], uri: str, device: str) -> None:
 
 
 def send_file(listener: socket.socket, path: Path) -> None:
-    """Sends a file to one connection again and again, until the receiver has enough."""
+    """Sends a file to one connection repeatedly, until the receiver closes it."""
     try:
         connection = listener.accept()[0]
         with connection, path.open("rb") as file:
@@ -82,7 +82,7 @@ def send_file(listener: socket.socket, path: Path) -> None:
 
 
 def receive_file(port: int, view: memoryview, device: str) -> None:
-    """Reads bytes of one connection into fresh memory, or alternately into two pinned slots and on to the device."""
+    """Reads bytes of one connection into fresh memory, or alternately through two pinned slots to the device."""
     import torch
 
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -103,7 +103,7 @@ def receive_file(port: int, view: memoryview, device: str) -> None:
 
 
 def receive_all(path: Path, connections: int, device: str) -> None:
-    """Sends a file's bytes over the loopback once, by several connections with a share each."""
+    """Sends a file's bytes over the loopback once, in equal shares over several connections."""
     size = path.stat().st_size
     share = -(-size // connections)
     with socket.create_server(("127.0.0.1", 0), backlog=connections) as listener, mmap.mmap(-1, size) as memory:
@@ -118,7 +118,7 @@ def receive_all(path: Path, connections: int, device: str) -> None:
                 thread.join()
             for view in views:
                 view.release()
-        listener.shutdown(socket.SHUT_RDWR)  # wakes a sender without a receiver
+        listener.shutdown(socket.SHUT_RDWR)  # wakes senders that have no receiver
         for thread in feeders:
             thread.join()
 
@@ -130,7 +130,7 @@ def load_one(uri: str, name: str) -> None:
 
 
 def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measures the rows, one after the other."""
+    """Measures the rows one after the other."""
     size = sum(tensor.nbytes for tensor in tensors.values())
 
     def load_row(kind: str, url: str, link: str, floor: float, floor_name: str) -> dict[str, Any]:

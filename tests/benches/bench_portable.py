@@ -2,8 +2,8 @@
 
     taskset -c 0 python tests/benches/bench_portable.py [MB]
 
-Prints MB/s of tensors, by wall time and by the process's own time, for each of five runs, next to
-numpy's rate of copying them. Bytes are compared with the engine's first.
+Prints MB/s of tensors for each of five runs, by wall time and by processor time, next to the rate at which numpy copies
+them. The bytes are first compared with the engine's.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
     python tests/benches/bench_ratio.py [--folder DIR] [--device cuda] [FILE ...]
 
-The inputs are the files, or MiniLM (examples/demo.py fetches it) as it is, cast, and quantised as
-int8 by rows and as GPTQ packs 4-bit weights. Every file is loaded back and compared. The sizes are
-next to those of zstandard at level 3 on the whole file, ZipNN if it is installed, and two order-0
-entropies by chunks of 1 MiB: of the exponents with the other bits raw, as X16 codes them, and of
-every byte of the elements. These do not bound other coders or other chunks. Loads are from the page
-cache, the median of five, alternating between both levels and the plain file, which is read and not
-mapped.
+The inputs are the files, or MiniLM (downloaded by examples/demo.py): the original, cast, and quantised to int8 by rows
+and to 4 bits as packed by GPTQ. Every file is loaded back and compared. The sizes are printed next to zstandard at
+level 3 on the whole file, ZipNN if it is installed, and two order-0 entropies by chunks of 1 MiB. One is of the
+exponents with the other bits raw, as X16 codes them, the other of every byte of the elements. These do not bound other
+coders or other chunks. Loads are from the page cache. Each figure is the median of five, alternating between both
+levels and the plain file, which is read without mmap.
 """
 
 from __future__ import annotations
@@ -79,13 +78,13 @@ def raw(t: torch.Tensor) -> np.ndarray:
 
 
 def entropy(values: np.ndarray) -> float:
-    """Returns the bytes of the values, coded by their own frequencies."""
+    """Returns the bytes needed to code the values by their own frequencies."""
     counts = np.bincount(values)
     counts = counts[counts > 0]
     return float((counts * (np.log2(counts.sum()) - np.log2(counts))).sum()) / 8
 
 
-# The bits of an exponent: the lowest bit, and how many there are.
+# The lowest bit of an exponent, and its number of bits.
 EXPONENT = {
     torch.float32: (23, 8), torch.bfloat16: (7, 8), torch.float16: (10, 5), torch.float8_e4m3fn: (3, 4),
     torch.float8_e5m2: (2, 5),
@@ -93,7 +92,7 @@ EXPONENT = {
 
 
 def entropies(tensors: Tensors) -> tuple[float, float]:
-    """Returns the share that is left by coding exponents, and by coding every byte."""
+    """Returns the share that remains when exponents are coded, and when every byte is coded."""
     total = field = every = 0.0
     for t in tensors.values():
         data, width = raw(t), t.element_size()
@@ -167,7 +166,7 @@ def measure(name: str, tensors: Tensors, folder: str, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", nargs="*", help="safetensors files; default: MiniLM and what is made of it")
+    parser.add_argument("file", nargs="*", help="safetensors files; default: MiniLM and files made from it")
     parser.add_argument("--folder", help="where files are written; default: a temporary folder")
     parser.add_argument("--device", default="cpu", help="where files are loaded to")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measures the time before a load's first byte, and a load's memory, in fresh processes, alternating.
+"""Measures the time before a load's first byte, and a load's memory, in fresh processes that alternate.
 
     python tests/benches/bench_start.py [--size 2GB] [--repeat 5] [--dir /dev/shm] [--device cuda]
 
@@ -36,11 +36,11 @@ def load_alone(began: str, file: str, device: str) -> dict[str, float]:
     first = seconds_since(began)
     running.wait()
     assert "torch" not in sys.modules
-    return {"first tensor there, no torch, s": first, "all there, no torch, s": seconds_since(began)}
+    return {"first tensor loaded, no torch, s": first, "all loaded, no torch, s": seconds_since(began)}
 
 
 def load_ahead(began: str, file: str, device: str) -> dict[str, float]:
-    """Begins a load before torch is imported, and uses it in torch."""
+    """Begins a load before torch is imported, and uses the tensors in torch."""
     import overwire
 
     overwire.preload([file], device=device)
@@ -69,7 +69,7 @@ def status_bytes(field: str) -> int:
 
 
 def measure_memory(_: str, file: str, device: str) -> dict[str, float]:
-    """The GPU's memory is sampled while a load runs; the host's is the system's own high-water mark."""
+    """Samples the GPU's memory while a load runs, and reads the host's high-water mark from the system."""
     import overwire
     import torch
 
@@ -79,7 +79,7 @@ def measure_memory(_: str, file: str, device: str) -> dict[str, float]:
         free, total = torch.cuda.mem_get_info(device)
         return int(total - free)
 
-    overwire.load_file  # noqa: B018  # its module is imported before
+    overwire.load_file  # noqa: B018  # imports its module first
     if device != "cpu":
         torch.zeros(1, device=device)
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
@@ -115,7 +115,7 @@ def run_python(*words: str) -> str:
 
 
 def time_imports(repeat: int) -> None:
-    """Prints the time that `import overwire` adds to a bare interpreter, alternating."""
+    """Prints the time that `import overwire` adds to a bare interpreter, in alternating runs."""
     seconds: dict[str, list[float]] = {"pass": [], "import overwire": []}
     for number in range(3 * repeat + 1):
         for code, times in seconds.items():

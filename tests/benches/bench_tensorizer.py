@@ -1,11 +1,11 @@
-"""Compares `overwire.compat.tensorizer` with tensorizer itself, in fresh processes, alternating.
+"""Compares `overwire.compat.tensorizer` with tensorizer itself, in fresh processes that alternate.
 
     python tests/benches/bench_tensorizer.py [--size 500MB] [--repeat 2] [--dir /dev/shm]
     python tests/benches/bench_tensorizer.py --device cuda [--kind moe-bf16] ...
 
 Both sides are called in the same way, write files of generated weights, and read each other's files. Every byte is
 compared before anything is timed. A process loads twice. On the CPU every byte is read after a load, and writes are
-also measured, and loads from S3 if PATH has versitygw (`make build/bin/versitygw`). Needs torch and tensorizer, and
+also measured. If PATH has versitygw (`make build/bin/versitygw`), so are loads from S3. Needs torch and tensorizer, and
 libsodium for encrypted files.
 """
 
@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-KEY = bytes.fromhex("5a" * 32)  # the key; its digits are the password, and the server's key and secret
+KEY = bytes.fromhex("5a" * 32)  # its hex digits are the password, and the server's key and secret
 SIDES = ("ours", "theirs")
 URI = "s3://models/theirs.tensors"
 
@@ -37,7 +37,7 @@ def module_of(side: str) -> Any:
 
 
 def write(module: Any, tensors: dict[str, Any], path: str, how: str) -> float:
-    """Returns the seconds of writing tensors to a new file."""
+    """Writes tensors to a new file, and returns the seconds."""
     Path(path).unlink(missing_ok=True)
     params = module.EncryptionParams(key=KEY) if how == "key" else None
     if how == "password":
@@ -69,7 +69,7 @@ def compare(tensors: dict[str, Any], loaded: dict[str, Any], what: str) -> None:
 
 
 def write_all(plain: str, folder: Path, device: str) -> None:
-    """Writes the files of both sides, and compares what each reads from the other's."""
+    """Writes the files of both sides, and compares what each side reads from the other's files."""
     import overwire as ow
 
     tensors = ow.load_file(plain, framework="pt")
@@ -94,7 +94,7 @@ def read_every_byte(tensors: dict[str, Any]) -> None:
 
 
 def measure_one(what: str, side: str, path: str, how: str, device: str, other: str) -> list[float]:
-    """Returns the seconds of a first and a second load, or save, of this process."""
+    """Returns the seconds of the first and the second load, or save, in this process."""
     import overwire as ow
     import torch
 
@@ -124,7 +124,7 @@ def measure_one(what: str, side: str, path: str, how: str, device: str, other: s
 
 @contextmanager
 def serve_s3(folder: Path) -> Iterator[str]:
-    """Returns the address of a server with a bucket "models"; "" if PATH has no server."""
+    """Yields the address of a server with a bucket "models", or "" if PATH has no server."""
     program = shutil.which("versitygw")
     if program is None:
         yield ""
@@ -182,9 +182,9 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="500MB", help="bytes of the tensors")
     parser.add_argument("--repeat", type=int, default=2, help="processes of each side of a row")
-    parser.add_argument("--dir", help="folder for temporary files; one in memory waits for no disk")
+    parser.add_argument("--dir", help="folder for temporary files; in memory it waits for no disk")
     parser.add_argument("--device", default="cpu", help="where tensors are loaded to")
-    parser.add_argument("--kind", default="llama-bf16", help="the weights, of overwire bench gen")
+    parser.add_argument("--kind", default="llama-bf16", help="kind of weights, as for overwire bench gen")
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         folder = Path(name)

@@ -1,6 +1,6 @@
 """Loads pipelines with this interpreter's diffusers and transformers, unpatched and under `patch_safetensors`, and
 compares every parameter byte for byte. `test_transformers.py` runs it with each release. The argument is an empty
-folder. Ends with "ok" and the release."""
+folder. The last line is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, StableDif
 from overwire.compat.safetensors import _lazy  # noqa: E402
 
 diffusers.utils.logging.disable_progress_bar()
-gc.freeze()  # a collection then looks only at objects of the cases, not of the libraries
+gc.freeze()  # collections now look only at objects of the cases
 MODELS = ("text_encoder", "unet", "vae")
 
 
 def load(folder: Path, **how: Any) -> Any:
-    """Loads the pipeline, and keeps only its models."""
+    """Loads the pipeline with only its models."""
     return DiffusionPipeline.from_pretrained(folder, **{"tokenizer": None, "safety_checker": None, "feature_extractor": None, **how})
 
 
@@ -76,7 +76,7 @@ def same(want: Any, got: Any, what: Any) -> None:
 
 
 class Passes:
-    """Records the engine's passes in the order in which they begin: each one's folder and number of tensors."""
+    """Records the folder and the number of tensors of each pass of the engine, in the order in which they begin."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -99,7 +99,7 @@ class Passes:
             ow.stream = stream
 
     def ended(self) -> bool:
-        """Returns whether each pass has ended and holds in memory only what it gave."""
+        """Returns whether each pass has ended, with only its returned tensors in memory."""
         return all("ended" in repr(stream) for stream in self.streams)
 
 
@@ -113,12 +113,13 @@ def folders(folder: Path, **how: Any) -> None:
 
 
 def stored(folder: Path) -> int:
-    """Returns how many tensors the files of a model have."""
+    """Returns the number of tensors in a model's files."""
     return sum(len(ow.safe_open(path).keys()) for path in folder.glob("*.safetensors"))
 
 
 def whole(folder: Path) -> None:
-    """Compares each way of loading with the unpatched one. A model takes one pass per dtype, begun before its turn."""
+    """Compares each form of loading with the unpatched load. A model needs one pass per dtype, which begins before the
+    model is built."""
     folders(folder)
     shards = folder / "shards"
     folders(shards, max_shard_size="30KB")
@@ -146,7 +147,7 @@ def whole(folder: Path) -> None:
 
 @contextlib.contextmanager
 def building(then: Any) -> Iterator[None]:
-    """Calls then with the name of each model of the pipeline that is about to be built."""
+    """Calls then with the name of each model of the pipeline just before it is built."""
     build = diffusers.configuration_utils.ConfigMixin.from_config.__func__
     begin = transformers.CLIPTextModel.__init__
 
@@ -168,8 +169,8 @@ def building(then: Any) -> Iterator[None]:
 
 
 def ahead(folder: Path) -> None:
-    """Each model, also the text encoder, is being read before it is built, and at most one more. A model that the
-    caller passes in is not read."""
+    """Reading of each model, also of the text encoder, begins before it is built, and at most one model ahead. A model
+    that the caller passes is not read."""
     folders(folder)
     built: list[str] = []
     passes = Passes()
@@ -196,7 +197,7 @@ def ahead(folder: Path) -> None:
     with ow.patch_safetensors(), passes.counted():
         assert load(folder / "packed", text_encoder=None).text_encoder is None
     assert sorted(name for name, _ in passes.seen) == ["unet", "vae"] and passes.ended(), passes.seen
-    config = folder / "packed" / "text_encoder" / "config.json"  # transformers decides how a quantised one is read
+    config = folder / "packed" / "text_encoder" / "config.json"  # transformers decides how to read a quantised model
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "none such"}}))
     passes = Passes()
 
@@ -209,11 +210,11 @@ def ahead(folder: Path) -> None:
 
 
 def alone(folder: Path) -> None:
-    """Loads models separately: device maps of several modules, offload, without accelerate, in threads, and adapter
+    """Loads single models: device maps of several modules, offload, without accelerate, in threads, and with adapter
     readers."""
     folders(folder, max_shard_size="30KB")
 
-    def unet(*args: Any, **kwargs: Any) -> Any:  # the name is looked up while the patch is active
+    def unet(*args: Any, **kwargs: Any) -> Any:  # looks up the name while the patch is active
         return UNet2DConditionModel.from_pretrained(*args, **kwargs)
 
     parts = {"conv_in": "cpu", "time_embedding": torch.device("cpu"), "down_blocks": "cpu", "mid_block": "cpu", "up_blocks": "cpu"}
@@ -228,7 +229,7 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            # Some of these keep parameters elsewhere; memory with another alignment may round differently.
+            # Some of these keep parameters elsewhere, and memory with another alignment may round differently.
             with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):
@@ -239,8 +240,8 @@ def alone(folder: Path) -> None:
     with ow.patch_safetensors():
         modeling = sys.modules["diffusers.models.modeling_utils"]
         got = modeling.load_state_dict(next((folder / "packed" / "unet").glob("*.safetensors")))
-        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # outside from_pretrained, as always
-        modeling.HF_ENABLE_PARALLEL_LOADING = True  # diffusers' worker threads take the shards
+        assert all(type(tensor) is torch.Tensor for tensor in got.values())  # as always outside from_pretrained
+        modeling.HF_ENABLE_PARALLEL_LOADING = True  # diffusers' worker threads read the shards
         passes = Passes()
         with passes.counted():
             model = unet(folder / "packed" / "unet")
@@ -252,7 +253,7 @@ def alone(folder: Path) -> None:
 
 def lazy(folder: Path) -> None:
     """Operations on a tensor before it is read have the usual result, and a tensor of another shape is refused as
-    always."""
+    usual."""
     folders(folder)
     state: dict[str, Any] = {}
 
@@ -287,7 +288,7 @@ def lazy(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """An error is typed, comes at its model's turn, and leaves nothing of what was read ahead, nor of the patch."""
+    """An error is typed and raised when its model is loaded. Nothing read ahead remains, and nothing of the patch."""
     folders(folder)
     before = diffusers.ModelMixin.__dict__["from_pretrained"], DiffusionPipeline.__dict__["from_pretrained"], safetensors.safe_open
 
@@ -347,7 +348,7 @@ def damaged(folder: Path) -> None:
 
 
 def memory(folder: Path) -> None:
-    """torch's allocator is asked at once for what large tensors take on a GPU, once each, in their cast dtype."""
+    """torch's allocator is asked once, before the load, for the GPU memory of all large tensors in their cast dtype."""
     from overwire.compat.safetensors import patching
     from overwire.integrations import diffusers as ours
 

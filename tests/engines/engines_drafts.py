@@ -1,7 +1,7 @@
-"""Tests in vLLM's real code that a draft for speculative decoding loads its own weights, though `source` has the
-target's.
+"""Tests in vLLM's real code that a draft model for speculative decoding loads its own weights, although `source` has
+the target's.
 
-PYTHONPATH=python:build/engines python tests/engines/engines_drafts.py
+    PYTHONPATH=python:build/engines python tests/engines/engines_drafts.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import engines_vllm as base
 
 
 def load(root: Path, port: int) -> None:
-    """Loads the target, its draft and the target again, in the orders in which an engine may load them."""
+    """Loads the draft, the target and the draft again, as an engine may."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -44,7 +44,7 @@ def load(root: Path, port: int) -> None:
         initialize_model_parallel(1)
         values = [norm_of(each) for each in (draft_config, target_config, draft_config)]
     if values != [2.0, 3.0, 2.0]:
-        raise SystemExit(f"the draft, the target and the draft have {values}; theirs are 2, 3 and 2")
+        raise SystemExit(f"the draft, the target and the draft have the values {values} instead of 2, 3 and 2")
     print("a draft has its own weights")
 
 

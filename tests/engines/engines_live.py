@@ -1,11 +1,10 @@
-"""Pushes weights from the trainer's side into vLLM's real code, and compares byte for byte.
+"""Pushes weights from a trainer into vLLM's real code and compares them byte for byte.
 
     python tests/engines/engines_live.py        needs vLLM's Python tree on PYTHONPATH (`make engines`)
 
-It runs on the CPU without vLLM's compiled parts: the factories, the layers and the loaders
-are the released ones. Each model is loaded. Pushes of other weights follow, by files and by a
-process group, to one process and to two tensor-parallel ranks. Every parameter is compared
-with a load of the same weights.
+It runs on the CPU without vLLM's compiled parts. The factories, the layers and the loaders are the released ones. Each
+model is loaded. Then other weights are pushed, by files and by a process group, to one process and to two
+tensor-parallel ranks. Every parameter is compared with a load of the same weights.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any
 import engines_vllm as tiny
 import torch
 
-STEPS = 3  # training steps that are pushed
+STEPS = 3  # pushed training steps
 
 
 class Workers:
-    """Replaces vLLM's control plane: calls reach the engine of each rank over gloo."""
+    """Replaces vLLM's control plane and calls the engine of each rank over gloo."""
 
     def __init__(self, engine: Any, world: int, config: Any) -> None:
         self.engine, self.world, self.config = engine, world, config
@@ -40,7 +39,7 @@ class Workers:
                 getattr(self.engine, name)(*arguments)
 
     def serve(self) -> None:
-        """Serves calls in ranks other than the first."""
+        """Executes the first rank's calls in another rank."""
         while True:
             heard: list[Any] = [None]
             torch.distributed.broadcast_object_list(heard, 0)
@@ -94,12 +93,12 @@ def rank_main(base: Path, world: int, rank: int, port: int, names: list[str]) ->
             WeightTransferConfig(backend="overwire"), config, torch.device("cpu"), model
         )
         assert type(engine) is transfer.TransferEngine
-        config.parallel_config.rank = rank  # as vLLM's worker sets it
+        config.parallel_config.rank = rank  # as vLLM's worker does
         workers = Workers(engine, world, config)
         way: dict[str, Any] = {"where": str(at / f"pushes-{world}")}
         slices = tiny.planned()
         reason = transfer.obstacle_of(model, config.model_config)
-        assert reason is None or "experts for CPU" in reason, reason  # vLLM repacks these
+        assert reason is None or "experts for CPU" in reason, reason  # vLLM repacks these experts
         for group, deltas in ((False, False), (True, reason is None)):
             if group:
                 way = {
@@ -144,7 +143,7 @@ def main() -> None:
                 tiny.folder(base / name / f"step-{n}", config, other(tensors, n), False)
         for world in (1, 2):
             tiny.run_ranks(__file__, base, world, tiny.MODELS, env)
-        print("pushes are as loads")
+        print("pushes equal loads")
 
 
 if __name__ == "__main__":

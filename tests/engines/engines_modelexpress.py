@@ -1,10 +1,10 @@
-r"""Runs ModelExpress's real chain of strategies in vLLM's real code, with overwire's strategy, on the CPU.
+r"""Runs ModelExpress's real chain of strategies, with overwire's strategy, in vLLM's real code on the CPU.
 
     PYTHONPATH=python:build/engines33/express:build/engines33/vllm-0.33.0:build/engines \
         python tests/engines/engines_modelexpress.py
 
-`--load-format modelexpress` loads a compressed model, which no other strategy of the chain can read.
-Each parameter must equal vLLM's own load, and be processed once.
+`--load-format modelexpress` loads a compressed model, which no other strategy of the chain can read. Each parameter
+must equal vLLM's own load and be processed once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import engines_vllm as base
 
 
 def load(root: Path, port: int) -> None:
-    """Starts once with ModelExpress, in this process."""
+    """Starts ModelExpress once in this process."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -25,7 +25,7 @@ def load(root: Path, port: int) -> None:
     from modelexpress.engines.vllm import adapter, register_modelexpress_loaders
 
     class CudaOnTheHost(CudaAcceleratorBackend):
-        """Waits for nothing, and treats the host's tensors as its own."""
+        """Never waits, and treats tensors in host memory as its own."""
 
         synchronize = lambda *_: None  # noqa: E731
         current_device = lambda *_: 0  # noqa: E731
@@ -34,7 +34,7 @@ def load(root: Path, port: int) -> None:
     from vllm.model_executor.model_loader import utils
 
     register_modelexpress_loaders()
-    adapter.accelerator_backend_for = lambda device: CudaOnTheHost()  # ModelExpress only knows GPUs
+    adapter.accelerator_backend_for = lambda device: CudaOnTheHost()  # ModelExpress only supports GPUs
     adapter._get_vllm_device_id = lambda device: 0
     base.without_kernels()
     processed: list[Any] = []
@@ -51,9 +51,9 @@ def load(root: Path, port: int) -> None:
     model, _ = base.load(root / "llama/compressed", 1, 0, port, "modelexpress")
     wrong = base.differences(base.state(model), theirs)
     if wrong or not sum(slices) or len(processed) != 1:
-        raise SystemExit(f"not as vLLM's own: {wrong}, {slices}, processed {len(processed)} times")
+        raise SystemExit(f"tensors differ from vLLM's own load: {wrong}; slices {slices}, processed {len(processed)} times")
     version = metadata.version("modelexpress")
-    print(f"ModelExpress {version}: {len(theirs)} tensors as vLLM's own, {sum(slices)} slices", flush=True)
+    print(f"ModelExpress {version}: {len(theirs)} tensors equal vLLM's own load, {sum(slices)} slices", flush=True)
 
 
 def main() -> None:

@@ -2,10 +2,9 @@
 
     PYTHONPATH=python:build/engines python tests/engines/engines_offload.py
 
-Each model is loaded by vLLM's own path and by overwire with {"offload": ...}, and run by vLLM's
-own forward: hidden states and logits are equal, bit for bit. vLLM's attention kernel is compiled
-and not available, so attention is torch's; other operations are vLLM's own in Python. Refusals
-and two ranks follow.
+Each model is loaded by vLLM itself and by overwire with {"offload": ...}, and run by vLLM's own forward. Hidden states
+and logits must be equal, bit for bit. vLLM's compiled attention kernel is not available, so attention is torch's. Other
+operations are vLLM's own in Python. Refusals are tested with one rank, and outputs also with two.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ MIB = 1 << 20
 
 
 def without_kernels() -> None:
-    """Replaces the compiled attention with torch's: causal, over the tokens of one request. Other operations are vLLM's
-    own in Python."""
+    """Replaces the compiled attention with torch's causal attention over the tokens of one request."""
     from vllm.model_executor.custom_op import CustomOp
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -49,7 +47,7 @@ def without_kernels() -> None:
 
 @torch.inference_mode()
 def outputs(model: Any, config: Any, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns hidden states and logits of one request."""
+    """Returns the hidden states and logits of one request."""
     from vllm.forward_context import set_forward_context
 
     ids = torch.arange(7, 7 + tokens) % 300
@@ -59,7 +57,7 @@ def outputs(model: Any, config: Any, tokens: int) -> tuple[torch.Tensor, torch.T
 
 
 def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
-    """Streams with no layer, one layer and all layers kept."""
+    """Streams with no layer, one layer and all layers resident."""
     theirs, config = base.load(plain, *where, "safetensors")
     wanted = {tokens: outputs(theirs, config, tokens) for tokens in (1, 9)}
     layer = sum(parameter.nbytes for parameter in theirs.model.layers[0].parameters())
@@ -71,18 +69,18 @@ def streams(path: Path, plain: Path, where: tuple[int, int, int]) -> None:
         for tokens in (9, 1, 9):
             for ours, own in zip(outputs(model, config, tokens), wanted[tokens], strict=True):
                 if not torch.equal(ours, own):
-                    raise SystemExit(f"{path}, keep {keep}: other outputs for {tokens} tokens")
+                    raise SystemExit(f"{path}, keep {keep}: outputs differ for {tokens} tokens")
         if count:
             base.fails("state_dict", ("NotSupportedError", "model.layers.", "are offloaded"), model.state_dict)
             away()
         offloaded.close()
         if wrong := base.differences(base.state(model), base.state(theirs)):
             raise SystemExit(f"{path}, keep {keep}: weights differ: {wrong}")
-    print(f"  {path.parent.name}, {path.name}: outputs and weights as vLLM's own", flush=True)
+    print(f"  {path.parent.name}, {path.name}: outputs and weights equal vLLM's own", flush=True)
 
 
 def away() -> None:
-    """Calls that would change or read offloaded weights are refused, in a worker before it has done anything."""
+    """Calls that would change or read offloaded weights are refused before the worker does anything."""
     from overwire.integrations import vllm as plug_in
 
     class Worker:
@@ -105,7 +103,7 @@ def away() -> None:
     for name in ("reload_weights", "sleep", "update_weights"):
         base.fails(name, ("ValueError", "are compressed on the host"), getattr(worker, name))
     if worker.changes:
-        raise SystemExit("a change that was refused has begun")
+        raise SystemExit("a refused change has begun")
 
 
 def refusals(path: Path, where: tuple[int, int, int]) -> None:
@@ -134,7 +132,7 @@ def refusals(path: Path, where: tuple[int, int, int]) -> None:
     ):
         base.fails(words, (words,), functools.partial(attempt, extra, **more))
     if get_offloader() is not before:
-        raise SystemExit("vLLM's offloader is another one")
+        raise SystemExit("a refused start has changed vLLM's offloader")
 
 
 def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) -> None:
@@ -161,7 +159,7 @@ def main() -> None:
             base.folder(root / name / "compressed", base.MODELS[name], tensors, True)
         for world in (1, 2):
             base.run_ranks(__file__, root, world, names, env)
-        print("streamed layers as vLLM's own")
+        print("streamed layers equal vLLM's own")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     PYTHONPATH=python:build/engines python tests/engines/engines_prepared.py
 
-Each model is loaded by vLLM's own path, then by overwire, which keeps vLLM's processed state, then
-from that state. Every parameter, buffer and attribute must be the same. Other cases are changed
-files, settings, damage, refusals, reloads and pushes on top, and two ranks.
+Each model is loaded by vLLM itself, then by overwire, which keeps vLLM's processed state, and then from that state.
+Every parameter, buffer and attribute must be the same. Other cases are changed files, settings, damage, refusals,
+reloads and pushes, and two ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import engines_vllm as base
 
 FP8 = {
     **base.LLAMA,
-    "intermediate_size": 192,  # so that two ranks have whole blocks
+    "intermediate_size": 192,  # gives both ranks whole blocks
     "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
 }
 
 
 class Log:
-    """Collects the messages of overwire's loader from now on."""
+    """Collects later messages of overwire's loader."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import prepared
@@ -41,7 +41,7 @@ class Log:
     warning = info
 
     def take(self, words: str) -> str:
-        """Returns the line with these words, and clears all lines."""
+        """Returns the first line with these words, and clears all lines."""
         lines, self.lines[:] = list(self.lines), []
         for line in lines:
             if words in line:
@@ -50,8 +50,7 @@ class Log:
 
 
 def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) -> tuple[Any, Any]:
-    """Starts with prepared state in a folder, and returns what it leaves to be written. more: other arguments of the
-    engine."""
+    """Starts with prepared state in a folder and finishes its writing. more: other arguments of the engine."""
     from overwire.integrations.vllm import prepared
 
     world, rank, port = where
@@ -84,7 +83,7 @@ def same(what: str, model: Any, theirs: Any) -> None:
             part, _, name = key.partition(" ")
             print(key, ours.get(part, {}).get(name), more.get(part, {}).get(name), sep="\n    ")
         raise SystemExit(f"{what}: {wrong[:10]}")
-    print(f"  {what}: {len(tensors)} tensors, {len(more['modules'])} modules as vLLM's own", flush=True)
+    print(f"  {what}: {len(tensors)} tensors, {len(more['modules'])} modules equal vLLM's own load", flush=True)
 
 
 def starts(
@@ -108,7 +107,7 @@ def starts(
 
 
 def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) -> None:
-    """Tests each model's first start, a later one, and vLLM's reload of that."""
+    """Tests each model's first start, a later one, and vLLM's reload of the later model."""
     import vllm
 
     for name in names:
@@ -117,7 +116,7 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
             model, _ = start(root / name / "plain", root / "prepared" / name, where)
             log.take("no prepared state: vLLM 0.32 cannot make a model whose experts are divided")
             if wrong := base.differences(base.state(model), theirs):
-                raise SystemExit(f"{name}, loaded as always: {wrong}")
+                raise SystemExit(f"{name}, the usual load differs: {wrong}")
             continue
         theirs, later, config = starts(name, root / name / "plain", root / "prepared" / name, log, where)
         if name != "mixtral" or where[0] == 1:
@@ -125,8 +124,7 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
 
 
 def with_fp8() -> None:
-    """vLLM's kernels for fp8 need a CPU with AMX and compiled code, so a function here changes the weights' layout
-    instead."""
+    """Replaces vLLM's kernels for fp8, which need AMX and compiled code, with a change of the weights' layout."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.utils import replace_parameter
 
@@ -149,7 +147,7 @@ def rank_main(root: Path, world: int, rank: int, port: int, names: list[str]) ->
 
 
 def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
-    """Damage, changed files, other settings and foreign code lead to the usual load, which says why, and to the right
+    """Damage, changed files, other settings and foreign code lead to the usual load, with a logged reason and the right
     weights."""
     import torch
     from overwire.integrations.vllm import prepared
@@ -187,7 +185,7 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     check("it has allow_patterns_overrides")
     del LlamaForCausalLM.allow_patterns_overrides
     for name in folder.glob("*.safetensors"):
-        name.unlink()  # removes, among others, the note that such a model does not fit
+        name.unlink()  # among others, the note that the model does not fit
     check("prepared state kept")
     check("made of prepared state")
     check_failed_starts(path, root / "failed", where, log, (base.state(first), held(first)))
@@ -196,11 +194,11 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
         prepared._compare_model = functools.partial(fail, error)
         check("does not fit: passes")
         prepared._compare_model = compare
-        check("made of prepared state")  # its file is still there
+        check("made of prepared state")  # its file still exists
     check_hostile_records(path, root / "hostile", where, log)
     if alive := check_refused_memory(path, folder, where, log):
         raise SystemExit(f"vLLM's own load begins while a refused model still has {alive} tensors")
-    print("  what does not fit is loaded as always", flush=True)
+    print("  if prepared state does not fit, the usual load follows", flush=True)
     steps = []
     for name in ("Arriving", "fingerprint_of_load"):
         call = getattr(prepared, name)
@@ -209,8 +207,8 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     os.environ["VLLM_SOMETHING"] = "2"
     check("prepared state kept")
     if steps != ["Arriving", "fingerprint_of_load"] * 2:
-        raise SystemExit(f"not begun before the fingerprint was known, or begun again: {steps}")
-    print("  the file that was used last is begun at once, and let go where it does not count", flush=True)
+        raise SystemExit(f"reading must begin once, before the fingerprint is known: {steps}")
+    print("  reading of the last used file begins immediately, and ends if the file does not match", flush=True)
 
 
 def fail(error: Exception, *_: Any) -> Any:
@@ -218,7 +216,7 @@ def fail(error: Exception, *_: Any) -> Any:
 
 
 def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], log: Log, theirs: Any) -> None:
-    """A model that ends before the engine is up leaves nothing to be written, and no memory. State that cannot be
+    """A model that is deleted before the engine is ready leaves no state to write, and no memory. State that cannot be
     described, digested or written does not prevent a start."""
     from overwire.integrations.vllm import prepared
 
@@ -229,7 +227,7 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
     gc.collect()
     alive = sum(ref() is not None for ref in tensors)
     if not waiting or prepared._waiting or alive:
-        raise SystemExit(f"a model that is gone: {waiting} to be written, then {prepared._waiting}, {alive} tensors")
+        raise SystemExit(f"a deleted model has left {alive} tensors and {prepared._waiting} to write (before: {waiting})")
 
     for owner, name in ((prepared, "_describe_model"), (prepared.prepared, "keep_file")):
         own = getattr(owner, name)
@@ -241,12 +239,12 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
 
 
 def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> None:
-    """A record that would replace a method with a value, or that has another module, is refused."""
+    """A record is refused if it would replace a method with a value or has a further module."""
     from overwire.integrations.vllm import prepared
 
     find, note = prepared.prepared.find_file, prepared.prepared.note_refusal
     start(path, folder, where)
-    prepared.prepared.note_refusal = lambda *_: None  # so that the file stays
+    prepared.prepared.note_refusal = lambda *_: None  # keeps the file
 
     def find_changed(change: Callable[[dict[str, Any]], Any], *args: Any) -> Any:
         kept = find(*args)
@@ -264,7 +262,7 @@ def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int],
 
 
 def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> int:
-    """Counts the tensors of a refused model that still exist when vLLM's own load of it begins."""
+    """Returns how many tensors of a refused model still exist when vLLM's own load begins."""
     from overwire.integrations.vllm import prepared
 
     tensors: list[weakref.ref[Any]] = []
@@ -277,7 +275,7 @@ def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], 
         return placed
 
     def refuse(*_: Any) -> None:
-        raise prepared.Foreign("a model that is not the one")
+        raise prepared.Foreign("a different model")
 
     def load_model(self: Any) -> Any:
         model = load(self)
@@ -287,7 +285,7 @@ def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], 
     prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put_tensors, refuse, load_model
     start(path, folder, where)
     prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put, compare, load
-    log.take("does not fit: a model that is not the one")
+    log.take("does not fit: a different model")
     if not tensors:
         raise SystemExit("no model was made")
     return alive[0]
@@ -308,7 +306,7 @@ def main() -> None:
         make_folders(root)
         for world, names in ((1, [*base.MODELS, "fp8"]), (2, ["llama", "experts", "fp8"])):
             base.run_ranks(__file__, root, world, names, env)
-        print("prepared state as vLLM's own")
+        print("prepared state equals vLLM's own loads")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
     PYTHONPATH=python:build/engines33/vllm-0.33.0:build/engines python tests/engines/engines_quantised.py [CASE ...]
 
-vLLM makes each model as for a GPU. A checkpoint of random values is derived from the model's own
-parameters; fused ones are split in the files. vLLM's own path and overwire load it in one process and
-in two ranks. Every parameter, buffer and plain attribute is compared before vLLM processes the weights
-and, if that needs no compiled kernel, afterwards.
+vLLM makes each model as for a GPU. A checkpoint of random values is made from the model's own parameters, with fused
+ones split. vLLM itself and overwire load it in one process and in two ranks. Every parameter, buffer and plain
+attribute is compared before vLLM processes the weights and, if that needs no compiled kernel, afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import engines_vllm as base
 import torch
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-Where = tuple[int, int, int]  # number of ranks, this rank, and the port where they meet
+Where = tuple[int, int, int]  # the number of ranks, this rank, and the rendezvous port
 MODELS = {"dense": {**base.LLAMA, **SMALL}, "experts": {**base.MIXTRAL, **SMALL}}
 BOTH, CT = ("dense", "experts"), "compressed-tensors"
 GROUP = 32  # columns that share a scale
@@ -73,7 +72,7 @@ BLOCK_INPUT = numbers(8, "float", {**GROUPED, "dynamic": True})
 OWN_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 FBGEMM = {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"], "activation_scale_ub": 1200.0}
 
-# By case: vLLM's name of the method, the configuration, and its models.
+# For each case: vLLM's name of the method, the configuration, and its models.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "GPTQ": ("auto_gptq", GPTQ, BOTH),
     "GPTQ, 8 bits": ("auto_gptq", {**GPTQ, "bits": 8}, BOTH),
@@ -111,24 +110,24 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "int8 from bf16": ("int8_per_channel_weight_only", {}, ("dense",)),
 }  # fmt: skip
 
-# Modules of vLLM's expert kernels that can be imported here, along with those that compute in plain torch.
+# Modules of vLLM's expert kernels that can be imported here, in addition to those in plain torch.
 KINDS = ("marlin_moe", "triton_moe")
 
-# Methods without experts for CPUs in vLLM.
+# Methods for which vLLM has no experts on CPUs.
 INTEGERS = ("GPTQ", "AWQ", "AutoRound", "W4A", "W8A16", "W8A8, int8", "Quark int8")
 
-# Methods for which vLLM accepts processed weights, as prepared state needs.
+# Methods for which vLLM accepts processed weights, which prepared state needs.
 _EITHER = ("fp8", "fp8, static", "fp8, blocks", "ModelOpt NVFP4")
 PREPARED = frozenset(f"{kind}, {case}" for case in _EITHER for kind in BOTH) | {
     f"dense, {case}" for case in ("ModelOpt MXFP8", "MXFP8", "int8 from bf16")
 }
 
-# Cases for two ranks: one method for each way in which a parameter is divided.
+# Cases for two ranks. They include each form of dividing a parameter.
 DIVIDED = ("GPTQ", "AWQ", "W4A16", "W8A8, int8", "NVFP4", "fp8", "fp8, blocks", "ModelOpt MXFP8", "Quark MXFP4")
 
 
 def choose_as_on_a_gpu() -> None:
-    """Makes vLLM choose kernels on the CPU that it would choose on an H100; they never run."""
+    """Makes vLLM choose the kernels of an H100 on the CPU, where they never run."""
     from vllm import _custom_ops
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe import experts
@@ -146,7 +145,7 @@ def choose_as_on_a_gpu() -> None:
         for kernel in table[PlatformEnum.CUDA]:
             for test in {"is_supported", "can_implement"}.intersection(dir(kernel)):
                 setattr(kernel, test, classmethod(lambda *_: (True, None)))
-        # First the kernels that process weights in Python.
+        # Kernels that process weights in Python are first.
         every = sorted(table[PlatformEnum.CUDA], key=lambda kernel: "Emulation" not in kernel.__name__)
         table[PlatformEnum.CPU] = every
     for found in pkgutil.iter_modules(experts.__path__):
@@ -161,7 +160,7 @@ def choose_as_on_a_gpu() -> None:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Makes vLLM take the machine for one with NVIDIA GPUs."""
+    """Makes vLLM treat the machine as one with NVIDIA GPUs."""
     from vllm.platforms import current_platform
 
     kind = type(current_platform)
@@ -173,7 +172,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class Starts:
-    """Makes models as for a GPU, and keeps each one's state before it was processed, and how that ended."""
+    """Makes models as for a GPU. Keeps each one's state before it was processed, and the error of processing."""
 
     def __init__(self) -> None:
         from vllm.model_executor.model_loader import base_loader
@@ -192,12 +191,12 @@ class Starts:
         self.before, self.failed = everything(model), ""
         try:
             self._process(model, *more)
-        except Exception as error:  # methods without a kernel here, for both loads
+        except Exception as error:  # methods without a kernel here fail in both loads
             self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def everything(model: Any) -> dict[str, Any]:
-    """Returns parameters and buffers, and their and the modules' plain attributes."""
+    """Returns parameters and buffers, with their own and the modules' plain attributes."""
     out = base.state(model)
     holders = [*model.named_modules(), *model.named_parameters()]
     for path, holder in holders:
@@ -210,17 +209,17 @@ def everything(model: Any) -> dict[str, Any]:
 
 
 def values(name: str, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns random values for a parameter that a checkpoint may have."""
+    """Returns random values for a parameter of a checkpoint."""
     if dtype in (torch.int32, torch.int64, torch.uint8, torch.int8):
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max, shape, dtype=torch.int64).to(dtype)
-    if "input" in name:  # those of a fused projection are equal
+    if "input" in name:  # the parts of a fused projection have equal input scales
         return torch.full(shape, 0.02).to(dtype)
     return (torch.rand(shape) * 0.02 + 0.01 if "scale" in name else torch.randn(shape) * 0.02).to(dtype)
 
 
 def checkpoint_of(model: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns tensors as a file of this model would have them."""
+    """Returns tensors as in a file of this model."""
     torch.manual_seed(7)
     out: dict[str, torch.Tensor] = {}
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -238,7 +237,7 @@ def checkpoint_of(model: Any, config: dict[str, Any]) -> dict[str, torch.Tensor]
                     dim = getattr(param, "output_dim", None)
                     if dim is not None:
                         part[dim] = part[dim] * size // sum(module.output_sizes)
-                    elif shape == [len(parts[leaf])] and own != "weight_shape":  # a scale for each part
+                    elif shape == [len(parts[leaf])] and own != "weight_shape":  # one scale for each part
                         part = [1]
                     out[f"{path.removesuffix(leaf)}{name}.{own}"] = values(own, part, param.dtype)
     for name in [name for name in out if name.endswith(".qweight") and config.get("quant_method") == "gptq"]:
@@ -306,7 +305,7 @@ def write_checkpoint(path: Path, config: dict[str, Any], where: Where, starts: S
 
 
 class Log:
-    """Collects the messages of overwire's loader from now on."""
+    """Collects later messages of overwire's loader."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import loader
@@ -321,7 +320,7 @@ class Log:
 
 
 def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log: Log) -> None:
-    """Loads a model by vLLM's own path and by overwire, with its defaults and with its plan."""
+    """Loads a model by vLLM itself and by overwire, with its defaults and with its plan."""
     from overwire.integrations.vllm.methods import COPIED
     from vllm.model_executor.model_loader import get_model
 
@@ -345,13 +344,13 @@ def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log:
     named = vllm_config.model_config.quantization
     wrong = [base.differences(one[stage], loads[0][stage]) for one in loads[1:] for stage in (0, 1)]
     if any(wrong) or named != method or any(one[2] != loads[0][2] for one in loads):
-        raise SystemExit(f"{kind}, {case} ({named}): not as vLLM's own: {wrong}, {[one[2] for one in loads]}")
+        raise SystemExit(f"{kind}, {case} ({named}): differs from vLLM's own load: {wrong}, {[one[2] for one in loads]}")
     if (method in COPIED) != ("loaded into their places" in how[1]):
         raise SystemExit(f"{kind}, {case} ({method}): {how[1]}")
     if takes_processed(model) != (f"{kind}, {case}" in PREPARED):
-        raise SystemExit(f"{kind}, {case}: takes prepared state: {takes_processed(model)}")
+        raise SystemExit(f"{kind}, {case}: prepared state allowed: {takes_processed(model)}")
     processed = f"not processed here ({loads[0][2]})" if loads[0][2] else "processed"
-    print(f"  {kind}, {case} ({method}): {len(loads[0][0])} values as vLLM's own, {processed}; {how[-1]}", flush=True)
+    print(f"  {kind}, {case} ({method}): {len(loads[0][0])} values equal vLLM's own load, {processed}; {how[-1]}", flush=True)
 
 
 def takes_processed(model: torch.nn.Module) -> bool:
@@ -382,7 +381,7 @@ def main() -> None:
         env |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
         for world, cases in ((1, names), (2, [name for name in names if name in DIVIDED])):
             base.run_ranks(__file__, root, world, cases, env)
-        print("quantised models as vLLM's own")
+        print("quantised models equal vLLM's own loads")
 
 
 if __name__ == "__main__":

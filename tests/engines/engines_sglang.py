@@ -2,9 +2,8 @@
 
     python tests/engines/engines_sglang.py      needs SGLang's Python tree on PYTHONPATH (`make engines`)
 
-It runs on the CPU without compiled kernels: entry points, hooks, LoadConfig, get_model_loader,
-DefaultModelLoader and the updater are the released ones. No whole model is built. It is a
-script and not a test because SGLang takes long to import.
+It runs on the CPU without compiled kernels. Entry points, hooks, LoadConfig, get_model_loader, DefaultModelLoader and
+the updater are the released ones. No whole model is built. It is a script because importing SGLang takes long.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def refused(words: str, call: Any) -> None:
 
 
 class Fused(torch.nn.Module):
-    """Holds rows of q, k and v in one parameter, and half of the columns of the output."""
+    """Holds rows of q, k and v in one parameter, and half of the output's columns in another."""
 
     reads = False
 
@@ -52,13 +51,13 @@ class Fused(torch.nn.Module):
 
 
 class Computes(Fused):
-    """The same with an operation that needs the data."""
+    """A Fused with a loader that needs the data for an operation."""
 
     reads = True
 
 
 def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads a model SGLang's own way, by slices and, where data is needed, tensor by tensor."""
+    """Loads a model with SGLang's loader, by slices or, where data is needed, tensor by tensor."""
     at = "model.layers.0.self_attn."
     fused = torch.cat([tensors[f"{at}{part}_proj.weight"] for part in "qkv"])
     config = types.SimpleNamespace(model_path=folder, revision=None, hf_config=types.SimpleNamespace())
@@ -69,12 +68,12 @@ def planned(loader: Any, folder: str, tensors: dict[str, torch.Tensor]) -> None:
         loader.load_weights_and_postprocess(model, loader._get_all_weights(config, model), torch.device("cpu"))
         assert torch.equal(model.qkv, fused) and torch.equal(model.out, tensors[f"{at}o_proj.weight"][:, 32:]), kind
         assert slices == ([] if kind.reads else [4]), slices
-    print("  by slices as by tensors")
+    print("  loads by slices and by tensors are equal")
 
 
 def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Uses SGLang's own updater, which asks a loader for the weights of one source without having loaded a model with
-    it: new weights, some of them, a folder that fails, after which the old ones come back, and again."""
+    """SGLang's own updater loads all weights, some weights, a folder that fails, and weights again after the rollback.
+    It asks a loader that has not loaded a model."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     at = "model.layers.0.self_attn."
@@ -118,7 +117,7 @@ def updated(base: Path, tensors: dict[str, torch.Tensor]) -> None:
     assert file.name in words and "chunk" in words, words
     assert update("first")[0]
     check(tensors, tensors)
-    print("  SGLang's updater: whole, in parts, after a failure")
+    print("  SGLang's updater: all weights, some weights, after a failure")
 
 
 def main(base: Path) -> None:
@@ -142,12 +141,12 @@ def main(base: Path) -> None:
         assert isinstance(loader, DefaultModelLoader) and type(loader).__module__.startswith("overwire."), type(loader)
         found = dict(loader._get_weights_iterator(DefaultModelLoader.Source(str(folder), None)))
         assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
-        print(f"  {folder.name}: {len(found)} tensors as they were saved")
+        print(f"  {folder.name}: {len(found)} tensors equal the saved ones")
         planned(loader, str(folder), tensors)
     updated(base, tensors)
     refused("unknown key 'speed'", lambda: get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config={"speed": 1})))
     refused("'nonsense' is not a valid LoadFormat", lambda: LoadConfig(load_format="nonsense"))
-    print("SGLang reads by overwire")
+    print("SGLang reads through overwire")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Tests prepared state in vLLM's real code on the CPU under an engine's operations on a model.
+"""Tests in vLLM's real code on the CPU that prepared state works with an engine's operations on a model.
 
     PYTHONPATH=python:build/engines python tests/engines/engines_states.py [PART...]
 
-The cases are KV cache scales, LoRA, drafts, and pipeline stages. Each is started by vLLM's own path, then by overwire,
-which keeps vLLM's processed state, then from that state. Every parameter, buffer and attribute must be the same. A
-trainer's pushes and sleep follow on models made from prepared state.
+The cases are KV cache scales, LoRA, drafts, and pipeline stages. Each model is loaded by vLLM itself, then by overwire,
+which keeps vLLM's processed state, and then from that state. Every parameter, buffer and attribute must be the same.
+Models made from prepared state are then pushed to and put to sleep.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Where = tuple[int, int, int]
 
 
 def compare_scales(root: Path, log: kept.Log, where: Where) -> None:
-    """KV cache scales of the checkpoint end up in the layers' buffers and numbers."""
+    """KV cache scales of the checkpoint are in the layers' buffers and numbers."""
     tensors = base.quantised(base.weights(kept.FP8), 16, 32)
     for n in range(base.LAYERS):
         at = f"model.layers.{n}.self_attn."
@@ -58,7 +58,7 @@ def write_adapter(path: Path) -> Path:
 
 
 def add_adapters(model: Any, config: Any, path: Path) -> dict[str, Any]:
-    """Returns a model's tensors by name after vLLM's adapter manager has wrapped it, with one active adapter."""
+    """Wraps a model with vLLM's adapter manager, with one active adapter, and returns its tensors by name."""
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -77,7 +77,7 @@ def add_adapters(model: Any, config: Any, path: Path) -> dict[str, Any]:
 
 
 def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
-    """Compares a model whose layers vLLM wraps for adapters before its state is written with that of another start."""
+    """Compares two starts of a model if vLLM wraps its layers for adapters before its state is written."""
     from overwire.integrations.vllm import prepared
 
     path, more = root / "llama/plain", {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -92,13 +92,13 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
         log.take(words)
         if wrong := base.differences(ours, theirs):
             raise SystemExit(f"with adapters, {words}: {wrong}")
-        print(f"  with adapters, {words}: {len(theirs)} tensors as vLLM's own", flush=True)
+        print(f"  with adapters, {words}: {len(theirs)} tensors equal vLLM's own load", flush=True)
     kept.start(path, root / "prepared", where)
-    log.take("prepared state kept")  # without adapters it is another state
+    log.take("prepared state kept")  # without adapters the state is different
 
 
 def load_draft(kind: str, config: Any, target: Any) -> Any:
-    """Loads a draft with vLLM's proposer, and gives it what it shares with its target."""
+    """Loads a draft with vLLM's proposer and shares the target's parts with it."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.spec_decode.eagle import EagleProposer
@@ -115,8 +115,8 @@ def load_draft(kind: str, config: Any, target: Any) -> Any:
 
 
 def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
-    """Loads drafts next to their models, each kept separately: one that shares the model's head and embeddings, and a
-    small model of its own."""
+    """Loads drafts next to their models, with separate prepared state: one shares the model's head and embeddings, the
+    other is a small complete model."""
     from overwire.integrations.vllm import prepared
 
     torch.manual_seed(11)
@@ -144,22 +144,22 @@ def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
             if len(lines) != 2:
                 raise SystemExit(f"{kind}, {words}: {lines}")
             if wrong := base.differences(base.state(draft), theirs):
-                raise SystemExit(f"{kind}, {words}: not as vLLM's own: {wrong}")
+                raise SystemExit(f"{kind}, {words}: differs from vLLM's own load: {wrong}")
             shares = draft.model.embed_tokens is target.model.embed_tokens, draft.lm_head is target.lm_head
             if shares != (kind == "eagle",) * 2:
                 raise SystemExit(f"{kind}, {words}: shares {shares}")
-            print(f"  {kind}, {words}: {len(theirs)} tensors as vLLM's own", flush=True)
+            print(f"  {kind}, {words}: {len(theirs)} tensors equal vLLM's own load", flush=True)
 
 
 def compare_stages(root: Path, log: kept.Log, where: Where) -> None:
-    """Compares pipeline stages: each rank keeps its own layers."""
+    """Compares pipeline stages. Each rank keeps the state of its own layers."""
     more = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
     for name in ("llama", "tied", "experts"):
         kept.starts(f"{name}, stage {where[1]}", root / name / "plain", root / "prepared" / name, log, where, **more)
 
 
 def compare_pushes(root: Path, log: kept.Log, where: Where) -> None:
-    """Pushes a trainer's weights into a model made from prepared state: they equal a load of them."""
+    """Pushes a trainer's weights into a model made from prepared state. The result equals a load of these weights."""
     from overwire.integrations.vllm import transfer
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
@@ -181,11 +181,11 @@ def compare_pushes(root: Path, log: kept.Log, where: Where) -> None:
             raise SystemExit(f"{name}, pushed: {wrong}")
         trainer.shutdown()
         engine.shutdown()
-        print(f"  {name}, pushed: {len(theirs)} tensors as vLLM's own load of them", flush=True)
+        print(f"  {name}, pushed: {len(theirs)} tensors equal vLLM's own load of them", flush=True)
 
 
 class Allocator:
-    """Replaces vLLM's GPU allocator: keeps a model's memory on the host, which is zero while it sleeps."""
+    """Replaces vLLM's GPU allocator: a model's memory is on the host, and zero while the model sleeps."""
 
     def __init__(self, model: Any) -> None:
         self.memory = {}
@@ -200,7 +200,7 @@ class Allocator:
 
     def sleep(self, offload_tags: Any) -> None:
         if "weights" in offload_tags or not all(data.is_asleep for data in self.pointer_to_data.values()):
-            raise SystemExit("the weights are vLLM's to copy")
+            raise SystemExit("vLLM would copy the weights")
 
     def wake_up(self, tags: Any) -> None:
         for data in self.pointer_to_data.values():
@@ -213,7 +213,7 @@ def tensors_of(model: Any) -> list[torch.Tensor]:
 
 
 def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
-    """A model goes to sleep while its state is being written, which ends first; also one made from prepared state."""
+    """If a model is put to sleep while its state is written, the writing ends first. Prepared models also sleep."""
     from overwire.integrations import vllm as plugin
     from overwire.integrations.vllm import prepared, sleeping
     from vllm import device_allocator
@@ -233,7 +233,7 @@ def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
             prepared.begin_writing()
 
             def sleep(backend: Any = backend, words: str = words) -> None:
-                log.take(words)  # state written in the background is there when the memory goes
+                log.take(words)  # the writing has ended before the memory is released
                 backend.suspend(1)
 
             plugin._finish_writing_before(sleep)()
@@ -270,7 +270,7 @@ def main() -> None:
         kept.make_folders(root)
         for world in sorted({PARTS[name][0] for name in names}):
             base.run_ranks(__file__, root, world, names, env)
-        print("prepared state as vLLM's own, whatever an engine does with it")
+        print("prepared state equals vLLM's own loads after all operations")
 
 
 if __name__ == "__main__":

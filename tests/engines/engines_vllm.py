@@ -2,11 +2,10 @@
 
     python tests/engines/engines_vllm.py        needs vLLM's Python tree on PYTHONPATH (`make engines`)
 
-It runs on the CPU without vLLM's compiled parts: its configuration, models, layers and
-loaders are the released ones. Each model is loaded by vLLM's own safetensors path, then by
-overwire from a plain and a compressed folder, in one process and in two ranks over gloo.
-Every parameter and buffer is compared. It is a script and not a test because vLLM takes
-half a minute to import.
+It runs on the CPU without vLLM's compiled parts. Its configuration, models, layers and loaders are the released ones.
+Each model is loaded by vLLM's own safetensors loader, then by overwire from a plain and a compressed folder, in one
+process and in two ranks over gloo. Every parameter and buffer is compared. It is a script because importing vLLM takes
+half a minute.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ MIXTRAL = {
 MODELS = {
     "llama": LLAMA,
     "tied": {**LLAMA, "tie_word_embeddings": True},
-    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM has zero rows for the others
+    "padded": {**LLAMA, "vocab_size": VOCAB - 20},  # vLLM adds zero rows
     "mixtral": MIXTRAL,
-    "experts": MIXTRAL,  # each rank has its own whole experts
+    "experts": MIXTRAL,  # each rank has whole experts
 }
 
 
@@ -167,7 +166,7 @@ def load(
     parallel = config.parallel_config
     with set_current_vllm_config(config):
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
-        destroy_model_parallel()  # a group of experts exists only if the model has some
+        destroy_model_parallel()  # a group for experts exists only if the model has experts
         initialize_model_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         return get_model(vllm_config=config), config
 
@@ -205,7 +204,7 @@ def fails(what: str, words: tuple[str, ...], call: Any) -> None:
 
 
 def without_kernels() -> None:
-    """Replaces the compiled repacking of experts with vLLM's own function that does nothing."""
+    """Replaces the compiled repacking of experts with vLLM's function that does nothing."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -213,7 +212,7 @@ def without_kernels() -> None:
 
 
 def planned() -> list[int]:
-    """Returns a list that gets the number of slices of each executed plan."""
+    """Returns a list to which the number of slices of each executed plan is appended."""
     from overwire.integrations.shared import copies
 
     out: list[int] = []
@@ -228,7 +227,7 @@ def planned() -> list[int]:
 
 
 def reads() -> list[int]:
-    """Returns a list that gets the bytes this rank has read in each load that the ranks share."""
+    """Returns a list to which each shared load appends the bytes that this rank has read."""
     from overwire.integrations.shared import slices
 
     read: list[int] = []
@@ -244,7 +243,7 @@ def reads() -> list[int]:
 
 
 def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> None:
-    """Loads all models from the folder, and from a store at the URL if there is one."""
+    """Loads all models from the folder or, if there is a URL, a model from the store."""
     if urls:
         from_store(base, rank, port, urls[0])
         return
@@ -260,7 +259,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
         at = base / name
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
-            if kind == "compressed":  # also what is read while the loader runs
+            if kind == "compressed":  # reads while the loader runs
                 slices.APART = recording.EARLY = 1
             for plan in (True, False):
                 plans.clear()
@@ -269,9 +268,9 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
                 wrong = differences(state(model), theirs)
                 if wrong or (bool(plans) != plan and not (plan and read)):
                     raise SystemExit(
-                        f"{name}, {kind}, rank {rank} of {world}: not as vLLM's own: {wrong}, or not planned: {plans}"
+                        f"{name}, {kind}, rank {rank} of {world}: differs from vLLM's own load: {wrong}, or not planned: {plans}"
                     )
-                print(f"  {name}, {kind}: {len(theirs)} tensors as vLLM's own, {sum(plans)} slices planned", flush=True)
+                print(f"  {name}, {kind}: {len(theirs)} tensors equal vLLM's own load, {sum(plans)} slices planned", flush=True)
                 if plan and world > 1 and kind == "plain":  # parts of small tensors share chunks
                     shared(at / kind, read)
             slices.APART, recording.EARLY = normal
@@ -282,7 +281,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
 
 
 def from_store(base: Path, rank: int, port: int, url: str) -> None:
-    """Two ranks share the reading from a store without being asked to."""
+    """Two ranks share the reading from a store by default."""
     without_kernels()
     read = reads()
     at = base / "llama"
@@ -290,13 +289,13 @@ def from_store(base: Path, rank: int, port: int, url: str) -> None:
     extra = {"source": f"{url}llama/compressed/model.safetensors.index.json"}
     wrong = differences(state(load(at / "plain", 2, rank, port, "overwire", extra)[0]), theirs)
     if wrong:
-        raise SystemExit(f"{url}, rank {rank}: not as vLLM's own: {wrong}")
-    print(f"  {url}: {len(theirs)} tensors as vLLM's own", flush=True)
+        raise SystemExit(f"{url}, rank {rank}: differs from vLLM's own load: {wrong}")
+    print(f"  {url}: {len(theirs)} tensors equal vLLM's own load", flush=True)
     shared(at / "compressed", read)
 
 
 def shared(path: Path, read: list[int]) -> None:
-    """Returns what both ranks together have read of the files, as each reported once."""
+    """Checks that the ranks together read each file about once."""
     import torch
 
     every: list[Any] = [None] * torch.distributed.get_world_size()
@@ -304,7 +303,7 @@ def shared(path: Path, read: list[int]) -> None:
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     most = (
         1.5 if path.parent.name == "experts" else 1.05
-    )  # gaps between a rank's experts, which it reads if they are small
+    )  # a rank also reads small gaps between its experts
     if None in every or sum(every) > most * stored:
         raise SystemExit(f"{path}: the ranks have read {every} bytes of {stored}")
     print(f"    the ranks read {every} bytes, {sum(every) / stored:.3f} of the files", flush=True)
@@ -322,7 +321,7 @@ def reload(model: Any, config: Any, theirs: dict[str, Any]) -> None:
         reload_weights(config, model, None, None, True)
     wrong = differences(state(model), theirs)
     if wrong:
-        raise SystemExit(f"reload_weights: not as vLLM's own: {wrong}")
+        raise SystemExit(f"reload_weights: differs from vLLM's own load: {wrong}")
 
 
 def bytes_read() -> int:
@@ -330,7 +329,7 @@ def bytes_read() -> int:
 
 
 def joins(path: Path, port: int) -> None:
-    """A load takes over what a preload of this process has read."""
+    """A load uses the data of a preload in this process."""
     import overwire
 
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
@@ -399,7 +398,7 @@ def environment(base: Path, site: Path) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that no program listens on."""
+    """Returns a port that no program listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -407,7 +406,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Makes a temporary folder with overwire plugged in, and the environment of a rank."""
+    """Makes a temporary folder with overwire as a plug-in, and the environment of a rank."""
     root = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield root, environment(root, plug_in(root))
@@ -416,21 +415,21 @@ def plugged_folder(prefix: str) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def run_ranks(script: str, root: Path, world: int, names: Iterable[str], env: dict[str, str]) -> None:
-    """Runs a script as each of several ranks, which calls `run_as_rank`; SystemExit unless all succeed."""
+    """Runs a script, which calls `run_as_rank`, once for each rank. Raises SystemExit unless all succeed."""
     command, port = [sys.executable, script, "--rank", str(root), str(world)], str(free_port())
     runs = [subprocess.Popen([*command, str(rank), port, *names], env=env) for rank in range(world)]
     try:
         codes = [run.wait(1200) for run in runs]
     finally:
         for run in runs:
-            run.kill()  # does nothing to processes that have ended
+            run.kill()  # does nothing to ended processes
     if any(codes):
         raise SystemExit(f"{world} ranks: exit codes {codes}")
 
 
 def run_as_rank(rank_main: Callable[[Path, int, int, int, list[str]], None]) -> bool:
-    """Returns whether `run_ranks` has started this process. If so, it has called the function with the folder, the
-    number of ranks, its own, the port where they meet, and the names."""
+    """Returns whether `run_ranks` has started this process. If so, first calls rank_main with the folder, the number of
+    ranks, this rank, the rendezvous port, and the names."""
     if sys.argv[1:2] != ["--rank"]:
         return False
     root, world, rank, port, *names = sys.argv[2:]
@@ -450,7 +449,7 @@ def main() -> None:
             # With "mapped", two ranks share the reading.
             for world, how, urls in ((1, "mapped", []), (2, "mapped", []), (2, "auto", [url])):
                 run_ranks(__file__, root, world, urls, env | {"OVERWIRE_EXCHANGE": how})
-        print("all as vLLM's own")
+        print("all loads equal vLLM's own")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Loads a model with transformers' tensor-parallel plan in two ranks, unpatched and under `patch_safetensors`, compares
-each rank's shards byte for byte, and prints what each has read. `test_transformers.py` runs it with each release. The
-argument is an empty folder. Ends with "ok" and the release."""
+"""Loads a model with transformers' tensor-parallel plan in two ranks, unpatched and under `patch_safetensors`. Compares
+each rank's shards byte for byte, and prints the bytes that each has read. `test_transformers.py` runs it with each
+release. The argument is an empty folder. The last line is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402
 
-# Each module is imported once for both ranks; none starts a thread.
+# Modules are imported once for both ranks. None starts a thread.
 CLASSES = {"dense": transformers.LlamaForCausalLM, "experts": transformers.MixtralForCausalLM}
 RANK = 1 if os.fork() else 0  # rank 1 waits for rank 0
 os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK)}
@@ -36,9 +36,9 @@ def reads() -> int:
 
 
 def check(folder: Path, kind: str) -> None:
-    """Checks one model: its shards equal the unpatched load's, and the compressed files are only partly read."""
+    """Asserts that a model's shards equal the unpatched load's and that compressed files are only partly read."""
     five = int(transformers.__version__.split(".")[0]) >= 5
-    if not five:  # its plans say Shard(-1), which torch 2.11 refuses; all weights here have two dimensions
+    if not five:  # torch 2.11 refuses the Shard(-1) of its plans, and all weights here have two dimensions
         import transformers.integrations.tensor_parallel as plans
 
         plans.Shard = lambda dim: torch.distributed.tensor.Shard(dim % 2)
@@ -84,7 +84,7 @@ def main() -> None:
     )
     models = {"dense": dense, "experts": experts}
     if not int(transformers.__version__.split(".")[0]) >= 5:
-        del models["experts"]  # the plan of 4.57 has none for them
+        del models["experts"]  # the plan of 4.57 has no experts
     for kind, config in models.items():
         if RANK == 0:
             torch.manual_seed(5)
@@ -96,7 +96,7 @@ def main() -> None:
         check(root / kind, kind)
         dist.barrier()
     dist.destroy_process_group()
-    # In one write, so that the other rank's output does not come into its middle.
+    # One write, which the other rank's output cannot interrupt.
     print(f"{'ok' if RANK else 'done'} {transformers.__version__}\n", end="", flush=True)
 
 

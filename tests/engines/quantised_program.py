@@ -1,7 +1,7 @@
 """Loads models in quantisers' formats with this interpreter's transformers, unpatched and under `patch_safetensors`,
-from plain and from compressed files, and quantises while loading. Compares every part of every tensor byte for byte.
-`test_quantised.py` runs it with each release. The first argument is an empty folder; the others are names of cases.
-Prints a line for each case: equal, or why it does not run here. Ends with "ok" and the release."""
+from plain and compressed files, and quantises while loading. Compares every part of every tensor byte for byte.
+`test_quantised.py` runs it with each release. The first argument is an empty folder, the others are names of cases.
+Prints for each case that it is equal or why it cannot run. The last line is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ auto = transformers.AutoModelForCausalLM.from_pretrained
 
 
 class Missing(Exception):
-    """A case that this machine cannot run, with the reason."""
+    """A case that cannot run here, with the reason."""
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """Returns the plain tensors that a tensor consists of, and its other contents."""
+    """Yields the plain tensors that a tensor consists of, and its other contents."""
     if hasattr(type(tensor), "__tensor_flatten__") or hasattr(tensor, "tensor_data_names"):
         inner, rest = tensor.__tensor_flatten__()
         yield f"{name}: {type(tensor).__name__}", repr(rest)
@@ -62,7 +62,7 @@ def state(model: Any) -> dict[str, Any]:
 
 
 def same(want: Any, got: Any, what: Any) -> int:
-    """Returns how many parts there are, after asserting equal kind, dtype, device and bytes."""
+    """Asserts equal kind, dtype, device and bytes of all parts, and returns their number."""
     a, b = state(want), state(got)
     assert a.keys() == b.keys(), (what, sorted(a.keys() ^ b.keys())[:9])
     for name, left in a.items():
@@ -79,9 +79,9 @@ def same(want: Any, got: Any, what: Any) -> int:
 
 
 def compare(folder: Path, nibbles: int = 0, answers: bool = False, **more: Any) -> int:
-    """Compares the model in `plain` as it loads unpatched with patched loads from plain and compressed files, which no
-    load changes. nibbles: the least number of tensors compressed as packed 4-bit numbers. answers: also compares the
-    models' outputs."""
+    """Compares the unpatched load of `plain` with patched loads of plain and compressed files. No load changes a
+    file. nibbles: the least number of tensors compressed as packed 4-bit numbers. answers: also compares the models'
+    outputs."""
     more = {"device_map": "cpu", "dtype": "auto"} | more
     if not (folder / "packed").exists():
         ow.convert(folder / "plain", folder / "packed")
@@ -116,7 +116,7 @@ def llama() -> Any:
 
 
 def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
-    """Quantises while loading from many shards; the library's save of that loads equal."""
+    """Quantises while loading from many shards, and compares loads of the saved result."""
     llama().save_pretrained(folder / "source" / "plain", max_shard_size="400KB")
     count = compare(folder / "source", quantization_config=config)
     if not saved:
@@ -135,7 +135,7 @@ def while_loading(folder: Path, config: Any, saved: bool = True) -> int:
 def replaced(
     model: Any, parts: Callable[[torch.Tensor], dict[str, torch.Tensor]], end: Any = "proj.weight"
 ) -> dict[str, torch.Tensor]:
-    """Returns the model's tensors, with those of matching names replaced by the parts that a quantiser stores."""
+    """Returns the model's tensors. Those with matching names are replaced by the parts that a quantiser stores."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         found = (
@@ -171,7 +171,7 @@ def need(*packages: str) -> None:
 
 
 def five(method: str) -> None:
-    """Raises Missing if this release does not know a quantiser."""
+    """Raises Missing if this release does not support a quantiser."""
     if method not in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING:
         raise Missing(f"transformers {transformers.__version__} does not have it")
 
@@ -221,7 +221,7 @@ def compressed_fp8(folder: Path) -> int:
 
 
 def packed(values: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> torch.Tensor:
-    """Packs eight numbers below 16 of the last dimension into each I32, the first of `order` in its low bits."""
+    """Packs eight numbers below 16 of the last dimension into each I32. The first of `order` is in the low bits."""
     eights = values.long().unflatten(-1, (-1, 8))[..., list(order)]
     return (eights << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
 
@@ -237,7 +237,7 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def gptq(folder: Path) -> int:
-    """GPTQ with 4 bits, columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
+    """GPTQ with 4 bits and columns in the order of activations: qweight and qzeros packed in I32, scales, g_idx."""
     need("gptqmodel", "optimum")
     model = llama()
 
@@ -253,7 +253,7 @@ def gptq(folder: Path) -> int:
         }
 
     quant = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False, "checkpoint_format": "gptq"}
-    written(folder, model, quant | {"backend": "torch"}, replaced(model, parts))  # the CPU's own backend compiles for minutes first
+    written(folder, model, quant | {"backend": "torch"}, replaced(model, parts))  # the CPU's own backend first compiles for minutes
     return compare(folder, nibbles=6) + compare(folder, dtype=torch.float16, answers=True)
 
 
@@ -278,9 +278,9 @@ def awq(folder: Path) -> int:
 
 
 def _autoawq() -> None:
-    """Makes AutoAWQ importable, which transformers 4.57 uses to load AWQ. AutoAWQ has not kept up with that release,
-    and its layers for a CPU want Intel's kernels. Its layers and transformers' code are the real ones. The stand-ins
-    replace what loading does not use, so the model cannot compute."""
+    """Makes AutoAWQ importable, with which transformers 4.57 loads AWQ. AutoAWQ does not support that release, and its
+    CPU layers need Intel's kernels. Loading uses the real layers and transformers' real code. Only parts that loading
+    does not use are replaced, so the model cannot compute."""
     need("autoawq")
     transformers.activations.PytorchGELUTanh = transformers.activations.GELUTanh  # its former name
     kernels = "intel_extension_for_pytorch"
@@ -292,7 +292,7 @@ def _autoawq() -> None:
 
 
 def compressed_int4(folder: Path) -> int:
-    """compressed-tensors, pack-quantized: eight int4 in an I32, a scale for each GROUP columns."""
+    """compressed-tensors, pack-quantized: eight int4 in an I32, and a scale for each GROUP columns."""
     need("compressed-tensors")
     model = llama()
 
@@ -312,7 +312,7 @@ def _compressed(format: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def mxfp4(folder: Path) -> int:
-    """gpt-oss: blocks of 32 fp4 and their exponents, which a CPU gets as bf16."""
+    """gpt-oss: blocks of 32 fp4 and their exponents, converted to bf16 on a CPU."""
     more = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 32}
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL | {"intermediate_size": 64}, **more)).bfloat16()
 
@@ -341,7 +341,7 @@ def bitnet(folder: Path) -> int:
 
 
 def metal(folder: Path) -> int:
-    """MLX's affine quantisation: eight 4-bit numbers in a U32, which a CPU gets as bf16."""
+    """MLX's affine quantisation: eight 4-bit numbers in a U32, converted to bf16 on a CPU."""
     five("metal")
     model = llama()
 
@@ -355,7 +355,7 @@ def metal(folder: Path) -> int:
 
 
 def gemma(folder: Path) -> int:
-    """Gemma's own: two 4-bit numbers in a U8, with F32 scales for rows and activations."""
+    """Gemma's format: two 4-bit numbers in a U8, with F32 scales for rows and activations."""
     five("gemma")
     model = llama()
 

@@ -61,7 +61,7 @@ class LoadResult:
 """,
 }
 
-# The differences of version 0.8.
+# Version 0.8 differs in these modules.
 EXPRESS_PHASED = {
     "modelexpress/load_strategy/base": """
 class LoadStrategy:
@@ -117,7 +117,7 @@ def execute_load_strategies(model, ctx, strategies):
 
 @pytest.fixture(scope="module")
 def programs(engines: Path) -> Path:
-    """Makes the folder of vLLM's stand-in, with ModelExpress's."""
+    """Makes the folder with the stand-ins for vLLM and ModelExpress."""
     for name, text in EXPRESS.items():
         path = engines / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,10 +126,10 @@ def programs(engines: Path) -> Path:
 
 
 def test_modelexpress(programs: Path, model: Path) -> None:
-    """For a compressed model the chain has one more strategy, before those that read files."""
+    """For a compressed model the chain has overwire's strategy before those that read files."""
     code = """
 import modelexpress.load_strategy as strategies
-register()  # late and again
+register()  # after the import, a second time
 from vllm.config.load import LoadConfig
 class Context: pass
 def context(path, **more):
@@ -151,7 +151,7 @@ class Fails(Model):
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Fails(), context(base + "/compressed")))
 assert [one[1] for one in strategies.tried if one[0] == "overwire"] == [True], strategies.tried
 ctx = context(base + "/compressed")
-ctx.load_config = types.SimpleNamespace()  # another engine's
+ctx.load_config = types.SimpleNamespace()  # of another engine
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Model(), ctx))
 assert "overwire" not in [one[0] for one in strategies.tried]
 """
@@ -159,8 +159,8 @@ assert "overwire" not in [one[0] for one in strategies.tried]
 
 
 def test_modelexpress_in_phases(programs: Path, model: Path, tmp_path: Path) -> None:
-    """If the chain prepares, processes and registers, the strategy only loads, also in a reload. As a plug-in's file it
-    is in the chain once."""
+    """If the chain prepares, processes and registers, the strategy only loads, also in a reload. A plug-in file adds it
+    only once."""
     for name, text in {**EXPRESS, **EXPRESS_PHASED}.items():
         path = tmp_path / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ made.linear.weight.data.zero_()
 made.kept.clear()
 run(made, base + "/compressed", reload=True)
 assert right(made) and did == ["begin", "end", "register"], did
-assert len(made.kept) == 6  # tensor by tensor, and once
+assert len(made.kept) == 6  # tensor by tensor, once each
 class Fails(Model):
     def load_weights(self, weights): raise KeyError("x")
 for reload in (False, True):

@@ -1,7 +1,7 @@
 """Pushes weights from a trainer to running models, by files, stores and a process group.
 
-vLLM's real code takes pushes in tests/engines/engines_live.py. These tests cover what its workers use, and vLLM's
-engine with stand-ins for what it hooks into.
+tests/engines/engines_live.py pushes to vLLM's real code. These tests cover the functions that vLLM's workers use, and
+vLLM's engine with stand-ins for its modules.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from overwire.integrations.shared.updates import Incomplete, Places
 
 log = logging.getLogger("test")
 
-LIMIT = 60 * warm.SLOWER  # seconds until the others of a group have come
+LIMIT = 60 * warm.SLOWER  # seconds until all ranks of a group have joined
 
-# The parent folder has the modules that the test folders share.
+# The parent folder has modules that the test folders share.
 SHARED = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
 class Fused(torch.nn.Module):
-    """One rank of a model: rows of q, k and v in one parameter, and half of the columns of o."""
+    """One rank of a model: rows of q, k and v in one parameter, and half of the columns of o in another."""
 
     whole_o = False
 
@@ -75,8 +75,8 @@ def places(model: Fused) -> Places:
 
 
 def test_pushes_land_in_place(tmp_path: Path) -> None:
-    """The loader runs once for pushes of the same tensors, and again for others and for a parameter that has moved.
-    Parameters keep their memory."""
+    """The loader runs once for pushes of the same tensors. It runs again for other tensors and if a parameter's memory
+    has moved. Parameters keep their memory."""
     model, publisher = Fused(), Publisher(tmp_path / "pushes")
     into = places(model)
     at = model.qkv.data_ptr()
@@ -97,7 +97,7 @@ def test_pushes_land_in_place(tmp_path: Path) -> None:
 
 
 def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
-    """Values that the loader needs as data do not come from the plan."""
+    """Values that the loader needs as data are read again for each push."""
     model, publisher = Fused(), Publisher(tmp_path)
     into = places(model)
     for seed in range(3):
@@ -107,7 +107,7 @@ def test_a_number_is_loaded_by_each_push(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
-    """A loader that cannot be planned changes nothing, and the caller loads in its own way."""
+    """A loader that cannot be planned changes nothing, and the caller loads as usual."""
     model, publisher = Fused(), Publisher(tmp_path)
     model.reads = True
     with publisher.push(tensors(1)) as push:
@@ -116,7 +116,7 @@ def test_a_loader_that_computes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_push_lacks_is_said_before(tmp_path: Path) -> None:
-    """A loader with missing weights reports them. A damaged push is an error, not a fallback."""
+    """A loader reports missing weights. A damaged push is an error, and no other loader is tried."""
     model, publisher = Fused(), Publisher(tmp_path)
 
     def strict(given: Any) -> None:
@@ -151,7 +151,7 @@ def nudged(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_deltas_land_in_place(tmp_path: Path) -> None:
-    """The first push is whole, and so is one after an error, with other tensors, or by request. A tensor that the model
+    """The first push is whole. So is a push after an error, with other tensors, or by request. A tensor that the model
     uses twice is changed twice."""
     model, publisher = Fused(), Publisher(tmp_path, deltas=True)
     model.whole_o = True
@@ -202,8 +202,8 @@ def test_a_delta_needs_a_loader_that_copies(tmp_path: Path) -> None:
 
 @pytest.mark.imports_torch
 def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
-    """Two ranks that divide one tensor by columns and one by rows gather it, check it, and take their shares. A rank
-    without the base, or without the delta, stops both, and nothing changes."""
+    """Two ranks divide one tensor by columns and one by rows. They gather each tensor, compare it with the delta's
+    base, and take their shares. If one rank lacks the base or the delta, both fail and nothing changes."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -218,7 +218,7 @@ def test_shares_of_ranks_take_deltas(tmp_path: Path) -> None:
 
 
 def answers(lines: Iterable[str]) -> Iterator[str]:
-    """Returns the lines that a test process prints, without gloo's messages in torch 2.10 about connections."""
+    """Yields the lines that a test process prints, without gloo's messages in torch 2.10 about connections."""
     return (line for line in lines if not line.startswith("[Gloo]"))
 
 
@@ -257,7 +257,7 @@ def shares(port: int, rank: int, folder: Path) -> None:
         out.append(all(torch.equal(getattr(model, name), getattr(wanted, name)) for name in "abc"))
         held = after
     overwire.save_delta(nudged(held), held, path)
-    for name in ("a", "c"):  # divided, and whole
+    for name in ("a", "c"):  # a divided tensor and a whole one
         was = getattr(model, name).clone()
         if rank == 1:
             getattr(model, name).data[0, 0] += 1
@@ -286,8 +286,8 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 @pytest.mark.imports_torch
 def test_a_group_carries_pushes() -> None:
-    """Two worker processes get every push of a trainer from memory. If a push's size or number does not match, or it
-    ends without an answer, all refuse it before memory is allocated, and the next push comes."""
+    """Two worker processes get every push of a trainer from memory. If a push's size or number is wrong for a rank, or
+    a rank ends without an answer, all ranks refuse the push before they allocate memory. Later pushes work."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -335,7 +335,7 @@ def test_a_group_carries_pushes() -> None:
                     push.carry(lambda: answered() == 1 and wrong < 0)  # noqa: B023
                 assert answers_of_workers() == ["ArgumentError"] * 2
         with pushing(1) as (push, facts):
-            tell_workers(1, facts)  # the other one has ended
+            tell_workers(1, facts)  # the other worker has ended
             with pytest.raises(overwire.ArgumentError, match="not all of them have taken"):
                 push.carry(lambda: group._read_counter(f"{facts[1]}/answers") == 1)
             assert answers_of_workers(1) == ["ArgumentError"]
@@ -474,7 +474,7 @@ assert holds(model, 3)
 sends.shutdown()
 raised(RuntimeError, sends.send_weights)
 trainer(client, source, strict=False).send_weights()
-for noted, quantization in ((False, None), (True, "fp8")):  # vLLM's way of reloading
+for noted, quantization in ((False, None), (True, "fp8")):  # vLLM's own reload
     reload.said.clear()
     model = Model()
     trainer(Client(engine(model, noted, quantization)), Source(step(7))).send_weights()
@@ -489,7 +489,7 @@ for n in (1, 2, 3):
 model.qkv.weight.data[0, 0] += 1
 source.update(step(4))
 assert "q.weight" in raised(Exception, sends.send_weights)
-sends.send_weights()  # all of it
+sends.send_weights()  # whole
 assert holds(model, 4)
 quantized = Client(engine(Model(), True, "fp8"))
 assert "no deltas, since vLLM has changed its weights: the model is quantized (fp8)" in raised(
@@ -508,7 +508,7 @@ made = lambda: transfer.TrainerEngine.trainer_init(over(timeout=60, deltas=True)
 assert "no deltas" in raised(ValueError, made) and quantized.engine._group is None
 unwilling = lambda: transfer.TrainerEngine.trainer_init(over(timeout=3600, max_memory="much"), client=Client(engine(Model())), source=source)
 assert "max_memory" in raised(ValueError, unwilling)
-fresh = engine(Model())  # a trainer that waited for a rank that refuses would do so for an hour
+fresh = engine(Model())  # waiting for a rank that refuses would take an hour
 class Refusing(Client):
     def update_weights(self, info):
         super().update_weights(change(info))
@@ -543,8 +543,8 @@ def stand_ins(folder: Path, modules: dict[str, str]) -> None:
 
 
 def test_vllm_transfers_weights(tmp_path: Path) -> None:
-    """The trainer's side pushes, and the engine takes the push in place or, if vLLM has changed the weights, by vLLM's
-    own reload."""
+    """The trainer pushes, and the engine loads the push in place. If vLLM has changed the weights, the engine uses
+    vLLM's own reload."""
     stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **TRANSFER})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + WORKER + ENGINE, tmp_path, tmp_path / "pushes")
 
@@ -576,7 +576,7 @@ assert "group" in raised(ValueError, lambda: updates.message({"path": None}))
 
 
 def test_sglang_takes_pushes(tmp_path: Path) -> None:
-    """SGLang's entry point for custom loaders takes whole pushes and deltas, by slices or by tensors."""
+    """SGLang's entry point for custom loaders accepts whole pushes and deltas, by slices or by tensors."""
     stand_ins(tmp_path / "sglang", test_sglang.SGLANG)
     test_vllm.run(tmp_path, test_vllm.PRELUDE + SGLANG, tmp_path, tmp_path / "pushes")
 

@@ -1,4 +1,4 @@
-"""Sends deltas and pushes of weights through S3 and Redis, on real servers, and over HTTP."""
+"""Sends deltas and pushes of weights through real S3 and Redis servers, and over HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 
 def states() -> list[dict[str, Any]]:
-    """Returns a model and its state after each of two steps."""
+    """Returns a model and its states after two training steps."""
     rng = np.random.default_rng(7)
     made = [
         {
@@ -57,8 +57,8 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> bool:
 
 
 def test_deltas_in_a_store(store: Store) -> None:
-    """One file, shards, and a chain of both are written to a store and applied from there. A set of shards replaces
-    another. A refused delta changes nothing."""
+    """A delta in one file, one in shards, and a chain of both are written to a store and applied from there. New shards
+    replace old ones. A refused delta changes nothing."""
     options, base = store
     old, mid, new = states()
     reach: Any = {"storage_options": options}
@@ -77,7 +77,7 @@ def test_deltas_in_a_store(store: Store) -> None:
     ow.apply_delta(live, [one, two + "delta.safetensors.index.json"], **reach)
     assert same(live, new)
     merged = base + "merged.safetensors"
-    for limit in (1, 5000, None):  # fewer shards, then one file without shards
+    for limit in (1, 5000, None):  # first fewer shards, then one file
         if limit is None:
             with pytest.raises(ow.ArgumentError, match="index.json"):
                 ow.merge_deltas([one, two], merged, **reach)
@@ -93,7 +93,7 @@ def test_deltas_in_a_store(store: Store) -> None:
 
 class Quiet(SimpleHTTPRequestHandler):
     def handle_one_request(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the reader does not wait for the page of an error
+        with contextlib.suppress(ConnectionError):  # the reader does not wait for the body of an error
             super().handle_one_request()
 
     def log_message(self, *_: object) -> None:
@@ -101,7 +101,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def test_deltas_over_http(tmp_path: Path) -> None:
-    """A delta is read as a file, by an index, and from a folder that no server lists."""
+    """A delta is read as a file, through its index, and from a folder that cannot be listed."""
     old, new, _ = states()
     ow.save_file(old, tmp_path / "old.safetensors")
     ow.save_delta(new, old, tmp_path / "one.safetensors")
@@ -152,8 +152,8 @@ assert torch.equal(model.qkv.weight, before)
 
 
 def test_vllm_takes_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
-    """Whole pushes and deltas go from the trainer's side to the engine. A delta of other weights is refused, and the
-    next push is whole. A worker without read permission says so, without secrets."""
+    """The trainer pushes whole weights and deltas to the engine. A delta of other weights is refused, and the next push
+    is whole. The error of a worker without read permission contains no secrets."""
     options, base = store
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **test_live.TRANSFER})
     code = test_vllm.REGISTER + test_vllm.PRELUDE + test_live.WORKER + CARRIED
@@ -184,7 +184,7 @@ def test_sglang_takes_pushes_from_a_store(store: Store, tmp_path: Path) -> None:
 
 
 def test_all_that_is_wrong_with_a_push_is_named() -> None:
-    """Every wrong field of a push is named, in the order in which a push has them."""
+    """Every wrong field of a push is named, in the order of a push's fields."""
     assert reason_against("delta", None) == reason_against_numbers(number=1, size=5) == ""
     reason = reason_against("half", 3)
     assert reason.index("kind must") < reason.index("path must")

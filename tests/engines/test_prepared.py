@@ -1,6 +1,6 @@
-"""Tests prepared state without an engine: tensors taken apart and restored, descriptions, files and folders.
+"""Tests prepared state without an engine: separating and restoring tensors, descriptions, files and folders.
 
-vLLM's real code makes models from it in tests/engines/engines_prepared.py.
+tests/engines/engines_prepared.py makes models from it in vLLM's real code.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from overwire.integrations.shared.prepared import Refused
 
 
 class Weight(torch.nn.Parameter):
-    """A weight like those of engines: with attributes, one of them bound to its layer."""
+    """A weight like those of engines, with attributes. One attribute is a method of its layer."""
 
 
 class Guarded(torch.nn.Parameter):
-    """Has a loader that is a property; after processing its replacement has it as an attribute."""
+    """Has a loader property. After processing, the replacement of this parameter has a loader attribute."""
 
     @property
     def loader(self) -> Any:
@@ -82,7 +82,7 @@ class Model(torch.nn.Module):
 
 
 def processed() -> Model:
-    """Returns a model after processing that dropped a parameter and set a flag."""
+    """Returns a model after processing that removed a parameter and set a flag."""
     model = Model()
     for layer in (model.one, model.two):
         del layer.gone
@@ -109,13 +109,13 @@ def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) ->
         tensors = put_tensors(model, arriving, record["names"], "engine")
         arriving.finish_loading()
     if kind is Model:
-        model.one.table = model.one.scale.detach()  # as processing may leave it
+        model.one.table = model.one.scale.detach()  # as after processing
     match_processed(model, record["names"], tensors)
     return model
 
 
 def test_a_model_comes_back_whole(tmp_path: Path) -> None:
-    """Bytes, classes, attributes, strides, ties, views and dropped parameters are restored."""
+    """Bytes, classes, attributes, strides, ties, views and removed parameters are restored."""
     model = processed()
     path, record = kept(model, tmp_path)
     again = made(path, json.loads(json.dumps(record)))
@@ -131,12 +131,12 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
     assert torch.equal(again.one.part[0], torch.full((12,), 7.0))
     assert "passing" in again.one._non_persistent_buffers_set and again.absent is None
     with ow.safe_open(path, framework="pt") as file:
-        assert len(file.keys()) == 2 * 10, "tied tensors and views once"
+        assert len(file.keys()) == 2 * 10, "tied tensors and views are stored once"
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """A model is refused if its tensors share part of their memory or have none, or have other classes, other shapes,
-    or attributes that only processing sets."""
+    """A model is refused if some of its tensors share only part of their memory, have no memory, or have other classes,
+    shapes or attributes that only processing sets."""
     model = Model()
     memory = torch.arange(12.0)
     model.one.table, model.two.table = memory[:8], memory[4:]
@@ -199,7 +199,7 @@ def test_describes_what_a_model_holds() -> None:
     "text", ["{}", "[1]", '{"tensors": [], "names": {}, "modules": {}, "origins": ""}', "[" * 100_000, "nonsense"]
 )
 def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
-    """A record in another form is treated as damage, so the file is removed and written anew."""
+    """A record in another form counts as damage, so its file is removed."""
     path = tmp_path / ("a" * 40 + ".safetensors")
     ow.save_file({}, path, {prepared.KEY: text})
     path.chmod(0o600)
@@ -209,8 +209,8 @@ def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
 
 
 def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file has its owner's mode, and one of changed weights does not appear. The limit removes the least recently
-    used files. Damage, other owners and refusals are reported."""
+    """A file has its owner's mode. If weights have changed, no file appears. The limit removes the least recently used
+    files. Damage, other owners and refusals are reported."""
     folder = prepared.ensure_folder(str(tmp_path / "new"))
     tensors = {"a": torch.arange(1000)}
     digests = ow.digest(tensors)
@@ -228,7 +228,7 @@ def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.M
     for name in "bc":
         prepared.keep_file(folder, name * 40, tensors, {"x": 1}, ow.digest(tensors))
         prepared.note_use(path)
-    assert sorted(file[0] for file in os.listdir(folder)) == ["a", "c"], "b was not used since"
+    assert sorted(file[0] for file in os.listdir(folder)) == ["a", "c"], "b was the least recently used"
     with pytest.raises(Refused, match="OVERWIRE_PREPARED_GB"):
         prepared.keep_file(folder, "d" * 40, {"a": torch.zeros(1 << 20)}, {}, {})
     prepared.note_refusal(folder, "e" * 40, "a reason")
@@ -244,8 +244,8 @@ def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None:
-    """Of the fingerprints with the same beginning the most recently used one is found, and none of other folders or
-    unfinished files."""
+    """The most recently used fingerprint with a given beginning is found. Other folders and unfinished files are
+    not."""
     assert prepared.newest_name(str(tmp_path), "a" * 8) is None
     for at, name in enumerate(("a" * 40, "a" * 8 + "b" * 32, "c" * 40)):
         prepared.keep_file(str(tmp_path), name, {}, {}, {})
@@ -257,7 +257,7 @@ def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None
 
 
 def test_a_kept_file_was_read_twice(tmp_path: Path) -> None:
-    """The system counts its pages as in use before a start reads them."""
+    """A file is read twice before a start, so that the system counts its pages as in use."""
 
     def count_bytes() -> int:
         words = Path("/proc/self/io").read_text().split()
@@ -275,7 +275,7 @@ def _open_files() -> set[str]:
 
 
 def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
-    """Tensors are loaded while the model is made. If that fails, the load ends, and its file, thread and memory are
+    """Tensors are loaded while the model is made. If making it fails, the load ends and its file, thread and memory are
     released."""
     path, record = kept(processed(), tmp_path)
     begun = Arriving(path, record["tensors"], torch.device("cpu"))
@@ -288,7 +288,7 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_tensors_that_get_no_memory_leave_nothing(tmp_path: Path) -> None:
-    """Memory is allocated while the file is opened. A tensor that cannot be allocated leaves no thread and no file."""
+    """Memory is allocated while the file is being opened. If that fails, no thread and no open file remain."""
     path, record = kept(processed(), tmp_path)
     rows = json.loads(json.dumps(record["tensors"]))
     for at, value, words in ((1, "torch.nothing", "torch does not have the dtype"), (4, "cuda", "was on cuda")):
@@ -322,7 +322,7 @@ def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeyp
 def test_tensors_without_dimensions_come_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single-value scales need no load of their own: only tensors with gaps are loaded separately."""
+    """Single-value scales are loaded with other tensors. Only tensors with gaps are loaded separately."""
     path, record = kept(processed(), tmp_path)
     beside: list[str] = []
     load_copies = copies.load_copies
@@ -334,7 +334,7 @@ def test_tensors_without_dimensions_come_with_the_others(
 
 
 def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
-    """A tensor without dimensions fills one element by itself, and all elements of a target that it is expanded to."""
+    """A tensor without dimensions fills a target of one element, and all elements of an expanded target."""
     ow.save_file({"scale": torch.tensor(0.5)}, tmp_path / "a.safetensors")
     one, many = torch.zeros(1), torch.zeros(3, 2)
     with ow.safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -346,7 +346,7 @@ def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
 
 
 def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
-    """A model gets its tensors while they are still being read: only `finish_loading` waits."""
+    """A model gets its tensors while they are still being read. Only `finish_loading` waits."""
     path, record = kept(processed(), tmp_path)
     with torch.device("meta"):
         model = Model()
@@ -359,7 +359,7 @@ def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
-    """The record has one tensor more than its file: memory without content never becomes a model's."""
+    """A record with more tensors than its file is refused, because no model may get uninitialised memory."""
     path, record = kept(processed(), tmp_path)
     record["tensors"]["more"] = record["tensors"]["one.weight"]
     with pytest.raises(Refused, match="lacks more"):
@@ -367,7 +367,7 @@ def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that disappears while the folder is searched is skipped, and others are still used."""
+    """A file that disappears during the search is skipped, and other files are still found."""
     for name in ("a" * 40, "a" * 8 + "b" * 32):
         prepared.keep_file(str(tmp_path), name, {}, {}, {})
     scan = os.scandir
@@ -384,7 +384,7 @@ def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypat
 
 
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
-    """The file has one tensor more than its record: nothing is assigned."""
+    """If the file has more tensors than its record, nothing is assigned."""
     path, record = kept(processed(), tmp_path)
     rows = dict(record["tensors"])
     rows.pop(next(name for name, row in rows.items() if row[5] is None))
@@ -394,7 +394,7 @@ def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
-    """A file that is missing, damaged, or has other shapes or dtypes is an error, and no file stays open."""
+    """A missing or damaged file, or one with other shapes or dtypes, is an error. No file stays open."""
     path, record = kept(processed(), tmp_path)
     content = bytearray(Path(path).read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 300] ^= 1
@@ -412,8 +412,8 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
         assert str(file) not in _open_files()
 
 def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
-    """After an interrupt the tensors may be dropped before the load that writes to them: their memory stays until it
-    has ended."""
+    """If an interrupt drops the tensors before the load that writes into them, their memory stays until the load has
+    ended."""
     path, record = kept(processed(), tmp_path)
     arriving = Arriving(path, record["tensors"], torch.device("cpu"))
     tensors = [weakref.ref(tensor) for tensor in arriving.tensors.values() if tensor.data_ptr() and tensor.dim()]
@@ -426,8 +426,8 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
 
 
 def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder over its limit, such as a folder of models named by mistake, loses none of its user's files: only files
-    named by a fingerprint are removed."""
+    """If a folder over its limit has other files, for example because the user named a folder of models, they are not
+    removed. Only files named by a fingerprint are."""
     others = ["model-00001-of-00002.safetensors", "a" * 39 + ".safetensors", "A" * 40 + ".safetensors", ".begun-notes"]
     for name in others:
         (tmp_path / name).write_bytes(bytes(1000))
@@ -441,8 +441,9 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_a_killed_writer_left_goes_before_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_script: Callable[..., Any]
 ) -> None:
-    """A process that is killed while it compares or reads its file leaves a whole one. The next writer removes it
-    before it writes, but not that of a living writer, nor one so young that its writer may just be locking it."""
+    """A process that is killed while it compares or reads its file leaves a complete file. The next writer removes that
+    file before it writes. It does not remove the file of a living writer, or a file so new that its writer may not have
+    locked it yet."""
     program = f"""
 import os, signal
 import overwire as ow, torch
@@ -462,7 +463,7 @@ prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors
     save = ow.save_file
 
     def save_file(*args: Any, **named: Any) -> Any:
-        assert sorted(os.listdir(tmp_path)) == left[1:], "a disk needs room for one file, not for all that were begun"
+        assert sorted(os.listdir(tmp_path)) == left[1:], "the disk needs space for one file, not for all unfinished ones"
         return save(*args, **named)
 
     monkeypatch.setattr(ow, "save_file", save_file)
@@ -473,8 +474,8 @@ prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors
 
 
 def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines with equal process ids, as in two containers, can write the same file at once: each file that appears was
-    compared by its own writer."""
+    """Engines with equal process ids, as in two containers, can write the same file simultaneously. Each writer
+    compares its own file before the file appears."""
     tensors, others = {"a": torch.zeros(1000)}, {"a": torch.ones(1000)}
     verify, inner = ow.verify, iter([True])
 
@@ -490,8 +491,8 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that this process cannot read now, for lack of descriptors or memory, stays for other starts. One that
-    another process has just removed counts as missing."""
+    """A file that this process cannot read at present, because descriptors or memory are exhausted, stays for other
+    starts. A file that another process has just removed counts as missing."""
     path, _ = kept(processed(), tmp_path)
     for error in (ow.OutOfMemoryError("no memory"), ow.OverwireError("too many files are open"), OSError("no")):
         monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, error))
@@ -503,10 +504,10 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
-    """A start that fails for lack of threads, memory or descriptors is not recorded as a model that does not fit; a
-    mismatched model is."""
+    """If a start fails because threads, memory or descriptors are exhausted, the model is not recorded as one that does
+    not fit. A mismatched model is."""
     path, record = kept(processed(), tmp_path)
-    before = threading.stack_size(1 << 46)  # more than there are addresses: the system starts no thread
+    before = threading.stack_size(1 << 46)  # larger than the address space, so no thread can start
     try:
         with pytest.raises(RuntimeError, match="can't start new thread") as caught:
             Arriving(path, record["tensors"], torch.device("cpu"))

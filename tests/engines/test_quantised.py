@@ -13,9 +13,9 @@ PACKAGES = ("gptq", "awq", "bnb_nf4", "bnb_int8", "torchao_int8", "quanto_int8",
 
 
 def cases(release: str, folder: Path, *names: str, more: tuple[Path, ...] = ()) -> str:
-    """Runs cases of the program with a release of transformers; returns its lines."""
+    """Runs cases of the program with a release of transformers, and returns its output."""
     if release == "5" and not FIVE.is_dir():
-        pytest.skip(f"no transformers 5 in {FIVE}: make venv puts it there")
+        pytest.skip(f"no transformers 5 in {FIVE}: run make venv")
     pytest.importorskip("transformers")
     path = os.pathsep.join(map(str, ((FIVE,) if release == "5" else ()) + more))
     program = str(ROOT / "tests" / "engines" / "quantised_program.py")
@@ -34,7 +34,7 @@ def cases(release: str, folder: Path, *names: str, more: tuple[Path, ...] = ()) 
     ],
 )
 def test_quantised_models_are_those_of_the_unpatched_load(release: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    """Every part of every tensor is equal, in formats that transformers reads by itself."""
+    """Every part of every tensor is equal, in formats that transformers reads without other packages."""
     output = cases(release, tmp_path, *names)
     assert all(f"{name} equal" in output for name in names), output
 
@@ -42,12 +42,12 @@ def test_quantised_models_are_those_of_the_unpatched_load(release: str, names: t
 @pytest.mark.parametrize("release", ["4.57", "5"])
 @pytest.mark.parametrize("name", PACKAGES)
 def test_quantisers_get_what_the_unpatched_load_gives(name: str, release: str, tmp_path: Path) -> None:
-    """Quantisers get the same tensors as from the unpatched load, with the packages that `make quantisers` installs
-    into the folder `OVERWIRE_TEST_QUANTISERS`: for both releases, and for each."""
+    """Quantisers get the same tensors as from the unpatched load. `make quantisers` installs their packages for both
+    releases and for each release into the folder `OVERWIRE_TEST_QUANTISERS`."""
     root = os.environ.get("OVERWIRE_TEST_QUANTISERS")
     if not root:
-        pytest.skip("the packages are installed by make quantisers, which runs this")
+        pytest.skip("make quantisers installs the packages and runs this test")
     folders = (release, "both", *(["torchao"] if name == "torchao_int8" else []))
     output = cases(release, tmp_path, name, more=tuple(Path(root) / folder for folder in folders))
-    unknown = (name, release) == ("hqq_int4", "5")  # in transformers' own words
+    unknown = (name, release) == ("hqq_int4", "5")  # refused by transformers itself
     assert f"{name} skipped: transformers" in output if unknown else f"{name} equal" in output, output

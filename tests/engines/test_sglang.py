@@ -1,6 +1,6 @@
-"""Tests the SGLang plug-in with small stand-ins of what it hooks into.
+"""Tests the SGLang plug-in with small stand-ins for SGLang's modules.
 
-The stand-ins have the signatures of SGLang 0.5.23. The real code runs in tests/engines/engines_sglang.py.
+The stand-ins have the signatures of SGLang 0.5.23. tests/engines/engines_sglang.py runs the real code.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def get_model_loader(load_config, model_config=None):
 
 @pytest.fixture(scope="module")
 def sglang(engines: Path) -> Path:
-    """Makes the folder of vLLM's stand-in, with SGLang's."""
+    """Makes the folder with the stand-ins for vLLM and SGLang."""
     for name, text in SGLANG.items():
         path = engines / "sglang" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def sglang(engines: Path) -> Path:
 
 
 def test_sglang(sglang: Path, model: Path) -> None:
-    """The format is a valid choice, and its configuration becomes the loader, which reads."""
+    """The format is a valid choice, and a loader with its configuration loads a model."""
     code = base.PRELUDE + """
 from overwire.integrations.sglang import register
 register(); register()
@@ -151,8 +151,8 @@ def new(path, made):
 
 
 def test_sglang_asks_in_every_order(sglang: Path, model: Path, tmp_path: Path) -> None:
-    """A start, a start during a capture, updates of all or some weights, a rollback and two models at once load what
-    was asked for."""
+    """Each load returns what was requested: a start, a start during a capture, updates of all or some weights, a
+    rollback, and two models at the same time."""
     code = """
 import overwire
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -174,7 +174,7 @@ def update(loads, made, path, names=None):
 made, loads = Model(), loader()
 loads.load_model(made, served(base + "/compressed"))
 right(made, 1)
-update(loads, made, other, {"linear.weight"})  # by the loader that has loaded it, and by new ones
+update(loads, made, other, {"linear.weight"})  # with the first loader, then with new ones
 right(made, 2, ["linear"])
 right(made, 1, "qkv")
 update(loader(), made, other)
@@ -203,7 +203,7 @@ right(two, 2)
 
 
 def test_a_draft_has_its_own_weights(sglang: Path, model: Path, tmp_path: Path) -> None:
-    """`source` is for the served model: a draft that is loaded with the same options reads its own files, unless it is
+    """`source` is for the served model. A draft that is loaded with the same options reads its own files, unless it is
     part of the model."""
     code = """
 import overwire
@@ -223,7 +223,7 @@ def load(path):
     made = Model()
     get_model_loader(LoadConfig(load_format="overwire", model_loader_extra_config=extra)).load_weights(made, config(path))
     return first(made)
-assert [load(path) for path in (target, draft, target)] == [1, 3, 1]  # vLLM has no configuration: the first is served
+assert [load(path) for path in (target, draft, target)] == [1, 3, 1]  # without a configuration, the first model is served
 whole = types.SimpleNamespace(model_config=config(draft), speculative_config=types.SimpleNamespace(target_model_config=config(target)),
                               device_config=types.SimpleNamespace(device="cpu"))
 vllm.config.get_current_vllm_config_or_none = lambda: whole

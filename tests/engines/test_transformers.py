@@ -1,5 +1,5 @@
 """Tests `patch_safetensors` with transformers 5 and 4.57, diffusers 0.42 and 0.35, peft, torch's distributed
-checkpoints and unchanged programs; accelerate is in test_patch_safetensors.py."""
+checkpoints and unchanged programs. test_patch_safetensors.py tests accelerate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIVE = Path(os.environ.get("OVERWIRE_TEST_TRANSFORMERS5") or Path(sys.prefix) / 
 
 
 def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bool = False, **env: str) -> str:
-    """Runs Python with a folder before its path; returns what it printed. fresh: torch is not imported yet."""
+    """Runs Python with a folder before its path, and returns its output. fresh: torch is not imported yet."""
     clean = cleaned() | env
     if path is not None:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), clean.get("PYTHONPATH"))))
@@ -32,23 +32,23 @@ def run(command: list[str], folder: Path, path: Path | None = None, *, fresh: bo
 
 
 def run_program(name: str, release: str, folder: Path, files: Path) -> str:
-    """Runs a program of this folder with a release of transformers, or skips the test; returns its lines."""
+    """Runs a program of this folder with a release of transformers, or skips the test. Returns its output."""
     if release == "5" and not FIVE.is_dir():
-        pytest.skip(f"no transformers 5 in {FIVE}: make venv puts it there")
+        pytest.skip(f"no transformers 5 in {FIVE}: run make venv")
     pytest.importorskip("transformers")
     return run([str(ROOT / "tests" / "engines" / name), str(files)], folder, FIVE if release == "5" else None)
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_every_parameter_is_that_of_the_unpatched_load(release: str, tmp_path: Path) -> None:
-    """Dense, tied, expert, fp8, odd and offloaded models, and adapters, equal the unpatched load: see the program."""
+    """Dense, tied, expert, fp8, odd and offloaded models, and adapters, equal the unpatched load. See the program."""
     output = run_program("transformers_program.py", release, tmp_path, tmp_path / "models")
     assert output.splitlines()[-1].startswith(f"ok {release}"), output
 
 
 @pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
 def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
-    """With a tensor-parallel plan two ranks get the shards of the unpatched load, and read only their rows: see the
+    """With a tensor-parallel plan, two ranks get the shards of the unpatched load and read only their rows. See the
     program."""
     output = run_program("parallel_program.py", release, tmp_path, tmp_path / "a b")
     assert f"ok {release}" in output and f"done {release}" in output, output
@@ -57,10 +57,10 @@ def test_ranks_read_their_share(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", [pytest.param("0.35", marks=pytest.mark.slow), "0.42"])
 def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
-    """Every parameter of several models equals the unpatched load, and one is read while another is built."""
+    """Every parameter of several models equals the unpatched load, and a model is read while another is being built."""
     five = release == "0.42"
     if five and not (FIVE / "diffusers").is_dir():
-        pytest.skip(f"no diffusers in {FIVE}: make venv puts it there")
+        pytest.skip(f"no diffusers in {FIVE}: run make venv")
     pytest.importorskip("diffusers")
     program = str(ROOT / "tests" / "engines" / "diffusers_program.py")
     output = run([program, str(tmp_path / "a b")], tmp_path, FIVE if five else None)
@@ -69,7 +69,7 @@ def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["transformers"])
 def test_the_page_runs(page: str, tmp_path: Path) -> None:
-    """The Python code of docs/transformers.md runs as written, one block after the other."""
+    """The Python blocks of docs/transformers.md run unchanged, one after the other."""
     pytest.importorskip("transformers")
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
@@ -79,7 +79,7 @@ def test_the_page_runs(page: str, tmp_path: Path) -> None:
 
 
 def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
-    """`device=` is for libraries that name none; plain files also go through the engine."""
+    """`device=` applies to libraries that pass no device. Plain files also go through the engine."""
     tensors = {"a": torch.arange(60).view(6, 10), "b": torch.randn(7).bfloat16()}
     safetensors.torch.save_file(tensors, tmp_path / "plain.safetensors")
     ow.save_file(tensors, tmp_path / "packed.safetensors")
@@ -94,7 +94,7 @@ def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
             same(file.get_tensor("b"), tensors["b"])
     with ow.patch_safetensors(), safetensors.safe_open(tmp_path / "plain.safetensors", "pt") as file:
         held = file.get_slice("a")
-        assert held.device("cpu") is None  # safetensors maps it
+        assert held.device("cpu") is None  # safetensors maps the file
         assert held.device("cuda:3") == "cuda:3" and held.device(1) == "cuda:1"
         same(held[...], tensors["a"])
         assert file.metadata() is None and sorted(file.keys()) == ["a", "b"]
@@ -103,7 +103,7 @@ def test_slices_land_where_the_patch_says(tmp_path: Path) -> None:
 
 
 def test_writing_compressed(tmp_path: Path) -> None:
-    """Files are written compressed only while a patch says so. They are whole or absent, and read back."""
+    """Files are written compressed only while a patch asks for it. They are complete or absent, and can be read."""
     tensors = {"a": torch.randn(64, 64).bfloat16(), "n": torch.zeros(0, 3), "s": torch.tensor(2.5)}
     plain = ow.patch_safetensors()
     with ow.patch_safetensors(compress=True):
@@ -120,7 +120,7 @@ def test_writing_compressed(tmp_path: Path) -> None:
 
 
 def test_distributed_checkpoints(tmp_path: Path) -> None:
-    """torch's reader of Hugging Face folders reads compressed ones."""
+    """torch's reader of Hugging Face folders reads compressed files."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     want = {"a": torch.randn(33, 5), "b": torch.arange(7.0)}
@@ -142,7 +142,7 @@ print(sorted(load_file("packed.safetensors")), load_file("packed.safetensors")["
 
 
 def test_programs_that_are_not_changed(tmp_path: Path) -> None:
-    """Programs are patched by a folder on PYTHONPATH, or by a variable if they import overwire anyway."""
+    """Unchanged programs are patched by a folder on PYTHONPATH or, if they import overwire, by a variable."""
     ow.save_file({"a": torch.arange(4.0)}, tmp_path / "packed.safetensors")
     (tmp_path / "program.py").write_text(PROGRAM)
     folder = Path(run(["-m", "overwire.compat", "path", "safetensors"], tmp_path, fresh=True).strip())
@@ -163,7 +163,8 @@ def test_without_the_package_the_variable_warns(script: Any) -> None:
 
 
 def test_a_folder_of_one_file_stays_a_folder(tmp_path: Path) -> None:
-    """A pipeline's folder also stays a folder; loading it whole is refused with the folders' names."""
+    """A folder of one file stays a folder, and so does a pipeline's folder. Loading a pipeline's folder as one model is
+    refused, with the names of its folders."""
     for part in ("unet", "vae"):
         (tmp_path / "pipe" / part).mkdir(parents=True)
         ow.save_file({"w": torch.randn(999).bfloat16()}, tmp_path / "pipe" / part / "model.safetensors", compress=False)

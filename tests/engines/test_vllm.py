@@ -1,6 +1,6 @@
-"""Tests the vLLM plug-in with small stand-ins of what it hooks into.
+"""Tests the vLLM plug-in with small stand-ins for vLLM's modules.
 
-The stand-ins have the signatures of vLLM 0.32 and 0.33. The real code runs in tests/engines/engines_vllm.py.
+The stand-ins have the signatures of vLLM 0.32 and 0.33. tests/engines/engines_vllm.py runs the real code.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes two compressed shards with an index.json, and a plain folder next to it."""
+    """Writes two shards with an index.json, compressed and plain, in two folders."""
     import overwire
     import torch
 
@@ -191,7 +191,7 @@ REGISTER = "from overwire.integrations.vllm import register\nregister()\n"
 
 
 def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> str:
-    """Runs a program with the engines' stand-ins; fresh: torch is not imported yet."""
+    """Runs a program with the engines' stand-ins. fresh: torch is not imported yet."""
     words = ["-c", f"import sys\nsys.path.insert(0, {str(engines)!r})\n{code}", *map(str, arguments)]
     done = (warm.fresh if fresh else warm.run)(words, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -200,8 +200,8 @@ def run(engines: Path, code: str, *arguments: object, fresh: bool = False) -> st
 
 @pytest.mark.imports_torch
 def test_registration_runs_nothing(engines: Path) -> None:
-    """Registration imports neither torch nor vLLM's loaders nor the engine, however often it is called. The format is
-    there when vLLM has imported its loaders, early or late."""
+    """Registration imports neither torch, nor vLLM's loaders, nor the engine, even if repeated. The format is
+    registered once vLLM has imported its loaders, before or after."""
     code = """
 from overwire.integrations.vllm import register
 register(); register()
@@ -219,7 +219,8 @@ assert "overwire._core" not in sys.modules
 
 
 def test_loads_in_the_order_of_the_files(engines: Path, model: Path) -> None:
-    """Plain and compressed files load in file order, in little memory; tensors outlive the next step and the loader."""
+    """Plain and compressed files load in file order with little memory. Tensors outlive the next step and the
+    loader."""
     code = """
 for kind in ("plain", "compressed"):
     made = Model(keep=True)
@@ -235,7 +236,7 @@ for kind in ("plain", "compressed"):
 
 
 def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
-    """Slices go where the loader would copy them; a loader that cannot be planned gets tensors."""
+    """Slices are loaded to where the loader would copy them. A loader that cannot be planned gets tensors."""
     code = """
 import vllm.model_executor.model_loader
 import overwire.integrations.shared.copies as copies
@@ -308,7 +309,7 @@ for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain",
     check(kind, twice, stored[4], False)
     check(kind, sums, stored[4] + 1, False)
     check(kind, reads, linear * 2, False)
-    check(kind, keeps, linear, True)  # found out at the end
+    check(kind, keeps, linear, True)  # detected at the end
     check(kind, numbers, linear, False)
     check(kind, lists, linear, False)
     assert torch.equal(check(kind, asks, linear, True).other, stored[4][:8]) and "device" not in vars(torch.Tensor)
@@ -341,8 +342,8 @@ assert torch.equal(made.third, q.view(4, 16, 64)[..., 3:11]) and torch.equal(mad
 
 
 def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path) -> None:
-    """Copies are loaded before the loader is done, as long as it only copies. Whatever it does later, the model is as
-    its own loader leaves it, and missing tensors are an error."""
+    """Copies are loaded while the loader still runs, as long as it only copies. Whatever it does later, the model is
+    the same as from its own loader. Missing tensors are an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
 import overwire.integrations.shared.copies as copies, overwire.integrations.shared.recording as recording
@@ -350,7 +351,7 @@ recording.EARLY = 1
 begun = []
 begin, end = copies.Early.begin, copies.Early.end
 def noted(self, every):
-    self.end()  # so that one begins with each tensor, however slow the machine is
+    self.end()  # begins one load per tensor even on a slow machine
     left = begin(self, every)
     begun.append(len(every) - len(left))
     return left
@@ -393,7 +394,7 @@ for kind in ("plain", "compressed"):
     begun.clear()
     assert raised(KeyError, lambda: loader({"strict": False}).load_weights(Fails(), config(base + "/" + kind))) == "'surplus'"
     assert sum(begun) > 1
-# A damaged file, found out early or late.
+# Damage is found early or late.
 shutil.copytree(base + "/compressed", sys.argv[2])
 path = sys.argv[2] + "/model-1.safetensors"
 data = bytearray(open(path, "rb").read())
@@ -408,8 +409,8 @@ for recording.EARLY in (1, 1 << 40):
 
 
 def test_chooses_as_vllm_does(engines: Path, model: Path) -> None:
-    """The loader chooses as vLLM does: experts of other ranks, unused weights, other patterns, secondary weights, a
-    source."""
+    """The loader chooses the same tensors as vLLM, with experts of other ranks, unused weights, other patterns,
+    secondary weights and a source."""
     code = """
 from vllm.model_executor.model_loader import DefaultModelLoader
 def names(extra=None, path=base + "/compressed", **settings):
@@ -432,16 +433,16 @@ assert len(list(there.get_all_weights(config(base + "/compressed"), made))) == 6
 import os, shutil
 shutil.copytree(base + "/plain", base + "/few")
 os.remove(base + "/few/model-10.safetensors")
-assert len(list(there.get_all_weights(config(base + "/few"), made))) == 3  # a reload from elsewhere reads what it is given
+assert len(list(there.get_all_weights(config(base + "/few"), made))) == 3  # a reload of other files reads those
 there.download_model(config("/nowhere"))
 """
     run(engines, REGISTER + PRELUDE + code, model)
 
 
 def test_collects_what_a_load_leaves(engines: Path, model: Path) -> None:
-    """vLLM's garbage collections during a load only look at its own garbage. Earlier objects are looked at again after
-    it, also after an error. Objects that a program has frozen stay frozen, except for the few that Python itself begins
-    with."""
+    """During a load, vLLM's garbage collections only look at new objects. After the load, also after an error, earlier
+    objects are collected again. Objects that a program has frozen stay frozen, except the few that Python itself has
+    frozen."""
     code = """
 import gc, weakref
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -457,7 +458,7 @@ def load_model(self, vllm_config, model_config, prefix=""):
     if vllm_config is None:
         raise ValueError("no configuration")
 BaseModelLoader.load_model = load_model
-gc.unfreeze()  # what the process began with
+gc.unfreeze()  # objects frozen at the start of the process
 gc.disable()
 old, alive, there = ring(), [], loader({"plan": False})
 there.load_model(object(), config(base))
@@ -477,7 +478,7 @@ assert alive[-1] == (True, False) and gc.get_freeze_count() == 0
 
 
 def test_says_what_is_wrong(engines: Path, model: Path, tmp_path: Path) -> None:
-    """Errors name wrong keys and values, missing weights and parts, names that the index lists, and damage."""
+    """Errors name wrong keys and values, missing weights and parts, missing names of the index, and damage."""
     code = """
 import os, shutil, overwire
 def without(name, index=False):
@@ -522,20 +523,20 @@ assert "model-10.safetensors" in said and "tensor" in said and "chunk" in said, 
 
 
 def test_the_table_of_quantised_models_is_the_loaders() -> None:
-    """docs/vllm-internals.md names each quantisation method once or by its checkpoints. Its methods loaded by slices
-    are the loader's, and those that keep prepared state are those that vLLM says accept it."""
+    """docs/vllm-internals.md lists each quantisation method once or by its checkpoints. The methods that it lists as
+    loaded by slices are those of the loader. Those with prepared state are the methods for which vLLM accepts it."""
     lines = (ROOT / "docs/vllm-internals.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in (line.split("|") for line in lines) if len(row) == 7 and "`" in row[2]]
     slices = {name for row in rows if "by slices" in row[3] for name in re.findall(r"`([\w-]+)`", row[2])}
     assert slices == COPIED and len(rows) > 12
-    for row in rows:  # rows of the models that engines_quantised.py makes
+    for row in rows:  # rows with models of engines_quantised.py
         names = re.findall(r"`([\w-]+)`", row[2])
         kept = {f"{kind}, {case}" in PREPARED for case, (name, _, kinds) in CASES.items() if name in names for kind in kinds}
         assert not kept or {"yes": {True}, "no": {False}}.get(row[4].strip(), {True, False}) >= kept, row
 
 
 def test_joins_a_preload(engines: Path, model: Path) -> None:
-    """With OVERWIRE_PRELOAD in the environment, the load takes over what was read."""
+    """With OVERWIRE_PRELOAD in the environment, a load uses the preloaded data."""
     code = """
 import os
 os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"
@@ -544,7 +545,7 @@ from overwire.integrations.vllm import register
 register()
 assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 import overwire
-assert "overwire._core" in sys.modules  # the import has started it
+assert "overwire._core" in sys.modules  # started by the import
 assert overwire.preload(base + "/compressed").wait(60)
 size = sum(os.path.getsize(base + "/compressed/" + f) for f in os.listdir(base + "/compressed") if f.endswith("rs"))
 chosen, made = loader(), Model()
@@ -552,13 +553,13 @@ chosen.load_weights(made, config(base + "/compressed"))
 joined = overwire.last_report()["stages"]["read_bytes"]
 loader().load_weights(Model(), config(base + "/compressed"))
 alone = overwire.last_report()["stages"]["read_bytes"]
-assert joined == 0 and alone > size * 0.5, (alone, joined, size)  # two of six tensors are not wanted
+assert joined == 0 and alone > size * 0.5, (alone, joined, size)  # two of six tensors are not loaded
 """
     run(engines, code, model)
 
 
 def test_a_parent_of_vllm_does_not_preload(engines: Path, model: Path) -> None:
-    """vLLM's first process leaves the model to a child, and a running engine would not survive that."""
+    """vLLM's first process does not preload: a child loads the model, and an engine would not survive the fork."""
     code = """
 import os, types
 os.environ["OVERWIRE_PRELOAD"] = sys.argv[1] + "/compressed"
@@ -571,8 +572,8 @@ assert "overwire._core" not in sys.modules and "VLLM_WORKER_MULTIPROC_METHOD" no
 
 
 def test_prepared_state_is_written_when_the_engine_is_up(engines: Path, model: Path) -> None:
-    """A worker that has warmed up starts writing prepared state. Calls that change weights or their memory wait for it,
-    and a worker without it is unaffected."""
+    """A worker starts writing prepared state when it has warmed up. Calls that change weights or their memory wait for
+    the end of writing. Workers without prepared state are not affected."""
     code = """
 import overwire.integrations.vllm as plug
 done = []

@@ -1,5 +1,5 @@
-"""Tests overwire's sleep back end for vLLM with stand-ins of what it hooks into. Real vLLM sleeps with it in
-tests/gpu/device_vllm.py."""
+"""Tests overwire's sleep back end for vLLM with stand-ins for vLLM's modules. tests/gpu/device_vllm.py tests it in real
+vLLM."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ for enabled, name in ((True, "overwire"), (True, "cumem"), (False, "overwire")):
     assert worker.load_model(load_dummy_weights=name) == name
 assert asked == [1] and worker.loads == 3
 ready()
-assert backend._memory.wait(60) and backend._memory.nbytes == 0  # of the host here, where there is nothing to prepare
+assert backend._memory.wait(60) and backend._memory.nbytes == 0  # host memory needs no preparation
 import overwire
 real, overwire.prepare_sleep = overwire.prepare_sleep, lambda tensors: raise_(overwire.OutOfMemoryError("none"))
 ready()
@@ -95,7 +95,7 @@ overwire.prepare_sleep = real
 for tags in (None, ["weights"], None):
     backend.suspend(1)
     assert not any(held.any() for held in memory) and ALLOCATOR.calls[-1] == ("sleep", 2)
-    backend.suspend(1)  # sleeps on
+    backend.suspend(1)  # still asleep
     if tags:
         backend.resume(["kv_cache"])
         assert not any(held.any() for held in memory)
@@ -110,6 +110,6 @@ assert backend.preserves_compiled_artifacts()
 
 
 def test_vllm_sleeps(tmp_path: Path) -> None:
-    """The weights' memory comes back bit for bit, whatever it holds; everything else is left to vLLM."""
+    """Waking restores the memory of any weights bit for bit. vLLM handles all other memory."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + SLEEPS, tmp_path)

@@ -1,6 +1,6 @@
 """Loads models with this interpreter's transformers, unpatched and under `patch_safetensors`, and compares every
-parameter byte for byte. `test_transformers.py` runs it with each release. The argument is an empty folder. Ends with
-"ok" and the release."""
+parameter byte for byte. `test_transformers.py` runs it with each release. The argument is an empty folder. The last
+line is "ok" and the release."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same(want: torch.nn.Module, got: torch.nn.Module, what: Any) -> None:
 
 @contextlib.contextmanager
 def passes() -> Iterator[list[tuple[str, int]]]:
-    """Records the engine's passes: (dtype that it casts to or "", number of tensors)."""
+    """Records each pass of the engine: the dtype that it casts to, or "", and the number of tensors."""
     seen: list[tuple[str, int]] = []
     stream = ow.stream
 
@@ -66,7 +66,7 @@ def save(model: Any, folder: Path, size: str = "60KB") -> None:
 
 
 def compare(folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", torch.float32), **more: Any) -> None:
-    """Compares each way of loading with the unpatched one."""
+    """Compares each form of loading with the unpatched load."""
     for where in maps:
         for dtype in dtypes:
             want = auto(folder / "plain", device_map=where, dtype=dtype, **more)
@@ -74,7 +74,7 @@ def compare(folder: Path, maps: list[Any], dtypes: tuple[Any, ...] = ("auto", to
                 with ow.patch_safetensors(device=device), passes() as seen:
                     got = auto(folder / kind, device_map=where, dtype=dtype, **more)
                 same(want, got, (folder.name, kind, device, where, dtype))
-                # One pass takes everything for one device and cast; with transformers 4, one per shard.
+                # One pass reads all tensors for one device and cast. With transformers 4 there is one pass per shard.
                 engine = kind == "packed" or device is not None
                 assert bool(seen) == engine, (folder.name, kind, device, where, seen)
                 if FIVE:
@@ -92,14 +92,14 @@ def dense(folder: Path) -> None:
         "lm_head": torch.device("cpu"),
     }
     compare(folder, [None, "cpu", "auto", {"": "cpu"}, parts])
-    if FIVE:  # transformers 4 asks safetensors for that device, which it does not have
+    if FIVE:  # transformers 4 asks safetensors for a meta device, which safetensors does not support
         with ow.patch_safetensors():
             meta = auto(folder / "packed", device_map={"": "meta"}, dtype="auto")
         assert all(p.device.type == "meta" for p in meta.parameters())
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # transformers 5 without worker threads
     compare(folder, ["cpu"], ("auto",))
     del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
-    os.environ["HF_ENABLE_PARALLEL_LOADING"] = "1"  # transformers 4 with them
+    os.environ["HF_ENABLE_PARALLEL_LOADING"] = "1"  # transformers 4 with worker threads
     compare(folder, ["cpu"], ("auto",))
     del os.environ["HF_ENABLE_PARALLEL_LOADING"]
 
@@ -114,7 +114,7 @@ def tied(folder: Path) -> None:
 
 
 def experts(folder: Path) -> None:
-    """Stored expert by expert; transformers 5 stacks and joins them."""
+    """Experts are stored one by one. transformers 5 stacks and joins them."""
     config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     save(transformers.MixtralForCausalLM(config).bfloat16(), folder)
     stored = json.loads((folder / "plain" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -143,7 +143,7 @@ def quantised(folder: Path) -> None:
     import transformers.quantizers.quantizer_finegrained_fp8 as fp8
 
     if FIVE:
-        compare(folder, ["cpu"], ("auto",))  # a CPU has no such kernels, so it is dequantised
+        compare(folder, ["cpu"], ("auto",))  # a CPU has no fp8 kernels, so the weights are dequantised
     fp8.is_torch_xpu_available = lambda *a, **k: True  # type: ignore[assignment]
     compare(folder, ["cpu"], ("auto",))
     with ow.patch_safetensors():
@@ -152,7 +152,7 @@ def quantised(folder: Path) -> None:
 
 
 def odd(folder: Path) -> None:
-    """A name that is in two files, one that the model lacks, and one that it misses."""
+    """A name in two files, a tensor that the model lacks, and one that the files lack."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
     save(model, folder)
     for kind, write in (("plain", safetensors.torch.save_file), ("packed", ow.save_file)):
@@ -173,7 +173,7 @@ def odd(folder: Path) -> None:
     loaded = []
     for kind, patch in (("plain", contextlib.nullcontext), ("packed", ow.patch_safetensors)):
         with patch():
-            torch.manual_seed(3)  # for missing tensors
+            torch.manual_seed(3)  # for initialising missing tensors
             got, info = auto(folder / kind, device_map="cpu", dtype="auto", output_loading_info=True)
         loaded.append((got, {key: sorted(map(str, info[key])) for key in ("missing_keys", "unexpected_keys")}))
     assert loaded[0][1] == loaded[1][1] and loaded[0][1]["missing_keys"] and loaded[0][1]["unexpected_keys"]
@@ -188,14 +188,14 @@ def offloaded(folder: Path) -> None:
     for kind, patch in (("plain", contextlib.nullcontext), ("packed", ow.patch_safetensors), ("plain", ow.patch_safetensors)):
         with patch(), passes() as seen:
             model = auto(folder / kind, device_map=where, dtype="auto", offload_folder=folder / "off")
-        assert not seen, seen  # one by one
+        assert not seen, seen  # tensors are read one by one
         with torch.no_grad():
             logits.append(model(tokens).logits)
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
 
 
 def ready(folder: Path) -> None:
-    """The engine learns of a GPU as soon as transformers knows it."""
+    """The engine is told of a GPU as soon as transformers has chosen it."""
     import overwire.compat.safetensors._lazy as lazy
 
     if not FIVE:
@@ -212,7 +212,7 @@ def ready(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """The error names the tensor, and nothing is left of the patch."""
+    """The error names the tensor, and nothing of the patch remains."""
     save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16(), folder)
     path = max((folder / "packed").glob("*.safetensors"), key=lambda file: file.stat().st_size)
     data = bytearray(path.read_bytes())
@@ -231,7 +231,7 @@ def damaged(folder: Path) -> None:
 
 
 def adapters(folder: Path) -> None:
-    """Loads peft adapters, by peft itself and by transformers' own integration."""
+    """Loads peft adapters with peft itself and with transformers' integration."""
     try:
         import peft
     except ImportError:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Keeps libraries that report progress quiet, and downloads no model.
+# Turns off progress bars and downloads.
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
     "DIFFUSERS_VERBOSITY": "error",
@@ -19,10 +19,8 @@ QUIET = {
 def run_child(
     program: str, folder: Path, device: str, kind: str, *, loud: bool = False
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Returns the result that `program --child KIND` prints after RESULT, or None, and whether it succeeded.
-
-    Its output is shown if it failed, had no result, or is loud.
-    """
+    """Runs `program --child KIND` and returns the result that it prints after RESULT, or None, and whether it
+    succeeded. Its output is shown if it failed, printed no result, or is loud."""
     command = [sys.executable, program, "--dir", str(folder), "--device", device, "--child", kind]
     child = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True, timeout=200)
     results = [json.loads(line[7:]) for line in child.stdout.splitlines() if line.startswith("RESULT ")]

@@ -1,6 +1,11 @@
-"""Measures the seconds until training may continue, and until a checkpoint is whole, for overwire and torch's own
-methods, with one state in GPU memory. `device_checkpoint.py FOLDER GB`; with WORLD_SIZE ranks, forks of this process
-with a GPU each, of an FSDP2 model. Saved data is loaded and compared before anything is timed."""
+"""Measures how long training waits for a checkpoint and how long the checkpoint takes to complete, for overwire and for
+torch's own methods, with the same state in GPU memory.
+
+    device_checkpoint.py FOLDER GB
+
+With WORLD_SIZE, that many ranks, forks of this process with one GPU each, save an FSDP2 model. Each checkpoint is
+loaded and compared before anything is timed.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +26,12 @@ from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointW
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 warnings.filterwarnings("ignore")
-ONLY = os.environ.get("ONLY", "")  # part of the names of methods, which then run three times, one after the other
+ONLY = os.environ.get("ONLY", "")  # parts of the names of methods to run, three times in a row
 FOLDER, SIZE, RANKS = Path(sys.argv[1]), int(float(sys.argv[2]) * 1e9), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def state_of(rank: int) -> dict[str, Any]:
-    """Returns bf16 weights, 1/5 of the bytes, and two fp32 moments of them, sharded over the ranks."""
+    """Returns bf16 weights, a fifth of the bytes, and two fp32 moments of each, sharded over the ranks."""
     torch.manual_seed(1)
     rows = max(RANKS, SIZE // 10 // 40 // 4096)
     out: dict[str, Any] = {"model": {}, "optimizer": {}}
@@ -63,7 +68,7 @@ def compare(state: dict[str, Any], reader: Any) -> float:
 
 
 class Steps:
-    """Trains a small model: measures 20 steps, with and without something else running."""
+    """Trains a small model, to time 20 steps with and without a save in the background."""
 
     def __init__(self) -> None:
         layers = [torch.nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
@@ -81,7 +86,7 @@ class Steps:
             loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
-            loss.item()  # as a loop that logs does
+            loss.item()  # waits for the GPU, as a loop that logs the loss does
         return time.perf_counter() - began
 
 
@@ -105,7 +110,7 @@ def run(rank: int) -> None:
     say(f"compared; ratio {stored / total:.3f}; first load {loads:.2f} s", flush=True)
     barrier()
     steps = Steps()
-    say(f"20 steps of training beside nothing {min(steps.run() for _ in range(3)):6.3f} s", flush=True)
+    say(f"20 steps of training without a save {min(steps.run() for _ in range(3)):6.3f} s", flush=True)
     stager = CheckpointStager()
     ways: dict[str, Any] = {
         "overwire save": lambda: dcp.save(state, storage_writer=CheckpointWriter(at)),
@@ -123,7 +128,7 @@ def run(rank: int) -> None:
     for name in [name for name in ways if ONLY in name] * (3 if ONLY else 1):
         way = ways[name]
         for turn in range(3 if "async" in name else 2):
-            if name.startswith("torch") or ONLY:  # our saves do not replace torch's checkpoints
+            if name.startswith("torch") or ONLY:  # our saves cannot replace torch's checkpoints
                 barrier()
                 if rank == 0:
                     shutil.rmtree(at, ignore_errors=True)
@@ -135,7 +140,7 @@ def run(rank: int) -> None:
                 saving = way()
                 free = time.perf_counter() - began
                 if "async" in name and turn == 2:
-                    say(f"{name:24} 20 steps beside it {steps.run():6.3f} s", flush=True)
+                    say(f"{name:24} 20 steps during the save {steps.run():6.3f} s", flush=True)
                 if "async" in name:
                     saving.result()
             except Exception as error:
@@ -145,7 +150,7 @@ def run(rank: int) -> None:
             cpu, rate = time.process_time() - cpu, total / 1e9 / whole
             if turn == 2:
                 break
-            say(f"{name:24} goes on after {free:6.2f} s, whole after {whole:6.2f} s ({rate:5.1f} GB/s), processor {cpu:6.1f} s", flush=True)
+            say(f"{name:24} returns after {free:6.2f} s, complete after {whole:6.2f} s ({rate:5.1f} GB/s), processor {cpu:6.1f} s", flush=True)
         if name in ("overwire async", "torch save, 16 threads"):
             took = min(
                 compare(state, CheckpointReader(at) if name[0] == "o" else dcp.FileSystemReader(at)) for _ in range(2)
@@ -162,7 +167,7 @@ if __name__ == "__main__":
         if not os.fork():
             rank = other
             break
-    # Ends a run that hangs.
+    # Ends the process if it hangs.
     watch = threading.Timer(float(os.environ.get("LIMIT", "600")), lambda: os._exit(3))
     watch.daemon = True
     watch.start()

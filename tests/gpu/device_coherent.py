@@ -1,13 +1,12 @@
-"""Compares loads with kernels that read stored bytes in host memory with usual loads.
+"""Compares usual loads with loads in which kernels read stored bytes in host memory.
 
-Bytes are compared first; then comes a table of GB/s.
+It compares bytes first and then prints a table of GB/s.
 
     PYTHONPATH=python python tests/gpu/device_coherent.py [--size 8GB] [--repeat 7] [--dir /dev/shm] [--device cuda]
 
-A GPU with a coherent link (Grace, DGX Spark) always loads in place, so both columns measure
-the same there. Any other GPU does it on request, over PCI Express: that shows that the mode
-is correct, and not how fast it is over the link that it was made for. The status is 1 if a
-byte is wrong, or if a load used another mode than requested.
+A GPU with a coherent link (Grace, DGX Spark) always loads in place, so both columns measure the same there. Other GPUs
+load in place on request, over PCI Express. That shows that the mode is correct, but not how fast it is over a coherent
+link. The exit status is 1 if a byte is wrong, or if a load used another mode than requested.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ usual_load = _verbs.load
 
 
 def load(request: Any, *rest: Any) -> Any:
-    """Calls the engine's function with settings of this thread that the public options lack."""
+    """Adds this thread's settings that have no public option to the engine call."""
     return usual_load({**request, **getattr(asked, "more", {})}, *rest)
 
 
@@ -73,7 +72,7 @@ def run(*argv: str) -> None:
 
 
 def made(folder: Path, kind: str, size: str) -> list[Path]:
-    """Writes a file of that kind: plain, compressed, and in column parts."""
+    """Writes a file of the given kind in three forms: plain, compressed, and in column parts."""
     plain, packed, parts = (folder / f"{kind}-{way}.safetensors" for way in ("plain", "packed", "parts"))
     run("bench", "gen", kind, "--size", size, str(plain))
     run("compress", str(plain), "-o", str(packed))
@@ -82,7 +81,7 @@ def made(folder: Path, kind: str, size: str) -> list[Path]:
 
 
 def copies(path: Path, device: str, trace: Path, **more: object) -> int:
-    """Returns how many pieces a load copies to the GPU."""
+    """Returns the number of pieces that a load copies to the GPU."""
     with asking(trace=str(trace), **more):
         ow.load_file(path, device=device)
     events = json.loads(trace.read_text())
@@ -90,7 +89,7 @@ def copies(path: Path, device: str, trace: Path, **more: object) -> int:
 
 
 def every_byte(folder: Path, device: str, size: str) -> None:
-    """Checks every kind and dtype, casts, pinned models, and loads of both kinds at once."""
+    """Compares loads of every kind and dtype, casts, pinned models, and simultaneous loads."""
     for kind in KINDS:
         for path in made(folder, kind, size):
             usual = ow.load_file(path, device=device)
@@ -103,13 +102,13 @@ def every_byte(folder: Path, device: str, size: str) -> None:
                 check(same(rows, {n: usual[n][1:3] for n in rows}), f"rows of {path.name} in place")
             check(same(cast, ow.load_file(path, device=device, dtype="float16")), f"{path.name} in place, cast")
             with ow.pin(path, device=device) as pinned, asking(coherent=True):
-                check(same(ow.load_file(pinned, device=device), usual), f"{path.name} in place, out of pinned memory")
+                check(same(ow.load_file(pinned, device=device), usual), f"{path.name} in place, from pinned memory")
             path.unlink()
         print(f"{kind}: every byte compared", flush=True)
 
 
 def at_once(folder: Path, device: str) -> None:
-    """Runs loads of both kinds at once, each into its own memory."""
+    """Runs usual and in-place loads in several threads at the same time."""
     path = made(folder, "fp16", "96MB")[1]
     usual = ow.load_file(path, device=device)
 
@@ -119,14 +118,14 @@ def at_once(folder: Path, device: str) -> None:
             asking(coherent=in_place),
         ):
             for _ in range(5):
-                check(same(ow.load_file(path, device=device), usual), f"a load beside others, in place {in_place}")
+                check(same(ow.load_file(path, device=device), usual), f"one of several concurrent loads, in place: {in_place}")
 
     threads = [threading.Thread(target=many, args=(i % 2 == 0,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    print("six threads at once: every byte compared", flush=True)
+    print("six concurrent threads: every byte compared", flush=True)
 
 
 def seconds(source: Any, device: str, **more: object) -> float:
@@ -143,7 +142,7 @@ def seconds(source: Any, device: str, **more: object) -> float:
 
 
 def figures(folder: Path, device: str, size: str, repeat: int) -> None:
-    """Returns GB/s of both modes, alternating."""
+    """Prints GB/s of both modes, measured alternately."""
     plain, packed = made(folder, "llama-bf16", size)[:2]
     nbytes = sum(t.nbytes for t in ow.load_file(plain, device=device).values())
     print(f"\n{nbytes / 1e9:.2f} GB of bf16, page cache warm; medians of {repeat}, alternating; GB/s of tensors")
@@ -163,7 +162,7 @@ def figures(folder: Path, device: str, size: str, repeat: int) -> None:
 def main() -> None:
     about = argparse.ArgumentParser()
     about.add_argument("--size", default="8GB")
-    about.add_argument("--small", default="48MB", help="of each kind of which every byte is compared")
+    about.add_argument("--small", default="48MB", help="size of each file whose bytes are compared")
     about.add_argument("--repeat", type=int, default=7)
     about.add_argument("--dir", default="/dev/shm")
     about.add_argument("--device", default="cuda")
@@ -181,8 +180,8 @@ def main() -> None:
             packed = made(folder, "llama-bf16", "96MB")[1]
             there = copies(packed, args.device, folder / "trace.json", coherent=True)
             usual = copies(packed, args.device, folder / "trace.json")
-            print(f"pieces copied to the GPU: {usual} by the usual way, {there} in place")
-            check(there == 0 and (usual > 0 or found["coherent"]), "the way of a load")
+            print(f"pieces copied to the GPU: {usual} by usual loads, {there} by loads in place")
+            check(there == 0 and (usual > 0 or found["coherent"]), "only usual loads copy pieces")
         figures(folder, args.device, args.size, args.repeat)
     sys.exit(f"{len(wrong)} comparisons failed" if wrong else 0)
 

@@ -2,9 +2,8 @@
 
     python tests/gpu/device_delta.py [--size 16GB] [--tensors 291] [--chain 10000] [--repeat 5]
 
-In bf16 tensors, 1 % and 4.5 % change by one step of their last bit. The baselines of the same
-run are a copy on the device (it reads and writes each byte), and the copy of the delta's bytes
-from pinned memory.
+1 % or 4.5 % of the bf16 weights change by one step of the last bit. The baselines, measured in the same run, are a copy
+on the device, which reads and writes each byte, and a copy of the delta's bytes from pinned memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def timed(run: Any) -> float:
 
 
 def on_gpu(run: Any) -> dict[str, float]:
-    """Returns the seconds of a call's kernels and copies by name, as the CUDA profiler saw them."""
+    """Returns the seconds of a call's kernels and copies by name, from the CUDA profiler."""
     both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=both) as seen:
         run()
@@ -53,13 +52,13 @@ def breakdown(
     what: str, wall: float, stages: dict[str, float], kernels: dict[str, float], goal: tuple[tuple[str, ...], str],
     nbytes: int,
 ) -> None:
-    """Breaks down the time of a call into the engine's stages and the GPU's part."""
-    print(f"  where {what} goes, {wall * 1e3:.1f} ms in all:")
+    """Prints a call's time by engine stage and GPU kernel."""
+    print(f"  stages of {what}, {wall * 1e3:.1f} ms in total:")
     for name, seconds in stages.items():
         print(f"    {name:30} {seconds * 1e3:8.1f} ms")
     print(f"    {'Python, start of the job':30} {(wall - sum(stages.values())) * 1e3:8.1f} ms")
     if not kernels:
-        print("    on the GPU: the profiler saw nothing")
+        print("    on the GPU: the profiler recorded nothing")
         return
     for name, seconds in sorted(kernels.items(), key=lambda one: -one[1]):
         print(f"    on the GPU: {name[:36]:36} {seconds * 1e3:8.2f} ms")
@@ -69,7 +68,7 @@ def breakdown(
 
 
 def stepped(base: dict[str, Any], share: float) -> dict[str, Any]:
-    """Moves a share of the weights up by one step of the last bit."""
+    """Raises a share of the weights by one step of the last bit."""
     new = {}
     for name, tensor in base.items():
         bits = tensor.view(torch.int16).clone()
@@ -86,7 +85,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def chain(count: int, folder: Path) -> None:
-    """Many pushes end bit-equal, and memory returns to its old level."""
+    """Applies many deltas in a row, compares the bits, and checks that memory returns to its old level."""
     torch.manual_seed(1)
     trained = {"w": torch.randn(1 << 20, device="cuda").bfloat16(), "b": torch.randn(1000, device="cuda")}
     live = {name: tensor.clone() for name, tensor in trained.items()}
@@ -101,12 +100,12 @@ def chain(count: int, folder: Path) -> None:
         ow.save_delta(trained, old, path)
         ow.apply_delta(live, path)
         if step % 1000 == 0 and ow.digest(live) != ow.digest(trained):
-            sys.exit(f"delta {step}: other bytes")
+            sys.exit(f"delta {step}: bytes differ")
         if step == min(200, count - 1):
             gc.collect()
             before = (torch.cuda.memory_allocated(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     if ow.digest(live) != ow.digest(trained):
-        sys.exit("the chain ends in other bytes")
+        sys.exit("bytes differ after the chain")
     del old, at
     gc.collect()
     grown = torch.cuda.memory_allocated() - before[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1]
@@ -139,7 +138,7 @@ def figures(base: dict[str, Any], folder: Path, share: float, size_goal: float, 
             seconds = timed(lambda one=delta, kept=applied: kept.append(ow.apply_delta(live, one)))
             pauses.append((seconds, applied[0].seconds))
             if not same(live, want):
-                sys.exit("other bytes after a delta")
+                sys.exit("bytes differ after a delta")
     first_pause = pauses[0][0]
     later = sorted(pauses[2:], key=lambda one: one[0])
     pause, pause_stages = later[len(later) // 2]
@@ -189,8 +188,8 @@ def main() -> None:
         ow.save_delta(after, small, folder / "gpu.safetensors")
         ow.save_delta({k: v.cpu() for k, v in after.items()}, {k: v.cpu() for k, v in small.items()}, folder / "cpu.safetensors")
         if (folder / "gpu.safetensors").read_bytes() != (folder / "cpu.safetensors").read_bytes():
-            sys.exit("the GPU's file is not the CPU's")
-        print("the GPU's file is the CPU's, byte for byte")
+            sys.exit("the files of GPU and CPU differ")
+        print("the files of GPU and CPU are equal, byte for byte")
         for share, goal in ((0.01, 0.008), (0.045, 0.03)):
             figures(base, folder, share, goal, asked.repeat)
         base.clear()

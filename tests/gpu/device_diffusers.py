@@ -1,16 +1,15 @@
-"""Measures a diffusers pipeline on a GPU against its baseline: unpatched, and under
-`overwire.patch_safetensors` with plain and with compressed files.
+"""Measures a diffusers pipeline on a GPU unpatched and under `overwire.patch_safetensors`, with plain and with
+compressed files, against a baseline.
 
     python tests/gpu/device_diffusers.py                        one GPU, 5.5 GB, about 100 s
-    python tests/gpu/device_diffusers.py --small --device cpu   here
+    python tests/gpu/device_diffusers.py --small --device cpu   without a GPU
 
-Makes a pipeline of Stable Diffusion XL's UNet, CLIP's text encoder and an autoencoder, in
-memory (--dir), plain and compressed. Compares every parameter with the unpatched load's, byte
-for byte. Then fresh processes, alternating, time `DiffusionPipeline.from_pretrained(device_map=...)`;
-the baseline is the same call with a `load_file` that returns `torch.empty` on the device. At
-the end one more process of each prints where the main thread's time goes in a second load, by
-component and phase (`phases.py`): wall milliseconds, processor milliseconds, and calls.
-Needs overwire, torch, transformers, diffusers, accelerate. The status is 1 if a parameter differs.
+It makes a pipeline of Stable Diffusion XL's UNet, CLIP's text encoder and an autoencoder, plain and compressed, in
+memory (--dir), and compares every parameter with the unpatched load's byte for byte. Then fresh processes alternately
+time `DiffusionPipeline.from_pretrained(device_map=...)`. The baseline is the same call with a `load_file` that returns
+`torch.empty` on the device. At the end, one more process of each kind prints the time of the main thread in a second
+load by component and phase (`phases.py`): wall milliseconds, CPU milliseconds, and calls. Needs overwire, torch,
+transformers, diffusers and accelerate. The exit status is 1 if a parameter differs.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ MODELS = ("unet", "text_encoder", "vae")
 
 
 def make(folder: Path, device: str, small: bool) -> None:
-    """Writes the pipeline's two folders: the same weights, plain and compressed."""
+    """Writes two folders with the pipeline's weights, plain and compressed."""
     import overwire as ow
     import torch
     import transformers
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
-    size = 8 if small else 1  # with as many tensors
+    size = 8 if small else 1  # smaller, with the same number of tensors
     text = transformers.CLIPTextConfig(hidden_size=1280 // size, intermediate_size=5120 // size, num_hidden_layers=24)
     with torch.device("meta"):
         models: dict[str, Any] = {
@@ -109,7 +108,7 @@ def load(kind: str, folder: Path, device: str) -> Any:
 
 
 def named(phases: Phases) -> None:
-    """Names the phases of a load: the libraries' and the patch's."""
+    """Names the phases of a load in the libraries and in the patch."""
     import diffusers.configuration_utils as config
     import diffusers.models.modeling_utils as modeling
     import diffusers.pipelines.pipeline_loading_utils as loading
@@ -164,13 +163,13 @@ def state(pipeline: Any) -> dict[str, Any]:
 
 
 def child(args: argparse.Namespace) -> int:
-    """Runs in a fresh process: compares, or loads and prints its times as JSON."""
+    """Runs in a fresh process. Compares the loads, or loads once and prints its times as JSON."""
     import accelerate  # noqa: F401
     import torch
     import transformers
     from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 
-    # Imports on first use do not belong to the load.
+    # Imports on first use do not count as part of the load.
     assert transformers.CLIPTextModel and AutoencoderKL and StableDiffusionPipeline and UNet2DConditionModel
     folder, gpu = Path(args.dir), args.device != "cpu"
     if args.child == "check":
@@ -223,11 +222,11 @@ def child(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default="/dev/shm", help="where the pipeline is made")
+    parser.add_argument("--dir", default="/dev/shm", help="folder for the pipeline")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true", help="0.1 GB")
+    parser.add_argument("--small", action="store_true", help="use 0.1 GB of weights")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=75, help="no further round begins after this")
+    parser.add_argument("--seconds", type=float, default=75, help="start no round after this time")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -258,7 +257,7 @@ def main() -> int:
             if rows[kind]:
                 first, again = (statistics.median(row[turn] for row in rows[kind]) for turn in ("first", "again"))
                 print(f"{kind:10} first {first:.3f} s, again {again:.3f} s, of {len(rows[kind])} processes")
-        print(f"in all {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all is equal'}")
+        print(f"total {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all equal'}")
         return 1 if failed else 0
     finally:
         shutil.rmtree(folder)

@@ -1,22 +1,19 @@
-"""Compares nvCOMP itself with overwire, on a machine with a GPU: each decodes what the
-other encodes, at sizes around a chunk's.
+"""Compares nvCOMP with overwire on a machine with a GPU: each decodes what the other encodes, at sizes around a
+chunk's.
 
     python tests/gpu/device_nvcomp.py [--wheels FOLDER] [--only LZ4,Zstd] [--json]
 
-Each side reads the other's raw streams of standard algorithms. overwire.compat.nvcomp
-reads nvCOMP's native and sized streams, its checksums and its Cascaded through
-nvCOMP, as it does ANS and Bitcomp.
+Each side reads the other's raw streams of standard algorithms. overwire.compat.nvcomp reads nvCOMP's native and sized
+streams, its checksums and its Cascaded through nvCOMP, and also ANS and Bitcomp.
 
-nvCOMP belongs to NVIDIA and may not be redistributed: it is used if its wheels
-(nvidia-nvcomp-cu13 and nvidia-libnvcomp-cu13, of one version, or -cu12) are
-installed, or unpacked from FOLDER. It decodes and encodes on the GPU, overwire
-on the CPU.
+nvCOMP belongs to NVIDIA and may not be redistributed. It is used if its wheels (nvidia-nvcomp-cu13 and
+nvidia-libnvcomp-cu13, or -cu12, of one version) are installed or can be unpacked from FOLDER. It decodes and encodes on
+the GPU, overwire on the CPU.
 
-A case is "ok"; "-" if nvCOMP does not even decode what it encodes itself, or refuses
-to encode; else it says what went wrong. Each algorithm has a separate process. A case
-that ends it, breaks the device's context, or hangs for 20 seconds has failed, and the
-rest goes on. Ends with 1 if anything went wrong, and with 0 and a message if nvCOMP or
-a GPU is missing. Takes about a minute.
+The result of a case is "ok", "-" if nvCOMP cannot decode its own stream or refuses to encode, or a description of the
+error. Each algorithm runs in a separate process. A case that ends the process, breaks the device's context, or hangs
+for 20 seconds has failed, and the rest continues. The exit status is 1 if a case failed, and 0 with a message if nvCOMP
+or a GPU is missing. It takes about a minute.
 """
 
 from __future__ import annotations
@@ -39,12 +36,12 @@ ALGORITHMS = (*OPEN, "Cascaded")
 DELEGATED = ("ANS", "Bitcomp")
 SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
 KINDS = {"native": "NVCOMP_NATIVE", "raw": "RAW", "with_size": "WITH_UNCOMPRESSED_SIZE"}
-LIMIT = 20.0  # seconds for one case
-BROKEN = 3  # the exit status of a process with a device that no longer answers
+LIMIT = 20.0  # seconds per case
+BROKEN = 3  # exit status if the device no longer answers
 
 
 def content(size: int) -> bytes:
-    """Returns words in random order, between runs and noise."""
+    """Returns random words mixed with runs and noise."""
     r = random.Random(7)
     words = [r.randbytes(r.randrange(3, 40)) for _ in range(300)] + [bytes(200)]
     out = bytearray()
@@ -56,7 +53,7 @@ def content(size: int) -> bytes:
 
 
 class Theirs:
-    """Wraps nvCOMP: bytes to bytes."""
+    """Wraps nvCOMP with functions from bytes to bytes."""
 
     def __init__(self, module: str):
         self.nvcomp = import_module(module)
@@ -80,7 +77,7 @@ Case = tuple[str, Callable[[], str]]
 
 
 def said(why: str) -> None:
-    """Prints the running case's result, in case the process ends in it; "" means only that it ended."""
+    """Prints a result for the running case in case the process ends. "" cancels it."""
     print(json.dumps([None, why]), flush=True)
 
 
@@ -89,7 +86,7 @@ def same(got: Any, want: bytes) -> str:
 
 
 def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
-    """Yields the cases of one algorithm: a name, and the result."""
+    """Yields the cases of one algorithm as a name and a function that returns the result."""
     from overwire import codecs
 
     ours = Theirs("overwire.compat.nvcomp")
@@ -98,11 +95,11 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
             plain = content(65536)
             stored = ours.encode(algorithm, kind, plain)
             yield f"{kind} by the compat module", lambda k=kind, p=plain, s=stored: same(ours.decode(algorithm, k, s), p)  # type: ignore[misc]
-            yield f"{kind} to them", lambda k=kind, p=plain, s=stored: same(theirs.decode(algorithm, k, s), p)  # type: ignore[misc]
+            yield f"{kind} by nvCOMP", lambda k=kind, p=plain, s=stored: same(theirs.decode(algorithm, k, s), p)  # type: ignore[misc]
         return
 
     def cannot(kind: str, plain: bytes, options: dict[str, Any]) -> str:
-        """Returns what nvCOMP cannot do with its own streams, or ""."""
+        """Returns an error of nvCOMP on its own streams, or ""."""
         said("- its own encoder ended the process")
         try:
             stored = theirs.encode(algorithm, kind, plain, **options)
@@ -121,10 +118,10 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
             return f"- {error}"
         said("")
         try:
-            # nvCOMP needs the element type of Cascaded, and so does its caller.
+            # nvCOMP's caller must give the element type of Cascaded.
             given = {name: value for name, value in options.items() if name == "data_type"}
             got = same(ours.decode(algorithm, kind, stored, **given), plain)
-            if got == "ok" and kind == "raw" and algorithm in OPEN:  # on the CPU, where nvCOMP is never asked
+            if got == "ok" and kind == "raw" and algorithm in OPEN:  # also on the CPU, without nvCOMP
                 got = same(codecs.decode(stored, algorithm, bitstream=kind), plain)
         except Exception as error:
             got = f"ours: {error}"
@@ -154,12 +151,12 @@ def cases(theirs: Theirs, algorithm: str, sizes: list[int]) -> Iterator[Case]:
         for text in ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8"):
             for kind in ("raw", "native"):
                 yield f"{kind} {text} to us", lambda k=kind, y=text: to_us(k, ramp, data_type=y)  # type: ignore[misc]
-    for size in (4, 200, 65540, 3_000_000):  # whole elements of Cascaded, which drops the rest
+    for size in (4, 200, 65540, 3_000_000):  # whole elements, because Cascaded drops the rest
         yield f"checksums of {size}", lambda n=size: checksums(theirs, ours, algorithm, n)  # type: ignore[misc]
 
 
 def checksums(theirs: Theirs, ours: Theirs, algorithm: str, size: int) -> str:
-    """Tests streams with nvCOMP's checksums, and the result of a changed byte."""
+    """Returns the result for streams with nvCOMP's checksums, with and without a changed byte."""
     plain = content(size)
     made = theirs.encode(algorithm, "native", plain, checksum_policy=theirs.nvcomp.ChecksumPolicy.COMPUTE_AND_NO_VERIFY)
     verify = {"checksum_policy": ours.nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY}
@@ -179,7 +176,7 @@ def checksums(theirs: Theirs, ours: Theirs, algorithm: str, size: int) -> str:
 
 
 def child(args: argparse.Namespace) -> int:
-    """Runs one algorithm, with a line before and after each case."""
+    """Runs one algorithm and prints a line before and after each case."""
     theirs = Theirs(args.module)
     for name, work in cases(theirs, args.child, args.sizes):
         if name in args.skip:
@@ -201,7 +198,7 @@ def child(args: argparse.Namespace) -> int:
 
 
 def run(algorithm: str, args: argparse.Namespace) -> dict[str, str]:
-    """Returns the results of one algorithm's process, which is restarted after a case that ended it."""
+    """Returns the results of one algorithm, restarting its process after a case that ended it."""
     results: dict[str, str] = {}
     while True:
         command = [sys.executable, __file__, "--child", algorithm, "--module", args.module, "--sizes", ",".join(map(str, args.sizes))]
@@ -223,7 +220,7 @@ def run(algorithm: str, args: argparse.Namespace) -> dict[str, str]:
             return results
         if current and current not in results:
             results[current] = last or why
-        elif done.returncode != BROKEN or len(results) == before:  # not in a case
+        elif done.returncode != BROKEN or len(results) == before:  # outside a case
             results["the process"] = why
             return results
 
@@ -236,11 +233,11 @@ def unpack(wheels: str, folder: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--wheels", help="folder with nvCOMP's wheels, when they are not installed")
-    parser.add_argument("--only", default=",".join(ALGORITHMS + DELEGATED), help="algorithms, with commas between")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes of content, with commas between")
-    parser.add_argument("--json", action="store_true", help="one JSON document")
-    parser.add_argument("--module", default="nvidia.nvcomp", help="what is tried: a module with nvCOMP's API")
+    parser.add_argument("--wheels", help="folder with nvCOMP's wheels, if they are not installed")
+    parser.add_argument("--only", default=",".join(ALGORITHMS + DELEGATED), help="algorithms, separated by commas")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="sizes in bytes, separated by commas")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--module", default="nvidia.nvcomp", help="a module with nvCOMP's API to test")
     for hidden in ("--child", "--path"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
@@ -268,7 +265,7 @@ def main() -> int:
         return int(wrong > 0)
     for name, rows in results.items():
         count = {mark: sum(r.startswith(mark) for r in rows.values()) for mark in ("ok", "-")}
-        print(f"{name:9} {count['ok']:3} ok {count['-']:3} that nvCOMP cannot {len(rows) - sum(count.values()):3} wrong")
+        print(f"{name:9} {count['ok']:3} ok {count['-']:3} not supported by nvCOMP {len(rows) - sum(count.values()):3} wrong")
         for case, result in rows.items():
             if result != "ok":
                 print(f"    {case}: {result}")

@@ -1,16 +1,18 @@
-"""Tests offload on a GPU: compares outputs with the resident model's, then times passes and peers in one run.
+"""Tests offload on a GPU: compares outputs with the resident model's, then times passes of overwire and of other
+libraries in one run.
 
     PYTHONPATH=python python tests/gpu/device_offload.py [--models llama,...] [--layers 5] [--repeat 5] [--ways keep,..]
 
-llama: 2.43 GB of bf16 in 5 layers, a forward of 8 tokens, bound by the link. compute: the same
-with a forward of 16 x 4096 tokens, which hides the copies. unet: Stable Diffusion XL's with random
-weights, one step at 64 x 64 latents. Modes: resident, overwire, keep (half of the blocks stay),
-source (from a compressed file), accelerate, streamed (accelerate's under
-patch_safetensors(offload=True)), diffusers (group offload by blocks, with streams), flextensor.
-Each model has a separate process, which runs one mode after the other on copies of one model and
-prints a line for each: median of the passes, the rate of weights, peak memory on the device,
-resident set on the host, and the time until the model can run. Then it prints the aims and whether
-they are met. Exits with 1 if an output of overwire's differs.
+The models are llama (2.43 GB of bf16 in 5 layers, a forward of 8 tokens, limited by the link), compute (the same with a
+forward of 16 x 4096 tokens, which hides the copies) and unet (Stable Diffusion XL's with random weights, one step at 64
+x 64 latents). The modes are resident, overwire, keep (half of the blocks stay), source (from a compressed file),
+accelerate, streamed (accelerate under patch_safetensors(offload=True)), diffusers (group offload by blocks, with
+streams) and flextensor.
+
+Each model runs in a separate process, which tries the modes in order on copies of one model. For each it prints the
+median of the passes, the rate of weights, the peak memory on the device, the resident set on the host, and the time
+until the model can run. Then it prints the goals and whether they are met. The exit status is 1 if an output of
+overwire differs.
 """
 
 from __future__ import annotations
@@ -70,10 +72,10 @@ class Llama(torch.nn.Module):
 
 
 def build(kind: str, layers: int) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Builds the model on the host with seeded values, and its arguments on the GPU."""
+    """Builds the model on the CPU with seeded values, and its arguments on the GPU."""
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):  # random numbers are made there, in the same order each time
+    with torch.device("cuda"):  # random numbers come from the GPU, in a fixed order
         if kind == "unet":
             from diffusers import UNet2DConditionModel
 
@@ -118,7 +120,7 @@ class Row(NamedTuple):
 
 
 def prepare(way: str, model: torch.nn.Module, kind: str, folder: Path) -> Any:
-    """Prepares the model to run on the GPU. Returns an object to keep and close, if any."""
+    """Prepares the model to run on the GPU. Returns an object to keep and to close, if there is one."""
     gpu = torch.device("cuda", 0)
     if way == "resident":
         model.to(gpu)
@@ -173,7 +175,7 @@ def free_all() -> None:
 def run_way(
     way: str, kind: str, original: torch.nn.Module, arguments: dict[str, Any], folder: Path, repeat: int, wanted: Any
 ) -> tuple[Row, Any]:
-    """Times passes of a copy of the model. wanted is the resident model's output, None for that model itself."""
+    """Times passes of a copy of the model. wanted is the resident model's output, or None to compute it."""
     nbytes = sum(parameter.nbytes for parameter in original.parameters())
     free_all()
     host, device = resident_set(), torch.cuda.memory_allocated()
@@ -205,18 +207,18 @@ def run_way(
     more = f" ring {ours.ring / 1e9:.2f} kept {ours.kept / 1e9:.2f} stored {ours.stored / 1e9:.2f}" if ours else ""
     print(
         f"{kind:8}{way:11}{row.seconds:8.4f} s{nbytes / row.seconds / 1e9:7.1f} GB/s  device{row.device / 1e9:6.2f}"
-        f"  host{row.host / 1e9:6.2f}  start{start:6.2f} s  {'equal' if equal else 'OTHER OUTPUTS'}{more}",
+        f"  host{row.host / 1e9:6.2f}  start{start:6.2f} s  {'equal' if equal else 'OUTPUTS DIFFER'}{more}",
         flush=True,
     )
     return row, wanted
 
 
 def run_model(kind: str, layers: int, repeat: int, ways: list[str]) -> bool:
-    """Runs all modes of a model one after the other, and compares the aims. Returns whether our outputs are right."""
+    """Runs all modes of a model in order and prints the goals. Returns whether overwire's outputs are right."""
     for name in ("overwire", "accelerate", "flextensor", "diffusers.hooks", "diffusers.models"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    sys.stdin.readline()  # until the models before this one are done
+    sys.stdin.readline()  # waits for the previous models
     original, arguments = build(kind, layers)
     nbytes = sum(parameter.nbytes for parameter in original.parameters())
     card = torch.cuda.get_device_name()
@@ -247,7 +249,7 @@ def run_model(kind: str, layers: int, repeat: int, ways: list[str]) -> bool:
 
 
 def print_aims(kind: str, way: str, rows: dict[str, Row], nbytes: int) -> None:
-    """Prints the aims for one mode."""
+    """Prints the goals of one mode."""
     row, offloaded, resident = rows[way], rows[way].offloaded, rows.get("resident")
     texts = []
     if kind == "llama" and way == "overwire":
@@ -257,7 +259,7 @@ def print_aims(kind: str, way: str, rows: dict[str, Row], nbytes: int) -> None:
     if way in ("overwire", "source") and offloaded.nbytes:
         texts.append(f"host {offloaded.stored / offloaded.nbytes:.3f} of the weights streamed (aim 0.68)")
     if resident:
-        # A pass needs the resident peak minus the weights.
+        # A pass needs the resident peak without the weights.
         rest = nbytes - offloaded.nbytes - offloaded.kept
         device = row.device - (resident.device - nbytes)
         share = device / (offloaded.kept + offloaded.ring + rest)
@@ -291,7 +293,7 @@ def main() -> int:
         ways = options.ways.split(",") if options.ways else list(WAYS[options.one])
         return int(not run_model(options.one, options.layers, options.repeat, ways))
     wrong, runs = 0, []
-    for kind in options.models.split(","):  # importing takes each process longer than what it measures
+    for kind in options.models.split(","):  # processes start together, because imports take longer than the measurements
         command = [sys.executable, __file__, "--one", kind, "--layers", str(options.layers)]
         command += ["--repeat", str(options.repeat)] + (["--ways", options.ways] if options.ways else [])
         runs.append(subprocess.Popen(command, stdin=subprocess.PIPE))

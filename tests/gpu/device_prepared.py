@@ -1,12 +1,12 @@
-"""Tests prepared state on a GPU without an engine: a model with vLLM's shapes is kept, and made from the file.
+"""Tests prepared state on a GPU without an engine: a model with vLLM's shapes is stored in a file and created from it.
 
-    python tests/gpu/device_prepared.py             the fused tensors of Llama's 8B, 16 GB, in /dev/shm
+    python tests/gpu/device_prepared.py             the fused tensors of Llama 8B, 16 GB, in /dev/shm
     python tests/gpu/device_prepared.py --experts 48 layers with 128 experts each, 15 GB
-    python tests/gpu/device_prepared.py --device cpu --layers 1      here
+    python tests/gpu/device_prepared.py --device cpu --layers 1      without a GPU
 
-The first process makes the weights and keeps them. Fresh processes make the model on the meta device and
-load the file into it. Every tensor's digest is compared, and the time is printed next to those of
-`load_file` on the same file and of a copy of as many stored bytes from pinned memory.
+The first process makes the weights and stores them. Fresh processes make the model on the meta device and load the file
+into it. Every tensor's digest is compared. The time is printed next to those of `load_file` on the same file and of
+copying as many stored bytes from pinned memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 
 class Layer(torch.nn.Module):
-    """A decoder layer as an engine has it: fused, with one weight transposed as for fp8 kernels."""
+    """A decoder layer in the form engines use: fused, with one weight transposed as for fp8 kernels."""
 
     def __init__(self, experts: bool) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
     own, rows, names = take_tensors(model)
     same = json.loads(json.dumps([rows, names])) == [kept.record["tensors"], kept.record["names"]]
     if not same or overwire.digest(own) != kept.record["digests"]:
-        raise SystemExit("not what was kept")
+        raise SystemExit("the loaded state differs from the kept state")
     size = sum(tensor.nbytes for tensor in own.values())
     del model, tensors, own
     if device.type == "cuda":
@@ -118,7 +118,7 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def floor(stored: int, device: torch.device) -> str:
-    """Returns the time of copying as many bytes from pinned memory."""
+    """Returns the time of copying the same number of bytes from pinned memory."""
     if device.type != "cuda":
         return ""
     host, there = (
@@ -137,7 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--experts", action="store_true")
-    parser.add_argument("--layers", type=int, default=0, help="fewer of them")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers, to test with fewer")
     parser.add_argument("--repeat", type=int, default=4)
     parser.add_argument("--dir", default="", help=argparse.SUPPRESS)
     parser.add_argument("--job", default="", help=argparse.SUPPRESS)

@@ -1,21 +1,18 @@
-"""Tests ranks that map each other's memory (OVERWIRE_EXCHANGE=mapped), on one GPU or several.
+"""Tests ranks that map each other's memory (OVERWIRE_EXCHANGE=mapped) on one GPU or several.
 
     python tests/gpu/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 480]
 
-For each number of ranks, separate processes form a gloo group, with rank r on GPU r
-modulo their number. Whole tensors and tensor-parallel slices, compressed and plain, are
-loaded, streamed and put into modules, also columns of all matrices. Each tensor is
-compared, byte for byte, with safetensors' layout (a plain load of one rank). Then a rank
-raises halfway, and one is killed halfway; the others must report it within seconds, and
-load again. Last comes a table: the slowest rank's time of the best of three loads, the
-same by torch.distributed (gloo, through the host), the same without exchange, and as
-baselines pinned copies by all ranks at once and by one rank. The status is 0 if all was
-right. On one GPU all ranks share one link, so rates say little.
+For each number of ranks, separate processes form a gloo group. Rank r uses GPU r modulo the number of GPUs. The ranks
+load, stream and fill modules with whole tensors, tensor-parallel slices and columns of all matrices, compressed and
+plain. Each tensor is compared byte for byte with a plain load by one rank. Then one rank raises during a load, and one
+is killed. The others must report that within seconds and load again.
 
-Each step prints when it begins, in seconds from the start, so that a slow one has a
-name. One that takes more than 15 seconds prints the stacks of its threads. `--limit`
-bounds the whole run: at its end every rank prints its stacks and is killed. No rank
-outlives this process.
+At the end a table shows the slowest rank's time in the best of three loads, the same with torch.distributed (gloo,
+through the CPU) and without exchange. The baselines are pinned copies by all ranks at the same time and by one rank.
+The exit status is 0 if all was right. On one GPU all ranks share one link, so the rates say little.
+
+Each step prints its name and start time, and after 15 seconds the stacks of its threads. `--limit` bounds the whole
+run: then every rank prints its stacks and is killed. All ranks end with this process.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Seconds after which a rank's step prints where it is.
+# Seconds after which a step prints its stacks.
 SLOW = 15
 
 
@@ -45,7 +42,7 @@ def begin(what: str) -> None:
 
 
 def rank_main(folder: Path, rank: int, size: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the parent
     faulthandler.register(signal.SIGUSR1, file=sys.stdout, all_threads=True)
 
     def step(what: str, all_say: bool = True) -> None:
@@ -72,7 +69,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     world = dist.group.WORLD
     members = grouping.members_of(world)
 
-    def use(exchange: str) -> None:  # the setting is read once, and changes here
+    def use(exchange: str) -> None:  # replaces the setting, which the engine reads only once
         grouping.exchange_setting = lambda: exchange
 
     def say(text: str) -> None:
@@ -89,7 +86,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
 
     plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
-    step(f"loads {plain.name} alone, to {device}")
+    step(f"loads {plain.name} by itself to {device}")
     whole = ow.load_file(plain, device=device, mmap=False)
     wait()
 
@@ -120,7 +117,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     def count(tensors: dict[str, Any]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    modules: dict[Any, Any] = {}  # by cut: made once, outside the timing
+    modules: dict[Any, Any] = {}  # by cut; made once, outside the timing
 
     def filled(path: Path, shard: Any) -> dict[str, Any]:
         module = modules.get(shard)
@@ -143,7 +140,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         ow.load_model(module, path, group=world, shard=shard, device=device)
         return dict(module.state_dict())
 
-    # Bytes first.
+    # Compare bytes first.
     use("mapped")
     for path in (packed, plain):
         for shard in (None, cut):
@@ -151,9 +148,9 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                 step(f"{path.stem}, {'tensor-parallel' if shard else 'whole'}, mapped, load {nth}", all_say=False)
                 check(ow.load_file(path, group=world, shard=shard, device=device), shard)
             assert members.reached and not members.unreachable, members.unreachable
-            say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is right")
+            say(f"{size} ranks, {path.stem}, {'tensor-parallel' if shard else 'whole'}: every tensor of every rank is correct")
 
-    # Streams, modules, and columns of all matrices.
+    # Streams, modules and columns of all matrices.
     def columns(name: str, shape: tuple[int, ...]) -> int | None:
         return 1 if len(shape) > 1 else None
 
@@ -177,10 +174,10 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                         del got
                     rate = held / min(times) / 1e9
                     what = f"{path.stem}, {title}, {way}, {exchange}"
-                    say(f"{what:<44} {rate:8.1f} GB/s a rank {rate * size:8.1f} in all, every tensor right")
+                    say(f"{what:<44} {rate:8.1f} GB/s per rank {rate * size:8.1f} in total, every tensor correct")
     use("mapped")
 
-    # A rank that raises.
+    # One rank raises.
     step("rank 1 raises", all_say=False)
     aim = relays.relay_aim
     if rank == 1:
@@ -191,8 +188,8 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     except (ZeroDivisionError, ow.OverwireError) as error:
         assert rank == 1 or "on rank 1: ZeroDivisionError" in str(error), error
     else:
-        raise AssertionError("rank 1's error is lost")
-    say(f"rank 1 raises: all have ended after {most(time.perf_counter() - began):.2f} s")
+        raise AssertionError("rank 1's error was not reported")
+    say(f"rank 1 raises: all ranks have ended after {most(time.perf_counter() - began):.2f} s")
     relays.relay_aim = aim
     check(ow.load_file(packed, group=world, device=device), None)
 
@@ -210,14 +207,14 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
 
         copies()
         rate = (1 << 30) / min(timed(copies)[0] for _ in range(3)) / 1e9
-        say(f"{'floor: pinned copies by all ranks at once':<44} {rate:8.1f} GB/s a rank")
+        say(f"{'floor: simultaneous pinned copies by all ranks':<44} {rate:8.1f} GB/s a rank")
         del here, host
     for path in (packed, plain):
         seconds = min(
             timed(lambda path=path: ow.load_file(path, device=device, mmap=False) if rank == 0 else None)[0]
             for _ in range(3)
         )
-        say(f"{f'floor: {path.stem}, rank 0 alone':<44} {count(whole) / seconds / 1e9:8.1f} GB/s")
+        say(f"{f'floor: {path.stem}, only rank 0':<44} {count(whole) / seconds / 1e9:8.1f} GB/s")
         for shard in (None, cut):
             for exchange in ("mapped", "collective", "none"):
                 use(exchange)
@@ -240,7 +237,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
                 del got
     use("mapped")
 
-    # A rank that is killed while it loads, at several times; one group for each time.
+    # One rank is killed during a load, after several delays, with a new group for each.
     step("rank 1 is killed", all_say=False)
     mine = float(os.environ.get("RANKS_KILL", "0.05"))
     dist.barrier()
@@ -253,17 +250,17 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     except ow.IOFailure as error:
         took = time.perf_counter() - began - mine
         assert "is gone" in str(error) or "cannot be reached" in str(error), error
-        assert took < 20, f"rank {rank} noticed after {took:.1f} s only"
+        assert took < 20, f"rank {rank} took {took:.1f} s to notice"
         check(ow.load_file(packed, device=device, mmap=False), None)
-        say(f"rank 1 is killed: rank 0 knows after {took:.2f} s, and loads again: {str(error)[:90]}")
+        say(f"rank 1 is killed: rank 0 gets an error after {took:.2f} s, and loads again: {str(error)[:90]}")
     else:
-        raise AssertionError("no rank missed rank 1")
+        raise AssertionError("no rank reported the loss of rank 1")
     os._exit(0)
 
 
 def made(folder: Path, size: str, end: float) -> bool:
-    """Makes the model, plain and packed. Meanwhile torch is imported once, so that its files are in memory when the
-    ranks need them."""
+    """Writes the model, plain and compressed. Meanwhile a process imports torch, so that its files are in the page
+    cache for the ranks."""
     begin("python imports torch, in the background")
     warm = subprocess.Popen([sys.executable, "-c", "import torch; torch.cuda.is_available()"])
     plain, packed = folder / "plain.safetensors", folder / "packed.safetensors"
@@ -294,7 +291,7 @@ def made(folder: Path, size: str, end: float) -> bool:
 
 
 def together(folder: Path, size: int, end: float) -> int:
-    """Runs that many ranks, and returns how many ended in the wrong way."""
+    """Runs size ranks and returns how many failed."""
     began = os.environ | {"OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen([sys.executable, __file__], env=began | {"RANKS_ONE": f"{rank} {size} {folder}"}, stderr=subprocess.STDOUT)
@@ -307,7 +304,7 @@ def together(folder: Path, size: int, end: float) -> int:
         late = [one for one in ranks if one.poll() is None]
         for one in late:
             one.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)  # keeps the stacks of two ranks apart
+            time.sleep(0.5)  # keeps the stacks of the ranks separate
     finally:
         for one in ranks:
             one.kill()
@@ -324,7 +321,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--size", default="4GB")
     parser.add_argument("--dir", default="/dev/shm")
-    parser.add_argument("--limit", type=float, default=480, help="seconds for all of it")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for the whole run")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     os.environ["RANKS_BEGAN"] = str(time.monotonic())

@@ -1,13 +1,12 @@
 """Tests work on weights that stay on a GPU: compares bytes, then measures against baselines.
 
-    python tests/gpu/device_resident.py                    every section; needs 40 GB of the GPU
+    python tests/gpu/device_resident.py                    every section; needs 40 GB of GPU memory
     python tests/gpu/device_resident.py digest --size 16GB --repeat 7
-    python tests/gpu/device_resident.py digest --size 64MB --device cpu     here, without baselines
+    python tests/gpu/device_resident.py digest --size 64MB --device cpu     without a GPU or baselines
 
-A section is named after a function of this file. It compares bytes, then adds rows to
-the table: name, seconds, bytes, baseline, goal. Figures are medians of --repeat runs, after
-one that does not count; a baseline alternates with its row. The status is 1 if a byte is
-wrong. Figures that miss their goal are marked, and do not change the status.
+A section is a function of this file. It compares bytes, then adds rows to the table: name, seconds, bytes, baseline,
+goal. Figures are medians of --repeat runs after a warm-up run, and a baseline alternates with its row. The exit status
+is 1 if a byte is wrong. Figures that miss their goal are marked but do not change the status.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from overwire import _verbs
 from overwire.jobs import Job
 
-# The tensors of Llama 3 8B, and those of Qwen3 30B-A3B with experts scaled so that both take as many bytes.
+# The tensors of Llama 3 8B, and those of Qwen3 30B-A3B with experts scaled to the same total size.
 LLAMA = [(128256, 4096)] + 32 * [
     (4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *3 * [(14336, 4096)], (4096,), (4096,),
 ]
@@ -40,17 +39,17 @@ QWEN += [(75968, 2048), (2048,), (75968, 2048)]
 
 
 class Row(NamedTuple):
-    """One figure: its seconds, and those of its baseline (0: none), for as many bytes."""
+    """A figure: its seconds and those of its baseline (0 if none) for the same number of bytes."""
 
     what: str
     nbytes: int
     seconds: float
     floor: float
-    goal: float  # seconds, 0: none
+    goal: float  # seconds, or 0 for no goal
 
 
 class Bench:
-    """The arguments, and how runs are timed on their device."""
+    """The arguments, and the timing of runs on their device."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.device, self.size, self.repeat, self.seed = torch.device(args.device), args.size, args.repeat, args.seed
@@ -62,7 +61,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def times(self, *runs: Callable[[], object]) -> list[float]:
-        """Returns the median seconds of each, alternating; work that was queued before a run does not count."""
+        """Returns the median seconds of each run, measured alternately. Work queued before a run is not counted."""
         found: list[list[float]] = [[] for _ in runs]
         for round_ in range(self.repeat + 1):
             for run, seconds in zip(runs, found, strict=True):
@@ -79,7 +78,7 @@ class Bench:
             self.wrong.append(what)
 
     def tensors(self, shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """Returns bf16 tensors on the device, each with its own memory, of --size bytes in total."""
+        """Returns separate bf16 tensors on the device, of --size bytes in total."""
         scale = self.size / sum(2 * torch.Size(shape).numel() for shape in shapes)
         made = {}
         torch.manual_seed(self.seed)
@@ -90,7 +89,7 @@ class Bench:
 
 
 def digest(bench: Bench) -> Iterator[Row]:
-    """The digests of all tensors equal the CPU's; the baseline is a sum of the same bytes, which only reads."""
+    """Compares the digests of all tensors with the CPU's. The baseline is a sum of the same bytes, which only reads."""
     for shapes in (LLAMA, QWEN):
         tensors = bench.tensors(shapes)
         total = sum(t.nbytes for t in tensors.values())
@@ -99,7 +98,7 @@ def digest(bench: Bench) -> Iterator[Row]:
             bench.check(found[name] == ow.digest(tensor.cpu()), f"the digest of {name} on {bench.device}")
         name = random.Random(bench.seed).choice(list(tensors))
         tensors[name].view(torch.int16).view(-1)[-1] ^= 1
-        bench.check(ow.digest(tensors[name]) != found[name], "a changed bit is not noticed")
+        bench.check(ow.digest(tensors[name]) != found[name], "the digest of a changed bit")
         [seconds] = bench.times(functools.partial(ow.digest, tensors))
         yield Row(f"digest, {len(tensors):,} tensors", total, seconds, 0, 0.030)
         number, stream = (bench.device.index or 0, 1) if bench.gpu else (-1, 0)
@@ -140,8 +139,8 @@ def bytes_of(text: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Weights that stay on a GPU: bytes, and figures beside floors.")
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (default: all)")
+    parser = argparse.ArgumentParser(description="Compares and times work on weights that stay on a GPU.")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)} (default: all)")
     parser.add_argument("--size", type=bytes_of, default=bytes_of("16GB"))
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--device", default="cuda")

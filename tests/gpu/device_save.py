@@ -1,9 +1,8 @@
-"""Measures saves from a GPU against their baselines; bytes are compared first.
+"""Measures saves from a GPU against their baselines, after comparing bytes.
 
     python tests/gpu/device_save.py [--gb 15] [--to /dev/shm/saves] [--seconds 95]
 
-One line per figure: seconds, GB/s of tensor bytes, and the process's processor time in user
-space and in the kernel.
+Each figure is a line: seconds, GB/s of tensor bytes, and the process's CPU time in user space and in the kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ START = time.monotonic()
 
 
 def model(total: int) -> dict[str, Any]:
-    """Returns the weights of 290 bf16 tensors, as in a transformer."""
+    """Returns 290 bf16 tensors as in a transformer, of about total bytes."""
     torch.manual_seed(1)
     rows = total // (2 * 4096 * 145)
     tensors: dict[str, Any] = {}
@@ -36,7 +35,7 @@ def model(total: int) -> dict[str, Any]:
 
 
 def timed(name: str, size: int, work: Callable[[], Any]) -> Any:
-    """Runs and prints one figure."""
+    """Runs work and prints its figure."""
     torch.cuda.synchronize()
     before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     out = work()
@@ -48,7 +47,7 @@ def timed(name: str, size: int, work: Callable[[], Any]) -> Any:
 
 
 def stages(report: Any) -> str:
-    """Returns where the time of a save went, summed over threads."""
+    """Returns the stages of a save with their seconds, summed over threads."""
     return " ".join(f"{name} {seconds:.2f}" for name, seconds in getattr(report, "stages", {}).items())
 
 
@@ -92,7 +91,7 @@ def floors(folder: str, size: int) -> None:
 
 
 def peers(folder: str, tensors: dict[str, Any], size: int) -> None:
-    """Measures other libraries on the same task."""
+    """Measures other libraries with the same task."""
     import safetensors.torch
 
     timed("safetensors save_file", size, lambda: safetensors.torch.save_file(tensors, f"{folder}/peer"))
@@ -107,18 +106,18 @@ def peers(folder: str, tensors: dict[str, Any], size: int) -> None:
         begun = time.perf_counter()
         future = timed("dcp.async_save, until it returns", size, lambda: dcp.async_save(tensors, checkpoint_id=f"{folder}/dcp"))
         future.result()
-        print(f"{'dcp.async_save, whole':44} {time.perf_counter() - begun:7.3f} s", flush=True)
+        print(f"{'dcp.async_save, until complete':44} {time.perf_counter() - begun:7.3f} s", flush=True)
         shutil.rmtree(f"{folder}/dcp")
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """All figures."""
+    """Prints all figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gb", type=float, default=15.0)
     parser.add_argument("--to", default="/dev/shm/overwire-saves")
     parser.add_argument("--seconds", type=float, default=95)
-    parser.add_argument("--only", default="", help="a part of the names of the figures, or parts with | between them")
+    parser.add_argument("--only", default="", help="parts of the names of figures to run, separated by |")
     options = parser.parse_args()
     folder = options.to
     shutil.rmtree(folder, ignore_errors=True)
@@ -159,8 +158,8 @@ def main() -> None:
             os.makedirs(path)
             out = timed(name, size, lambda save=save, path=path: save(path))  # type: ignore[misc]
             if isinstance(out, overwire.Saving):
-                out = timed("  from then until it is whole", size, out.wait)
-                print(f"  staged at {out.staged:.3f} s, whole at {out.seconds:.3f} s", flush=True)
+                out = timed("  from then until it is complete", size, out.wait)
+                print(f"  staged at {out.staged:.3f} s, complete at {out.seconds:.3f} s", flush=True)
             assert isinstance(out, float) or out.on_gpu >= 0.99 * size, out
             if turn == 0:
                 same(tensors, path)

@@ -3,13 +3,12 @@
     PYTHONPATH=python python tests/gpu/device_sleep.py [--size 16] [--rounds 20] [--cycles 1000] [--device cuda]
     PYTHONPATH=python python tests/gpu/device_sleep.py --first [--size 16] [--rounds 3]
 
-size: GB of bf16 weights, in 291 tensors of a Llama's shapes. The baselines are torch's
-own copies of as many stored bytes between the GPU and pinned memory, in the same run. Exits
-with 1 if a byte is wrong or memory does not come back.
+--size is the GB of bf16 weights, in 291 tensors with a Llama's shapes. The baselines are torch's copies of the same
+number of stored bytes between the GPU and pinned memory, in the same run. The exit status is 1 if a byte is wrong or
+memory is not freed.
 
-first: only the first sleep of a process, in fresh processes, alternating: without
-`prepare_sleep`, after it has ended, and begun just before the sleep; then the methods of
-getting new pinned memory, each in a separate process.
+--first measures only the first sleep of fresh processes, alternating between no `prepare_sleep`, one that has ended,
+and one begun just before the sleep. Then it measures ways to get new pinned memory, each in a separate process.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ def in_threads(parts: list[tuple[int, int]], call: Any) -> None:
 
 
 def pages(nbytes: int, way: str, count: int) -> tuple[mmap.mmap, int, float]:
-    """Returns new memory, its address, and the seconds until all of its pages are there: by "populate"
-    (MADV_POPULATE_WRITE) or "touch" (memset), from `count` threads, on huge pages unless the method ends in "small"."""
+    """Returns new memory, its address, and the seconds until all its pages are allocated, by "populate"
+    (MADV_POPULATE_WRITE) or "touch" (memset) in `count` threads, on huge pages unless the method ends in "small"."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE if way.endswith("small") else mmap.MADV_HUGEPAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     step = -(-nbytes // count // (2 << 20)) * (2 << 20)
     parts = [(base + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
-    system = ctypes.CDLL(None)  # without the interpreter's lock
+    system = ctypes.CDLL(None)  # calls through ctypes release the GIL
     system.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     system.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
     start = time.perf_counter()
@@ -83,12 +82,12 @@ def pages(nbytes: int, way: str, count: int) -> tuple[mmap.mmap, int, float]:
 
 
 def first_touch(nbytes: int) -> float:
-    """Returns the seconds until all cores have new huge pages from the system for as many bytes."""
+    """Returns the seconds in which all cores allocate that many bytes of huge pages."""
     return pages(nbytes, "populate", os.cpu_count() or 1)[2]
 
 
 def new_pinned(way: str, count: int, nbytes: int) -> None:
-    """Prints the seconds of one method of getting new pinned memory: its pages, and the driver's part."""
+    """Prints the seconds of one method to get new pinned memory, for its pages and for the driver."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     cudart: Any = torch.cuda.cudart()
@@ -107,12 +106,12 @@ def new_pinned(way: str, count: int, nbytes: int) -> None:
             print(f"{way}: not registered")
             break
     took = time.perf_counter() - start
-    print(f"{way:22} {count:3} threads {there:9.3f} {took:9.3f}   {nbytes / (there + took) / 1e9:.1f} GB/s in all", flush=True)
-    os._exit(0)  # registered pages belong to the driver until the end
+    print(f"{way:22} {count:3} threads {there:9.3f} {took:9.3f}   {nbytes / (there + took) / 1e9:.1f} GB/s in total", flush=True)
+    os._exit(0)  # the driver keeps registered pages until the process ends
 
 
 def first_sleep(mode: str, size: float, device: str) -> None:
-    """Prints the seconds of this process's first sleep, and of its preparation."""
+    """Prints the seconds of this process's first sleep and of its preparation."""
     tensors = llama(size, device)
     want = {name: tensor.clone() for name, tensor in tensors.items()}
     ready = 0.0
@@ -142,7 +141,7 @@ def first_sleep(mode: str, size: float, device: str) -> None:
 
 
 def first(size: float, rounds: int, device: str) -> int:
-    """Measures the first sleep of fresh processes, and the baselines of its memory."""
+    """Measures the first sleep in fresh processes and the baselines of its memory."""
     me = [sys.executable, __file__, "--device", device, "--size", str(size)]
     for _ in range(rounds):
         for mode in ("without", "ended", "begun"):
@@ -150,7 +149,7 @@ def first(size: float, rounds: int, device: str) -> int:
                 return 1
     nbytes = int(size * 1e9 * 0.67) // (2 << 20) * (2 << 20)
     cores = os.cpu_count() or 1
-    print(f"\n{nbytes / 1e9:.2f} GB of new pinned memory; seconds of the pages, and of the driver")
+    print(f"\n{nbytes / 1e9:.2f} GB of new pinned memory; seconds for the pages and for the driver")
     for way in ("populate", "touch", "populate, small", "touch, small"):
         for count in sorted({1, 4, min(16, cores), cores}):
             subprocess.run([*me, "--way", way, "--threads", str(count), "--bytes", str(nbytes)], check=False)
@@ -159,7 +158,7 @@ def first(size: float, rounds: int, device: str) -> int:
 
 
 def floors(nbytes: int, device: str) -> dict[str, float]:
-    """Returns the seconds for as many bytes down and up, the best of five, through torch's pinned memory."""
+    """Returns the seconds to copy that many bytes down and up through torch's pinned memory, the best of five."""
     part = 256 << 20
     host, there = (
         torch.empty(part, dtype=torch.uint8, pin_memory=True), torch.empty(part, dtype=torch.uint8, device=device),
@@ -172,7 +171,7 @@ def floors(nbytes: int, device: str) -> dict[str, float]:
 
 
 class Lowest:
-    """Records the least free memory of the GPU while a block runs."""
+    """Records the lowest free memory of the GPU while a block runs."""
 
     def __enter__(self) -> Lowest:
         self.free, self._over = torch.cuda.mem_get_info()[0], False
@@ -200,7 +199,7 @@ def equal(tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bo
 
 
 def many_cycles(count: int, device: str) -> bool:
-    """Short cycles of a small model of many dtypes leave memory as it was."""
+    """Runs many sleep cycles of a small model of many dtypes, and checks that memory does not grow."""
     torch.manual_seed(2)
     tensors = {
         "a": torch.randn(3000, 1111, device=device).bfloat16(),
@@ -226,7 +225,7 @@ def many_cycles(count: int, device: str) -> bool:
 
 
 def beside_a_full_cache(device: str) -> bool:
-    """While torch's allocator keeps all of the GPU's memory, the engine encodes in part of it."""
+    """Tests a sleep while torch's allocator holds nearly all GPU memory, so the engine encodes in part of it."""
     tensors = {"a": torch.randn(3000, 1111, device=device).bfloat16()}
     want = tensors["a"].clone()
     part, held = 256 << 20, []
@@ -238,12 +237,12 @@ def beside_a_full_cache(device: str) -> bool:
     with ow.sleep(tensors):
         pass
     torch.cuda.empty_cache()
-    print("beside a full cache of torch's:", "right" if torch.equal(tensors["a"], want) else "WRONG BYTES")
+    print("with a full torch cache:", "right" if torch.equal(tensors["a"], want) else "WRONG BYTES")
     return torch.equal(tensors["a"], want)
 
 
 def file_of_two_devices(device: str) -> bool:
-    """Tensors of the host and of the GPU sleep in one file, and wake."""
+    """Tests that tensors on the CPU and on the GPU sleep in one file and wake."""
     tensors = {"here": torch.randn(3000, 111).bfloat16(), "there": torch.randn(3000, 1111, device=device).bfloat16()}
     tensors["columns"] = torch.randn(500, 70, device=device)[:, 3:9]
     want = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
@@ -308,7 +307,7 @@ def main() -> int:
     for name, all_, bound in (("first sleep", sleeps[:1], "down"), ("later sleep", sleeps[1:], "down"), ("wake", wakes, "up")):
         goal = GOALS[name] * total / 16e9
         print(f"{name:14}{statistics.median(all_):10.3f}{min(all_):10.3f}{floor[bound]:10.3f}{goal:10.3f}")
-    print(f"device memory while it sleeps in: first {staging[0] / 1e6:.0f} MB, later {max(staging[1:] or [0]) / 1e6:.0f} MB")
+    print(f"device memory while going to sleep: first {staging[0] / 1e6:.0f} MB, later {max(staging[1:] or [0]) / 1e6:.0f} MB")
     print(f"host memory kept: {held / 1e9:.2f} GB, {held / total:.3f} of the model (goal 0.68)")
     ow.empty_cache()
     print(f"floor of the first sleep's memory: its first touch by all cores takes {first_touch(stored):.3f} s")

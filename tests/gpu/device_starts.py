@@ -1,18 +1,19 @@
-"""Measures the parts of a vLLM start on a GPU, with each load format.
+"""Measures the parts of a vLLM start on a GPU with each load format.
 
-    python tests/gpu/device_starts.py                     Llama's 8B shape, 16 GB, in /dev/shm
+    python tests/gpu/device_starts.py                     Llama 8B's shape, 16 GB, in /dev/shm
     python tests/gpu/device_starts.py --shape moe,fp8     18,867 tensors, and Llama's in fp8
     python tests/gpu/device_starts.py --ranks 2           two GPUs, tensor-parallel
-    python tests/gpu/device_starts.py --shape tiny --device cpu    here
+    python tests/gpu/device_starts.py --shape tiny --device cpu    without a GPU
 
-One process per rank imports vLLM while others make the files, and then makes each model with each format in turn, as
-often as --repeat says. The parts are vLLM's import, making the modules, loading the weights (which includes recording
-the model's own loader), processing, the checks of prepared state before and after, and Python's garbage collections,
-two per start by vLLM. Ranks begin a start together, and its parts are those of the slowest. The digest of every
-parameter, on each rank, must be that of vLLM's own safetensors path. vLLM's kernels are not needed: if they cannot be
-imported, an empty module takes their place, and nothing is generated. A format with a missing package is left out with
-a message. Medians are printed last. The kind prepared is overwire with prepared state: a first start, which keeps it,
-and later ones.
+One process per rank imports vLLM while others make the files, and then starts each model with each format in turn,
+--repeat times. The parts are vLLM's import, creating the modules, loading the weights (including recording the model's
+own loader), processing, the checks of prepared state before and after, and Python's garbage collections, two per start
+by vLLM. Ranks begin a start together, and each part is that of the slowest rank. The digest of every parameter on each
+rank must equal that of vLLM's own safetensors format.
+
+vLLM's kernels are not needed. If they cannot be imported, an empty module replaces them and nothing is generated. A
+format with a missing package is left out with a message. Medians are printed last. The kind prepared is overwire with
+prepared state: a first start, which writes it, and later ones.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ KINDS = "safetensors,overwire:packed,prepared:packed,instanttensor,overwire:plai
 RECORDED = re.compile(r"loaded into their places in ([0-9.]+) s and ([0-9.]+) s after it")
 QUESTIONS = [f"cutlass_scaled_mm_supports_{kind}" for kind in ("fp4", "fp8", "block_fp8")]
 QUESTIONS += ["cutlass_group_gemm_supported", "mxfp4_experts_quant_supported"]
-Start = tuple[str, dict[str, float]]  # its name, and the seconds of its parts
+Start = tuple[str, dict[str, float]]  # its name, and seconds by part
 PARTS = ("whole", "checked", "made", "weights", "recorded", "processed", "collected")
 
 
 class Lines:
-    """Collects messages of overwire's loader."""
+    """Collects log messages of overwire's loader."""
 
     def __init__(self) -> None:
         from overwire.integrations.vllm import loader, prepared
@@ -56,23 +57,23 @@ class Lines:
         loader.log = prepared.log = self
 
     def info(self, words: str, *more: Any) -> None:
-        """One line."""
+        """Adds a message."""
         self.lines.append(words % more)
 
     warning = warning_once = info
 
 
 def without_kernels() -> bool:
-    """Replaces missing compiled modules of vLLM, so that vLLM's Python code can be imported and makes models. It fails
-    where it calls them. Returns whether any is missing."""
+    """Replaces missing compiled modules of vLLM, so that its Python code can be imported and can create models. Calls
+    into them fail. Returns whether any are missing."""
     if is_whole := importlib.util.find_spec("vllm._C_stable_libtorch") is not None:
-        print("vLLM's kernels are there", flush=True)
+        print("vLLM's kernels are installed", flush=True)
     else:
-        print("vLLM's kernels are not there: nothing is computed", flush=True)
+        print("vLLM's kernels are not installed: nothing is computed", flush=True)
         sys.modules["vllm._C_stable_libtorch"] = stand_in_for_operations()
-        # These repack weights with compiled code; a Triton kernel of vLLM takes their place.
+        # These kernels repack weights with compiled code. vLLM uses a Triton kernel instead.
         os.environ["VLLM_DISABLED_KERNELS"] = "MarlinFP8ScaledMMLinearKernel,HummingFP8ScaledMMLinearKernel"
-    # This package refuses to be imported without its compiled modules, but the names in it can be.
+    # This package cannot be imported without its compiled modules, but the modules in it can.
     name = "vllm.vllm_flash_attn"
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None
@@ -87,7 +88,7 @@ def without_kernels() -> bool:
 
 
 def stand_in_for_operations() -> types.ModuleType:
-    """Makes a module with the operations that layers hold, and with those that report kernel capabilities: none."""
+    """Returns a module with the operations of layers, and with functions that report no kernel capability."""
     import torch
 
     library = torch.library.Library("_C", "FRAGMENT")
@@ -96,13 +97,13 @@ def stand_in_for_operations() -> types.ModuleType:
         library.define(f"{question}(int capability) -> bool")
         library.impl(question, lambda capability: False, "CompositeImplicitAutograd")
     module = types.ModuleType("vllm._C_stable_libtorch")
-    vars(module)["library"] = library  # its operations live as long as it does
+    vars(module)["library"] = library  # keeps the operations alive
     return module
 
 
 def watch_parts(seconds: dict[str, float]) -> None:
-    """Adds the parts of loads to `seconds`, by name. Nothing is replaced, because prepared state is only kept for
-    vLLM's own code: from 3.12 on Python reports when the functions begin and end."""
+    """Adds the seconds of the parts of loads to `seconds` by name. It uses sys.monitoring, from Python 3.12 on, and
+    replaces no function, because prepared state is only stored for vLLM's unmodified code."""
     from overwire.integrations.shared.parts import Arriving, put_tensors
     from overwire.integrations.shared.prepared import find_file
     from overwire.integrations.vllm import identity, prepared
@@ -119,7 +120,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
 
     gc.callbacks.append(collects)
     if sys.version_info < (3, 12):
-        print("the parts need Python 3.12: the whole alone is measured", flush=True)
+        print("only totals are measured, because parts need Python 3.12", flush=True)
         return
     streamer = runai_streamer_loader.RunaiModelStreamerLoader
     calls = {
@@ -152,7 +153,7 @@ def watch_parts(seconds: dict[str, float]) -> None:
 
 
 def measure_link(rank: int) -> None:
-    """Measures the link of a rank's GPU while the others measure theirs, by copies of pinned memory."""
+    """Measures the link of a rank's GPU with copies from pinned memory, while the other ranks do the same."""
     import torch
 
     host = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
@@ -185,7 +186,7 @@ def await_ranks(args: argparse.Namespace) -> None:
 
 
 def take_slowest(args: argparse.Namespace, start: Start | None) -> Start | None:
-    """Returns this rank's start with each part as long as the slowest rank's; None if a rank could not start."""
+    """Returns this rank's start with the slowest rank's time for each part, or None if a rank could not start."""
     if args.ranks == 1:
         return start
     import torch
@@ -196,13 +197,13 @@ def take_slowest(args: argparse.Namespace, start: Start | None) -> Start | None:
     if None in starts:
         return None
     if len(names := {name for name, _ in starts}) > 1:
-        raise SystemExit(f"the ranks started in several ways: {sorted(names)}")
+        raise SystemExit(f"the ranks did not start in the same way: {sorted(names)}")
     return starts[0][0], {part: max(each.get(part, 0.0) for _, each in starts) for part in starts[0][1]}
 
 
 def parts_of(seconds: dict[str, float]) -> dict[str, float]:
-    """Returns the measured parts of a start; below Python 3.12 only the whole. vLLM's own loader counts as the loading
-    of weights if no other one was called."""
+    """Returns the measured parts of a start, or only the whole below Python 3.12. vLLM's own loader counts as loading
+    the weights if no other loader was called."""
     known = {"weights": seconds["own weights"], **seconds} if "own weights" in seconds else seconds
     return {part: known[part] for part in PARTS if part in known}
 
@@ -240,7 +241,7 @@ def start_once(
         theirs.update(digests)
     if digests != theirs:
         wrong = sorted(name for name in digests.keys() | theirs.keys() if digests.get(name) != theirs.get(name))
-        raise SystemExit(f"rank {args.rank}, {kind}: not as vLLM's own: {wrong[:10]}")
+        raise SystemExit(f"rank {args.rank}, {kind}: differs from vLLM's own: {wrong[:10]}")
     if kind.startswith("prepared"):
         from overwire.integrations.vllm import prepared
 
@@ -251,7 +252,7 @@ def start_once(
     name = f"{kind}, later" if later else kind
     timed = "weights" if "weights" in parts else "whole"
     rate = f"{timed} at {size / parts[timed] / 1e9:.1f} GB/s"
-    print(f"rank {args.rank}: {name:24} {words}; {rate}, {len(digests)} tensors as vLLM's own", flush=True)
+    print(f"rank {args.rank}: {name:24} {words}; {rate}, {len(digests)} tensors equal vLLM's own load", flush=True)
     if kind.startswith(("overwire", "prepared")):
         print(*(f"    {line}" for line in lines.lines), sep="\n", flush=True)
     del model, tensors
@@ -262,7 +263,7 @@ def start_once(
 
 
 def start_all(args: argparse.Namespace) -> None:
-    """Runs all formats of all shapes in turn, once the files are made: when standard input ends."""
+    """Runs all formats of all shapes in turn. Closing standard input signals that the files are ready."""
     import torch
 
     began = time.perf_counter()
@@ -276,7 +277,7 @@ def start_all(args: argparse.Namespace) -> None:
 
     load_general_plugins()
     if lacks_kernels:
-        registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would lack the stand-ins
+        registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would lack the replaced modules
     took = time.perf_counter() - began
     print(f"vLLM {vllm.__version__}, torch {torch.__version__}: imported in {took:.1f} s", flush=True)
     lines = Lines()
@@ -288,7 +289,7 @@ def start_all(args: argparse.Namespace) -> None:
         measure_link(args.rank)
     with torch.no_grad():
         for shape in args.shape.split(","):
-            destroy_model_parallel()  # a group of experts exists only if the model has some
+            destroy_model_parallel()  # an expert group exists only if the model has experts
             one = argparse.Namespace(**{**vars(args), "shape": shape, "dir": str(Path(args.dir) / shape)})
             print(f"{shape}:", flush=True)
             compare_formats(one, lines, seconds)
@@ -299,9 +300,9 @@ def compare_formats(args: argparse.Namespace, lines: Lines, seconds: dict[str, f
     times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     theirs: dict[str, str] = {}
     absent: set[str] = set()
-    base.load(args, "dummy")  # imports and preparations that only the first model of a process makes
+    base.load(args, "dummy")  # a process's first model also pays for imports and preparations
     for turn in range(args.repeat):
-        # The first turn keeps prepared state.
+        # The first turn also writes prepared state.
         kinds = args.kinds.split(",") if turn else base.starts_of(args.kinds)
         for kind in [*kinds, *(filter(None, args.once.split(",")) if turn == args.repeat - 1 else ())]:
             if kind in absent:
@@ -319,11 +320,11 @@ def compare_formats(args: argparse.Namespace, lines: Lines, seconds: dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="8b", help=f"of {', '.join(base.SHAPES)}: one, or several")
+    parser.add_argument("--shape", default="8b", help=f"one or several of {', '.join(base.SHAPES)}, separated by commas")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--kinds", default=KINDS, help="FORMAT[:FOLDER], ...; compared with the first")
-    parser.add_argument("--once", default="", help="more of them, in the last turn only")
-    parser.add_argument("--layers", type=int, default=0, help="fewer of them")
+    parser.add_argument("--kinds", default=KINDS, help="FORMAT[:FOLDER], ...; the first is the reference")
+    parser.add_argument("--once", default="", help="further kinds, only in the last round")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers, to test with fewer")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel, one GPU each")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -360,11 +361,11 @@ def main() -> None:
         for run in makers:
             run.communicate()
         for run in starts:
-            run.stdin.close()  # they begin together
+            run.stdin.close()  # starts all ranks
         while any(run.poll() is None for run in starts) and not any(run.poll() for run in (*makers, *starts)):
             time.sleep(0.1)
         for run in starts:
-            run.kill()  # only if another has failed
+            run.kill()  # still running only if another process failed
         if failed := [run.wait() for run in (*makers, *starts) if run.wait()]:
             raise SystemExit(f"exit status {failed[0]}")
     finally:

@@ -1,4 +1,4 @@
-"""Compares tokens of vLLM's whole engine after a start with each load format: `device_vllm.py --generate` runs it."""
+"""Compares the tokens that vLLM's engine generates with each load format. `device_vllm.py --generate` runs it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import device_vllm as base
 
 
 def compare_tokens(args: argparse.Namespace) -> None:
-    """Runs vLLM's whole engine in this process: each format gives the same tokens, and weights of vLLM's dummy loader
-    give others, so that equal tokens prove something."""
+    """Runs vLLM's engine in this process. Each format must give the same tokens, and vLLM's dummy weights other ones,
+    so that equal tokens prove something."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     lacks_kernels = starts.without_kernels()
     from vllm import LLM, SamplingParams
@@ -20,7 +20,7 @@ def compare_tokens(args: argparse.Namespace) -> None:
     from vllm.model_executor.models import registry
 
     if lacks_kernels:
-        registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would lack the stand-ins
+        registry._run_in_subprocess = lambda inspect: inspect()  # a subprocess would lack the replaced modules
     asked = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 17, 101, 7], list(range(1, 33)))]
     tokens: dict[str, list[list[int]]] = {}
@@ -42,7 +42,7 @@ def compare_tokens(args: argparse.Namespace) -> None:
         name = f"{turn} {kind}"
         tokens[name] = [list(each.outputs[0].token_ids) for each in every]
         print(f"  {name}: generated {tokens[name]}", flush=True)
-        if form == "prepared":  # the engine has begun to write it: the next start uses it
+        if form == "prepared":  # the engine is still writing it, and the next start uses it
             from overwire.integrations.vllm import prepared
 
             prepared.finish_writing()
@@ -51,5 +51,5 @@ def compare_tokens(args: argparse.Namespace) -> None:
         cleanup_dist_env_and_memory()
     *ours, dummy = tokens.values()
     if any(each != ours[0] for each in ours) or dummy == ours[0]:
-        raise SystemExit("the tokens differ, or those of other weights do not")
-    print(f"  {len(ours)} starts generated the same tokens, and other weights others", flush=True)
+        raise SystemExit("the tokens differ, or other weights give the same tokens")
+    print(f"  {len(ours)} starts generated the same tokens, other weights gave different tokens", flush=True)

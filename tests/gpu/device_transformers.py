@@ -1,15 +1,14 @@
-"""Measures from_pretrained on a GPU against its baseline: unpatched, and under
-`overwire.patch_safetensors` with plain and with compressed files.
+"""Measures from_pretrained on a GPU unpatched and under `overwire.patch_safetensors`, with plain and with compressed
+files, against a baseline.
 
     python tests/gpu/device_transformers.py                 one GPU, 7.5 GB, about 200 s
-    python tests/gpu/device_transformers.py --layers 2 --hidden 512 --device cpu   here
+    python tests/gpu/device_transformers.py --layers 2 --hidden 512 --device cpu   without a GPU
 
-Makes a model of Llama's shape in four shards, in memory (--dir), plain and
-compressed. Then fresh processes, alternating, time `from_pretrained`; the baseline is
-the same call with a `safe_open` that returns `torch.empty` on the device, so that
-nothing is read. Every parameter is compared with the unpatched load's, byte
-for byte, and one run of each kind is profiled. Needs overwire, torch, transformers,
-accelerate. The status is 1 if a parameter differs; times are only printed.
+It makes a model of Llama's shape in four shards, plain and compressed, in memory (--dir). Then fresh processes
+alternately time `from_pretrained`. The baseline is the same call with a `safe_open` that returns `torch.empty` on the
+device and reads nothing. Every parameter is compared with the unpatched load's byte for byte, and one run of each kind
+is profiled. Needs overwire, torch, transformers and accelerate. The exit status is 1 if a parameter differs. Times are
+only printed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SHARDS = 4
 
 
 def make(args: argparse.Namespace, folder: Path) -> None:
-    """Writes the model's two folders: the same weights, plain and compressed."""
+    """Writes two folders with the model's weights, plain and compressed."""
     import overwire as ow
     import safetensors.torch
     import torch
@@ -78,7 +77,7 @@ def make(args: argparse.Namespace, folder: Path) -> None:
 
 
 class Nothing:
-    """A safe_open that reads only headers."""
+    """A safe_open that reads only headers and returns empty tensors."""
 
     device: Any = "cpu"
 
@@ -141,7 +140,7 @@ def load(kind: str, folder: Path, device: str) -> Any:
 
 
 def anon() -> float:
-    """Returns this process's own host memory in MB, without mapped files."""
+    """Returns this process's anonymous memory in MB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1e3
@@ -149,11 +148,11 @@ def anon() -> float:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Runs in a fresh process: loads, and prints its times as JSON."""
+    """Runs in a fresh process: loads the model and prints the times as JSON."""
     import torch
     import transformers
 
-    # Imports on the first use of transformers take seconds and do not belong to the load.
+    # The imports at the first use of transformers take seconds and do not count as part of the load.
     assert transformers.AutoModelForCausalLM and transformers.LlamaForCausalLM
     import accelerate  # noqa: F401
 
@@ -231,12 +230,12 @@ def check(kind: str, folder: Path, device: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", default="/dev/shm", help="where the model is made")
+    parser.add_argument("--dir", default="/dev/shm", help="folder for the model")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=160, help="no further round begins after this")
+    parser.add_argument("--seconds", type=float, default=160, help="start no round after this time")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -275,7 +274,7 @@ def main() -> int:
                 first, again = ([row[turn] for row in rows[kind]] for turn in ("first", "again"))
                 seconds = " ".join(f"{s:.2f}" for s in first)
                 print(f"{kind:10} first {statistics.median(first):.3f} s ({seconds}), again {statistics.median(again):.3f} s")
-        print(f"in all {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all is equal'}")
+        print(f"total {time.perf_counter() - began:.0f} s; {'FAILED' if failed else 'all equal'}")
         return 1 if failed else 0
     finally:
         shutil.rmtree(folder)

@@ -1,20 +1,22 @@
 """Compares vLLM's own load formats with overwire's in vLLM's real loaders on a GPU.
 
-    python tests/gpu/device_vllm.py                       one GPU, Llama's 8B shape, 16 GB, about 300 s
+    python tests/gpu/device_vllm.py                       one GPU, Llama 8B's shape, 16 GB, about 300 s
     python tests/gpu/device_vllm.py --shape moe           18,867 tensors
     python tests/gpu/device_vllm.py --ranks 2             two GPUs, tensor-parallel
-    python tests/gpu/device_vllm.py --shape tiny --device cpu    here
+    python tests/gpu/device_vllm.py --shape tiny --device cpu    without a GPU
 
-Makes a model of the shape in four shards, in memory (--dir), plain and compressed. One process per rank then loads it
-with vLLM's `safetensors`, with overwire plain and compressed, and with sleep mode's memory pool. It compares every
-parameter, byte for byte, also after sleep and wake (vLLM's own and overwire's), after `reload_weights`, and after a
-trainer's pushes, whole and as deltas. Then fresh processes, alternating, load it with each format. The kind
-prepared:FOLDER is overwire with prepared state: a first start, which keeps it, and a later one. The output is vLLM's
-own line "Loading weights took", overwire's line on slices, and the bytes that overwire's ranks together read and copied
-from each other, by its own count. A kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE. --shape names has 18,867 tiny
-tensors, so that only the cost per tensor matters. Needs overwire, torch and vLLM's Python tree; its kernels are only
-used with --generate, which compares the tokens of each format. The status is 1 if a parameter differs; times are only
-printed.
+It makes a model of the given shape in four shards, plain and compressed, in memory (--dir). One process per rank then
+loads it with vLLM's `safetensors`, with overwire plain and compressed, and with sleep mode's memory pool. It compares
+every parameter byte for byte, also after sleep and wake (vLLM's and overwire's), after `reload_weights`, and after a
+trainer's pushes of all weights and of deltas. Then fresh processes alternately load it with each format.
+
+The output is vLLM's own line "Loading weights took", overwire's line about slices, and the bytes that overwire's ranks
+together read and copied from each other. The kind prepared:FOLDER is overwire with prepared state: a first start, which
+writes it, and a later one. A kind overwire:FOLDER:ipc sets OVERWIRE_EXCHANGE. --shape names has 18,867 tiny tensors, so
+that only the cost per tensor matters.
+
+Needs overwire, torch and vLLM's Python code. vLLM's kernels are only used with --generate, which compares the tokens of
+each format. The exit status is 1 if a parameter differs. Times are only printed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
-    # Qwen3-30B-A3B's tensors, a quarter as wide: just as many, in 15 GB.
+    # Qwen3-30B-A3B's tensors at a quarter of the width, 15 GB.
     "moe": {
         **LLAMA,
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -69,22 +71,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
     },
 }
-# The same names, so small that only the cost per tensor is left.
+# The same names in tiny tensors, so that only the cost per tensor matters.
 SHAPES["names"] = {**SHAPES["moe"], "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 SHAPES["fp8"] = {**SHAPES["8b"], "quantization_config": FP8}
-# So few layers that a whole engine starts quickly.
+# Few layers, so that a whole engine starts quickly.
 SHAPES["short"], SHAPES["short-fp8"] = ({**SHAPES[shape], "num_hidden_layers": 4} for shape in ("8b", "fp8"))
 SHAPES["names"].update(moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
 TOOK = re.compile(r"(?:Loading weights took|made of prepared state: \d+ tensors, in) ([0-9.]+) s")
-# Also the reasons why they do not.
+# Includes the reasons why a method was not used.
 SAID = re.compile(
     r"overwire: (?:\d+ slices|each rank reads|the ranks share|made of|prepared|loads as|keeps no|no prepared).*"
 )
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of a checkpoint, in the order of Hugging Face's files."""
+    """Returns a checkpoint's names and shapes in the order of Hugging Face's files."""
     wide, head, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, wide)}
     for n in range(config["num_hidden_layers"]):
@@ -108,7 +110,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def make(args: argparse.Namespace) -> None:
-    """Writes the two folders: the same weights, plain and compressed."""
+    """Writes two folders with the model's weights, plain and compressed."""
     import overwire
     import safetensors.torch
     import torch
@@ -143,20 +145,20 @@ def make(args: argparse.Namespace) -> None:
 
 
 def parts(kind: str) -> tuple[str, str, str]:
-    """Returns format, folder and OVERWIRE_EXCHANGE ("" leaves it) of FORMAT[:FOLDER[:EXCHANGE]]."""
+    """Splits FORMAT[:FOLDER[:EXCHANGE]] into format, folder and OVERWIRE_EXCHANGE. "" leaves the setting unchanged."""
     form, folder, exchange = (kind.split(":") + ["", ""])[:3]
     return form, folder or "plain", exchange
 
 
 def extra_of(args: argparse.Namespace, form: str) -> dict[str, Any]:
-    """Returns a format's extra configuration; `prepared` has overwire's with prepared state."""
+    """Returns a format's extra configuration. For `prepared` it is overwire's with a folder for prepared state."""
     if form == "prepared":
         return {**json.loads(args.extra), "prepared": str(Path(args.dir) / "prepared")}
     return json.loads(args.extra) if form == "overwire" else {}
 
 
 def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """Returns (model, configuration) from vLLM's get_model; kind is as in `parts`."""
+    """Returns (model, configuration) from vLLM's get_model. kind has the form that `parts` splits."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -192,7 +194,7 @@ def load(args: argparse.Namespace, kind: str, extra: dict[str, Any] | None = Non
 
 
 def same(what: str, model: Any, theirs: dict[str, Any]) -> None:
-    """Compares every parameter and buffer with those of vLLM's own loader."""
+    """Compares every parameter and buffer with those from vLLM's own loader."""
     import torch
 
     ours = dict([*model.named_parameters(), *model.named_buffers()])
@@ -206,8 +208,8 @@ def same(what: str, model: Any, theirs: dict[str, Any]) -> None:
         ):
             wrong.append(name)
     if wrong:
-        raise SystemExit(f"{what}: not as vLLM's own: {wrong[:10]}")
-    print(f"  {what}: {len(theirs)} tensors as vLLM's own", flush=True)
+        raise SystemExit(f"{what}: differs from vLLM's own: {wrong[:10]}")
+    print(f"  {what}: {len(theirs)} tensors equal vLLM's own load", flush=True)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -249,7 +251,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def sleeps(args: argparse.Namespace, model: Any, theirs: dict[str, Any]) -> None:
-    """Tests overwire's sleep back end, next to pinned copies of as many bytes."""
+    """Tests overwire's sleep back end and times it next to pinned copies of the same size."""
     import torch
     from overwire.integrations.vllm.sleeping import SleepBackend
 
@@ -281,7 +283,7 @@ def sleeps(args: argparse.Namespace, model: Any, theirs: dict[str, Any]) -> None
 
 
 class Client:
-    """Replaces vLLM's control plane: one worker, in this process."""
+    """Replaces vLLM's control plane for one worker in this process."""
 
     def __init__(self, engine: Any, config: Any) -> None:
         self.engine, self.config, self.seconds = engine, config, 0.0
@@ -305,7 +307,7 @@ class Client:
 
 
 class Source(dict):  # type: ignore[type-arg]
-    """A WeightSource of tensors by name."""
+    """A WeightSource that holds tensors by name."""
 
     def __iter__(self) -> Any:
         return iter(self.items())
@@ -332,7 +334,7 @@ def pushes(args: argparse.Namespace, model: Any, config: Any) -> None:
         began = time.perf_counter()
         trainer.send_weights(whole=step < 2)
         seconds = time.perf_counter() - began
-        words = f"{client.info['kind']}: {seconds:.3f} s, of which the worker {client.seconds:.3f} s"
+        words = f"{client.info['kind']}: {seconds:.3f} s, {client.seconds:.3f} s of it in the worker"
         print(f"  push {step}, {words}; {client.info['size'] / size:.4f} of {size / 1e9:.1f} GB", flush=True)
         pushed = engines.state(model)
         for parameter in model.parameters():
@@ -345,7 +347,7 @@ def pushes(args: argparse.Namespace, model: Any, config: Any) -> None:
 
 
 def counted() -> dict[str, int]:
-    """Counts the bytes that overwire's jobs read from now on, and copy from other ranks."""
+    """Counts the bytes that overwire's jobs read and copy from other ranks from now on."""
     from overwire.jobs import Job
 
     done, out = Job.done, {"read": 0, "copied": 0}
@@ -361,7 +363,7 @@ def counted() -> dict[str, int]:
 
 
 def spans() -> dict[str, float]:
-    """Records when overwire's loader begins and ends to load weights from now on, by the host's clock."""
+    """Records the times at which overwire's loader begins and ends to load weights."""
     import torch
     from overwire.integrations.vllm.loader import OverwireModelLoader
 
@@ -379,7 +381,7 @@ def spans() -> dict[str, float]:
 
 
 def stages() -> dict[str, float]:
-    """Records the seconds that vLLM takes from now on to make models and to process their weights."""
+    """Records the seconds in which vLLM creates models and processes their weights from now on."""
     from vllm.model_executor.model_loader import base_loader, utils
 
     out = {"making": 0.0, "processing": 0.0}
@@ -403,7 +405,7 @@ def stages() -> dict[str, float]:
 
 
 def timed(args: argparse.Namespace, kind: str) -> None:
-    """Runs in a fresh process: one load, with its times by stage, reads and memory as JSON."""
+    """Runs in a fresh process: loads once and prints times by stage, reads and memory as JSON."""
     import torch
 
     began = time.perf_counter()
@@ -422,7 +424,7 @@ def timed(args: argparse.Namespace, kind: str) -> None:
     if gpu:
         torch.cuda.synchronize()
     whole, processor = time.perf_counter() - began, time.process_time() - processor
-    rest = {"reading and the rest": whole - sum(took.values())}  # recording, too
+    rest = {"reading and the rest": whole - sum(took.values())}  # includes recording
     out = {"kind": kind, "import": imported, "get_model": whole, "processor": processor, **took, **rest, "host MB": anonymous() - host}
     if kind.startswith("prepared"):
         from overwire.integrations.vllm import prepared
@@ -438,24 +440,24 @@ def timed(args: argparse.Namespace, kind: str) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Asserts that each start gives the same tokens."""
+    """Asserts that each format's start gives the same tokens."""
     from device_tokens import compare_tokens
 
     compare_tokens(args)
 
 
 def backend_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the argument for vLLM's attention: on a GPU Triton's, which needs none of its compiled libraries."""
+    """Returns the argument for vLLM's attention. On a GPU it is Triton, which needs no compiled library of vLLM."""
     return {} if args.device == "cpu" else {"attention_backend": "TRITON_ATTN"}
 
 
 def starts_of(kinds: str) -> list[str]:
-    """Returns the kinds in order; prepared state is started twice: a first time, and from what that has kept."""
+    """Returns the kinds in order. Prepared state is started twice: first to write it, then from it."""
     return [one for one in kinds.split(",") for _ in range(2 if one.startswith("prepared") else 1)]
 
 
 def forget(folder: Path) -> None:
-    """Drops a folder's files from the page cache, and prints how fast the disk reads the first."""
+    """Drops a folder's files from the page cache and prints the disk's read rate for the first file."""
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         with open(file, "rb") as opened:
@@ -470,14 +472,14 @@ def forget(folder: Path) -> None:
 
 
 def anonymous() -> float:
-    """Returns this process's own host memory in MB, without mapped files."""
+    """Returns this process's anonymous memory in MB."""
     text = Path("/proc/self/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+)", text)
     return int(found[1]) / 1e3 if found else 0.0
 
 
 def processes(args: argparse.Namespace, job: str) -> list[str]:
-    """Starts one process per rank, and returns each one's output."""
+    """Runs one process per rank and returns each one's output."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -513,10 +515,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--kinds", default="safetensors,overwire:plain,overwire:packed", help="FORMAT[:FOLDER[:EXCHANGE]], ...")
     parser.add_argument("--extra", default="{}", help="model_loader_extra_config of overwire")
-    parser.add_argument("--no-check", dest="check", action="store_false", help="compares no parameters")
-    parser.add_argument("--generate", action="store_true", help="runs vLLM's engine too; needs its kernels")
-    parser.add_argument("--cold", action="store_true", help="the page cache forgets the files before each start; with --dir on a disk")
-    parser.add_argument("--limit", type=float, default=150, help="seconds a process may take")
+    parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare parameters")
+    parser.add_argument("--generate", action="store_true", help="also run vLLM's engine; needs its kernels")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start; with --dir on a disk")
+    parser.add_argument("--limit", type=float, default=150, help="time limit of a process in seconds")
     parser.add_argument("--dir", default="")
     parser.add_argument("--job", default="", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)

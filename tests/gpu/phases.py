@@ -1,8 +1,8 @@
-"""Measures where the time of one thread goes: functions get the names of phases, and each phase's own time, without
-that of phases inside it, is added up for each component.
+"""Measures how one thread spends its time. Functions are assigned to phases, and each phase's own time, without phases
+inside it, is summed per component.
 
-`table` prints lines of wall seconds, the thread's processor seconds, and calls. Wall time beyond processor time was
-spent waiting. Full passes of the cycle collector are a phase.
+`table` prints wall time, the thread's CPU time, and calls. Wall time beyond CPU time was spent waiting. Full passes of
+the cycle collector are a phase.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Phases:
 
     @contextlib.contextmanager
     def phase(self, name: str, component: str | None = None) -> Iterator[None]:
-        """Counts what runs inside for this phase, except for phases inside it."""
+        """Counts the block's time for this phase, without phases inside it."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -55,9 +55,8 @@ class Phases:
     def time(
         self, owner: Any, name: str, phase: str, component: Callable[[Any, Any], str] | None = None, beside: Any = None
     ) -> None:
-        """Gives a function of a module or a class the name of a phase; a missing one is left out. component returns its
-        name from the call's arguments. `beside` is a module that has imported the function, and gets the same stand-in.
-        """
+        """Assigns a function of a module or class to a phase, if it exists. component returns the component's name from
+        the call's arguments. `beside` is a module that has imported the function and gets the same wrapper."""
         static = inspect.getattr_static(owner, name, None)
         if static is None:
             return
@@ -100,15 +99,15 @@ class Phases:
             self._undo.pop()()
 
     def rows(self) -> list[tuple[str, str, float, float, int]]:
-        """Returns component, phase, wall seconds, processor seconds, calls."""
+        """Returns rows of component, phase, wall seconds, CPU seconds and calls."""
         return [
             (component, phase, wall, cpu, int(calls)) for (component, phase), (wall, cpu, calls) in self._rows.items()
         ]
 
 
 def table(tables: dict[str, list[tuple[str, str, float, float, int]]], least: float = 0.0005) -> str:
-    """Returns several runs side by side, by component and phase: wall milliseconds, processor milliseconds, calls. Rows
-    under `least` seconds in every run are added up."""
+    """Returns several runs side by side, by component and phase: wall milliseconds, CPU milliseconds and calls. Rows
+    below `least` seconds in every run are summed."""
     found: dict[tuple[str, str], dict[str, tuple[float, float, int]]] = {}
     for run, rows in tables.items():
         for component, phase, wall, cpu, calls in rows:

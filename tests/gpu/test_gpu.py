@@ -1,6 +1,6 @@
 """Tests on a real GPU that every kind of load gives the same bytes as on the CPU.
 
-The logic is also tested without a GPU, through the host twins of the kernels and the fake driver (`go test -tags owfake
+The same code is tested without a GPU through the kernels' host twins and the fake driver (`go test -tags owfake
 ./gosrc/device/cuda`).
 """
 
@@ -42,7 +42,7 @@ def run(*argv: str) -> None:
     subprocess.run([sys.executable, "-m", "overwire", *argv], check=True, capture_output=True)
 
 
-# The tests of a kind run in one worker, which makes its files once.
+# One worker runs all tests of a kind, so that its files are made once.
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in KINDS])
 def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
@@ -67,7 +67,7 @@ def test_same_bytes_as_on_the_cpu(model: Path, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["plain.safetensors", "packed.safetensors"])
 def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
-    """The drop-in's `prefetch` loads whole tensors and planned rows to a GPU from a file that is open on the CPU."""
+    """The drop-in's `prefetch` loads whole tensors and rows to a GPU from a file that is open on the CPU."""
     import overwire.compat.safetensors as drop_in
 
     want = ow.load_file(model / file)
@@ -86,7 +86,7 @@ def test_tensors_that_load_in_the_background(model: Path, file: str) -> None:
 
 
 def test_a_loop_that_changes_its_stream(model: Path) -> None:
-    """Data read ahead for one torch stream is not returned to a program that works on another."""
+    """Tensors that were read ahead for one torch stream are not returned to a program that uses another stream."""
     want = ow.load_file(model / "packed.safetensors")
     side = torch.cuda.Stream()
     got = {}
@@ -166,7 +166,7 @@ def test_load_model_lands_in_place(tmp_path: Path) -> None:
 
 
 def comes_true(true: Callable[[], bool]) -> None:
-    """Waits for what the engine soon does on its own thread."""
+    """Waits up to 30 seconds until true() holds, because engine threads finish later."""
     end = time.monotonic() + 30
     while not true():
         assert time.monotonic() < end
@@ -188,7 +188,7 @@ def test_thousand_loads_give_everything_back(tmp_path: Path) -> None:
     for _ in range(1000):
         ow.load_file(tmp_path / "m", device="cuda")
     comes_true(lambda: used() <= before + (8 << 20))
-    # Many small tensors, fewer and more of them than the engine keeps for the next load.
+    # Many small tensors, first fewer and then more than the engine caches for the next load.
     for name, count in (("few", 40), ("many", 300)):
         ow.save_file({f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(count)}, tmp_path / name, compress=True)
 
@@ -211,11 +211,11 @@ def test_out_of_memory_says_how_much_and_gives_everything_back(tmp_path: Path) -
     small = {f"s{i}": torch.zeros(900_000, dtype=torch.uint8) for i in range(80)}
     ow.save_file(big, tmp_path / "big")
     ow.save_file(small, tmp_path / "small")
-    for name in ("big", "small"):  # the lane and torch's context exist
+    for name in ("big", "small"):  # creates the lane and torch's context
         ow.load_file(tmp_path / name, device="cuda")
     ow.empty_cache()
     torch.cuda.empty_cache()
-    # Leave less than either needs: the first is loaded into torch's memory, the second into the engine's.
+    # Leave less memory than either load needs. The first uses torch's memory, the second the engine's.
     hog = []
     for step in (1 << 30, 32 << 20, 4 << 20):
         while torch.cuda.mem_get_info()[0] > step + (24 << 20):
@@ -231,7 +231,7 @@ def test_out_of_memory_says_how_much_and_gives_everything_back(tmp_path: Path) -
             del caught, error
         assert torch.cuda.mem_get_info()[0] >= left - (4 << 20)
     del hog
-    for name in ("big", "small"):  # torch's allocator keeps the memory, and a load still gets it
+    for name in ("big", "small"):  # a load can use memory that torch's allocator has cached
         equal(ow.load_file(tmp_path / name, device="cuda"), ow.load_file(tmp_path / name))
 
 
@@ -247,9 +247,9 @@ def test_empty_cache(tmp_path: Path) -> None:
 
 
 def test_tensors_share_the_memory_that_the_driver_is_asked_for(torch_script: Callable, tmp_path: Path) -> None:
-    """A first load asks the driver for a few groups of tensors, later ones for almost nothing. Each tensor has its own
-    storage, and once all are dropped torch gives everything back. Memory that torch keeps from other tensors is used.
-    """
+    """A first load asks the driver for memory in a few groups of tensors, and later loads ask for almost none. Each
+    tensor has its own storage, and torch frees everything once all are dropped. Memory that torch has cached is
+    used."""
     sizes = [20, 34, 50, 8] * 10
     tensors = {f"t{i:02}": torch.full((n << 20,), i, dtype=torch.uint8) for i, n in enumerate(sizes)}
     ow.save_file(tensors, tmp_path / "m")
@@ -384,7 +384,7 @@ def test_preload_to_the_host_goes_on_to_the_gpu(tmp_path: Path) -> None:
         equal({name: got[name] for name in want}, want)
     assert ow.preload(tmp_path / "m", device="host").wait()
     with ow.safe_open(tmp_path / "m", "pt", "cuda") as file:
-        # Large ones have their own destination.
+        # Large blocks are loaded directly.
         for name, block in (("a", slice(5, 1 << 19)), ("a", slice(3, 9)), ("b", slice(1, 4))):
             found = file.get_slice(name)[block]
             assert found.is_cuda and torch.equal(found.cpu(), want[name][block])
@@ -405,7 +405,7 @@ def test_threads_load_to_every_gpu_at_once(tmp_path: Path) -> None:
 
 
 def test_tensors_files(tmp_path: Path) -> None:
-    """.tensors files load the same in tensorizer's own class and in ours."""
+    """.tensors files load with equal tensors in tensorizer's class and in ours."""
     from overwire.compat import tensorizer
 
     torch.manual_seed(2)
@@ -428,8 +428,8 @@ def test_tensors_files(tmp_path: Path) -> None:
 
 
 def test_gds_reads_the_same_or_says_why_not(model: Path) -> None:
-    """With read="gds" the bytes are the same where GPUDirect Storage is real. Elsewhere the load goes through the host,
-    and one line says why."""
+    """read="gds" gives the same bytes with real GPUDirect Storage. Elsewhere the load goes through the CPU, and one log
+    line says why."""
     code = f"""
 import logging, sys
 logging.basicConfig(format="%(name)s %(message)s", stream=sys.stderr)
@@ -456,16 +456,16 @@ print(report["gds"], report.get("no_gds", ""))
     assert len(lines) == (0 if done.stdout.split()[0] != "0" else 1), done.stderr
     if not lines:
         return
-    pytest.skip(f"not real here: {lines[0]}")
+    pytest.skip(f"no real GPUDirect Storage: {lines[0]}")
 
 
-SMALL = {f"s{i}": torch.full((8192,), i, dtype=torch.int16) for i in range(300)}  # of 16 KiB
+SMALL = {f"s{i}": torch.full((8192,), i, dtype=torch.int16) for i in range(300)}  # 16 KiB each
 MIXED = SMALL | {f"l{i}": torch.full((5 << 20,), i, dtype=torch.uint8) for i in range(4)}
 
 
 def captured(during: Callable[[int], None]) -> None:
-    """Captures a graph in torch's default mode, in 100 steps with `during` in each, and compares its replay with the
-    same work."""
+    """Captures a graph in torch's default mode in 100 steps, calls `during` in each, and compares the replay with the
+    same work done directly."""
     a = torch.randn(256, 256, device="cuda")
     warm = torch.cuda.Stream()
     warm.wait_stream(torch.cuda.current_stream())
@@ -477,7 +477,7 @@ def captured(during: Callable[[int], None]) -> None:
         for step in range(100):
             got = a @ a
             during(step)
-            time.sleep(0.003)  # the engine gives memory back within 5 to 100 ms
+            time.sleep(0.003)  # the engine frees memory within 5 to 100 ms
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(got, want)
@@ -488,7 +488,7 @@ def test_tensors_may_die_while_a_graph_is_captured(tmp_path: Path, where: str) -
     ow.save_file(SMALL, tmp_path / "m")
     want = ow.load_file(tmp_path / "m")
     ow.preload(tmp_path / "m", device="cuda").wait()
-    held = [ow.load_file(tmp_path / "m", device="cuda") for _ in range(3)]  # the first one from the preload
+    held = [ow.load_file(tmp_path / "m", device="cuda") for _ in range(3)]  # the first one joins the preload
 
     def drop(step: int) -> None:
         if step in (5, 30, 60):
@@ -501,14 +501,14 @@ def test_tensors_may_die_while_a_graph_is_captured(tmp_path: Path, where: str) -
 
     captured(drop)
     assert not held
-    captured(lambda step: None)  # and right after tensors were freed
+    captured(lambda step: None)  # right after tensors were freed
     equal(ow.load_file(tmp_path / "m", device="cuda"), want)
 
 
 def test_loads_run_while_another_thread_captures(tmp_path: Path) -> None:
     ow.save_file(MIXED, tmp_path / "m")
     want = ow.load_file(tmp_path / "m")
-    ow.empty_cache()  # so that everything is made anew: lanes, pinned memory, torch's segments
+    ow.empty_cache()  # so that lanes, pinned memory and torch's segments are created again
     got: list[dict[str, torch.Tensor]] = []
     failed: list[BaseException] = []
 
@@ -569,10 +569,10 @@ def test_a_load_does_not_wait_for_work_of_others(tmp_path: Path, size: str) -> N
     torch.cuda.synchronize()
     side, done = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(8_000_000_000)  # some 4 s
+        torch.cuda._sleep(8_000_000_000)  # about 4 s
         done.record(side)
     del earlier
-    time.sleep(0.3)  # until the engine gives memory back
+    time.sleep(0.3)  # until the engine frees memory
     got = ow.load_file(tmp_path / "m", device="cuda")
     assert done.query() is False, "the load waited for a side stream"
     done.synchronize()

@@ -1,7 +1,7 @@
-"""Tests overwire.gpu and compat.nvcomp with Arrays of a GPU, real or fake.
+"""Tests overwire.gpu and compat.nvcomp with Arrays on a GPU, real or fake.
 
-`make fakepy` runs this on an engine with the fake driver and the host twins of the kernels. Tests that need torch on a
-GPU are then skipped.
+`make fakepy` runs this on an engine with the fake driver and the kernels' host twins. Tests that need torch on a GPU
+are skipped there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ needs_torch = pytest.mark.skipif(not REAL, reason="torch has no GPU")
 
 
 def content(size: int, seed: int = 5) -> bytes:
-    """Returns bytes with repeating second halves of words, as in weights."""
+    """Returns words with repeating second halves, as in weights."""
     r = random.Random(seed)
     piece = bytearray(r.randbytes(min(size, 70_000)))
     for i in range(1, len(piece), 2):
@@ -65,7 +65,7 @@ def test_backends_say_where() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS, ids=[k.name for k in KINDS])
 def test_device_in_device_out(name: str, kind: Any, contents: dict[int, bytes]) -> None:
-    """Every algorithm, bitstream and length round-trips, compared with the CPU's decoder."""
+    """Every algorithm, bitstream and length round-trips and equals the CPU decoder's result."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=kind, uncomp_chunk_size=65536)
     bitstream = codecs.BITSTREAMS[int(kind)]
     plain = list(contents.values())
@@ -80,7 +80,7 @@ def test_device_in_device_out(name: str, kind: Any, contents: dict[int, bytes]) 
         assert d.buffer_kind is nvcomp.ArrayBufferKind.STRIDED_DEVICE and d.buffer_size == len(p) and back(d) == p, len(
             p
         )
-    # From the host, one by one, with sizes from a config.
+    # From CPU memory, one at a time, with sizes from a config.
     for p, e in zip(plain, encoded, strict=True):
         stored = back(e)
         if p:
@@ -99,7 +99,7 @@ def test_a_stream_says_what_it_is(contents: dict[int, bytes]) -> None:
 
 @pytest.mark.parametrize("name", ["X16", "LZ4", "Snappy"])
 def test_config_waits_for_nothing(name: str, contents: dict[int, bytes]) -> None:
-    """With a config the engine does not query the device: one upload, launches, an event."""
+    """With a config, decoding never waits for the device."""
     codec = nvcomp.Codec(algorithm=name)
     plain = [contents[65536], contents[65537]]
     encoded = codec.encode([there(p) for p in plain])
@@ -130,7 +130,7 @@ def test_wrong_lengths_are_told_and_nothing_is_overrun(contents: dict[int, bytes
     made = codec.decode(e, decompression_config=config)
     with pytest.raises(errors.CorruptError):
         made.cpu()
-    assert made.cpu().buffer_size == 65536  # once
+    assert made.cpu().buffer_size == 65536  # the error is raised once
     with pytest.raises(errors.CorruptError):
         _strictly(e)
     small = there(bytes(100))
@@ -157,7 +157,7 @@ def test_damage_is_an_error_of_its_own_buffer(name: str, contents: dict[int, byt
         try:
             one, two, three = codec.decode([there(good), there(bytes(bad) or b"\0"), there(good)])
         except (ValueError, errors.OverwireError):
-            continue  # as its header said
+            continue  # the header was already refused
         assert back(one) == plain == back(three)
         try:
             back(two)
@@ -185,7 +185,7 @@ def test_out_and_capacity(contents: dict[int, bytes]) -> None:
 
 
 def test_encoding_there_is_the_hosts(contents: dict[int, bytes]) -> None:
-    """X16 of a known type equals the CPU's, also in the caller's memory."""
+    """X16 of a known type is encoded as on the CPU, also into the caller's memory."""
     for kind, bitstream in zip(KINDS, codecs.BITSTREAMS, strict=True):
         codec = nvcomp.Codec(algorithm="X16", data_type="bfloat16", bitstream_kind=kind, uncomp_chunk_size=16384)
         for size in (0, 7, 65536, 65537):
@@ -227,7 +227,7 @@ def test_interfaces_share_the_memory(contents: dict[int, bytes]) -> None:
 
 
 class Pool:
-    """A user's allocator that counts."""
+    """A user's allocator that counts its memory."""
 
     def __init__(self, device: bool) -> None:
         self.device, self.live, self.made = device, 0, 0
@@ -399,13 +399,13 @@ def test_no_growth_over_a_thousand_decodes() -> None:
     assert used() <= before + (4 << 20)
 
 
-# Overlaps.
+# Overlapping outputs.
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_that_overlap_are_refused(name: str) -> None:
-    """Outputs that overlap a source or one another are refused on a GPU as on the host, by kernels and by the CPU, and
-    nothing is written."""
+    """An output that overlaps a source or another output is refused, by kernels and by CPU codecs, and nothing is
+    written."""
     plain = content(4096)
     codec = nvcomp.Codec(algorithm=name)
     stored = codec.encode(there(plain))
@@ -435,7 +435,7 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
 
 
 def test_overlaps_are_refused_underneath() -> None:
-    """gpu.decode, gpu.encode and gpu.copy refuse overlaps from every caller."""
+    """gpu.decode, gpu.encode and gpu.copy themselves refuse overlaps."""
     plain = content(4096)
     stored = codecs.encode(plain, "X16", bitstream="native")
     room = gpu.alloc(1 << 16, 0)

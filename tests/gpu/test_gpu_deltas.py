@@ -1,5 +1,8 @@
-"""Tests deltas of tensors on a GPU, real or fake. `make fakepy` runs this on the fake driver and the kernels' host
-twins; tests that need torch on a GPU are then skipped."""
+"""Tests deltas of tensors on a GPU, real or fake.
+
+`make fakepy` runs this on the fake driver and the kernels' host twins. Tests that need torch on a GPU are skipped
+there.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def downloaded(memory: gpu.Memory) -> Any:
 
 
 def pair(seed: int, share: float) -> tuple[Any, Any]:
-    """Returns bytes before and after a share of them has changed."""
+    """Returns bytes in which a share has changed, and the original bytes."""
     rng = np.random.default_rng(seed)
     base = rng.integers(0, 256, 600_000, np.uint8)
     new = base.copy()
@@ -58,7 +61,7 @@ def applied(places: list[gpu.Memory], delta: ow.Delta, request: Any) -> Any:
 
 
 def test_memory_of_a_gpu(seed: int, tmp_path: Path) -> None:
-    """The GPU writes the same file as the CPU, and applies it in place; a wrong base stays as it is."""
+    """The GPU writes the same file as the CPU and applies it in place. A wrong base does not change."""
     for step, share in enumerate((0.005, 0.3)):
         new, base = pair(seed + step, share)
         dtypes = {"BF16": np.uint16, "F32": np.uint32, "I8": np.int8, "F64": np.uint64}
@@ -86,7 +89,7 @@ def test_memory_of_a_gpu(seed: int, tmp_path: Path) -> None:
 
 @needs_torch
 def test_tensors_of_torch(seed: int, tmp_path: Path) -> None:
-    """Every dtype, tied and strided tensors, on each GPU and on several, give the CPU's file."""
+    """Tensors of every dtype, tied and strided, on each GPU and on several, give the CPU's file."""
     from conftest import every_dtype
 
     generator = torch.Generator().manual_seed(seed)

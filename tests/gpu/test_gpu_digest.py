@@ -1,5 +1,8 @@
-"""Tests digests of tensors on a GPU, real or fake. `make fakepy` runs this on the fake driver and the kernel's host
-twin; tests that need torch on a GPU are then skipped."""
+"""Tests digests of tensors on a GPU, real or fake.
+
+`make fakepy` runs this on the fake driver and the kernels' host twins. Tests that need torch on a GPU are skipped
+there.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ def asked(stream: int, contiguous: int, numbers: list[int]) -> list[str]:
 
 
 def test_memory_of_a_gpu(seed: int) -> None:
-    """The engine's function gives the CPU's digests, for any length and offset, on the caller's stream."""
+    """The engine's function gives the CPU's digests for any length and offset on the caller's stream."""
     data = random.Random(seed).randbytes(300_000)
     address, size, keep = buffer_of(data)
     memory = gpu.alloc(size, 0)
     gpu.copy(memory.address, address, size, device=0)
     del keep
     parts = [(random.Random(seed + i).randrange(60), 3 * i) for i in range(100)] + [(0, size), (16, 4096), (1, 70_000)]
-    some = 40  # contiguous; the others also count as strided
+    some = 40  # contiguous; the others are passed as strided
     numbers = [memory.address + at for at, _ in parts[:some]] + [length for _, length in parts[:some]]
     numbers += [n for at, length in parts[some:] for n in (memory.address + at, 1, 1, length, 1)]
     stream = gpu.stream_new(0)
@@ -53,7 +56,7 @@ def test_memory_of_a_gpu(seed: int) -> None:
 
 @needs_torch
 def test_tensors_of_torch(seed: int) -> None:
-    """Every dtype, stride and GPU gives the CPU's digest."""
+    """Tensors of every dtype and stride have the CPU's digest on each GPU."""
     from conftest import every_dtype
 
     generator = torch.Generator().manual_seed(seed)
@@ -79,14 +82,14 @@ def test_tensors_of_torch(seed: int) -> None:
 
 
 def _alike(tensor: Any, device: int) -> Any:
-    """Returns the same view of the same storage, on a GPU."""
+    """Returns the same view of a copy of its storage on a GPU."""
     storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @needs_torch
 def test_order_and_capture() -> None:
-    """A digest comes after the work queued on the current stream; a stream that is being captured is refused."""
+    """A digest waits for work queued on the current stream. A stream that is being captured is refused."""
     side, x = torch.cuda.Stream(), torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     for value in range(1, 6):
@@ -106,7 +109,7 @@ def test_order_and_capture() -> None:
 
 @needs_torch
 def test_a_model_on_a_gpu(tmp_path: Any) -> None:
-    """A model on a GPU is compared with its file; a changed bit is found."""
+    """A model on a GPU is compared with its file, and a changed bit is detected."""
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 7)).bfloat16().cuda()
     ow.save_model(model, tmp_path / "m.safetensors")
     found = ow.verify(tmp_path / "m.safetensors", tensors=model)
@@ -117,8 +120,8 @@ def test_a_model_on_a_gpu(tmp_path: Any) -> None:
 
 
 def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
-    """The digests of tensors that a GPU decodes equal the CPU's: compressed and plain, tied, empty, single-valued, and
-    only for the requested names. Damage is found."""
+    """Tensors that a GPU decodes have the CPU's digests: compressed, plain, tied, empty and single-valued ones, and
+    only the requested names. Damage is detected."""
     made = torch.Generator().manual_seed(seed)
     tensors = {
         "big": torch.randn(900, 701, generator=made).bfloat16(),
@@ -156,7 +159,7 @@ def test_a_file_decoded_on_a_gpu(tmp_path: Any, seed: int) -> None:
         job.finish()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it takes all memory of the GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="uses all memory of the GPU")
 def test_a_gpu_without_space(tmp_path: Any) -> None:
     """Tensors that do not fit on the GPU are decoded on the CPU."""
     made = torch.Generator().manual_seed(1)

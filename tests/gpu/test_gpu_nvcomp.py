@@ -1,5 +1,5 @@
-"""Tests what overwire.compat.nvcomp hands to nvCOMP: with nvCOMP on a real GPU, and with a stand-in for it on any GPU,
-including the fake one of `make fakepy`."""
+"""Tests which calls overwire.compat.nvcomp passes to nvCOMP. A real GPU uses the real nvCOMP. Any GPU, including the
+fake one of `make fakepy`, uses a replacement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARK = b"\x01\x02\x03\x04\x06"
 
 
 class StandIn:
-    """Replaces a missing nvCOMP: it reads what `marked` made."""
+    """Replaces nvCOMP if it is missing. It reads streams made by `marked`."""
 
     asked: list[dict[str, Any]] = []
     Array, CompressConfig = nvcomp.Array, nvcomp.CompressConfig
@@ -58,7 +58,8 @@ class StandIn:
 
 
 def marked(stream: bytes) -> bytes:
-    """Returns a stream that no longer counts as ours: native ones by their head, others by what precedes them."""
+    """Returns a stream that is not recognised as ours, by changing a native stream's head or putting a mark before
+    other streams."""
     return MARK + stream[5:] if stream[:4] == b"OWBS" else MARK + b"+" + stream
 
 
@@ -76,8 +77,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes) -> None:
-    """Native streams are passed only to nvCOMP, in a batch with ours, into outputs, as a type, with a config. Ours are
-    never passed on."""
+    """Only nvCOMP's native streams are passed to nvCOMP: in a batch with ours, into outputs, as a type, and with a
+    config."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
     theirs = marked(back(ours))
     for codec in (nvcomp.Codec(), nvcomp.Codec(algorithm="LZ4")):
@@ -95,7 +96,7 @@ def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes)
         assert [back(o) for o in outs] == [plain, plain]
         with pytest.raises(errors.NotSupportedError, match="one writer"):
             codec.decompression_config([theirs, ours])
-        assert len(stand_in.asked) == 1  # one nvCOMP Codec for one of ours
+        assert len(stand_in.asked) == 1  # each of our Codecs makes one nvCOMP Codec
         stand_in.asked.clear()
     strict = nvcomp.Codec(ask_nvcomp=False)
     for source in (theirs, there(theirs)):
@@ -109,7 +110,7 @@ def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes)
 
 
 def test_options_of_reading_alone_are_handed_on(stand_in: Any) -> None:
-    """nvCOMP refuses options of writing that it does not know, and also ours."""
+    """Only options that matter for reading are passed to nvCOMP, which refuses unknown options."""
     plain = bytes(range(256)) * 16
     policy = nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY_IF_PRESENT
     codec = nvcomp.Codec(
@@ -122,7 +123,7 @@ def test_options_of_reading_alone_are_handed_on(stand_in: Any) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("Cascaded", 1), ("Cascaded", 2), ("LZ4", 2), ("Snappy", 2), ("Zstd", 2)])
 def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stand_in: Any, plain: bytes) -> None:
-    """Cascaded and length-prefixed streams do not show their writer, so refused blocks are tried with nvCOMP."""
+    """Cascaded and length-prefixed streams do not identify their writer, so blocks that we refuse go to nvCOMP."""
     codec = nvcomp.Codec(algorithm=name, bitstream_kind=nvcomp.BitstreamKind(kind), data_type="|u1")
     ours = back(codec.encode(there(plain)))
     bad = marked(ours)
@@ -136,14 +137,14 @@ def test_blocks_that_are_refused_are_handed_to_nvcomp(name: str, kind: int, stan
         )
 
 
-# Tests against nvCOMP itself.
+# Tests with nvCOMP itself.
 
 
 @needs_torch
 @pytest.mark.parametrize("kind", KINDS[:2], ids=[k.name for k in KINDS[:2]])
 @pytest.mark.parametrize("name", ["ANS", "Bitcomp"])
 def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
-    """nvCOMP's results live as long as our Array of them, whatever happens to Codecs and Arrays in between."""
+    """nvCOMP's results live as long as our Array of them, even if Codecs and other Arrays are dropped."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     named = {"algorithm": name, "data_type": "|u1" if name == "ANS" else "<i4", "bitstream_kind": kind}
     data = plain
@@ -167,10 +168,10 @@ def test_delegated_to_nvcomp(name: str, kind: Any, plain: bytes) -> None:
 @needs_torch
 @pytest.mark.parametrize("name", ["LZ4", "Snappy", "Zstd", "Deflate", "GDeflate", "Cascaded"])
 def test_streams_that_nvcomp_wrote_are_read_through_it(name: str, plain: bytes) -> None:
-    """Native streams with its checksums, and sized ones, are read through nvCOMP; a changed byte is reported."""
+    """nvCOMP's native streams with checksums, and its sized ones, are read through nvCOMP. Damage is an error."""
     theirs = pytest.importorskip("nvidia.nvcomp")
     if theirs is nvcomp:
-        pytest.skip("nvidia.nvcomp is this module")
+        pytest.skip("nvidia.nvcomp is overwire's own module")
     data = plain
     policies = theirs.ChecksumPolicy
     stored = theirs.Codec(algorithm=name, checksum_policy=policies.COMPUTE_AND_NO_VERIFY).encode(

@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads of a slot outside its block's turn give 0xff."""
+    """Fills a slot with 0xff after its block has run, so that a wrong read shows."""
     release = rings.Ring.release
 
     def poison(self: Any, at: int) -> bool:
@@ -47,8 +47,8 @@ def outputs(model: Any) -> Any:
 @pytest.mark.parametrize("home", ["cpu", "cuda"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, home: str, slots: int) -> None:
-    """Outputs equal the resident model's in every order of the blocks, wherever the model was, and close restores every
-    byte there."""
+    """Outputs equal the resident model's in every order of the blocks, for a model on the CPU or on the GPU. close
+    restores every byte there."""
     reference = Model(7, 512, dtype).cuda()
     model = copy.deepcopy(reference).to(home)
     with ow.offload(model, "cuda", slots=slots, keep=1 << 20):
@@ -62,7 +62,7 @@ def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, hom
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
-    """fp8 and int8 weights stay unchanged, in changing orders."""
+    """fp8 and int8 weights give right outputs in changing orders."""
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(Cast(dtype) for _ in range(5))
     model.cuda()
@@ -75,7 +75,7 @@ def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_errors_in_the_middle_of_a_pass(poisoned: None, error: type[BaseException]) -> None:
-    """After an error, or Ctrl-C, in any block the next pass is right."""
+    """After an error or Ctrl-C in any block, the next pass is right."""
     model = Model(6, 256).cuda()
     reference = outputs(model)
     with ow.offload(model, "cuda"):
@@ -93,7 +93,7 @@ def test_errors_in_the_middle_of_a_pass(poisoned: None, error: type[BaseExceptio
 
 @pytest.mark.parametrize("compress", [True, False])
 def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any) -> None:
-    """A model on the meta device gets its weights from a file; close puts them on the host."""
+    """A model on the meta device gets its weights from a file. close puts them in CPU memory."""
     model = Model(5, 512)
     ow.save_model(model, tmp_path / "m.safetensors", compress=compress)
     with torch.device("meta"):
@@ -110,7 +110,7 @@ def test_weights_come_from_a_file(poisoned: None, compress: bool, tmp_path: Any)
 
 
 def test_blocks_of_another_programs_model(poisoned: None) -> None:
-    """`stream_blocks` takes layers on the host, and moves only what it is asked to."""
+    """`stream_blocks` takes layers in CPU memory and moves only the requested tensors."""
     model = Model(5, 512)
     reference = outputs(copy.deepcopy(model).cuda())
     for part in (model.embed, model.head):
@@ -127,7 +127,7 @@ def test_blocks_of_another_programs_model(poisoned: None) -> None:
 
 
 def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
-    """Part of the weights may leave a block: it stays unchanged in its own memory while the slot gets other blocks."""
+    """A part of the weights that a block returns keeps its values in other memory while the slot gets other blocks."""
 
     class Row(torch.nn.Module):
         def __init__(self, at: int) -> None:
@@ -145,7 +145,7 @@ def test_a_part_of_the_weights_may_leave_a_block(poisoned: None) -> None:
 
 
 class Keeps(torch.nn.Module):
-    """A block that first computes something from its weight, and uses the result as long as it has it."""
+    """A block that first applies `act` to itself and uses the result while it keeps it."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ ACTS = {
 @pytest.mark.parametrize("how", ACTS)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots: int) -> None:
-    """Outputs and weights equal the resident model's; tensors that are no longer kept free their memory."""
+    """Outputs and weights equal the resident model's. Dropped tensors free their memory."""
     x = torch.ones(3, 256, device="cuda")
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ def test_what_a_block_keeps_or_changes_is_right(poisoned: None, how: str, slots:
 
 
 def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
-    """Weights that autograd has saved are right when they are needed."""
+    """Weights that autograd saved are right in a later backward pass."""
 
     def run(model: Any) -> list[Any]:
         inputs = []
@@ -220,8 +220,8 @@ def test_gradients_of_what_ran_within_enable_grad(poisoned: None) -> None:
 
 @pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
 def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
-    """Weights that accelerate keeps on the host are streamed under the patch: the outputs are the resident model's,
-    tensors are meta between runs, and every weight is in its map."""
+    """With the patch, weights that accelerate offloads to the CPU are streamed. Outputs equal the resident model's,
+    tensors are on meta between runs, and accelerate's weights map has every weight."""
     accelerate = pytest.importorskip("accelerate")
     reference = Model(7, 512).cuda()
     model = copy.deepcopy(reference).cpu()
@@ -240,7 +240,7 @@ def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
 
 
 def test_threads_on_streams_of_their_own() -> None:
-    """Four threads run one model at the same time, each on its own stream."""
+    """Four threads run one model at the same time on separate streams."""
     model = Model(6, 256).cuda()
     reference = outputs(model)
     with ow.offload(model, "cuda", slots=2):
@@ -261,7 +261,7 @@ def test_threads_on_streams_of_their_own() -> None:
 
 
 def test_captures_are_refused_and_compiled_blocks_work() -> None:
-    """A CUDA graph cannot hold streamed weights, so captures are refused; compiled blocks work."""
+    """Captures are refused, because a CUDA graph cannot hold streamed weights. Compiled blocks work."""
     model = Model(4, 256).cuda()
     reference = outputs(model)
     with ow.offload(model, "cuda"):
@@ -271,13 +271,13 @@ def test_captures_are_refused_and_compiled_blocks_work() -> None:
             outputs(model)
         assert torch.equal(outputs(model), reference)
         for layer in model.layers:
-            layer.compile(backend="aot_eager")  # without worker processes
+            layer.compile(backend="aot_eager")  # starts no worker processes
         for _ in range(3):
             assert (outputs(model).float() - reference.float()).abs().max() <= 0.05 * reference.float().abs().max()
 
 
 def test_a_changed_byte_of_stored_weights_is_noticed() -> None:
-    """A changed byte is noticed when the offload ends, at the latest."""
+    """A changed byte in stored weights is detected, at the latest when the offload ends."""
     model = Model(3, 256).cuda()
     offloaded = ow.offload(model, "cuda")
     memory = offloaded._away[1].stored.memory

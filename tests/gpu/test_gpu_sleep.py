@@ -1,5 +1,7 @@
-"""Tests the host memory of sleeps with a GPU, real or fake. `make fakepy` runs this on the fake driver;
-tests/gpu/device_sleep.py tests sleeps themselves on a GPU."""
+"""Tests the pinned memory of sleeps with a GPU, real or fake.
+
+`make fakepy` runs this on the fake driver. tests/gpu/device_sleep.py tests sleeps themselves on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ pytest.importorskip("torch")
 
 
 def test_memory_is_prepared_once_and_given_back() -> None:
-    """Memory is prepared in the background, refused in advance, and given back on request."""
+    """Memory is prepared in the background and freed on request. Too large a size is refused immediately."""
     with ow.prepare_sleep("8MB", device="cuda:0") as memory:
         assert memory.nbytes == 8_000_000 and "cuda:0" in repr(memory)
         assert memory.wait(60) and memory.wait(0)
         again = ow.prepare_sleep(1_000_000, device=0)
         assert again.wait(60) and again.nbytes == 1_000_000
-        del again  # changes nothing
+        del again  # has no effect
     memory.close()
     assert memory.wait() and "closed" in repr(memory)
     with pytest.raises(ow.OutOfMemoryError) as caught:
@@ -38,7 +40,7 @@ def test_memory_is_prepared_once_and_given_back() -> None:
 
 
 def test_threads_prepare_and_give_back_at_once() -> None:
-    """In any order, no call fails and each ends."""
+    """Threads can prepare and free memory in any order without an error."""
     failures: list[BaseException] = []
 
     def run(number: int) -> None:
@@ -63,7 +65,7 @@ def test_threads_prepare_and_give_back_at_once() -> None:
 
 
 def test_a_forked_child_is_refused() -> None:
-    """A forked child is refused; the memory stays the parent's."""
+    """A forked child is refused, and the parent keeps the memory."""
     memory: Any = ow.prepare_sleep("4MB", device="cuda:0")
     child = os.fork()
     if child == 0:

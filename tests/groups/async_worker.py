@@ -1,5 +1,5 @@
-"""The ranks of tests/groups/test_async_checkpoints.py, forks of one process that has imported torch: a folder, the
-file that they meet through, and what they do are on its command line."""
+"""Runs the ranks of tests/groups/test_async_checkpoints.py as forks of one process that has imported torch. The command
+line names a folder, the ranks' rendezvous file and the steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 
 def train(model: Any, optimizer: Any, steps: int) -> None:
-    """What meets the messages of a save that uses training's group."""
+    """Trains, so that its messages would mix with those of a save in the same group."""
     for _ in range(steps):
         model(torch.ones(4, 33)).square().mean().backward()
         optimizer.step()
@@ -36,7 +36,7 @@ def groups() -> int:
 
 
 def documented(folder: Path, group: Any = None, own: Any = None) -> None:
-    """The program of docs/checkpoints.md, next to training."""
+    """Runs the program of docs/checkpoints.md while training continues."""
     model, optimizer = trained(0, 1)
     writer, stager, saving = CheckpointWriter(process_group=own), CheckpointStager(), None
     for step in range(2):
@@ -60,15 +60,15 @@ def documented(folder: Path, group: Any = None, own: Any = None) -> None:
 
 
 def given(folder: Path) -> None:
-    """torch has a group for saves, or the writer has it."""
+    """Passes a group for saves to torch or to the writer."""
     group = dist.new_group(backend="gloo")
     for number, (one, two) in enumerate([(group, None), (None, group)]):
         documented(folder / str(number), one, two)
 
 
 def several(folder: Path) -> None:
-    """Two writers at a time, many times, in either order of the ranks' threads; each has a group of its own, and later
-    saves use these again."""
+    """Two writers save at the same time, many times, with the ranks' threads in either order. Each has its own group,
+    which later saves reuse."""
     model, optimizer = trained(0, 1)
     before = groups()
     writers = [CheckpointWriter(folder / "one"), CheckpointWriter(folder / "two")]
@@ -88,7 +88,7 @@ def several(folder: Path) -> None:
 
 
 def late(folder: Path) -> None:
-    """A rank that never begins its save ends the others' by a timeout; the next save of that path works."""
+    """A rank that never begins its save ends the others' by a timeout. The next save to that path works."""
     writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
     limit, dist.distributed_c10d.default_pg_timeout = (
         dist.distributed_c10d.default_pg_timeout, datetime.timedelta(seconds=0.2),
@@ -103,7 +103,7 @@ def late(folder: Path) -> None:
 
 
 def failing(folder: Path) -> None:
-    """Saves that fail on one rank leave no groups, nor one that cannot be used; an unknown caller gets an error."""
+    """Saves that fail on one rank leave no extra groups and no unusable one. An unknown caller gets an error."""
     writer, state = CheckpointWriter(folder), {"x": torch.ones(9)}
     writer._write_step = None if dist.get_rank() == 0 else writer._write_step  # type: ignore[method-assign,assignment]
     before = groups()
@@ -120,7 +120,7 @@ def failing(folder: Path) -> None:
 
 
 def subset(folder: Path) -> None:
-    """A group of some ranks saves, at once and in the background, while the others train; and one rank by itself."""
+    """Some ranks save as a group, waiting and in the background, while the other rank trains or saves by itself."""
     group = dist.new_group([0, 2], backend="gloo")
     if dist.get_rank() != 1:
         state = {f"of-{dist.get_rank()}": torch.full((999,), float(dist.get_rank())), "both": torch.arange(5)}

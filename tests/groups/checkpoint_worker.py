@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/groups/test_checkpoints.py, forks of one process that has imported torch. The command line
-names a folder, the file that they meet through, and their steps."""
+"""Runs the ranks of tests/groups/test_checkpoints.py as forks of one process that has imported torch. The command line
+names a folder, the ranks' rendezvous file and the steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 
 def trained(seed: int, steps: int) -> tuple[Any, Any]:
-    """Returns an FSDP2 model of odd sizes, somewhere with fewer rows than ranks, and its optimizer."""
+    """Returns an FSDP2 model of odd sizes, including a layer with fewer rows than ranks, and its optimizer."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(33, 257), torch.nn.Linear(257, 129, dtype=torch.float32), torch.nn.Linear(129, 1)
@@ -83,12 +83,12 @@ def equal(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the state as the checkpoint's files have it."""
+    """Returns a tensor in the form in which the checkpoint's files store it."""
     return bytes_of(tensor) if is_bytes(tensor.dtype) else tensor
 
 
 def kinds() -> dict[str, torch.Tensor]:
-    """Returns DTensors of all shardings that a checkpoint meets, made from the whole ones."""
+    """Returns tensors of all kinds and shardings that a checkpoint may contain."""
     torch.manual_seed(5)
     return {
         "rows": torch.randn(7, 5),
@@ -114,7 +114,7 @@ SHARDS = {"pairs": 0, "pair columns": 1, "wide": 0, "wide columns": 1, "wide dee
 def sharded(fill: bool) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = kinds() if fill else {name: torch.zeros_like(t) for name, t in kinds().items()}
-    # Without a source, since gloo does not send every dtype.
+    # Without a source rank, because gloo cannot send every dtype.
     return {
         name: distribute_tensor(t, mesh, [Shard(SHARDS[name]) if name in SHARDS else Replicate()], src_data_rank=None)
         for name, t in tensors.items()
@@ -122,7 +122,7 @@ def sharded(fill: bool) -> dict[str, DTensor]:
 
 
 def save(folder: Path) -> None:
-    """Writes a training state, and DTensors of every kind, in files of at most 64 KiB."""
+    """Saves a training state in files of at most 64 KiB, and DTensors of every kind."""
     model, optimizer = trained(1, 3)
     state = state_of(model, optimizer, step=3, rng=torch.get_rng_state(), note={"lr": 0.5, "tags": ["a", "b"]})
     want = whole(state)
@@ -133,7 +133,7 @@ def save(folder: Path) -> None:
 
 
 def load(folder: Path) -> None:
-    """Reads both back, with another number of ranks, into another state."""
+    """Loads both checkpoints with another number of ranks into another state."""
     want = torch.load(folder / "want.pt", weights_only=True)
     model, optimizer = trained(7, 1)
     state = state_of(model, optimizer, step=0, rng=torch.zeros_like(want["rng"]), note={"lr": 0.0, "tags": ["", ""]})
@@ -147,7 +147,7 @@ def load(folder: Path) -> None:
 
 
 def background(folder: Path) -> None:
-    """async_save keeps the staged values while the tensors change, save after save."""
+    """Each async_save stores the staged values while the tensors change."""
     stager = CheckpointStager()
     state = sharded(True)
     writer = CheckpointWriter()
@@ -164,8 +164,8 @@ def background(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """Staged blocks are copied from the other rank's memory, without sending any; a rank that may not map that memory
-    is sent them."""
+    """Staged blocks are copied out of the other rank's memory. If a rank cannot map that memory, they are sent to
+    it."""
     stager, operations = CheckpointStager(), []
     batch, map_buffers = dist.batch_isend_irecv, exchange.map_buffers
 
@@ -188,7 +188,7 @@ def mapped(folder: Path) -> None:
 
 
 def cached(folder: Path) -> None:
-    """A planner sends its plan once, and the state then changes on one rank."""
+    """A planner caches its plan, and then one rank's state changes."""
     writer = CheckpointWriter()
     for number in range(4):
         state: dict[str, Any] = dict(sharded(True))
@@ -200,7 +200,7 @@ def cached(folder: Path) -> None:
 
 
 def short(folder: Path) -> None:
-    """If one rank's disk is full, every rank gets an error, the old checkpoint stays, and nothing is left."""
+    """If one rank's disk is full, every rank gets an error, the old checkpoint stays, and no other file is left."""
     at = folder / "short"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -236,8 +236,8 @@ class _Failing(DefaultSavePlanner):
 
 
 def failing(folder: Path) -> None:
-    """If a rank cannot give its blocks, before a round or during one, every rank gets an error, and the group stays in
-    step, so that the next save succeeds."""
+    """If a rank cannot provide its blocks, before or during a round, every rank gets an error. The group stays
+    synchronised, and the next save succeeds."""
     for after in (0, 1, 7):
         planner = _Failing()
         planner.after = after
@@ -250,7 +250,7 @@ def failing(folder: Path) -> None:
 
 
 class _Interrupted(DefaultSavePlanner):
-    """Presses Ctrl-C in the middle of a rank's files, or before the first."""
+    """Sends Ctrl-C before the first file of a rank or between its files."""
 
     ranks: tuple[int, ...] = ()
     after = 0  # calls that succeed
@@ -263,7 +263,7 @@ class _Interrupted(DefaultSavePlanner):
 
 
 def interrupted(folder: Path) -> None:
-    """Ctrl-C during dcp.save, on one rank or on all, ends every rank; the old checkpoint stays, and nothing is left."""
+    """Ctrl-C during dcp.save, on one rank or all, ends every rank. The old checkpoint and no other file stays."""
     at = folder / "interrupted"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     before = {path.name: path.read_bytes() for path in at.iterdir() if path.is_file()}
@@ -286,7 +286,7 @@ def interrupted(folder: Path) -> None:
 
 
 class _Pressing:
-    """A value that presses Ctrl-C when it is staged."""
+    """A value that sends Ctrl-C while it is staged."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
@@ -302,8 +302,8 @@ class _Waiting(DefaultSavePlanner):
 
 
 def pressed(folder: Path) -> None:
-    """Ctrl-C during dcp.async_save: while tensors are staged no save happens. After that it only ends the wait, and the
-    checkpoint is whole."""
+    """Ctrl-C during dcp.async_save prevents the save while tensors are being staged. Later it only ends the wait, and
+    the checkpoint is complete."""
     at, stager = folder / "pressed", CheckpointStager()
     with pytest.raises(KeyboardInterrupt):
         dcp.async_save({**sharded(False), "key": _Pressing()}, storage_writer=CheckpointWriter(at), async_stager=stager)
@@ -328,7 +328,7 @@ class _Dying(DefaultSavePlanner):
 
 
 def dying(folder: Path) -> None:
-    """If a rank dies halfway, the other one ends with an error, and the old checkpoint stays."""
+    """If a rank dies during a save, the other one gets an error and the old checkpoint stays."""
     at = folder / "dying"
     dcp.save(sharded(True), storage_writer=CheckpointWriter(at))
     state = {name: torch.randn(9) for name in "abc"} if dist.get_rank() == 1 else {}
@@ -342,7 +342,7 @@ def dying(folder: Path) -> None:
 
 
 def replaced(folder: Path, old: bool = False) -> None:
-    """A checkpoint is replaced between the opens of two ranks."""
+    """A checkpoint is replaced after one rank has opened it and before another does."""
     at = folder / f"replaced-{old}"
 
     def save(value: float) -> None:
@@ -373,7 +373,7 @@ def replaced(folder: Path, old: bool = False) -> None:
 
 
 def replaced_old(folder: Path) -> None:
-    """The same with version 1."""
+    """Runs `replaced` with a checkpoint of version 1."""
     replaced(folder, True)
 
 

@@ -1,9 +1,10 @@
-"""Measures deltas of a really trained model, compared with Zstandard of the XOR and with the
-whole compressed model. docs/deltas.md has the figures.
+"""Measures deltas of a trained model, compared with Zstandard on the XOR and with the whole compressed model.
+
+docs/deltas.md has the figures.
 
     python tests/groups/delta_pair.py
 
-A small transformer learns the documents of this repository on the CPU, for a minute or so.
+A small transformer is trained on this repository's documents on the CPU for about a minute.
 """
 
 from __future__ import annotations

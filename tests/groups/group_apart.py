@@ -1,4 +1,4 @@
-"""Steps of group_worker.py in which ranks do, have or want different things."""
+"""Steps of group_worker.py in which the ranks' files, arguments or calls differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fails(kind: type[BaseException], text: str, act: Callable[[], Any]) -> None:
 
 
 def replaced(folder: Path) -> None:
-    """If a file is replaced while the ranks open it, all get the new one. If they keep having different ones, none
+    """If a file is replaced while the ranks open it, all load the new one. If they keep opening different ones, none
     loads a mixture."""
     rank, world, path, sign = dist.get_rank(), dist.group.WORLD, folder / "replaced.safetensors", folder / "opened"
 
@@ -66,13 +66,13 @@ def replaced(folder: Path) -> None:
         if rank == 1:
             shutil.copy(folder / "compressed.safetensors", copy)
         dist.barrier()
-        # The checksums show that it is a copy.
+        # The checksums show that the file is a copy.
         assert "whole" in ow.load_file(copy if rank == 1 else folder / "compressed.safetensors", group=world)
 
 
 def refused(folder: Path) -> None:
-    """A wrong argument only on rank 1 is an error on all ranks, and the group goes on. The same holds for a setting on
-    one rank only."""
+    """A wrong argument on rank 1 only is an error on all ranks, and the group can still be used. The same holds for a
+    setting on one rank only."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     module, weights = torch.nn.Linear(2, 2), folder / "linear.safetensors"
     if rank == 0:
@@ -100,7 +100,7 @@ def refused(folder: Path) -> None:
 
 
 def closed(folder: Path) -> None:
-    """A stream that one rank closes, or drops, before its first step ends on all."""
+    """A stream that one rank closes or drops before its first step ends on all ranks."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
@@ -116,8 +116,8 @@ def closed(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """A signal handler may not take from the stream of a group that it interrupts, or close it. Its rank refuses, and
-    the stream goes on for all."""
+    """A signal handler cannot take from, or close, the group stream that it interrupts. It gets an error on its rank,
+    and the stream continues on all ranks."""
     rank, world, path = dist.get_rank(), dist.group.WORLD, folder / "compressed.safetensors"
     for exchange in ("mapped", "none"):
         grouping.exchange_setting = lambda exchange=exchange: exchange
@@ -141,8 +141,8 @@ def interrupted(folder: Path) -> None:
 
 
 def forked_streams(folder: Path) -> None:
-    """A rank's forked child is refused the group and its streams, also while a thread of the rank waits in one, and
-    ends without a message to the other ranks."""
+    """A rank's forked child cannot use the group or its streams, even while a thread of the rank waits in one, and ends
+    without sending the other ranks anything."""
     world, path = dist.group.WORLD, folder / "compressed.safetensors"
     want = ow.load_file(path)
 
@@ -155,7 +155,7 @@ def forked_streams(folder: Path) -> None:
             fails(ow.ForkedError, "forked from", lambda: next(streams[0]))
             for act in (ow.load_file, ow.stream):
                 fails(ow.ForkedError, "forked from", lambda act=act: act(path, group=world))
-            streaming._close_all()  # as at the end of the process
+            streaming._close_all()  # the same as at exit
             streams.pop().close()
             gc.collect()
             os._exit(0)
@@ -190,7 +190,7 @@ def forked_streams(folder: Path) -> None:
 
 
 def stopped(folder: Path) -> None:
-    """A timeout or Ctrl-C on a rank takes effect although another rank is stopped. That one also ends once it
+    """A timeout or Ctrl-C on a rank takes effect although another rank is stopped. The stopped rank also ends once it
     continues."""
     rank, path, process, aim = dist.get_rank(), folder / "compressed.safetensors", [os.getpid()], relays.relay_aim
     dist.broadcast_object_list(process, 1)
@@ -219,7 +219,7 @@ def stopped(folder: Path) -> None:
 
 
 def freed(folder: Path) -> None:
-    """A group that has loaded, or failed to load, is freed when it is destroyed, with its threads and descriptors."""
+    """A group that has loaded or failed to load is freed when it is destroyed, with its threads and descriptors."""
     path = folder / "compressed.safetensors"
 
     def used() -> tuple[int, int]:
@@ -231,7 +231,7 @@ def freed(folder: Path) -> None:
             ow.load_file(path, group=group, keys=["no such"])
         left_open = ow.stream(path, group=group)
         next(left_open)
-        streaming._close_all()  # as at the end of the process
+        streaming._close_all()  # the same as at exit
         gone = weakref.ref(group)
         dist.destroy_process_group(group)
         del group
@@ -241,5 +241,5 @@ def freed(folder: Path) -> None:
 
     first = [used() for _ in range(2)][-1]
     last = [used() for _ in range(8)][-1]
-    # Engine threads come and go; each group has three, and four descriptors.
+    # The number of engine threads varies. Each group has three threads and four descriptors.
     assert last[0] < first[0] + 8 and last[1] < first[1] + 8, (first, last)

@@ -1,4 +1,4 @@
-"""Steps of group_worker.py for blocks that ranks say they need, and for ranks that leave."""
+"""Steps of group_worker.py for block loads, in which each rank requests blocks, and for ranks that exit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from overwire.distributed import load as relays
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from processes import overwire_serve  # noqa: E402
 
-# The device to which a rank loads tensors.
+# The device to which ranks load tensors.
 DEVICE = "cpu"
 
 Wanted = dict[str, list[tuple[int, int, int, int]]]
 
 
 def leaving(step: str, folder: Path, method: Any) -> Any:
-    """Replaces a method that a rank calls when the engines have met. Rank 1 ends there once all others have come that
-    far, so that they have what it has sent. Its engine, which has no requests, has kept theirs waiting."""
+    """Replaces a method that a rank calls once the engines have connected. Rank 1 exits there after all others have
+    reached it, so that they have received what it sent. Its engine has answered no requests, so the others still wait
+    for it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     signs = [folder / f"{step}-{size}-{other}" for other in range(size)]
 
@@ -47,8 +48,8 @@ def leaving(step: str, folder: Path, method: Any) -> Any:
 
 
 def wants(path: Path, rank: int, size: int) -> Wanted:
-    """Returns blocks of every kind: halves of either dimension, of both, whole tensors, two of one tensor, some that
-    another rank also has, and some that only one rank wants."""
+    """Returns blocks of every kind: halves of one or both dimensions, whole tensors, two of one tensor, some that
+    another rank also wants, and some that only one rank wants."""
     out: Wanted = {}
     for at, (name, tensor) in enumerate(sorted(ow.load_file(path).items())):
         if tensor.dtype == torch.float4_e2m1fn_x2:
@@ -79,8 +80,8 @@ def together(
     where: Callable[[Path], Any] = lambda path: path,
     group: Any = None,
 ) -> Any:
-    """Loads the wanted blocks of files by the group and compares them; returns what did it, or why nothing did. opened
-    is called when the files are open and nothing is read. where is a file's path or URL."""
+    """Loads the wanted blocks of files as a group and compares them. Returns the load, or the reason why there was
+    none. opened is called when the files are open and nothing has been read. where returns a file's path or URL."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), group or dist.group.WORLD
     with ExitStack() as stack:
         files, requests, targets = [], [], []
@@ -114,8 +115,8 @@ def together(
 
 
 def blinded() -> Iterator[int]:
-    """Makes each rank's engine unable to map another's memory; on a GPU only that of ranks that look for the flags
-    there."""
+    """Makes one rank's engine unable to map another rank's memory, first for rank 0 and then for rank 1. On a GPU only
+    for rank 1."""
     for lost in (0, 1) if DEVICE == "cpu" else (1,):
         if dist.get_rank() == lost:
             relays.relay_join = join_strangers
@@ -124,20 +125,20 @@ def blinded() -> Iterator[int]:
 
 
 def join_strangers(offers: list[Any], job: int) -> None:
-    """Acts as if processes had their own numbering: the others' numbers lead nowhere."""
+    """Simulates separate process id namespaces, so that the other ranks' ids are invalid."""
     me = dist.get_rank()
     _verbs.relay_join([one if one["rank"] == me else {**one, "process": 1 << 30} for one in offers], job)
 
 
 def expected_of(path: Path) -> Path:
-    """Returns the whole and plain file of one that may be damaged or compressed."""
+    """Returns the plain file with the expected tensors of one that may be damaged or compressed."""
     other = path.parent / f"{path.stem.partition('-')[0]}-plain.safetensors"
     return other if other.exists() else path.parent / "plain.safetensors"
 
 
 def blocks(folder: Path) -> None:
-    """Ranks that say which blocks they need read each stored byte once. A failure on one ends all, and if one cannot
-    take part, all learn of it."""
+    """Ranks that request blocks read each stored byte once in total. A failure on one rank ends the load on all. If one
+    rank cannot take part, all ranks learn the reason."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert plumbing.should_share_reading(world, False) and plumbing.should_share_reading(world, True)
@@ -157,14 +158,14 @@ def blocks(folder: Path) -> None:
             met.append(reader)
     assert len(met) == 1, met
 
-    # Also if its memory is gone before the others map it.
+    # The memory may also be gone before the others map it.
     join, relays.relay_join = relays.relay_join, lambda *_: (time.sleep(0 if rank == met[0] else 0.3), join(*_))[1]
     try:
         together(folder / "damaged.safetensors" if rank == met[0] else good)
     except ow.CorruptError as error:
         assert rank == met[0] or f"on rank {met[0]}" in str(error), error
     else:
-        raise AssertionError("the damage is lost")
+        raise AssertionError("the damage was not reported")
     finally:
         relays.relay_join = join
 
@@ -177,7 +178,7 @@ def blocks(folder: Path) -> None:
         except ow.FormatError as error:
             assert rank == 1 or "on rank 1: rank 1's own" in str(error), error
         else:
-            raise AssertionError("rank 1's error is lost")
+            raise AssertionError("rank 1's error was not reported")
     assert together(good, prepared=(lambda: None) if rank == 1 else None) == "rank 1 has no plan"
     other = plumbing.Blocks(DEVICE, [], [], ["another table"])
     assert together(good, prepared=(lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
@@ -188,7 +189,7 @@ def blocks(folder: Path) -> None:
 
 
 def block_stores(folder: Path) -> None:
-    """By default ranks share what is in a store: its server sends each byte once to all of them together."""
+    """By default, ranks share reads from a store, so the server sends each byte once in total."""
     size, world = dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
     assert plumbing.should_share_reading(world, True) and not plumbing.should_share_reading(world, False)
@@ -201,14 +202,14 @@ def block_stores(folder: Path) -> None:
             dist.all_gather_object(read, made.read)
             stored = (folder / file).stat().st_size
             assert 0.5 * stored < sum(read) <= 1.05 * stored, (file, read, stored)
-        dist.barrier()  # the server ends with rank 0's block
+        dist.barrier()  # rank 0's block ends the server
 
 
 def shards(folder: Path, at: Path) -> list[Path]:
-    """Writes files with equal tensor names, tied ones, every codec, and with nothing that is wanted."""
+    """Writes files with equal tensor names, tied tensors and every codec, and one from which nothing is wanted."""
     sizes = {"a": (1021, 512), "b": (700, 1030), "c": (512, 600), "unwanted": (300, 300)}
     if dist.get_rank() == 0:
-        at.mkdir(exist_ok=True)  # another test may have made it
+        at.mkdir(exist_ok=True)  # another test may have created it
         for seed, (name, shape) in enumerate(sizes.items()):
             torch.manual_seed(seed)
             same = torch.randn(shape).bfloat16()
@@ -224,8 +225,8 @@ def shards(folder: Path, at: Path) -> list[Path]:
 
 
 def block_shards(folder: Path) -> None:
-    """Blocks of several files are loaded in one group load, whatever their tensors are called. An error names its file,
-    and the bytes are those of the files that were open."""
+    """Blocks of several files are loaded in one group load, even if tensor names are equal. An error names its file,
+    and the bytes are those of the opened files."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096
     files = shards(folder, folder / f"shards-{size}")
@@ -245,7 +246,7 @@ def block_shards(folder: Path) -> None:
             read: list[Any] = [None] * size
             dist.all_gather_object(read, made.read)
             stored = sum(path.stat().st_size for path in paths if not path.name.startswith("unwanted"))
-            # Data of level "smaller" is decoded as it is read, and counts decoded.
+            # Data of level "smaller" is decoded while it is read, and its decoded size is counted.
             stored = max(stored, sum(path.stat().st_size for path in plain[:3]) if files[2] in paths else 0)
             assert made.read and sum(read) <= 1.05 * stored, (paths, read, stored)
     assert begun == [2] * 8, begun
@@ -284,14 +285,14 @@ def block_shards(folder: Path) -> None:
     except ow.CorruptError as error:
         assert error.source == str(plain[1]), error
     else:
-        raise AssertionError("half a file was taken for a whole one")
+        raise AssertionError("a truncated file was loaded")
 
 
 def block_hosts(folder: Path) -> None:
-    """With a host of one rank and one of two, a host that needs nothing reads nothing. A share has space for the
+    """With one rank on a host and two on another, a host that needs nothing reads nothing. A share always holds the
     largest chunk."""
     rank, name = dist.get_rank(), grouping.host_identity
-    block_loads.SHARE = 256  # a chunk has space in any case
+    block_loads.SHARE = 256  # too small for a chunk
     grouping.host_identity = lambda: "alone" if rank == 0 else "together"
     world = dist.new_group()
     for idle in ((), (0,), (1, 2)):
@@ -306,7 +307,7 @@ def block_hosts(folder: Path) -> None:
 
 
 def block_gone(folder: Path) -> None:
-    """If a rank dies meanwhile, the others notice by themselves."""
+    """If a rank dies during a load, the others detect it and get an error."""
     block_loads.SHARE = (1 << 20) + 4096
     relays.Job.next = leaving("block_gone", folder, relays.Job.next)
     if dist.get_rank() == 1:
@@ -316,6 +317,6 @@ def block_gone(folder: Path) -> None:
     except ow.IOFailure as error:
         assert "rank 1 is gone" in str(error), error
     else:
-        raise AssertionError("no rank missed rank 1")
+        raise AssertionError("no rank reported the loss of rank 1")
     print("done block_gone", flush=True)
     os._exit(0)

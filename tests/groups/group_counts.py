@@ -1,4 +1,4 @@
-"""Counts for steps of group_worker.py the bytes that ranks read, and that a server sends."""
+"""Counts bytes that ranks read and that a server sends, for steps of group_worker.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from overwire.distributed import load as relays
 
 
 def reads(group: Any) -> Callable[[], list[int]]:
-    """Returns a function that gives, for each rank, the stored bytes that it has read in group loads since its last
+    """Returns a function that returns, for each rank, the stored bytes it has read in group loads since the last
     call."""
     mine: list[int] = []
     done = relays.Job.done
 
     def noted(job: Any) -> None:
         report = job.report() or {}
-        if "ours" in report:  # a relay's
+        if "ours" in report:  # only a group load's report has this field
             mine.append(report["stages"]["read_bytes"])
         done(job)
 
@@ -38,7 +38,7 @@ def reads(group: Any) -> Callable[[], list[int]]:
 
 @contextmanager
 def counted(path: Path, sent: list[int], host: str = "127.0.0.1") -> Iterator[str]:
-    """Serves a file, and counts the bytes of each answer."""
+    """Serves a file over HTTP and records the size of each answer's body."""
     data = path.read_bytes()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,5 +1,5 @@
-"""Runs the ranks of tests/groups/test_deaths.py. Rank 1 of three ends, stops or stays away at a point that the command
-line names. The others report that, leave nothing behind, and load again with a new group."""
+"""Runs the ranks of tests/groups/test_deaths.py. Rank 1 of three dies, stops, fails or never arrives at a point that
+the command line names. The others must report it, leave nothing open, and load again in a new group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from overwire.distributed import tensors as loading
 
 RANKS, LOST = 3, 1
 
-# Seconds: the group's timeout, where nothing else reports a rank, and the time after which a rank hangs.
+# Seconds: the group's timeout where nothing else detects a lost rank, and the time after which a rank counts as
+# hanging.
 TIME_OUT, HANGS = 10, 90
 
 
@@ -35,7 +36,7 @@ def stop() -> None:
 
 
 def leave() -> None:
-    """Ends as a program does that raises something else before the call."""
+    """Exits like a program that fails before the call."""
     os._exit(3)
 
 
@@ -73,7 +74,7 @@ def hook_point(point: str, act: Callable[[], None]) -> None:
 
 
 def count_open() -> tuple[int, list[str]]:
-    """Counts the threads and descriptors of this process."""
+    """Returns the number of threads and the kinds of descriptors of this process."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -104,16 +105,16 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     grouping.exchange_setting = lambda: exchange
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 2
     want = ow.load_file(path, mmap=False)
-    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # afterwards everything exists that torch and the engine keep for good
+    join(folder, f"{case}-warm", list(range(RANKS)), rank)  # this creates threads and descriptors that stay
     load_and_compare(path, want, dist.group.WORLD)
     dist.destroy_process_group()
     gc.collect()
     threads, links = count_open()
     join(folder, f"{case}-first", list(range(RANKS)), rank)
-    # A group's timeout also bounds its connecting, which takes seconds on a busy machine.
+    # The group's timeout also limits connecting, which takes seconds on a busy machine.
     limit = TIME_OUT if way in ("stop", "away") else HANGS
     group: Any = dist.new_group(timeout=datetime.timedelta(seconds=limit))
-    dist.barrier()  # rank 1 does not end while others connect
+    dist.barrier()  # rank 1 must not die while others are connecting
     if point == "between":
         load_and_compare(path, want, group)
     if rank == LOST:
@@ -125,12 +126,12 @@ def run_rank(folder: Path, rank: int, case: str, point: str, way: str) -> None:
     except ValueError as error:
         assert rank == LOST and str(error) == "the fault", repr(error)
     else:
-        raise AssertionError("no rank missed rank 1")
+        raise AssertionError("no rank reported the loss of rank 1")
     del group
     dist.destroy_process_group()
     gc.collect()
     until = time.monotonic() + 10
-    # Engine threads come and go; a group has three, and descriptors.
+    # The number of engine threads varies. A group has three, and descriptors.
     while not (freed := (now := count_open())[0] < threads + 3 and now[1] == links) and time.monotonic() < until:
         time.sleep(0.02)
     assert freed, (threads, links, now)
@@ -151,7 +152,7 @@ def main() -> None:
         children.append(pid)
     ended = {rank: os.waitpid(children[rank], 0)[1] for rank in range(RANKS) if rank != LOST}
     if way != "fail":
-        os.kill(children[LOST], signal.SIGKILL)  # if it has stopped, or stays away
+        os.kill(children[LOST], signal.SIGKILL)  # it may be stopped or sleeping
     status = os.waitstatus_to_exitcode(os.waitpid(children[LOST], 0)[1])
     assert status == {"fail": 0, "leave": 3}.get(way, -signal.SIGKILL), status
     sys.exit(f"ended with {ended}" if any(ended.values()) else 0)

@@ -1,4 +1,4 @@
-"""Steps of group_worker.py in which a failure on one rank, wherever it is, ends all of them."""
+"""Steps of group_worker.py in which a failure at any point on one rank ends the load on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POINTS = 8
 
 
 class Fault:
-    """Counts the calls in the package `distributed` from the start of a function, and raises at one of them."""
+    """Counts the calls in the package `distributed` after a load has begun, and raises at one of them."""
 
     def __init__(self, at: int, kind: type[BaseException]) -> None:
         self.at, self.kind, self.calls, self.begun = at, kind, 0, False
@@ -48,7 +48,7 @@ class Fault:
 
 
 def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple[str, int]:
-    """Returns the result on this rank, and how many calls it took."""
+    """Returns the error on this rank, or "", and the number of calls."""
     fault = Fault(at, kind)
     try:
         with fault:
@@ -59,8 +59,8 @@ def attempt(act: Callable[[], Any], at: int, kind: type[BaseException]) -> tuple
 
 
 def faults(folder: Path) -> None:
-    """Whatever raises on rank 1 between two calls, no rank waits for it until the group's timeout: each ends with rank
-    1's message, or has all of its tensors."""
+    """If rank 1 fails between any two calls, no rank waits for the group's timeout. Each rank gets rank 1's message or
+    has all its tensors."""
     rank, path = dist.get_rank(), folder / "compressed.safetensors"
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 3
     want = ow.load_file(path)

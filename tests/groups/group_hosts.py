@@ -1,10 +1,10 @@
-"""Runs ranks on several hosts, each a namespace of this machine for network, host name and IPC, with its own
-rate-limited link; a store next to them counts its answers.
+"""Runs ranks on several simulated hosts of this machine. Each has its own namespaces for network, host name and IPC and
+a rate-limited link, and a store counts its answers.
 
     python tests/groups/group_hosts.py FOLDER RANKS [RANKS ...]
 
-makes a host for each number of ranks. Each rank compares what it loads. A line of JSON per load has
-what the ranks have read, and one at the end what the store has sent. The status is 77 if this machine
+makes a host for each number of ranks. Each rank compares the tensors it loads. For each load a line of JSON reports
+what the ranks have read, and a line at the end reports what the store has sent. The exit status is 77 if this machine
 allows no namespaces.
 """
 
@@ -37,7 +37,7 @@ FILES = ("plain.safetensors", "compressed.safetensors")
 
 
 def leave_namespaces(flags: int) -> None:
-    """Of the parent."""
+    """Leaves the parent's namespaces."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags):
         refuse(os.strerror(ctypes.get_errno()))

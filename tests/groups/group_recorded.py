@@ -1,4 +1,4 @@
-"""A step of group_worker.py in which ranks share the reading while their model's own loader is recorded."""
+"""A step of group_worker.py in which ranks share reads while the model's own loader is recorded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overwire.distributed import shard_range
 from overwire.integrations.shared import recording, slices
 from overwire.integrations.shared.slices import SliceLoad, load_by_slices
 
-# The most bytes of rows that are loaded separately.
+# The largest number of bytes of rows that are loaded separately.
 MOST = 1 << 20
 
 
 class Model(torch.nn.Module):
-    """Takes its rank's rows of each tensor, the columns of every third, and every fifth transposed, which is not a
+    """Loads its rank's rows of each tensor, or the columns of every third. Every fifth is transposed, so it is not a
     block."""
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class Model(torch.nn.Module):
 
 
 def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tuple[bool, int | None, list[str]]:
-    """Returns whether the load was by slices, what this rank read of what they share, and the log."""
+    """Returns whether the load used slices, the bytes this rank read of the shared blocks, and the log."""
     model, said, read = Model(path), [], []
     model.halfway = halfway or model.halfway
     shared = slices.land_together
@@ -98,8 +98,8 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
 
 
 def recorded(folder: Path) -> None:
-    """The first start also reads each stored byte once. A rank that cannot go on keeps no other waiting, and damage
-    ends everyone's load."""
+    """Ranks read each stored byte once in total, also in the first load. A rank that cannot continue does not keep
+    others waiting, and damage ends the load on all."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096
     for file in ("plain.safetensors", "compressed.safetensors"):
@@ -110,7 +110,7 @@ def recorded(folder: Path) -> None:
         assert sliced and None not in read, said
         assert sum(read) <= 1.05 * stored, (file, read, stored)
     slices.APART, recording.EARLY, apart = 1, 1, (slices.APART, recording.EARLY)
-    sliced, mine, said = load(folder / file)  # parts of rows are read while the loader runs
+    sliced, mine, said = load(folder / file)  # parts of rows are loaded while the loader runs
     assert sliced and mine is not None and not any(" 0 of them while the loader ran" in line for line in said), said
     slices.APART, recording.EARLY = apart
     sliced, mine, said = load(folder / file, (lambda tensor: tensor.sum()) if rank == 1 else None)
@@ -120,7 +120,7 @@ def recorded(folder: Path) -> None:
     def fails(_: torch.Tensor) -> None:
         raise KeyError("the model's own")
 
-    sliced, _, said = load(folder / file, fails if rank == 1 else None)  # the other loader raises it
+    sliced, _, said = load(folder / file, fails if rank == 1 else None)  # the unrecorded loader raises the error
     assert sliced == (rank != 1), said
     with pytest.raises(ow.CorruptError, match="checksum"):
         load(folder / "damaged.safetensors")

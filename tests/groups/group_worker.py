@@ -1,4 +1,4 @@
-"""Runs the ranks of tests/groups/test_distributed.py, forks of one process that has imported torch. The command line
+"""Runs the ranks of tests/groups/test_distributed.py as forks of one process that has imported torch. The command line
 names their steps."""
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from overwire.distributed import load as relays
 from overwire.distributed import tensors as loading
 from overwire.model.opened import Model
 
-# Steps, named on the command line like those below.
+# These steps can be named on the command line, like those below.
 __all__ = ["block_gone", "block_hosts", "block_shards", "block_stores", "blocks", "recorded"]
 __all__ += ["closed", "faults", "forked_streams", "freed", "interrupted", "refused", "replaced"]
 __all__ += ["stopped"]
 
 BACKEND = os.environ.get("GROUP_BACKEND", "gloo")
-# The device to which a rank loads tensors.
+# The device to which ranks load tensors.
 DEVICE = "cpu"
 
 
 def expected(path: Path, shard: dict[str, int], rank: int, ranks: int) -> dict[str, torch.Tensor]:
-    """Returns what one rank's plain load and slicing give."""
+    """Returns the result of one rank's plain load and slicing."""
     whole = ow.load_file(path)
     out = {}
     for name, tensor in whole.items():
@@ -72,7 +72,7 @@ def by(exchange: str) -> None:
 
 
 def small() -> None:
-    """Small buffers give many pieces, several rounds of the ring, and windows of streams."""
+    """Makes buffers small, for many pieces, several rounds of the ring, and several stream windows."""
     relays.SHARE, relays._AGREE, loading._WINDOW = (1 << 20) + 4096, 3, 3 << 20
 
 
@@ -88,14 +88,14 @@ def every_way(folder: Path, group: Any, *files: str) -> None:
 
 
 def cells(folder: Path) -> None:
-    """Every function works on every kind of source, whole and cut."""
+    """Every function works with every kind of source, for whole tensors and slices."""
     small()
     group_cells.cells(folder, DEVICE, expected, by)
 
 
 def tiny(folder: Path) -> None:
-    """Small tensors load: odd, empty, tied, without a dimension, and with fewer rows than ranks; whole, cut along
-    either dimension, by each transport."""
+    """Small tensors load with each transport, whole and cut along either dimension: odd sizes, empty, tied, without
+    dimensions, and with fewer rows than ranks."""
     rank, size, tied = dist.get_rank(), dist.get_world_size(), torch.randn(129, 67).bfloat16()
     tensors = {"tied.a": tied, "tied.b": tied, "odd": torch.randn(257, 31), "few": torch.randn(3, 5)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 7), "line": torch.arange(1001).half()}
@@ -112,14 +112,14 @@ def tiny(folder: Path) -> None:
 
 
 def hosts(folder: Path) -> None:
-    """Ranks of two hosts, two and two, then one and three, map each other's memory: each host reads the file once by
-    itself."""
+    """Ranks on two hosts (two and two, then one and three) map the memory of ranks on their host. Each host reads the
+    file once."""
     rank, path, size = dist.get_rank(), folder / "compressed.safetensors", (folder / "compressed.safetensors").stat().st_size
     small()
     by("mapped")
     for name, here in ((lambda: f"host{rank // 2}", (0, 1)), (lambda: "alone" if rank == 0 else "together", (1, 2, 3))):
         grouping.host_identity = name
-        world = dist.new_group()  # its ranks have not met
+        world = dist.new_group()  # a new group: its ranks have not met
         read = reads(world)
         for shard in ({}, SHARD):
             same(ow.load_file(path, group=world, shard=shard, device=DEVICE), expected(path, shard, rank, 4))
@@ -128,7 +128,7 @@ def hosts(folder: Path) -> None:
 
 
 def spread(folder: Path) -> None:
-    """Two hosts of two ranks read each stored byte once, all together; a failure on one ends all."""
+    """Two hosts of two ranks read each stored byte once in total. A failure on one rank ends the load on all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.new_group()
     grouping.host_identity = lambda: f"host{rank // 2}"
     relays.SHARE, relays._AGREE = 3 << 20, 1  # pieces of several chunks
@@ -151,8 +151,8 @@ def spread(folder: Path) -> None:
 
 
 def afar(folder: Path) -> None:
-    """Ranks of several hosts share the reading from a store: its server sends each byte once to all of them together.
-    Each host reads its own files."""
+    """Ranks on several hosts share reads from a store, so its server sends each byte once in total. Local files are
+    read by each host."""
     rank, size, path = dist.get_rank(), dist.get_world_size(), folder / "compressed.safetensors"
     stored, sent = path.stat().st_size, []
     relays.SHARE = (1 << 20) + 4096
@@ -170,15 +170,15 @@ def afar(folder: Path) -> None:
                 got = ow.load_file(url[0], group=world, shard=shard, device=DEVICE)
                 assert 0.9 * stored < sum(read()) < 1.02 * stored
                 same(got, expected(path, shard, rank, size))
-                # In addition, each rank has read the header.
+                # In addition, each rank reads the header.
                 assert rank or 0.9 * stored < sum(sent) < 1.02 * stored + size * (256 << 10), (sent, stored)
         same(ow.load_file(path, group=world, device=DEVICE), expected(path, {}, rank, size))
         assert DEVICE != "cpu" or not any(read())
 
 
 def meetings(folder: Path) -> None:
-    """Ranks that map each other's memory meet three times per load, whatever they want, both before and after they know
-    each other."""
+    """Ranks that map each other's memory meet three times per load for any request, in the first load of a group and in
+    later ones."""
     rank, path, number = dist.get_rank(), folder / "compressed.safetensors", [0]
     small()
     by("mapped")
@@ -196,7 +196,7 @@ def meetings(folder: Path) -> None:
     for act, most in (
         (lambda: ow.load_file(path, group=world, device=DEVICE), 3),
         (lambda: ow.load_file(path, group=world, device=DEVICE, shard=SHARD), 3),
-        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 3),  # some is wanted by one rank only
+        (lambda: ow.load_file(path, group=world, device=DEVICE, keys=["whole", f"small.{rank}"]), 3),  # only one rank wants the second
         (lambda: list(ow.stream(path, DEVICE, group=world)), 3),
         (lambda: ow.load_model(module, folder / "meetings.safetensors", group=world), 3),
     ):
@@ -206,7 +206,7 @@ def meetings(folder: Path) -> None:
 
 
 def subgroup(folder: Path) -> None:
-    """Only ranks 1 and 3 load; the others make no call."""
+    """Only ranks 1 and 3 load in a group of their own. The others make no call."""
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         every_way(folder, group, "compressed.safetensors")
@@ -216,11 +216,11 @@ def subgroup(folder: Path) -> None:
         except ow.ArgumentError as error:
             assert "not in it" in str(error)
         else:
-            raise AssertionError("a group this process is not in was taken")
+            raise AssertionError("a group without this process was accepted")
 
 
 def wanted(folder: Path) -> None:
-    """Each rank has its own keys and filter: experts."""
+    """Each rank has its own keys and filter, as for experts."""
     rank = dist.get_rank()
     path = folder / "compressed.safetensors"
     whole = ow.load_file(path)
@@ -242,7 +242,7 @@ def wanted(folder: Path) -> None:
 
 
 def failing(folder: Path) -> None:
-    """A failure on one rank is raised on all, and the group goes on."""
+    """A failure on one rank is raised on all, and the group can still be used."""
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "compressed.safetensors"
     bad = folder / "damaged.safetensors" if rank == 1 else good
@@ -255,11 +255,11 @@ def failing(folder: Path) -> None:
             assert error.tensor and error.offset and "damaged" in str(error.source), vars(error)
             assert rank == 1 or "on rank 1" in str(error), error
         else:
-            # Rank 1 may not have to read the damaged tensor when others do.
+            # Another rank may have read the damaged tensor's bytes for rank 1.
             assert exchange == "collective", list(got)
 
-    # One rank reads each shared part. The rank with the damaged share finds the damage, all report it, and it is never
-    # taken for another rank's fault.
+    # One rank reads each shared part. The rank with the damaged file detects it, all report it, and no other rank is
+    # blamed.
     met = []
     for damaged in range(2):
         for reader in range(2):
@@ -295,8 +295,8 @@ def failing(folder: Path) -> None:
 
 
 def hurt(folder: Path) -> None:
-    """A file that is bad, becomes bad or disappears only on rank 1 gives one typed error with its location, on both
-    ranks, soon. The next load is good."""
+    """A file that is invalid, becomes invalid or disappears only on rank 1 raises one typed error with its location on
+    both ranks without delay. The next load works."""
     rank, world = dist.get_rank(), dist.group.WORLD
     good = folder / "plain.safetensors"
     own = folder / f"hurt-{rank}.safetensors"
@@ -331,7 +331,7 @@ def hurt(folder: Path) -> None:
 
     for old, new, text in (
         (b'"F32"', b'"F33"', "F33"),  # no such dtype
-        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # no tensor begins there
+        (b'"data_offsets":[0,', b'"data_offsets":[1,', ""),  # no tensor starts at this offset
         (b'"shape":[', b'"shape":[-', ""),
         (b"{", b"[", ""),
     ):
@@ -342,7 +342,7 @@ def hurt(folder: Path) -> None:
         )
         found = raises(ow.FormatError, text, own)
         assert rank == 0 or str(own) in str(found), found
-    packed = folder / "compressed.safetensors"  # a copy of it is the same file, by its checksums
+    packed = folder / "compressed.safetensors"  # a copy is the same file, because its checksums are equal
     for shape in ({}, {"rows": 0}):
         own.write_bytes(packed.read_bytes())
         meanwhile(lambda: os.truncate(own, own.stat().st_size - 100_000))
@@ -350,7 +350,7 @@ def hurt(folder: Path) -> None:
         assert str(own) in str(error) or rank == 0, error
     raises(ow.OverwireError, "", "http://127.0.0.1:1/x.safetensors", storage_options={"retries": 0} if rank == 1 else None)
 
-    # Replaced by a rename: it stays the file that was opened.
+    # A file that is replaced by a rename stays the one that was opened.
     own.write_bytes(packed.read_bytes())
 
     def replace() -> None:
@@ -366,7 +366,7 @@ def hurt(folder: Path) -> None:
 
 
 def dying(folder: Path) -> None:
-    """If a rank dies halfway, the other ends with an error that says so."""
+    """If a rank dies during a load, the other gets an error that says so."""
     rank = dist.get_rank()
     by("collective")
     relays.SHARE, relays._AGREE = (1 << 20) + 4096, 1
@@ -382,16 +382,16 @@ def dying(folder: Path) -> None:
         assert "cannot be reached" in str(error), error
         print("done dying", flush=True)
         os._exit(0)
-    raise AssertionError("no rank missed rank 1")
+    raise AssertionError("no rank reported the loss of rank 1")
 
 
 def mapped(folder: Path) -> None:
-    """The engines exchange through memory that they map from each other: whole tensors, cut ones, two
-    consecutive loads. A failure on one rank ends all."""
+    """The engines exchange data through memory that they map from each other, for whole tensors, slices and two loads
+    in a row. A failure on one rank ends the load on all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)
-    prepared: list[str] = []  # while headers are read, if the engines exchange, whatever the group's backend
+    prepared: list[str] = []  # devices that are prepared while headers are read, with any group backend
     real = loading.prepare
     loading.prepare = lambda device, exchange: prepared.append(device) or real(device, exchange)
     for file in ("plain.safetensors", "compressed.safetensors"):
@@ -408,7 +408,7 @@ def mapped(folder: Path) -> None:
             assert "checksum" in str(error) and error.tensor, error
             assert rank == reader or f"on rank {reader}" in str(error), error
             met += 1
-    assert met == 1, met  # each byte is read by one rank
+    assert met == 1, met  # one rank reads each byte
 
     aim, relays.relay_aim = relays.relay_aim, lambda *_: 1 // 0 if rank == 1 else aim(*_)
     try:
@@ -416,17 +416,17 @@ def mapped(folder: Path) -> None:
     except (ZeroDivisionError, ow.OverwireError) as error:
         assert rank == 1 or "on rank 1: ZeroDivisionError" in str(error), error
     else:
-        raise AssertionError("rank 1's error is lost")
+        raise AssertionError("rank 1's error was not reported")
     relays.relay_aim = aim
 
-    if rank == 1:  # its engine has failed, and not because it cannot map the others
+    if rank == 1:  # its engine fails for another reason than mapping
         relays.relay_join = lambda *_: (_ for _ in ()).throw(ow.NotSupportedError("overwire: a graph"))
     try:
         ow.load_file(good, group=world, device=DEVICE)
     except ow.NotSupportedError as error:
         assert str(error) == ("overwire: a graph" if rank == 1 else "overwire: on rank 1: a graph"), error
     else:
-        raise AssertionError("rank 1's error is lost")
+        raise AssertionError("rank 1's error was not reported")
     relays.relay_join = _verbs.relay_join
     assert not members.unreachable
 
@@ -440,8 +440,8 @@ def mapped(folder: Path) -> None:
 
 
 def streamed(folder: Path) -> None:
-    """Streams and modules over the group get what `load_file` gives, in windows, in order, also what only one rank
-    wants. A rank that closes early, or fails, ends it on all."""
+    """Streams and load_model in a group give the same as `load_file`, with windows, in order, and for tensors that only
+    one rank wants. A rank that closes the stream early, or fails, ends it on all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     loading._WINDOW = 3 << 20
@@ -488,8 +488,8 @@ def streamed(folder: Path) -> None:
 
 
 def into_module(path: Path, rank: int, size: int, world: Any) -> None:
-    """load_model works in place, with casts, transposed, and on the meta device. A mismatch is reported by all ranks
-    before anything changes."""
+    """load_model fills tensors in place, with casts, transposed, and on meta. All ranks report a mismatch before
+    anything changes."""
     shard = {"rows": 0, "columns": 1, "deep": 2}
     names = ("whole", "rows", "columns", "deep", "scalar", "empty", "uneven", "flags", "small.0")
     want = {name.replace(".", "_"): tensor for name, tensor in expected(path, shard, rank, size).items() if name in names}
@@ -520,8 +520,8 @@ def into_module(path: Path, rank: int, size: int, world: Any) -> None:
 
 
 def chosen(folder: Path) -> None:
-    """With OVERWIRE_EXCHANGE=auto on the host, every rank reads what it needs of local files. From a store, one rank
-    per host reads, or one of the group if they cannot map each other's memory."""
+    """With OVERWIRE_EXCHANGE=auto on the CPU, every rank reads the bytes it needs from local files. From a store, one
+    rank per host reads, or one of the group if ranks cannot map each other's memory."""
     rank, size, world, info = dist.get_rank(), dist.get_world_size(), dist.group.WORLD, Model.info
     small()
     members, read = grouping.members_of(world), reads(world)
@@ -542,7 +542,7 @@ def chosen(folder: Path) -> None:
 
 
 def gone(folder: Path) -> None:
-    """If a rank dies while the engines exchange, the others notice by themselves, and this process can load again."""
+    """If a rank dies while the engines exchange data, the others detect it, and this process can load again."""
     rank = dist.get_rank()
     good = folder / "compressed.safetensors"
     relays.SHARE = (1 << 20) + 4096
@@ -554,14 +554,14 @@ def gone(folder: Path) -> None:
     except ow.IOFailure as error:
         assert "rank 1 is gone" in str(error), error
     else:
-        raise AssertionError("no rank missed rank 1")
+        raise AssertionError("no rank reported the loss of rank 1")
     same(ow.load_file(good, device=DEVICE), expected(good, {}, 0, 1))
     print("done gone", flush=True)
     os._exit(0)
 
 
 def forked(count: int) -> int:
-    """Returns its number in each rank; the process that forks the ranks ends when they have ended."""
+    """Forks the ranks and returns each one's number. The parent exits when they have ended."""
     ranks = {}
     for rank in range(count):
         if not (pid := os.fork()):
@@ -584,5 +584,5 @@ if __name__ == "__main__":
     for step in sys.argv[3:]:
         {"every_way": lambda: every_way(folder, dist.group.WORLD)}.get(step, lambda step=step: globals()[step](folder))()
         dist.barrier()
-        print(f"done {step}", flush=True)  # in one write, since ranks share the file
+        print(f"done {step}", flush=True)  # one write, because ranks share the output
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""dcp.async_save next to training: the save and the training use no group in common."""
+"""Tests dcp.async_save while training continues. The two must not use the same group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 
 def ranks(folder: Path, count: int, *steps: str) -> None:
-    """Runs the steps of async_worker on that many ranks; all must succeed."""
+    """Runs the steps of async_worker on count ranks, which must all succeed."""
     argv = [ROOT / "tests" / "groups" / "async_worker.py", folder, f"store-{count}", *steps]
     done = warm.run(argv, env=cleaned() | {"WORLD_SIZE": str(count)}, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -20,10 +20,11 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 
 def test_saves_next_to_training(tmp_path: Path) -> None:
-    """The documented program, with a process_group and without; two writers at a time; ranks that come late or fail."""
+    """The documented program works with and without a process_group, with two writers at the same time, and after ranks
+    that are late or fail."""
     ranks(tmp_path, 2, "documented", "given", "several", "late", "failing")
 
 
 def test_a_group_of_some_ranks_saves(tmp_path: Path) -> None:
-    """Only its ranks take part."""
+    """In a save by a group of some ranks, only these take part."""
     ranks(tmp_path, 3, "subset")

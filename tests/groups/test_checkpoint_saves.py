@@ -1,4 +1,4 @@
-"""Tests checkpoints that are replaced while others read, write or publish them: each is one whole save."""
+"""Tests that a checkpoint which is replaced while others read, write or publish it is always one whole save."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ NAMES = [f"w{number}" for number in range(4)]
 
 
 def save(at: Any, value: float, **how: Any) -> None:
-    """Saves four tensors of one value, each in a file."""
+    """Saves four tensors filled with value, each in a file."""
     state = {"model": {name: torch.full((64,), value) for name in NAMES}, "step": value}
     dcp.save(state, storage_writer=CheckpointWriter(at, compress=False, **{"max_shard_size": 256, **how}))
 
 
 def load(at: Any) -> set[float]:
-    """Returns the values that are there."""
+    """Returns the set of values that a checkpoint contains."""
     state = {"model": {name: torch.zeros(64) for name in NAMES}, "step": 0.0}
     dcp.load(state, storage_reader=CheckpointReader(at) if isinstance(at, (str, Path)) else at)
     return {state["step"], *(tensor[0].item() for tensor in state["model"].values())}
 
 
 def make_old(at: Path) -> None:
-    """Makes a checkpoint as version 1 wrote it: its files have no id."""
+    """Turns a checkpoint into the form of version 1, in which files have no id."""
     for path in at.rglob("*.safetensors"):
         tensors = ow.load_file(path)
         path.unlink()
@@ -55,7 +55,7 @@ def make_old(at: Path) -> None:
 
 def replace(at: Path, value: float, old: bool, **how: Any) -> None:
     save(at, value, **how)
-    if old:  # in one step, as that version did
+    if old:  # in one step, as version 1 did
         made = at.parent / f"made-{value}"
         os.rename(at, made)
         make_old(made)
@@ -67,21 +67,21 @@ def replace(at: Path, value: float, old: bool, **how: Any) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, how: dict[str, Any]
 ) -> None:
-    """A checkpoint that is replaced while it is opened is opened again, once. The load gives the new save, whole, with
-    its description. If it keeps being replaced, that is a typed error."""
+    """A checkpoint that is replaced while it is being opened is opened again once, and the load gives the whole new
+    save with its description. If it is replaced repeatedly, that is a typed error."""
     at = tmp_path / "c"
     replace(at, 1.0, old)
     times, real = [2.0], reader.safe_open
 
     def open_late(*args: Any, **named: Any) -> Any:
         file = real(*args, **named)
-        if times and "training" not in str(args[0]):  # between the model's files and the others
+        if times and "training" not in str(args[0]):  # after the model's files were opened and before the others
             replace(at, times.pop(0), old, **how)
         return file
 
     def read_late(*args: Any) -> Any:
         manifest = read(*args)
-        if times:  # between the description and all files
+        if times:  # after the description was read and before the files
             replace(at, times.pop(0), old, **how)
         return manifest
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened(
 
 
 def test_an_open_checkpoint_stays_that_save(tmp_path: Path) -> None:
-    """Once it is open, a reader gives the save that it has opened, until `reset`."""
+    """An open reader returns the save that it opened until `reset`."""
     at = tmp_path / "c"
     save(at, 1.0)
     opened = CheckpointReader(at)
@@ -110,8 +110,8 @@ def test_an_open_checkpoint_stays_that_save(tmp_path: Path) -> None:
 
 
 def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
-    """A folder that has files of two saves, as a copy that was interrupted leaves it, is refused by every reader, by
-    the name of a file; a checkpoint of version 1 is not."""
+    """A folder with files of two saves, as an interrupted copy leaves it, is refused by every reader with the name of a
+    file. A checkpoint of version 1 has no ids to compare."""
     one, two = tmp_path / "one", tmp_path / "two"
     save(one, 1.0)
     save(two, 2.0)
@@ -137,14 +137,14 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
             read()
     make_old(two)
     assert load(two) == {2.0}
-    (two / files[0].name).write_bytes(files[0].read_bytes())  # a file with an id next to a description without one
+    (two / files[0].name).write_bytes(files[0].read_bytes())  # a file with an id and a description without one
     with pytest.raises(ow.CorruptError):
         CheckpointReader(two)
 
 
 def test_ranks_have_one_save_open(tmp_path: Path) -> None:
-    """Ranks that have opened different saves end with a typed error on each, before any tensor changes; the same
-    readers then load one save. Likewise of version 1."""
+    """If ranks have opened different saves, each gets a typed error before any tensor changes, and the same readers can
+    then load one save. This also holds for version 1."""
     steps = ("replaced", "replaced_old")
     command = [ROOT / "tests" / "groups" / "checkpoint_worker.py", tmp_path, "store", *steps]
     done = warm.run(command, env=cleaned() | {"WORLD_SIZE": "2"})
@@ -152,19 +152,19 @@ def test_ranks_have_one_save_open(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
-    """Files that a rank writes after its coordinator was killed enter no later checkpoint, whenever it writes them. The
-    rank fails once the path belongs to another save, and nothing of it stays."""
+    """Files that a rank writes after its coordinator was killed never become part of a later checkpoint. The rank fails
+    once the path belongs to another save, and its files are removed."""
     at = tmp_path / "c"
     coordinator, rank = places.Place(at, None, True), places.Place(at, None, True)
     coordinator.begin()
     rank.join_save(coordinator.save)
     late = rank.make("training/model.safetensors")
     Path(late).write_bytes(b"half")
-    coordinator._unlock()  # the system does that when its process has ended
+    coordinator._unlock()  # the kernel does that when the process ends
     publish = places.Place.publish
 
     def outlived(place: places.Place, files: Any) -> None:
-        assert not list(Path(late).parent.iterdir()), "the room of what was begun is needed"
+        assert not list(Path(late).parent.iterdir()), "the disk needs the space of unfinished files"
         ow.save_file({"x": torch.ones(3)}, late)
         publish(place, files)
 
@@ -180,7 +180,7 @@ def test_a_rank_that_outlives_its_job(tmp_path: Path) -> None:
 
 
 class Fails(Exception):
-    """An error that a step raises, other than an error of the system."""
+    """An error that is not a system error."""
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -189,7 +189,8 @@ class Fails(Exception):
 def test_a_save_that_fails_while_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, error: BaseException, step: str
 ) -> None:
-    """Whatever fails, including Ctrl-C, the old checkpoint keeps its name, whole, and nothing else is there."""
+    """After any failure while publishing, including Ctrl-C, the old checkpoint keeps its name and contents, and no
+    other file is left."""
     at = tmp_path / "c"
     if replaces:
         save(at, 1.0)
@@ -224,7 +225,7 @@ def test_a_save_that_fails_while_it_is_published(
 
 
 def entry_of(kind: str, at: Path) -> Callable[[], bool]:
-    """Puts something of the user's into a checkpoint, and returns whether it is there."""
+    """Puts an entry of the user's into a checkpoint, and returns a function that checks for it."""
     if kind == "link to a folder":
         (at / "mine").symlink_to(at.parent)
     elif kind == "link to nothing":
@@ -241,8 +242,8 @@ def entry_of(kind: str, at: Path) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("kind", ["link to a folder", "link to nothing", "folder", "file"])
 def test_what_is_the_users_in_a_checkpoint_stays(tmp_path: Path, kind: str) -> None:
-    """A link, an empty folder and a file in a subfolder keep a checkpoint from being replaced, and the error names
-    them."""
+    """A checkpoint with a user's link, empty folder or file in a subfolder is not replaced, and the error names the
+    entry."""
     at = tmp_path / "c"
     save(at, 1.0)
     is_there = entry_of(kind, at)
@@ -253,7 +254,7 @@ def test_what_is_the_users_in_a_checkpoint_stays(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES])
 def test_a_folder_that_is_not_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """If the disk cannot list a folder of the checkpoint, the save fails, and the folder's contents stay."""
+    """If a folder in the checkpoint cannot be listed, the save fails and the folder's contents stay."""
     at = tmp_path / "c"
     save(at, 1.0)
     (at / "notes").mkdir()
@@ -290,7 +291,7 @@ TYPES = [
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 8), (16,), (), (0, 4), (2, 3, 4)], ids=str)
 def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape: tuple[int, ...]) -> None:
-    """Types that safetensors lacks or packs come back bit for bit, with torch's shape."""
+    """Dtypes that safetensors lacks or packs are loaded bit for bit, in torch's shape."""
     if dtype == torch.float4_e2m1fn_x2 and not shape:
         pytest.skip("half a byte")
     size = torch.Size(shape).numel() * dtype.itemsize
@@ -306,7 +307,7 @@ def test_types_that_safetensors_lacks_or_packs(tmp_path: Path, dtype: Any, shape
 
 
 def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
-    """They come to strided and conjugated tensors by their values; what a description says of them is checked."""
+    """Such dtypes are loaded by value into strided and conjugated tensors, and their description is validated."""
     at = tmp_path / "c"
     values = torch.randn(4, 6, dtype=torch.complex128)
     dcp.save({"w": values.conj()}, storage_writer=CheckpointWriter(at))
@@ -329,7 +330,7 @@ def test_bytes_of_types_into_other_tensors(tmp_path: Path) -> None:
 
 
 def test_every_file_has_the_id(tmp_path: Path) -> None:
-    """checkpoint.json, the metadata of each file and the indexes name one id, which no other save has."""
+    """checkpoint.json, the metadata of each file and the indexes contain one id, which no other save has."""
     seen = set()
     for number in range(2):
         at = tmp_path / f"c{number}"
@@ -345,7 +346,7 @@ def test_every_file_has_the_id(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was removed and saved again while it is opened is opened again, and is the new one."""
+    """If a checkpoint in a store is removed and saved again while it is being opened, the new one is opened."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step"
 
@@ -365,15 +366,15 @@ def test_a_checkpoint_of_a_store_that_is_saved_again(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(reader, "read_manifest", read_late)
         assert load(CheckpointReader(at, storage_options=options)) == {2.0} and not times
         names = {path.name[:17] for path in root.rglob("model-ow*")}
-        assert len(names) == 1, "the files of a save have its id in their names"
+        assert len(names) == 1, "all files of a save have its id in their names"
 
 
 @pytest.mark.parametrize("name", ["w0", "other.safetensors"])
 def test_a_file_that_is_written_during_a_save_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A file that another save writes into the checkpoint which this one is about to replace ends this one. The old
-    checkpoint, with that file, stays, and the next save tells why."""
+    """If another save writes a file into the checkpoint that this save is about to replace, this save fails. The old
+    checkpoint stays with that file, and the error says why."""
     at = tmp_path / "c"
     save(at, 1)
     path = next(path for path in sorted(at.iterdir()) if path.suffix == ".safetensors") if name == "w0" else at / name

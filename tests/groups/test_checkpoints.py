@@ -1,4 +1,5 @@
-"""Tests that training checkpoints saved by torch.distributed.checkpoint come back, whole or not at all."""
+"""Tests that training checkpoints saved by torch.distributed.checkpoint can be loaded, and that each is saved whole or
+not at all."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
 def ranks(folder: Path, count: int, *steps: str) -> None:
-    """Runs the steps of checkpoint_worker on that many ranks; all must succeed."""
+    """Runs the steps of checkpoint_worker on count ranks, which must all succeed."""
     store = f"store-{count}-{'-'.join(steps)}"
     done = warm.run([ROOT / "tests" / "groups" / "checkpoint_worker.py", folder, store, *steps], env=cleaned() | {"WORLD_SIZE": str(count)})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,7 +47,7 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a training state of two ranks (FSDP2, AdamW), and DTensors of every kind of shard."""
+    """Saves a training state of two ranks (FSDP2, AdamW) and DTensors with every kind of sharding."""
     folder = tmp_path_factory.mktemp("saved")
     ranks(folder, 2, "save")
     return folder
@@ -58,7 +59,7 @@ def test_another_number_of_ranks_resumes(saved: Path, count: int) -> None:
 
 
 def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
-    """load_file on the folder gives the model's tensors whole, with their own names."""
+    """load_file on the folder returns whole tensors under the model's own names."""
     want = torch.load(saved / "want.pt", weights_only=True)
     got = ow.load_file(saved / "training")
     assert len(list((saved / "training").glob("model-*"))) > 1
@@ -69,8 +70,8 @@ def test_a_checkpoint_of_shards_is_a_model(saved: Path) -> None:
 
 
 def test_ranks_save_in_the_background_and_through_faults(tmp_path: Path) -> None:
-    """Ranks save also with plans that planners keep, after a full disk, a lack of memory or Ctrl-C on one rank, and
-    until one dies."""
+    """Ranks can save with cached plans, and after a full disk, a lack of memory or Ctrl-C on one rank. A death ends the
+    last save."""
     steps = ("background", "mapped", "cached", "short", "failing", "interrupted", "pressed", "dying")
     ranks(tmp_path, 2, *steps)
 
@@ -99,7 +100,7 @@ def load(at: Any) -> dict[str, Any]:
 
 
 def rewrite(at: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes other tensors to a checkpoint file, as part of the same save."""
+    """Replaces the tensors of a checkpoint file and keeps its metadata."""
     with ow.safe_open(at, "pt") as file:
         metadata = file.metadata()
     ow.save_file(tensors, at, metadata)
@@ -110,7 +111,7 @@ def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    """Tied, strided, empty and 0-dim tensors and plain values come back; a later checkpoint replaces the older."""
+    """Tied, strided, empty and zero-dimensional tensors and plain values load. A later checkpoint replaces it."""
     at = tmp_path / "c"
     for seed, how in enumerate([{}, {"compress": False}, {"max_shard_size": 1000}]):
         save(at, seed, **how)
@@ -122,7 +123,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 
 def test_a_flat_state_keeps_its_names(tmp_path: Path) -> None:
-    """Names that begin with "model." are not taken for a key of the state."""
+    """In a flat state, names that begin with "model." keep their prefix."""
     flat = {"model.w": torch.randn(3), "head": torch.randn(2), "step": 5}
     dcp.save(flat, storage_writer=CheckpointWriter(tmp_path / "c"))
     assert set(ow.load_file(tmp_path / "c")) == {"model.w", "head"}
@@ -132,7 +133,7 @@ def test_a_flat_state_keeps_its_names(tmp_path: Path) -> None:
 
 
 def test_torch_converts_it(tmp_path: Path) -> None:
-    """torch rebuilds a state that was not known before only from the checkpoint, in its nested form."""
+    """torch can rebuild the nested state from the checkpoint without knowing its keys."""
     save(tmp_path / "c", 3)
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -140,7 +141,7 @@ def test_torch_converts_it(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
-    """A folder with other files, or with a save in progress, stays as it is."""
+    """A folder that contains other files is not replaced."""
     at = tmp_path / "c"
     at.mkdir()
     (at / "mine").write_text("x")
@@ -166,7 +167,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
-    """A killed save leaves no checkpoint; the next save removes its leftovers."""
+    """A killed save leaves no checkpoint, and the next save removes its leftovers."""
     for name in (".c.partial", ".c.partial-01234567"):
         (tmp_path / name / "training").mkdir(parents=True)
         (tmp_path / name / "training/model.safetensors").write_text("half")
@@ -177,8 +178,8 @@ def test_what_a_killed_save_left_goes(tmp_path: Path) -> None:
 
 
 def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save is refused while another one publishes, until that has its name and has removed what it replaced: neither
-    loses files."""
+    """A save is refused while another one publishes, until that one has its name and has removed what it replaced.
+    Neither loses files."""
     at = tmp_path / "c"
     save(at, 1)
     tries = []
@@ -204,7 +205,7 @@ def test_a_save_beside_one_that_publishes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
-    """The target of a link that is named like leftovers is not removed."""
+    """A link that is named like leftovers is removed without touching its target."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home/mine").write_text("x")
     for name in (".c.partial", ".c.partial-01234567"):
@@ -214,7 +215,7 @@ def test_a_link_in_the_place_of_what_is_begun(tmp_path: Path) -> None:
 
 
 def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
-    """A save that was given up keeps no lock: after another rank's error torch ends it without telling the writer."""
+    """A save that is dropped keeps no lock. After another rank's error, torch drops it without telling the writer."""
     left = places.Place(tmp_path / "c", None, True)
     left.begin()
     del left
@@ -225,8 +226,8 @@ def test_a_save_that_was_given_up_keeps_no_lock(tmp_path: Path) -> None:
 def test_a_disk_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If files cannot be locked, as on Lustre without its option, a checkpoint is still saved and replaced, with a line
-    in the log."""
+    """If files cannot be locked, as on Lustre without its flock option, a checkpoint is still saved and replaced, and
+    the log says so."""
 
     def refuse(number: int, kind: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -240,7 +241,7 @@ def test_a_disk_without_locks(
 
 
 def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
-    """A tensor that cannot be saved is a typed error that names it, and the old checkpoint stays."""
+    """A tensor that cannot be saved raises a typed error with its name, and the old checkpoint stays."""
     save(tmp_path / "c", 1)
     with pytest.raises(CheckpointException) as caught:
         dcp.save(
@@ -256,7 +257,7 @@ def test_a_tensor_that_cannot_be_saved(tmp_path: Path) -> None:
 
 
 def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
-    """An object that torch.load(weights_only=True) refuses is not created; the error names its class and what allows
+    """An object that torch.load(weights_only=True) refuses is not created. The error names its class and how to allow
     it."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
@@ -283,11 +284,11 @@ def test_objects_are_unpickled_as_by_weights_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["__reduce_ex__", "__reduce__", "__getstate__", "items", "__class__"])
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: {"a": [(one,)]}], ids=["alone", "inside"])
 def test_an_object_cannot_choose_how_it_is_written_anew(tmp_path: Path, name: str, wrap: Any) -> None:
-    """An OrderedDict in a file with an attribute that hides a method is refused before that attribute is called."""
+    """An OrderedDict with an attribute that hides a method is refused before that attribute is called."""
     save(tmp_path / "c")
     at = tmp_path / "c/training/model.safetensors"
 
-    class Made:  # pickled as an OrderedDict with attributes of its own
+    class Made:  # pickled as an OrderedDict with extra attributes
         def __reduce__(self) -> Any:
             return (collections.OrderedDict, (), {name: torch.Size, "_metadata": {}})
 
@@ -327,7 +328,7 @@ GOOD = json.dumps(
     ],
 )  # fmt: skip
 def test_a_hostile_description(tmp_path: Path, text: str) -> None:
-    """Whatever checkpoint.json says, an invalid one is a FormatError with its path, and no file elsewhere is opened."""
+    """An invalid checkpoint.json is a FormatError with its path, and no other file is opened."""
     (tmp_path / "checkpoint.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ow.FormatError) as caught:
         CheckpointReader(tmp_path)
@@ -335,7 +336,7 @@ def test_a_hostile_description(tmp_path: Path, text: str) -> None:
 
 
 def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
-    """Names that the files lack, tensors that should be bytes, and missing files are typed errors."""
+    """A description with names that the files lack, tensors that should be bytes, or missing files is a typed error."""
     save(tmp_path / "c")
     at = tmp_path / "c/checkpoint.json"
     good = json.loads(at.read_text())
@@ -361,7 +362,7 @@ def test_a_description_that_its_files_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path, seed: int) -> None:
-    """A changed byte anywhere in a checkpoint is a typed error, or changes nothing that is loaded."""
+    """A changed byte anywhere in a checkpoint is a typed error or does not affect the loaded tensors."""
     save(tmp_path / "c")
     rng = random.Random(seed)
     for file in (tmp_path / "c").rglob("*.*"):
@@ -384,7 +385,7 @@ def test_damage(tmp_path: Path, seed: int) -> None:
 
 
 def test_the_description_is_written_as_it_is_read() -> None:
-    """`decode` reads what `encode` writes; planner data that it could not keep is refused."""
+    """`decode` reads what `encode` writes. Planner data that cannot be stored is refused."""
     parts = (manifests.Part("m.", ("model.safetensors",)),)
     one = manifests.Manifest(parts, frozenset({"a\n\u00e9"}), {"m.w": ("m", 3)}, "0f" * 16, {"m.w": "complex128"})
     assert manifests.decode(manifests.encode(one), "x") == one
@@ -394,7 +395,7 @@ def test_the_description_is_written_as_it_is_read() -> None:
 
 
 def test_paths_take_memory_by_their_length() -> None:
-    """Long paths are refused, or accepted with about as much memory as their text."""
+    """Long paths take about as much memory as their text, or are refused."""
     import tracemalloc
 
     longest = {f"a{n}": (n, *[0] * 999) for n in range(20)}
@@ -413,7 +414,7 @@ def objects(folder: Path) -> set[str]:
 
 
 def test_a_store() -> None:
-    """A checkpoint in S3 comes back, is a model, appears with its description, and is not replaced."""
+    """A checkpoint in S3 loads, also as a model. It becomes visible with its description and is not replaced."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         dcp.save(state(1), storage_writer=CheckpointWriter(at, max_shard_size=1000, storage_options=options))
@@ -423,7 +424,7 @@ def test_a_store() -> None:
         with pytest.raises(CheckpointException) as caught:
             dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
         assert isinstance(cause(caught), ow.ArgumentError)
-        (root / "run/step-1/checkpoint.json").unlink()  # as a killed save leaves it
+        (root / "run/step-1/checkpoint.json").unlink()  # the state after a killed save
         with pytest.raises(ow.NotFoundError):
             CheckpointReader(at, storage_options=options)
         dcp.save(state(2), storage_writer=CheckpointWriter(at, storage_options=options))
@@ -437,8 +438,8 @@ def test_a_store() -> None:
 
 
 def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two concurrent saves one makes the checkpoint and keeps its indexes; the other fails with a typed error, and
-    its files are removed."""
+    """Of two concurrent saves to a store, one makes the checkpoint and keeps its indexes. The other fails with a typed
+    error, and its files are removed."""
     with stores.s3() as (options, root):
         at = "s3://models/run/step-1"
         write, first = places.Place.write, [True]
@@ -465,7 +466,7 @@ def test_two_saves_to_one_place_of_a_store(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_joined_tensors_are_rows_of_one() -> None:
-    """Anything but a tensor cut along its first dimension is refused before anything is written."""
+    """Only parts of a tensor cut along its first dimension can be joined. Others are refused before any write."""
     from overwire.frameworks.spec import JoinedTensor
 
     for parts in (
@@ -476,7 +477,7 @@ def test_joined_tensors_are_rows_of_one() -> None:
 
 
 def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the system refuses memory files, staged memory belongs only to the process."""
+    """If the system refuses memory files, staged memory is private to the process."""
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EPERM, "refused")
 
@@ -487,7 +488,7 @@ def test_a_host_without_memory_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("refused", ["training/model-ow", "index.json", "checkpoint.json"])
 def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
-    """A refusal by a store ends the save with a typed error, nothing of it stays, and the next save works."""
+    """A refusal by the store ends the save with a typed error and leaves nothing, and the next save works."""
     with stores.s3() as (options, root), stores.front(str(options["endpoint_url"])) as (url, between):
         options["endpoint_url"] = url
         at = "s3://models/run/step-1"
@@ -504,7 +505,7 @@ def test_a_store_that_refuses_in_the_middle(refused: str) -> None:
 
 
 def test_stager(tmp_path: Path) -> None:
-    """Staged values do not change with the tensors and are kept while in use, and their buffers are reused."""
+    """Staged values do not change with the tensors. Their buffers are reused, but not while in use."""
     stager = CheckpointStager()
     tensors = state()
     want = state()
@@ -530,7 +531,7 @@ def test_stager(tmp_path: Path) -> None:
 
 
 def test_memory_that_other_ranks_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank maps only what it was offered. Memory that the host lacks is a typed error, and nothing of it stays."""
+    """A rank maps only memory that was offered to it. Lack of host memory is a typed error and leaves nothing."""
     memory = buffers.host_memory(5000, False)
     offer = buffers.offer_buffers()
     block = memory[256:300].view(torch.int32)

@@ -1,4 +1,4 @@
-"""Tests loads over a process group: every rank gets what slicing on one rank gives."""
+"""Tests that loads in a process group give each rank what one rank's load and slicing gives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS = ("blocks", "block_shards", "recorded")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns files with everything that a cut can meet: uneven, short, deep, empty, packed."""
+    """Writes files with tensors of all kinds that a cut can meet: uneven, short, deep, empty and packed."""
     at = tmp_path_factory.mktemp("group")
     torch.manual_seed(3)
     tensors = {
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(
     folder: Path, count: int, *steps: str, backend: str = "gloo", devices: tuple[str, ...] = (), exchange: str = "collective"
 ) -> None:
-    """Runs the steps of group_worker on that many ranks; all must succeed."""
+    """Runs the steps of group_worker on count ranks, which must all succeed."""
     store = f"store-{count}-{backend}-{exchange}-{'-'.join(steps)}"
     env = {"WORLD_SIZE": str(count), "GROUP_BACKEND": backend, "OVERWIRE_EXCHANGE": exchange}
     if devices:
@@ -71,7 +71,7 @@ def ranks(
 
 
 def test_eight_ranks(folder: Path) -> None:
-    """Eight ranks load whole tensors, rows and columns, by each transport, from compressed and plain files."""
+    """Eight ranks load whole tensors, rows and columns with each transport, from compressed and plain files."""
     ranks(folder, 8, "tiny")
 
 
@@ -90,8 +90,8 @@ def test_ranks_that_say_their_blocks_read_each_byte_once(folder: Path, count: in
 
 @pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8))])
 def test_every_verb_takes_every_source(folder: Path, count: int) -> None:
-    """load_file, stream (also in windows) and load_model work on plain and compressed files, from disk, from a store
-    and pinned, whole and cut, by each transport."""
+    """load_file, stream (also with max_memory) and load_model work with each transport on plain and compressed files,
+    from disk, from a store and pinned, for whole tensors and slices."""
     ranks(folder, count, "cells")
 
 
@@ -100,7 +100,7 @@ def test_what_fails_on_one_rank_ends_all(folder: Path) -> None:
 
 
 def test_a_forked_child_takes_no_part(folder: Path) -> None:
-    """A forked child takes no part in a group's stream, and the ranks go on."""
+    """A forked child cannot use a group's stream, and the ranks continue."""
     ranks(folder, 2, "forked_streams", exchange="mapped")
 
 
@@ -113,7 +113,7 @@ def test_ranks_share_what_lies_in_a_store(folder: Path) -> None:
 
 
 def test_two_ranks_take_the_way_that_follows_from_where_files_are(folder: Path) -> None:
-    """Loads, streams and modules work in windows, with the default on the host and with collectives."""
+    """Loads, streams and modules work with the default transport on the CPU and with collectives."""
     ranks(folder, 2, "streamed", "chosen", exchange="")
     ranks(folder, 2, "streamed")
 
@@ -129,8 +129,8 @@ def test_ranks_of_several_hosts_share_the_reading(folder: Path) -> None:
 
 @pytest.mark.parametrize("hosts", [(1, 1, 1), (2, 2)])
 def test_hosts_with_networks_of_their_own_read_a_store_once(folder: Path, hosts: tuple[int, ...]) -> None:
-    """Hosts in separate namespaces with rate-limited links get each stored byte from the store once, all together, and
-    the rest from each other over gloo."""
+    """Hosts in separate namespaces with rate-limited links get each stored byte from the store once in total, and the
+    rest from each other over gloo."""
     done = warm.run([ROOT / "tests" / "groups" / "group_hosts.py", folder, *hosts], env=cleaned() | {"OVERWIRE_EXCHANGE": "auto"})
     if done.returncode == 77:
         pytest.skip(f"no namespaces: {done.stderr}")
@@ -142,7 +142,7 @@ def test_hosts_with_networks_of_their_own_read_a_store_once(folder: Path, hosts:
         assert 0.9 * stored < sum(load["read"]) <= 1.02 * stored, (load, stored)
     for name, sent in zip(("plain.safetensors", "compressed.safetensors"), end["sent"], strict=True):
         stored = (folder / name).stat().st_size
-        # Two loads; in addition to its share each rank reads the header.
+        # There are two loads, and each rank also reads the header.
         assert 1.8 * stored < sent <= 2 * (1.02 * stored + sum(hosts) * (256 << 10)), (name, sent, stored)
 
 
@@ -177,8 +177,8 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.imports_torch
 @pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
 def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
-    """`overwire bench --ranks` prints, in one run, the baselines and a row for each coding, mode and transport, each
-    compared and next to its baseline. It includes the other libraries, or why they are left out, and leaves no file."""
+    """`overwire bench --ranks` prints the baselines and a row for each coding, mode and transport, with compared bytes.
+    It includes other libraries or says why not, and leaves no file."""
     words = ("--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
     done = bench("--ranks", str(count), *words)
     assert done.returncode == 0, done.stderr
@@ -202,7 +202,7 @@ def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.imports_torch
 def test_bench_refuses_wrong_bytes(tmp_path: Path) -> None:
-    """A rank with tensors that differ from the plain file's ends the measurement; so do wrong arguments."""
+    """If a rank's tensors differ from the plain file's, the benchmark ends. Wrong arguments are refused."""
     ow.save_file({"a": torch.ones(64, 64)}, tmp_path / "plain.safetensors", compress=False)
     ow.save_file({"a": torch.ones(64, 64) * 2}, tmp_path / "packed.safetensors")
     task = {"folder": str(tmp_path), "ranks": 1, "rank": 0, "way": "mapped", "device": "cpu", "repeat": 1, "first": True, "floors": {}}
@@ -248,9 +248,9 @@ def test_blocks_cover_a_dimension_once() -> None:
 
 
 def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -> None:
-    """Shares are multiples of 256 bytes, and 32 MiB for up to 63 ranks; a chunk of the default size fits for up to
-    2,047 ranks. If ranks map each other's memory, each has at most 128 MiB plus 64 MiB for each other rank, including
-    48 for that one's shares, and together they stay below 4 GiB."""
+    """Shares are multiples of 256 bytes, and 32 MiB for up to 63 ranks. A chunk of the default size fits for up to
+    2,047 ranks. If ranks map each other's memory, each uses at most 128 MiB plus 64 MiB per other rank, 48 MiB of it
+    for that rank's shares, and all together stay below 4 GiB."""
     for count in [*range(1, 5000), 1 << 20]:
         share = relays.share_of_rank(count, relays.SHARE)
         assert share * count < 2 << 30 and share % 256 == 0 and (share == relays.SHARE) == (count < 64), count
@@ -268,8 +268,8 @@ def test_a_buffer_ends_below_2_gib_however_many_ranks_exchange(tmp_path: Path) -
 
 
 def test_the_carrier_has_space_for_each_chunk() -> None:
-    """However many ranks a host has, every chunk fits the shares of the transport that they choose."""
-    room = (16 << 20) + 288  # for a chunk of 16 MiB
+    """For any number of ranks on a host, every chunk fits into the shares of the chosen transport."""
+    room = (16 << 20) + 288  # a chunk of 16 MiB with its head
     chosen = set()
     for count in range(2, 400):
         members = SimpleNamespace(size=count, hosts=1, most_local=count, unreachable="", sending_device=lambda _: "cpu")

@@ -1,4 +1,4 @@
-"""Drives a headless Chromium over its own pipe, as far as the page tests need it."""
+"""Drives a headless Chromium over its debugging pipe for the page tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40, "Esc
 
 
 class Chromium:
-    """One browser with one page. `requests` lists everything that the page asks for, and `errors` every error of its
+    """A browser with one page. `requests` lists the URLs that the page requests, and `errors` the errors of its
     scripts."""
 
     def __init__(self, profile: Path) -> None:
@@ -28,7 +28,7 @@ class Chromium:
         self._in, theirs_out = os.pipe()
         options = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
                    "disable-dev-shm-usage", "remote-debugging-pipe", f"user-data-dir={profile}"]
-        # Chromium reads commands from 3 and answers on 4.
+        # Chromium reads commands from descriptor 3 and answers on 4.
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 60) for fd in (theirs_in, theirs_out)]
         moved = 'exec "$0" "$@" 3<&{0} 4>&{1} {0}<&- {1}>&-'.format(*high)
         command = ["bash", "-c", moved, PROGRAM, *(f"--{o}" for o in options), "about:blank"]
@@ -92,7 +92,7 @@ class Chromium:
         return result
 
     def view(self, width: int = 1200, height: int = 800, *, dark: bool = False) -> None:
-        """Sets the window's size and the theme that the user prefers."""
+        """Sets the window size and the preferred colour scheme."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
 
@@ -134,7 +134,7 @@ class Chromium:
         return data
 
     def names(self) -> list[tuple[str, str]]:
-        """Returns what a screen reader finds: role and name of each node."""
+        """Returns the role and name of each node that a screen reader finds."""
         self._call("Accessibility.enable")
         nodes = self._call("Accessibility.getFullAXTree")["nodes"]
         return [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n.get("ignored")]

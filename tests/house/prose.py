@@ -1,11 +1,11 @@
-"""Counts seven habits of our writing per 1,000 words, and keeps each below a ceiling that only falls.
+"""Counts seven habits of our writing per 1,000 words and keeps each below a ceiling that only falls.
 
-    python tests/house/prose.py            print the rates, and what is over its ceiling; exit 1 if anything is
+    python tests/house/prose.py            print the rates and the exceeded ceilings; exit with 1 if there are any
     python tests/house/prose.py --write    lower the ceilings in tests/house/prose.json to today's rates
-    python tests/house/prose.py --show SCOPE HABIT    list the places, e.g. --show pages beside
+    python tests/house/prose.py --show SCOPE HABIT    list the occurrences, e.g. --show pages beside
 
-The scopes are the pages, the comments of Go and C, the comments and docstrings of Python, the messages
-(literals of the product with four words or more), and the comments of tests.
+The scopes are the pages, the comments of Go and C, the comments and docstrings of Python, the messages (literals of the
+product with four words or more), and the comments of tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import counts
 
 TABLE = counts.ROOT / "tests" / "house" / "prose.json"
 
-# CONTRIBUTING.md, "How to write", has the replacements.
+# CONTRIBUTING.md, "How to write", lists replacements.
 HABITS = {
     "beside": re.compile(r"\bbeside\b", re.I),
     "alone": re.compile(r"(?<!\blet )(?<!\bleave )(?<!\bleft )(?<!\bleave it )\balone\b", re.I),
@@ -34,9 +34,9 @@ HABITS = {
 }
 SCOPES = ("pages", "go", "python", "messages", "tests")
 
-# Ceilings are rounded up to this step, so that deleting clean text does not break one. A ceiling falls to its aim.
+# Ceilings are rounded up to this step, so that deleting clean text does not exceed one. None falls below its aim.
 STEP = 0.05
-AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # STEP for the others
+AIMS = {"whose, of which": 0.3, "opening": 0.3, "behind": 0.1}  # the aim of the others is STEP
 
 GO = re.compile(r"""(?P<literal>`[^`]*`|"(?:\\.|[^"\\\n])*")|'(?:\\[^\n]{1,9}|[^'\\\n])'|(?P<block>/\*.*?\*/)|"""
                 r"""(?P<line>(?:^[ \t]*//[^\n]*\n)+|//[^\n]*)""", re.S | re.M)  # fmt: skip
@@ -47,12 +47,13 @@ MARKS = re.compile(r"^[ \t]*(?://|\#)[:!]?[ \t]?", re.M)
 CODE = re.compile(r"^```.*?^```[ \t]*$|<[^<>\n]*>|\]\([^)\s]*\)", re.M | re.S)
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
-Texts = dict[str, list[tuple[str, str]]]  # by scope: the file of a text, and the text
+Texts = dict[str, list[tuple[str, str]]]  # by scope: file and text
 Table = dict[str, dict[str, float]]
 
 
 def comments(path: str, text: str) -> Iterator[tuple[str, str]]:
-    """Yields each comment, docstring and literal of a source file, with its scope; a block of lines is one comment."""
+    """Yields each comment, docstring and literal of a source file with its scope. Adjacent comment lines are one
+    comment."""
     scope = "tests" if counts.is_test(path) else "python" if path.endswith(".py") else "go"
     for found in (PYTHON if path.endswith(".py") else GO).finditer(text):
         kind, words = found.lastgroup, found[0].strip()
@@ -97,7 +98,7 @@ def rate(texts: Iterable[tuple[str, str]]) -> dict[str, float]:
 
 
 def excesses(rates: Table, table: Table) -> list[str]:
-    """Returns everything over its ceiling, each as a sentence."""
+    """Returns every rate over its ceiling, each as a sentence."""
     return [
         f"{scope}: `{habit}` {value:.2f} times in 1,000 words; at most {table[scope][habit]:.2f} "
         f"(python tests/house/prose.py --show {scope} '{habit}')"
@@ -128,7 +129,7 @@ def read_table() -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="lower the ceilings to today's rates")
-    parser.add_argument("--show", nargs=2, metavar=("SCOPE", "HABIT"), help="list the places of a habit")
+    parser.add_argument("--show", nargs=2, metavar=("SCOPE", "HABIT"), help="list the occurrences of a habit")
     options = parser.parse_args()
     texts = collect()
     if options.show:

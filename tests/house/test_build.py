@@ -1,4 +1,4 @@
-"""Tests the build: the archives' contents, that they are reproducible, and that they install offline.
+"""Tests that the archives have the right contents, are reproducible and install offline.
 
 The expensive archives are built once for the whole file.
 """
@@ -42,7 +42,7 @@ def tool(*argv: object, cwd: Path = ROOT, **env: str) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with the sdist, and the wheel built from it; build.py compares that with one built from the
+    """Returns a folder with the sdist and the wheel built from it. build.py compares that wheel with one built from the
     tree."""
     if os.environ.get("OVERWIRE_TEST_DIST"):  # already built
         return Path(os.environ["OVERWIRE_TEST_DIST"])
@@ -58,14 +58,14 @@ def wheel(dist: Path) -> Path:
 
 
 def test_wheel_is_sound(wheel: Path) -> None:
-    """The wheel's library has one exported symbol, only libc, no glibc above the tag's, the stable ABI, and a correct
-    RECORD."""
+    """The wheel's library exports one symbol, needs only libc and no later glibc than its tag says, and uses the stable
+    ABI. RECORD is correct."""
     assert check.audit(wheel) == []
     assert re.fullmatch(rf"overwire-[\d.]+-cp310-abi3-manylinux_2_17_{platform.machine()}\.whl", wheel.name)
 
 
 def test_every_linked_module_has_its_licence() -> None:
-    """The modules in the bill of materials are those that the library itself lists, each with a licence text."""
+    """The bill of materials lists exactly the modules that the library reports, each with a licence text."""
     modules = licences.linked(ROOT, "go", setup.TAGS, setup.go_environment())
     said = tool("go", "version", "-m", ROOT / "python/overwire/_core.abi3.so")
     linked = {tuple(line.split("\t")[2:4]) for line in said.splitlines() if line.startswith("\tdep\t")}
@@ -83,8 +83,7 @@ def test_every_linked_module_has_its_licence() -> None:
 
 
 def test_the_package_page_leads_nowhere_wrong() -> None:
-    """The package page is the README, with links that do not need a tree next to them; it names the tested Python
-    versions."""
+    """The package page is the README with absolute links, and it names the tested Python versions."""
     page = setup.metadata()
     links = "[a](https://r/blob/main/b.md) [`c`](https://r/blob/main/d#e) [f](https://g/h) [i](#j)"
     assert setup.with_full_links("[a](b.md) [`c`](d#e) [f](https://g/h) [i](#j)", "https://r") == links
@@ -98,7 +97,7 @@ def test_the_package_page_leads_nowhere_wrong() -> None:
 
 
 def test_an_unknown_licence_ends_the_build(tmp_path: Path) -> None:
-    """A module with an unknown or missing licence ends the build."""
+    """The build fails if a module's licence is unknown or missing."""
     assert licences.kinds("do what you like") == set()
     three = "Redistribution and use in source and binary\n forms ... Neither the name of"
     assert licences.kinds(three) == {"BSD-3-Clause"} and licences.kinds(three.partition("Neither")[0]) == {"BSD-2-Clause"}
@@ -122,7 +121,7 @@ def test_an_unknown_licence_ends_the_build(tmp_path: Path) -> None:
 
 
 def test_wheel_contents(wheel: Path) -> None:
-    """The wheel has the package, its types, the library and the command, and no tests, caches or sources."""
+    """The wheel contains the package, its types, the library and the command, and no tests, caches or sources."""
     with zipfile.ZipFile(wheel) as z:
         names = z.namelist()
         entry = z.read(next(n for n in names if n.endswith("entry_points.txt"))).decode()
@@ -141,7 +140,7 @@ def test_wheel_contents(wheel: Path) -> None:
 
 
 def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A free-threaded Python is refused; the build and the import say why."""
+    """The build and the import refuse a free-threaded Python and say why."""
     monkeypatch.setattr(setup.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
     with pytest.raises(SystemExit, match="free-threaded"):
         setup.machine()
@@ -150,7 +149,7 @@ def test_a_free_threaded_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_machine_is_that_of_goarch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GOARCH names the wheel's machine; one without an engine is refused; each has its GOEXPERIMENT."""
+    """GOARCH selects the wheel's machine and GOEXPERIMENT. A machine without an engine is refused."""
     for goarch, machine, vectors in (("arm64", "aarch64", ""), ("amd64", "x86_64", "simd")):
         monkeypatch.setenv("GOARCH", goarch)
         monkeypatch.delenv("GOEXPERIMENT", raising=False)
@@ -162,7 +161,7 @@ def test_the_machine_is_that_of_goarch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_wheel_runs_on(version: str, wheel: Path) -> None:
-    """One file is imported and works under every CPython from 3.10 to 3.15."""
+    """The same wheel works in every CPython from 3.10 to 3.15."""
     python = VERSIONS[version]
     if python is None:
         pytest.skip(f"CPython {version} is not on this machine")
@@ -170,7 +169,7 @@ def test_wheel_runs_on(version: str, wheel: Path) -> None:
 
 
 def test_library_names_no_place(wheel: Path) -> None:
-    """The library contains nothing of the building machine. build.py has built it in two folders and compared."""
+    """The library contains no path of the build machine. build.py also builds it in two folders and compares."""
     with zipfile.ZipFile(wheel) as z:
         built = z.read("overwire/_core.abi3.so")
     for word in (str(ROOT), str(Path.home()), tempfile.gettempdir()):
@@ -191,7 +190,8 @@ def test_glue_is_what_gen_writes(tmp_path: Path) -> None:
 
 
 def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
-    """Functions, their types, dtypes, names and error classes are generated from the engine's tables byte for byte."""
+    """gen_python.py generates the committed functions, types, dtypes, names and error classes from the engine's
+    tables."""
     tool(sys.executable, "gosrc/bind/gen_python.py", tmp_path)
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
     assert written == ["_core.pyi", "_requests.py", "_tables.py", "_verbs.py", "errors.py", "verbs/results.py"]
@@ -200,7 +200,7 @@ def test_python_tables_are_what_gen_writes(tmp_path: Path) -> None:
 
 
 def test_the_stub_is_of_the_module() -> None:
-    """The generated stub names exactly the module's contents, and each function takes the arguments that it lists."""
+    """The generated stub lists exactly the module's contents, and each function takes its signature's arguments."""
     from overwire import _core
 
     stub = (ROOT / "python/overwire/_core.pyi").read_text()
@@ -216,7 +216,7 @@ def test_the_stub_is_of_the_module() -> None:
 
 
 def test_sdist_has_the_tree(dist: Path) -> None:
-    """The sdist has everything that the wheel is built from, with one time for all, and no built or hidden file."""
+    """The sdist contains everything that the wheel is built from, with one timestamp, and no built or hidden file."""
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as tar:
         members = tar.getmembers()
@@ -228,9 +228,9 @@ def test_sdist_has_the_tree(dist: Path) -> None:
     assert len({m.mtime for m in members}) == 1 and all(m.uid == 0 for m in members)
 
 
-@pytest.mark.parametrize("how", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])  # it compiles all of it
+@pytest.mark.parametrize("how", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])  # compiles everything
 def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> None:
-    """It installs into a fresh environment, with build isolation, without an index and without Go's proxy."""
+    """The wheel and the sdist install into a fresh environment with build isolation, without an index or Go's proxy."""
     what = {"wheel": wheel, "sdist": next(dist.glob("*.tar.gz"))}[how]  # `make build` tests the editable install
     venv = tmp_path / "venv"
     tool(sys.executable, "-m", "venv", "--without-pip", venv)
@@ -246,7 +246,7 @@ def test_installs_offline(how: str, dist: Path, wheel: Path, tmp_path: Path) -> 
 
 
 def test_no_compiler_no_go_is_said_plainly(tmp_path: Path) -> None:
-    """Without Go on PATH the build says what is missing, without a traceback."""
+    """Without Go on PATH, the build says what is missing and prints no traceback."""
     done = subprocess.run(
         [sys.executable, "setup.py", "ext"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
@@ -254,7 +254,7 @@ def test_no_compiler_no_go_is_said_plainly(tmp_path: Path) -> None:
 
 
 def test_floor_is_enforced() -> None:
-    """The ELF reader sees the versions that this interpreter's own libraries ask for."""
+    """The ELF reader finds the exports, the libraries and the glibc versions of the built library."""
     elf = Elf((ROOT / "python/overwire/_core.abi3.so").read_bytes())
     assert elf.exports() == ["PyInit__core"] and elf.needed() == ["libc.so.6"]
     assert all(v.version.startswith("GLIBC_2.") for v in elf.needed_versions())
@@ -263,7 +263,7 @@ def test_floor_is_enforced() -> None:
 
 
 def test_there_is_one_version() -> None:
-    """The version in gosrc/cli equals that of the package, its archives, and the newest entry of CHANGELOG.md."""
+    """The version in gosrc/cli equals that of the package, its archives and the newest release in CHANGELOG.md."""
     import overwire
 
     version = setup.project()["version"]
@@ -280,7 +280,7 @@ def test_there_is_one_version() -> None:
 
 
 def test_the_changelog_keeps_its_form() -> None:
-    """Sections are those of keepachangelog.com, each once per version, and no others. Entries have at most two lines of
+    """Each version in the changelog uses sections of keepachangelog.com at most once. Entries have at most two lines of
     120 columns."""
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = text.split("\n## ")[1:]

@@ -1,4 +1,4 @@
-"""Tests that lines and names of each package stay below their ceilings, and that the counts match a reader's."""
+"""Tests that lines and names of each package stay below their ceilings, and that they are counted correctly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_every_package_is_below_its_ceilings() -> None:
 
 
 def test_lines_fit() -> None:
-    """No line of Go or Python has more than 120 columns, apart from a test's literals."""
+    """No line of Go or Python has more than 120 columns, apart from literals in tests."""
     assert counts.overlong(counts.sources(counts.ROOT)) == []
 
 
@@ -25,8 +25,8 @@ def test_no_name_has_a_retired_word() -> None:
 
 
 def test_names_say_their_object() -> None:
-    """At most 45 % of Go's functions, and 35 % of native Python's, have one-word names, and 2 % of the values are named
-    by participles. The share decides."""
+    """At most 45 % of Go functions and 35 % of native Python functions have one-word names. At most 2 % of values are
+    named by participles."""
     assert counts.vague(counts.count(counts.sources(counts.ROOT))) == []
     row = {"functions": 10, "one_word": 4, "values": 100, "participles": 3}
     assert counts.vague({"gosrc/x": row}) == ["gosrc, cuda: 3.0% of the values are participles; at most 2% may"]
@@ -70,7 +70,7 @@ int ow_pad_block(int n);
     ],
 )
 def test_what_is_counted(path: str, text: str, expected: dict[str, int]) -> None:
-    """Functions, values, identifiers and lines of each language are counted, and nothing in comments or literals is."""
+    """Functions, values, identifiers and lines of each language are counted, without names in comments or literals."""
     row = counts.count_file(path, text)
     assert {name: row[name] for name in expected} == expected
 
@@ -99,7 +99,7 @@ import x  # noqa: {LONG}
     ],
 )
 def test_which_lines_are_long(path: str, text: str, lines: list[int]) -> None:
-    """A test's literals may be long; code, comments and docstrings may not. A pragma has to stay on its line."""
+    """Literals in tests may be long. Code, comments and docstrings may not, except for a pragma at the end."""
     assert counts.long_lines(path, text) == lines
     assert [sentence.split(" ")[0] for sentence in counts.overlong({path: text})] == [f"{path}:{n}" for n in lines]
 
@@ -109,13 +109,13 @@ def test_which_lines_are_long(path: str, text: str, lines: list[int]) -> None:
     [("gosrc/x/x.go", GO, "told"), ("python/overwire/a.py", PYTHON, "save_far"), ("cuda/a.cuh", C, "far")],
 )
 def test_which_names_are_retired(path: str, text: str, name: str) -> None:
-    """Each word of a name counts, in each language; comments, literals and tests do not."""
+    """Every word of a name is checked in each language, but not in comments, literals and tests."""
     (sentence,) = counts.retired({path: text, "tests/a.py": PYTHON})
     assert sentence.startswith(f"{path}: ") and f"`{name}`" in sentence
 
 
 def test_identifiers_are_split_into_words() -> None:
-    """snake_case, camelCase, acronyms and C's prefix: each part is a word."""
+    """The parts of snake_case and camelCase names, acronyms, and names with C's prefix are separate words."""
     names = ("save_far", "saveFar", "HTTPServer", "_tell", "ow_pad", "x16")
     assert [counts.words_of(name) for name in names] == [
         ["save", "far"], ["save", "far"], ["http", "server"], ["tell"], ["pad"], ["x"],
@@ -123,7 +123,7 @@ def test_identifiers_are_split_into_words() -> None:
 
 
 def test_ceilings_fall_and_rise_for_a_reason_alone() -> None:
-    """A lower count lowers its ceiling. A higher one is over it until it is raised with a reason, which is kept."""
+    """A lower count lowers its ceiling. A higher count is reported until its ceiling is raised with a stored reason."""
     row = dict.fromkeys(counts.COLUMNS, 7)
     table = counts.new_table({"gosrc/x": row}, {})
     assert table == {"gosrc/x": row | {"lines": 50}}

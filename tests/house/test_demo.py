@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_demo():
-    """The demo runs on the real weights if they are here or can be fetched, and on a small generated model."""
+    """The demo runs on the real weights, if they can be downloaded, and on a small generated model."""
     pytest.importorskip("numpy")
     pytest.importorskip("ml_dtypes")
     done = subprocess.run(
@@ -38,9 +38,9 @@ def test_make_targets_exist():
 
 
 def test_no_figure_is_left_blank_in_a_release():
-    """Placeholders are only allowed before the first figures exist."""
+    """In a release, no figure on the pages is still a placeholder."""
     if not os.environ.get("OVERWIRE_TEST_RELEASE"):
-        pytest.skip("asked for by OVERWIRE_TEST_RELEASE=1")
+        pytest.skip("only with OVERWIRE_TEST_RELEASE=1")
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("benchmarks/**/*.md"), ROOT / "docs/benchmarks.md"):
         text = page.read_text(encoding="utf-8")
         assert not re.search(r"<!-- (figures|machine|floors|short) -->\s*(\n#|\n\n#|$)", text), page

@@ -1,6 +1,6 @@
-"""Tests what the documents claim and show.
+"""Tests claims, links and tables in the documents.
 
-test_guides.py runs their code. `make docs` builds the site, where every reference is checked again.
+test_guides.py runs the code in them. `make docs` builds the site and checks every reference again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def places(page: Path) -> set[str]:
 
 
 def test_pages_link_to_what_is_there() -> None:
-    """Pages link to existing files, pictures and headings."""
+    """Links lead to existing files, pictures and headings."""
     for page in PAGES:
         for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", prose(page)):
             to = page.parent / target if target else page
@@ -55,7 +55,7 @@ def test_the_site_has_every_page() -> None:
 
 
 def test_every_public_name_has_its_place_in_the_api() -> None:
-    """Every public name, and every public module, is in the API once, with the directive of its kind."""
+    """Each public name and module is in the API pages once, with the directive of its kind."""
     text = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/api").glob("*.md")))
     found = re.findall(r"^\.\. auto(\w+):: overwire\.(\w+)$", text, re.M)
     names = [name for _, name in found]
@@ -69,7 +69,7 @@ def test_every_public_name_has_its_place_in_the_api() -> None:
 
 
 def test_functions_document_their_errors() -> None:
-    """A function's docstring, or the one that it refers to, lists the errors that it raises."""
+    """A function's docstring, or the one that it refers to, says which errors it raises."""
     for name in sorted(set(overwire.__all__)):
         thing = getattr(overwire, name)
         if callable(thing) and not isinstance(thing, type):
@@ -77,7 +77,7 @@ def test_functions_document_their_errors() -> None:
 
 
 def test_every_error_has_its_help() -> None:
-    """Every error has one section: its meaning with its built-in class, and what to do."""
+    """Each error has one section that says what it means, with its built-in class, and what to do."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", text, re.M | re.S))
     assert set(sections) == ERRORS
@@ -97,7 +97,7 @@ def test_exit_statuses_are_those_of_the_command() -> None:
     exits = {kind: numbers[name] for kind, name in re.findall(r"\{errs\.(Err\w+), (Exit\w+)\}", cli)}
     kinds = re.findall(r"^\t\{(Err\w+), \"(\w+)\"", errs, re.M)
     assert len(kinds) > 10
-    # The command line does not fork, so this class has no row.
+    # The command line does not fork, so ForkedError has no row.
     assert said == {name: exits.get(kind, numbers["ExitEngine"]) for kind, name in kinds if name != "ForkedError"}
 
 
@@ -119,8 +119,8 @@ def text_of_figures() -> str:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
-    """A cell of the README's table has one number. Each number of the section is in docs/benchmarks.md or
-    docs/benchmarks/, which say how it was measured."""
+    """Each cell of the README's table has one number. Each number is also in docs/benchmarks.md or docs/benchmarks/,
+    which describe the measurement."""
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Figures")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 6
@@ -132,8 +132,7 @@ def test_the_figures_of_the_readme_are_those_of_the_pages() -> None:
 
 
 def test_the_badges_are_true() -> None:
-    """The badges and their texts in the README match the Python versions, the licence and the dependencies in
-    pyproject.toml."""
+    """The README's badges and their texts match the Python versions, licence and dependencies in pyproject.toml."""
     badges = (ROOT / "docs/_site/static/badges.svg").read_text(encoding="utf-8")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     versions = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
@@ -143,7 +142,7 @@ def test_the_badges_are_true() -> None:
 
 
 def test_the_page_of_versions_is_what_is_tested() -> None:
-    """The versions in docs/compatibility.md match those that the tests install."""
+    """The versions in docs/compatibility.md are those that the tests install."""
     text = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8").split("## Tested with")[1].split("## ")[0]
     rows = re.findall(r"^\| ([a-z_, ]+) \| (\d[\d., ]*) \|", text, re.M)
     tested = {
@@ -158,8 +157,8 @@ def test_the_page_of_versions_is_what_is_tested() -> None:
 
 
 def test_plots_show_figures_of_the_benchmarks() -> None:
-    """Each number of a plot is in the pages of figures, in the line that it names, and so is the command that measured
-    it. The committed SVG also has it, with its title and description, and there is no other file."""
+    """Each number in a plot is on a benchmark page in the line that the plot names, and so is the command that measured
+    it. The committed SVG shows it, with title and description, and no other files are in the folder."""
     folder = ROOT / "docs/plots"
     text = text_of_figures()
     plots = json.loads((folder / "figures.json").read_text(encoding="utf-8"))["plots"]
@@ -179,7 +178,7 @@ def test_plots_show_figures_of_the_benchmarks() -> None:
 
 
 def test_commands_exist() -> None:
-    """Every overwire command that a page shows has an existing command name and existing options."""
+    """Each overwire command on a page has a known name and known options."""
     verbs: dict[str, str] = {}
     shown = [block.replace("\\\n", " ") for page in PAGES for block in blocks(str(page.relative_to(ROOT)), "sh")]
     for line in "\n".join(shown).splitlines():
@@ -197,7 +196,7 @@ def test_commands_exist() -> None:
 
 
 def _tests() -> set[str]:
-    """Returns the names of all tests in tests/ and of Go's tests below gosrc."""
+    """Returns the names of all Python tests in tests/ and Go tests in gosrc."""
     there: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         there |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
@@ -219,7 +218,7 @@ def test_each_row_names_its_tests(page: str, least: int) -> None:
 
 
 def test_slow_tests_are_marked_as_such() -> None:
-    """A * after a test's name marks exactly the tests that `make test` leaves out."""
+    """A * marks exactly the tests that `make test` leaves out."""
     slow = set()
     for path in (ROOT / "tests").rglob("test_nyacomp*.py"):
         slow |= set(re.findall(r"^@pytest\.mark\.slow\n(?:@.*\n)*def (test_\w+)", path.read_text(), re.M))

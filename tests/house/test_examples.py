@@ -1,4 +1,4 @@
-"""Tests that each file of examples/ runs unchanged, in an empty folder."""
+"""Tests that each file of examples/ runs unchanged in an empty folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import warm
 from conftest import ROOT, cleaned
 
-# demo.py does the whole main job; `make demo` runs it.
-AT_IMPORT = {"preloading.py"}  # acts while torch is imported
+# demo.py takes too long here. `make demo` runs it.
+AT_IMPORT = {"preloading.py"}  # needs a process that has not imported torch
 EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py") if p.name != "demo.py")
 
 
@@ -26,14 +26,14 @@ def test_example(tmp_path: Path, name: str) -> None:
 
 
 def test_notebook(tmp_path: Path) -> None:
-    """The notebook's cells run unchanged, and show what a notebook shows; the file itself has no outputs."""
+    """The notebook's cells run unchanged and display tables. The committed file has no outputs."""
     notebook = json.loads((ROOT / "examples/first_steps.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 5 and not any(cell["outputs"] or cell["execution_count"] for cell in cells)
     program = ["shown = []"]
     for cell in cells:
         body = ast.parse("".join(cell["source"])).body
-        if isinstance(last := body[-1], ast.Expr):  # a notebook displays its value
+        if isinstance(last := body[-1], ast.Expr):  # a notebook displays the value of a cell's last expression
             body[-1] = ast.parse(f"shown.append({ast.unparse(last)})").body[0]
         program.append(ast.unparse(ast.Module(body, [])))
     program.append("assert sum('<table' in getattr(one, '_repr_html_', str)() for one in shown) > 1, shown")

@@ -1,4 +1,4 @@
-"""Runs the code of the README and of the guides unchanged."""
+"""Runs the code in the README and the guides unchanged."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def prepare(folder: Path) -> None:
-    """Prepares what the API's examples, the commands and the guide to stores assume: a model in one file, and one in
-    shards."""
+    """Creates a model in one file and a model in shards, which the pages' examples and commands use."""
     np = pytest.importorskip("numpy")
     weights = {"embed": np.random.default_rng(0).normal(0, 0.02, (512, 64)).astype("float32"), "bias": np.zeros(512, "float32")}
     overwire.save_file(weights, folder / "model.safetensors")
@@ -38,7 +37,7 @@ GUIDES = (
 )  # fmt: skip
 API = ("deltas", "errors", "inspecting", "libraries", "loading", "memory", "objects", "saving")
 
-# Runs the examples of a page and compares their output.
+# Runs the examples of a page and compares their output with the page.
 EXAMPLES = """
 import doctest
 import sys
@@ -51,7 +50,7 @@ sys.exit(failed or not attempted)
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_guides_run(page: str, tmp_path: Path) -> None:
-    """The Python code of a guide runs unchanged, one block after the other, in an empty folder."""
+    """The Python blocks of a guide run unchanged, in order, in an empty folder."""
     pytest.importorskip("torch")
     (tmp_path / "page.py").write_text("\n".join(blocks(f"docs/{page}.md", "python")))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -69,15 +68,15 @@ def test_examples_of_the_api_print_what_they_show(page: str, tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Tests that run the Python code of other pages.
+# Tests that run the Python code of other pages, by page.
 ELSEWHERE = {"portable": "test_portable.py", "stores": "house/test_guides.py", "transformers": "engines/test_transformers.py"}
-# Code that no test can run here, and the replacement that runs.
-UNRUN = {"live-updates": "a trainer and its engines; examples/live_updates.py runs beside it, and tests of engines run vLLM and SGLang"}
+# Pages with code that no test can run here, and what is tested instead.
+UNRUN = {"live-updates": "needs a trainer and engines; examples/live_updates.py runs instead, and engine tests run vLLM and SGLang"}
 
 
 def test_each_page_is_run() -> None:
-    """The Python code of each page is run by a test, or is in a table with the reason. Its imports from overwire exist
-    in any case."""
+    """Each page's Python code is run by a test or listed in UNRUN with a reason. Its imports from overwire always
+    exist."""
     for path in sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/api").glob("*.md")]):
         page = str(path.relative_to(ROOT / "docs").with_suffix(""))
         code = blocks(f"docs/{page}.md", "python") + blocks(f"docs/{page}.md", "pycon")
@@ -92,7 +91,7 @@ def test_each_page_is_run() -> None:
 
 
 def test_commands_of_all_pages_exist() -> None:
-    """Each overwire command on any page has a command name and options that the command line knows."""
+    """Each overwire command on any page has a name and options that the command line knows."""
     helps: dict[str, str] = {}
     for path in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]):
         page = str(path.relative_to(ROOT).with_suffix(""))
@@ -108,8 +107,8 @@ def test_commands_of_all_pages_exist() -> None:
 
 
 def test_the_commands_of_encrypted_files_run(tmp_path: Path) -> None:
-    """The shell commands of the tensorizer page run as pasted below its Python code: keys and passwords lead back to
-    the same tensors."""
+    """The shell commands of the tensorizer page run as pasted after its Python code. Decrypting with the keys and
+    passwords gives the same tensors."""
     np = pytest.importorskip("numpy")
     weights = {"w": np.arange(4096, dtype="f4")}
     overwire.save_file(weights, tmp_path / "model.tensors")
@@ -139,15 +138,15 @@ def test_the_ways_into_drop_ins_run(name: str, tmp_path: Path) -> None:
 
 
 def test_functions_show_an_example() -> None:
-    """Each public function has an example below its entry in the API."""
+    """Each public function has an example after its entry on the API page."""
     text = "".join((ROOT / f"docs/api/{page}.md").read_text(encoding="utf-8") for page in API)
     without = re.findall(r"autofunction:: overwire\.(\w+)\n```\n(?!\n```pycon)", text)
     assert set(without) <= {"compress", "load_compressed", "prepare_sleep"}, without
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
-    """The commands on the command-line page run as pasted. Those that need a GPU, measure for minutes or never end are
-    left out, and https://host is a local server."""
+    """The commands on the command-line page run as pasted, with a local server as https://host. Commands that need a
+    GPU, take minutes or never end are left out."""
     prepare(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     overwire.convert(tmp_path / "model", tmp_path / "model.safetensors", compress=False)
@@ -171,7 +170,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
 
 
 def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
-    """The guide to stores and its commands run with a bucket of a real server."""
+    """The stores guide and its commands run with a bucket on a real server."""
     prepare(tmp_path)
     (tmp_path / "page.py").write_text("\n".join(blocks("docs/stores.md", "python")))
     with stores.s3() as (options, _):
@@ -194,14 +193,14 @@ def test_the_guide_to_stores_runs(tmp_path: Path) -> None:
 
 
 def commands(page: str) -> list[list[str]]:
-    """Returns a page's overwire commands, split as by the shell."""
+    """Returns a page's overwire commands, split as a shell would split them."""
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.startswith("overwire ")]
 
 
 @pytest.mark.parametrize("page, least", [("README", 2), ("docs/start", 5)])
 def test_the_first_minute_runs(page: str, least: int, tmp_path: Path) -> None:
-    """Its commands run one after the other in an empty folder."""
+    """The commands of the page run in order in an empty folder."""
     lines = commands(f"{page}.md")
     assert len(lines) >= least
     for words in lines:
@@ -210,7 +209,7 @@ def test_the_first_minute_runs(page: str, least: int, tmp_path: Path) -> None:
 
 
 def test_files_for_production_name_what_is_there() -> None:
-    """Settings, commands and load formats in the Dockerfile and the deployment exist, and the YAML is valid."""
+    """Settings, commands and load formats in the Dockerfile and the Kubernetes deployment exist. The YAML is valid."""
     yaml = pytest.importorskip("yaml")
     folder = ROOT / "examples/production"
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.iterdir()))

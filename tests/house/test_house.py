@@ -1,7 +1,7 @@
-"""Checks the layers of python/overwire: imports only go downward, and not in a circle.
+"""Checks that imports between the layers of python/overwire go only downwards and form no circle.
 
-Every import counts, also inside functions and for type checkers, and so does a module named in a text
-(`sys.modules["overwire..."]`). Exceptions are in ALLOWED with their reasons.
+All imports count, also inside functions and for type checkers, and so do modules named in a string
+(`sys.modules["overwire..."]`). ALLOWED lists exceptions with their reasons.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from overwire import plumbing
 
 PACKAGE = Path(overwire.__file__).parent
 
-# From the bottom up; patterns of module names without "overwire.". A module may import its own layer and those below.
+# Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own and lower
+# ones.
 LAYERS: list[tuple[str, str]] = [
     ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables"),
-    ("portable", "portable portable.*"),  # forked children read by it
+    ("portable", "portable portable.*"),  # forked children read with it
     ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
-    # Readers of pickles that may be hostile, and of other libraries' files: loads also take these.
-    # rebuild stays where it is, since pickles name it.
+    # Readers of other libraries' files and of possibly hostile pickles, which loads also use. rebuild keeps its name,
+    # because pickles contain it.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
                    bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
     ("model", "model model.* stores records"),
-    ("distributed", "distributed distributed.*"),  # below the public functions: load_file(group=) is one of them
+    ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=) uses it
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
     ("bundles", "bundles bundles.*"),
@@ -40,10 +41,10 @@ LAYERS: list[tuple[str, str]] = [
     ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),
 ]
 
-# Modules that the outside may import, besides the names of overwire.__all__.
+# Modules that outside code may import, besides the names in overwire.__all__.
 PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "plumbing", "records"}
 
-# Modules that users import by name list what they offer; elsewhere a name without an underscore is offered.
+# Modules that users import by name and that define __all__. In other modules, names without an underscore are public.
 DOORS = [*PUBLIC, *"""
     portable.door integrations integrations.vllm integrations.sglang compat compat.fastsafetensors compat.nvcomp
     compat.nyacomp compat.fastsafetensors.copier compat.nvcomp.external_memory compat.nyacomp.hf
@@ -53,20 +54,20 @@ DOORS = [*PUBLIC, *"""
     integrations.transformers
 """.split()]
 
-# Modules that integrations share; `pushes` is also an entry point for trainers.
+# Modules that integrations share. `pushes` is also an entry point for trainers.
 SHARED = "integrations.pushes integrations.shared*"
 
-# (importer, imported) -> why.
+# Exceptions: (importer, imported) -> reason.
 ALLOWED = {
-    ("integrations.vllm", "_core"): "asks sys.modules whether the engine may run, which no fork survives; imports nothing",
-    ("integrations.vllm", "integrations.modelexpress"): "what vLLM calls in each process is ModelExpress's only door",
-    ("_engine", "_torch"): "this process becomes that program; imports nothing",
-    ("_engine", "_bench"): "this process becomes that program; imports nothing",
-    ("_engine", "_bench_faces"): "this process becomes that program; imports nothing",
-    ("__main__", "_engine"): "the command line is the engine's",
-    ("compat.safetensors._errors", "compat.safetensors"): "names the module that its class says it is of; imports nothing",
-    ("compat.tensorizer._s3", "compat.tensorizer.stream_io"): "programs replace names there, which are looked up when they are used",
-    ("compat.tensorizer._sums", "compat.tensorizer.serialization"): "programs replace TensorHash there, which is looked up when it is used",
+    ("integrations.vllm", "_core"): "checks sys.modules for a running engine, because a fork would break it; imports nothing",
+    ("integrations.vllm", "integrations.modelexpress"): "vLLM's call in each process is the only hook for ModelExpress",
+    ("_engine", "_torch"): "runs it as a program; imports nothing",
+    ("_engine", "_bench"): "runs it as a program; imports nothing",
+    ("_engine", "_bench_faces"): "runs it as a program; imports nothing",
+    ("__main__", "_engine"): "runs the engine's command line",
+    ("compat.safetensors._errors", "compat.safetensors"): "sets a class's __module__; imports nothing",
+    ("compat.tensorizer._s3", "compat.tensorizer.stream_io"): "looks up names at each use, because programs replace them there",
+    ("compat.tensorizer._sums", "compat.tensorizer.serialization"): "looks up TensorHash at each use, because programs replace it there",
 }
 
 
@@ -78,7 +79,7 @@ class Import(NamedTuple):
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Returns every module by its name without "overwire."; "" is the package itself."""
+    """Returns every module by its name without "overwire.". The package itself is ""."""
     found = {}
     for path in sorted(package.rglob("*.py*")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -126,32 +127,32 @@ def layer_of(name: str) -> int | None:
 
 
 def findings(package: Path, public: set[str]) -> list[str]:
-    """Returns what breaks the rules, a line each."""
+    """Returns the broken rules, one line each."""
     out = []
     top = len(LAYERS) - 1
     known = modules(package)
     for name in known:
         if name and layer_of(name) is None:
-            out.append(f"{name}: stands in no layer")
+            out.append(f"{name}: in no layer")
     edges: dict[str, set[str]] = {name: set() for name in known}
     for one in imports(package):
         where = f"{one.importer}:{one.line} imports {one.imported or 'overwire'}"
         mine, theirs = layer_of(one.importer), layer_of(one.imported)
         if not one.importer or one.importer == "plumbing" or mine is None or (one.importer, one.imported) in ALLOWED:
-            continue  # the two tables of names; already reported
+            continue  # the two tables of names, or already reported
         if mine == top:
             wing, other = one.importer.split(".")[:2], one.imported.split(".")[:2]
             shared = any(fnmatchcase(one.imported, pattern) for pattern in SHARED.split())
             if one.imported == "":
-                out += [f"{where}: {name} is no public name" for name in one.names if name not in public]
+                out += [f"{where}: {name} is not a public name" for name in one.names if name not in public]
             elif theirs != top and one.imported.split(".")[0] not in PUBLIC:
                 out.append(f"{where}: not public")
             elif theirs == top and len(wing) == len(other) == 2 and other != wing and "__main__" not in wing and not shared:
-                out.append(f"{where}: a neighbour, which can be dropped alone")
+                out.append(f"{where}: a neighbour, which may be removed")
             edges[one.importer].add(one.imported)
             continue
         if one.imported == "":
-            out.append(f"{where}: the package itself, which stands above")
+            out.append(f"{where}: the package itself, which is above")
         elif theirs is not None and theirs > mine:
             out.append(f"{where}: upward, from {LAYERS[mine][0]} to {LAYERS[theirs][0]}")
         else:
@@ -161,7 +162,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Returns one circle for each module that is the first found to close one."""
+    """Returns the first circle found for each module that closes one."""
     state: dict[str, int] = {}
     path: list[str] = []
     out = []
@@ -192,7 +193,7 @@ def test_every_exception_is_needed() -> None:
     assert set(ALLOWED) <= {(one.importer, one.imported) for one in imports(PACKAGE)}
 
 
-# torch.distributed's names for its collectives and sends.
+# The names of torch.distributed's collectives and sends.
 COLLECTIVE = (
     "all_gather* all_reduce* all_to_all* barrier batch_isend_irecv broadcast broadcast_object_list gather* irecv isend monitored_barrier "
     "new_group new_subgroups* recv* reduce* scatter* send send_object_list"
@@ -200,7 +201,7 @@ COLLECTIVE = (
 
 
 def collectives(path: Path) -> list[int]:
-    """Returns the lines of a module that call a collective by torch.distributed's name, however it is imported."""
+    """Returns the lines of a module that call a torch.distributed collective under any import name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {"dist", "_dist", "torch_dist"}
     for node in ast.walk(tree):
@@ -215,8 +216,8 @@ def collectives(path: Path) -> list[int]:
 
 
 def test_one_module_names_collectives() -> None:
-    """Loading ranks meet in one module, where the order of meetings is known. Ranks of a checkpoint meet as
-    torch.distributed.checkpoint prescribes; outside programs and frameworks have groups of their own."""
+    """Only distributed.group calls collectives for loading ranks, so their order is known, and only
+    checkpoints.exchange for saving ranks. Integrations have their own groups."""
     inside = {name: path for name, path in modules(PACKAGE).items() if layer_of(name) != len(LAYERS) - 1}
     assert [name for name, path in inside.items() if collectives(path)] == ["checkpoints.exchange", "distributed.group"]
 
@@ -250,11 +251,11 @@ TREE = {
         ("model/plan.py", "from . import sources\n", "a circle: model.plan -> model.sources -> model.plan"),
         ("compat/one/__init__.py", "from ...verbs.load import f\n", "compat.one:1 imports verbs.load: not public"),
         ("compat/one/__init__.py", "from ... import _engine, errors\n", "compat.one:1 imports _engine: not public"),
-        ("compat/one/__init__.py", "from overwire import load_file, hidden\n", "compat.one:1 imports overwire: hidden is no public name"),
+        ("compat/one/__init__.py", "from overwire import load_file, hidden\n", "compat.one:1 imports overwire: hidden is not a public name"),
         ("compat/one/__init__.py", "from ..two import x\n", "compat.one:1 imports compat.two: a neighbour"),
         ("compat/one/__init__.py", "from .part import x\n", "a circle: compat.one -> compat.one.part -> compat.one"),
         ("integrations/other.py", "from .engine import x\n", "integrations.other:1 imports integrations.engine: a neighbour"),
-        ("new.py", "", "new: stands in no layer"),
+        ("new.py", "", "new: in no layer"),
     ],
 )
 def test_what_breaks_a_rule_is_found(tmp_path: Path, path: str, text: str, found: str) -> None:
@@ -268,12 +269,12 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path, path: str, text: str, found
 
 
 def test_the_makefile_lists_commands() -> None:
-    """The Makefile has at most 150 lines, so that its list is easy to remember; the commands themselves are in .ci."""
+    """The Makefile has at most 150 lines. Longer scripts are in .ci."""
     assert len((ROOT / "Makefile").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 def test_the_tables_of_names_agree() -> None:
-    """Each public name is found only where its table says, and type checkers also find it there."""
+    """Type checkers find each public name in the same module as the table says."""
     for door in (overwire, plumbing):
         tree = ast.parse(Path(door.__file__ or "").read_text(encoding="utf-8"))
         [block] = [one for one in tree.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING"]
@@ -287,14 +288,15 @@ def test_the_tables_of_names_agree() -> None:
 
 
 def test_only_doors_list_their_names() -> None:
-    """Only entry modules list their names: a list next to the names themselves goes stale."""
+    """Only entry modules define __all__, because a list next to the definitions becomes outdated."""
     lists = {name for name, path in modules(PACKAGE).items() if "\n__all__ = " in path.read_text(encoding="utf-8")}
     doors = {name for name in lists if any(fnmatchcase(name, pattern) for pattern in DOORS)}
     assert lists == doors
 
 
 def test_classes_say_where_users_find_them() -> None:
-    """Classes name the module where users find them, so that pickles do not name internal modules, which may move."""
+    """Classes name the module where users find them, because pickles must not contain internal names, which may
+    change."""
     reports = [
         overwire.Report(1, 1, 1.0, 0.1, 1, 0, 0, ("m",)),
         overwire.Progress(1, 2, 3, 4),
@@ -310,8 +312,8 @@ def test_classes_say_where_users_find_them() -> None:
 
 
 def test_jobs_start_in_one_module() -> None:
-    """The engine's verbs are called by the functions of _verbs, which wait for saves in the background where a path is
-    written; nothing goes around them but the command line, which is a program of its own."""
+    """Only _verbs and the command line call the engine's verbs. Functions of _verbs that write to a path first wait for
+    background saves to it."""
     calls = re.compile(r"\bcore\(\)\.(?:start|run|call)\(")
     found = {path.name for path in PACKAGE.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))}
     assert found == {"_engine.py", "_verbs.py"}

@@ -1,4 +1,4 @@
-"""Tests imports that others are in the middle of: another thread, or the code under a signal handler."""
+"""Tests imports that another thread, or the code that a signal handler interrupts, has only half finished."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ whole = True
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_module_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """A module that another thread imports is waited for. If that import fails, the result is nothing, as for the
-    module's own code."""
+    """imported() waits for a module that another thread is importing. If that import fails, it returns None."""
     name = f"half_module_{fails}"
     (tmp_path / f"{name}.py").write_text(HALF)
     monkeypatch.syspath_prepend(tmp_path)
@@ -50,7 +49,7 @@ def test_a_module_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_numpy_is_saved_while_torch_is_imported(tmp_path: Path, script: Callable[..., Any]) -> None:
-    """A thread saves arrays while another is in the middle of importing torch."""
+    """A thread can save arrays while another one is importing torch."""
     (tmp_path / "torch.py").write_text(HALF + "class Tensor: ...\n")
     program = """
 import builtins, sys, threading
@@ -72,14 +71,14 @@ saves.join()
 
 
 def enter_and_leave() -> None:
-    """Acts as another thread meanwhile."""
+    """Stands for another thread that imports at the same time."""
     with Undisturbed():
         pass
 
 
 def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    """Handlers run in order after the undisturbed section, and the program's own are restored, also one set meanwhile.
-    Ctrl-C does not wait, and other threads are not affected."""
+    """Signal handlers run in order after the undisturbed section, and the program's handlers are restored, including
+    one set in the section. Ctrl-C does not wait, and other threads are not affected."""
     ran: list[str] = []
     handlers = {
         number: (lambda n, _: ran.append(signal.Signals(n).name))
@@ -98,7 +97,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
             raise TimeoutError
 
         signal.signal(signal.SIGALRM, expire)
-        with pytest.raises(TimeoutError), Undisturbed():  # an error in one handler stops no other
+        with pytest.raises(TimeoutError), Undisturbed():  # an error in one handler does not stop others
             signal.raise_signal(signal.SIGALRM)
             signal.raise_signal(signal.SIGUSR1)
         assert ran[2:] == ["SIGUSR1"]
@@ -114,7 +113,7 @@ def test_signal_handlers_wait(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_cycle_collector_waits() -> None:
-    """During an import the cycle collector runs no finalizer on any thread. Afterwards it runs again, if it did."""
+    """During an import the cycle collector runs no finalizer on any thread. Afterwards its state is restored."""
     assert gc.isenabled()
     with Undisturbed(), Undisturbed():
         assert not gc.isenabled()
@@ -135,7 +134,7 @@ def test_the_cycle_collector_waits() -> None:
 
 
 def test_a_load_to_the_host_imports_little(torch_script: Callable[..., Any]) -> None:
-    """A load to the host imports no GPU module, and starts the engine before torch's part is imported."""
+    """A load to the CPU imports no GPU module and starts the engine before it imports the torch part."""
     program = """
 import json, struct, sys
 import torch, overwire as ow
@@ -154,7 +153,7 @@ assert "overwire.gpu" not in sys.modules
 
 
 def test_handlers_call_overwire_in_the_middle_of_its_imports(script: Callable[..., Any]) -> None:
-    """A handler that saves and loads works during any import of overwire, and while the engine is loaded."""
+    """A signal handler that saves and loads works during any import of overwire and while the engine is loaded."""
     program = """
 import signal, sys
 import numpy as np, overwire as ow
@@ -192,7 +191,7 @@ print(len(ran) == len(Poke.seen), set(ran) == {6.0})
 
 
 def test_a_child_of_fork_collects_garbage() -> None:
-    """If a program forks while another of its threads pauses the cycle collector, its children still collect."""
+    """If a program forks while another thread has paused the cycle collector, it is enabled in the child."""
     for pause in (Undisturbed, many_objects):
         inside, may_leave = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Tests names of files: every function opens, writes and reports os.fsencode of a name, whatever its bytes are."""
+"""Tests that every function opens, writes and reports the bytes os.fsencode(name), whatever they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from overwire import stores
 from overwire.compat.nyacomp import manifests
 from overwire.model import layout, sources
 
-# Stems; a name that is not UTF-8 must never become U+FFFD.
+# Stems of file names. A name that is not UTF-8 must never become U+FFFD.
 STEMS = {
     "latin-1": b"caf\xe9",
     "another": b"caf\xe8",
@@ -39,7 +39,7 @@ STEMS = {
 
 
 def files(folder: Path) -> dict[bytes, bytes]:
-    """Returns every file below a folder: its name's bytes, and its bytes."""
+    """Returns the contents of every file in a folder by the bytes of its name."""
     found = {}
     for here, _, names in os.walk(os.fsencode(folder)):
         for name in names:
@@ -50,7 +50,7 @@ def files(folder: Path) -> dict[bytes, bytes]:
 
 
 class Bytes:
-    """A path with bytes from __fspath__."""
+    """A path that returns bytes from __fspath__."""
 
     def __init__(self, path: bytes) -> None:
         self.path = path
@@ -63,7 +63,7 @@ FORMS: list[Callable[[bytes], Any]] = [lambda path: path, os.fsdecode, lambda pa
 
 
 def test_every_verb(tmp_path: Path) -> None:
-    """Each Python function takes names as bytes, text and paths: 14 similar names are 14 separate files."""
+    """Each Python function takes names as bytes, strings and paths. 14 similar names are 14 separate files."""
     folder = os.fsencode(tmp_path)
     for number, stem in enumerate(STEMS.values()):
         path = os.path.join(folder, stem + b".safetensors")
@@ -93,7 +93,7 @@ def test_every_verb(tmp_path: Path) -> None:
         os.makedirs(os.path.dirname(other), exist_ok=True)
         assert os.fsencode(ow.convert(path, other, compress=False).files[0]) == other
         assert ow.load_file(uri.replace(quote_from_bytes(path), quote_from_bytes(other)), framework="np")["x"][0] == number
-        ow.save_file({"x": np.full(9, number, "f4")}, uri)  # onto itself
+        ow.save_file({"x": np.full(9, number, "f4")}, uri)  # onto the same file
     assert len(files(tmp_path)) == 2 * len(STEMS)
     folders = [os.path.join(folder, stem) for stem in STEMS.values()]
     for number, place in enumerate(folders):
@@ -109,8 +109,8 @@ def test_every_verb(tmp_path: Path) -> None:
 
 
 def test_bundles(tmp_path: Path) -> None:
-    """Bundles have the pickle, its container and meta.csv. Names that meta.csv cannot list or that are too long are
-    refused before anything is written."""
+    """The pickle, its container and meta.csv have the exact name. Names that meta.csv cannot list, or that are too
+    long, are refused before anything is written."""
     for number, (what, stem) in enumerate(STEMS.items()):
         place = tmp_path / str(number)
         place.mkdir()
@@ -140,13 +140,13 @@ def test_bundles(tmp_path: Path) -> None:
         with pytest.raises(ow.ArgumentError):
             ow.compress_pickle({"w": np.ones(9)}, tmp_path / name)
     assert not (tmp_path / "nya").exists()
-    for what in (1, 2):  # too long for ".old", but not for itself
+    for what in (1, 2):  # too long with ".old", but valid without
         ow.compress_pickle({"n": what, "w": np.ones(99)}, tmp_path / ("x" * 240 + ".pkl"))
         assert ow.load_compressed_pickle(tmp_path / ("x" * 240 + ".pkl"))["n"] == what
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """Each command takes any names: in arguments, for -o, and in output for people and for machines."""
+    """Each command takes any name in arguments and for -o, and reports it correctly in text and JSON."""
 
     def run(*words: bytes, rc: int = 0) -> bytes:
         done = subprocess.run([os.fsencode(sys.executable), b"-m", b"overwire", *words], cwd=tmp_path, capture_output=True, timeout=120)
@@ -176,8 +176,8 @@ def test_the_command_line(tmp_path: Path) -> None:
 
 
 def test_names_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that os.fsencode refuses, NUL, and URIs of other bytes are ArgumentError in every function, and nothing is
-    written."""
+    """Names that os.fsencode refuses, NUL bytes and malformed URIs are an ArgumentError in every function, and nothing
+    is written."""
     monkeypatch.chdir(tmp_path)
     tensors = {"x": np.ones(3)}
     ow.save_file(tensors, "m.safetensors")
@@ -206,7 +206,7 @@ def test_names_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_errors_have_the_name_and_can_be_printed(tmp_path: Path) -> None:
-    """`source` is the name as os.fsdecode has it; the message is text that any stream takes."""
+    """An error's `source` is the name as os.fsdecode returns it. The message can be printed to any stream."""
     path = os.path.join(os.fsencode(tmp_path), b"none\xe9")
     verbs: list[Callable[[bytes], object]] = [ow.load_file, ow.read_bytes, ow.load_compressed_pickle, ow.inspect]  # type: ignore[list-item]
     for verb in verbs:
@@ -217,7 +217,7 @@ def test_errors_have_the_name_and_can_be_printed(tmp_path: Path) -> None:
 
 
 def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """".." is resolved as the system does, not by text: link/../x is next to the link's target."""
+    """".." is resolved as the kernel does: link/../x is next to the link's target."""
     (tmp_path / "real/deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real/deep")
     ow.save_file({"x": np.zeros(3)}, tmp_path / "x.safetensors")
@@ -233,7 +233,7 @@ def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_other_bytes_stay_data(tmp_path: Path) -> None:
-    """Texts that go into files are Unicode: other bytes are refused there, not replaced."""
+    """Strings stored in files are Unicode. Other bytes are refused, not replaced."""
     path = tmp_path / "m.safetensors"
     for metadata in ({"k": "\udce9"}, {"\udce9": "v"}, {"k": "\ud800"}):
         with pytest.raises(ow.ArgumentError):
@@ -264,7 +264,7 @@ def test_the_environment(tmp_path: Path, script) -> None:
 
 
 def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Python's names are not UTF-8, another name is refused, and no other file is opened."""
+    """If Python's file names are not UTF-8, a name that is not ASCII is refused, and no other file is opened."""
     source = """if True:
         import os, overwire as ow, numpy as np
         assert os.fsencode(os.fsdecode(b"caf\\xe9")) == b"caf\\xe9"
@@ -272,7 +272,7 @@ def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch
         except ow.ArgumentError as error: assert "-X utf8" in str(error)
     """
     world = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    for locale in ("C", "en_US.ISO-8859-1"):  # not every machine has the second; then the first is used
+    for locale in ("C", "en_US.ISO-8859-1"):  # if a machine lacks the second, the first is used
         script(source, LC_ALL=locale, **world)
         assert set(files(tmp_path)) <= {b"caf\xe9.safetensors"}
     monkeypatch.setattr(os, "fsencode", lambda text: text.encode("latin-1", "surrogateescape"))
@@ -282,8 +282,8 @@ def test_a_latin_1_world(tmp_path: Path, script, monkeypatch: pytest.MonkeyPatch
 
 
 def test_open_files(tmp_path: Path) -> None:
-    """An open file means what its `read` gives from its position, or all of it if it is at its end. A descriptor number
-    of compressed bytes is not taken for it."""
+    """An open file stands for what its `read` returns from the current position, or for all of it at the end. The
+    descriptor of a compressed file is not used."""
     import bz2
     import gzip
     import lzma
@@ -302,7 +302,7 @@ def test_open_files(tmp_path: Path) -> None:
             file.write(data)
         with module.open(tmp_path / "packed", "rb") as file:
             loads(file)
-            loads(file)  # at its end
+            loads(file)  # now at its end
         with module.open(tmp_path / "packed", "rb") as file, io.BufferedReader(file) as around:  # type: ignore[arg-type]
             loads(around)
         with bz2.open(tmp_path / "packed", "wb") if module is bz2 else module.open(tmp_path / "packed", "wb") as file:
@@ -336,7 +336,7 @@ def test_open_files(tmp_path: Path) -> None:
 
 
 def test_compat_modules(tmp_path: Path) -> None:
-    """The compat modules take the same names."""
+    """The compat modules take the same names as overwire."""
     torch = pytest.importorskip("torch")
     from overwire.compat import nyacomp
     from overwire.compat.fastsafetensors import fastsafe_open
@@ -380,8 +380,8 @@ def test_compat_modules(tmp_path: Path) -> None:
 
 
 def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
-    """Control and bidirectional characters of a name are shown as numbers in error messages, the engine's and Python's;
-    `source` has the exact name."""
+    """Error messages escape control and bidirectional characters of a name, in the engine and in Python. `source` is
+    the exact name."""
     path = tmp_path / "m\x1b]0;OWNED\x07\u202e\x9b\x7f"
     for verb in (ow.load_file, ow.inspect, ow.load_compressed_pickle):
         with pytest.raises(ow.NotFoundError) as raised:

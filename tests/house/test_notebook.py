@@ -1,5 +1,5 @@
-"""Tests the display of reports, plans, opened files and inspections: a short line, and in notebooks tables that no name
-can break."""
+"""Tests how reports, plans, opened files and inspections are displayed: as one short line, and in notebooks as tables
+that no name can break."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALLOWED = {"div", "strong", "table", "caption", "thead", "tbody", "tr", "th", "t
 
 
 def test_doctor_fits() -> None:
-    """In a notebook, doctor's names are not squeezed by long texts, which wrap, and bytes have units."""
+    """In a notebook, doctor's long texts wrap instead of squeezing the names, and byte counts have units."""
     text = ow.doctor()._repr_html_()  # type: ignore[attr-defined]
     assert re.search(r"th:first-child\{[^}]*min-width", text) and re.search(r"td\.text\{[^}]*white-space:normal", text)
     assert re.search(r'<td class="text"><bdi>Start loading this file', text)
@@ -30,7 +30,7 @@ def test_doctor_fits() -> None:
 
 
 def test_a_saved_notebook_keeps_no_bar(tmp_path: Path) -> None:
-    """A saved notebook has no progress bar at 0 left, with a widget that no one can show."""
+    """A saved notebook contains no progress bar, because its widget could not be displayed."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel"), pytest.importorskip("ipywidgets"), pytest.importorskip("tqdm")
     ow.save_file({"a": np.ones(1000)}, tmp_path / "a.safetensors")
@@ -41,7 +41,7 @@ def test_a_saved_notebook_keeps_no_bar(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Collects elements, their attributes, and texts; every opened element is closed."""
+    """Collects elements, their attributes and texts, and checks that every element is closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -72,7 +72,7 @@ class Page(HTMLParser):
 
 def checked(thing: Any) -> Page:
     text = thing._repr_html_()
-    text.encode()  # as a notebook file is encoded
+    text.encode()  # a notebook file is UTF-8
     page = Page(text)
     assert not page.open and not page.other
     assert page.tags <= ALLOWED and page.attributes <= {"class", "scope", "colspan"}
@@ -87,7 +87,7 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def test_names_are_texts(hostile: Path) -> None:
-    """Hostile names of tensors and files make no element, attribute or comment, and appear as text."""
+    """Hostile names of tensors and files appear as text and create no element, attribute or comment."""
     report = ow.save_file({"a": np.zeros(2)}, hostile.with_suffix(".2.safetensors"))
     shown: list[Any] = [ow.inspect(hostile), ow.plan(hostile, framework="np"), report]
     with ow.safe_open(hostile, framework="np") as opened:
@@ -102,7 +102,7 @@ def test_names_are_texts(hostile: Path) -> None:
 
 
 def test_lines_and_tables_are_short(tmp_path: Path) -> None:
-    """5,000 tensors print as one short line; a notebook shows the largest, and how many there are."""
+    """A model of 5,000 tensors prints as one short line. A notebook shows the largest tensors and counts the rest."""
     path = tmp_path / "m.safetensors"
     tensors = {f"layer.{i}.weight": np.zeros(i % 7 + 1, "float16") for i in range(5000)} | {"large": np.zeros(100_000, "float16")}
     report, found, plan = ow.save_file(tensors, path), ow.inspect(path), ow.plan(path, framework="np")
@@ -119,7 +119,7 @@ def test_lines_and_tables_are_short(tmp_path: Path) -> None:
 
 
 def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
-    """An inspection equals its JSON; pickles and copies are plain dicts, which do not need overwire."""
+    """An inspection equals its JSON. Pickles and copies are plain dicts, which can be read without overwire."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.zeros(2)}, path)
     found = ow.inspect(path)
@@ -131,8 +131,8 @@ def test_an_inspection_is_a_dict(tmp_path: Path) -> None:
 
 
 def test_other_answers_have_tables(tmp_path: Path) -> None:
-    """Results of verify, doctor, last_report and diff are shown as tables, and equal their JSON. Their rows are not a
-    last report."""
+    """Results of verify, doctor, last_report and diff are displayed as tables and equal their JSON. Displaying them
+    does not change last_report."""
     path, state = tmp_path / "m.safetensors", {"a": np.arange(9.0), "b": np.zeros(2)}
     ow.save_file(state, path)
     ow.load_file(path, framework="np")
@@ -152,7 +152,7 @@ def test_other_answers_have_tables(tmp_path: Path) -> None:
 
 
 def test_nothing_and_little(tmp_path: Path) -> None:
-    """A model without tensors also has tables."""
+    """A model without tensors is also displayed as tables."""
     path = tmp_path / "m.safetensors"
     report = ow.save_file({}, path)
     with ow.safe_open(path, framework="np") as opened:
@@ -162,7 +162,7 @@ def test_nothing_and_little(tmp_path: Path) -> None:
 
 
 def test_one_is_singular(tmp_path: Path) -> None:
-    """A single tensor, file or block is in the singular, in a line and in a notebook."""
+    """One tensor, file or block is named in the singular, in a line and in a notebook."""
     path, one = tmp_path / "m.safetensors", {"a": np.zeros(1)}
     answers = [ow.save_file(one, path), ow.inspect(path), ow.plan(path, framework="np"), ow.diff(one, one)]
     with ow.safe_open(path, framework="np") as opened:

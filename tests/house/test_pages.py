@@ -1,7 +1,7 @@
-"""Tests the pages of `overwire inspect --html` (of a model, and of a trace) as a person with a browser sees them.
+"""Tests the pages of `overwire inspect --html`, of a model and of a trace, in a browser.
 
-They use mouse, keyboard and screen reader, in light and dark, in wide and narrow windows. The pictures stay in the
-test's folder.
+The tests use mouse, keyboard and screen reader names, in light and dark themes and in wide and narrow windows. The
+pictures stay in the test's folder.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def run(*argv: str) -> str:
 
 
 def alone(browser: chromium.Chromium, page: Path) -> None:
-    """Asserts that the page has run to its end, has asked for nothing, and has made no element from a text."""
+    """Asserts that the page's script has finished and requested nothing else, and that no text became an element."""
     assert browser.run("document.body.dataset.ready") == "1"
     assert browser.requests == [page.resolve().as_uri()] and browser.errors == []
     assert browser.run("document.querySelectorAll('img, iframe, object, link, svg script').length") == 0
 
 
 def pictures(browser: chromium.Chromium, page: Path) -> None:
-    """Light and dark differ, and a narrow window needs no sideways scrolling."""
+    """Asserts that light and dark pages differ and that a narrow window needs no horizontal scrolling."""
     taken = set()
     for width, height in ((1280, 900), (400, 800)):
         for dark in (False, True):
@@ -59,7 +59,7 @@ def pictures(browser: chromium.Chromium, page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the page of a model with 18,867 tensors, some with names that try to break out of it."""
+    """Returns the page of a model with 18,867 tensors, including names that try to inject HTML."""
     folder = tmp_path_factory.mktemp("model")
     parts = ("gate", "up", "down")
     names = [f"model.layers.{i // 384}.mlp.experts.{i // 3 % 128}.{parts[i % 3]}_proj.weight" for i in range(18_867 - len(HOSTILE))]
@@ -70,8 +70,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_model(browser: chromium.Chromium, model: Path) -> None:
-    """18,867 tensors take at most 3 MB. Keys navigate in and out, the filter finds every name, and a screen reader gets
-    the names."""
+    """The page of 18,867 tensors has at most 3 MB. Keys navigate in and out, the filter finds every name, and a screen
+    reader finds the names."""
     assert model.stat().st_size <= 3e6
     browser.view()
     seconds = browser.open(model)
@@ -109,7 +109,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trace(browser: chromium.Chromium, trace: Path) -> None:
-    """Keys move from span to span and show each one. Wheel, drag and keys zoom and move. Tables have every stage."""
+    """Keys move between spans and show details. Wheel, drag and keys zoom and pan. Tables list every stage."""
     browser.view()
     browser.open(trace)
     alone(browser, trace)
@@ -157,7 +157,7 @@ def test_trace(browser: chromium.Chromium, trace: Path) -> None:
 
 
 def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """Traces with 100,000 spans on workers, copies and kernels work, also with names that try to break the page."""
+    """The page of a trace with 100,000 spans on workers, copies and kernels works, also with hostile names."""
     events: list[dict[str, object]] = []
     for pid, tid, name in [(1, 0, "load"), *((1, n + 1, f"worker {n}") for n in range(16)), (2, 0, "copies"), (2, 1, HOSTILE[0])]:
         events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})

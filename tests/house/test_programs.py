@@ -1,5 +1,5 @@
-"""Tests that programs in tests/ that need an engine or a GPU, and do not run here, use names that overwire's modules
-have."""
+"""Tests that programs in tests/ which cannot run here, because they need an engine or a GPU, only use names that
+overwire's modules have."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MODULES = modules(ROOT / "python/overwire")
 
 
 def file_of(module: str) -> Path | None:
-    """Returns the file of one of overwire's modules."""
+    """Returns the file of an overwire module, if there is one."""
     return MODULES.get(module.removeprefix("overwire").removeprefix("."))
 
 
 @cache
 def names_of(file: Path) -> frozenset[str] | None:
-    """Returns the names that a module binds at its top; None if it makes names on request."""
+    """Returns the names that a module defines at its top level, or None if it has a __getattr__."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = {part.name.partition(".")[0] for part in file.parent.iterdir()} | {"__file__", "__name__"}
     for node in ast.walk(ast.Module([one for one in tree.body if not isinstance(one, ast.ClassDef)], [])):
@@ -37,7 +37,7 @@ def names_of(file: Path) -> frozenset[str] | None:
 
 
 def absent_names(source: str) -> Iterator[str]:
-    """Returns the names of overwire's modules that a program uses and they lack, with their lines."""
+    """Yields names that a program takes from overwire's modules but that do not exist there, with their lines."""
     tree = ast.parse(source)
     modules: dict[str, Path] = {}
     for node in ast.walk(tree):
@@ -50,7 +50,7 @@ def absent_names(source: str) -> Iterator[str]:
                 modules[alias.asname or alias.name] = part
             elif names is not None and alias.name not in names:
                 yield f"{node.lineno}: {node.module}.{alias.name}"
-    for node in ast.walk(tree):  # a name that is also bound otherwise may be something else there
+    for node in ast.walk(tree):  # a name that is also assigned may be another object
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             modules.pop(node.id, None)
         elif isinstance(node, ast.arg):
@@ -66,7 +66,7 @@ def absent_names(source: str) -> Iterator[str]:
 
 
 def test_programs_name_what_there_is() -> None:
-    """No program or test uses a function name of overwire's that was renamed."""
+    """No program or test uses a name that overwire's modules lack."""
     absent = []
     files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")]
     for file in files:
@@ -75,7 +75,7 @@ def test_programs_name_what_there_is() -> None:
 
 
 def test_an_absent_name_is_seen() -> None:
-    """A renamed function is noticed, also one that is reached through its module."""
+    """A renamed function is reported, also if it is called through its module."""
     source = "from overwire.integrations.vllm import prepared\nfrom overwire.integrations.vllm.methods import GONE\n"
     assert [*absent_names(source + "prepared.gone()\nprepared.begin_writing()\n")] == [
         "2: overwire.integrations.vllm.methods.GONE",

@@ -1,4 +1,4 @@
-"""Tests that habits of translated-sounding writing become rarer, and never more frequent."""
+"""Tests that habits of translated-sounding writing only become rarer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_habit_is_below_its_ceiling() -> None:
     ],
 )
 def test_habits_are_recognised(habit: str, text: str, count: int) -> None:
-    """A habit's word counts only in the sense that another word replaces."""
+    """A word is counted only in the sense that another word should replace."""
     assert len(prose.HABITS[habit].findall(text)) == count
 
 
@@ -64,19 +64,19 @@ def f():
     ],
 )  # fmt: skip
 def test_comments_and_messages_are_found(path: str, text: str, found: list[tuple[str, str]]) -> None:
-    """Comment blocks, docstrings and literals of each language are distinguished; short literals are not messages."""
+    """Comment blocks, docstrings and literals of each language are recognised. Short literals are not messages."""
     assert [(scope, words.strip()) for scope, words in prose.comments(path, text)] == found
 
 
 def test_pages_are_read_without_code() -> None:
-    """Paragraphs, list items and cells are separate texts; code, headings and links are not read."""
+    """Paragraphs, list items and table cells are separate texts. Code, headings and links are left out."""
     page = "# Where it runs\n\nA page\nof [words](beside.md).\n\n```sh\necho alone\n```\n\n- What it does\n\n| a | b |\n"
     parts = [" ".join(part.split()) for part in prose.paragraphs(page)]
     assert [part for part in parts if part] == ["A page of [words .", "What it does", "a", "b"]
 
 
 def test_ceilings_only_fall() -> None:
-    """A lower rate lowers its ceiling, rounded up to a step; a higher one is reported with the place to look."""
+    """A lower rate lowers its ceiling, rounded up to a step. A higher rate is reported with a command that shows it."""
     table = prose.lower({"go": {"beside": 0.52}}, {})
     assert table == {"go": {"beside": 0.55}}
     assert prose.lower({"go": {"beside": 0.31}}, table) == {"go": {"beside": 0.35}}

@@ -1,4 +1,4 @@
-"""Tests that a release is refused for each thing that it lacks; `make release` itself is not run here."""
+"""Tests that a release is refused for each missing part. `make release` itself is not run here."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ def test_the_changelog_has_its_entry(tree: Path, changelog: str, found: str) -> 
 
 
 def test_changes_of_the_project_have_their_form() -> None:
-    """Each file of changes/ has a kind and a sentence, and joins the changelog."""
+    """Each file in changes/ has a kind and a sentence, and can be merged into the changelog."""
     text = (ROOT / "CHANGELOG.md").read_text()
     own = [changes.read_fragment(path) for path in changes.list_fragments(ROOT)]
     assert changes.join_changes(text, own, "9.9.9", "2099-01-01").count("## 9.9.9 - 2099-01-01\n") == 1
 
 
 def test_changes_join_the_changelog(tree: Path) -> None:
-    """Files become entries of their kinds after those already under Unreleased, older versions stay as they are, and
-    the files are removed. A release with one left is refused."""
+    """Files in changes/ become entries of their kinds after those already under Unreleased, older versions stay
+    unchanged, and the files are removed. A release with such a file left is refused."""
     old = ENTRY.replace("Unreleased\n", "Unreleased\n\n### Fixed\n\n- It.\n")
     (tree / "CHANGELOG.md").write_text(old)
     (tree / "changes").mkdir()
@@ -110,7 +110,7 @@ def test_changes_join_the_changelog(tree: Path) -> None:
 def test_a_change_of_another_form_changes_nothing(
     tree: Path, capsys: pytest.CaptureFixture[str], name: str, line: str, fault: str
 ) -> None:
-    """A malformed change is named, and neither it nor the changelog is touched."""
+    """A malformed change is reported, and neither it nor the changelog is changed."""
     (tree / "changes").mkdir()
     (tree / "changes" / name).write_text(line)
     assert changes.main(["1.3.0"], tree) == 1 and fault in capsys.readouterr().err
@@ -118,7 +118,7 @@ def test_a_change_of_another_form_changes_nothing(
 
 
 def test_a_first_release_keeps_honest_sections() -> None:
-    """Fixes made before the first release stay fixes, because people also build from the repository."""
+    """Fixes before the first release are listed as Fixed, because people also build from the repository."""
     first = "# Changelog\n\n## Unreleased\n\n### Added\n\n- All.\n"
     joined = changes.join_changes(first, [("Added", "More."), ("Fixed", "It.")], "0.1.0", "2026-01-01")
     assert joined.endswith("## 0.1.0 - 2026-01-01\n\n### Added\n\n- All.\n- More.\n\n### Fixed\n\n- It.\n")
@@ -136,7 +136,7 @@ def test_the_tag_is_that_of_the_version_and_at_this_commit(tree: Path) -> None:
 
 
 def archives(folder: Path, *, bill: str = "{}", leave_out: str = "") -> Path:
-    """Returns a folder with an sdist, a wheel for each architecture and one for all machines."""
+    """Returns a folder with an sdist, a wheel for each architecture and a portable wheel."""
     zipfile.ZipFile(folder / "overwire-1.2.3-py3-none-any.whl", "w").close()
     members = {"setup.py": "x", "licenses/THIRD-PARTY.txt": "x", "licenses/overwire.cdx.json": "{}"}
     with tarfile.open(folder / "overwire-1.2.3.tar.gz", "w:gz") as tar:
@@ -199,7 +199,7 @@ def test_entry_points_of_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_changelog_of_another_form_stays(text: str, fault: str) -> None:
-    """A changelog is refused if it lacks the section that changes join, already has the version, or has another kind of
-    section."""
+    """A changelog without an Unreleased section, with an entry for the version, or with an unknown section is
+    refused."""
     with pytest.raises(ValueError, match=fault):
         changes.join_changes(text, [("Added", "It.")], "1.3.0", "2026-02-03")

@@ -1,4 +1,4 @@
-"""Tests our parts of `make docs`: docstrings become text, and the finished site is checked."""
+"""Tests our own steps of `make docs`, which convert docstrings and check the finished site."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_docstrings_become_text(text: str, rst: str) -> None:
 
 
 def test_overloads_become_one_signature() -> None:
-    """Overloads become the last one with every result; a flag that each overload fixes is a bool."""
+    """Overloads are shown as the last signature with all result types. A flag fixed by each overload is a bool."""
 
     def make(flag: str, result: str, default: Any = inspect.Parameter.empty) -> inspect.Signature:
         parameter = inspect.Parameter("wait", inspect.Parameter.KEYWORD_ONLY, annotation=flag, default=default)

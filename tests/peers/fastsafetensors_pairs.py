@@ -1,5 +1,5 @@
-"""Runs one of the ranks of tests/peers/test_fastsafetensors_release.py, given a folder, the rank, and the number of
-ranks. The real package and ours both share F4 tensors."""
+"""Runs a rank of tests/peers/test_fastsafetensors_release.py, given a folder, the rank and the number of ranks. It
+shares F4 tensors with the real package and with ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def raw(tensor: torch.Tensor) -> list[Any]:
 
 
 def share(package: Any, paths: list[str]) -> list[Any]:
-    """Returns what a program sees of the file's tensors, with every collective."""
+    """Returns what a program gets from the file's tensors with every collective."""
     kinds = importlib.import_module(f"{package.__name__}.st_types")
     loader = package.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames(dict(enumerate([path] for path in paths)))
@@ -57,8 +57,8 @@ def main() -> None:
     paths = [str(folder / "a.safetensors"), str(folder / "b.safetensors")]
     seen = [share(package, paths) for package in (importlib.import_module("fastsafetensors"), ours)]
     assert seen[0] == seen[1]
-    # Blocks with an odd number of elements are an error on every rank, only tested with ours, since the real one's
-    # other ranks wait.
+    # A block with an odd number of F4 elements is an error on every rank. Only ours is tested, because with the real
+    # package the other ranks hang.
     loader = ours.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: [str(folder / "odd.safetensors")]})
     buffer = loader.copy_files_to_device()
@@ -68,12 +68,12 @@ def main() -> None:
     except ValueError as error:
         assert "come in pairs" in str(error), error
     else:
-        raise AssertionError("a pair was cut")
+        raise AssertionError("a pair of elements was split")
     assert list(buffer.get_sharded("odd", 0).shape) == [2, 5] and list(buffer.get_tensor("odd").shape) == [2 * ranks, 5]
     dist.barrier()
     dist.destroy_process_group()
     print("done", flush=True)
-    os._exit(0)  # C++ threads of gloo or of the released package may abort a process that ends normally
+    os._exit(0)  # C++ threads of gloo or of the real package may abort a normal exit
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from conftest import every_dtype
 
 
 def plain(value: Any) -> Any:
-    """Returns the values without their classes, which come in two sets."""
+    """Returns values in plain types, because each package has its own classes."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()
     if isinstance(value, dict):
@@ -36,7 +36,7 @@ def two_files(tmp_path: Path) -> list[str]:
 
 
 def load(paths: list[str], **named: Any) -> tuple[Any, Any]:
-    """Returns the loader and buffer of one process."""
+    """Returns the loader and the buffer of a process without a group."""
     loader = fst.SafeTensorsFileLoader(fst.SingleGroup(), torch.device("cpu"), **named)
     loader.add_filenames({0: paths})
     return loader, loader.copy_files_to_device()

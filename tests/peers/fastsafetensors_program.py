@@ -1,7 +1,7 @@
-"""Runs as a program of fastsafetensors 0.5, given a folder to write to and the known dtypes. It prints the answers as
+"""Runs as a program of fastsafetensors 0.5, given a folder for output and the known dtypes, and prints its results as
 JSON. tests/peers/test_fastsafetensors_later.py runs it with the real package and with ours."""
 
-# Functions made in loops are called in the same turn.
+# Functions made in loops are called in the same iteration.
 # ruff: noqa: B023
 
 import json

@@ -1,4 +1,4 @@
-"""Runs one of two ranks of tests/peers/test_fastsafetensors.py, given a folder and the rank."""
+"""Runs one of the two ranks of tests/peers/test_fastsafetensors.py, given a folder and the rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sharing(folder: Path, group: dist.ProcessGroup, files: dict[int, list[str]])
     fb.close()
     same(pushed[rank], want["b0"])
 
-    # Each file is released when each of its tensors was taken.
+    # Each file is released when all its tensors have been taken.
     fb = loader.copy_files_to_device()
     assert fb.auto_mem_delete == (ranks > 1)
     owner, _ = fb.key_to_rank_lidx["a0"]
@@ -81,7 +81,7 @@ def sharing(folder: Path, group: dist.ProcessGroup, files: dict[int, list[str]])
 
 
 def failing(folder: Path) -> None:
-    """A file that only rank 1 finds damaged raises on both; then everything goes on."""
+    """A damaged file on rank 1 raises on both ranks, and the group can still be used."""
     bad = [str(folder / "a.safetensors"), str(folder / "damaged.safetensors")]
     loader = fst.SafeTensorsFileLoader(dist.group.WORLD, "cpu", nogds=True)
     loader.add_filenames({0: bad[:1], 1: bad[1:]})
@@ -93,7 +93,7 @@ def failing(folder: Path) -> None:
             assert "damaged.safetensors" in str(error), error
             assert dist.get_rank() == 1 or "on rank 1" in str(error), error
         else:
-            raise AssertionError("damage was not noticed")
+            raise AssertionError("the damage was not reported")
     assert loader.framework.get_mem_used() == 0
 
 
@@ -104,7 +104,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", rank=int(sys.argv[2]), world_size=2, store=store, timeout=datetime.timedelta(seconds=60))
     a, b = str(folder / "a.safetensors"), str(folder / "b.safetensors")
     sharing(folder, dist.group.WORLD, {0: [a], 1: [b]})
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # a subgroup: rank 1 is its rank 0
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # rank 1 is rank 0 here
     sharing(folder, alone, {0: [a, b]})
     failing(folder)
     dist.barrier()

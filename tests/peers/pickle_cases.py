@@ -1,7 +1,7 @@
-"""Makes random hostile pickles and their blobs, for `pickle_fuzz`.
+"""Makes random hostile pickles and their blobs for `pickle_fuzz`.
 
-They are our own pickler's output, changed and recombined, or programs of calls of everything on the allow-list, with
-arguments that are nearly right.
+They are our own pickler's output, changed and recombined, or programs that call everything on the allow-list with
+nearly right arguments.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ SMALL = (0, 1, 1, 2, 2, 3, 4, 5, 8, 10)
 
 
 def push(value: Any) -> bytes:
-    """The opcodes that push a plain value, without the memo."""
+    """Returns the opcodes that push a plain value, without the memo."""
     kind = type(value)
     if value is None or kind is bool:
         return b"N" if value is None else b"\x88" if value else b"\x89"
@@ -132,7 +132,7 @@ OPCODES += [code + struct.pack("<Q", size) for code in (b"\x8e", b"\x96", b"\x95
 
 
 class Maker:
-    """Makes cases from one source of randomness."""
+    """Makes cases from one random source."""
 
     def __init__(self, chance: random.Random) -> None:
         self.r = chance
@@ -140,7 +140,7 @@ class Maker:
         self.memos = 0
 
     def case(self) -> tuple[bytes, list[bytes], bool]:
-        """Returns a pickle, its blobs, and whether these end at a fence."""
+        """Returns a pickle, its blobs, and whether the blobs end at an inaccessible page."""
         last = self.r.random() < 0.7
         if self.r.random() < 0.55:
             data, blobs = self._mutant()
@@ -153,12 +153,12 @@ class Maker:
             data = bytes(flat)
         return data, blobs, last
 
-    # valid ones, changed
+    # changed valid pickles
 
     def _mutant(self) -> tuple[bytes, list[bytes]]:
         r = self.r
         ops, blobs = (list(part) for part in r.choice(seeds()))
-        if r.random() < 0.25:  # two in one
+        if r.random() < 0.25:  # combines two pickles
             other, more = r.choice(seeds())
             at = r.randrange(len(ops))
             start = r.randrange(1, len(other))
@@ -170,7 +170,7 @@ class Maker:
             at = r.randrange(1, len(ops)) if len(ops) > 1 else 0
             kind = r.random()
             if kind < 0.45:
-                # Attacks change numbers, texts and references.
+                # Most attacks change numbers, texts and references.
                 tries = [n for n in (r.randrange(len(ops)) for _ in range(6)) if len(ops[n]) > 1]
                 at = tries[0] if tries else at
                 ops[at] = self._other(ops[at])
@@ -230,7 +230,7 @@ class Maker:
         for _ in range(r.randint(1, 3)):
             count = r.choice((2, 8, 16, 50, 125))
             kind = r.random()
-            if kind < 0.5:  # indices that are often right
+            if kind < 0.5:  # often valid indices
                 blobs.append(struct.pack(f"<{count}q", *sorted(r.choice(SMALL) for _ in range(count))))
             elif kind < 0.7:
                 blobs.append(
@@ -285,7 +285,7 @@ class Maker:
         return self._call(depth + 1)
 
     def _mutate(self) -> bytes:
-        """Changes something that was made before."""
+        """Changes a value that was made before."""
         r = self.r
         target = b"h" + bytes((r.randrange(self.memos),)) if self.memos else self._value(2)
         kind = r.randrange(5)
@@ -301,7 +301,7 @@ class Maker:
         return target + self._value(2) + b"b"
 
     def _nest(self) -> bytes:
-        """Makes a small input that stands for much data."""
+        """Makes a small input that expands to much data."""
         r = self.r
         many = r.choice((3, 30, 300, 3000))
         kind = r.randrange(7)
@@ -321,7 +321,7 @@ class Maker:
                 + b"N"
                 + b"atR" * count
             )
-        # Numbers that have the same hash.
+        # Numbers with the same hash.
         return b"}(" + b"".join(push(n * ((1 << 61) - 1)) + b"N" for n in range(min(many, 300))) + b"u"
 
     def _dims(self, n: int) -> tuple[int, ...]:
@@ -359,7 +359,7 @@ class Maker:
     def _tensor(
         self, dtype: str | None = None, size: tuple[int, ...] | None = None, blob: tuple[int, int] | None = None
     ) -> bytes:
-        """Makes a tensor that is mostly right."""
+        """Makes a mostly valid tensor."""
         r = self.r
         dtype = dtype or r.choice(DTYPES[:7])
         if size is None:
@@ -374,7 +374,7 @@ class Maker:
         return named("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + rest + flags + b"}" + metadata + b"tR"
 
     def _index(self, dtype: str, size: tuple[int, ...], numbers: list[int]) -> bytes:
-        """Makes a tensor of indices with its own blob, in which an index may be."""
+        """Makes a tensor of indices, mostly with its own blob of the given numbers."""
         r = self.r
         if numbers and r.random() < 0.3:
             numbers = list(numbers)
@@ -415,7 +415,7 @@ class Maker:
         parts += self._tensor(None, values)
         shaped = r.choice((named("torch", "Size") + push((size,)) + b"R", push(size), push(list(size))))
         made = named("torch._utils", "_rebuild_sparse_tensor") + b"(" + coded + b"(" + parts + shaped + tail + b"ttR"
-        if r.random() < 0.2:  # and a path to its indices
+        if r.random() < 0.2:  # also exposes its indices
             blob = (len(self.blobs) - 1, len(self.blobs[-1])) if self.blobs else self._blob()
             made = b"(" + made + self._tensor("int64", None, blob) + b"t"
         return made

@@ -1,14 +1,12 @@
-"""Loads random hostile bundles: each loads, or is refused with one of our classes.
+"""Loads random hostile bundles. Each must load or be refused with an overwire error.
 
     python tests/peers/pickle_fuzz.py --cases 1000000 --seed 7      also under `make asan`
     python tests/peers/pickle_fuzz.py --seed 7 --only 123456        repeats one case
 
-A case is a pickle and its blobs: our own pickler's output, with opcodes, names,
-numbers, references and bytes changed and recombined, or a program of calls of
-everything on the allow-list, with arguments that are nearly right. After a load
-every byte of every tensor and array is read. Blobs are between inaccessible pages,
-so that an access outside ends the process even in code that no sanitizer has
-instrumented. A case that takes long, or much memory, is a failure.
+A case is a pickle and its blobs. The pickle is our own pickler's output with changed and recombined opcodes, names,
+numbers, references and bytes, or a program that calls everything on the allow-list with nearly right arguments. After a
+load every byte of every tensor and array is read. Blobs are between inaccessible pages, so an access outside ends the
+process even in code without sanitizers. A case that takes too long or too much memory is a failure.
 """
 
 from __future__ import annotations
@@ -33,17 +31,17 @@ from typing import Any
 
 from pickle_cases import Maker
 
-CASES_EACH = 20_000  # for one process
-SLOW = 30.0  # seconds of CPU that no case may take; a valid one takes milliseconds
-HANG = 300  # seconds until a process without progress is ended
-GROWTH = 1 << 20  # KiB that a process may grow by, with cases of some kilobytes each
+CASES_EACH = 20_000  # per process
+SLOW = 30.0  # maximal CPU seconds of a case; a valid one takes milliseconds
+HANG = 300  # seconds without progress until a process is ended
+GROWTH = 1 << 20  # KiB by which a process may grow, with cases of a few kilobytes
 
 PAGE = mmap.PAGESIZE
 
 
 class Fenced:
-    """`unpickling.Blobs` in separate pages between inaccessible ones. A blob ends where its page ends, or begins where
-    it begins."""
+    """`unpickling.Blobs` in separate pages between inaccessible ones. A blob starts at the start of its pages or ends
+    at their end."""
 
     def __init__(self, count: int, most: int) -> None:
         self._size = -(-most // PAGE) * PAGE
@@ -99,7 +97,7 @@ class Fenced:
         return found
 
 
-# -- running them
+# -- running cases
 
 
 def touch(made: Any) -> None:
@@ -137,7 +135,7 @@ def touch(made: Any) -> None:
             KeyError, ValueError, TypeError, RuntimeError, NotImplementedError, IndexError, SystemError, OverflowError,
             AttributeError,
         ):
-            continue  # useless, but harmless
+            continue  # useless but harmless
 
 
 def touch_tensor(one: Any) -> None:
@@ -175,7 +173,7 @@ def touch_array(one: Any) -> None:
 
 
 def run_case(seed: int, number: int, fenced: Fenced) -> str:
-    """Runs one case and returns its result. Any other exception is a failure."""
+    """Runs one case and returns its result. Any exception that is not an overwire error is a failure."""
     import overwire as ow
     from overwire.bundles import unpickling
 
@@ -199,7 +197,7 @@ def run_case(seed: int, number: int, fenced: Fenced) -> str:
 
 
 def work(seed: int, first: int, count: int, note: Path | None) -> collections.Counter[str]:
-    """Runs cases in this process; keeps the number of the running one in `note`."""
+    """Runs cases in this process and writes the number of the running case to `note`."""
     warnings.simplefilter("ignore")
     faulthandler.enable()
     import torch
@@ -225,7 +223,7 @@ def work(seed: int, first: int, count: int, note: Path | None) -> collections.Co
             print(f"FAILED: --seed {seed} --only {number}", flush=True)
             raise
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown > GROWTH:
-            raise SystemExit(f"FAILED: --seed {seed} --only {number}: it takes more memory than it may")
+            raise SystemExit(f"FAILED: --seed {seed} --only {number}: too much memory")
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
     return outcomes
@@ -236,7 +234,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--only", type=int, default=None, help="run this case alone, in this process")
+    parser.add_argument("--only", type=int, default=None, help="run only this case, in this process")
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if args.seed is None else args.seed

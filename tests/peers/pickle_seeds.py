@@ -1,4 +1,4 @@
-"""Makes valid bundles of every kind, opcode by opcode, which `pickle_cases` changes."""
+"""Makes valid bundles of every kind as lists of opcodes, which `pickle_cases` changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @functools.cache
 def seeds() -> list[tuple[list[bytes], list[bytes]]]:
-    """Returns pickles of our own writer, opcode by opcode, and their blobs."""
+    """Returns pickles from our own writer as lists of opcodes, with their blobs."""
     import numpy as np
     import torch
     from overwire.bundles.pickling import described, dump
@@ -99,6 +99,6 @@ def seeds() -> list[tuple[list[bytes], list[bytes]]]:
         for blob in blobs:
             one = described(blob)
             contents.append(ctypes.string_at(one.pointer, one.nbytes))
-        # A frame's length would be wrong after any change.
+        # A frame's length would be wrong after a change.
         made.append(([op for op in ops if op[:1] != pickle.FRAME], contents))
     return made

@@ -1,4 +1,4 @@
-"""Tests overwire.codecs: streams that other libraries read and write, on all cores."""
+"""Tests that overwire.codecs exchanges streams with other libraries and uses all cores."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overwire import codecs
 
 SIZES = (0, 1, 7, 65535, 65536, 65537, 10_000_000)
 
-# How the standard library and the reference libraries handle a raw block: (encode, decode to n bytes).
+# Functions of the standard library and the reference libraries for a raw block: (encode, decode to n bytes).
 OTHERS = {
     "LZ4": (
         lambda b: lz4.block.compress(b, store_size=False),
@@ -46,7 +46,7 @@ OTHERS = {
 
 
 def content(size: int, seed: int = 3) -> bytes:
-    """Returns bytes that compress somewhat, in long and short runs."""
+    """Returns moderately compressible bytes with long and short runs."""
     r = random.Random(seed)
     words = [r.randbytes(r.randrange(3, 40)) for _ in range(300)]
     out = bytearray()
@@ -79,7 +79,7 @@ def test_raw_streams_cross_decode(algorithm: str, contents: dict[int, bytes]) ->
         assert codecs.content_size(theirs, algorithm, bitstream="raw") == size
 
 
-# Formats of numcodecs that are laid out like ours: (its codec, algorithm, bitstream).
+# numcodecs formats that equal ours: (its codec, algorithm, bitstream).
 NUMCODECS = {
     "lz4": (numcodecs.LZ4(), "LZ4", "with_size"),
     "zstd": (numcodecs.Zstd(), "Zstd", "raw"),
@@ -89,7 +89,7 @@ NUMCODECS = {
 
 @pytest.mark.parametrize("name", sorted(NUMCODECS))
 def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
-    """Zarr's codecs read ours and we read theirs; LZ4 has the length in the 4 bytes before it."""
+    """Zarr's codecs read our streams and we read theirs. LZ4 has a length prefix of 4 bytes."""
     theirs, algorithm, kind = NUMCODECS[name]
     for size, plain in contents.items():
         if size:
@@ -98,8 +98,8 @@ def test_numcodecs_cross_decodes(name: str, contents: dict[int, bytes]) -> None:
 
 
 def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> None:
-    """With two zlib bytes before our raw Deflate and its Adler-32 after it, numcodecs reads it, and we read what is in
-    between."""
+    """numcodecs reads our raw Deflate between a zlib header and its Adler-32. We read the Deflate inside its zlib
+    streams."""
     for size, plain in contents.items():
         stored = bytes(codecs.encode(plain, "Deflate", bitstream="raw"))
         assert bytes(numcodecs.Zlib().decode(b"\x78\x9c" + stored + zlib.adler32(plain).to_bytes(4, "big"))) == plain, size
@@ -108,7 +108,7 @@ def test_numcodecs_zlib_is_deflate_in_a_wrapper(contents: dict[int, bytes]) -> N
 
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
 def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[int, bytes]) -> None:
-    """The reference library decodes every chunk of a native stream at the offset that the header gives."""
+    """The reference library decodes each chunk of a native stream at the offset in the header."""
     for size, plain in contents.items():
         made = bytes(codecs.encode(plain, algorithm, chunk_size=65536))
         assert codecs.decode(made) == plain and codecs.is_native(made) and not codecs.is_native(made[1:])
@@ -127,8 +127,8 @@ def test_native_chunks_are_blocks_of_the_library(algorithm: str, contents: dict[
 
 
 def _nvcomp_cpu() -> Any:
-    """Returns nvCOMP's GDeflate on the CPU if its wheel is installed: the functions (compress, decompress) of its
-    public header nvcomp/native/gdeflate_cpu.h."""
+    """Returns (compress, decompress) of nvCOMP's GDeflate for the CPU, from its public header
+    nvcomp/native/gdeflate_cpu.h, if its wheel is installed."""
     for wheel in ("nvidia-libnvcomp-cu13", "nvidia-libnvcomp-cu12"):
         try:
             files = metadata.distribution(wheel).files or []
@@ -165,10 +165,10 @@ def _back(decompress: Any, stored: bytes, nbytes: int) -> bytes:
 
 
 def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
-    """Streams of nvCOMP's own CPU library and ours are exchanged both ways, at its levels and ours."""
+    """nvCOMP's CPU library reads our GDeflate streams and we read its, at all levels."""
     library = _nvcomp_cpu()
     if library is None:
-        pytest.skip("nvidia-libnvcomp is not installed; streams of NVIDIA's libdeflate are held by go test")
+        pytest.skip("nvidia-libnvcomp is not installed; go test covers streams of NVIDIA's libdeflate")
     compress, decompress = library
     r = random.Random(seed)
     for size in (1, 2, 7, 31, 32, 33, 1000, 65535, 65536):
@@ -183,7 +183,7 @@ def test_gdeflate_of_nvcomp_cross_decodes(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"])
 def test_cascaded_of_every_type(dtype: str) -> None:
-    """Runs and ramps of integers shrink, with any layers; no byte is dropped."""
+    """Runs and ramps of integers compress, with any layers, and no byte is lost."""
     import numpy
 
     numbers = numpy.repeat(numpy.arange(2000) // 3, 5).astype(dtype.replace("I", "int").replace("U", "uint"))
@@ -205,7 +205,7 @@ def test_cascaded_of_every_type(dtype: str) -> None:
 
 
 def test_frames_of_streaming_writers_decode() -> None:
-    """Frames without a length, several of them, and gzip members decode, as in files."""
+    """Zstandard frames without a length, several frames, and several gzip members decode, as in files."""
     plain = content(300_000)
     c = zstandard.ZstdCompressor().compressobj()
     unsized = c.compress(plain) + c.flush()
@@ -217,7 +217,7 @@ def test_frames_of_streaming_writers_decode() -> None:
 
 
 def test_padding_of_gzip() -> None:
-    """Zeros after a member are padding, as in Python's gzip; anything else there, or before the first, is damage."""
+    """Zeros after a gzip member are padding, as in Python's gzip. Other bytes there, or before the first, fail."""
     plain = content(1000)
     one = gzip.compress(plain)
     padded = one + b"\0" + one + bytes(3)
@@ -231,7 +231,7 @@ def test_padding_of_gzip() -> None:
 
 
 def test_x16_beats_zstd_on_weights() -> None:
-    """X16, our own codec, beats zstd on bf16 weights."""
+    """X16 compresses bf16 weights better than zstd."""
     import torch
 
     torch.manual_seed(1)
@@ -261,7 +261,7 @@ def test_lists_empty_lists_and_out() -> None:
 
 
 def _parts(nbytes: int, *extents: tuple[int, int]) -> list[memoryview]:
-    """Returns parts of one new buffer, each as (offset, bytes)."""
+    """Returns parts of a new buffer, given as (offset, size)."""
     whole = memoryview(bytearray(nbytes))
     return [whole[at : at + n] for at, n in extents]
 
@@ -269,8 +269,8 @@ def _parts(nbytes: int, *extents: tuple[int, int]) -> list[memoryview]:
 @pytest.mark.parametrize("kind", codecs.BITSTREAMS)
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
 def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: str, kind: str) -> None:
-    """Outputs that overlap their own source, another source, or one another, by one byte or all of them, alone or in a
-    list, are refused before anything is written."""
+    """An output that overlaps a source or another output, in part or as a whole, is refused before anything is written,
+    also in lists."""
     plain = content(3000)
     stored = bytes(codecs.encode(plain, algorithm, bitstream=kind))
     most = codecs.max_size(len(plain), algorithm, bitstream=kind)
@@ -280,13 +280,13 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
         (lambda s, o: codecs.encode(s, algorithm, bitstream=kind, out=o), plain, most),
     ):
         n = len(source)
-        for at in (0, 1, n - 1, n // 2):  # out begins in the source
+        for at in (0, 1, n - 1, n // 2):  # out starts inside the source
             src, out = _parts(n + need, (0, n), (at, need))
             src[:] = source
             with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
                 work(src, out)
             assert src == source
-        src, out = _parts(n + need, (need - 1, n), (0, need))  # and ends in it
+        src, out = _parts(n + need, (need - 1, n), (0, need))  # out ends inside the source
         src[:] = source
         with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
             work([src], [out])
@@ -299,10 +299,10 @@ def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: 
             with pytest.raises(ow.ArgumentError, match="two outputs overlap"):
                 work([a, b], outs)
             assert not any(first) and not any(second) and a == b == source
-        with pytest.raises(ow.ArgumentError, match="out overlaps the source"):  # another's
+        with pytest.raises(ow.ArgumentError, match="out overlaps the source"):  # another source
             work([a, b], [over, None])
         assert a == b == source and not any(second)
-        # Side by side, one source twice, an empty source inside, and no output are allowed.
+        # Adjacent buffers, a repeated source, an empty source inside an output, and no output are allowed.
         a, first, second = _parts(n + 2 * need, (0, n), (n, need), (n + need, need))
         a[:] = source
         made = work([a, a], [second, first])
@@ -356,25 +356,25 @@ def test_what_is_a_buffer() -> None:
 
 
 class OfAGPU:
-    """Shows memory on a GPU as numba, or older CuPy, does."""
+    """Exposes GPU memory through __cuda_array_interface__ only, like numba and older CuPy."""
 
     __cuda_array_interface__ = {"shape": (64,), "typestr": "|u1", "data": (0x7F0000000000, False), "version": 3, "strides": None}
 
 
 class ViewOfAGPU(OfAGPU):
-    """The same with DLPack, as torch and CuPy do."""
+    """Also exposes it through DLPack, like torch and CuPy."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
 
     def __dlpack__(self, **_: Any) -> Any:
-        raise AssertionError("asked for memory that the codecs cannot use")
+        raise AssertionError("the codecs requested memory that they cannot use")
 
 
 @pytest.mark.parametrize("kind", [OfAGPU, ViewOfAGPU])
 def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
-    """GPU memory is refused as source and as output, before anything is read there; the error names what takes such
-    memory."""
+    """GPU memory is refused as a source and as an output before it is accessed, and the error names the module that
+    takes it."""
     for work in (
         lambda: codecs.encode(kind(), "LZ4"),
         lambda: codecs.decode(kind(), "X16"),
@@ -386,7 +386,7 @@ def test_memory_of_a_gpu_is_refused_by_name(kind: type[OfAGPU]) -> None:
 
 
 def test_results_outlive_everything_and_are_freed() -> None:
-    """A thousand batches leave no memory behind, and a view keeps its own."""
+    """Hundreds of batches leave no memory allocated, and a view keeps its memory."""
     kept = codecs.decode(codecs.encode(content(500_000), "snappy"))
     before = _resident()
     made = codecs.encode(content(1_000_000), "snappy")
@@ -402,7 +402,7 @@ def _resident() -> int:
 
 
 def test_streams_of_other_writers_name_what_reads_them() -> None:
-    """A stream that does not begin as ours or as nvCOMP 2.2's is refused, and the error says what to install."""
+    """A stream that starts neither like ours nor like nvCOMP 2.2's is refused, and the error says what to install."""
     made = bytearray(codecs.encode(content(5000), "LZ4", checksums=True))
     made[:5] = b"\x01\x02\x03\x04\x06"
     for work in (codecs.decode, codecs.content_size):
@@ -430,7 +430,7 @@ def test_bad_bytes_are_typed_errors() -> None:
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """Encoding holds no Python lock: a counting thread keeps counting."""
+    """Encoding releases the GIL, so that another thread keeps counting."""
     plain = content(10_000_000)
     ticks, stop = [0], threading.Event()
 
@@ -442,7 +442,7 @@ def test_other_threads_run_meanwhile() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     counted = []
-    while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may stop any thread for a while
+    while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may pause any thread for a while
         before = ticks[0]
         codecs.encode([plain] * 2, "Deflate", level=4)
         counted.append(ticks[0] - before)
@@ -454,7 +454,7 @@ def test_other_threads_run_meanwhile() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 @pytest.mark.parametrize("algorithm", ["LZ4", "GDeflate"])
 def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
-    """The blocks of a raw list are shared out: at least two threads work on them, and Python's is not one of them."""
+    """At least two engine threads decode the blocks of a raw list, and Python's thread does not."""
     made = codecs.encode([content(1_000_000)] * 8, algorithm, bitstream="raw")
 
     def busy() -> dict[str, int]:
@@ -464,7 +464,7 @@ def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
                 times[thread] = int(f.read().split()[0])
         return times
 
-    codecs.decode(made[:2], algorithm, bitstream="raw")  # the threads exist now
+    codecs.decode(made[:2], algorithm, bitstream="raw")  # starts the threads
     mine = str(threading.get_native_id())
     for _ in range(20):
         before = busy()
@@ -472,13 +472,13 @@ def test_a_list_is_decoded_on_all_cores(algorithm: str) -> None:
             codecs.decode(made, algorithm, bitstream="raw")
         took = {thread: n - before.get(thread, 0) for thread, n in busy().items()}
         workers = sorted(took, key=took.__getitem__)[-2:]
-        if mine not in workers and all(took[w] for w in workers):  # not among the two busiest
+        if mine not in workers and all(took[w] for w in workers):  # Python's thread is not one of the two busiest
             break
     assert mine not in workers and min(took[w] for w in workers) > 0, (mine, took)
 
 
 def test_foreign_memory_works_in_a_forked_child() -> None:
-    """Buffers and DLPack do not enter Go, so a child of a process that has used the engine can use them."""
+    """Buffers and DLPack do not use Go, so they work in a forked child of a process that has started the engine."""
     import torch
 
     codecs.encode(b"abc")
@@ -497,7 +497,7 @@ def test_foreign_memory_works_in_a_forked_child() -> None:
 
 
 class _Holder:
-    """Passes on a TensorView."""
+    """Exposes a TensorView through DLPack."""
 
     def __init__(self, view: codecs.TensorView) -> None:
         self.view = view

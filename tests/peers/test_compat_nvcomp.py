@@ -1,4 +1,4 @@
-"""Tests overwire.compat.nvcomp as nvCOMP's Python API: names, lifetimes, errors, without a GPU."""
+"""Tests overwire.compat.nvcomp as nvCOMP's Python API, with names, lifetimes and errors, without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KINDS = tuple(nvcomp.BitstreamKind)
 
 
 def test_every_name_of_the_api_page() -> None:
-    """Every name of nvCOMP's API page for 5.0, of 5.3 and of 6.0 exists."""
+    """Every name on nvCOMP's API pages for 5.0, 5.3 and 6.0 exists."""
     for name in (
         "Array ArrayBufferKind BatchArray BitcompMode BitshuffleMode BitstreamKind CascadedCoarseGrainedEncoding "
         "CascadedFineGrainedEncoding CascadedMode CascadedTerminalCodec ChecksumPolicy Codec CompressConfig CudaStream "
@@ -83,7 +83,7 @@ def test_enums(kind: str, members: dict[str, int]) -> None:
 
 
 def test_unmodified_programs_import_it(tmp_path: Any) -> None:
-    """Programs import it by the compat path and after install, also next to other wheels of nvidia's namespace."""
+    """Programs can import the module through the compat path and after install, also next to other nvidia wheels."""
     (tmp_path / "nvidia" / "other").mkdir(parents=True)
     (tmp_path / "nvidia" / "other" / "__init__.py").write_text("here = True\n")
     folder, home = overwire.compat.path("nvcomp"), Path(overwire.__file__).parents[1]
@@ -117,7 +117,7 @@ class _Ai:
 
 @pytest.mark.parametrize("how", [capsule, torch.from_numpy, lambda a: a, _Ai, memoryview])
 def test_arrays_share_the_memory_and_keep_it(how: Callable[[Any], Any]) -> None:
-    """Arrays work with every protocol: no copy, shape and type kept, and the source lives as long as the Array."""
+    """Arrays from every protocol share the source's memory, keep shape and type, and keep the source alive."""
 
     class Watched(numpy.ndarray[Any, Any]):
         pass
@@ -154,7 +154,7 @@ def test_array_interfaces_and_the_buffer_protocol(tmp_path: Any) -> None:
         f.write(array)
     assert (tmp_path / "f").read_bytes() == b"some bytes"
     with pytest.raises(BufferError):
-        array.__dlpack__()  # read-only, which DLPack could not express
+        array.__dlpack__()  # read-only memory, which DLPack cannot express
     writable = nvcomp.as_array(bytearray(b"abc"))
     memoryview(writable).cast("B")[0] = ord("x")
     assert bytes(writable) == b"xbc" and writable.__dlpack_device__() == (1, 0)
@@ -179,7 +179,7 @@ def test_array_interfaces_and_the_buffer_protocol(tmp_path: Any) -> None:
     "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bool, torch.complex64]
 )
 def test_types_that_numpy_lacks(dtype: torch.dtype) -> None:
-    """bf16 and fp8 go through DLPack both ways, and through a Codec, bit for bit."""
+    """bf16 and fp8 pass through DLPack in both directions and through a Codec bit for bit."""
     source = torch.arange(64).reshape(8, 8).to(dtype)
     array = nvcomp.as_array(source)
     assert array.dtype.itemsize == source.element_size() == array.item_size
@@ -227,7 +227,7 @@ def test_batches_of_arrays() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
-    """Arrays, batches, empty ones of both, and names in any case round-trip, also deduced from the header."""
+    """Arrays, batches and empty ones round-trip, with names in any case and with the algorithm of the header."""
     codec = nvcomp.Codec(algorithm=name.swapcase(), bitstream_kind=kind)
     deduce = nvcomp.Codec() if kind is nvcomp.BitstreamKind.NVCOMP_NATIVE else codec
     for size in SIZES[:-1]:
@@ -247,7 +247,7 @@ def test_round_trips(name: str, kind: nvcomp.BitstreamKind) -> None:
 
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_streams_of_reference_libraries(name: str) -> None:
-    """liblz4, snap, libzstd and zlib read and write RAW and WITH_UNCOMPRESSED_SIZE; NATIVE contains such streams."""
+    """liblz4, snap, libzstd and zlib read and write RAW and WITH_UNCOMPRESSED_SIZE. NATIVE streams contain RAW ones."""
     encode, decode = OTHERS[name]
     for size in SIZES:
         plain = content(size)
@@ -298,7 +298,7 @@ def test_arguments_that_are_refused() -> None:
             nvcomp.Codec(**kwargs)
     with pytest.raises(TypeError):
         nvcomp.Codec("LZ4")  # type: ignore[call-arg]
-    nvcomp.Codec(algorithm="LZ4", num_rles=2)  # another algorithm's option
+    nvcomp.Codec(algorithm="LZ4", num_rles=2)  # an option of another algorithm
     with pytest.raises(ValueError, match="can only decode"):
         nvcomp.Codec().encode(b"abc")
     with pytest.raises(ValueError, match="the stream is LZ4, expected Zstd"):
@@ -308,7 +308,7 @@ def test_arguments_that_are_refused() -> None:
 
 
 def test_out() -> None:
-    """The caller's memory keeps its address. Too small is a ValueError; our own Arrays are resized."""
+    """A result in the caller's memory keeps its address. If that is too small, only our own Arrays are resized."""
     plain = content(5000)
     codec = nvcomp.Codec(algorithm="lz4")
     made = codec.encode(plain)
@@ -368,7 +368,7 @@ def test_configs() -> None:
 
 
 def test_checksums() -> None:
-    """A wrong checksum raises on first access, once, and only for its Array of a batch; strict raises in decode."""
+    """A wrong checksum raises once, at the first access, and only for its Array in a batch. Strict decoding raises."""
     codec = nvcomp.Codec(algorithm="snappy", checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY)
     plain = content(100_000)
     good = codec.encode(plain)
@@ -398,7 +398,7 @@ def test_checksums() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_streams_raise(name: str, seed: int) -> None:
-    """Truncated and flipped streams give an exception or bytes of the declared length, and the process lives."""
+    """A truncated or changed stream raises an error or gives bytes of the declared length, and never crashes."""
     import random
 
     r = random.Random(seed)
@@ -419,11 +419,11 @@ def test_damaged_streams_raise(name: str, seed: int) -> None:
 
 
 def test_algorithms_that_only_nvcomp_has() -> None:
-    """An algorithm that only nvCOMP has gives an error with the wheel's name, by name and by stream; X16 is not ANS."""
+    """An algorithm that only nvCOMP has raises an error with the wheel's name. X16 streams are not marked as ANS."""
     listed = nvcomp.backends()
     assert set(listed) == {*NAMES, *original.ALGORITHMS} and all(listed[n].startswith("cpu") for n in NAMES)
     if original._newest_wheel() is not None:
-        pytest.skip("nvCOMP is installed: it answers for itself")
+        pytest.skip("nvCOMP is installed and used")
     for name in original.ALGORITHMS:
         assert "nvidia-nvcomp-cu13" in listed[name]
         with pytest.raises(ow.NotSupportedError, match=f"{name}.*nvidia-nvcomp-cu13"):
@@ -444,7 +444,7 @@ def test_streams_without_a_gpu() -> None:
 
 
 class Pool:
-    """Memory from ctypes, with a count of what is in use."""
+    """An allocator that uses ctypes and records the sizes in use."""
 
     def __init__(self) -> None:
         self.out: list[int] = []
@@ -475,7 +475,7 @@ def default_allocators() -> Any:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_host_allocator() -> None:
-    """Results are in the allocator's memory, freed with the last holder; resetting does not affect old buffers."""
+    """Results are in the allocator's memory and freed with their last holder. Old buffers survive a reset."""
     pool, codec = Pool(), nvcomp.Codec(algorithm="lz4")
     nvcomp.set_host_allocator(pool)
     made = codec.encode(content(3000))
@@ -484,7 +484,7 @@ def test_host_allocator() -> None:
     assert pool.out[-1] == 3000 and bytes(back[0]) == content(3000) and bytes(back[1]) == b""
     assert all(s.ptr == 0 and s.device == -1 and s.is_special for s in pool.streams)
     other = Pool()
-    nvcomp.set_host_allocator(other)  # while buffers from the first are in use
+    nvcomp.set_host_allocator(other)  # buffers from the first are in use
     held = torch.from_dlpack(back[0])
     nvcomp.set_host_allocator(None)
     assert not other.out and codec.decode(made).capacity == 3000
@@ -498,7 +498,7 @@ def test_host_allocator() -> None:
 
 @pytest.mark.usefixtures("default_allocators")
 def test_allocators_that_fail() -> None:
-    """An allocator's error is passed on, and the next call works."""
+    """An allocator's error is raised unchanged, and the next call works."""
 
     def refuse(nbytes: int, stream: Any) -> Any:
         raise MemoryError(f"no {nbytes}")
@@ -536,7 +536,7 @@ def test_external_memory_lets_the_stream_go_last() -> None:
     assert order == ["memory", "stream"]
 
 
-# Life.
+# Lifetime.
 
 
 def test_context_manager_and_threads() -> None:
@@ -559,7 +559,7 @@ def test_context_manager_and_threads() -> None:
 
 
 def test_exit_with_live_objects(torch_script: Any) -> None:
-    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, also in a cycle and in threads."""
+    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, also in cycles and threads."""
     done = torch_script(
         """
 import threading
@@ -581,7 +581,7 @@ print("end")
 
 
 def test_nothing_grows(script: Any) -> None:
-    """A thousand decodes leave memory as it was."""
+    """A thousand decodes do not increase memory."""
     done = script(
         """
 import gc, json, os, overwire.compat.nvcomp as nvcomp

@@ -1,4 +1,4 @@
-"""Tests nvCOMP's API page call by call, checksum policies, and which nvCOMP is used or refused."""
+"""Tests the calls on nvCOMP's API page, the checksum policies, and which versions of nvCOMP are used or refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_compat_nvcomp import NAMES
 
 
 def test_the_api_page_of_5_0() -> None:
-    """Every call of the page works, with the page's argument names, positions and defaults."""
+    """Every call on the page for 5.0 works with the page's argument names, positions and defaults."""
     array = nvcomp.as_array(source=bytearray(b"some bytes"), cuda_stream=0)
     page: dict[Any, tuple[str, ...]] = {
         nvcomp.Codec.encode: ("self", "array"),
@@ -69,7 +69,7 @@ def test_the_api_page_of_5_0() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_checksum_policy(name: str) -> None:
-    """Each policy writes and refuses what it should, strict or not."""
+    """Each policy writes and checks checksums as it should, with and without strict."""
     policies = nvcomp.ChecksumPolicy
     plain = content(70_000)
     for policy in policies:
@@ -97,8 +97,8 @@ def test_every_checksum_policy(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_that_overlap_are_refused(name: str) -> None:
-    """Outputs that overlap one another, another source, or are one Array of ours twice give ArgumentError, and nothing
-    is written."""
+    """Outputs that overlap one another or another source, and one Array for two results, raise an ArgumentError, and
+    nothing is written."""
     plain = content(3000)
     codec = nvcomp.Codec(algorithm=name)
     made = codec.encode(plain)
@@ -113,7 +113,7 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
         with pytest.raises(ow.ArgumentError, match="out overlaps the source"):
             work(sources, out=[memoryview(sources[1]), whole[:need]])
         assert sources[1] == source and not any(room)
-        for few in (b"few", plain):  # too small, so that it would be resized, and large enough
+        for few in (b"few", plain):  # an Array that would be resized, and one that is large enough
             ours = codec.decode(codec.encode(few))
             with pytest.raises(ow.ArgumentError, match="one Array for two results"):
                 work([source, source], out=[ours, ours])
@@ -123,8 +123,8 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
 
 
 def test_strides_are_a_tuple_as_nvcomps() -> None:
-    """Strides are a tuple, as nvCOMP's are, also for dense Arrays, for a Codec's results and empty ones; the interfaces
-    say None."""
+    """Strides are a tuple, as in nvCOMP, also for dense and empty Arrays and for results. The array interfaces say
+    None."""
     codec = nvcomp.Codec(algorithm="LZ4", data_type="<i4")
     for array, want in (
         (nvcomp.as_array(numpy.zeros((2, 3, 4), numpy.int16)), (24, 8, 2)),
@@ -140,9 +140,9 @@ def test_strides_are_a_tuple_as_nvcomps() -> None:
 
 
 def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
-    """Native, sized and Cascaded streams that are not ours are refused by their class, with the wheel's name."""
+    """Native, sized and Cascaded streams from nvCOMP are refused with their kind's error class and the wheel's name."""
     if original.usable():
-        pytest.skip("nvCOMP is installed: it reads them")
+        pytest.skip("nvCOMP is installed and reads them")
     theirs = bytearray(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000))))
     theirs[:5] = b"\x01\x02\x03\x04\x06"
     raw, sized = nvcomp.BitstreamKind.RAW, nvcomp.BitstreamKind.WITH_UNCOMPRESSED_SIZE
@@ -153,7 +153,7 @@ def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
         (nvcomp.Codec(algorithm="Snappy", bitstream_kind=sized), (5).to_bytes(8, "little") + bytes(20), ow.CorruptError),
     ):
         works = [codec.decode, lambda s, c=codec: c.decode([s])]
-        if codec._bitstream != "with_size":  # its length is checked before what follows
+        if codec._bitstream != "with_size":  # the length is checked before the stream
             works += [codec.get_uncomp_buffer_size, codec.decompression_config]
         for work in works:
             with pytest.raises(kind, match=r"if nvCOMP wrote this.*nvidia-nvcomp-cu13"):
@@ -161,13 +161,13 @@ def test_streams_that_nvcomp_wrote_name_what_reads_them() -> None:
     with pytest.raises(ow.FormatError) as error:
         nvcomp.Codec(ask_nvcomp=False).decode(theirs)
     assert "if nvCOMP wrote this" not in str(error.value)
-    with pytest.raises(ow.CorruptError) as damaged:  # our own, but damaged: not nvCOMP's
+    with pytest.raises(ow.CorruptError) as damaged:  # a damaged stream of ours
         nvcomp.Codec().decode(bytes(nvcomp.Codec(algorithm="lz4").encode(content(1000)))[:-200])
     assert "nvCOMP" not in str(damaged.value)
 
 
 def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions older than 5, and newer than the known ones, count as absent, with a reason."""
+    """nvCOMP versions older than 5 or newer than the known ones count as missing, and the error says why."""
     monkeypatch.syspath_prepend(str(tmp_path))
     for version, text in (("4.2.0", "too old"), ("7.0.1", "too new"), ("6.0.0", "no extension for this Python")):
         folder = tmp_path / f"nvidia_nvcomp_cu13-{version}.dist-info"
@@ -183,8 +183,8 @@ def test_versions_of_nvcomp_that_are_refused(tmp_path: Any, monkeypatch: pytest.
 @pytest.mark.skipif(original._newest_wheel() is None, reason="nvCOMP's wheels are not installed")
 @pytest.mark.parametrize("first", ["", "import nvidia.nvcomp", "import overwire.compat; overwire.compat.install('nvcomp')"])
 def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
-    """nvCOMP is loaded once, whether a program imports it before, after or instead: a second copy would end the
-    process."""
+    """nvCOMP is loaded once, whether a program imports it before or after overwire or not at all, because a second copy
+    would crash."""
     done = script(
         f"{first}\n"
         "from overwire.compat.nvcomp import original\n"
@@ -196,9 +196,9 @@ def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
     assert original._newest_wheel().version.startswith(done.stdout.strip()), done.stdout
 
 
-@pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: tests/gpu/device_nvcomp.py asks it")
+@pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: tests/gpu/device_nvcomp.py uses it")
 def test_the_script_for_real_nvcomp_works() -> None:
-    """tests/gpu/device_nvcomp.py, which needs a GPU, tells right from wrong when this module replaces nvCOMP."""
+    """tests/gpu/device_nvcomp.py, which needs a GPU, reports right and wrong cases if this module replaces nvCOMP."""
     command = [sys.executable, str(ROOT / "tests/gpu/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
     command += ["--sizes", "0,7,65537", "--only", "LZ4,ANS"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,5 +1,5 @@
-"""Tests safetensors 0.9's additions to open files in overwire.compat.safetensors, compared with the original if it has
-them."""
+"""Tests the methods that safetensors 0.9 adds to open files in overwire.compat.safetensors, and compares them with the
+original if it has them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from conftest import every_dtype, same, ugly
 
 @pytest.fixture(params=["plain", "packed"])
 def files(request: Any, tmp_path: pathlib.Path) -> tuple[pathlib.Path, dict[str, torch.Tensor]]:
-    """Writes a file of difficult tensors of every dtype, and returns its contents."""
+    """Writes a file with difficult tensors of every dtype and returns its path and contents."""
     tensors = {name: tensor.contiguous() for name, tensor in (ugly() | every_dtype()).items()}
     path = tmp_path / "x.safetensors"
     if request.param == "packed":
@@ -36,8 +36,8 @@ def is_packed(path: pathlib.Path) -> bool:
 
 
 def test_entries_of_the_header(files: Any) -> None:
-    """An entry equals the file header's and cannot be changed. For a compressed file it has the offsets of its decoded
-    bytes, without gaps."""
+    """get_tensor_meta returns the header's entry, which cannot be changed. For a compressed file the offsets are those
+    of the decoded bytes without gaps."""
     path, tensors = files
     plain = ours_pt.save(tensors)
     size = int.from_bytes(plain[:8], "little")
@@ -70,7 +70,7 @@ def test_entries_of_the_header(files: Any) -> None:
 
 
 def test_every_tensor_once(files: Any) -> None:
-    """Each tensor comes once, by its name or as it is loaded, unchanged, also when the file is closed."""
+    """Each tensor is returned once, by name or in load order, unchanged, even if the file is closed."""
     path, tensors = files
     with ours.safe_open(path, "pt") as file:
         order = file.offset_keys()
@@ -89,12 +89,12 @@ def test_every_tensor_once(files: Any) -> None:
     assert list(loader) == [] and came.keys() == tensors.keys()
     for name, tensor in came.items():
         same(tensor, tensors[name])
-        tensor.view(-1)[:1].zero_()  # each belongs to the caller
+        tensor.view(-1)[:1].zero_()  # each tensor belongs to the caller
     assert loader.names() == order
 
 
 def test_rows_of_a_plan(files: Any) -> None:
-    """Planned rows equal those of a tensor's slice; rows outside the plan do not come."""
+    """Rows in a plan equal those of a tensor's slice, and only these are returned."""
     path, tensors = files
     rows = [slice(None), slice(1, 3), slice(-2, None), slice(2, 1), slice(3, None), slice(None, -1), slice(True, 2)]
     many = [name for name, tensor in tensors.items() if tensor.dim() and tensor.shape[0] >= 3]
@@ -112,7 +112,7 @@ def test_rows_of_a_plan(files: Any) -> None:
 
 
 def test_what_is_closed(files: Any) -> None:
-    """A closed loader gives nothing more, and what it gave stays. One that ends halfway frees the rest."""
+    """A closed loader returns nothing more, and tensors it returned stay valid. A loader left early frees the rest."""
     path, tensors = files
     with ours.safe_open(path, "pt").prefetch() as loader:
         name, tensor = next(iter(loader))
@@ -125,7 +125,7 @@ def test_what_is_closed(files: Any) -> None:
 
 
 def test_threads_share_a_loader(files: Any) -> None:
-    """Threads that iterate one loader together get each tensor once."""
+    """Threads that iterate over one loader get each tensor once."""
     path, tensors = files
     loader = ours.safe_open(path, "pt").prefetch()
     came: list[tuple[str, torch.Tensor]] = []
@@ -140,7 +140,7 @@ def test_threads_share_a_loader(files: Any) -> None:
 
 
 def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
-    """A thread that asks for an entry while another one makes all of them gets its own."""
+    """A thread that requests an entry while another creates all of them gets the right one."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({f"t{n}": torch.zeros(n) for n in range(3)}, path)
     file = ours.safe_open(path, "pt")
@@ -160,11 +160,11 @@ def test_threads_share_entries(tmp_path: pathlib.Path, monkeypatch: Any) -> None
 
 
 def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
-    """A signal handler may not take from the loader that it interrupts, and the rest then comes as usual."""
+    """A signal handler cannot take from the loader that it interrupts. The other tensors are returned as usual."""
     path, tensors = files
     refused = []
 
-    def interrupt(now: Any) -> None:  # as a handler does: on the thread that waits for a tensor, with its lock
+    def interrupt(now: Any) -> None:  # as in a handler: on the thread that waits for a tensor and holds the lock
         with pytest.raises(ours.SafetensorError, match="a signal handler used"):
             loader.take("one")
         refused.append(now)
@@ -177,7 +177,7 @@ def test_a_signal_handler_takes(files: Any, monkeypatch: Any) -> None:
 
 
 def test_a_forked_child_leaves_its_parents_loader(tmp_path: pathlib.Path, torch_script: Any) -> None:
-    """A loader refuses a forked child at once, also while a thread of the parent waits in it, and continues in the
+    """A loader refuses a forked child immediately, even while a thread of the parent waits in it, and continues in the
     parent."""
     torch_script(
         """
@@ -216,8 +216,8 @@ assert len(came) == 8
 
 
 def test_files_that_are_not_what_they_were(files: Any) -> None:
-    """A damaged chunk is an error with its tensor's name, for each tensor that is not loaded yet. So is a file that was
-    replaced."""
+    """A damaged chunk raises an error with its tensor's name for each tensor that is not loaded yet. A replaced file is
+    also an error."""
     path, tensors = files
     if is_packed(path):
         data = bytearray(path.read_bytes())
@@ -250,7 +250,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_refusals(tmp_path: pathlib.Path) -> None:
-    """Requests that cannot be prefetched are refused with the original's class and words before anything is read."""
+    """Requests that cannot be prefetched raise the original's error class and message before anything is read."""
     header = {
         "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "c": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
@@ -293,8 +293,8 @@ def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
-    """Without a GPU, a prefetch to one raises the original's class, also for rows only, so that programs fall back in
-    the same way."""
+    """Without a GPU, prefetching to one raises the original's error class, also for rows only, so that programs fall
+    back in the same way."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({"one": torch.ones(1)}, path)
     plans: list[Any] = [None, {"one": slice(0, 1)}]
@@ -305,7 +305,7 @@ def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
 
 
 def test_under_the_patch(tmp_path: pathlib.Path) -> None:
-    """A compressed file that safetensors itself opens under the patch also loads in the background."""
+    """Under the patch, a compressed file that safetensors opens can also be prefetched."""
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2).half()}
     ow.save_file(tensors, path)

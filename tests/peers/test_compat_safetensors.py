@@ -1,4 +1,4 @@
-"""Compares overwire.compat.safetensors with the real package safetensors, name by name, in every test."""
+"""Compares overwire.compat.safetensors with the real safetensors package, name by name."""
 
 # ruff: noqa: B023, E501 (every lambda is called where it stands; tables are wide)
 
@@ -29,12 +29,12 @@ from packaging.version import Version
 VECTORS = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "container" / "vectors.json").read_text())
 PAIRS = [(real, ours), (real_pt, ours_pt), (real_np, ours_np)]
 
-# Names that the original's modules import for themselves.
+# Names that the original's modules import and do not export.
 NOT_API = {"os", "sys", "defaultdict", "Any", "Dict", "List", "Optional", "Set", "Tuple", "Union", "torch", "np", "numpy", "_safetensors_rust"}
 
 
 def outcome(call: Any) -> tuple[Any, BaseException | None]:
-    """Returns a call's result, or what it raises."""
+    """Returns a call's result and the exception it raises, if any."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -48,7 +48,7 @@ def kind(error: BaseException | None) -> str:
 
 
 def words(error: BaseException | None) -> str:
-    """Returns an error's words; from 0.9 on the argument that it is about is in a note."""
+    """Returns an error's message. From 0.9 on, the argument's name is in a note."""
     notes = [note.removeprefix("while processing ").strip("'") for note in getattr(error, "__notes__", ())]
     return "".join(f"argument '{name}': " for name in notes) + str(error)
 
@@ -122,7 +122,7 @@ def test_every_method_is_there(plain: str) -> None:
 
 @pytest.mark.parametrize("name", ["flax", "mlx", "tensorflow", "paddle"])
 def test_other_frameworks(name: str, tmp_path: pathlib.Path) -> None:
-    """Each module reads and writes like the original's; without its framework it raises what the original raises."""
+    """Each module reads and writes like the original's. Without its framework, it raises the original's error."""
     _, want = outcome(lambda: importlib.import_module(f"safetensors.{name}"))
     module, got = outcome(lambda: importlib.import_module(f"overwire.compat.safetensors.{name}"))
     assert kind(want) == kind(got) and str(want) == str(got)
@@ -152,10 +152,10 @@ def test_the_compiled_module() -> None:
 
 @pytest.mark.slow
 def test_under_its_original_name(script: Any) -> None:
-    """In place of the package, its modules are found by their names."""
+    """If it replaces the package, its modules can be imported by the original names."""
     script("""
 import sys
-sys.modules["safetensors"] = None  # the original is not there
+sys.modules["safetensors"] = None  # the original is not installed
 import overwire.compat.safetensors as ours
 sys.modules["safetensors"] = ours
 import safetensors, torch
@@ -177,7 +177,7 @@ for call in (lambda: load(b"x"), lambda: load_file("y"), lambda: safetensors.saf
 
 
 def test_files(tensors: Any, plain: str, packed: str) -> None:
-    """Plain and compressed files give what the original gives for the plain one."""
+    """Plain and compressed files give the same tensors as the original reads from the plain file."""
     want = real_pt.load_file(plain)
     for path in (plain, packed):
         for backend in ("mmap", "pread"):
@@ -248,14 +248,14 @@ INDICES: list[Any] = [
     (..., ...), (slice(None), -1), (slice(None), -4), (slice(None), 3), (slice(0, 1), slice(1, 2), slice(1, 3)),
 ]  # fmt: skip
 
-# for numpy only: the original cannot do this, though numpy can
+# with numpy only: the original fails at these, although numpy does not
 WIDER = {"OverflowError", "SystemError"}
 
 
 @pytest.mark.parametrize("name", ["b", "empty", "scalar", "a"])
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_every_index(plain: str, packed: str, framework: str, name: str) -> None:
-    """An index gives the original's tensor, or its error class and words."""
+    """An index gives the original's tensor or its error class and message."""
     theirs = real.safe_open(plain, framework).get_slice(name)
     compared = 0
     for path in (plain, packed):
@@ -270,13 +270,13 @@ def test_every_index(plain: str, packed: str, framework: str, name: str) -> None
                 assert bytes(np.asarray(got)) == bytes(np.asarray(want)), index
                 compared += 1
             elif framework == "np" and error is None:
-                # Empty or negative ranges, and those that exceed the end.
+                # Empty and negative ranges, and ranges beyond the end.
                 full = np.arange(24, dtype=np.float32).reshape(2, 3, 4) if name == "b" else real_np.load(ours_np.save({}))
                 assert kind(refused) in WIDER or "out of bounds" in str(refused), (index, refused)
                 if name == "b":
                     assert np.array_equal(got, full[index]), index
             else:
-                # If two things are wrong with an index, either may be reported.
+                # If an index is wrong in two ways, either may be reported.
                 assert kind(error) == kind(refused) or kind(refused) in WIDER, (index, error, refused)
                 if kind(refused) == "SafetensorError":
                     assert str(error).split(" with shape")[0] == str(refused).split(" with shape")[0], index
@@ -336,21 +336,21 @@ def test_errors_of_reading(plain: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[v["name"] for v in VECTORS])
 def test_every_rule(vector: Any) -> None:
-    """Each rule of the format, through deserialize, gives the original's class, and its words where both refuse for the
-    same rule."""
+    """For each rule of the format, deserialize raises the original's error class, and its message if both refuse the
+    file for the same rule."""
     data = base64.b64decode(vector["file"])
     (theirs, want), (mine, got) = outcome(lambda: real.deserialize(data)), outcome(lambda: ours.deserialize(data))
     if vector["ours"]:
         assert kind(got) == "SafetensorError"
         if want is not None and "invalid JSON" not in str(want) and "invalid UTF-8" not in str(want) and "2^64" not in vector["name"]:
-            assert str(got).startswith(str(want).split("`")[0])  # if there are two, either is named
+            assert str(got).startswith(str(want).split("`")[0])  # with two faults, either may be named
     else:
         assert want is None and got is None
         assert sorted(mine) == sorted(theirs)
 
 
 def test_closed(plain: str) -> None:
-    """A closed file says so; slices that were made before keep working."""
+    """A closed file raises an error that says so. Slices made before still work."""
     for module in (real, ours):
         f = module.safe_open(plain, "pt")
         part = f.get_slice("b")
@@ -373,7 +373,7 @@ def test_closed(plain: str) -> None:
 
 
 def test_same_file(tensors: Any, tmp_path: pathlib.Path) -> None:
-    """Our file differs from the original's only by the spaces that align the data."""
+    """Our file differs from the original's only in the spaces that align the data."""
     a, b = real_pt.save(tensors, {"k": "v"}), ours_pt.save(tensors, {"k": "v"})
     ours_pt.save_file(tensors, tmp_path / "f.safetensors", {"k": "v"})
     assert (tmp_path / "f.safetensors").read_bytes() == b
@@ -401,7 +401,7 @@ def test_tensor_spec() -> None:
         )
         assert kind(want) == kind(got) and want is not None, wrong
     with pytest.raises(ours.SafetensorError):
-        ours.serialize({"a": ours.TensorSpec(**good | {"data_ptr": 0})})  # the original crashes
+        ours.serialize({"a": ours.TensorSpec(**good | {"data_ptr": 0})})  # here the original crashes
     for call in (
         lambda m: m.serialize([]),
         lambda m: m.serialize({1: m.TensorSpec(**good)}),
@@ -485,7 +485,7 @@ def test_shared_tensors() -> None:
 
 @pytest.mark.parametrize(("saver", "loader"), [(real_pt, ours_pt), (ours_pt, real_pt), (ours_pt, ours_pt)])
 def test_models(saver: Any, loader: Any, tmp_path: pathlib.Path) -> None:
-    """Each library loads a model that the other writes, including ties."""
+    """Each library loads models that the other saved, including tied weights."""
     torch.manual_seed(1)
     model, twin = Tied(), Tied()
     path = str(tmp_path / "m.safetensors")
@@ -514,7 +514,7 @@ def test_models_that_do_not_fit(tmp_path: pathlib.Path) -> None:
 
 
 def test_functions_of_other_frameworks_can_be_pickled() -> None:
-    """Like safetensors' own functions, they can be pickled by name: a process pool takes them."""
+    """Functions can be pickled by name like the original's, so a process pool accepts them."""
     from overwire.compat.safetensors._arrays import functions
 
     for function in functions("safetensors.flax", "np", np.asarray):
@@ -523,7 +523,7 @@ def test_functions_of_other_frameworks_can_be_pickled() -> None:
 
 
 def test_bytes_are_those_of_a_file_and_no_file_is_written(torch_script) -> None:
-    """`save` and `serialize` make the bytes that `save_file` writes, only in memory."""
+    """`save` and `serialize` return the bytes that `save_file` writes, without writing a file."""
     torch_script("""
 import resource, torch
 import overwire.compat.safetensors.torch as st

@@ -1,5 +1,5 @@
-"""Compares overwire.compat.tensorizer with tensorizer itself: each reads what the other writes, byte for byte where
-nothing is random, with the same answers."""
+"""Compares overwire.compat.tensorizer with tensorizer itself. Each reads what the other writes, files are equal where
+nothing is random, and results are the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import pytest
 import tensorizer as theirs
 import torch
 
-try:  # the reference uses the system's libsodium, and only encrypts if it is there
+try:  # the reference can only encrypt if the system has libsodium
     theirs.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -43,7 +43,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Net(torch.nn.Module):
-    """Parameters and buffers at several levels, a tie, a hidden buffer."""
+    """A module with parameters and buffers at several levels, a tied weight and a buffer that is not persistent."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -69,9 +69,10 @@ def fill(module: Any, path: Any, what: Any, encryption: Any = None) -> None:
 @pytest.mark.parametrize("encrypted", [False, True])
 @pytest.mark.parametrize("writer,reader", [(ours, theirs), (theirs, ours), (ours, ours)])
 def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> None:
-    """Modules and nested structures are exchanged, by key and by password, eager and lazy, verified."""
+    """Each library reads modules and nested structures that the other wrote, with a key or a password, eagerly or
+    lazily, with verification."""
     if encrypted and not SODIUM and theirs in (writer, reader):
-        pytest.skip("no libsodium for the reference; the golden files are still read")
+        pytest.skip("the reference has no libsodium; the golden files are still read")
     meta = {"plain": torch.randn(1 << 20), "meta": torch.empty(4, device="meta")}  # 4 MiB: two encrypted chunks
     params = [None]
     if encrypted:
@@ -88,8 +89,8 @@ def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> No
             with reader.TensorDeserializer(path, device="cpu", lazy_load=lazy, verify_hash=True, encryption=key) as de:
                 if isinstance(what, Net):
                     twin = Net(1)
-                    # Two of the first layer, three of others (the tie is written twice), its own parameter with two
-                    # buffers, five of the norm.
+                    # Two tensors of the first layer, three of the others (the tied one is written twice), the module's
+                    # own parameter and two buffers, and five of the norm.
                     assert de.load_into_module(twin) == 2 + 3 + 3 + 5
                     assert all(same(a, twin.state_dict()[name]) for name, a in what.state_dict().items())
                 elif what is NESTED:
@@ -107,7 +108,7 @@ def test_across(tmp_path: Path, writer: Any, reader: Any, encrypted: bool) -> No
 
 @pytest.mark.parametrize("kind", ["path", "file", "raw", "bytesio", "temporary", "fd"])
 def test_same_bytes(tmp_path: Path, kind: str) -> None:
-    """An unencrypted file equals the reference's byte by byte, whatever it is written to."""
+    """An unencrypted file equals the reference's byte for byte for every kind of target."""
 
     def write(module: Any) -> bytes:
         path = tmp_path / f"{module.__name__}.tensors"
@@ -137,8 +138,8 @@ def test_same_bytes(tmp_path: Path, kind: str) -> None:
 
 
 def test_same_bytes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tensors, hashed sixteen at once and written in several turns, with copies among them, give the reference's
-    file; one is None once it is written."""
+    """Many tensors, hashed sixteen at a time and written in several batches with copies among them, give the
+    reference's file."""
     from overwire.compat.tensorizer import _writer
 
     monkeypatch.setattr(_writer, "_TURN", 300_000)
@@ -160,8 +161,8 @@ def test_same_bytes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """A file that cannot grow is an error with its name and the tensor's; what was to be removed from the module stays
-    there."""
+    """If the disk is full, the error names the file and the tensor. Tensors that were to be removed stay in the
+    module."""
     net = torch.nn.Linear(1000, 1000, bias=False)
     s = ours.TensorSerializer(tmp_path / "x.tensors")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -176,7 +177,7 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_same_bytes_of_modules(tmp_path: Path) -> None:
-    """write_module, with its switches, and dims of 2^32 give the same bytes."""
+    """write_module with its options, and a dimension above 2^32, give the reference's bytes."""
     for options in ({}, {"remove_tensors": True}):
         written = []
         for module in (ours, theirs):
@@ -191,13 +192,13 @@ def test_same_bytes_of_modules(tmp_path: Path) -> None:
     s = ours.TensorSerializer(tmp_path / "x.tensors")
     s.write_module(Net(), include_non_persistent_buffers=False)
     s.close()
-    # The reference would leave out all buffers of the outermost module.
+    # The reference would omit all buffers of the outermost module.
     names = theirs.TensorDeserializer(tmp_path / "x.tensors", device="cpu", lazy_load=True).keys()
     assert ".seen" in names and "norm.running_mean" in names and ".hidden" not in names
 
 
 def test_index_beyond_the_reference(tmp_path: Path) -> None:
-    """5,000 tensors work, though the reference cannot write an index for them; it can read them."""
+    """5,000 tensors can be written. The reference cannot write an index of that size, but can read it."""
     many = {f"some.long.name.of.a.tensor.{i}": torch.full((2,), i) for i in range(5000)}
     with pytest.raises(RuntimeError, match="Metadata overflow"):
         fill(theirs, tmp_path / "x.tensors", many)
@@ -263,7 +264,7 @@ def test_filters_trees_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
-    """complex128 and complex32 go both ways; overwire's own functions refuse them by name."""
+    """complex128 and complex32 are exchanged in both directions. overwire's own functions refuse them by name."""
     tensors = {
         "z": torch.randn(3, 2, dtype=torch.complex128),
         "h": torch.randn(5, dtype=torch.complex64).to(torch.complex32),
@@ -281,7 +282,7 @@ def test_dtypes_that_safetensors_lacks(tmp_path: Path) -> None:
 
 
 def test_damage(tmp_path: Path) -> None:
-    """verify_hash finds a flipped bit; verify_module says which tensor differs."""
+    """verify_hash detects a changed bit, and verify_module reports which tensor differs."""
     path = tmp_path / "x.tensors"
     net = Net()
     fill(theirs, path, net)
@@ -292,7 +293,7 @@ def test_damage(tmp_path: Path) -> None:
     passed, results = de.verify_module(net)
     assert not passed and [n for n, ok in results if not ok] == ["first.bias"]
     whole = bytearray(path.read_bytes())
-    whole[-12] ^= 4  # the last tensor: 8 bytes, and 8 zeros after it
+    whole[-12] ^= 4  # in the last tensor, which has 8 bytes and 8 zeros after it
     path.write_bytes(whole)
     ours.TensorDeserializer(path, device="cpu").close()
     with pytest.raises(ours.serialization.HashMismatchError):
@@ -301,7 +302,7 @@ def test_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_refusals(tmp_path: Path, module: Any) -> None:
-    """The same arguments are refused with the same errors."""
+    """Both libraries refuse the same arguments with the same errors."""
     path = tmp_path / "x.tensors"
     fill(theirs, path, {"a": torch.ones(2)})
     new = module.TensorDeserializer
@@ -329,7 +330,7 @@ def test_refusals(tmp_path: Path, module: Any) -> None:
         ("Cannot serialize", TypeError, lambda: fill(module, tmp_path / "y", {"a": 3})),
     ] + ([] if key is None else [("not be encrypted", module.CryptographyError, lambda: new(path, device="cpu", encryption=key))]):
         if "num_readers > 1" in match and module is theirs:
-            continue  # it first caps the number at that of the tensors
+            continue  # the reference first reduces the number to that of the tensors
         with pytest.raises(kind, match=match):
             call()
 
@@ -346,7 +347,7 @@ def fill_twice(module: Any, path: Path) -> None:
 
 @pytest.mark.parametrize("module", [ours] + ([theirs] if SODIUM else []))
 def test_params(module: Any) -> None:
-    """Keys, salts and limits."""
+    """Tests keys, salts and limits."""
     params = module.EncryptionParams
     known = params.from_string("test", salt=bytes(16), **FAST).key.hex()
     assert known == "185d9543e6945bb30c6ecb2d1ac58a388ddfe954c34cf395a4fa12f986897662"
@@ -366,7 +367,7 @@ def test_params(module: Any) -> None:
 
 
 def test_open_files_and_http(tmp_path: Path) -> None:
-    """BytesIO, open files, descriptors, streams and URIs are read alike."""
+    """BytesIO, open files, descriptors, streams and URIs can all be read."""
     path = tmp_path / "x.tensors"
     tensors = {"a": torch.arange(100_000), "b": torch.ones(3)}
     fill(theirs, path, tensors)
@@ -405,7 +406,7 @@ def test_open_files_and_http(tmp_path: Path) -> None:
 
 
 def test_torch_compat(tmp_path: Path) -> None:
-    """torch.save and torch.load work with the tensors in separate files, exchanged both ways, ties kept."""
+    """torch.save and torch.load work with tensors in separate files, exchanged in both directions, with ties."""
     base = torch.arange(12.0).reshape(3, 4)
     obj = {"net": Net().state_dict(), "base": base, "view": base.t()[1:], "f8": torch.ones(3).to(torch.float8_e4m3fn), "n": 3}
     save, load = torch.save, torch.load
@@ -435,7 +436,7 @@ def test_torch_compat(tmp_path: Path) -> None:
 
 
 def test_utils() -> None:
-    """Texts equal the reference's, and modules without weights are made in this thread only."""
+    """Texts equal the reference's. no_init_or_tensor only affects the calling thread."""
     for n, decimal in itertools.product((0, 999, 1000, 1024, 123456789, 5e16), (True, False)):
         assert ours.utils.convert_bytes(n, decimal) == theirs.utils.convert_bytes(n, decimal)
     assert ours.utils.get_mem_usage().split("(")[0] == theirs.utils.get_mem_usage().split("(")[0]
@@ -452,7 +453,7 @@ def test_utils() -> None:
 
 def test_as_vllm_uses_it(tmp_path: Path) -> None:
     """The calls of vLLM's tensorizer loader work: a marker, a module without weights, a stream around the serializer,
-    keys, and totals after the end."""
+    keys, and totals at the end."""
     path = tmp_path / "folder" / "model.tensors"
     net = Net()
     net.register_parameter("vllm_tensorized_marker", torch.nn.Parameter(torch.tensor((1,), device="meta"), requires_grad=False))
@@ -479,8 +480,8 @@ def test_as_vllm_uses_it(tmp_path: Path) -> None:
 
 
 def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
-    """What the file calls ".brain" is "brain" for load_file and convert, as in state_dict(); the drop-in, and a file
-    made of the file, keep the dot; names of a state dict stay."""
+    """A parameter that the file calls ".brain" is "brain" in load_file and convert, as in state_dict(). The drop-in and
+    converted .tensors files keep the dot. Names from a state dict are unchanged."""
     net, path = Net(), tmp_path / "m.tensors"
     theirs_serializer = theirs.TensorSerializer(str(path))
     theirs_serializer.write_module(net)
@@ -505,7 +506,7 @@ def test_names_of_a_modules_own_parameters(tmp_path: Path) -> None:
 
 
 def test_import_and_install() -> None:
-    """The import loads nothing heavy and does not start the engine; a program gets it through PYTHONPATH."""
+    """The import loads no large package and does not start the engine. PYTHONPATH makes programs find the drop-in."""
     program = (
         "import sys, tensorizer, tensorizer.serialization as s, tensorizer.stream_io\n"
         "assert tensorizer._crypt.available  # there without an import of its own, as in tensorizer\n"

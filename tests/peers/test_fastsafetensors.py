@@ -1,5 +1,7 @@
-"""Tests fastsafetensors' names: its own examples run unchanged, and its mistakes are corrected.
-test_fastsafetensors_parity.py compares answers, _plugins.py tests plug-ins."""
+"""Tests that fastsafetensors' own examples run unchanged with the drop-in, and tests our additions and corrections.
+
+test_fastsafetensors_parity.py compares results with the real package. test_fastsafetensors_plugins.py tests plug-ins.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def rows(columns: int) -> Any:
 
 
 def run(folder: Path, *argv: str, start: Any = warm.run) -> str:
-    """Runs a program in `folder` that finds ours under fastsafetensors' own name."""
+    """Runs a program in `folder` that imports the drop-in as fastsafetensors."""
     clean = cleaned("FASTSAFETENSORS_")
     paths = [ow.compat.path("fastsafetensors"), *filter(None, [os.environ.get("PYTHONPATH")])]
     clean |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -74,8 +76,8 @@ def torchrun(folder: Path, *argv: str) -> str:
 
 
 def both_ranks(folder: Path, *argv: str) -> None:
-    """The same without the launcher, which would import torch a third time. `warm.run` starts programs one after the
-    other, and each rank waits for the other."""
+    """Runs a program as two ranks without the launcher, which would import torch a third time. `warm.run` cannot be
+    used, because it starts programs one after the other and the ranks wait for each other."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: run(folder, *argv, str(rank), start=warm.fresh), range(2)))
     assert said == ["done\n"] * 2
@@ -115,8 +117,8 @@ def test_the_parallel_example_over_nccl(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_ranks_share_what_they_loaded(tmp_path: Path) -> None:
-    """Ranks share what they loaded: get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines, a subgroup,
-    and damage on one rank. See fastsafetensors_worker.py."""
+    """Ranks share what they loaded, through get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines and
+    a subgroup, also with damage on one rank. See fastsafetensors_worker.py."""
     torch.manual_seed(5)
     a = {"a0": torch.randn(10, 12), "a1": torch.randn(7, 12), "few": torch.arange(1)}
     fp8 = torch.randint(0, 255, (6, 5), dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -137,7 +139,7 @@ def files(tmp_path: Path) -> list[str]:
     return two_files(tmp_path)
 
 
-# Additions of ours.
+# Our additions.
 
 
 @pytest.mark.parametrize("nogds", [True, False])
@@ -168,7 +170,7 @@ def test_tensors_outlive_everything(files: list[str]) -> None:
     del buffer, loader
     gc.collect()
     assert torch.equal(kept, want)
-    assert get_framework_op("pt").get_mem_used() == 0, "closed buffers lease nothing, even while tensors are held"
+    assert get_framework_op("pt").get_mem_used() == 0, "closed buffers use no budget, even while tensors live"
     assert fst.live_allocation_count() == count + 1
     assert fst.live_allocation_bytes() == nbytes + kept.untyped_storage().nbytes()
     del kept
@@ -193,7 +195,7 @@ def test_narrower_and_wider_types(files: list[str]) -> None:
         buffer = loader.copy_files_to_device(dtype=kind)
         assert torch.equal(buffer.get_tensor("c.w"), ow.load_file(files[1])["c.w"].to(want))
         assert buffer.get_tensor("F32").dtype == buffer.get_tensor("F8_E4M3").dtype == want
-        assert buffer.get_tensor("F4").dtype == torch.float4_e2m1fn_x2, "packed types are parts of a scheme"
+        assert buffer.get_tensor("F4").dtype == torch.float4_e2m1fn_x2, "packed types are not cast"
         buffer.close()
 
 
@@ -233,7 +235,7 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
         )
         assert len(seen) == 24 and used() == 0
         loader.close()
-    # Batches below a file, a filter, a budget.
+    # Batches smaller than a file, a filter and a budget.
     loader = fst.ParallelLoader(
         None, paths, use_tqdm_on_load=False, max_batch_bytes=8000, queue_size=-1,
         tensor_filter=lambda n: not n.endswith("3")
@@ -251,14 +253,14 @@ def test_pipelines_hold_as_few_batches_as_was_said(tmp_path: Path) -> None:
     with pytest.raises(fst.BudgetInfeasibleError, match="3000.*4000"):
         fst.ParallelLoader(None, paths, device_memory_budget=3000)
     with pytest.raises(fst.BudgetInfeasibleError):
-        fst.ParallelLoader(None, paths, device_memory_budget=90000)  # yielded tensors stay, and count
+        fst.ParallelLoader(None, paths, device_memory_budget=90000)  # yielded tensors stay allocated and count
     with pytest.raises(ValueError, match="resident_tensor"):
         fst.ParallelLoader(None, paths, device_memory_budget=90000, accumulate_resident=False, resident_tensor=bool)
     loader = fst.ParallelLoader(
         None, paths, device_memory_budget=28000, resident_tensor=lambda n: n.startswith("t0"), use_tqdm_on_load=False
     )  # fmt: skip
     assert len([used() <= 12000 or pytest.fail("over") for _ in loader.iterate_weights()]) == 24
-    # Leaving early ends the thread and releases everything.
+    # Leaving the loop early ends the thread and frees everything.
     loader = fst.ParallelLoader(None, paths, use_tqdm_on_load=False)
     weights = loader.iterate_weights()
     next(weights)
@@ -289,7 +291,7 @@ def test_expert_filters_drop_other_experts_alone(tmp_path: Path) -> None:
         first, end = fst.owned_expert_range(10, 4, rank)
         mine = set(names) - set(shared)
         assert mine == {f"layers.0.mlp.experts.{e}.up.{kind}" for e in range(first, end) for kind in kinds}
-        assert get_framework_op("pt").get_mem_used() == 12 * len(names), "only what is kept is read"
+        assert get_framework_op("pt").get_mem_used() == 12 * len(names), "only tensors that pass the filter are read"
         buffer.close()
         seen += mine
     assert len(seen) == len(set(seen)) == 30
@@ -334,7 +336,7 @@ def test_the_saver_writes_a_set_that_can_be_proved(tmp_path: Path) -> None:
 
 
 def test_entries_are_filled_by_the_caller(tmp_path: Path) -> None:
-    """save_entries takes sources of any kind, every dtype, and one fill for all of them."""
+    """save_entries accepts sources of any kind, every dtype, and one fill for all of them."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     entries = [saver.plain_entry(name, tensor) for name, tensor in tensors.items()]
     one = fst.ParallelSaver(num_shards=2, shard_metadata=lambda shard: {"first": shard[0].name})
@@ -371,4 +373,4 @@ def test_entries_are_filled_by_the_caller(tmp_path: Path) -> None:
     ):
         with pytest.raises(kind):
             call()
-    assert not list(tmp_path.glob("c*")), "nothing is written of what is refused"
+    assert not list(tmp_path.glob("c*")), "refused saves write nothing"

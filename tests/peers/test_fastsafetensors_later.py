@@ -1,4 +1,4 @@
-"""Tests what fastsafetensors 0.5 adds: plans of shards, and copiers with tensors that can be waited for one by one."""
+"""Tests additions of fastsafetensors 0.5: shard plans, and copiers that allow waiting for single tensors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def files(tmp_path: Path) -> Iterator[list[str]]:
     assert used() == 0
     yield two_files(tmp_path)
     gc.collect()
-    assert used() == 0, "nothing stays leased"
+    assert used() == 0, "memory is still allocated"
 
 
-# Plans of shards.
+# Shard plans.
 
 
 def entries_of(tensors: dict[str, Any]) -> list[Any]:
@@ -47,7 +47,7 @@ def entries_of(tensors: dict[str, Any]) -> list[Any]:
 
 
 def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
-    """Plans are written as they are after changes by hand: every dtype, empty tensors, an empty shard."""
+    """A plan is written as it is after manual changes, with every dtype, empty tensors and an empty shard."""
     tensors = every_dtype() | {"none": torch.empty(0, 3), "w": torch.randn(300, 40)}
     paths = [str(tmp_path / f"{at}.safetensors") for at in range(3)]
     plans = saver.plan_shards(entries_of(tensors), paths, metadata={"k": "v"}, shard0_metadata={"z": "0"}, header_align=4096)
@@ -60,7 +60,7 @@ def test_plans_are_written_as_they_stand(tmp_path: Path) -> None:
     sizes = [sum(entry.nbytes for entry in plan.entries) for plan in plans]
     assert sizes[0] == 48000 and abs(sizes[1] - sizes[2]) < max(
         tensor.nbytes for name, tensor in tensors.items() if name != "w"
-    ), "the largest first, each to the emptiest"
+    ), "the largest tensors are placed first, each in the emptiest shard"
     plans[1].path = str(tmp_path / "deep" / "er" / "mine.safetensors")  # folders are created
     # A plan made entirely by hand.
     table = {"x": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]}}
@@ -139,7 +139,7 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
         {"entries": [saver.WriteEntry("w", DType.I32, [3], 12)]},
     ):  # fmt: skip
         refused(ValueError, "plan", lambda fields=fields: saver.write_shards(changed(**fields), never))
-    # Plans that are consistent but break the format: a hole before the first tensor, and bytes after the last.
+    # Consistent plans that break the format: a gap before the first tensor, and bytes after the last.
     hole = {"header": late, "offsets": {"w": (len(late) + 4, len(late) + 16)}, "total_bytes": len(late) + 16}
     for fields in (hole, {"total_bytes": start + 13}):
         refused(ow.FormatError, "x.safetensors", lambda fields=fields: saver.write_shards(changed(**fields), never))
@@ -166,8 +166,8 @@ def test_plans_that_are_wrong_write_nothing(tmp_path: Path) -> None:
 
 
 class Later(CopierInterface):
-    """A plug-in like those of 0.5: parts of files, tensors before everything is read, and shared ownership. It notes
-    its calls."""
+    """A plug-in like those of 0.5, with byte ranges, tensors before the whole file is read, and shared ownership. It
+    records its calls."""
 
     asked: list[Any] = []
 
@@ -253,7 +253,7 @@ def test_a_plug_in_s_tensors_are_waited_for_one_by_one(files: list[str], later: 
     want = ow.load_file(files[0])
     loader = BaseSafeTensorsFileLoader(None, "cpu", "later")
     assert loader.copier_class is Later is copier.copier_class_of(Later)
-    assert BaseSafeTensorsFileLoader(None, "cpu", "renamed").copier_class is Later, "what is made counts, not what was asked for"
+    assert BaseSafeTensorsFileLoader(None, "cpu", "renamed").copier_class is Later, "the class that is made counts, not the requested name"
     assert copier.copier_class_of(lambda *_: None) is CopierInterface  # type: ignore[arg-type,return-value]
     loader.add_filenames({0: files[:1]})
     buffer = loader.copy_files_to_device(allow_inflight=True)
@@ -262,15 +262,15 @@ def test_a_plug_in_s_tensors_are_waited_for_one_by_one(files: list[str], later: 
     assert later.asked == ["ready", ("wait", "F64"), ("wait", "U8")]
     buffer.close()
     buffer.close()
-    assert later.asked[3:] == ["finish"] and used() == 0, "what is read to is not freed before it is read"
+    assert later.asked[3:] == ["finish"] and used() == 0, "memory is not freed before reads into it end"
     assert plain(got) == plain({name: want[name] for name in got})
-    # dtype= needs all bytes first, and so does a caller that does not ask for it.
+    # dtype= needs all bytes first, and so does a load without allow_inflight.
     for named in ({"dtype": DType.F32, "allow_inflight": True}, {}):
         later.asked.clear()
         buffer = loader.copy_files_to_device(**named)  # type: ignore[arg-type]
         assert later.asked == ["finish"] and buffer.get_tensor("F16").dtype == (torch.float32 if named else torch.float16)
         buffer.close()
-    # A filter becomes ranges; an error on the way drains what was submitted.
+    # A filter becomes byte ranges. After an error, submitted reads are waited for.
     later.asked.clear()
     loader.set_tensor_filter(lambda name: name in ("U8", "F64"))
     loader.reset()
@@ -321,7 +321,7 @@ def test_pipelines_ask_plug_ins_for_chunks(files: list[str], later: type[Later])
     run(max_batch_bytes=largest, overlap_io=False)
     assert "ready" not in later.asked
     assert {size for _, _, size in run(max_batch_bytes=largest, use_chunk_budget_as_allocation_size=True)} == {largest}
-    # Its own costs are in the budget: 1000 once, and 2 x (a chunk + 100) for each batch.
+    # The plug-in's costs are part of the budget: 1000 once, and 2 x (a chunk + 100) per batch.
     least = {"accumulate_resident": False, "queue_size": 3}
     run(device_memory_budget=1000 + 2 * largest + 100, borrowed_tensors=True, **least)
     with pytest.raises(fst.BudgetInfeasibleError, match="holds 1000; the largest tensor"):
@@ -344,8 +344,8 @@ def test_pipelines_ask_plug_ins_for_chunks(files: list[str], later: type[Later])
 
 
 def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
-    """The engine's copiers have the hooks, for plain and compressed files: ranges, chunks, tensors one by one, all by
-    hand."""
+    """The engine's copiers support all hooks for plain and compressed files: byte ranges, chunks and waiting for single
+    tensors."""
     op = get_framework_op("pt")
     for path in files:
         want = plain(ow.load_file(path))
@@ -391,13 +391,13 @@ def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
 
 
 def test_a_tensor_is_there_before_its_batch(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader returns, and a pipeline yields, while the rest is still being loaded."""
+    """The loader returns, and a pipeline yields, while other tensors are still being loaded."""
     whole = list(ow.stream(files[0]))
     gate = threading.Event()
 
     def slowly(*args: Any, **named: Any) -> Iterator[tuple[str, Any]]:
         yield from whole[:2]
-        assert gate.wait(60), "the first two are asked for before the rest is there"
+        assert gate.wait(60), "the first two must be returned before the rest arrives"
         yield from whole[2:]
 
     monkeypatch.setattr(base, "stream_tensors", slowly)
@@ -426,7 +426,7 @@ def test_what_fails_on_its_way_is_raised_where_it_is_asked_for(files: list[str])
     loader = fst.SafeTensorsFileLoader(None, "cpu")
     loader.add_filenames({0: files})
     buffer = loader.copy_files_to_device(allow_inflight=True)
-    assert plain(buffer.get_tensor("U8")) == plain(ow.load_file(files[0])["U8"]), "the other file is whole"
+    assert plain(buffer.get_tensor("U8")) == plain(ow.load_file(files[0])["U8"]), "the other file is intact"
     for _ in range(2):
         with pytest.raises(ow.CorruptError) as caught:
             for name in buffer.key_to_rank_lidx:
@@ -437,7 +437,7 @@ def test_what_fails_on_its_way_is_raised_where_it_is_asked_for(files: list[str])
     buffer.close()
     with pytest.raises(ValueError, match="closed"):
         buffer.get_tensor("U8")
-    # Closed during the load: nothing stays.
+    # Closing during the load frees everything.
     loader.reset()
     loader.add_filenames({0: files[:1]})
     loader.copy_files_to_device(allow_inflight=True).close()
@@ -481,10 +481,10 @@ def test_buffers_are_shared_until_the_last_lets_go() -> None:
 
 @pytest.mark.slow
 def test_the_real_package_says_the_same(tmp_path: Path) -> None:
-    """One program gives the same with fastsafetensors 0.5.0 and with ours under its name."""
+    """One program gives the same results with fastsafetensors 0.5.0 and with ours under its name."""
     real = pytest.importorskip("fastsafetensors")
     if real.__version__ != "0.5.0":
-        pytest.skip(f"fastsafetensors {real.__version__} is here; requirements/test.txt asks for 0.5.0")
+        pytest.skip(f"fastsafetensors {real.__version__} is installed; requirements/test.txt pins 0.5.0")
     there = Path(real.__file__).parents[1]
     known = "BOOL I8 I16 I32 I64 U8 U16 U32 U64 F16 F32 F64 BF16 F8_E5M2 F8_E4M3 F8_E8M0 F4"
     answers = []

@@ -1,4 +1,4 @@
-"""Tests fastsafetensors' names for paddle, if paddle is installed."""
+"""Tests overwire.compat.fastsafetensors with paddle, if it is installed."""
 
 from __future__ import annotations
 

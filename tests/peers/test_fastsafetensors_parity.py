@@ -1,4 +1,4 @@
-"""Tests that overwire.compat.fastsafetensors answers like the real package, call by call."""
+"""Tests that overwire.compat.fastsafetensors returns the same as the real package, call by call."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from overwire.compat.fastsafetensors.st_types import DType  # noqa: E402
 def real() -> Any:
     package = pytest.importorskip("fastsafetensors")
     if not package.__version__.startswith("0.5."):
-        pytest.skip(f"fastsafetensors {package.__version__} is here; requirements/test.txt asks for 0.5.0")
+        pytest.skip(f"fastsafetensors {package.__version__} is installed; requirements/test.txt pins 0.5.0")
     return package
 
 
 def answer(call: Any) -> Any:
-    """Returns a call's result, or that it raised; error texts are not compared."""
+    """Returns a call's result, or "raised". Error texts are not compared."""
     try:
         return plain(call())
     except Exception:
@@ -36,7 +36,7 @@ def answer(call: Any) -> Any:
 
 
 def both(real: Any, call: Any) -> Any:
-    """Asserts that the same call gives the same with both packages."""
+    """Asserts that a call gives the same with both packages, and returns the result."""
     theirs, ours = answer(lambda: call(real)), answer(lambda: call(fst))
     assert ours == theirs
     return ours
@@ -59,7 +59,7 @@ def test_devices_frames_and_settings_answer_alike(real: Any) -> None:
         slice(2, 4), (slice(None), 3), slice(3, 3), (slice(0, 9, 3), slice(1, 7, 2)), 5, (1, 2), 16, -17, (1, 2, 3),
         "x",
     ]
-    # The real package is wrong on steps that do not divide, negative steps and indices, and ().
+    # The real package is wrong for steps that do not divide the range, for negative steps and indices, and for ().
     assert (frame(fst)[::-1].shape, frame(fst)[::-1].offsets, frame(fst)[0:10:3].shape) == ([16, 8], [15, 0], [4, 8])
     assert frame(fst)[()] == frame(fst) and frame(fst)[-2:].offsets == [14, 0] and frame(fst)[-1].offsets == [15, 0]
     for index in indices:
@@ -75,7 +75,7 @@ def test_devices_frames_and_settings_answer_alike(real: Any) -> None:
         {},
         {"max_concurrent_producers": 2},
     ]
-    known = [one.name for one in dataclasses.fields(real.LoaderConfig)]  # ours also has 0.5's
+    known = [one.name for one in dataclasses.fields(real.LoaderConfig)]  # ours also has the fields of 0.5
     for data in settings:
         both(real, lambda p, data=data: {name: getattr(p.LoaderConfig.from_dict(data), name) for name in known})
         both(real, lambda p, data=data: p.LoaderConfig.from_dict(data).get_extension_config("3fs"))
@@ -145,7 +145,7 @@ def test_headers_are_read_alike(real: Any, tmp_path: Path, name: str) -> None:
 
 
 def test_tensors_are_loaded_alike(real: Any, tmp_path: Path) -> None:
-    # A dtype that the real package lacks is in a file that it is not given.
+    # The file leaves out dtypes that the real package lacks.
     path = str(tmp_path / "both.safetensors")
     known = {one.name for one in part(real, "st_types").DType}
     ow.save_file({name: tensor for name, tensor in every_dtype().items() if name in known}, path, {"made": "here"}, compress=False)

@@ -1,5 +1,5 @@
-"""Tests fastsafetensors' names for plug-ins: copiers, readers, the extension, headers in memory, and additions of later
-versions."""
+"""Tests overwire.compat.fastsafetensors for plug-ins: copiers, readers, the extension, headers in memory, and additions
+of later versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 class Reader:
-    """Has the shape of 3FS's reader, over ordinary files."""
+    """Reads ordinary files through the interface of 3FS's reader."""
 
     short = 0
 
@@ -81,7 +81,7 @@ def test_a_3fs_reader_brings_the_bytes(
     for blank in (None, "", "  "):
         section = threefs_loader.ThreeFSLoader.process_extension_config({"mount_point": blank}, hf_weights_files=["/x/y"])
         assert section == {"mount_point": "/mnt/x"}
-    # By a config file.
+    # Through a config file.
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps({"loader": "3fs", "3fs": {"entries": 8}, "parallel": {"use_pipeline": True, "use_tqdm_on_load": False}}))
     monkeypatch.setenv(config.CONFIG_ENV_VAR, str(settings))
@@ -89,7 +89,7 @@ def test_a_3fs_reader_brings_the_bytes(
     assert type(auto._loader) is threefs_loader.ThreeFSLoader and auto.config.use_pipeline
     assert plain(dict(auto.iterate_weights())) == plain(want)
     auto.close()
-    # A short read, and a file it cannot read.
+    # A short read, and a file that it cannot read.
     monkeypatch.setattr(Reader, "short", 1)
     with pytest.raises(RuntimeError, match="truncated"):
         loader.copy_files_to_device()
@@ -107,7 +107,7 @@ def test_without_the_reader_3fs_fails_when_used(files: list[str]) -> None:
 
 
 def test_a_copier_of_ones_own(files: list[str]) -> None:
-    """A copier can be registered by name and read with cpp's readers to the framework's memory."""
+    """A user's copier can be registered by name and read into the framework's memory with cpp's readers."""
 
     class Mine(CopierInterface):
         def __init__(self, metadata: Any, device: Device, framework: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_copier_of_ones_own(files: list[str]) -> None:
                 self.reader.submit_read(fd, gbuf, start, half, 0),
                 self.reader.submit_read(fd, gbuf, start + half, length - half, half),
             ]
-            os.close(fd)  # the reads have their own descriptor
+            os.close(fd)  # the reads use their own descriptor
             return gbuf
 
         def wait_io(self, gbuf: Any, dtype: DType = DType.AUTO, noalign: bool = False) -> Any:
@@ -194,7 +194,7 @@ def test_the_extension_s_names(tmp_path: Path) -> None:
 
 
 def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
-    """Readiness as in 0.5: the bytes that are there, and an error for those that never come."""
+    """wait_read_prefix waits for the first bytes of a read, as in 0.5, and raises for bytes that never arrive."""
     data = random.Random(3).randbytes(40 << 20)
     (tmp_path / "data").write_bytes(data)
     address = cpp.cpu_malloc(len(data) + 10)
@@ -248,7 +248,7 @@ def test_what_later_versions_added(files: list[str]) -> None:
 
 
 def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """nogds=False means read="gds" for a GPU; test_gpu.py tests the result."""
+    """nogds=False means read="gds" on a GPU. test_gpu.py tests the result."""
     asked: list[Any] = []
     stream = ow.stream
     monkeypatch.setattr(base, "stream_tensors", lambda *args, read=None, **named: (asked.append(read), stream(*args, **named))[1])
@@ -262,8 +262,8 @@ def test_gds_is_asked_for_on_a_gpu_alone(files: list[str], monkeypatch: pytest.M
 
 
 def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that shares the host's memory: anonymous pinned memory, one copy by cpp's name, one wait by torch's, and
-    nothing stays pinned. Stand-ins replace them here."""
+    """On a GPU that shares the CPU's memory, the copier pins anonymous memory, copies once through cpp, waits once
+    through torch, and leaves nothing pinned. Replacements record the calls here."""
     from overwire.compat.fastsafetensors import loader as loaders
     from overwire.compat.fastsafetensors.copier import unified
 
@@ -300,7 +300,7 @@ def test_the_unified_copier_s_seams(files: list[str], monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="700"):
         one.submit_io(True, 1 << 30)
     assert one._pinned == [] and op.get_mem_used() == used
-    # Selected by FASTSAFETENSORS_UNIFIED_MEM, or by a GPU's name.
+    # Selected by FASTSAFETENSORS_UNIFIED_MEM or by the GPU's name.
     for text, name, want in (("1", "", True), ("0", "NVIDIA GB10", False), (None, "NVIDIA GB10", True), (None, "NVIDIA H200", False)):
         monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
         if text is not None:
@@ -364,8 +364,8 @@ def test_names_and_words_that_programs_look_at(files: list[str], monkeypatch: py
 
 
 def test_a_header_s_leniency_stays_here(tmp_path: Path) -> None:
-    """The metadata class reads trailing bytes and numbers as metadata, as the original does; loading enforces the
-    format's rules."""
+    """The metadata class accepts trailing bytes and metadata that is not text, as the original does. Loading enforces
+    the format's rules."""
     head = json.dumps({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "__metadata__": {"x": 3}}).encode()
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(head).to_bytes(8, "little") + head + b"1234")
@@ -386,7 +386,7 @@ def test_capsules_of_addresses() -> None:
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]] and tensor.data_ptr() == address
     dropped = dlpack.from_cuda_buffer(address, [6], [1], DType.F32, Device(), values)
     assert sys.getrefcount(values) == held + 2
-    del dropped, tensor  # one was taken, one never was
+    del dropped, tensor  # one capsule was used, one was not
     gc.collect()
     assert sys.getrefcount(values) == held
     capsule = dlpack.from_cuda_buffer(address, [24], [1], DType.F8_E4M3, Device())

@@ -1,5 +1,5 @@
-"""Tests that overwire.compat.fastsafetensors looks like the released fastsafetensors 0.5.0 to programs: names,
-parameters, defaults, words; and pairs of F4 over several ranks."""
+"""Tests that overwire.compat.fastsafetensors has the names, parameters, defaults and messages of the released
+fastsafetensors 0.5.0, and that ranks can share F4 tensors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ HERE = Path(__file__).resolve().parent
 def real() -> Any:
     package = pytest.importorskip("fastsafetensors")
     if not package.__version__.startswith("0.5."):
-        pytest.skip(f"fastsafetensors {package.__version__} is here; requirements/test.txt asks for 0.5.0")
+        pytest.skip(f"fastsafetensors {package.__version__} is installed; requirements/test.txt pins 0.5.0")
     return package
 
 
 # Differences from the released package, with reasons: modules, names, members, parameters.
-_ENGINE = "how files are read is the engine's"
-_WINDOWS = "for Windows alone"
-_WORDS = "a line in its log, or a measure of its own time"
+_ENGINE = "the engine decides how files are read"
+_WINDOWS = "only for Windows"
+_WORDS = "only a log line or its own timing"
 WITHOUT = {
-    "_planner": "its plan of chunks; device_memory_budget is planned by parallel_loader",
+    "_planner": "plans chunks, but parallel_loader plans device_memory_budget",
     "common.ODIRECT_HINT": _ENGINE, "common.get_fs_type": _ENGINE, "common.is_odirect_enabled": _ENGINE,
     "copier.dstorage": _WINDOWS,
     "copier.example_copier": "an example",
@@ -58,21 +58,21 @@ WITHOUT = {
     "cpp.is_hipfile_memory_budget_supported": _ENGINE, "cpp.load_fgds_library": _ENGINE,
     "dlpack.DLDevice": "capsules are made in C here", "dlpack.DLManagedTensor": "as DLDevice", "dlpack.DLTensor": "as DLDevice",
     "dlpack.c_DLDataType": "as DLDevice",
-    "frameworks.FrameworkOpBase.broadcast_contiguous_run": "tensors are broadcast one by one",
-    "frameworks.FrameworkOpBase.iter_buffer_views": "each tensor has memory of its own",
+    "frameworks.FrameworkOpBase.broadcast_contiguous_run": "tensors are broadcast separately",
+    "frameworks.FrameworkOpBase.iter_buffer_views": "each tensor has separate memory",
     "frameworks.K": "a type variable", "frameworks.T": "a type variable",
-    "frameworks._torch.TorchOp.broadcast_contiguous_run": "tensors are broadcast one by one",
-    "frameworks._torch.TorchOp.iter_buffer_views": "each tensor has memory of its own",
+    "frameworks._torch.TorchOp.broadcast_contiguous_run": "tensors are broadcast separately",
+    "frameworks._torch.TorchOp.iter_buffer_views": "each tensor has separate memory",
     "loader.gl_set_numa": _ENGINE, "loader.loaded_library": _ENGINE, "threefs_loader.loaded_library": _ENGINE,
     "parallel_loader.FileBatch": _WORDS, "parallel_loader.TimingContext": _WORDS, "parallel_loader.enable_tqdm": _WORDS,
     "parallel_loader.parse_time": _WORDS,
-    "saver.DTYPE_SIZES": "st_types has it",
-    "saver.ParallelSaver": "has compress=, too",
+    "saver.DTYPE_SIZES": "is in st_types",
+    "saver.ParallelSaver": "also has compress=",
 }  # fmt: skip
 
 
 def parameters(found: Any) -> list[Any] | None:
-    """Returns names, kinds and defaults; None for objects without a signature."""
+    """Returns names, kinds and defaults, or None for an object without a signature."""
     try:
         return [
             (p.name, p.kind, p.default.name if isinstance(p.default, enum.Enum) else p.default)
@@ -149,8 +149,8 @@ def test_only_the_adapter_brings_torch_in() -> None:
 
 
 def test_unified_memory_is_the_framework_s_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of GPU 0, from the given framework, decides; the variable overrides it; and the loader passes its
-    framework on."""
+    """The name of GPU 0 in the given framework decides, the variable overrides it, and the loader passes its
+    framework."""
     monkeypatch.delenv("FASTSAFETENSORS_UNIFIED_MEM", raising=False)
     gpu = mock.Mock(spec_set=["get_device_name"])
     for name, want in (("NVIDIA GB10", True), ("NVIDIA H200", False), ("", False)):
@@ -175,7 +175,7 @@ def test_unified_memory_is_the_framework_s_to_tell(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_auto_loader_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It passes nogds on whether or not a config names a copier, and refuses unknown loaders."""
+    """AutoLoader passes nogds with and without a configured copier, and refuses unknown loaders."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FASTSAFETENSORS_CONFIG", raising=False)
     cases: list[tuple[dict[str, Any], bool, bool]] = [({}, False, False), ({"bbuf_size_kb": 8, "use_fgds": True}, False, True)]
@@ -202,7 +202,7 @@ def test_what_auto_loader_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_pipelines_of_one(real: Any) -> None:
-    """Without a group a pipeline belongs to a single process, in both packages."""
+    """Without a group, a pipeline is one process, in both packages."""
     for package in (real, fst):
         kind = importlib.import_module(f"{package.__name__}.parallel_loader").PipelineParallel
         for group in (None, package.SingleGroup()):
@@ -214,8 +214,8 @@ def test_pipelines_of_one(real: Any) -> None:
 
 @pytest.mark.imports_torch
 def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
-    """F4 works on both ranks as in the real package: shapes as files count them, blocks of elements, whole tensors,
-    joined ones. See fastsafetensors_pairs.py."""
+    """F4 tensors on two ranks behave as in the real package: shapes as in the file, blocks of elements, whole and
+    joined tensors. See fastsafetensors_pairs.py."""
 
     def pairs(*shape: int) -> Any:
         return torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
@@ -236,14 +236,14 @@ def test_pairs_over_two_ranks(real: Any, tmp_path: Path) -> None:
 
 
 def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that writes from the host gets memory that the host can write, also where tensors go to a GPU;
-    inaccessible pages stand for GPU memory here."""
+    """A reader that writes from the CPU gets memory that the CPU can write, even if the tensors go to a GPU.
+    Inaccessible pages simulate GPU memory here."""
     want = {"a": torch.arange(300_000), "b": torch.randn(70_000)}
     path = str(tmp_path / "x.safetensors")
     ow.save_file(want, path, compress=False)
     length = sum(t.nbytes for t in want.values())
     page = mmap.PAGESIZE
-    pages = mmap.mmap(-1, -(-length // page) * page, prot=0)  # any access by the host is a SIGSEGV
+    pages = mmap.mmap(-1, -(-length // page) * page, prot=0)  # any CPU access is a SIGSEGV
     shadow = (ctypes.c_ubyte * length)()
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
@@ -280,7 +280,7 @@ def test_a_3fs_reader_on_a_gpu_fills_host_memory(tmp_path: Path, monkeypatch: py
     used = op.get_mem_used()
     gbuf = one.submit_io(False, 16 << 30)
     assert len(pieces) == -(-length // (1 << 20)) and sum(size for _, size in pieces) == length
-    assert calls == ["copy", "wait"] * len(pieces)  # the staging buffer is reused when the GPU has the data
+    assert calls == ["copy", "wait"] * len(pieces)  # the staging buffer is reused once the GPU has the data
     there = cpp.gds_device_buffer(ctypes.addressof(shadow), length, False)
     got = {name: tensor.get_raw() for name, tensor in meta.get_tensors(there, Device(), meta.header_length).items()}
     assert plain(got) == plain(want)

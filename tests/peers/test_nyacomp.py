@@ -1,5 +1,5 @@
-"""Tests nyacomp's functions under their own names: manifests, bundles in its layout and ours, checkpoints, variables.
-"""
+"""Tests nyacomp's functions under their own names: manifests, bundles in its layout and in ours, checkpoints, and
+variables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from overwire.compat.fastsafetensors import cpp
 from overwire.compat.nyacomp import _nyacomp, bundles, hf, manifests, partition, settings
 from torch import nn
 
-# -- the surface
+# -- names
 
 
 def test_every_name_takes_nyacomps_arguments() -> None:
@@ -73,7 +73,7 @@ def test_small_helpers(caplog) -> None:
 
 @pytest.mark.slow
 def test_the_bytes_of_a_large_tensor() -> None:
-    """All bytes of a tensor of more than 2^32 bytes are kept, which takes twice as much memory."""
+    """All bytes of a tensor larger than 2^32 bytes are returned."""
     size = (4 << 30) + 5
     tensor = torch.zeros(size, dtype=torch.uint8)
     tensor[-5:] = torch.arange(5)
@@ -96,7 +96,7 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
     meta, size, stored = nyacomp.compress_parameter(noise, Path("nya/1.gz"), 2)
     assert meta["filename"] == "nya/1.raw" and size == stored == 3000 and not Path("nya/1.gz").exists()
     assert Path("nya/1.raw").read_bytes() == noise.numpy().tobytes()
-    # A stale file is never taken for the new one, in either form.
+    # A stale file in either form is never used instead of the new one.
     meta, _, _ = nyacomp.compress_parameter(weights * 2, Path("nya/1.gz"))
     assert meta["filename"] == "nya/1.gz" and not Path("nya/1.raw").exists()
     same(_nyacomp.decompress("nya/1.gz", [500, 40], "bfloat16"), weights * 2)
@@ -109,7 +109,7 @@ def test_compress_parameter(tmp_path: Path, monkeypatch) -> None:
 
 
 class Pipeline:
-    """Looks like a diffusers pipeline to nyacomp: a config that names parts."""
+    """Looks like a diffusers pipeline to nyacomp, because its config names parts."""
 
     def __init__(self) -> None:
         torch.manual_seed(6)
@@ -134,8 +134,8 @@ class Step:
 
 
 def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
-    """compress_pickle takes any Python object with tensors; compress takes pipelines, modules and state dicts. Files
-    are where the README has them, and the caller's object stays as it was."""
+    """compress_pickle takes any Python object with tensors, and compress takes pipelines, modules and state dicts. The
+    files are where nyacomp's README says, and the caller's object does not change."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
     pipe, checker = Pipeline(), nn.Linear(32, 2)
@@ -158,7 +158,7 @@ def test_the_readme_s_verbs(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each manifest is written once in each folder, before the pickle that needs it. If one cannot be written, the old
+    """Each manifest is written once per folder, before the pickle that needs it. If one cannot be written, the old
     object stays."""
     path = tmp_path / "line\nbreak" / "x.pkl"
     path.parent.mkdir()
@@ -172,7 +172,7 @@ def test_manifests_are_written_once_and_before_the_pickle(tmp_path: Path, monkey
             for name in ("meta.csv", "metadata.pkl", "merged_tensors.csv")
             for folder in (path.parent, path.parent / "nya")
         )
-    monkeypatch.setenv("DOWNLOAD", "1")  # names contain the folder then, and it has a line break
+    monkeypatch.setenv("DOWNLOAD", "1")  # now names include the folder, which contains a line break
     with pytest.raises(ow.ArgumentError, match="line break"):
         nyacomp.compress_pickle({"b": torch.arange(9)}, path)
     assert list(ow.load_compressed_pickle(path)) == ["a"]
@@ -203,7 +203,7 @@ def test_manifests_stand_in_both_places(tmp_path: Path) -> None:
     assert (path.parent / "merged_tensors.csv").read_text() == "0,1"
     rows, bins = manifests.read_metadata(path)
     assert bins == [[0]] and rows == [{**manifest.rows[0]._asdict(), "shape": [size]}]
-    (path.parent / "nya/metadata.pkl").unlink()  # either location works
+    (path.parent / "nya/metadata.pkl").unlink()  # either location is enough
     (path.parent / "nya/meta.csv").unlink()
     files, bins = nyacomp.get_args(path)
     assert len(files) == 1 and len(bins) == settings.num_threads()
@@ -251,7 +251,7 @@ def test_hostile_and_broken_manifests(tmp_path: Path) -> None:
 
 
 def _write_layout(folder: Path, tensors: list[torch.Tensor], monkeypatch, anchored: bool = False) -> None:
-    """Writes tensor files and manifests as nyacomp lays them out, relative to folder's parent."""
+    """Writes tensor files and manifests in nyacomp's layout, relative to folder's parent."""
     monkeypatch.chdir(folder.parent)
     (folder / "nya").mkdir(parents=True, exist_ok=True)
     merged, info = nyacomp.merge_tensors(tensors, 80_000)
@@ -298,7 +298,7 @@ def test_pickles_in_nyacomps_layout(tmp_path: Path, monkeypatch, anchored: bool)
             got = nyacomp.load_compressed_pickle("model/x.pkl")
         for a, b in zip([*got["w"], got["n"], got["s"]], [*obj["w"], obj["n"], obj["s"]], strict=True):
             same(a, b)
-    # From a preload, each load gets its own tensors.
+    # Each load from a preload gets its own tensors.
     monkeypatch.setattr(bundles, "decompressor", _nyacomp.AsyncDecompressor("model/nya/meta.csv"))
     first, second = (nyacomp.load_compressed_pickle("model/x.pkl") for _ in range(2))
     first["n"].zero_()
@@ -324,7 +324,7 @@ def test_modules_in_nyacomps_layout(tmp_path: Path, monkeypatch) -> None:
     assert all(isinstance(param, nn.Parameter) for param in got.parameters())
     for name, tensor in got.state_dict().items():
         same(tensor, state[name])
-    # A parameter more or less than there are tensors is an error, not a shift.
+    # One parameter more or fewer than there are tensors is an error, not a shift.
     torch.save(module[0], tmp_path / "m/boneless_model.pth")
     with pytest.raises(ow.FormatError, match="empty parameters"):
         nyacomp.load_compressed("m/boneless_model.pth")
@@ -348,7 +348,7 @@ def test_files_that_only_nvcomp_reads_are_refused(tmp_path: Path, monkeypatch, s
     (tmp_path / "nya/0.gz").write_bytes(b"nonsense" * 99)
     with pytest.raises(ow.FormatError):
         nyacomp.load_compressed_pickle(tmp_path / "x.pkl")
-    # Runs the command itself, on a bundle that it can read.
+    # Runs the recompress command on a bundle that it can read.
     weights = torch.randn(512)
     row, _, _ = nyacomp.compress_parameter(weights.view(1, 512), tmp_path / "nya/0.gz")
     nyacomp.to_csv([row], [[0]], tmp_path / "nya/meta.csv")
@@ -360,7 +360,7 @@ def test_files_that_only_nvcomp_reads_are_refused(tmp_path: Path, monkeypatch, s
 
 
 def _nvcomp_file(data: bytes, seed: int) -> bytes:
-    """Builds a file as nvCOMP 3 laid it out, with chunks in the order in which its blocks finished."""
+    """Builds a file in nvCOMP 3's layout, with chunks in the order in which its blocks finished."""
     chunk, draw = 65536, random.Random(seed)
     stored = [bytes(ow.codecs.encode(data[at : at + chunk], "GDeflate", bitstream="raw")) for at in range(0, len(data), chunk)]
     order = draw.sample(range(len(stored)), len(stored))
@@ -369,7 +369,7 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
         offsets[at] = len(payload)
         payload += stored[at] + bytes(-len(stored[at]) % 8)
     tables = b"".join(value.to_bytes(8, "little") for value in [*offsets, *map(len, stored)])
-    sums = draw.randbytes(8 * len(stored))  # with nvCOMP's own checksums
+    sums = draw.randbytes(8 * len(stored))  # in place of nvCOMP's checksums
     offset = 72 + len(tables) + len(sums)
     head = bytearray(72)
     struct.pack_into("<IBBBxQQQBxxxIIBBxxQI", head, 0, 0, 3, 0, 3, len(payload), len(data), len(stored), 1, 7, 7, 1, 1, chunk, offset)
@@ -377,8 +377,8 @@ def _nvcomp_file(data: bytes, seed: int) -> bytes:
 
 
 def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
-    """GDeflate in nvCOMP's container is decoded, with a warning that nothing was compared. Damage that breaks a chunk,
-    tables or sizes is a typed error. `recompress` makes a bundle from it without nyacomp or a GPU."""
+    """GDeflate in nvCOMP's container is decoded, with a warning that its checksums were not compared. Damage to a
+    chunk, tables or sizes is a typed error. `recompress` makes a bundle from it without nyacomp or a GPU."""
     seed = random.randrange(1 << 30)
     print("seed", seed)
     torch.manual_seed(seed)
@@ -411,7 +411,7 @@ def test_files_of_nyacomps_own(tmp_path: Path, caplog) -> None:
             assert one.shape == (3, 50_000) and one.dtype == torch.bfloat16, f"seed {seed}"
         except (ow.FormatError, ow.CorruptError, ow.NotSupportedError) as error:
             assert "0.gz" in str(error), f"seed {seed}"
-    # A file and a manifest agree on more than the file can have: no memory is allocated for it.
+    # If file and manifest agree on an impossible size, no memory is allocated for it.
     huge = bytearray(file)
     struct.pack_into("<Q", huge, 16, 1 << 62)
     (tmp_path / "nya/0.gz").write_bytes(huge)
@@ -437,7 +437,7 @@ def test_uncompressed_bundles(tmp_path: Path, monkeypatch) -> None:
     assert torch.equal(nyacomp.load_compressed(tmp_path / "m.pth").weight, module.weight)
 
 
-# -- downloads: file:// stands for every scheme that the engine opens
+# -- downloads; file:// stands for every scheme that the engine supports
 
 
 def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> None:
@@ -454,7 +454,7 @@ def test_download_takes_the_tensors_from_host(tmp_path: Path, monkeypatch) -> No
     same(nyacomp.load_compressed_pickle("model/x.pkl")["w"], obj["w"])
     job = ow.preload(f"file://{tmp_path}/bucket/model/nya/meta.csv")
     assert job.uris == [f"{tmp_path}/bucket/model/nya/x.safetensors"]
-    monkeypatch.setenv("DOWNLOAD", "0")  # the word "no" counts as no, in both languages
+    monkeypatch.setenv("DOWNLOAD", "0")  # "0" turns it off
     with pytest.raises(ow.NotFoundError):
         nyacomp.load_compressed_pickle("model/x.pkl")
     with pytest.raises(ow.NotSupportedError, match="ftp"):
@@ -492,8 +492,8 @@ VARIABLES = (
 
 
 def test_no_variable_ends_the_import_or_is_set(tmp_path: Path, script) -> None:
-    """With nonsense and with a number in every variable that nyacomp, its extension and remotefile read or set, the
-    import succeeds, no variable is set, nothing is written, and docs/nyacomp.md names each one."""
+    """With nonsense or a number in every variable that nyacomp, its extension and remotefile read or set, the import
+    succeeds, sets no variable and writes nothing. docs/nyacomp.md names each variable."""
     source = """
 import os, sys
 before = dict(os.environ)
@@ -523,7 +523,7 @@ def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(bundles, "decompressor", None)
     bundles.start_preload()
-    assert bundles.decompressor is None  # neither set nor present
+    assert bundles.decompressor is None  # no setting and no default file
     Path("data/nya").mkdir(parents=True)
     ow.compress_pickle({"w": torch.arange(99)}, "data/x.pkl")
     monkeypatch.setenv("NO_PRELOAD", "1")
@@ -536,10 +536,10 @@ def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
     assert tensors[0] is nyacomp.get_tensors("data/x.pkl")[0]
     same(tensors[0], torch.arange(99))
     ow.compress_pickle({"w": torch.arange(5)}, tmp_path / "y.pkl")
-    same(nyacomp.get_tensors(tmp_path / "y.pkl")[0], torch.arange(5))  # another bundle's path is honoured
+    same(nyacomp.get_tensors(tmp_path / "y.pkl")[0], torch.arange(5))  # another bundle's path is used
 
 
 def test_annotate_is_that_of_nvtx() -> None:
-    """annotate works as a context and around a function, by position or by name, with nvtx or without."""
+    """annotate works as a context manager and a decorator, with a positional or named message, also without nvtx."""
     with nyacomp.annotate(message="a"), nyacomp.annotate("b"):
         assert nyacomp.annotate("c")(lambda: 7)() == 7

@@ -1,4 +1,4 @@
-"""Tests `_nyacomp`, nyacomp's extension: tensors in files by their bytes, and the load in the background."""
+"""Tests `_nyacomp`, nyacomp's extension, which stores tensors by their bytes and loads in the background."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from overwire.compat.nyacomp import _nyacomp, tensor_bytes
 
 
 def _write(folder: Path, tensors: list[torch.Tensor], bins: str = "0") -> Path:
-    """Writes files and a meta.csv as unmodified nyacomp does through `_nyacomp`."""
+    """Writes files and a meta.csv as nyacomp does through `_nyacomp`."""
     lines = [bins]
     folder.mkdir(parents=True, exist_ok=True)
     for at, tensor in enumerate(tensors):
@@ -50,7 +50,7 @@ def _some() -> list[torch.Tensor]:
 def test_bytes_come_back_and_shrink_whatever_they_are(tmp_path: Path) -> None:
     torch.manual_seed(1)
     weights = torch.randn(300_000) * 0.02
-    # 300 KB and more, in one tensor; nyacomp itself reaches 0.79, 0.92 and 0.93 there.
+    # For one tensor of 300,000 values. nyacomp itself reaches 0.79, 0.92 and 0.93.
     wanted = {torch.bfloat16: 0.68, torch.float16: 0.86, torch.float32: 0.84, torch.float64: 1.01}
     for algo, (dtype, most) in enumerate(wanted.items()):
         tensor = weights.to(dtype)
@@ -67,7 +67,7 @@ def test_bytes_that_mean_nothing(tmp_path: Path, seed: int) -> None:
     for size in (0, 1, 2, 3, 7, 8, 1000, 1_200_001):
         data = rng.randbytes(size)
         stored = _nyacomp.compress(bytearray(data) if size % 2 else data, tmp_path / "x.gz")
-        assert stored >= size  # the caller then keeps the original bytes
+        assert stored >= size  # the caller then stores the original bytes
         assert tensor_bytes(_nyacomp.decompress(tmp_path / "x.gz", [size], "uint8")) == data
     with pytest.raises(ow.ArgumentError):
         _nyacomp.compress(b"", tmp_path / "x.gz", 3)
@@ -80,7 +80,7 @@ def test_any_number_of_bins(tmp_path: Path, bins: str) -> None:
     csv = _write(tmp_path / "nya", _some(), bins)
     for got, tensor in zip(_nyacomp.decompress_from_meta(str(csv)), _some(), strict=True):
         same(got, tensor)
-        got.zero_()  # writable, and not shared
+        got.zero_()  # writable and not shared
     files = [_nyacomp.CompressedFile(str(tmp_path / "nya/0.gz"), [900, 80], "bfloat16", 144000, 1)]
     assert "0.gz" in repr(files[0]) and not files[0].raw
     same(_nyacomp.batch_decompress(files, [[], [0], []])[0], _some()[0])
@@ -116,7 +116,7 @@ def test_files_that_were_renamed_copied_or_gathered(tmp_path: Path) -> None:
 
 
 def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
-    """Damage is refused anywhere, except in the padding at the end, which no tensor uses."""
+    """Damage anywhere is refused, except in padding at the end, which no tensor uses."""
     rng = random.Random(seed)
     csv = _write(tmp_path, _some())
     good = (tmp_path / "0.gz").read_bytes()
@@ -153,11 +153,11 @@ def test_damage_is_refused(tmp_path: Path, seed: int) -> None:
     ):
         with pytest.raises(ow.FormatError):
             _nyacomp.decompress(tmp_path / "0.gz", shape, dtype)
-    with pytest.raises(ow.FormatError, match="listed"):  # the csv's own numbers must agree
+    with pytest.raises(ow.FormatError, match="listed"):  # the numbers in the csv must agree
         _nyacomp.batch_decompress([_nyacomp.CompressedFile(tmp_path / "0.gz", [900, 80], "bfloat16", 99, 1)], [[0]])
 
 
-# -- in the background
+# -- loads in the background
 
 
 def test_get_can_be_called_again_and_by_many(tmp_path: Path) -> None:
@@ -184,13 +184,13 @@ def test_it_loads_before_it_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFi
     for got, tensor in zip(decompressor.get(), wanted, strict=True):
         same(got, tensor)
     assert "joins its preload" in caplog.text
-    # Files that were written meanwhile are read again: no load returns the old bytes.
+    # Files that were rewritten in the meantime are read again, so no load returns the old bytes.
     decompressor = _nyacomp.AsyncDecompressor(csv)
     assert decompressor._preload is not None and decompressor._preload.wait(60)
     for at in (0, 1):
         file = tmp_path / f"{at}.gz"
         data = bytearray(file.read_bytes())
-        data[-2000:] = bytes(2000)  # tensor bytes; headers stay
+        data[-2000:] = bytes(2000)  # changes tensor bytes, not headers
         file.write_bytes(data)
     with pytest.raises(ow.CorruptError):
         _nyacomp.decompress(tmp_path / "0.gz", [300, 300], "float16")
@@ -208,7 +208,7 @@ def test_errors_show_at_get_and_a_second_get_tries_again(tmp_path: Path) -> None
 
 
 def test_long_calls_release_the_lock(tmp_path: Path) -> None:
-    """While tensors are compressed, decompressed or waited for, another Python thread goes on."""
+    """Other Python threads run while tensors are compressed, decompressed or waited for."""
     torch.manual_seed(2)
     tensor = torch.randn(12 << 20).bfloat16()
     data = bytearray(tensor.view(torch.uint8).numpy())
@@ -238,7 +238,7 @@ def test_long_calls_release_the_lock(tmp_path: Path) -> None:
     try:
         for name, call in calls.items():
             counted: list[int] = []
-            while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may stop any thread for a while
+            while len(counted) < 20 and max(counted, default=0) < 5:  # a busy machine may pause any thread for a while
                 before = ticks[0]
                 call()
                 counted.append(ticks[0] - before)
@@ -249,7 +249,7 @@ def test_long_calls_release_the_lock(tmp_path: Path) -> None:
 
 
 def test_import_without_torch_gpu_or_csv(tmp_path: Path, script) -> None:
-    """The import succeeds without torch, without a GPU, and with a PRELOAD_PATH that names a missing csv; only the load
+    """The import succeeds without torch, without a GPU and with a PRELOAD_PATH that names a missing csv. Only the load
     reports what is missing."""
     path = os.pathsep.join(filter(None, [_folder("nyacomp"), os.environ.get("PYTHONPATH", "")]))
     source = """

@@ -1,5 +1,5 @@
-"""Tests checkpoints with a file for each tensor, and the effect of the toggles on diffusers and transformers: the real
-libraries, with tiny random weights."""
+"""Tests checkpoints with one file per tensor, and the toggles with the real diffusers and transformers and tiny random
+weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_state_dict_in_files(tmp_path: Path, name: str, monkeypatch) -> None:
 
 
 def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
-    """The layout has the .bin files under that name, so a checkpoint's own entry would be lost and is refused."""
+    """A checkpoint with an entry named 'meta' is refused, because the layout uses that name."""
     for value in (torch.ones(9999), {"epoch": 3}):
         torch.save({"meta": value, "w": torch.ones(9999)}, tmp_path / "x.bin")
         with pytest.raises(ow.NotSupportedError, match="'meta'"):
@@ -66,7 +66,7 @@ def test_a_checkpoint_with_a_meta_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
-    """A list that torch cannot read, or with rows that are not sizes, is a FormatError that names it. A pipe in its
+    """A list that torch cannot read, or with rows that are not sizes, is a FormatError with its name. A pipe in its
     place does not block."""
     path, boneless = tmp_path / "x.bin", tmp_path / "nya/boneless_x.bin"
     torch.save({"w": torch.arange(40_000) % 3}, path)
@@ -89,7 +89,7 @@ def test_what_is_no_list_of_tensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> None:
-    """A checkpoint is a CorruptError if another one has replaced the file of a key; equal tensors are shared."""
+    """If another checkpoint has replaced a key's file, loading is a CorruptError. Equal tensors share a file."""
     state = _state()
     first, second = tmp_path / "pytorch_model.bin", tmp_path / "pytorch_model.fp16.bin"
     torch.save(state, first)
@@ -105,7 +105,7 @@ def test_two_checkpoints_of_one_folder_never_share_a_tensor(tmp_path: Path) -> N
 
 
 def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
-    """Files of an earlier version have no digests, and load."""
+    """Files of an earlier version, which have no digests, load."""
     state, path = _state(), tmp_path / "x.bin"
     torch.save(state, path)
     hf.compress_state_dict(path)
@@ -119,7 +119,7 @@ def test_files_without_digests_are_read_as_before(tmp_path: Path) -> None:
 
 
 def test_a_toggle_leaves_what_another_tool_has_put_around_it(tmp_path: Path) -> None:
-    """A removed toggle no longer acts below another tool's wrapper, which stays."""
+    """A removed toggle has no effect inside another tool's wrapper, which stays."""
     path = tmp_path / "x.bin"
     torch.save(_state(), path)
     hf.compress_state_dict(path)
@@ -158,13 +158,13 @@ def test_several_components(tmp_path: Path, monkeypatch) -> None:
 
 
 def _older(path: Path) -> None:
-    """Makes a checkpoint older than what was compressed from it."""
+    """Makes a checkpoint older than its compressed form."""
     os.utime(path, (0, 0))
     os.utime(hf._boneless(path))
 
 
 def test_a_checkpoint_that_comes_with_an_older_time_counts(tmp_path: Path) -> None:
-    """A checkpoint that replaces another and keeps its own, older time, as cp -p does, is loaded itself."""
+    """A checkpoint that replaces another but has an older time (cp -p) is loaded instead of the compressed form."""
     path, other = tmp_path / "x.pth", tmp_path / "other"
     torch.save(_state(), path)
     hf.compress_state_dict(path)
@@ -173,15 +173,15 @@ def test_a_checkpoint_that_comes_with_an_older_time_counts(tmp_path: Path) -> No
     torch.save(_state(), other)
     other.replace(path)
     os.utime(path, (0, 0))
-    while path.stat().st_ctime_ns == before:  # files of one clock tick of the kernel have the same time
+    while path.stat().st_ctime_ns == before:  # files within one tick of the kernel's clock have the same time
         os.utime(path, (0, 0))
     assert not hf._fresh(path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "x.pth", "model.safetensors"])
 def test_a_toggle_takes_every_kind_of_checkpoint(tmp_path: Path, name: str) -> None:
-    """`toggle_patch` makes a module's own `load_state_dict` load the output of compress_state_dict for .bin, .pth and
-    safetensors, and everything else as before; a second call removes it."""
+    """`toggle_patch` makes a module's `load_state_dict` load the output of compress_state_dict for .bin, .pth and
+    safetensors, and anything else as before. A second call removes it."""
     state, path = _state(), tmp_path / name
     save = safetensors.torch.save_file if name.endswith(".safetensors") else torch.save
     save(state, path)
@@ -255,7 +255,7 @@ def test_toggles(tmp_path: Path, safe: bool) -> None:
         if safe:
             file = file.replace("pytorch_model.bin", "model.safetensors" if "diffusion" not in file else "pytorch_model.safetensors")
         hf.compress_state_dict(folder / file, 1000)
-        # Only the toggle can find the weights: the checkpoint is all zeros now.
+        # The checkpoint is all zeros now, so only the toggle can find the weights.
         held = ow.load_file(folder / file) if safe else torch.load(folder / file)
         zeros = {key: torch.zeros_like(value) for key, value in held.items()}
         ow.save_file(zeros, folder / file, {"format": "pt"}, compress=False) if safe else torch.save(zeros, folder / file)
@@ -269,7 +269,7 @@ def test_toggles(tmp_path: Path, safe: bool) -> None:
             got = load()
             for key, tensor in model.state_dict().items():
                 same(got[key], tensor)
-            os.utime(folder / file)  # a newer checkpoint counts
+            os.utime(folder / file)  # a newer checkpoint is used
             assert not any(value.any() for key, value in load().items() if key in zeros)
             _older(folder / file)
         finally:

@@ -1,4 +1,4 @@
-"""Tests merging tensors and partitioning them over threads, at least as well as nyacomp does."""
+"""Tests that merging tensors and partitioning them over threads is at least as good as in nyacomp."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_splitting_follows_nyacomps_rule() -> None:
     tensors = [torch.zeros(10) for _ in range(7)]  # 40 bytes each
     _, info = nyacomp.merge_tensors(tensors, 100)  # 280 / 100: 3 stacks
     assert info == "0,1,2\n3,4\n5,6"
-    _, info = nyacomp.merge_tensors(tensors, 1)  # a stack is never empty
+    _, info = nyacomp.merge_tensors(tensors, 1)  # a stack has at least one tensor
     assert info == "\n".join(map(str, range(7)))
     assert nyacomp.merge_tensors(tensors)[1] == "0,1,2,3,4,5,6"
     parts = nyacomp.split_tensors([torch.arange(6).reshape(3, 2)], "2,0,1")
@@ -69,7 +69,7 @@ def test_splitting_follows_nyacomps_rule() -> None:
 
 
 def _multifit(sizes: list[int], bins: int, k: int = 20) -> int:
-    """Returns the makespan of MULTIFIT as nyacomp runs it."""
+    """Returns the makespan of MULTIFIT as nyacomp implements it."""
 
     def first_fit(capacity: float) -> list[int]:
         loads: list[int] = []
@@ -123,7 +123,7 @@ def _llama(layers: int, hidden: int, ffn: int, kv: int, vocab: int) -> list[tupl
 
 
 def _unet() -> list[tuple[int, ...]]:
-    # The large shapes of Stable Diffusion's UNet: few of them alike, unlike a llama's.
+    # The large shapes of Stable Diffusion's UNet. Unlike in a llama, few are equal.
     shapes: list[tuple[int, ...]] = [(320, 4, 3, 3), (1280, 320), (1280, 1280), (4, 320, 3, 3)]
     for out, into in (
         (320, 320), (640, 320), (1280, 640), (1280, 2560), (1280, 1920), (640, 1920), (640, 1280), (640, 960),
@@ -147,13 +147,13 @@ REAL_LISTS = {
 
 @pytest.mark.parametrize("name", REAL_LISTS)
 def test_makespan_of_real_lists(name: str, monkeypatch) -> None:
-    """For real models' tensors, merging and partitioning loads the fullest thread no longer than nyacomp's merge and
-    MULTIFIT, also for thread counts at which nyacomp fails. Nothing is allocated for it."""
+    """For the tensors of real models, the busiest thread gets no more bytes than with nyacomp's merge and MULTIFIT,
+    also for thread counts at which nyacomp fails. The tensors have no memory."""
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in REAL_LISTS[name]]
     sizes = [tensor.nbytes for tensor in tensors]
     for threads in (8, 32):
         monkeypatch.setenv("NUM_THREADS", str(threads))
-        # nyacomp's merge: the same shapes, in runs of at most 500 MiB or a thread's share.
+        # nyacomp merges tensors of equal shape in runs of at most 500 MiB or a thread's share.
         merged, _ = nyacomp.merge_tensors(tensors)
         theirs = _multifit([tensor.nbytes for tensor in merged], threads)
         searched, info = nyacomp.iterative_merge_tensors(tensors)

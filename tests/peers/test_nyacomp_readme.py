@@ -1,5 +1,5 @@
-"""Tests nyacomp's documented use with programs that import `nyacomp` and know nothing of overwire: with an object that
-only looks like a pipeline, and with a diffusers one."""
+"""Tests the documented use of nyacomp with programs that import `nyacomp` and do not know overwire. One saves an object
+that only looks like a pipeline, the other a pipeline of diffusers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import processes
 import pytest
 from overwire import compat
 
-# The module that the saving and the loading program both import.
+# The saving and the loading program both import this module.
 DUCK = """
 import torch
 from torch import nn
@@ -132,9 +132,9 @@ assert torch.equal(parts.run(nyacomp.load_compressed("model/boneless_model.pth")
 
 
 def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
-    """PRELOAD_PATH is the URL of model/meta.csv, as the README has it, and DOWNLOADER_PATH is curl: manifests,
-    containers, tensor files and bundles come only through it, and preloaded files once. Its messages go where
-    DOWNLOAD_LOG says. A wrong size in a manifest, and a missing file, are errors that name the file."""
+    """PRELOAD_PATH is the URL of model/meta.csv, as in the README, and DOWNLOADER_PATH is curl. Manifests, containers,
+    tensor files and bundles are downloaded only through curl, and preloaded files once. curl's messages go where
+    DOWNLOAD_LOG says. A wrong size in a manifest and a missing file are errors that name the file."""
     real = shutil.which("curl")
     if real is None:
         pytest.skip("no curl")
@@ -189,8 +189,8 @@ def test_everything_through_curl(tmp_path: Path, script, monkeypatch) -> None:
 
 
 def test_remotefile_s_command_line(tmp_path: Path) -> None:
-    """`overwire fetch -s -v URL...` writes only the bodies, in order, and keeps downloading, within 64 MiB, while no
-    one reads: a full pipe stops no server. A failure gives its status, and never hangs."""
+    """`overwire fetch -s -v URL...` writes only the bodies, in order. If no one reads its output, it still downloads up
+    to 64 MiB, so a full pipe does not stop a server. A failure exits with its status and never hangs."""
     bodies = {f"/{name}": os.urandom(size) for name, size in (("a", 9 << 20), ("b", 0), ("c", 17 << 20))}
     sent = dict.fromkeys(bodies, 0)
 
@@ -226,7 +226,7 @@ def test_remotefile_s_command_line(tmp_path: Path) -> None:
             until = time.monotonic() + 60
             while any(sent[name] < len(body) for name, body in bodies.items()) and time.monotonic() < until:
                 time.sleep(0.01)
-            assert all(sent[name] >= len(body) for name, body in bodies.items()), sent  # and the pipe is full
+            assert all(sent[name] >= len(body) for name, body in bodies.items()), sent  # although the pipe is full
             assert process.communicate(timeout=60)[0] == b"".join(bodies.values()) and process.returncode == 0
         done = subprocess.run([*command, url + "/b", url + "/none"], capture_output=True, timeout=60, check=False)
         assert done.returncode == 3 and done.stdout == b"" and b"/none" in done.stderr

@@ -1,5 +1,5 @@
-"""Tests patch_safetensors with the libraries it is for: transformers, diffusers and accelerate load compressed files
-through their own names for it."""
+"""Tests patch_safetensors with transformers, diffusers and accelerate, which load compressed files through their own
+functions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def equal(a: torch.nn.Module, b: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: Any) -> tuple[Any, Path, Path]:
-    """Makes a tiny random model, as one file and as several shards, compressed."""
+    """Makes a tiny random model, compressed, in one file and in several shards."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
@@ -78,7 +78,7 @@ def test_transformers(llama: Any) -> None:
     loaded.model.embed_tokens.weight.data.zero_()
     with pytest.raises(Exception) as caught:
         transformers.AutoModelForCausalLM.from_pretrained(one)
-    assert caught.value is not None  # unpatched, nothing of ours is left
+    assert caught.value is not None  # without the patch it cannot be loaded
 
 
 def test_transformers_while_it_saves(llama: Any, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_transformers_while_it_saves(llama: Any, tmp_path: Path) -> None:
 
 
 def test_damage_is_told(llama: Any, tmp_path: Path) -> None:
-    """A flipped byte is an error of safetensors' class that names the tensor."""
+    """A flipped byte raises safetensors' own error class, with the tensor's name."""
     _, one, _ = llama
     data = bytearray((one / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
@@ -181,7 +181,7 @@ assert safetensors.safe_open.__module__ == "builtins"
 @pytest.mark.slow
 @pytest.mark.imports_torch
 def test_models_are_hooked_when_they_are_imported(script: Any) -> None:
-    """The first model of a process is loaded in one pass; afterwards diffusers is as it was."""
+    """The first model of a process is loaded in one pass, and diffusers is unchanged after undo()."""
     pytest.importorskip("diffusers")
     script("""
 import overwire as ow
@@ -206,7 +206,7 @@ assert not [finder for finder in sys.meta_path if "overwire" in type(finder).__m
 
 
 def module(name: str) -> types.ModuleType:
-    """Makes a module that has bound its reading functions, as libraries do."""
+    """Makes a module with its own names for the reading functions, as libraries do."""
     made = types.ModuleType(name)
     source = "import safetensors\nfrom safetensors import safe_open\nfrom safetensors.torch import load_file as read, save_file\n"
     sys.modules[name] = made
@@ -241,9 +241,9 @@ def test_names_that_were_bound_before_and_meanwhile(tmp_path: Path) -> None:
             same(safetensors.torch.load(data)["a"], tensors["a"])
             assert [name for name, _ in safetensors.deserialize(data)] == ["a"]
         assert not bound(early) and not bound(late)
-        # Users of our own names keep them.
+        # Users of overwire's own functions keep them.
         assert ours.load_file is compat_torch.load_file and ours.safe_open is compat.safe_open
-        patch.undo()  # a second time does nothing
+        patch.undo()  # the second call does nothing
         assert not bound(early)
     finally:
         for name in ("bound_early", "bound_late", "bound_to_ours"):
@@ -286,7 +286,7 @@ def hooked(cls: type[Library]) -> str:
 
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the hooks of one library; its modules count as imported."""
+    """Sets the hooks of one library. Its modules seem imported."""
     monkeypatch.setitem(sys.modules, accelerate.MODULES[0], types.ModuleType("offload"))
     return lambda make: monkeypatch.setattr(accelerate, "pair_replacements", lambda found, lazy: make())
 
@@ -294,7 +294,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_library_that_cannot_be_hooked_is_served_without(
     hooks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hooks that fail are removed with a warning; everything else is patched, and undone."""
+    """Hooks that fail are removed with a warning. Everything else is patched, and restored at the end."""
     ow.save_file({"a": torch.arange(999)}, tmp_path / "a.safetensors")
     before = (safetensors.torch.load_file, vars(Library)["make"], list(sys.meta_path))
 
@@ -313,7 +313,7 @@ def test_a_library_that_cannot_be_hooked_is_served_without(
 
 
 def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error halfway a patch is completely absent, and the next one is complete."""
+    """After an error halfway, nothing of the patch remains, and the next patch is complete."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
     before = (safetensors.torch.load_file, safetensors.safe_open, vars(Library)["make"], list(sys.meta_path))
     put = patching._put
@@ -321,7 +321,7 @@ def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.Monke
     def fail(swap: Any, names: Any, chosen: Any) -> None:
         put(swap, names, chosen)
         if names is vars(safetensors):
-            broken.undo()  # once
+            broken.undo()  # fails only once
             raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
@@ -336,9 +336,9 @@ def test_a_patch_that_fails_leaves_nothing(hooks: Any, monkeypatch: pytest.Monke
 
 
 def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a patch leaves other wrappers in place; they then wrap the library's own function."""
+    """At the end of a patch, other tools' wrappers stay. They then wrap the library's own function."""
     hooks(lambda: [((Library, "make"), classmethod(hooked))])
-    monkeypatch.setattr(Library, "make", vars(Library)["make"])  # as it was, at the end
+    monkeypatch.setattr(Library, "make", vars(Library)["make"])  # restores it after the test
     with ow.patch_safetensors():
         inner = vars(Library)["make"]
         wrapper = classmethod(lambda cls: f"<{inner.__get__(None, cls)()}>")
@@ -351,7 +351,7 @@ def test_a_wrapper_that_another_tool_has_put_on_stays(hooks: Any, monkeypatch: p
 
 
 def test_conjugate_and_negative_views_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Compressed under the patch, a lazy view is saved with its own values, not those at its address."""
+    """Compressed under the patch, a lazy view is saved with its own values, not those of its memory."""
     number = torch.randn(999, dtype=torch.complex64)
     tensors = {"conj": number.conj(), "neg": torch._neg_view(torch.randn(999)), "plain": torch.randn(999)}
     assert tensors["conj"].is_conj() and tensors["neg"].is_neg()
@@ -359,7 +359,7 @@ def test_conjugate_and_negative_views_are_saved_as_they_are(tmp_path: Path) -> N
         safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
         with pytest.raises(ValueError, match="non contiguous"):
             safetensors.torch.save_file({"a": number.conj()[::2]}, tmp_path / "b.safetensors")
-        plain = safetensors.torch.save(tensors=tensors)  # bytes stay plain: docs/transformers.md
+        plain = safetensors.torch.save(tensors=tensors)  # save() returns plain safetensors: docs/transformers.md
     for loaded in (ow.load_file(tmp_path / "a.safetensors"), safetensors.torch.load(plain)):
         assert sorted(loaded) == sorted(tensors)
         for name, tensor in loaded.items():
@@ -383,7 +383,7 @@ def _check_orders(loaded: dict[str, Any]) -> None:
 
 
 def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
-    """Compressed under the patch, numpy arrays in any memory order come back with their values, from files and from
+    """Numpy arrays in any memory order, compressed under the patch, come back with their values from files and from
     bytes."""
     orders = dict(_ORDERS)
     with ow.patch_safetensors(compress=True):
@@ -399,7 +399,7 @@ def test_arrays_of_any_order_are_saved_as_they_are(tmp_path: Path) -> None:
 
 
 def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
-    """flax, like mlx and tensorflow, passes numpy arrays on; those also come back unchanged."""
+    """flax, like mlx and tensorflow, saves through numpy arrays. These also come back unchanged."""
     jax = pytest.importorskip("jax")
     with ow.patch_safetensors(compress=True):
         import safetensors.flax
@@ -411,7 +411,7 @@ def test_frameworks_that_write_through_numpy(tmp_path: Path) -> None:
 
 
 def test_safetensors_own_modules_may_come_after_the_patch(script: Any) -> None:
-    """A module of safetensors that is imported under the patch has its functions replaced, and restored afterwards."""
+    """If a module of safetensors is imported under the patch, its functions are replaced, and restored at the end."""
     script("""
 import sys
 import overwire as ow
@@ -428,7 +428,7 @@ assert not hasattr(module.load_file, "__wrapped__")
 
 
 def test_threads(tmp_path: Path) -> None:
-    """Threads may begin and end patches at any time: each is in force while its own lasts, and gone at the end."""
+    """Threads may begin and end patches at any time. Each patch works until its end, and nothing remains after it."""
     ow.save_file({"a": torch.arange(100)}, tmp_path / "a.safetensors")
     m = module("bound_threads")
     wrong: list[Any] = []
@@ -465,7 +465,7 @@ except ow.MissingPackageError as error:
     assert "safetensors" in str(error)
 else:
     raise AssertionError
-import overwire.compat.safetensors as compat  # it needs no other package
+import overwire.compat.safetensors as compat  # needs no other package
 assert compat.SafetensorError.__mro__[1] is Exception
 spec = compat.TensorSpec(dtype="uint8", shape=[0], data_ptr=0, data_len=0)
 assert compat.deserialize(compat.serialize({"a": spec})) == [("a", {"dtype": "U8", "shape": [0], "data": bytearray()})]
@@ -474,8 +474,8 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers opens a shard for its metadata and again for its tensors. The engine reads its header once, and
-    again where transformers 5 loads several in one pass."""
+    """transformers opens a shard for its metadata and again for its tensors. The engine reads the shard's header once,
+    or twice where transformers 5 loads several shards in one pass."""
     import transformers
 
     five = int(transformers.__version__.split(".")[0]) >= 5
@@ -499,8 +499,8 @@ def test_each_shard_is_opened_once(llama: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: bool) -> None:
-    """Between two readers, only current data of a file is kept, and nothing of folders or indexes. When the patch ends,
-    the file is closed."""
+    """Between two reads, only the current version of a file stays open. Folders and indexes are never kept. When the
+    patch ends, the file is closed."""
     path, links = tmp_path / "m.safetensors", Path("/proc/self/fd")
 
     def held() -> int:
@@ -531,7 +531,7 @@ def test_a_file_that_is_replaced_is_opened_again(tmp_path: Path, compressed: boo
 
 
 def test_open_files_list_their_methods(tmp_path: Path) -> None:
-    """dir() and inspect on a file opened under the patch show the same as safetensors' own, plain or compressed."""
+    """dir() and inspect show the same for files opened under the patch as for safetensors' own, plain or compressed."""
     import inspect
 
     tensors = {"w": torch.arange(4)}

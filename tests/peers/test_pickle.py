@@ -1,4 +1,4 @@
-"""Tests compress_pickle: objects come back unchanged, with ties and views."""
+"""Tests that objects come back unchanged from compress_pickle, with ties and views."""
 
 from __future__ import annotations
 

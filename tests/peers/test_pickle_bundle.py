@@ -1,4 +1,4 @@
-"""Tests a bundle's files: names, meta.csv, replacing, preloading, nyacomp's names."""
+"""Tests the files of a bundle: names, meta.csv, replacing, preloading, and nyacomp's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import nn
 
 
 class Pipeline:
-    """Looks like a diffusers pipeline from outside."""
+    """Looks like a diffusers pipeline."""
 
     def __init__(self) -> None:
         self.config = {"_class_name": "P", "unet": ("x", "y"), "vae": ("x", "y"), "scheduler": ("x", "y"), "safety": None}
@@ -58,8 +58,8 @@ def test_compress_names_the_tensors(tmp_path: Path) -> None:
 
 
 def test_a_path_is_no_model(tmp_path: Path) -> None:
-    """nyacomp's compress refuses a path in place of a model, with the name of the function that compresses files, and
-    nothing is written; a bundle may contain paths."""
+    """nyacomp's compress refuses a path in place of a model. The error names the function that compresses files, and
+    nothing is written. A bundle may contain paths."""
     for path in ("a.safetensors", tmp_path / "a.safetensors", b"a.safetensors"):
         with pytest.raises(ow.ArgumentError, match=r"overwire\.compress\('.*a\.safetensors', '.*b\.safetensors'\)"):
             nyacomp.compress(path, tmp_path / "b.safetensors")
@@ -82,8 +82,8 @@ def _save_by(verb: Any, folder: Path, number: int) -> None:
 
 
 def test_a_bundle_is_no_safetensors_file(tmp_path: Path) -> None:
-    """A pickle named like a container is refused before anything is written, because it would replace another bundle's
-    tensors: those of D/x.pkl are in D/tensors/x.safetensors."""
+    """A pickle with the name of a container is refused before anything is written, because it would replace another
+    bundle's tensors. The tensors of D/x.pkl are in D/tensors/x.safetensors."""
     ow.save_bundle({"w": torch.arange(6.0)}, tmp_path / "x.pkl")
     before = (tmp_path / "tensors" / "x.safetensors").read_bytes()
     for save in (ow.save_bundle, ow.compress_pickle, ow.compress):
@@ -96,8 +96,8 @@ def test_a_bundle_is_no_safetensors_file(tmp_path: Path) -> None:
 
 
 def test_where_the_container_lies(tmp_path: Path) -> None:
-    """save_bundle writes into `tensors`, and nyacomp's functions into `nya`, with their csv. Each reader takes both,
-    wherever they are now; so does a preload of the pickle."""
+    """save_bundle writes into `tensors`. nyacomp's functions write into `nya`, with their csv. Each reader, and a
+    preload of the pickle, finds either, also after the folder was moved."""
     for verb, files in (
         (ow.save_bundle, ["tensors/x.safetensors", "x.pkl"]),
         (ow.compress_pickle, ["nya/meta.csv", "nya/x.safetensors", "x.pkl"]),
@@ -118,8 +118,8 @@ def test_where_the_container_lies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verbs", [(ow.compress_pickle, ow.save_bundle), (ow.save_bundle, ow.compress_pickle)])
 def test_a_bundle_that_replaces_one_of_the_other_folder(tmp_path: Path, monkeypatch: Any, verbs: Any) -> None:
-    """The old object is whole until the new pickle is there, also if the save fails. Then files that only it needed are
-    removed, and a bundle next to it stays."""
+    """The old object can be loaded until the new pickle is complete, and also if the save fails. Then files that only
+    the old object used are removed. Another bundle in the folder stays."""
     old, new = verbs
     _save_by(old, tmp_path, 1)
     old({"w": torch.ones(9)}, tmp_path / "y.pkl")
@@ -142,7 +142,7 @@ def test_a_bundle_that_replaces_one_of_the_other_folder(tmp_path: Path, monkeypa
 
 
 def test_a_lost_container_is_named(tmp_path: Path) -> None:
-    """The error says where the container should be: in the folder that exists."""
+    """The error names the folder in which the container should be."""
     for verb, name in ((ow.save_bundle, "tensors"), (ow.compress_pickle, "nya")):
         folder = tmp_path / name
         folder.mkdir()
@@ -206,7 +206,7 @@ def refuse_link(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize("links", [True, False])
 def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatch, links: bool) -> None:
-    """A save that ends at any point leaves the old object or the new one, also where files cannot have two names."""
+    """A save that is killed at any point leaves the old object or the new one, also without hard links."""
     if not links:
         monkeypatch.setattr(os, "link", refuse_link)
     old, new = {"v": "old", "w": torch.zeros(999)}, {"v": "new", "w": torch.ones(999)}
@@ -247,7 +247,7 @@ def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatc
 
 
 def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> None:
-    """A callback or signal handler that saves the bundle it interrupts is refused, instead of waiting for itself."""
+    """A callback or signal handler cannot save the bundle during a save of it, because it would wait for itself."""
     lock, errors = str(tmp_path / ".x.lock"), []
 
     def both() -> None:
@@ -267,15 +267,15 @@ def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> N
 
 
 def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> None:
-    """Of two concurrent saves of one path, one object stays, and nothing else in the folder."""
+    """After two concurrent saves to one path, one object is there and no other file."""
     path = tmp_path / "x.pkl"
     real, waiting = bundles.write_bytes, []
 
     def write_bytes(target: str, data: bytes, options: object) -> None:
-        if target == str(path) and not waiting:  # between the container and the pickle of the first
+        if target == str(path) and not waiting:  # between the container and the pickle of the first save
             waiting.append(threading.Thread(target=ow.compress_pickle, args=({"second": torch.ones(999)}, path)))
             waiting[0].start()
-            waiting[0].join(0.3)  # it would be done by then if it did not wait
+            waiting[0].join(0.3)  # if it did not wait, it would have ended by then
             assert waiting[0].is_alive()
         real(target, data, options)
 
@@ -287,8 +287,7 @@ def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> No
 
 
 def test_a_lock_of_a_killed_writer_stops_no_one(tmp_path: Path, monkeypatch) -> None:
-    """A save continues over a lock file that a killed writer has left, and also where there are no locks, which it
-    reports."""
+    """A save succeeds despite the lock file of a killed writer. It also succeeds without locks, with a warning."""
     path = tmp_path / "x.pkl"
     (tmp_path / "nya").mkdir()
     (tmp_path / "nya/.x.lock").touch()
@@ -306,7 +305,7 @@ def test_a_lock_of_a_killed_writer_stops_no_one(tmp_path: Path, monkeypatch) -> 
 
 
 def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: Path, monkeypatch) -> None:
-    """A load whose pickle is replaced before its container is opened, twice, loads the newest."""
+    """If a pickle is replaced twice before its container is opened, the load returns the newest object."""
     path = tmp_path / "x.pkl"
     ow.compress_pickle({"v": torch.zeros(999)}, path)
     real, news = opening.read_file, [{"w": torch.ones(999)}, {"v": torch.zeros(999), "x": 3}]
@@ -323,7 +322,7 @@ def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: P
 
 @pytest.mark.parametrize("name", ["a\nb", "a\0b", "\ud800", "__metadata__", "overwire.index", ""])
 def test_keys_that_are_no_names_of_tensors(tmp_path: Path, name: str) -> None:
-    """A state dict comes back whatever its keys are, also keys that cannot be names in a container."""
+    """A state dict comes back with any keys, also with keys that cannot be names in a container."""
     state = {name: torch.arange(999), "blob.0": torch.ones(3), "plain": torch.zeros(3)}
     ow.compress(state, tmp_path / "x.pkl")
     loaded = ow.load_compressed(tmp_path / "x.pkl")
@@ -379,7 +378,7 @@ def test_plain_containers(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path, monkeypatch: Any) -> None:
-    """A pickle with the same stem that cannot be inspected is an error, because its container would be replaced."""
+    """If a pickle with the same stem cannot be inspected, a save fails, because it could replace its container."""
     ow.save_bundle({"a": torch.ones(9)}, tmp_path / "m.pkl")
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
 
@@ -393,7 +392,7 @@ def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path
 
 
 def test_a_header_that_begins_as_pickles_do_is_a_container(tmp_path: Path) -> None:
-    # Its length is 128 or 640: 0x80, and 0x80 0x02.
+    # Header lengths of 128 and 640 begin with the bytes 0x80, and 0x80 0x02, like pickles.
     path = tmp_path / "c.gz"
     for length in (128, 640):
         header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'.ljust(length)
@@ -470,7 +469,7 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
     ow.compress_pickle(obj, path)
     with ow.safe_open(tmp_path / "nya/x.safetensors", "np") as f:
         assert f.metadata()["overwire.devices"] == "cpu\nnumpy"
-    # As written by a machine with more GPUs than any has.
+    # As if written on a machine with more GPUs than exist.
     monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs: "cuda:99\nnumpy")
     ow.compress_pickle(obj, path)
     for _ in range(2):
@@ -480,7 +479,7 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
     got = ow.load_compressed_pickle(path, device="cpu")
     same(got["w"], obj["w"])
     assert got["n"].tolist() == obj["n"].tolist()
-    for note in ("cpu", "", "cpu\ncpu"):  # as in old files; unused
+    for note in ("cpu", "", "cpu\ncpu"):  # as in old files, where it is unused
         monkeypatch.setattr("overwire.bundles.bundle.devices_of", lambda blobs, note=note: note)
         ow.compress_pickle(obj, path)
         same(ow.load_compressed_pickle(path)["w"], obj["w"])
@@ -492,7 +491,7 @@ def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> No
 
 
 def test_elements_of_less_than_a_byte_and_records_come_back(tmp_path: Path) -> None:
-    """quint4x2 tensors, with two elements per byte, need no trust; a dtype of np.record keeps its scalar type."""
+    """quint4x2 tensors, with two elements per byte, need no trust. A dtype of np.record keeps its scalar type."""
     path = tmp_path / "x.pkl"
     for size in (4, 5):
         scales, zeros = torch.ones(size), torch.zeros(size)
@@ -509,8 +508,8 @@ def test_elements_of_less_than_a_byte_and_records_come_back(tmp_path: Path) -> N
 
 
 def test_a_file_of_another_owner_stays(tmp_path: Path) -> None:
-    """A file at a container's path that belongs to no bundle is not replaced, and does not get in the way of another
-    bundle."""
+    """A file that belongs to no bundle is not replaced, even at a container's path. The bundle's container gets another
+    name."""
     (tmp_path / "tensors").mkdir()
     for at, text in (("a", b"no safetensors"), ("b", b"")):
         (tmp_path / "tensors" / f"{at}.safetensors").write_bytes(text)
@@ -525,14 +524,14 @@ def test_a_file_of_another_owner_stays(tmp_path: Path) -> None:
 
 
 def test_a_first_bundle_arrives_while_its_reader_is_imported(torch_script) -> None:
-    """The pickle reader is imported while the tensors are already loading, and only once."""
+    """The pickle reader is imported only once, while the tensors are already being loaded."""
     torch_script(
         """
 import sys
 import torch
 import overwire as ow
 ow.compress_pickle({"a": torch.arange(9)}, "b.pkl")
-assert "overwire.bundles.unpickling" not in sys.modules  # also not by a save
+assert "overwire.bundles.unpickling" not in sys.modules  # a save does not import it either
 from overwire.bundles.landing import Landing
 begin, present = Landing._start_load, []
 def spied(self, *args):
@@ -547,12 +546,12 @@ assert present == [False, True], present
 
 
 def test_a_container_that_the_disk_does_not_give_may_be_anyones(tmp_path: Path) -> None:
-    """A container that the disk does not return counts neither as another bundle's nor as missing: the save raises, and
-    changes nothing."""
+    """A container that cannot be read counts neither as another bundle's nor as missing. The save raises and changes
+    nothing."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
     container.rename(tmp_path / "kept")
-    container.symlink_to("/proc/self/mem")  # EIO
+    container.symlink_to("/proc/self/mem")  # reading it is EIO
     with pytest.raises(ow.IOFailure):
         bundles._has_digest(str(container), "")
     with pytest.raises(ow.IOFailure):
@@ -561,7 +560,7 @@ def test_a_container_that_the_disk_does_not_give_may_be_anyones(tmp_path: Path) 
 
 
 def test_what_a_killed_save_left_of_a_bundle_that_is_gone(tmp_path: Path) -> None:
-    """Its second container does not get in anyone's way."""
+    """The second container of a killed save does not disturb later saves."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
     os.link(container, layout.previous_of(str(container)))

@@ -1,5 +1,5 @@
-"""Tests random hostile bundles: a few of those that `python tests/peers/pickle_fuzz.py` runs by the million. `make
-asan` also runs these with AddressSanitizer."""
+"""Tests random hostile bundles. `python tests/peers/pickle_fuzz.py` runs millions of them. `make asan` also runs these
+tests with AddressSanitizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tests that hostile pickles run no code: a corpus by attack family is loaded without trust in a process with an audit
-hook that watches every import, file, process and socket.
+"""Tests that hostile pickles run no code. A separate process loads a corpus of known attacks without trust, and its
+audit hook watches every import, file, process and socket.
 
-`python test_pickle_hostile.py FOLDER` is that process.
+`python test_pickle_hostile.py FOLDER` starts that process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import warm
 
 Case = tuple[str, bytes]
 
-# A reference to the one blob as an array; `bundle` makes it this long.
+# A reference to the single blob as an array. `bundle` makes a blob of this length.
 ARRAY = ("array", 0, "<f4", (100,), (4,), 0, True, 0, 400)
 
-# Callables that known pickle attacks use, with the arguments of a call.
+# Callables used by known pickle attacks, with arguments for a call.
 CALLS: dict[str, tuple[Any, ...]] = {
     "os.system": ("touch sentinel",),
     "posix.system": ("touch sentinel",),
@@ -190,7 +190,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "overwire.bundles.allowlist.AllowList": ("x",),
 }
 
-# Names that reach further from something on the list.
+# Dotted names that reach forbidden objects through allowed ones.
 DOTTED = [
     ("builtins", "object.__subclasses__"),
     ("builtins", "dict.__class__.__base__"),
@@ -277,7 +277,7 @@ def families() -> Iterator[Case]:
 
 
 def builds() -> Iterator[Case]:
-    """Yields BUILD on objects that the list allows."""
+    """Yields BUILD opcodes on objects that the list allows."""
     states = {
         "dict": push({"__defaults__": (1,), "evil": 1}),
         "slots": push((None, {"__defaults__": (1,), "forward": 1, "__doc__": "evil"})),
@@ -311,7 +311,7 @@ def builds() -> Iterator[Case]:
 
 
 def references() -> Iterator[Case]:
-    """Yields persistent ids that lie."""
+    """Yields persistent ids with wrong contents."""
     pids: list[Any] = [
         0, "0", "x", None, (), ("storage",), ("storage", 0, "float32", 400, 1), ("storage", 9, "float32", 400),
         ("storage", -5, "float32", 400), ("storage", 0, "float32", 4000), ("storage", 0, "float32", -1),
@@ -341,7 +341,7 @@ def references() -> Iterator[Case]:
 
 
 def tensors() -> Iterator[Case]:
-    """Yields rebuilding functions with arguments that reach elsewhere."""
+    """Yields calls of rebuilding functions with arguments that reach outside a blob."""
     storage = push(("storage", 0, "float32", 400)) + b"Q"
     untyped = push(("storage", 0, "", 400)) + b"Q"
     v2 = stack_global("torch._utils", "_rebuild_tensor_v2")
@@ -388,7 +388,7 @@ def tensors() -> Iterator[Case]:
 
 
 def arrays() -> Iterator[Case]:
-    """Yields our own rebuilding functions with arguments that lie."""
+    """Yields calls of overwire's own rebuilding functions with wrong arguments."""
     bad: dict[str, list[tuple[Any, ...]]] = {
         "dtype": [("evil",), (3,), ([1],), ([("a",)],), ([("a", "<f4", (-1,))],), ([("a", "<f4", 3)],),
                   ("__import__('os')",), ()],
@@ -449,14 +449,14 @@ WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.",
 
 
 def hunt(folder: Path) -> None:
-    """Loads the corpus and prints what it did besides reading its own files."""
+    """Loads the corpus and prints every action other than reading its own files."""
     import overwire as ow
     import torch
 
     state = torch.nn.functional.relu.__defaults__, dict(torch.nn.functional.relu.__dict__), torch.nn.Linear.forward
     cases = list(families())
     paths = [bundle(folder, number, data) for number, (_, data) in enumerate(cases)]
-    # Imports now what valid loads import lazily.
+    # Triggers the lazy imports of valid loads before the hook watches.
     ow.compress_pickle({"a": torch.ones(3), "l": torch.nn.Linear(2, 2), "s": torch.ones(2).to_sparse()}, folder / "honest.pkl")
     ow.load_compressed_pickle(folder / "honest.pkl")
     for body in (
@@ -530,8 +530,8 @@ def test_trust_opens_what_the_list_refuses(tmp_path: Path) -> None:
 def test_a_forged_dtype_cannot_make_pointers_of_bytes(tmp_path: Path) -> None:
     import overwire as ow
 
-    # If a structured dtype's flags say that it holds no objects, and it is put on an array together with raw bytes,
-    # numpy would take these for objects.
+    # If the flags of a structured dtype say that it holds no objects, and an array gets both this dtype and raw bytes,
+    # numpy would use the bytes as object pointers.
     dtype = stack_global("overwire.rebuild", "dtype") + push(([("a", "O", ())],)) + b"R"
     forged = dtype + push((3, "|", None, ("a",), {}, 8, 1, 0)) + b"b"
     array = push(ARRAY) + b"Q"
@@ -548,7 +548,7 @@ def test_registered_extensions_are_no_way_round(tmp_path: Path) -> None:
 
     copyreg.add_extension("os", "system", 77)
     try:
-        pickle.Unpickler(io.BytesIO(b"\x80\x02\x82\x4d.")).load()  # now in the unpickler's cache
+        pickle.Unpickler(io.BytesIO(b"\x80\x02\x82\x4d.")).load()  # it is now in the unpickler's cache
         with pytest.raises(ow.UntrustedPickleError, match="opcode"):
             ow.load_compressed_pickle(bundle(tmp_path, 0, b"\x80\x02\x82\x4d" + push(("true",)) + b"R."))
     finally:

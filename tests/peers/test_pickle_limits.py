@@ -1,8 +1,8 @@
-"""Tests what a bundle's pickle may not do without trust: reach outside its blobs, change what was checked, or cost more
+"""Tests what a bundle's pickle may not do without trust: reach outside its blobs, change checked data, or cost more
 than its size justifies.
 
-Each case runs against the interpreter itself, on blobs in memory. Cases that once ended the process also run in a
-separate process.
+Each case runs the interpreter itself on blobs in memory. Cases that once ended the process also run in a separate
+process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def array(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, spe
 
 
 def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
-    # numpy computes the extent modulo 2**64: there 2**60 steps of 16 are 0.
+    # numpy computes the extent modulo 2**64, where 2**60 steps of 16 are 0.
     wraps = [
         ((1 << 60) + 1, 16),
         ((1 << 61) + 1, 8),
@@ -69,7 +69,7 @@ def test_an_array_whose_strides_wrap_is_refused(fenced: Fenced) -> None:
         for shape, strides in (((d,), (s,)), ((2, d), (1, s)), ((d, 1), (s, 0)), ((1, d, 1), (5, s, 7))):
             with pytest.raises(ow.FormatError):
                 load(array(shape, strides), fenced, bytes(4096))
-    # A sum that wraps, though no part of it does.
+    # Only the sum wraps, not its parts.
     with pytest.raises(ow.FormatError):
         load(array(((1 << 61) + 1,) * 4, (2, 2, 2, 2)), fenced, bytes(4096))
 
@@ -126,11 +126,11 @@ def test_sizes_that_torch_cannot_multiply_are_refused(fenced: Fenced) -> None:
         )
         with pytest.raises(ow.FormatError):
             load(meta, fenced)
-    with pytest.raises(ow.FormatError):  # an empty one with its data elsewhere
+    with pytest.raises(ow.FormatError):  # an empty tensor with its data elsewhere
         load(tensor(0, "float32", 16, (0,), (1,), 1 << 61), fenced, bytes(16))
 
 
-# -- what was checked stays as it was
+# -- checked data cannot change
 
 
 def sparse(layout: str, parts: bytes, size: tuple[int, ...]) -> bytes:
@@ -196,7 +196,7 @@ def test_indices_of_sparse_tensors_are_their_own(fenced: Fenced) -> None:
 
 
 def test_the_stride_of_one_entry_is_no_length(fenced: Fenced) -> None:
-    # torch takes the first stride of the values for the length of a row.
+    # torch uses the first stride of the values as the length of a row.
     warnings.simplefilter("ignore")
     for stride in ((1 << 32, 3), (1 << 61, 1), (64, 64), (0, 0)):
         parts = tensor(0, "int64", 16, (2, 1), (1, 1 << 40)) + tensor(1, "int32", 16, (1, 1), stride)
@@ -206,7 +206,7 @@ def test_the_stride_of_one_entry_is_no_length(fenced: Fenced) -> None:
 
 
 def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
-    # torch divides by them, which ended the process.
+    # torch divides by these sizes, which ended the process.
     for layout in ("sparse_bsr", "sparse_bsc"):
         for block, size in (((0, 0), (2, 2)), ((0, 1), (2, 2)), ((1, 0), (2, 2)), ((0, 0), (0, 0))):
             parts = (
@@ -217,7 +217,7 @@ def test_blocks_of_no_size_are_refused(fenced: Fenced) -> None:
 
 
 def test_rows_that_lead_out_of_a_sparse_tensor_are_refused(fenced: Fenced) -> None:
-    # torch's check reads the plain indices that the rows point to before it checks the rows.
+    # Before torch's check looks at the rows, it reads the plain indices that they point to.
     far = 1 << 40
     for rows in ((0, far, 0), (0, -far, 0), (0, 1, 0), (far, far, 0), (0, 0, far), (0, -(1 << 63), 0)):
         for layout, shape in (("sparse_csr", (0,)), ("sparse_csc", (0,)), ("sparse_bsr", (0, 4, 1)), ("sparse_bsc", (0, 4, 1))):
@@ -258,7 +258,7 @@ def test_parameters_of_quantised_tensors_are_their_own(fenced: Fenced) -> None:
     ):
         with pytest.raises(ow.FormatError):
             load(bad, fenced, *blobs)
-    # A large size over few bytes takes no memory.
+    # A large size over few bytes allocates no memory.
     params = b"(" + named("torch", "per_tensor_affine") + push(1.0) + push(0) + b"t"
     wide = named("torch._utils", "_rebuild_qtensor") + b"(" + storage + push(0) + push((1 << 40,)) + push((0,)) + params + b"\x89}tR"
     assert load(wide, fenced, *blobs).shape == (1 << 40,)
@@ -297,7 +297,7 @@ def test_a_state_sets_attributes_and_nothing_else(fenced: Fenced) -> None:
             if name.startswith("__") or kind is not None and hasattr(kind, name):
                 with pytest.raises(ow.UntrustedPickleError):
                     load(target, fenced, bytes(16))
-    # Twice, since torch.Tensor(123) was once called.
+    # The first state sets __setstate__ to torch.Tensor, and the second would call torch.Tensor(123).
     with pytest.raises(ow.UntrustedPickleError):
         load(ordered + b"}" + push("__setstate__") + tensor_class + b"sbK\x7bb", fenced)
     for state in (push(123), push((None, {"x": 1})), push(({"x": 1}, {"y": 1})), push([1]), b"}K\x01K\x02s"):
@@ -344,7 +344,7 @@ NAMED, MADE = {"_all_weights": [["w"]]}, {"all_weights": [[0]]}
      {**NAMED, "num_layers": 10**12}, {**NAMED, "num_layers": 1.0}],
 )  # fmt: skip
 def test_an_rnn_has_the_layers_that_its_pickle_names(fenced: Fenced, state: dict[str, Any]) -> None:
-    """A number in the pickle never decides how many rows of names torch makes for an RNN."""
+    """No number in the pickle decides how many rows of names torch makes for an RNN."""
     parts: dict[str, Any] = {"_parameters": {"w": None}, "_buffers": {}, "_modules": {}, "bias": True, "proj_size": 0}
     data = push({"bidirectional": False, "_flat_weights_names": ["w"], "_flat_weights": [None], **parts, **state})
     data = named("torch.nn.modules.rnn", "LSTM") + b")\x81" + data + b"b"
@@ -357,7 +357,7 @@ def test_an_rnn_has_the_layers_that_its_pickle_names(fenced: Fenced, state: dict
 
 @functools.cache
 def bombs() -> dict[str, bytes]:
-    """Yields small pickles that would take a lot."""
+    """Yields small pickles that would need much memory or time."""
     big = push(1 << 26)
     ranged = named("builtins", "range") + b"(" + big + b"tR"
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
@@ -457,7 +457,7 @@ def drop_bombs() -> None:
             print(type(error).__name__, flush=True)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin
         assert grown < 1 << 20, (name, grown)
-    # From outside in: each is empty when the next but one takes it.
+    # Built from the outside in: each object is still empty when it is stored in the previous one.
     for kind in (DEFAULT, named("collections", "OrderedDict")):
         body = (
             b"]"
@@ -474,13 +474,13 @@ def drop_bombs() -> None:
 
 
 def test_little_pickles_do_not_take_much() -> None:
-    """Small pickles do not take much, in a separate process with a time limit that only a hang exceeds."""
+    """Loads small expensive pickles in a separate process. Only a hang exceeds its time limit."""
     done = warm.run(["-c", "import test_pickle_limits as t; t.drop_bombs()"], cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     outcomes = dict(line.rsplit(": ", 1) for line in done.stdout.splitlines())
     assert outcomes.keys() >= bombs().keys() | {"outside in"}
     wrong = {name: outcome for name, outcome in outcomes.items() if outcome not in ("UntrustedPickleError", "FormatError")}
-    # Python itself frees ordered dicts without recursion.
+    # Python frees ordered dicts without recursion.
     assert set(wrong) <= {"outside in"}, wrong
 
 
@@ -505,7 +505,7 @@ def test_errors_say_where(fenced: Fenced) -> None:
     with pytest.raises(ow.FormatError, match=r"unpickle x\.pkl: the pickle is truncated \(at byte \d+\)") as caught:
         load(b"\x8e" + struct.pack("<Q", 1 << 40), fenced)
     assert caught.value.source == "x.pkl" and caught.value.offset is not None
-    # A key with endless text is not in the message.
+    # The message leaves out an endlessly long key.
     doubled = b"K\x01" + b"".join(b"\x94h" + bytes((n,)) + b"\x86" for n in range(60))
     with pytest.raises(REFUSED) as refused:
         load(named("torch.serialization", "_get_layout") + doubled + b"\x85R", fenced)
@@ -525,21 +525,21 @@ def test_towers_that_python_frees_without_recursion_load(fenced: Fenced) -> None
         "modules": module + b"\x94" + b"h\x00)\x81}\x8c\x01x" * count + b"N" + b"sb" * count,
         "frozensets": b"(" * count + b"\x91" * count,
     }
-    padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # modules are not made from nothing
+    padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # makes the pickle large enough for so many modules
     for name, body in towers.items():
-        if name == "frozensets":  # they are keys of one another
+        if name == "frozensets":  # each is a key of the next
             with pytest.raises(ow.UntrustedPickleError):
                 load(padding + body, fenced)
         else:
-            load(padding + body, fenced)  # and it is freed
-    # The rest of one that ends halfway is also freed.
+            load(padding + body, fenced)  # and frees the object
+    # If a tower ends halfway, its rest is also freed.
     for body in towers.values():
         with pytest.raises(REFUSED):
             load(body[: -count // 2] + b"\xff", fenced)
 
 
 def test_a_kind_that_torch_dies_of_is_refused(fenced: Fenced) -> None:
-    # Quantised to 32 bits with zero points that are floats: torch has no kernel.
+    # Quantised to 32 bits with zero points that are floats: torch has no kernel for it.
     floats = tensor(0, "float32", 8, (2,), (1,))
     params = b"(" + named("torch", "per_channel_affine") + floats + floats + b"K\x00t"
     for dtype in ("qint32", "quint8"):
@@ -553,7 +553,7 @@ def test_a_kind_that_torch_dies_of_is_refused(fenced: Fenced) -> None:
 
 
 def test_naming_imports_nothing(fenced: Fenced) -> None:
-    """torch imports some of its modules when it is asked for their names."""
+    """torch imports some of its modules when their names are looked up."""
     source = """
 import sys, torch, numpy, overwire
 from overwire.bundles import unpickling

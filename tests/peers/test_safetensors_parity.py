@@ -1,9 +1,9 @@
-"""Tests that every rule of the safetensors format has the same verdict as in the original.
+"""Tests that every rule of the safetensors format gives the same verdict as the original.
 
-``goldens/container/vectors.json`` holds small files with two verdicts: the ``safetensors`` package's and overwire's.
-The Go tests check the parser against the second. Here the package is checked against the first, and the built library
-against the second, so that neither column can be a guess. Where they differ overwire refuses more, never less, and the
-row is listed below with its reason.
+``goldens/container/vectors.json`` holds small files with two verdicts, one by the ``safetensors`` package and one by
+overwire. The Go tests compare the parser with the second. Here the package is compared with the first and the built
+library with the second, so neither can be wrong. Where they differ, overwire is always stricter, and STRICTER gives the
+reason.
 """
 
 import base64
@@ -19,15 +19,15 @@ VECTORS = json.loads(
 
 # Files that the original reads and overwire refuses.
 STRICTER = {
-    "a name twice": "the README forbids it; which tensor is meant?",
-    "a name twice, once escaped": "the README forbids it; which tensor is meant?",
+    "a name twice": "the README forbids it, and the name is ambiguous",
+    "a name twice, once escaped": "the README forbids it, and the name is ambiguous",
     "a metadata key twice": "the README forbids it",
     "an ignored field twice": "the README forbids it",
     "a key twice in an ignored value": "the README forbids it",
-    "an entry as an array": "only serde takes it for an object",
-    "a dtype as an object": "only serde takes it for a string",
+    "an entry as an array": "only serde reads it as an object",
+    "a dtype as an object": "only serde reads it as a string",
     "2^63 x 0": "sizes are signed 64-bit everywhere else",
-    "rank 65": "no framework has such tensors; bounds the work",
+    "rank 65": "no framework has such tensors, and the limit bounds the work",
 }
 
 ids = [v["name"] for v in VECTORS]
@@ -48,7 +48,7 @@ def engine():
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_original(vector):
-    """The package gives the verdict that the vectors say it gives."""
+    """The package gives the verdict in the vectors."""
     safetensors = pytest.importorskip("safetensors", minversion="0.8")
     try:
         safetensors.deserialize(base64.b64decode(vector["file"]))
@@ -59,14 +59,14 @@ def test_original(vector):
 
 
 def test_differences():
-    """overwire refuses whatever the original refuses, and more only as listed."""
+    """overwire refuses everything that the original refuses. STRICTER lists everything else that it refuses."""
     differ = {v["name"] for v in VECTORS if v["reference"] != (v["ours"] == "")}
     assert differ == set(STRICTER)
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_ours(vector, tmp_path):
-    """The built library gives our verdict, with the class and the file's name."""
+    """The built library gives overwire's verdict, with the error class and the file's name."""
     eng = engine()
     path = tmp_path / "model.safetensors"
     path.write_bytes(base64.b64decode(vector["file"]))
@@ -82,7 +82,7 @@ def test_ours(vector, tmp_path):
 
 @pytest.mark.parametrize("vector", VECTORS, ids=ids)
 def test_switch(vector, tmp_path):
-    """Each rule through the public API: strict by default, and `lenient=True` accepts exactly what the vectors say."""
+    """Each rule works through the public API: strict by default, and `lenient=True` accepts the listed files."""
     engine()
     import overwire as ow
 
@@ -105,9 +105,9 @@ def test_switch(vector, tmp_path):
 
 
 def test_writers_order():
-    """Both writers put tensors in the same order, so that ours are also aligned.
+    """Both writers put tensors in the same order, so overwire's tensors are also aligned.
 
-    The order is that of the dtype codes in docs/format.md section 5, largest first, and then of the names.
+    They are sorted by the dtype codes in docs/format.md section 5, largest first, and then by name.
     """
     safetensors = pytest.importorskip("safetensors", minversion="0.8")
     codes = ("BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ "
@@ -131,7 +131,7 @@ def test_writers_order():
             for name, dtype in serial.items() for prefix in "ba"
         })
     except safetensors.SafetensorError as e:
-        pytest.skip(f"this safetensors does not take every dtype: {e}")
+        pytest.skip(f"this release of safetensors cannot write every dtype: {e}")
     n = int.from_bytes(out[:8], "little")
     header = json.loads(out[8 : 8 + n])
     got = list(header)

@@ -1,5 +1,5 @@
 """Tests that overwire.compat.tensorizer and the reference read each other's files in every combination of version,
-encryption, verification, nesting and source, and that known mistakes of the reference are right here."""
+encryption, verification, nesting and source, and that overwire does not repeat known mistakes of the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import tensorizer as theirs
 import torch
 import warm
 
-try:  # the reference uses the system's libsodium, and only encrypts if it is there
+try:  # the reference needs the system's libsodium to encrypt
     theirs.EncryptionParams.random()
     SODIUM = True
 except Exception:
@@ -32,7 +32,7 @@ except Exception:
 META = torch.empty(3, 2, device="meta")
 LONG = torch.empty(2**32 + 5, dtype=torch.int8, device="meta")
 
-# Contents that give a file its version, before encryption.
+# The contents decide a file's version, before encryption.
 VERSIONS = {
     1: {"a": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(7), "n": torch.zeros(0, 3, dtype=torch.int16)},
     2: {
@@ -53,7 +53,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Callable[[Path], Any]]]]:
-    """Serves a folder, with several ways to open its files."""
+    """Serves a folder, and yields functions that open its files in several ways."""
     folder = tmp_path_factory.mktemp("matrix")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -92,9 +92,9 @@ def same(a: Any, b: Any) -> bool:
 def test_every_combination(
     version: int, encrypted: str, sources: tuple[Path, dict[str, Callable[[Path], Any]]]
 ) -> None:
-    """Two writers and two readers work, flat and nested, verified and not, from every source."""
+    """Files of both writers can be read by both readers, flat and nested, verified and not, from every source."""
     if encrypted != "plain" and not SODIUM:
-        pytest.skip("no libsodium for the reference; the golden files are still read")
+        pytest.skip("the reference has no libsodium; the golden files are still read")
     folder, ways = sources
     names = itertools.cycle(ways)
     for writer, nested in itertools.product((ours, theirs), (False, True)):
@@ -105,13 +105,14 @@ def test_every_combination(
             params = writer.EncryptionParams.from_string("päss", opslimit=1, memlimit=8192)
         path = folder / "x.tensors"
         s = writer.TensorSerializer(path, encryption=params)
-        # The reference fails at empty ones.
+        # The reference cannot encrypt empty tensors.
         flat = {n: t for n, t in VERSIONS[version].items() if t.numel() or not params}
         s.write_state_dict({"l": [flat, {"deep": dict(flat)}]} if nested else flat)
         s.close()
         assert int.from_bytes(path.read_bytes()[5:9], "little") == max(version, 3 if params else 1)
         for reader, verify in itertools.product((ours, theirs), (False, True)):
-            # All sources for us; for the reference, which starts curl each time, one after the other.
+            # overwire reads every source each time. The reference starts curl each time, so it only reads the next
+            # source in rotation.
             for name in ways if reader is ours else [next(names)]:
                 key = None
                 if params is not None:
@@ -132,7 +133,7 @@ def test_every_combination(
 
 
 def test_protobuf() -> None:
-    """Each reads the other's messages; 16-bit floats are bits, which the reference turns into numbers."""
+    """Each reads the other's messages. overwire returns the bits of 16-bit floats, and the reference numbers."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     import tensorizer.protobuf as reference
@@ -141,7 +142,7 @@ def test_protobuf() -> None:
         stream = io.BytesIO()
         writer.serialize_model(net, stream)
         stream.seek(0)
-        if reader is reference:  # it leaves tensors where parameters belong
+        if reader is reference:  # it puts tensors in place of parameters
             reader.deserialize_model(twin, stream)
             assert all(torch.equal(twin[0]._parameters[n], p) for n, p in net[0]._parameters.items())
             twin = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
@@ -171,13 +172,13 @@ def test_protobuf() -> None:
 
 
 def test_every_name() -> None:
-    """Every public name, class member and parameter of the reference exists, in its order."""
+    """Every public name, class member and parameter of the reference exists, in the same order."""
     import importlib
 
     def parameters(found: Any) -> list[str]:
         return [p.lstrip("_") for p in inspect.signature(found).parameters]
 
-    other = {"readinto", "Model"}  # positional names of file methods; a type variable
+    other = {"readinto", "Model"}  # the positional parameters of file methods, and a type variable
     checked = 0
     for module in (".protobuf", ".tensors_pb2", "", ".serialization", ".stream_io", ".torch_compat", ".utils"):
         a, b = importlib.import_module("tensorizer" + module), importlib.import_module("overwire.compat.tensorizer" + module)
@@ -190,7 +191,7 @@ def test_every_name() -> None:
             elif inspect.isclass(theirs_) and not module.endswith("pb2"):
                 for member, value in vars(theirs_).items():
                     if member not in other and (member == "__init__" or member[0] != "_") and not inspect.isdatadescriptor(value):
-                        if inspect.isfunction(value):  # what the class itself defines, not what it inherits
+                        if inspect.isfunction(value):  # only members that the class itself defines
                             assert parameters(value) == parameters(getattr(ours_, member)), (name, member)
                         else:
                             assert hasattr(ours_, member), (name, member)
@@ -200,21 +201,21 @@ def test_every_name() -> None:
 
 # Names of the reference that are missing here, with reasons.
 WITHOUT = {
-    "_crypt.ChunkedEncryption": "libsodium's functions: the engine encrypts, whole files at a time",
+    "_crypt.ChunkedEncryption": "a function of libsodium, but the engine encrypts whole files",
     "_crypt.Const": "as ChunkedEncryption",
-    "_crypt.CryptographyError": "serialization has it",
+    "_crypt.CryptographyError": "is in serialization",
     "_crypt.PWHash": "as ChunkedEncryption",
     "_crypt.SequentialEncryption": "as ChunkedEncryption",
     "_crypt.random_bytes": "as ChunkedEncryption",
-    "serialization.lz4": "compress_tensors has no effect, and needs no package",
+    "serialization.lz4": "compress_tensors has no effect",
     "utils.Model": "a type variable",
-    "utils.pynvml": "a package that may be missing; memory is asked of torch",
+    "utils.pynvml": "may be missing, so torch is asked for the memory",
 }
 
 
 def test_every_path() -> None:
-    """Every public module of the reference, and `_crypt`, can be imported, also under its own name, and has its public
-    names, except those that WITHOUT gives reasons for."""
+    """Every public module of the reference, and `_crypt`, can be imported, also under its original name. It has all
+    public names of the reference except those in WITHOUT."""
     import importlib
     import pkgutil
 
@@ -286,7 +287,8 @@ def test_what_clients_look_at(tmp_path: Path) -> None:
 
 
 def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums from a replaced TensorHash do not match; endpoints that a replaced _enforce_scheme accepts do."""
+    """If a program replaces TensorHash, checksums no longer match. If it replaces _enforce_scheme, the endpoints that
+    the replacement accepts work."""
     for writer in (ours, theirs):
         s = writer.TensorSerializer(tmp_path / "x")
         s.write_state_dict({"a": torch.ones(3)})
@@ -314,11 +316,11 @@ def test_names_that_programs_replace(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ours.stream_io.open_stream("s3://bucket/x", s3_endpoint="http://127.0.0.1:1", s3_access_key_id="", s3_secret_access_key="")
 
 
-# Known problems of the reference's users.
+# Known problems of users of the reference.
 
 
 def test_casts_leave_what_is_no_float(tmp_path: Path) -> None:
-    """dtype= keeps integers, bools, complex tables and fp8 weights as they are."""
+    """dtype= does not convert integers, bools, complex tables and fp8 weights."""
     kept = {
         "i": torch.tensor([2**31 - 1, -(2**31)], dtype=torch.int32),
         "q": torch.randint(0, 256, (9,), dtype=torch.uint8),
@@ -353,13 +355,13 @@ def test_meta_and_empty_opaque_and_encrypted(tmp_path: Path) -> None:
             de = ours.TensorDeserializer(tmp_path / "x", device="cpu", verify_hash=True, encryption=key, lazy_load=lazy)
             assert all(same(de[n], t) for n, t in tensors.items())
     if SODIUM:
-        with pytest.raises(IndexError):  # the reference's own writer
+        with pytest.raises(IndexError):  # the reference's own writer fails
             s = theirs.TensorSerializer(tmp_path / "y", encryption=theirs.EncryptionParams.random())
             s.write_state_dict({"z": torch.zeros(0)})
 
 
 def test_modules_as_they_were(tmp_path: Path) -> None:
-    """Ties, hidden buffers, and existing attributes come out as in the saved module."""
+    """Ties, hidden buffers and existing attributes come back as in the saved module."""
 
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
@@ -375,7 +377,7 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
     s.write_module(net)
     s.close()
     del twin.scales
-    twin.scales = "a plain attribute"  # as in GPTQ modules: the reference raises KeyError
+    twin.scales = "a plain attribute"  # as in GPTQ modules, where the reference raises KeyError
     with pytest.raises(KeyError):
         theirs.TensorDeserializer(tmp_path / "x", device="cpu").load_into_module(twin)
     twin = Tied()
@@ -389,7 +391,7 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
         and torch.equal(twin.hidden, net.hidden)
     )
     assert twin.state_dict().keys() == net.state_dict().keys()
-    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied, and not after loading either
+    net.head.weight = torch.nn.Parameter(net.head.weight + 1)  # no longer tied, and also not after loading
     with ours.TensorSerializer(tmp_path / "y") as s:
         s.write_module(net)
     with ours.TensorDeserializer(tmp_path / "y", device="cpu") as de:
@@ -398,7 +400,7 @@ def test_modules_as_they_were(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_bounded(tmp_path: Path) -> None:
-    """A load holds the tensors and a fixed ring, whatever the number of readers or the size of a tensor."""
+    """A load needs memory for its tensors and a ring of fixed size, for any number of readers and any tensor size."""
     import numpy as np
 
     key = bytes(range(32))
@@ -419,7 +421,7 @@ print(high("VmHWM") - before - (96 << 20))
 
 
 def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
-    """verify_crc32 is refused if there is nothing to compare; a container's chunks are compared anyway."""
+    """verify_crc32 is refused for a file without checksums. A container's chunks are always compared."""
     plain, packed, options = tmp_path / "p.safetensors", tmp_path / "c.safetensors", {"verify_crc32": True}
     tensors = {"a": torch.arange(100_000)}
     ow.save_file(tensors, plain, compress=False)
@@ -430,7 +432,7 @@ def test_crc32_of_files_that_have_none(tmp_path: Path) -> None:
 
 
 def test_crc32_while_reading(tmp_path: Path) -> None:
-    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data during the load, with its location."""
+    """verify_hash="crc32" and verify_crc32 find every flipped bit of the data during the load and tell its location."""
     tensors = {"a": torch.arange(100_000), "m": META, "b": torch.randn(3).bfloat16()}
     path = tmp_path / "x.tensors"
     s = theirs.TensorSerializer(path)
@@ -442,7 +444,7 @@ def test_crc32_while_reading(tmp_path: Path) -> None:
         assert all(same(found[n], t) for n, t in tensors.items())
     assert same(ours.TensorDeserializer(path, device="cpu", verify_hash="crc32", lazy_load=True)["a"], tensors["a"])
     with ow.safe_open(path, framework="pt", storage_options=options) as f:
-        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a part is not the whole
+        assert same(f.get_slice("a")[5:500], tensors["a"][5:500])  # a part cannot be compared with the checksum of the whole
     from overwire.records import read_records
 
     whole = path.read_bytes()
@@ -458,7 +460,7 @@ def test_crc32_while_reading(tmp_path: Path) -> None:
 
 
 def test_preloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The deserialiser takes a preload of the path, also with a key."""
+    """The deserialiser uses a preload of its path, also with a key."""
     tensors = {f"t{i}": torch.randn(1000) for i in range(5)}
     caplog.set_level("DEBUG", "overwire")
     for options in ({}, {"encryption_key": bytes(32)}):

@@ -1,4 +1,4 @@
-"""Tests tensorizer's streams: Redis and S3 on real servers, in both directions between overwire.compat.tensorizer and
+"""Tests tensorizer's streams with real Redis and S3 servers, in both directions between overwire.compat.tensorizer and
 the reference, with refusals and interrupted writers."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def redis_at() -> Iterator[tuple[Any, str]]:
 
 
 def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """Each loads what either copies to Redis, plain and encrypted, and so does overwire."""
+    """Each library loads the plain and encrypted files that either copies to Redis. So does overwire itself."""
     client, base = redis_at
     for writer, encrypted in itertools.product((ours, theirs), (False, True)):
         key = f"{writer.__name__}.{encrypted}"
@@ -58,7 +58,7 @@ def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
         de.close()
         names = {n for n in client.scan_iter(f"{key}:*") if n.startswith(f"{key}:header:0".encode())}
         assert len(names) == 1
-        # The reference cannot ask for the keys that it writes for nested names.
+        # The reference cannot read the keys that it writes for nested names.
         for reader in (ours, theirs) if writer is ours else (ours,):
             by = params and reader.DecryptionParams.from_key(params.key)
             with reader.TensorDeserializer(
@@ -78,7 +78,7 @@ def test_redis_both_ways(redis_at: tuple[Any, str], tmp_path: Path) -> None:
 
 
 def test_to_redis_again(redis_at: tuple[Any, str], tmp_path: Path) -> None:
-    """An interrupted copy is resumed; another file is refused, and replaced with force."""
+    """An interrupted copy is resumed. A different file is refused, or replaces the stored one with force."""
     client, base = redis_at
     write(theirs, tmp_path / "a")
     one = ours.TensorDeserializer(tmp_path / "a", device="cpu", lazy_load=True)
@@ -103,7 +103,7 @@ def test_to_redis_again(redis_at: tuple[Any, str], tmp_path: Path) -> None:
 
 
 def test_redis_stream(redis_at: tuple[Any, str]) -> None:
-    """RedisStreamFile reads like a file: ranges, seeks, ends, and errors of the server."""
+    """RedisStreamFile reads like a file: ranges, seeks, ends, and server errors."""
     client, base = redis_at
     data = os.urandom(3_000_000)
     client.set("raw:a:0", data[:1000])
@@ -143,7 +143,7 @@ def test_redis_stream(redis_at: tuple[Any, str]) -> None:
 
 
 def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
-    """save_file and convert write .tensors files to stores; the old file stays until the new one is complete."""
+    """save_file and convert write .tensors files to stores. The old file stays until the new one is complete."""
     _, base = redis_at
     tensors = {f"t{i}": torch.randn(n) for i, n in enumerate((5_000_000, 3, 4_200_000, 0, 1 << 20))}
     uri = base + "folder/model.tensors"
@@ -162,7 +162,7 @@ def test_save_to_redis(redis_at: tuple[Any, str]) -> None:
 
 
 def test_pipes(tmp_path: Path) -> None:
-    """A file is read through a pipe, but cannot be written into one."""
+    """A file can be read from a pipe, but not written into one."""
     write(theirs, tmp_path / "x")
     begin, end = os.pipe()
     feeder = threading.Thread(target=lambda: (os.write(end, b""), _feed(end, (tmp_path / "x").read_bytes())))
@@ -182,7 +182,7 @@ def _feed(end: int, data: bytes) -> None:
 
 @pytest.mark.parametrize("module", [ours, theirs])
 def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes, ranges, certificates and endpoints give the same errors in the same words."""
+    """Wrong modes, ranges, certificates and endpoints give the same errors with the same texts."""
     io_ = module.stream_io
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(io_, "_s3_default_config_paths", (str(tmp_path / "none"),))
@@ -207,7 +207,7 @@ def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cfg").write_text("[default]\naccess_key = K\nsecret_key = S%x\nhost_base = h.example\nuse_https = False\n")
     (tmp_path / "half").write_text("[default]\naccess_key = K\n")
     (tmp_path / "empty").write_text("[other]\n")
-    if module is ours:  # the reference takes % for a placeholder
+    if module is ours:  # the reference takes % as a placeholder
         assert io_._infer_credentials(None, None, str(tmp_path / "cfg"))[1:] == ("h.example", "K", "S%x", False)
     assert io_._infer_credentials("", "")[2:4] == ("", "")
     with pytest.raises(ValueError, match="s3_secret_access_key was not provided"):
@@ -219,7 +219,7 @@ def test_same_refusals(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_where_s3_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Endpoints and credentials come from arguments, .s3cfg, the environment, AWS's files, and CoreWeave."""
+    """Endpoints and credentials come from arguments, .s3cfg, the environment, AWS's files and CoreWeave's defaults."""
     s3 = ours._s3
     for name in [n for n in os.environ if n.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -245,7 +245,7 @@ def test_where_s3_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert s3.url_of("s3://b/k", {"endpoint_url": "https://cwobject.com", "anon": True}) == "https://b.cwobject.com/k"
 
 
-# S3, on a real server.
+# S3 with a real server.
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def s3_at() -> Iterator[tuple[dict[str, Any], Path]]:
 
 @pytest.mark.slow
 def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serialisers write to s3:// and deserialisers load from it, each the other's, by streams and by URI."""
+    """Serialisers write to s3:// and deserialisers load from it, for each pair of libraries, by stream and by URI."""
     options, folder = s3_at
     given = {"s3_access_key_id": options["key"], "s3_secret_access_key": options["secret"], "s3_endpoint": options["endpoint_url"]}
     given["force_http"] = True
@@ -268,7 +268,7 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
                 assert same(reader.TensorDeserializer(stream, device="cpu", verify_hash=True).tree())
         stream = ours.stream_io.open_stream(uri, begin=5, end=9, **given)
         assert stream.read() == (folder / writer.__name__ / "x.tensors").read_bytes()[5:9] and "X-Amz" not in repr(vars(stream)["_name"])
-    # Only by the URI: credentials and endpoint from the environment.
+    # By URI only, with credentials and endpoint from the environment.
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", str(options["endpoint_url"]))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
@@ -291,7 +291,7 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
     gone = tmp_path / "gone.pem"
     gone.write_text("-----BEGIN CERTIFICATE-----")
     authorities = ours.stream_io.CAInfo(cacert=str(gone))
-    gone.unlink()  # which does not matter without TLS
+    gone.unlink()  # not needed without TLS
     url = ours.stream_io._s3_download_url("s3://models/raw", options["key"], options["secret"], options["endpoint_url"])
     with ours.stream_io.CURLStreamFile(url, certificate_handling=authorities) as got:
         assert len(got.read(1)) == 1
@@ -312,7 +312,7 @@ def test_s3_both_ways(s3_at: tuple[dict[str, Any], Path], tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_s3_writers_end(s3_at: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """A dropped writer, or one open at exit, writes its object; one that fails leaves the old object."""
+    """A writer that is dropped, or still open at exit, writes its object. If writing fails, the old object stays."""
     options, folder = s3_at
     program = f"""
 import overwire.compat.tensorizer as t, torch, gc

@@ -1,5 +1,5 @@
-"""Tests tensorizer's HTTP and S3 streams through the engine: who gets headers, what a redirect may do, bodies that end
-early, objects that change, certificates, interrupts, and failed uploads."""
+"""Tests tensorizer's HTTP and S3 streams: headers, redirects, bodies that end early, changing objects, certificates,
+interrupts and failed uploads."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ OPENING = "bytes=0-262143"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves DATA, in ranges, as `kind` says; keeps the requests."""
+    """Serves DATA and its ranges, as its subclass says, and records requests."""
 
     protocol_version = "HTTP/1.1"
     asked: list[dict[str, str]]
-    say: Callable[[Handler, bytes], bool] | None  # True means it has answered
+    say: Callable[[Handler, bytes], bool] | None  # True if it has already answered
     tag: str = '"1"'
     data: bytes = DATA
 
@@ -105,8 +105,8 @@ def serving(say: Any = None, tls: ssl.SSLContext | None = None, **more: Any) -> 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_headers_stay_with_the_first_host(status: int) -> None:
-    """Headers for one server go to no other, neither at first, nor when the stream seeks back, nor from the stream's
-    conversions."""
+    """Headers for one server are never sent to another: not at first, not when the stream seeks back, and not by the
+    stream's conversions."""
     with contextlib.ExitStack() as stack:
         other, there = stack.enter_context(serving())
         first, here = stack.enter_context(serving(lambda h, _: h.redirect(other + "/x", status) or True))
@@ -123,7 +123,7 @@ def test_headers_stay_with_the_first_host(status: int) -> None:
 
 
 def test_headers_within_a_host() -> None:
-    """A redirect to another path of the same server keeps them."""
+    """A redirect to another path of the same server keeps the headers."""
 
     def say(h: Handler, _: bytes) -> bool:
         if h.path == "/x":
@@ -138,8 +138,8 @@ def test_headers_within_a_host() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "one-get"])
 def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
-    """The server's own headers can be read, also repeated ones, and the length is the stream's; `cache_status` of a
-    file reports what a cache said."""
+    """The server's headers can be read, also repeated ones. Content-Length is that of the stream. `cache_status` of a
+    file reports a cache's answer."""
     def say(h: Handler, data: bytes) -> bool:
         if not ranges:
             del h.headers["Range"]
@@ -158,8 +158,8 @@ def test_headers_of_the_answer(ranges: bool, tmp_path: Path) -> None:
 
 
 def test_same_ends() -> None:
-    """Reads and readinto at the end of a range, after it, and past the object, and messages after closing, are as in
-    the reference, which needs curl."""
+    """Reads at the end of a range, after it and past the object, and messages after closing, are as in the reference.
+    The reference needs curl."""
     theirs = pytest.importorskip("tensorizer.stream_io")
     modules = [stream_io, theirs] if shutil.which("curl") else [stream_io]
 
@@ -179,7 +179,7 @@ def test_same_ends() -> None:
             note(lambda: stream.read(5))
         note(lambda: stream.read(5))
         with module.CURLStreamFile(url, len(DATA) - 10) as stream:
-            note(lambda: stream.readinto(bytearray(20)))  # the object ends, but its range does not
+            note(lambda: stream.readinto(bytearray(20)))  # the object ends before the range
         with module.CURLStreamFile(url, len(DATA) - 10, len(DATA) + 10) as stream:
             note(lambda: stream.readinto(bytearray(15)))
         note(lambda: module.CURLStreamFile(url, len(DATA)))
@@ -203,8 +203,7 @@ def test_same_ends() -> None:
 
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_body_that_ends_early(ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body that is cut is resumed. One that is cut each time is an OSError after a complete beginning, and never a
-    short read."""
+    """A truncated body is resumed. If every body is truncated, OSError is raised, and no read is short."""
     cuts = iter((1000, 0, 300_000))
     data = DATA * 4
 
@@ -260,7 +259,7 @@ def test_an_object_that_changes(how: str) -> None:
 
 
 def test_readers_that_seek(tmp_path: Path) -> None:
-    """ObjectReader does the same with a local file; several, read as one, do not go back."""
+    """ObjectReader can seek back in a local file, and detects a change. Several objects read as one cannot."""
     path = tmp_path / "x"
 
     def put(data: bytes, day: int) -> None:
@@ -284,12 +283,12 @@ def test_readers_that_seek(tmp_path: Path) -> None:
 
 
 def test_stalled_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that falls silent is given up, with an OSError that names it."""
+    """If a server no longer answers, the stream raises OSError with the server's name."""
     over = threading.Event()
 
     def say(h: Handler, data: bytes) -> bool:
         if h.headers["Range"] != OPENING:
-            over.wait(60)  # nothing at all
+            over.wait(60)  # no answer at all
         else:
             h.part(data)
         return True
@@ -327,7 +326,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("when", ["opening", "reading"])
 def test_interrupted(when: str) -> None:
-    """Ctrl-C ends opening and reading from a silent server."""
+    """Ctrl-C ends opening and reading from a server that does not answer."""
     silent, over = threading.Event(), threading.Event()
 
     def say(h: Handler, data: bytes) -> bool:
@@ -347,7 +346,7 @@ def test_interrupted(when: str) -> None:
                 assert process.stdout.readline() == "opened\n"
             assert silent.wait(60)
             process.send_signal(signal.SIGINT)
-            said, _ = process.communicate(timeout=60)  # by itself it would wait 90 s
+            said, _ = process.communicate(timeout=60)  # without the signal it would wait for 90 s
         finally:
             over.set()
             if process.poll() is None:
@@ -361,11 +360,11 @@ def test_interrupted(when: str) -> None:
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLContext]:
-    """Returns a self-signed certificate of a server on 127.0.0.1, and the server's side."""
+    """Returns a self-signed certificate for 127.0.0.1 and the server's TLS context."""
     folder = tmp_path_factory.mktemp("authority")
     program = shutil.which("openssl")
     if program is None:
-        pytest.skip("no openssl, which makes the certificate")
+        pytest.skip("no openssl to make the certificate")
     command = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -377,8 +376,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ssl.SSLCo
 
 
 def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch) -> None:
-    """CAInfo's three forms work, and the variables count as they are when a stream is opened, however often it connects
-    afterwards."""
+    """CAInfo's three forms work. Variables are read when a stream is opened, and later connections use the same
+    values."""
     folder, context = authority
     variables = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
     for name in variables:
@@ -409,8 +408,8 @@ def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytes
 
 
 def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_path: Path) -> None:
-    """An http:// endpoint accepts them all, with or without certificates in them; they count when it redirects to
-    https."""
+    """An http:// endpoint accepts all CAInfo forms, also without any certificate in them. A redirect to https uses
+    them."""
     folder, context = authority
     (tmp_path / "empty").mkdir()
     (tmp_path / "none.pem").write_text("none")
@@ -439,7 +438,7 @@ def test_never_out_of_tls(authority: tuple[Path, ssl.SSLContext]) -> None:
 
 
 def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
-    """Returns an environment without credentials, with an endpoint."""
+    """Prepares an environment with an endpoint and without credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
@@ -449,8 +448,8 @@ def bare(monkeypatch: pytest.MonkeyPatch, home: Path, endpoint: str) -> None:
 
 
 def test_public_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without credentials an object is read unsigned, as a stream, from a stream, and by its URI. Credentials that were
-    given are always used."""
+    """Without credentials, requests for an object are not signed, as a stream, from a stream and by URI. If credentials
+    are given, they are always used."""
     serializer = TensorSerializer(tmp_path / "x.tensors")
     serializer.write_tensor(0, "a", 0, np.arange(1000))  # type: ignore[arg-type]
     serializer.close()
@@ -502,7 +501,7 @@ for stream in kept:
 
 
 def test_uploads_that_fail(tmp_path: Path) -> None:
-    """Closing reports what failed; at exit a failing upload does not stop the others."""
+    """Closing reports a failed upload. At exit, a failed upload does not stop the others."""
     kind = type("OneRefusing", (Refusing,), {"asked": [], "say": None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -533,7 +532,7 @@ def test_uploads_that_fail(tmp_path: Path) -> None:
 
 
 def test_files_that_take_no_more() -> None:
-    """A file without a descriptor that fails during writing reports that itself."""
+    """If writing fails in a file without a descriptor, the file's own error is raised."""
 
     class Full(io.BytesIO):
         def write(self, data: Any) -> int:
@@ -547,7 +546,7 @@ def test_files_that_take_no_more() -> None:
 
 
 def test_the_engine_alone_reaches_stores() -> None:
-    """No module opens its own connections, except between ranks in distributed/group.py."""
+    """No module opens its own connections, except distributed/group.py between ranks."""
     other = {"aiohttp", "boto3", "botocore", "ftplib", "http", "httpx", "requests", "socket", "ssl", "urllib3"}
     package = Path(ow.__file__).parent
     for path in sorted(package.rglob("*.py")):
@@ -562,7 +561,7 @@ def test_the_engine_alone_reaches_stores() -> None:
 
 
 def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
-    """A file shorter than its index says is never stored as a value."""
+    """If a file is shorter than its index says, no truncated value is stored."""
     path = tmp_path / "x.tensors"
     ow.save_file({"a": np.arange(40_000, dtype=np.int64), "b": np.arange(9.0)}, path)
 
@@ -581,8 +580,8 @@ def test_to_redis_of_a_file_that_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_file_is_opened_and_indexed_once(tmp_path: Path, lazy: bool) -> None:
-    """A TensorDeserializer asks a server once for the beginning of a file, whatever it loads. Its results are right,
-    and an unneeded key is refused by its name."""
+    """A TensorDeserializer requests the beginning of a file once, whatever it loads. Its results are right, and an
+    unneeded key is refused by name."""
     want = {f"t{n}": torch.randn(300 + n, 500) for n in range(5)}
     serializer = TensorSerializer(str(tmp_path / "x.tensors"))
     serializer.write_state_dict(want)

@@ -61,8 +61,8 @@ def test_arrays_that_no_reader_has(array: np.ndarray, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a writer is closed a path has nothing, or the older file with its mode. Afterwards it has the whole new
-    one, and the folder nothing else. Of two writers the one that is closed last counts."""
+    """Until a writer is closed, its path has no file, or the older one with its mode. Then it has the whole new file,
+    and the folder nothing else. The writer that is closed last wins."""
     if not unnamed:
         plain = os.open
 
@@ -93,7 +93,7 @@ def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monke
 
 
 def test_what_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that ends with an exception, and a failed write, leave the older file, and nothing next to it."""
+    """If a with block raises or a write fails, the older file stays and nothing else is in the folder."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -113,7 +113,7 @@ def test_what_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_open_files_stay_in_place(tmp_path: Path) -> None:
-    """A file that the caller has opened is complete after each write, as in the reference, and so is a device's."""
+    """A file that the caller has opened, also a device, is complete after each write, as in the reference."""
     path = tmp_path / "x.tensors"
     with open(path, "wb+") as file:
         serializer = ours.TensorSerializer(file)
@@ -139,8 +139,8 @@ serializer.write_tensor(0, "a", 0, np.full(3, 2.0))
     ids=["not closed", "killed", "exception", "forked"],
 )
 def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script: Callable[..., Any]) -> None:
-    """A writer that is not closed writes its file at exit. One that is killed, or whose program fails, leaves the older
-    file and nothing next to it. A forked child does not take part."""
+    """A writer that is not closed writes its file at exit. If the process is killed or its program fails, the older
+    file stays and nothing else is in the folder. A forked child has no effect."""
     path = tmp_path / "x.tensors"
     with ours.TensorSerializer(path) as serializer:
         serializer.write_tensor(0, "a", PARAM, np.ones(3))
@@ -149,7 +149,7 @@ def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script:
 
 
 class _Copies(TorchFunctionMode):
-    """Records the layouts of copies, and memory that is not pinned, which needs no GPU."""
+    """Records the strides of copies. Its memory is not pinned, so it needs no GPU."""
 
     def __init__(self) -> None:
         self.strides: list[tuple[Any, Any]] = []
@@ -161,7 +161,7 @@ class _Copies(TorchFunctionMode):
 
 
 def test_a_tensor_of_a_gpu_comes_down_in_the_order_of_its_memory() -> None:
-    """A transposed tensor also comes with one copy of its bytes, without another tensor of its size on the GPU."""
+    """A transposed tensor is also copied once, in the order of its memory, without a second tensor on the GPU."""
     dense = torch.arange(24.0).reshape(2, 3, 4)
     for tensor in (dense, dense.transpose(0, 2), dense[0, 0, 0], dense[:0]):
         with _Copies() as seen:

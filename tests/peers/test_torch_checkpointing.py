@@ -1,4 +1,4 @@
-"""Tests the real torch_checkpointing: its safetensors items are overwire files."""
+"""Tests that safetensors items of the real torch_checkpointing are overwire files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig 
 
 
 def test_its_files_are_read_compressed_and_loaded_by_it(tmp_path: Path) -> None:
-    """load_file reads a safetensors item. Compressed in place, its manager loads it under patch_safetensors. The
-    tensors of a torch.save item are converted."""
+    """load_file reads a safetensors item. If it is compressed in place, torch_checkpointing's manager loads it under
+    patch_safetensors. The tensors of a torch.save item can be converted."""
     torch.manual_seed(1)
     model = torch.nn.Linear(300, 200, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,5 +1,4 @@
-"""Calls the engine's functions for the process tests: past `overwire._verbs`, with raw texts and numbers. It is not a
-test."""
+"""Calls the engine for the process tests directly, without `overwire._verbs`, with raw texts and numbers."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def load_start(model: int, requests: bytes | None, options: str) -> JobNumber:
 
 
 def save_start(spec: str, tensors: list[Any]) -> JobNumber:
-    """tensors: (name, dtype, shape, address, bytes) each."""
+    """Starts a save of tensors, each given as (name, dtype, shape, address, bytes)."""
     names, dtypes, shapes, *_ = (list(column) for column in zip(*tensors, strict=True)) if tensors else ([], [], [])
     request = {**json.loads(spec), "names": names, "dtypes": dtypes, "shapes": shapes}
     return _start("save", json.dumps(request), b"".join(struct.pack("=3q", t[3], t[4], 0) for t in tensors))
@@ -97,7 +96,7 @@ def job_wait(job: int, timeout: Any) -> bool:
 
 
 def columns(job: int, timeout: float | None = None, raw: bool = False) -> Landed | None:
-    """Returns what was loaded since the last call."""
+    """Returns what has been loaded since the last call."""
     from overwire.jobs import Landed
 
     made = core().take(job, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
@@ -110,7 +109,7 @@ def job_next(job: int, timeout: float | None, raw: bool = False) -> list[tuple[i
 
 
 def job_columns(job: int, raw: bool = False) -> Landed:
-    """Returns everything that a finished job gives."""
+    """Returns all results of a finished job."""
     from overwire.jobs import Landed
 
     made = core().take(job, 0, TAKE_ALL | (TAKE_RAW if raw else 0))

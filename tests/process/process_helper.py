@@ -1,7 +1,4 @@
-"""Runs programs of test_process*.py in separate processes.
-
-It is not a test: they import it, and so do the scripts that they start.
-"""
+"""Runs programs for test_process*.py in separate processes. The tests and their scripts import it."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Under AddressSanitizer, and under an emulator, everything is slower: a tenth of the runs in ten times the time is
-# enough.
+# AddressSanitizer and emulators are much slower, so a tenth of the runs is done there.
 FEWER = 10 if os.environ.get("OVERWIRE_TEST_SLOW") else 1
 
 PRELUDE = """
@@ -32,8 +28,8 @@ def run(
     source: str, *args: object, timeout: float = 240, rc: int | None = 0, small_quarantine: bool = False,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python source after PRELUDE in a fresh interpreter. small_quarantine is for sources that measure the
-    process's memory, since AddressSanitizer otherwise keeps freed memory."""
+    """Runs Python source after PRELUDE in a fresh interpreter. small_quarantine is for sources that measure memory,
+    because AddressSanitizer otherwise keeps freed memory."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OVERWIRE_P", "PRELOAD"))}
     if small_quarantine and "ASAN_OPTIONS" in env:
         env["ASAN_OPTIONS"] += ":quarantine_size_mb=4"
@@ -51,7 +47,7 @@ def run(
 
 
 def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes]]) -> str:
-    """Write plain safetensors by hand: name -> (dtype, shape, bytes)."""
+    """Writes a plain safetensors file without overwire from name -> (dtype, shape, bytes)."""
     at, header = 0, {}
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
@@ -64,7 +60,7 @@ def write_plain(path: Path | str, tensors: dict[str, tuple[str, list[int], bytes
 
 
 def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
-    """Write a plain file with count U8 tensors of zeros that take no disk space."""
+    """Writes a plain file with count U8 tensors of zeros that take no disk space."""
     shapes = {f"w{i}": {"dtype": "U8", "shape": [size], "data_offsets": [i * size, (i + 1) * size]} for i in range(count)}
     text = json.dumps(shapes).encode()
     text += b" " * (-len(text) % 8)
@@ -74,11 +70,11 @@ def write_sparse(path: Path | str, size: int, count: int = 1) -> str:
     return str(path)
 
 
-BIG = 16 << 20, 4096  # for write_sparse: the file of LongJob
+BIG = 16 << 20, 4096  # arguments of write_sparse for the file of LongJob
 
 
 class LongJob:
-    """A load that takes many seconds and little memory: thousands of tensors, all to one destination."""
+    """A load that takes many seconds and little memory: thousands of tensors that are all loaded to one address."""
 
     def __init__(self, path: str) -> None:
         import engine_calls as e
@@ -88,7 +84,7 @@ class LongJob:
         address = ctypes.addressof((ctypes.c_char * size).from_buffer(self.memory))
         self.model = e.open_model(json.dumps({"uris": [path], "map": False}))
         requests = b"".join(struct.pack("=6q", i, address, 0, -1, 0, -1) for i in range(count))
-        # One worker, so that a machine with two cores has one for the test.
+        # One worker leaves a core for the test on a machine with two.
         self.job = e.load_start(self.model, requests, '{"threads": 1}')
 
     def end(self) -> None:
@@ -104,7 +100,7 @@ class LongJob:
 
 
 def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
-    """Load every tensor of a file, and return job_take's list."""
+    """Loads every tensor of a file, and returns job_take's list."""
     import engine_calls as e
 
     model = e.open_model(json.dumps({"uris": [path]}))
@@ -117,10 +113,10 @@ def load(path: str, raw: bool = False) -> list[tuple[object, int]]:
 
 
 def child(body: Callable[[], None], limit: float = 60) -> int:
-    """Fork, run body, and end the child as a program ends. Return its exit code; 99 means it hung."""
+    """Forks, runs body, and exits the child as a program exits. Returns its exit code, or 99 if it hung."""
     code = _child(body, limit)
-    # AddressSanitizer has held its own locks over a fork only since LLVM 18. Before that, a child may inherit a lock
-    # that another thread held, and hang. Without AddressSanitizer none may hang.
+    # Before LLVM 18, AddressSanitizer does not hold its own locks during a fork, so a child may inherit a locked one
+    # and hang. Without AddressSanitizer no child may hang.
     if code == 99 and FEWER > 1:
         code = _child(body, limit)
     return code
@@ -146,7 +142,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-AT_FIRST = threads()  # one, plus an emulator's own
+AT_FIRST = threads()  # one, and the emulator's own
 
 
 def rss() -> int:

@@ -1,7 +1,4 @@
-"""Runs as the child of `refusing`: loads and saves, each with its answer.
-
-It is not a test: test_refused_calls.py starts it.
-"""
+"""Runs loads and saves in the child of `refusing` and returns their results. test_refused_calls.py starts it."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from refusing import serve_tasks
 
 def _tensors(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    large = rng.normal(0, 0.02, 300_000).astype("f4")  # larger than what the calling thread writes itself
+    large = rng.normal(0, 0.02, 300_000).astype("f4")  # too large for the calling thread to write itself
     return {"large": large, "small": np.arange(seed, seed + 9), "none": np.zeros((0, 3), "f2")}
 
 
@@ -50,7 +47,7 @@ def _write(path: str, seed: int, kind: Any) -> None:
             file.write(bytes([seed + block]) * 100_000)
 
 
-# Each saves to a path what a seed says, from the folder that `prepare` has filled.
+# By kind: the file name, and the function that saves what `seed` determines to a path in a folder filled by `prepare`.
 SAVES = {
     "plain": ("x.safetensors", lambda path, seed: ow.save_file(_tensors(seed), path)),
     "small": ("y.safetensors", lambda path, seed: ow.save_file({"small": np.arange(seed, seed + 9)}, path)),
@@ -66,7 +63,7 @@ SAVES = {
     "object": ("o.bin", lambda path, seed: _write(path, seed, ObjectWriter)),
 }
 
-# Each answers with the digest of what it has read.
+# By kind: a function that reads from a folder and returns a digest.
 LOADS = {
     "load": lambda folder: _load(f"{folder}/source1.safetensors"),
     "load compressed": lambda folder: _load(f"{folder}/packed.safetensors"),
@@ -91,7 +88,7 @@ def _outcome(call: Any, typed: Any = ow.OverwireError) -> list[Any]:
 
 
 def prepare(folder: str) -> None:
-    """Fills a folder with the files that the programs read."""
+    """Fills a folder with the files that LOADS and SAVES read."""
     os.makedirs(f"{folder}/set", exist_ok=True)
     for seed in (1, 2):
         ow.save_file(_tensors(seed), f"{folder}/source{seed}.safetensors")
@@ -100,14 +97,14 @@ def prepare(folder: str) -> None:
 
 
 def save(kind: str, folder: str, seed: int) -> list[Any]:
-    """Saves, and returns how that ended. A file used as an open file may raise what open files raise."""
+    """Saves and returns the outcome. Writers that act as open files may also raise OSError."""
     name, call = SAVES[kind]
     typed = OSError if kind in ("file", "object") else ow.OverwireError
     return _outcome(lambda: call(f"{folder}/{name}", seed) and None, (ow.OverwireError, typed))
 
 
 def content(kind: str, folder: str) -> list[Any]:
-    """Returns what a folder has after a kind of save: the digest of its tensors, or of its bytes."""
+    """Returns the digest of the tensors, or of the bytes, that a kind of save has written."""
     path = f"{folder}/{SAVES[kind][0]}"
     if kind in ("tensorizer", "delta", "file", "object"):
         return ["done", hashlib.sha256(Path(path).read_bytes()).hexdigest()]
@@ -115,7 +112,7 @@ def content(kind: str, folder: str) -> list[Any]:
 
 
 def load(kind: str, folder: str) -> list[Any]:
-    """Loads, and returns how that ended."""
+    """Loads and returns the outcome."""
     return _outcome(lambda: LOADS[kind](folder))
 
 
@@ -133,7 +130,7 @@ _servers: list[Any] = []
 
 
 def run_server(address: str, *words: str) -> list[Any]:
-    """Starts `overwire serve`, and leaves it running."""
+    """Starts `overwire serve` and leaves it running."""
     _servers.append(core().start("cli", json.dumps(program(["serve", "--address", address, *words])), b""))
     until = time.monotonic() + 30
     while True:

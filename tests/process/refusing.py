@@ -1,7 +1,7 @@
-"""Refuses system calls of a child process, one at a time: the n-th call of a kind fails with a system error number.
+"""Refuses system calls of a child process one at a time: the n-th call of a kind fails with a given errno.
 
-A seccomp filter in the child, which needs no privileges, sends each call of the kinds to this process, which allows it
-or answers for the system. The calls of all threads are counted together, from one task to its answer.
+A seccomp filter in the child, which needs no privileges, sends each call of these kinds to this process. This process
+allows the call or answers it. Calls of all threads are counted together, from the start of a task to its answer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# The numbers of x86-64. clone, futex, getrandom and memory without a file are left out: Go's runtime ends the process
-# if the system refuses these.
+# x86-64 numbers. clone, futex, getrandom and anonymous memory are left out, because Go's runtime ends the process if
+# they fail.
 CALLS = {
     "read": 0, "write": 1, "open": 2, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "mmap": 9, "pread64": 17,
     "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "mincore": 27, "madvise": 28, "dup": 32, "socket": 41,
@@ -43,7 +43,7 @@ CALLS = {
 _NAMES = {number: name for name, number in CALLS.items()}
 _WAKING = (CALLS["read"], CALLS["write"])
 
-# linux/seccomp.h and linux/filter.h
+# from linux/seccomp.h and linux/filter.h
 _SET_NO_NEW_PRIVS, _SET_MODE_FILTER, _NEW_LISTENER, _WAIT_KILLABLE = 38, 1, 1 << 3, 1 << 5
 _ALLOW, _NOTIFY, _CONTINUE = 0x7FFF0000, 0x7FC00000, 1
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
@@ -55,9 +55,10 @@ class _Filter(ctypes.Structure):
 
 
 def refuse_calls(control: socket.socket) -> None:
-    """Called by the child: from here on another process answers its calls. OSError if the system has no such filter."""
+    """Installs the filter in the child, so that the parent answers its calls from now on. Raises OSError if the system
+    has no such filter."""
     numbers = sorted(set(CALLS.values()) - {CALLS["mmap"]})
-    steps = [(0x20, 0, 0, 0)]  # the call's number
+    steps = [(0x20, 0, 0, 0)]  # the call number
     steps += [(0x15, 0, 2, CALLS["mmap"]), (0x20, 0, 0, 48), (0x15, len(numbers), len(numbers) + 1, 0xFFFFFFFF)]
     steps += [(0x15, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
     steps += [(0x06, 0, 0, _ALLOW), (0x06, 0, 0, _NOTIFY)]
@@ -68,17 +69,18 @@ def refuse_calls(control: socket.socket) -> None:
     for flags in (_NEW_LISTENER | _WAIT_KILLABLE, _NEW_LISTENER):
         listener = libc.syscall(_SECCOMP, _SET_MODE_FILTER, flags, ctypes.byref(program))
         if listener >= 0:
-            # From here on each call of these kinds waits for an answer.
+            # From now on each call of these kinds waits for an answer.
             socket.send_fds(control, [b"listener"], [listener])
             return
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 class Refusal:
-    """A child that runs tasks, with calls that fail as the task says."""
+    """A child that runs tasks while chosen system calls fail."""
 
     def __init__(self, program: Path) -> None:
-        """program: a file with a `main(control)` that calls `serve_tasks`. OSError if the system has no such filter."""
+        """Starts program, a file with a `main(control)` that calls `serve_tasks`. Raises OSError without such a
+        filter."""
         self._control, other = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, str(program), str(other.fileno())], pass_fds=[other.fileno()], stderr=subprocess.PIPE,
@@ -107,7 +109,7 @@ class Refusal:
                 notice = bytearray(80)
                 try:
                     fcntl.ioctl(self._listener, _RECEIVE, notice)
-                except OSError:  # a signal has withdrawn it
+                except OSError:  # a signal interrupted the call
                     continue
                 identity, process, _, call = struct.unpack_from("QIIi", notice)
                 first = struct.unpack_from("q", notice, 32)[0]
@@ -121,7 +123,7 @@ class Refusal:
             os.close(self._listener)
 
     def _is_event(self, process: int, descriptor: int) -> bool:
-        # Go's runtime wakes its threads with one, and ends the process if it cannot.
+        # Go's runtime wakes its threads with an eventfd and ends the process if that fails.
         try:
             return "eventfd" in os.readlink(f"/proc/{process}/fd/{descriptor}")
         except OSError:
@@ -142,10 +144,10 @@ class Refusal:
         self, task: Iterable[Any], call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False,
         timeout: float = 60,
     ) -> Any:
-        """Returns a task's answer while the at-th call of a kind is refused with a number, and with lasts also all
+        """Runs a task and returns its answer. The at-th call of a kind fails with errno number, and with lasts also all
         later calls.
 
-        TimeoutError if it does not answer in time, ConnectionError if the child has ended.
+        Raises TimeoutError if the answer takes too long, and ConnectionError if the child has ended.
         """
         self.refuse(call, at, number, lasts=lasts)
         self._control.settimeout(timeout)
@@ -162,7 +164,8 @@ class Refusal:
         return json.loads(answer)
 
     def refuse(self, call: str = "", at: int = 1, number: int = 0, *, lasts: bool = False) -> None:
-        """Restarts counting, and refuses as `run` says, until the end of the next task; without a kind, nothing."""
+        """Restarts counting and refuses calls as `run` does until the next task ends. Without a kind, all calls are
+        allowed."""
         with self._lock:
             self._counts.clear()
             self.was_refused = False
@@ -182,7 +185,7 @@ class Refusal:
 
 
 def serve_tasks(number: int, programs: dict[str, Any]) -> None:
-    """Called by the child: runs the requested programs until its parent is gone."""
+    """Runs requested programs in the child until the parent ends."""
     control = socket.socket(fileno=number)
     try:
         refuse_calls(control)

@@ -1,4 +1,4 @@
-"""Tests children of fork, such as DataLoader workers, which read local files after the engine ran in their parent."""
+"""Tests that forked children, such as DataLoader workers, read local files although the engine runs in their parent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import overwire
 import pytest
 from overwire.model.forked import is_compressed
 
-# Reads by every name of safetensors; `opened` was opened in the parent.
+# Reads through every safetensors function. `opened` holds files opened in the parent.
 WORKER = """
 import sys
 import overwire as ow, safetensors, safetensors.numpy, safetensors.torch, torch
@@ -59,7 +59,7 @@ def check(plain, packed, opened, patched):
         except kind:
             continue
         raise AssertionError(wrong)
-    safetensors.torch.save_file({"w": want}, plain + ".out")  # writing is safetensors' own
+    safetensors.torch.save_file({"w": want}, plain + ".out")  # safetensors itself writes
     assert torch.equal(safetensors.torch.load(safetensors.torch.save({"w": want}))["w"], want)
     return 1
 
@@ -112,7 +112,7 @@ with ow.patch_safetensors():
     run(True)
     assert torch.equal(safetensors.safe_open("c.safetensors", "pt").get_tensor("w"), tensors["w"])
 
-# A file that another took the place of is not the one that was opened.
+# A replaced file is not the opened one.
 ow.save_file({"w": torch.zeros(3, 4), "b": torch.ones(2)}, "plain dir/p.safetensors", compress=False)
 child = os.fork()
 if child == 0:
@@ -127,7 +127,8 @@ print("ok")
 
 
 def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
-    """Every read of a plain file works in a forked worker, patched or not; so do overwire's of a compressed one."""
+    """Every way to read a plain file works in a forked worker, with or without the patch. overwire's functions also
+    read a compressed file."""
     pytest.importorskip("safetensors")
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "plain dir").mkdir()
@@ -168,7 +169,7 @@ held["asleep"].wake()
 
 
 def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> None:
-    """A header may spell letters by their numbers: the container is recognised, also without the engine."""
+    """A container is recognised if its header writes letters as JSON escapes, also without the engine."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
     data = path.read_bytes()
@@ -180,14 +181,14 @@ def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> Non
 
 
 def test_what_a_child_drops_is_the_parents(torch_script) -> None:
-    """Nothing is printed, and the parent keeps using all of it."""
+    """Objects that a child drops print nothing, and the parent can still use them."""
     done = torch_script(DROPPING)
     assert not done.stderr, done.stderr
 
 
 def test_a_child_of_an_engine_that_starts_is_refused(torch_script) -> None:
-    """The engine starts while torch's tensors are being prepared for it. A child that is forked before it has answered
-    knows that it is a child, and the parent goes on."""
+    """The engine starts while the tensors' framework is prepared. A child forked before the engine has answered knows
+    that it is a child, and the parent continues."""
     torch_script(
         """
 import os, sys
@@ -223,8 +224,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_wrong_arguments_leave_the_engine_closed(torch_script) -> None:
-    """An invalid source, one without a file name, and invalid option values are refused while the engine is closed,
-    because a fork may come later."""
+    """An invalid source, one without a file name, and invalid option values are refused before the engine starts, so
+    that the program can still fork."""
     torch_script(
         """
 import inspect, os
@@ -271,8 +272,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_group_of_the_parent_is_refused_to_a_child(torch_script) -> None:
-    """A forked child that uses a process group of its parent's is refused at once, also if the parent has never started
-    the engine; a group that it makes itself works."""
+    """A forked child that uses its parent's process group is refused immediately, even if the parent never started the
+    engine. A group that the child creates works."""
     torch_script(
         """
 import os
@@ -305,15 +306,15 @@ dist.destroy_process_group()
 
 
 LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_lock)\((?!new_lock\(\)\))"
-# Exceptions, with reasons.
+# Modules with other locks, and the reasons.
 OTHER_LOCKS = {
-    "_engine.py": "what a daemon thread waits for at the exit",
-    "_locks.py": "makes them",
+    "_engine.py": "daemon threads wait for it at exit",
+    "_locks.py": "creates all locks",
 }
 
 
 def test_locks_are_made_in_one_place() -> None:
-    """Every lock of the package is made anew in a forked child."""
+    """Every lock of the package is replaced in a forked child."""
     folder = Path(overwire.__file__).parent
     makers = {
         str(path.relative_to(folder)) for path in folder.rglob("*.py") if re.search(LOCKS, path.read_text(encoding="utf-8"))
@@ -327,11 +328,11 @@ import torch, overwire as ow
 from overwire import _locks
 
 def held_by_a_thread(more):
-    '''Ends when it is called: until then a thread has every lock, and those of `more`.'''
+    '''Starts a thread that holds every lock and those of `more`. Returns a function that ends it.'''
     ready, leave = threading.Event(), threading.Event()
     def hold():
         locks = [lock for lock in (reference() for reference in list(_locks._locks)) if lock is not None] + list(more)
-        locks = [lock for lock in locks if lock.acquire(blocking=False)]  # the rest are another thread's already
+        locks = [lock for lock in locks if lock.acquire(blocking=False)]  # other threads hold the rest
         ready.set()
         leave.wait()
         for lock in locks:
@@ -345,7 +346,7 @@ def held_by_a_thread(more):
     return end
 
 def in_child(work, *more):
-    '''Forks while a thread has every lock; the child has ten seconds.'''
+    '''Runs work in a child that is forked while a thread holds every lock, for at most ten seconds.'''
     end = held_by_a_thread(more)
     child = os.fork()
     if not child:
@@ -369,7 +370,7 @@ for name in names:
         try:
             importlib.import_module(name)
         except Exception:
-            pass  # of packages that are not there
+            pass  # its package is not installed
 ow.save_file({"a": torch.ones(3)}, "m", compress=False)
 ow.load_file("m")
 kind = type(_locks.new_lock())
@@ -397,7 +398,7 @@ def take_all():
         raise AssertionError(refused)
 
 assert in_child(take_all) == 0
-with locks["overwire.jobs._lock"]:  # a signal handler forks in the middle: the child gives back what it has
+with locks["overwire.jobs._lock"]:  # as if a signal handler forked here: the child must release its lock
     child = os.fork()
 if not child:
     os._exit(0 if ow.last_report() else 1)
@@ -407,7 +408,8 @@ assert ow.load_file("m")["a"].tolist() == [1, 1, 1]
 
 
 def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """Whatever module locks a thread of the parent holds, a child reads plain files, and is refused the rest."""
+    """If another thread of the parent holds the locks of all modules during the fork, the child reads plain files and
+    other calls are refused without waiting."""
     torch_script(HOLDING + MODULES)
 
 
@@ -439,7 +441,7 @@ def offloaded():
 
 def saving():
     leave = threading.Event()
-    def watch(now):  # its thread stays in it
+    def watch(now):  # keeps its thread waiting
         if threading.current_thread() is not threading.main_thread():
             leave.wait()
     made = ow.save_file(tensors, "saved.safetensors", wait=False, progress=watch)
@@ -477,8 +479,8 @@ def serializer():
     made.write_tensor(0, "a", 0, torch.ones(30))
     return made
 
-# By name: what makes it, what reads, what ends it, and what the parent does afterwards.
-refused = (ow.ForkedError, ValueError)  # of a file: it is closed
+# Functions by name: make the object, read it, end it, and use it in the parent afterwards.
+refused = (ow.ForkedError, ValueError)  # ValueError for a closed file
 objects = {
     "stream": (lambda: ow.stream("m.safetensors"), next, lambda it: it.close(), lambda it: len(list(it)) == 20),
     "windows": (lambda: ow.stream("m.safetensors", max_memory=500_000), next, lambda it: it.close(), lambda it: len(list(it)) == 20),
@@ -527,13 +529,13 @@ assert opened["t03"][0, 0] == 3 and part[0, 0] == 4
 saved = saving()
 saved.leave.set()
 saved.wait()
-assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 0  # what has ended waits for nothing
+assert in_child(lambda: saved.wait() and saved.cancel(), saved._ended._cond) == 0  # an ended save does not wait
 """
 
 
 def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
-    """Whatever locks a thread of the parent holds, a child is refused reads through the parent's objects and can close
-    them at once, and the parent goes on with all of them."""
+    """If another thread of the parent holds all locks, the child gets an error from reads through the parent's objects
+    and can close them without waiting. The parent can still use them."""
     done = torch_script(HOLDING + OBJECTS)
     assert all("decodes compressed files slowly" in line or line.startswith("  ") for line in done.stderr.splitlines()), done.stderr
 
@@ -562,6 +564,6 @@ for name, end in ends.items():
 
 
 def test_what_a_child_closes_is_not_written_twice(script) -> None:
-    """Data that a parent's file has buffered is written once, by the parent."""
+    """Data that a file has buffered in the parent is written once, by the parent."""
     done = script(WRITERS)
     assert not done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""What children of fork read without the engine, which runs in their parent."""
+"""Tests reads in forked children without the engine, which runs in their parent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ tensors = {
 some = {name: tensors[name] for name in ("f32", "bf16", "i64")}
 cuts = [(slice(7, None, 3),), (slice(None, None, -1), slice(5, 170)), (slice(None), slice(None, None, -2)), (3,), (Ellipsis, slice(1, 179))]
 
-def facts(tensor):  # no work for torch's threads in a child
+def facts(tensor):  # uses none of torch's threads in a child
     return tensor.dtype, tensor.shape, tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
-def cut_facts(tensor, cut):  # torch has no negative steps
+def cut_facts(tensor, cut):  # torch does not support negative steps
     words = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     return facts(torch.from_numpy(words.numpy()[cut].copy()).view(tensor.dtype))
 
@@ -47,7 +47,7 @@ for kind in ("plain", "packed"):
     opened[kind + " slice"] = opened[kind].get_slice("bf16")
 assert len(os.listdir("plain/set")) > 2
 order = {kind: list(ow.load_file(kind + "/one.safetensors", framework="pt")) for kind in ("plain", "packed")}
-torch.randn(1000, 1000).bfloat16().add_(1)  # torch has made its threads
+torch.randn(1000, 1000).bfloat16().add_(1)  # starts torch's threads
 
 def check(kind):
     one, whole = kind + "/one.safetensors", [kind + "/set", kind + "/set/model.safetensors.index.json"]
@@ -55,7 +55,7 @@ def check(kind):
         got = ow.load_file(source, framework="pt")
         assert list(got) == order[kind] or source in whole
         assert {name: facts(tensor) for name, tensor in got.items()} == wanted
-        got["small"].zero_()  # it is the caller's
+        got["small"].zero_()  # it belongs to the caller
     assert {name: facts(tensor) for name, tensor in ow.load_file(one, framework="pt", dtype="float16").items()} == halves
     assert list(ow.load_file(whole[0], keys=["i64", "f32"], framework="pt")) == ["i64", "f32"]
     assert [name for name, _ in ow.stream(one, framework="pt", in_order=True)] == order[kind]
@@ -98,8 +98,8 @@ for kind in ("plain", "packed"):
 
 
 def test_after_torch_has_made_its_threads(torch_script) -> None:
-    """A child of os.fork reads files and folders, plain and compressed, whole, cut and cast, into modules and by a
-    stream, though torch's threads, which its parent has made, are not there."""
+    """A forked child reads plain and compressed files and folders whole, cut, cast, into modules and as a stream, even
+    though the parent's torch threads do not exist in it."""
     torch_script(AFTER_TORCH)
 
 
@@ -143,16 +143,16 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_folder_is_read_whole_or_not_at_all(script) -> None:
-    """What an index.json lists, or a whole set of shards; what is not clear, or lacks a part, is an error."""
+    """A child reads the files of an index.json, or a complete set of shards. Any other folder is an error."""
     script(FOLDERS)
 
 
 def test_without_numpy(script) -> None:
-    """Where numpy is not installed a forked child reads plain files, and compressed ones are a ForkedError."""
+    """Without numpy, a forked child reads plain files, and a compressed file is a ForkedError."""
     script(
         """
 import os, sys
-sys.modules["numpy"] = None  # as if it were not there
+sys.modules["numpy"] = None  # as if it were not installed
 import overwire as ow
 ow.save_file({"w": ow.TensorSpec.of("F32", (3000,), bytes(range(250)) * 48)}, "p", compress=False)
 ow.save_file({"w": ow.TensorSpec.of("F32", (3000,), bytes(range(250)) * 48)}, "c")

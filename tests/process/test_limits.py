@@ -1,4 +1,4 @@
-"""Tests calls in a process that lacks resources: they give a typed error, or none, and never end the process."""
+"""Tests that calls in a process without enough resources succeed or raise a typed error, and never end the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from process_helper import run, write_plain
 
 
 def test_first_calls_without_descriptors(tmp_path: Path) -> None:
-    """However few descriptors are left for the first call, it succeeds or raises an OSError; later ones succeed."""
+    """With any number of free descriptors, the first call succeeds or raises an OSError, and later calls succeed."""
     target = tmp_path / "to" / "b.safetensors"
     target.parent.mkdir()
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
@@ -57,8 +57,8 @@ assert os.listdir(os.path.dirname(target)) == [os.path.basename(target)]
 
 
 def test_an_engine_for_which_no_descriptor_is_left(tmp_path: Path) -> None:
-    """If everything but the engine is imported, its start is an IOFailure with the system's error number, and a later
-    call starts it."""
+    """If no descriptor is left, starting the engine is an IOFailure with the system's errno, and a later call starts
+    it."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     run(
         """
@@ -80,7 +80,7 @@ ow.inspect(sys.argv[1])
 
 
 def test_first_call_in_a_small_address_space(tmp_path: Path) -> None:
-    """However little address space is left (`ulimit -v`), the first call succeeds or raises MemoryError."""
+    """With any amount of address space (`ulimit -v`), the first call succeeds or raises MemoryError."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     run(
         """
@@ -107,8 +107,7 @@ assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
 
 
 def test_first_call_with_few_threads(tmp_path: Path) -> None:
-    """However few threads may be started (`ulimit -u`), the first call succeeds or raises MemoryError, which names the
-    limit."""
+    """With any limit on threads (`ulimit -u`), the first call succeeds or raises a MemoryError that names the limit."""
     source = write_plain(tmp_path / "a.safetensors", {"x": ("U8", [1 << 16], bytes(1 << 16))})
     program = """
 import os, resource, sys
@@ -128,9 +127,9 @@ for most in (1, 3, 6, 10, 4096):
 assert failed[0] == 1 and failed[-1] == 0 and set(failed) == {0, 1}, failed
 """
     as_user: list[str] = []
-    if os.geteuid() == 0:  # root, to whom the limit does not apply
+    if os.geteuid() == 0:  # the limit does not apply to root
         if not (setpriv := shutil.which("setpriv")):
-            pytest.skip("no setpriv to give up root's rights (Debian: util-linux)")
+            pytest.skip("no setpriv to drop root privileges (Debian: util-linux)")
         rights = "+dac_override,+dac_read_search"
         as_user = [setpriv, f"--reuid={54321 + os.getpid() % 1000}", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
     done = subprocess.run([*as_user, sys.executable, "-c", program, source], capture_output=True, text=True, timeout=60)
@@ -145,7 +144,7 @@ from overwire import stores
 folder = sys.argv[1]
 tensors = {"x": np.arange(1 << 16, dtype="f4"), "y": np.arange(9)}
 def wrote(name, write):
-    for _ in range(2):  # a new file, and one that takes the place of another
+    for _ in range(2):  # first a new file, then one that replaces it
         write(folder + name)
         assert os.path.exists(folder + name), name
 def stream(path):
@@ -166,17 +165,17 @@ assert not [name for name in os.listdir(folder) if ".overwire-" in name]
 
 
 def test_writers_without_a_working_folder(tmp_path: Path) -> None:
-    """In a process with a removed working folder, everything with an absolute path is written and read."""
+    """If the working folder was removed, every writer and reader works with absolute paths."""
     gone = tmp_path / "gone"
     gone.mkdir()
     run("import sys, os\nos.rmdir(os.getcwd())\n" + EVERY_WRITER, tmp_path, cwd=gone)
 
 
 def test_writers_without_proc(tmp_path: Path) -> None:
-    """Without /proc, as in some sandboxes, everything is written and read."""
+    """Every writer and reader works without /proc, as in some sandboxes."""
     hide = ["unshare", "-m", "sh", "-c", 'umount -l /proc && exec "$@"', "sh"]
     if subprocess.run([*hide, "true"], capture_output=True).returncode:
-        pytest.skip("this user may not hide /proc")
+        pytest.skip("this user cannot unmount /proc")
     subprocess.run([*hide, sys.executable, "-c", EVERY_WRITER, tmp_path], check=True, timeout=240)
 
 
@@ -196,14 +195,14 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(Progra
 """
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call numbers are those of x86-64")
 def test_writers_of_an_old_system(tmp_path: Path) -> None:
-    """If newer and rarer calls are refused, as by old kernels and sandboxes, everything is written and read."""
+    """Every writer and reader works if newer and rarer system calls are refused, as by old kernels and sandboxes."""
     run(REFUSED_CALLS + EVERY_WRITER, tmp_path)
 
 
 def test_errors_have_the_number_of_the_system(tmp_path: Path) -> None:
-    """An OSError has its errno, which distinguishes a full disk from other errors, also after pickling."""
+    """An OSError has the system's errno, also after pickling, so that a full disk can be distinguished."""
     run(
         """
 import errno, pickle, resource
@@ -228,8 +227,8 @@ assert os.listdir(folder) == []
 def test_errors_of_python_have_the_number_of_the_system(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """System errors from the Python side also have their errno and the file's name: here, after another process has
-    sent them, and after a rank has added its name."""
+    """System errors raised in Python code also have errno and file name, even after another process has sent them and a
+    rank has added its name."""
     torch_script(
         """
 import concurrent.futures, errno, multiprocessing, os, pickle, resource

@@ -1,4 +1,4 @@
-"""Tests saves to file systems that lack a call, which a seccomp filter refuses to a process: see seccomp(2)."""
+"""Tests saves to file systems that lack a system call, simulated by a seccomp filter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-# System call numbers.
+# System call numbers by machine.
 NUMBERS = {
     "x86_64": {"link": (86, 265), "ftruncate": (77,), "fsync": (74, 75), "fchmod": (91,), "pwrite": (18,), "rename": (82, 264, 316)},
     "aarch64": {"link": (37,), "ftruncate": (46,), "fsync": (82, 83), "fchmod": (52,), "pwrite": (68,), "rename": (38, 276)},
@@ -60,7 +60,7 @@ SAVES = {
 }
 
 def in_child(body, *args):
-    # This process starts no engine, so that each child has one of its own.
+    # This process starts no engine, so each child has a separate one.
     child = os.fork()
     if child == 0:
         try:
@@ -80,14 +80,14 @@ def save_all():
 def replace_all(call, code, error, says):
     os.chdir("new")
     if call == "pwrite":
-        del SAVES["stream"]  # it writes in order
+        del SAVES["stream"]  # writes in order
     before = sorted(os.listdir())
     refuse_calls(NUMBERS[call], code)
     for name, (save, load) in SAVES.items():
         caught = None
         try:
             save(2)
-        except BaseException as failure:  # CheckpointException is no Exception
+        except BaseException as failure:  # CheckpointException is not an Exception
             caught = failure.failures[0][0] if hasattr(failure, "failures") else failure
         assert type(caught) is error and says in str(caught), (name, repr(caught))
         assert load()["w"][0].item() == (2 if error is type(None) else 1), name
@@ -114,11 +114,11 @@ for call, code, error, says in (
 
 
 def test_file_systems_that_lack_a_call(torch_script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints are saved. Without pwrite or rename
-    there is an error that says so and is not an argument error; the old ones stay, and nothing else is there."""
+    """Without ftruncate, fsync or fchmod, files, sets, bundles and checkpoints are saved. Without pwrite or rename, an
+    error says so, the old files stay and no others are left."""
     if not NUMBERS:
-        pytest.skip(f"the numbers of calls on {platform.machine()} are not known here")
+        pytest.skip(f"the system call numbers of {platform.machine()} are not known")
     done = torch_script(f"NUMBERS = {NUMBERS}\n{PROGRAM}", check=False)
     if done.returncode == 77:
-        pytest.skip("this process may have no filter")
+        pytest.skip("this process may not install a seccomp filter")
     assert done.returncode == 0, done.stdout + done.stderr

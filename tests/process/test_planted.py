@@ -1,5 +1,5 @@
-"""Tests files, links and folders that another user of the machine has planted where overwire reads or writes: see
-SECURITY.md."""
+"""Tests files, links and folders that another user has planted where overwire reads or writes. SECURITY.md has the
+rules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from overwire.stores import FileWriter, resolve_links
 
 STRANGER = 1234
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may change the owner of files")
 
 
 def strangers(path: Path) -> None:
@@ -29,7 +29,7 @@ def strangers(path: Path) -> None:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """Makes a folder like /tmp."""
+    """Makes a folder with the mode of /tmp."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -39,7 +39,7 @@ def shared(tmp_path: Path) -> Path:
 @needs_root
 @pytest.mark.parametrize("link", ["file", "folder"])
 def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: str) -> None:
-    """Writes to a file by name do not follow another user's link, at the end of the path or inside it."""
+    """Writers do not follow another user's link, at the end of the path or inside it."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "out").write_text("mine")
@@ -50,7 +50,7 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
         FileWriter(str(target))
     with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
         places.Place(target, None, True)
-    if link == "file":  # for a folder in the path the engine relies on the system's rule
+    if link == "file":  # for links inside the path the engine relies on the kernel's rule
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
             ow.save_file({"w": torch.ones(3)}, target)
         with pytest.raises(ow.AccessError, match=f"belongs to user {STRANGER}"):
@@ -59,7 +59,7 @@ def test_links_of_others_are_not_followed(tmp_path: Path, shared: Path, link: st
 
 
 def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
-    """One's own link in such a folder is followed; relative ones, chains and ".." are resolved as by the system."""
+    """The user's own links in such a folder are followed. Relative links, chains and ".." act as in the kernel."""
     (tmp_path / "home/deep").mkdir(parents=True)
     (shared / "one").symlink_to("two")
     (shared / "two").symlink_to("../home/deep")
@@ -72,7 +72,7 @@ def test_own_links_are_followed(tmp_path: Path, shared: Path) -> None:
 
 
 def test_an_open_file_without_a_name(tmp_path: Path) -> None:
-    """Nothing is written to /proc's names of a memfd or a deleted file; an open file in a folder is written by its
+    """Writing to a /proc path of a memfd or a deleted file is refused. An open file with a name is written under that
     name."""
     numbers = [os.memfd_create("x"), os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)]
     named = os.open(tmp_path / "named", os.O_CREAT | os.O_RDWR)
@@ -91,7 +91,7 @@ def test_an_open_file_without_a_name(tmp_path: Path) -> None:
 
 
 def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
-    """A link to itself under the name of the index says nothing about a model's modes, and stops no save."""
+    """A link to itself under the index's name does not make a save fail."""
     index = tmp_path / "m.safetensors.index.json"
     index.symlink_to(index.name)
     ow.save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
@@ -100,7 +100,7 @@ def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_link_that_comes_and_goes(tmp_path: Path, shared: Path) -> None:
-    """Another user's link is never followed, however often it is put in and removed."""
+    """Another user's link is never followed, even if it appears and disappears all the time."""
     program = """
 import os, sys
 path, to = sys.argv[1:]
@@ -123,7 +123,7 @@ while True:
 
 
 def refuses(path: str) -> bool:
-    """Returns whether another user's link is refused now."""
+    """Returns whether the path is refused now as another user's link."""
     try:
         assert resolve_links(path) == path
     except ow.AccessError:
@@ -133,7 +133,7 @@ def refuses(path: str) -> bool:
 
 @needs_root
 def test_a_strangers_index_gives_no_mode(shared: Path) -> None:
-    """A planted index does not give a new file another owner, or open it to anyone."""
+    """Another user's index does not change the owner or mode of a new file."""
     index = shared / "m.safetensors.index.json"
     index.write_text('{"weight_map": {"w": "m.safetensors"}}')
     index.chmod(0o666)
@@ -145,7 +145,7 @@ def test_a_strangers_index_gives_no_mode(shared: Path) -> None:
 
 @needs_root
 def test_a_checkpoint_in_a_strangers_folder(shared: Path) -> None:
-    """A checkpoint is not written to a folder that another user has made for it, and its contents stay."""
+    """A checkpoint is not written to a folder that another user has created for it, and that folder stays unchanged."""
     planted = [shared / ".c.partial", shared / ".c.partial-01234567"]
     for folder in planted:
         folder.mkdir()
@@ -161,7 +161,7 @@ def test_a_checkpoint_in_a_strangers_folder(shared: Path) -> None:
 
 @needs_root
 def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
-    """One's own folder is not enough if another user may replace it."""
+    """A folder is refused for prepared state if another user owns its parent and could replace it."""
     (shared / "theirs/prepared").mkdir(parents=True, mode=0o700)
     (shared / "theirs/prepared").chmod(0o700)
     strangers(shared / "theirs")
@@ -178,9 +178,9 @@ def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
     ],
 )
 def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str]) -> None:
-    """The command, like the processes that it starts, runs no Python file of the working folder."""
+    """The command and the processes that it starts run no Python file in the working folder."""
     (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin/overwire"  # as pip writes it
+    command = tmp_path / "bin/overwire"  # as pip installs it
     command.write_text("from overwire._engine import main\nmain()\n")
     model = tmp_path / "model"
     model.mkdir()
@@ -206,8 +206,8 @@ def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str
 def test_a_folder_that_may_be_written_and_not_listed(
     torch_script: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    """In another user's drop box everything is saved and replaced that does not need a listing. What does is refused,
-    and nothing of it is there."""
+    """In another user's folder that can be written but not listed, every save works that needs no listing. Other saves
+    are refused and leave nothing."""
     torch_script(
         """
 import os, tempfile
@@ -234,7 +234,7 @@ with tempfile.TemporaryDirectory(dir="/tmp") as top:
     box = top + "/box"
     os.chmod(top, 0o755)
     os.mkdir(top + "/own")
-    save_all(top + "/own")  # so that all is imported
+    save_all(top + "/own")  # imports everything
     ow.save_bundle({"w": torch.ones(3)}, f"{top}/own/c.pkl")
     os.mkdir(box)
     os.chmod(box, 0o733)

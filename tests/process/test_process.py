@@ -1,7 +1,6 @@
-"""Tests the engine in a Python process: import, fork, exit, signals, threads.
+"""Tests import, fork, exit, signals and threads of the engine, each in a separate interpreter.
 
-Each test runs in a separate interpreter. Promises about "hundreds of times" are tested hundreds of times, at seeded
-delays.
+Promises that depend on timing are tested hundreds of times with random delays from a seed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_import_starts_nothing() -> None:
-    """The import brings neither threads nor modules; the engine starts with the first call."""
+    """The import starts no threads and imports no other modules. The engine starts with the first call."""
     run("""
 assert threads() == AT_FIRST
 for name in ("overwire._core", "torch", "numpy", "logging", "json"):
@@ -45,10 +44,10 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 
 def test_forked_children_are_refused(big: str, small: str) -> None:
-    """In a child every call raises ForkedError at once, tensors stay readable, and it exits with 0."""
+    """In a forked child every call raises ForkedError immediately, tensors stay readable, and the exit code is 0."""
     out = run("""
 import ctypes
-import overwire.jobs  # here, and not in each child
+import overwire.jobs  # imported once, not in each child
 big, small, n = sys.argv[1], sys.argv[2], int(sys.argv[3])
 busy = LongJob(big)
 tensors = load(small)
@@ -72,7 +71,7 @@ def body():
     assert e.forked()
     assert ctypes.string_at(address, 256) == bytes(range(256))
     global tensors
-    del tensors  # frees nothing in a child, and must not hang
+    del tensors  # frees nothing in a child and must not hang
 for i in range(n):
     time.sleep((i * 7919 % 31) / 10000)
     assert child(body) == 0, i
@@ -85,11 +84,11 @@ busy.end()
 
 
 def test_raw_module_refuses_in_children(small: str) -> None:
-    """The C functions check the arguments of callers that bypass overwire._verbs."""
+    """Calls that bypass overwire._verbs are also refused in a child."""
     run("""
 from overwire import _core as raw
 e.knobs()
-# These enter no Go, and work in children too.
+# These do not enter Go and also work in children.
 free = {"forked", "buffer_of", "dlpack_give", "dlpack_take", "Exporter"}
 def body():
     for name in dir(raw):
@@ -100,7 +99,7 @@ def body():
             try:
                 function(*args)
             except TypeError:
-                pass  # another number of arguments, then
+                pass  # needs another number of arguments
             except RuntimeError as error:
                 assert isinstance(error, errors.ForkedError), (name, error)
                 break
@@ -113,7 +112,7 @@ assert not raw.forked()
 
 
 def test_fork_while_the_runtime_starts(small: str) -> None:
-    """A child that was forked after the engine's file was mapped, but before it was called, is refused; its parent is
+    """A child that was forked after the engine's file was mapped, but before its first call, is refused. Its parent is
     not."""
     run("""
 from overwire import _engine
@@ -133,7 +132,7 @@ assert e.knobs() and _engine.is_loaded() and not _engine.forked()
 
 
 def test_fork_before_the_first_call(small: str) -> None:
-    """A child of a process that has only imported overwire has its own engine."""
+    """A child of a process that has only imported overwire starts its own engine."""
     run("""
 def body():
     assert len(load(sys.argv[1])) == 1
@@ -145,7 +144,7 @@ body()
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_multiprocessing(method: str, small: str, tmp_path: Path) -> None:
-    """Workers started by spawn and forkserver use the engine, whatever the parent did."""
+    """Workers started by spawn and forkserver can use the engine after their parent has."""
     program = tmp_path / "program.py"
     program.write_text(PRELUDE + """
 import multiprocessing
@@ -163,7 +162,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("exits", [70, pytest.param(700, marks=pytest.mark.slow)])
 def test_exit_with_work_under_way(big: str, small: str, exits: int, tmp_path: Path) -> None:
-    """A process may end at any moment of a load, a save or a preload, with daemon threads waiting: exit code 0."""
+    """A process can exit with code 0 at any time during a load, a save or a preload, even if daemon threads wait."""
     run("""
 import random
 big, small, n, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -199,7 +198,7 @@ for i in range(n):
 
 
 def test_exit_raises_nothing_in_daemon_threads(big: str) -> None:
-    """A daemon thread that waits for a job when the interpreter exits gets no error, which it would print."""
+    """A daemon thread that waits for a job when the interpreter exits gets no error, because Python would print it."""
     run("""
 import atexit
 busy = LongJob(sys.argv[1])
@@ -217,16 +216,16 @@ threading.Thread(target=wait, daemon=True).start()
 time.sleep(0.1)
 import overwire._engine as engine
 atexit.unregister(engine._at_exit)
-engine._at_exit()  # as when the interpreter exits
+engine._at_exit()  # as at the interpreter's exit
 look()
 """, big)
 
 
 @pytest.mark.parametrize("call", ["job_wait(busy.job, None)", "job_next(busy.job, None)", "job_wait(busy.job, 60)"])
 def test_ctrl_c_while_waiting(call: str, big: str) -> None:
-    """SIGINT raises KeyboardInterrupt during a wait for a job, and the job continues."""
+    """SIGINT during a wait for a job raises KeyboardInterrupt, and the job continues."""
     out = run(f"""
-import overwire.jobs  # no signal comes while it is imported
+import overwire.jobs  # imported before any signal arrives
 busy = LongJob(sys.argv[1])
 waits = []
 for i in range(10):
@@ -254,7 +253,7 @@ busy.end()
 
 
 def test_sigterm_ends_at_once(big: str) -> None:
-    """The engine leaves SIGTERM to Python and the system: default action, no delay."""
+    """SIGTERM keeps its default action and ends the process without delay."""
     program = PRELUDE + "busy = LongJob(sys.argv[1])\nprint('go', flush=True)\ne.job_wait(busy.job, None)"
     with processes.started([sys.executable, "-c", program, big], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "go\n"
@@ -264,7 +263,7 @@ def test_sigterm_ends_at_once(big: str) -> None:
 
 
 def test_signal_handlers_stay_pythons() -> None:
-    """Loading the engine changes nothing for INT, TERM, HUP, USR1, CHLD; Python's handlers still run."""
+    """Starting the engine leaves the handlers of INT, TERM, HUP, USR1 and CHLD, and Python's handlers still run."""
     run("""
 hits = []
 for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
@@ -278,7 +277,7 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_waiting_lets_other_threads_run(big: str) -> None:
-    """A wait blocks neither the GIL nor other calls."""
+    """A wait does not block the GIL or other calls."""
     run("""
 busy = LongJob(sys.argv[1])
 def wait():
@@ -299,7 +298,7 @@ busy.end()
 
 
 def test_many_threads(small: str) -> None:
-    """Models, jobs and tensors work from eight threads at once."""
+    """Eight threads can use models, jobs and tensors at the same time."""
     run("""
 import ctypes
 failed = []
@@ -319,8 +318,8 @@ assert not failed, failed
 
 @pytest.mark.parametrize("first", ["main", "another"])
 def test_other_interpreters_are_refused(first: str, small: str) -> None:
-    """A second interpreter of the process gets an ImportError that says so. The main one goes on unaffected, and the
-    exit does not hang, whichever comes first and whether the second is closed or not."""
+    """A second interpreter in the process gets a clear ImportError. The main interpreter is not affected and exits
+    without hanging, whichever imports first and whether or not the second is closed."""
     pytest.importorskip("_xxsubinterpreters")
     run(
         r"""
@@ -352,7 +351,7 @@ assert len(load(small)) == 1 and e.knobs()
 
 
 def test_panic_poisons_and_python_lives() -> None:
-    """A panic in Go is an EngineError, also for every later call. Its stack is printed once; the process goes on."""
+    """A panic in Go is an EngineError, also in later calls. Its stack is printed once, and the process continues."""
     done = run("""
 from overwire._engine import core
 for call in (lambda: core().call("panic", "", b""), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):
@@ -369,7 +368,7 @@ print("alive")
 
 
 def test_panic_stops_writers(big: str) -> None:
-    """After a panic anywhere, the wait for a load ends when nothing writes to the caller's memory any more."""
+    """After a panic anywhere, waiting for a load ends only when nothing writes to the caller's memory any more."""
     run("""
 from overwire._engine import core
 busy = LongJob(sys.argv[1])
@@ -394,7 +393,7 @@ e.close_model(busy.model)
 
 
 def test_settings_come_from_os_environ() -> None:
-    """Changes of os.environ before the first call count, and bad values warn through logging."""
+    """Changes to os.environ before the first call count, and bad values are logged as warnings."""
     done = run("""
 import logging
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
@@ -407,7 +406,7 @@ assert rows["OVERWIRE_THREADS"]["value"] == "1", rows["OVERWIRE_THREADS"]
 
 
 def test_a_preload_is_joined_once(small: str, tmp_path: Path) -> None:
-    """A load takes the tensors of a preload, and no later one does. Only its own job reports an empty preload."""
+    """One load joins a preload, and later loads do not. Only the preload's own job reports a failed preload."""
     run("""
 import ctypes
 path, missing = sys.argv[1], sys.argv[2]
@@ -441,19 +440,19 @@ else:
 assert joins()[1] is None
 
 job = e.preload_start(json.dumps({"uris": [path]}))
-e.job_cancel(job)  # dropped, not joined any more
+e.job_cancel(job)  # dropped, so no load can join it
 assert joins()[1] is None
 """, small, tmp_path / "missing.safetensors")
 
 
 def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
-    """The command line is a job: Ctrl-C cancels it and exits with 130, without a traceback."""
+    """Ctrl-C cancels a command and exits with 130 without a traceback."""
     source = write_sparse(tmp_path / "big.safetensors", 4 << 30)
     program = PRELUDE + "e.main()"
     command = [sys.executable, "-c", program, "compress", source, "-o", str(tmp_path / "out.safetensors")]
     with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:  # its temporary file
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:  # until its temporary file appears
             time.sleep(0.02)
         assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGINT)
@@ -464,10 +463,10 @@ def test_cli_ctrl_c_gives_130(tmp_path: Path) -> None:
 
 
 def test_objects_that_outlive_modules_end_in_silence(small: str, tmp_path: Path) -> None:
-    """Objects that a program holds until overwire's modules are torn down print nothing when they end."""
+    """Objects that exist until overwire's modules are torn down print nothing when they are destroyed."""
     (tmp_path / "holder.py").write_text("kept = []\n")
     program = """
-import holder  # before overwire: it is taken apart after
+import holder  # before overwire, so it is cleared later
 import sys
 import overwire
 file = overwire.safe_open(sys.argv[1], "np")

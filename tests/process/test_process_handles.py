@@ -1,4 +1,4 @@
-"""Tests what crosses between Python and the engine: handles, texts, memory."""
+"""Tests handles, texts and memory that are passed between Python and the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
 
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Writes a file with a 3 x 4 tensor of each dtype of whole bytes, and odd shapes."""
+    """Writes a file with a 3 x 4 tensor of each dtype of whole bytes, and with unusual shapes."""
     tensors = {
         name: (name, [3, 4], bytes(i % 2 for i in range(12 * size)))
         for name, size in sorted(DTYPES.items(), key=lambda d: -d[1])
@@ -30,7 +30,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_wrong_handles() -> None:
-    """Stale, invented and ill-typed handles are ArgumentError; closing or freeing twice does nothing."""
+    """Stale, invented and ill-typed handles are an ArgumentError. Closing or freeing one twice does nothing."""
     run("""
 calls = [lambda h: e.load_start(h, None, "{}"), lambda h: e.job_wait(h, 0), lambda h: e.preload_join(h, "{}"),
          lambda h: e.job_next(h, 0), e.job_take, e.job_progress, e.job_report, e.job_cancel]
@@ -55,7 +55,7 @@ for call in (e.close_model, e.job_free):
 
 
 def test_what_holds_a_handle_is_not_copied(every: str) -> None:
-    """copy, deepcopy and pickle refuse an object with a handle: the copy's end would close what the original uses."""
+    """copy, deepcopy and pickle refuse an object with a handle, because the copy's end would close the original's."""
     run("""
 import copy, pickle
 import overwire as ow
@@ -75,7 +75,7 @@ assert bytes(file["U8"]) == bytes(i % 2 for i in range(12))
 
 
 def test_stale_handles_are_nobody_elses(every: str) -> None:
-    """A number is never reused, and a closed model ends exactly what belongs to it."""
+    """A handle is never reused, and closing a model ends exactly what belongs to it."""
     run("""
 spec = json.dumps({"uris": [sys.argv[1]]})
 seen = set()
@@ -84,7 +84,7 @@ for _ in range(100):
     assert model not in seen
     seen.add(model)
     job = e.load_start(model, None, "{}")
-    e.close_model(model)  # the load goes on
+    e.close_model(model)  # the load continues
     assert e.job_wait(job, None)
     assert e.job_take(job)
     try:
@@ -103,7 +103,7 @@ for _ in range(100):
 
 
 def test_texts_and_lists_are_checked(every: str) -> None:
-    """NUL, lone surrogates, numbers out of range and wrong tuples are ValueError or TypeError before they reach Go."""
+    """NUL, lone surrogates, numbers out of range and wrong tuples are a ValueError or TypeError before Go sees them."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -191,7 +191,7 @@ for raw in (False, True):
         if dtype == "BOOL":
             assert tensor.flatten().int().tolist() == [0, 1] * 6
         try:
-            from_dlpack(capsule)  # a capsule is taken once
+            from_dlpack(capsule)  # a capsule can be used once
         except (RuntimeError, ValueError):
             continue
         sys.exit("taken twice")
@@ -199,7 +199,7 @@ for raw in (False, True):
 
 
 def test_numpy_takes_raw_capsules(every: str) -> None:
-    """With raw=True numpy takes every capsule; memory lives as long as the array."""
+    """With raw=True, numpy accepts every capsule, and the memory lives as long as the array."""
     pytest.importorskip("numpy")
     run("""
 import gc, numpy
@@ -218,7 +218,7 @@ assert b"".join(a.tobytes() for a in arrays) == data
 
 
 def test_tensors_handed_out_one_by_one(every: str) -> None:
-    """job_next returns every request once, in order of arrival, and job_take then nothing."""
+    """job_next returns each request once in order of arrival, and job_take then returns nothing."""
     run("""
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
 n = len(e.model_table(model))
@@ -235,8 +235,8 @@ assert e.job_take(job) == [(None, 0)] * n
 
 
 def test_tensors_handed_out_in_columns(every: str) -> None:
-    """Columns export the same as job_next and job_take: non-empty tensors with their positions, and the number of empty
-    ones."""
+    """Columns contain the same as job_next and job_take: non-empty tensors with their positions, and the number of
+    empty ones."""
     run("""
 import struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -267,7 +267,7 @@ assert landed.capsules[0] is None and landed.missing == 2 and [at for at, _ in l
 
 
 def test_the_table_of_a_crowd(tmp_path: Path) -> None:
-    """Rows of a model's table share equal objects, and no others."""
+    """Rows of a model's table share equal objects."""
     random = Random(5)
     names = sorted(DTYPES)
     want = {}
@@ -293,7 +293,7 @@ for name, dtype, shape, nbytes, stored, source, alias in rows:
 
 
 def test_destinations_and_slices(every: str) -> None:
-    """A request with a destination, or a slice of one, is loaded there, and has no capsule."""
+    """A request with a destination, whole or for a slice, is loaded there and returns no capsule."""
     run("""
 import ctypes, struct
 model = e.open_model(json.dumps({"uris": [sys.argv[1]]}))
@@ -309,7 +309,7 @@ assert whole.raw == bytes(i % 2 for i in range(48)) and part.raw == whole.raw[24
 
 
 def test_capsules_that_nobody_takes_are_freed(tmp_path: Path) -> None:
-    """Dropped capsules, untaken jobs and taken tensors all give their memory back: RSS stays bounded."""
+    """Dropped capsules, unused jobs and used tensors all free their memory, so RSS stays bounded."""
     size = 8 << 20
     big = {f"t{i}": ("U8", [size], bytes(size)) for i in range(2)}
     many = {f"s{i}": ("U8", [1000], bytes(1000)) for i in range(2000)}
@@ -343,7 +343,7 @@ for path in sys.argv[1:]:
             time.sleep(0.05)
             before = rss()
             rounds(20, use)
-            for _ in range(100):  # the last job's workers may be at it still
+            for _ in range(100):  # workers of the last job may still be running
                 time.sleep(0.1)
                 grown = (rss() - before) >> 20
                 if grown < 16:
@@ -353,7 +353,7 @@ for path in sys.argv[1:]:
 
 
 def test_save_and_load_through_handles(tmp_path: Path) -> None:
-    """Data given to save_start comes back, plain, compressed, verified and converted back."""
+    """Data passed to save_start is unchanged after saving plain or compressed, verifying and converting back."""
     run("""
 import array, ctypes
 values = array.array("H", [0x3F80 + i % 97 for i in range(1 << 17)])
@@ -384,7 +384,7 @@ assert read("back") == read("False")
 
 
 def test_errors_carry_their_place(tmp_path: Path) -> None:
-    """Class, source and message of an error are the engine's, also as attributes; they survive pickling."""
+    """Class, source and message of an engine error are available as attributes and survive pickling."""
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
     run("""
@@ -406,7 +406,7 @@ except FileNotFoundError as error:
 
 
 def test_what_is_freed_runs_no_code_of_ours(every: str) -> None:
-    """A freed job's or model's number ends without `__del__`, in which Python would drop a Ctrl-C."""
+    """Freed job and model numbers have no `__del__`, in which Python would drop a Ctrl-C."""
     run(
         """
 import overwire as ow

@@ -1,4 +1,4 @@
-"""Tests that tests leave no process behind, also when they fail."""
+"""Tests that tests leave no process running, even when they fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import processes
 
 def test_fails(tmp_path):
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '%(long)s'], start_new_session=True); print('x', flush=True)"
-    subprocess.run([sys.executable, "-c", sleeper], check=True)  # its child is an orphan now
+    subprocess.run([sys.executable, "-c", sleeper], check=True)  # leaves an orphaned child
     with processes.started(["sh", "-c", "sleep %(long)s & echo x; wait"], stdout=subprocess.PIPE) as group:
         group.stdout.readline()
         assert False
@@ -48,7 +48,7 @@ def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout
-    assert "1 failed, 1 error" in done.stdout and f"still running, and killed now: ['sleep {long}" in done.stdout, done.stdout
+    assert "1 failed, 1 error" in done.stdout and f"processes of tests were still running and have been killed: ['sleep {long}" in done.stdout, done.stdout
     until = time.monotonic() + 20
     while running(f"sleep {long}") and time.monotonic() < until:
         time.sleep(0.05)
@@ -56,7 +56,7 @@ def test_a_failed_test_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_workers_share_the_cores() -> None:
-    """All pytest workers together have at most one torch thread per core, unless the environment sets the number."""
+    """All pytest workers together use at most one torch thread per core, unless the environment sets the number."""
     for workers, cores, threads in (("6", 16, "2"), ("4", 16, "4"), ("4", 2, "1")):
         env = {"PYTEST_XDIST_WORKER_COUNT": workers}
         share_cores(env, cores)

@@ -1,4 +1,4 @@
-"""Refuses system calls of loads, saves and servers, one after the other: the result is right, or a typed error, and
+"""Tests loads, saves and servers while system calls fail one at a time. The result is right or a typed error, and
 existing files stay whole."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from processes import overwire_serve
 from refused_programs import LOADS, SAVES
 from refusing import Refusal
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of calls are those of x86-64")
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the system call numbers are those of x86-64")
 
 PROGRAM = Path(__file__).with_name("refused_programs.py")
 NUMBERS = (errno.EPERM, errno.EIO, errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOSPC)
 
-# Calls that a save can do without, as on a kernel or a file system that lacks them.
+# Calls that a save can do without, because some kernels and file systems lack them.
 COURTESIES = (
     "cachestat", "fadvise64", "fallocate", "fchown", "flock", "fremovexattr", "fstatfs", "getxattr", "linkat",
     "madvise", "renameat2", "statfs", "sync_file_range",
@@ -36,7 +36,7 @@ COURTESIES = (
 
 
 class Child:
-    """A `Refusal` that is restarted when it ends, and a list of faults."""
+    """A `Refusal` that is restarted when it ends, with a list of faults."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
@@ -46,10 +46,10 @@ class Child:
         try:
             self.refusal = Refusal(PROGRAM)
         except OSError as error:
-            pytest.skip(f"this system lets no one answer for it: {error}")
+            pytest.skip(f"this system has no seccomp notifications: {error}")
 
     def run(self, *task: Any) -> Any:
-        """Returns a task's result without a failing call."""
+        """Runs a task without a failing call and returns its result."""
         answer = self.refusal.run(task)
         return answer[1] if answer and answer[0] == "done" else answer
 
@@ -61,7 +61,7 @@ class Child:
     def refused(
         self, task: list[Any], call: str, at: int, number: int, lasts: bool, check: Callable[[list[Any]], str]
     ) -> None:
-        """Runs a task with a refused call, and notes what check says of its result, if anything."""
+        """Runs a task while a call fails, and records the fault that check finds in its result, if any."""
         where = f"{task[:2]}: {call} {at}{' and later' if lasts else ''}: {errno.errorcode[number]}"
         try:
             answer = self.refusal.run(task, call, at, number, lasts=lasts, timeout=60 * FEWER)
@@ -93,7 +93,7 @@ def child(module_child: Child) -> Iterator[Child]:
 
 @pytest.fixture
 def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """Makes the folder that the programs read, and write below. It is in memory, where saves do not wait for a disk,
+    """Makes the folder in which the programs read and write. It is in memory, where saves do not wait for a disk,
     except in slow tests."""
     memory = Path("/dev/shm")
     with contextlib.ExitStack() as stack:
@@ -104,8 +104,9 @@ def folder(child: Child, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
 
 
 def each_refusal(counts: dict[str, int], wide: bool) -> Iterator[tuple[str, int, int, bool]]:
-    """Yields calls, their position, numbers, and whether the refusal lasts. wide: each call with each number. Otherwise
-    the last call of a kind, as by a disk, the first, as for lack of descriptors, and all, as by a sandbox."""
+    """Yields the call to refuse, its position, the errno, and whether later calls also fail. With wide, each call fails
+    with each errno. Otherwise the last call of a kind fails as by a disk error, the first as for lack of descriptors,
+    and all as in a sandbox."""
     for call, count in counts.items():
         if not wide:
             yield call, count, errno.EIO, False
@@ -151,7 +152,7 @@ def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] =
     assert whole[0] == "done"
     renew()
     for call, at, number, lasts in each_refusal(child.counts(*task), wide):
-        # A read is retried for seconds; for a socket that would be up to the poller.
+        # A read is retried for seconds after EAGAIN, and a socket would wait for the poller.
         if number == errno.EAGAIN and (lasts or task[0] != "load"):
             continue
         renew()
@@ -162,34 +163,35 @@ def sweep(child: Child, task: list[Any], wide: bool, renew: Callable[[], None] =
 
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
 def test_saves(child: Child, folder: Path, kind: str) -> None:
-    """A save with failing calls has saved, or raises a typed error, and the old file or set stays."""
+    """With a failing system call, a save succeeds or raises a typed error and leaves the old file or set."""
     sweep_saves(child, folder, kind, wide=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SAVES)
 def test_every_save(child: Child, folder: Path, kind: str) -> None:
-    """The same holds for each kind of save, each call and each system error number."""
+    """With any system call failing with any errno, each save succeeds or raises a typed error and keeps the old
+    file."""
     sweep_saves(child, folder, kind, wide=True)
 
 
 @pytest.mark.parametrize("kind", ["load", "load set"])
 def test_loads(child: Child, folder: Path, kind: str) -> None:
-    """A load with failing calls has all its bytes, or raises a typed error."""
+    """With a failing system call, a load returns all bytes or raises a typed error."""
     sweep(child, ["load", kind, str(folder)], wide=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADS)
 def test_every_load(child: Child, folder: Path, kind: str) -> None:
-    """The same holds for each kind of load, each call and each system error number."""
+    """With any system call failing with any errno, each kind of load returns all bytes or raises a typed error."""
     sweep(child, ["load", kind, str(folder)], wide=True)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 @pytest.mark.parametrize("kind", ["plain", "set", "file"])
 def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number: int) -> None:
-    """If a sandbox refuses calls that a save can do without, it saves; private files stay private."""
+    """If a sandbox refuses calls that are not essential, a save succeeds and private files stay private."""
     work = folder / "work"
     work.mkdir()
     child.run("save", kind, str(work), 2)
@@ -197,7 +199,7 @@ def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number:
     used = set(child.counts("save", kind, str(work), 2))
     for call in sorted(used.intersection(COURTESIES)):
         if call == "linkat" and number == errno.ENOSYS:
-            continue  # every kernel has it
+            continue  # every kernel has linkat
         child.run("save", kind, str(work), 1)
         path = work / SAVES[kind][0]
         path.chmod(0o640)
@@ -209,7 +211,7 @@ def test_saves_without_courtesies(child: Child, folder: Path, kind: str, number:
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
 def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
-    """If files cannot be locked, a cache keeps what each process fetches for itself, and finds it again."""
+    """If files cannot be locked, each process keeps the objects it fetches in the cache and finds them again."""
     with overwire_serve(folder) as url:
         task = ["load_uri", f"{url}packed.safetensors", {"cache": str(folder / "cache")}]
         whole = child.refusal.run([*task[:2], {}])
@@ -219,7 +221,7 @@ def test_a_cache_without_locks(child: Child, folder: Path, number: int) -> None:
 
 
 def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
-    """A file system that has no bytes yet, as some FUSE file systems, is asked again."""
+    """A read is repeated if the file system has no bytes yet, as some FUSE file systems report."""
     task = ["load", "load compressed", str(folder)]
     whole = child.refusal.run(task)
     child.refused(task, "pread64", 1, errno.EAGAIN, False, lambda answer: str(answer) if answer != whole else "")
@@ -228,7 +230,7 @@ def test_reads_that_have_no_bytes_yet(child: Child, folder: Path) -> None:
 
 @contextlib.contextmanager
 def server_child(folder: Path) -> Iterator[tuple[Child, str]]:
-    """Starts a child that serves a folder, and returns the URL of its packed file."""
+    """Starts a child that serves a folder, and yields it with the URL of the packed file."""
     with socket.socket() as free:
         free.bind((stores.HOST, 0))
         address = "%s:%d" % free.getsockname()
@@ -242,7 +244,7 @@ def server_child(folder: Path) -> Iterator[tuple[Child, str]]:
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOMEM])
 def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
-    """A server retries when the system refuses it a connection, and goes on."""
+    """A server that fails to accept a connection tries again and continues."""
     with server_child(folder) as (child, url):
         child.refusal.refuse("accept4", 1, number)
         for _ in range(2):
@@ -253,7 +255,7 @@ def test_a_server_that_may_not_accept(folder: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_every_call_of_a_server(folder: Path) -> None:
-    """A server with failing calls sends the right bytes, or something that no client accepts as them, and goes on."""
+    """With any failing system call, a server sends the right bytes or an answer that clients reject, and continues."""
     whole, wrong = (folder / "packed.safetensors").read_bytes(), []
 
     def answer() -> bytes | None:
@@ -281,7 +283,7 @@ def test_every_call_of_a_server(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["http", "cache", "s3", "redis"])
 def test_remote_loads(child: Child, folder: Path, place: str) -> None:
-    """Loads over a network with failing calls have all their bytes, or raise a typed error."""
+    """With a failing system call, a load over a network returns all bytes or raises a typed error."""
     options: dict[str, Any] = {"retries": 1, "timeout": 5}
     name, cache = "packed.safetensors", folder / "cache"
     with contextlib.ExitStack() as stack:

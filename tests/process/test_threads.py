@@ -1,4 +1,4 @@
-"""Tests threads that start while Ctrl-C comes."""
+"""Tests Ctrl-C while a thread is being started."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ for begin in (in_pool, with_map, alone):
 
 
 def test_ctrl_c_at_the_start_of_a_thread_waits(script: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """At whatever line of Python's own code it comes, the thread runs, does its work, and Ctrl-C is raised then."""
+    """Ctrl-C at any line of Python's own code does not lose the thread. It runs and does its work, and
+    KeyboardInterrupt is raised afterwards."""
     script(INTERRUPTING)
 
 
 def test_threads_are_started_in_one_way() -> None:
-    """A module that makes a thread or a pool names `start_thread`."""
+    """Every module that creates a thread or a pool uses `start_thread`."""
     others = []
     package = Path(overwire.__file__).parent
     for path in package.rglob("*.py"):
@@ -86,4 +87,4 @@ def test_threads_are_started_in_one_way() -> None:
                  for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name | ast.Attribute)}  # fmt: skip
         if names & {"Thread", "ThreadPoolExecutor"} and "start_thread" not in names:
             others.append(path.relative_to(package).as_posix())
-    assert others == ["_bench_saves.py"], "a program, whose end takes its threads along"
+    assert others == ["_bench_saves.py"], "a separate program, so its threads end with it"

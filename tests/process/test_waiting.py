@@ -1,8 +1,8 @@
-"""Tests every function that can wait on something that does not answer: servers that are silent, trickle or stop, and
-pipes and devices in place of files.
+"""Tests functions that wait for servers that are silent, slow or stop in the middle, and for pipes and devices in place
+of files.
 
-Each ends by itself with a typed error, and Ctrl-C ends it at once, long before its timeout. The cells of a table run in
-one process: see waiting_worker.py.
+Each function ends with a typed error after its timeout, and Ctrl-C ends it immediately. waiting_worker.py runs all
+cells of a table in one process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import processes
 import pytest
 
 WORKER = Path(__file__).with_name("waiting_worker.py")
-# retry.OpenTries.
+# Equals retry.OpenTries.
 TRIES = 3
 
 
 def cells(table: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the cells of one table. A cell that hangs, or ends the process, is shown."""
+    """Returns the cells of one table. The error shows a cell that hangs or ends the process."""
     command = [sys.executable, str(WORKER), table, str(folder)]
     with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, errors = process.communicate(timeout=400)
@@ -38,22 +38,22 @@ def bad(found: dict[str, dict[str, Any]], good: Any) -> list[dict[str, Any]]:
 
 
 def test_servers_that_do_not_answer(tmp_path: Path) -> None:
-    """A function ends with a typed error after a timeout, and a try that times out counts as one."""
+    """A function ends with a typed error after its timeout, and makes no more tries than documented."""
     found = cells("servers", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
-        # Two files of a list are opened at once, and one file both by its preload and by its load.
+        # Files of a list are opened at the same time, and a preload and its load open one file each.
         tries = TRIES * (2 if "list" in cell["cell"] or "preload and load" in cell["cell"] else 1)
         wanted = ("CancelledError",) if "close" in cell["cell"] else ("DeadlineError", "OverwireError")
         return cell["ended"] in wanted and 1 <= cell.get("seen", 1) <= tries
 
     assert not bad(found, good)
-    # Not fewer either; one may be lost if the machine is busy for longer than the timeout.
+    # At least one function makes all tries. A try may be lost if the machine is busy for longer than the timeout.
     assert max(cell["seen"] for cell in found.values() if cell["cell"].endswith("silent")) >= TRIES
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    """Whatever is in a file's place, each function that opens it ends with a typed error."""
+    """Each function ends with a typed error if it opens something that is not a regular file."""
     found = cells("special", tmp_path)
 
     def good(cell: dict[str, Any]) -> bool:
@@ -66,7 +66,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert found["load_compressed_pickle, bundle is terabytes"]["ended"] in ("OutOfMemoryError", "FormatError")
     for name in ("compress_pickle", "compress_pickle again", "load_compressed_pickle"):
         beside = [cell for cell in found.values() if cell["cell"].startswith(f"{name}, neighbours")]
-        # A neighbour that cannot be read may be a bundle whose container has the same name, so it is an IOFailure.
+        # A neighbour that cannot be read may be a bundle with a container of the same name, so it is an IOFailure.
         beside = [cell for cell in beside if not cell["cell"].endswith("is memory")]
         assert [cell for cell in beside if cell["ended"] != "CancelledError"] == []
 
@@ -74,15 +74,15 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def may_go_well(name: str) -> bool:
     verb, _, place = name.partition(", ")
     return (
-        verb == "save_file"  # it replaces the name, or the target of a link
-        or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # they only read the container
+        verb == "save_file"  # replaces the name or a link's target
+        or (verb in ("preload", "inspect", "verify") and place.startswith("bundle"))  # only read the container
         or (verb == "read_bytes" and place.endswith("/proc"))
-        or (verb == "ObjectReader" and place.endswith("terabytes"))  # it only reads a byte of it
+        or (verb == "ObjectReader" and place.endswith("terabytes"))  # reads only one byte
     )
 
 
 def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
-    """KeyboardInterrupt comes while a minute of the timeout is left, and connections are then closed."""
+    """KeyboardInterrupt is raised long before the timeout of a minute, and connections are closed."""
     found = cells("signals", tmp_path)
     assert found.pop("files that are left")["ended"] == "none"
     assert found.pop("a number that no one holds")["ended"] == "closed"
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
 
 
 def test_compat_modules(tmp_path: Path) -> None:
-    """The same holds for the compat modules."""
+    """Waits in the compat modules end in the same ways."""
     pytest.importorskip("torch")
     found = cells("torch", tmp_path)
 

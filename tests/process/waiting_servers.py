@@ -1,4 +1,4 @@
-"""Serves without answers, or without complete ones, for waiting_worker.py."""
+"""Servers for waiting_worker.py that never answer completely."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ FIRST = (
 
 
 class Server(threading.Thread):
-    """Accepts connections, and answers them by its kind:
+    """Accepts connections and answers them by its kind:
 
-    silent: never; trickle: a header, then a byte now and then; headers: an endless header; line: an endless line of
-    Redis; stops: the first 256 KiB of a model, and nothing after that; store: the beginning of an upload to S3, and
-    nothing after that.
+        silent    nothing
+        trickle   a header, then a byte now and then
+        headers   an endless header
+        line      an endless Redis line
+        stops     the first 256 KiB of a model, then nothing
+        store     the beginning of an S3 upload, then nothing
     """
 
     def __init__(self, kind: str) -> None:
@@ -31,20 +34,20 @@ class Server(threading.Thread):
         self.kind = kind
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self.listener.getsockname()[1]
-        self.peers: set[tuple[str, int]] = set()  # peers of the connections so far
+        self.peers: set[tuple[str, int]] = set()  # of all connections so far
         self.reached = threading.Event()
         self.open: dict[socket.socket, bytes] = {}
         self.dribbles: set[socket.socket] = set()
         self.start()
 
     def reset(self) -> None:
-        """Forgets what it has seen."""
+        """Clears the recorded connections."""
         self.peers.clear()
         self.reached.clear()
 
     def drained(self) -> int:
-        """Returns the number of connections once the last one is closed. A connection of its own comes after all that
-        wait to be accepted."""
+        """Returns the number of connections after all have been closed. It first opens its own connection, which is
+        accepted after all waiting ones."""
         with socket.create_connection(("127.0.0.1", self.port)) as mark:
             while mark.getsockname() not in self.peers:
                 time.sleep(0.005)
@@ -58,7 +61,7 @@ class Server(threading.Thread):
             for sock in ready:
                 if sock is self.listener:
                     got, peer = sock.accept()
-                    self.open[got] = b""  # before its peer is known
+                    self.open[got] = b""  # first, so that drained() sees it as open
                     self.peers.add(peer)
                     continue
                 try:

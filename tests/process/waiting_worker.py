@@ -1,10 +1,11 @@
-"""Calls every function that can wait, on something that does not answer, in one process.
-Started by test_waiting.py.
+"""Calls every function that can wait on something that does not answer, in one process.
+
+test_waiting.py starts it.
 
     waiting_worker.py servers | special | signals | torch FOLDER
 
-prints one JSON object per cell: its name, how it ended, and what a server saw of it. By
-hand, `signals` also shows how long Ctrl-C took ("heard", in seconds).
+It prints one JSON object per cell: its name, how it ended, and how many connections a server saw. For `signals` it also
+prints how long Ctrl-C took ("heard", in seconds).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from typing import Any
 
 from waiting_servers import MODEL, Server
 
-# A call that hangs this long is shown, and ends the process.
+# Seconds after which a call counts as hanging and the process ends.
 HANG = 20.0
 
 
 @contextlib.contextmanager
 def watched(name: str) -> Iterator[None]:
-    """Ends the process if the block hangs, with all stacks, after its name."""
+    """Prints its name, and if the block hangs, prints all stacks and ends the process."""
     print(json.dumps({"begins": name}), flush=True)
     faulthandler.dump_traceback_later(HANG, exit=True)
     try:
@@ -44,7 +45,7 @@ def tell(name: str, **found: Any) -> None:
 
 
 def ending(verb: Callable[[], Any]) -> str:
-    """Returns how a call ends: "returned", the class of an overwire error, or another class."""
+    """Returns how a call ends: "returned", the class of an overwire error, or a description of another error."""
     import overwire as ow
 
     try:
@@ -57,7 +58,7 @@ def ending(verb: Callable[[], Any]) -> str:
 
 
 def cli(*argv: str) -> Callable[[], Any]:
-    """Runs the command line as a function: its statuses are those of classes."""
+    """Returns a function that runs the command line and turns a failure status into an error."""
 
     def verb() -> None:
         import overwire as ow
@@ -73,7 +74,7 @@ def cli(*argv: str) -> Callable[[], Any]:
 
 
 def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
-    """Returns every function that uses http."""
+    """Returns every function that reads over HTTP."""
     import overwire as ow
     from overwire.records import read_records
     from overwire.stores import ObjectReader
@@ -116,7 +117,7 @@ def urls(server: Server, folder: Path, options: dict[str, str]) -> dict[str, Cal
 
 
 def ended_preload(preload: Any, method: str) -> None:
-    """Waits for a preload, and stops it, since it deliberately continues after Ctrl-C."""
+    """Waits for a preload and cancels it, because it continues after Ctrl-C."""
     try:
         getattr(preload, method)()
     finally:
@@ -124,7 +125,7 @@ def ended_preload(preload: Any, method: str) -> None:
 
 
 def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
-    """Loads a file that is being preloaded: each opens it separately. Stops the preload afterwards."""
+    """Loads a file that is being preloaded, which opens it a second time, and cancels the preload."""
     try:
         load()
     finally:
@@ -132,7 +133,7 @@ def beside_preload(preload: Any, load: Callable[[], Any]) -> None:
 
 
 def close_early(reader: Any, server: Server) -> None:
-    """Closes a reader with an open request; then waits like the others."""
+    """Closes a reader with an open request, and ends like a cancelled wait."""
     server.reached.wait(HANG)
     reader.close()
     raise_typed()
@@ -141,7 +142,7 @@ def close_early(reader: Any, server: Server) -> None:
 def raise_typed() -> None:
     import overwire as ow
 
-    raise ow.CancelledError("closed, as it was meant")
+    raise ow.CancelledError("closed as intended")
 
 
 def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, Callable[[], Any]]:
@@ -172,7 +173,7 @@ def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, C
             "write_bytes": lambda u, o: write_bytes(u + "/x", b"content", o),
         }.items():
             verbs[f"{name} {verb}"] = lambda call=call, host=host, o=o: call(host, o)
-    # Its credentials also come from a server, and they have the SDK's timeout.
+    # presign gets its credentials from a server, with the SDK's timeout.
     verbs["presign"] = lambda: presign(
         "s3://bucket/x", 60, storage_options={**options, "endpoint_url": s3["endpoint_url"], "region": "us-east-1"}
     )
@@ -180,14 +181,13 @@ def stores(silent: Server, folder: Path, options: dict[str, str]) -> dict[str, C
 
 
 def servers(folder: Path) -> None:
-    """Runs each function against each kind of server, with a short timeout: a typed error, and the documented number of
-    tries."""
+    """Runs each function against each kind of server with a short timeout."""
     kinds = {kind: Server(kind) for kind in ("silent", "trickle", "headers")}
     options = {"timeout": "0.1"}
     for kind, server in kinds.items():
         for name, verb in urls(server, folder, options).items():
             if kind != "silent" and name.startswith(("load_file ", "preload", "overwire")):
-                continue  # they open like the others
+                continue  # these open files in the same way as the others
             server.reset()
             with watched(f"{name}, {kind}"):
                 ended, seen = ending(verb), server.drained()
@@ -208,7 +208,7 @@ def servers(folder: Path) -> None:
 
 
 def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], at: Server | None = None) -> None:
-    """Runs a function that would wait for a minute, and sends SIGINT once it has connected."""
+    """Runs a function that would wait for a minute, and sends SIGINT after it has connected."""
     sent = [0.0]
     over = threading.Event()
 
@@ -236,16 +236,16 @@ def interrupted(name: str, verb: Callable[[], Any], reached: Callable[[], Any], 
             if at is not None:
                 at.reached.set()
             sender.join()
-        except KeyboardInterrupt:  # it had ended before
+        except KeyboardInterrupt:  # after the function had ended
             ended = ended or "late"
-        # Its connections are closed.
+        # All its connections must be closed.
         if at is not None:
             at.drained()
     tell(name, ended=ended, heard=round(heard, 4))
 
 
 def signals(folder: Path) -> None:
-    """Sends Ctrl-C to each function while it waits, long before its timeout."""
+    """Sends Ctrl-C to each function while it waits."""
     options = {"timeout": "60"}
     silent = Server("silent")
     for name, verb in {**urls(silent, folder, options), **stores(silent, folder, options)}.items():
@@ -255,12 +255,12 @@ def signals(folder: Path) -> None:
         if name == "presign":
             os.environ["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = f"http://127.0.0.1:{silent.port}/credentials"
             silent.reset()
-        # The SDK fetches credentials for all callers at once, and ends that by its own timeout.
+        # The SDK fetches credentials once for all callers, and its own timeout ends that.
         interrupted(name, verb, silent.reached.wait, None if name == "presign" else silent)
     for kind in ("trickle", "headers", "stops"):
         server = Server(kind)
         for name in ("load_file", "stream", "safe_open", "ObjectReader", "verify", "preload"):
-            if kind != "stops" or name not in ("safe_open", "verify"):  # they only read the beginning of such a file
+            if kind != "stops" or name not in ("safe_open", "verify"):  # these read only the beginning of the file
                 interrupted(f"{name}, {kind}", urls(server, folder, options)[name], server.reached.wait, server)
     nobodys(Server("silent"))
     uploads(Server("store"), options)
@@ -270,7 +270,7 @@ def signals(folder: Path) -> None:
 
 
 def nobodys(server: Server) -> None:
-    """A signal between the start of a job and the moment when its number is kept loses the number."""
+    """Checks that a job ends if a signal comes before its number is stored, so that the number is lost."""
     from engine_calls import fetch_start, verify_start
 
     spec = {"uris": [f"http://127.0.0.1:{server.port}/m.safetensors"], "storage": {"storage": {"timeout": "60"}}}
@@ -285,7 +285,7 @@ def nobodys(server: Server) -> None:
 
 
 def uploads(server: Server, options: dict[str, str]) -> None:
-    """Ctrl-C while parts are being sent to a store, which must then be given up."""
+    """Sends Ctrl-C during an upload to a store, which must then be aborted."""
     import numpy as np
     import overwire as ow
     from overwire.stores import ObjectWriter
@@ -306,12 +306,12 @@ def uploads(server: Server, options: dict[str, str]) -> None:
 
 
 def keys(folder: Path) -> None:
-    """Ctrl-C while a key is derived, which itself cannot be stopped."""
+    """Sends Ctrl-C while a key is derived, which cannot be stopped."""
     import numpy as np
     import overwire as ow
     from overwire.records import KeyDerivation, derive_key
 
-    # These passes take minutes; the memory is small.
+    # So many passes take minutes with little memory.
     passes, memory = 1024, 64 << 20
     path = folder / "sealed.tensors"
     ow.save_file({"a": np.zeros(1000, np.uint8)}, path, storage_options={"encryption_password": "x"})
@@ -336,7 +336,7 @@ def keys(folder: Path) -> None:
         interrupted(name, verb, soon)
 
 
-# Special files that may be in a file's place, and how each is made.
+# Special files that may be in place of a file, and the functions that make them.
 SPECIAL: dict[str, Callable[[Path], Any]] = {
     "pipe": os.mkfifo,
     "link to a pipe": lambda path: (os.mkfifo(path.with_name(path.name + "-pipe")), path.symlink_to(path.name + "-pipe")),
@@ -355,7 +355,7 @@ _held: list[Any] = []
 def bound(path: Path) -> None:
     sock = socket.socket(socket.AF_UNIX)
     here = os.getcwd()
-    os.chdir(path.parent)  # the name of a socket is short
+    os.chdir(path.parent)  # a socket's path must be short
     sock.bind(path.name)
     os.chdir(here)
     _held.append(sock)
@@ -370,7 +370,7 @@ SPECIAL |= {"socket": bound, "terabytes": terabytes}
 
 
 def special(folder: Path) -> None:
-    """Runs each kind of special file in each place that a function opens by name."""
+    """Puts each kind of special file at each path that a function opens."""
     import numpy as np
     import overwire as ow
     from overwire.compat.safetensors import numpy as st
@@ -401,7 +401,7 @@ def special(folder: Path) -> None:
             "overwire verify": cli("verify", str(path)),
             "overwire fetch": cli("fetch", str(path), "-o", str(at / "fetched")) if make is not terabytes else must_not,
             "compat.safetensors.numpy": lambda: ours(lambda: st.load_file(path)),
-            # Last, because it leaves a file if there may be one.
+            # Last, because it may create a file.
             "save_file": lambda: ow.save_file(tensors, path),
         }
 
@@ -456,7 +456,7 @@ def special(folder: Path) -> None:
         }
 
     def neighbours(at: Path, make: Callable[[Path], Any]) -> dict[str, Callable[[], Any]]:
-        make(at / "x.pth")  # has the container's name, if it is a pickle
+        make(at / "x.pth")  # shares the container's name if it is a pickle
         make(at / "unrelated.pkl")
         return {
             "compress_pickle": lambda: must(ow.compress_pickle(tensors, at / "x.pkl")),
@@ -479,17 +479,17 @@ def special(folder: Path) -> None:
 
 
 def must_not() -> None:
-    """Replaces a call that would copy everything: ends with a typed error at once."""
+    """Replaces a call that would copy everything, and ends with a typed error."""
     raise_typed()
 
 
 def must(_: Any) -> None:
-    """Counts a success as a typed ending, since success is wanted here."""
+    """Counts a success as a typed error, because success is expected here."""
     raise_typed()
 
 
 def ours(verb: Callable[[], Any]) -> None:
-    """Converts errors of a compat module, which are the original's."""
+    """Counts any error of a compat module as typed, because it raises the original library's errors."""
     try:
         verb()
     except Exception:
@@ -497,7 +497,7 @@ def ours(verb: Callable[[], Any]) -> None:
 
 
 def with_torch(folder: Path) -> None:
-    """Returns the compat modules that need torch."""
+    """Runs the functions of compat modules that need torch."""
     import overwire as ow
     from overwire.compat import fastsafetensors, nyacomp, tensorizer
     from overwire.compat.fastsafetensors.common import SafeTensorsMetadata
@@ -551,7 +551,7 @@ def with_torch(folder: Path) -> None:
 
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
-    # A shell's background jobs inherit "ignored".
+    # Background jobs of a shell start with SIGINT ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for variable in [name for name in os.environ if name.startswith(("AWS_", "OVERWIRE_", "PRELOAD", "REDISCLI_"))]:
         del os.environ[variable]
@@ -559,4 +559,4 @@ if __name__ == "__main__":
     os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
     where.joinpath("sound.safetensors").write_bytes(MODEL)
     {"servers": servers, "special": special, "signals": signals, "torch": with_torch}[what](where)
-    os._exit(0)  # derivations go on
+    os._exit(0)  # key derivations may still be running

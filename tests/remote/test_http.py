@@ -1,4 +1,4 @@
-"""Tests URIs in place of paths, against `overwire serve` and its faults."""
+"""Tests URIs in place of paths, with `overwire serve` as the server and with injected faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRET = "planted-s3cr3t"
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """serve(*options) starts a server of tmp_path and returns its URL."""
+    """Yields serve(*options), which starts a server of tmp_path and returns its URL."""
     with contextlib.ExitStack() as running:
         yield lambda *options: running.enter_context(processes.overwire_serve(tmp_path, *options))
 
@@ -55,7 +55,7 @@ def same(got: Any, want: Any) -> None:
 )
 def test_every_verb(serve: Callable[..., str], tmp_path: Path, compress: bool, options: tuple[str, ...]) -> None:
     """load_file, stream, safe_open with slices, preload, inspect, verify, convert and the command line take a URL, from
-    a server with or without ranges."""
+    servers with and without range requests."""
     want = weights()
     ow.save_file(want, tmp_path / "m.safetensors", {"made": "here"}, compress=compress)
     url = serve(*options) + "m.safetensors"
@@ -79,7 +79,7 @@ def test_every_verb(serve: Callable[..., str], tmp_path: Path, compress: bool, o
 
 
 def test_shards_and_folders(serve: Callable[..., str], tmp_path: Path) -> None:
-    """An index.json next to its shards, and a URL that ends in a slash, are the whole model."""
+    """The URL of an index.json, and one that ends in a slash, stand for the whole model."""
     want = weights(n=20)
     ow.save_file(want, tmp_path / "model.safetensors", max_shard_size="300KB")
     assert len(list(tmp_path.glob("model-*"))) > 3
@@ -95,7 +95,7 @@ def test_shards_and_folders(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_hostile_index(serve: Callable[..., str], tmp_path: Path) -> None:
-    """An index names siblings, and nothing else is requested."""
+    """An index may only name files next to it, and nothing else is requested."""
     url = serve()
     for name in ("../x.safetensors", "/etc/passwd", "http://169.254.169.254/x", "file:///etc/passwd", "a/b", "..", "", "a\0b", "-o"):
         (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
@@ -104,7 +104,7 @@ def test_hostile_index(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_faults(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A network that breaks one answer in four costs time, and never changes a byte."""
+    """A network that breaks one answer in four only makes loads slower. No byte is wrong."""
     want = weights(n=200)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve("--faults", "reset=0.1,short=0.05,whole=0.02,range=0.03,503=0.05", "--seed", "7") + "m.safetensors"
@@ -112,7 +112,7 @@ def test_faults(serve: Callable[..., str], tmp_path: Path) -> None:
     for _ in range(40):
         try:
             found = ow.load_file(url, framework="np", storage_options={"retries": 50, "timeout": 5})
-        except ow.OverwireError:  # opening gives up after three tries
+        except ow.OverwireError:  # opening a file fails after three tries
             continue
         same(found, want)
         if (good := good + 1) == 4:
@@ -121,7 +121,7 @@ def test_faults(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_changed(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A file that is replaced while it is open is a CorruptError."""
+    """Reading a file that was replaced after it was opened is a CorruptError."""
     ow.save_file(weights(n=40), tmp_path / "m.safetensors", compress=False)
     with ow.safe_open(serve() + "m.safetensors", framework="np") as f:
         ow.save_file(weights(2, n=40), tmp_path / "m.safetensors", compress=False)
@@ -132,7 +132,7 @@ def test_changed(serve: Callable[..., str], tmp_path: Path) -> None:
 def test_errors_keep_secrets(
     serve: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Secrets planted in the URL, the headers, the token and the environment appear nowhere."""
+    """Secrets in the URL, the headers, the token and the environment are never shown."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
@@ -160,7 +160,7 @@ def test_errors_keep_secrets(
 
 
 def test_unknown_options(serve: Callable[..., str], tmp_path: Path) -> None:
-    """An option that the scheme does not have is refused, with a list of those that it has."""
+    """An option that the scheme does not support is refused, and the error lists those that it does."""
     with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
         ow.load_file(serve() + "m", storage_options={"region": "x"})
     with pytest.raises(ow.ArgumentError, match="headers, token, cacert"):
@@ -168,7 +168,7 @@ def test_unknown_options(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_credentials_are_kept_apart(serve: Callable[..., str], tmp_path: Path) -> None:
-    """A preload with one token is not given to a load with another."""
+    """A load does not join a preload that used another token."""
     ow.save_file(weights(n=1), tmp_path / "m.safetensors")
     url = serve() + "m.safetensors"
     ow.preload(url, storage_options={"token": "a"}).wait()
@@ -200,7 +200,7 @@ print(json.dumps(sorted(tensors)))
 
 
 def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
-    """OVERWIRE_DOWNLOADER leaves http to another program, curl or overwire itself; a missing page is an error."""
+    """OVERWIRE_DOWNLOADER makes another program, such as curl or overwire, fetch over HTTP. A missing file fails."""
     want = weights(n=3)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve()
@@ -219,8 +219,7 @@ def test_external_downloader(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
-    """In addition to its tensors a load over HTTP holds a ring of a few MiB, and a download its window, whatever the
-    size."""
+    """For any file size, a load over HTTP needs a few MiB besides its tensors, and a download only its window."""
     for name, megabytes in (("small", 40), ("large", 120)):
         plain = tmp_path / f"{name}-plain.safetensors"
         command = [sys.executable, "-m", "overwire", "bench", "gen", "llama-bf16", "--size", f"{megabytes}MB", str(plain)]
@@ -255,7 +254,7 @@ def test_memory(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
-    """`overwire fetch` reports failures by its status, and never hangs; -o is complete or absent."""
+    """`overwire fetch` reports failures by its exit status and never hangs. The file of -o is complete or absent."""
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     url = serve()
     dead = serve("--faults", "short=1")
@@ -276,7 +275,7 @@ def test_fetch_statuses(serve: Callable[..., str], tmp_path: Path) -> None:
 
 
 def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
-    """load_compressed_pickle takes the URL of a bundle and joins its preload, and the URL of a meta.csv stands for its
+    """load_compressed_pickle takes the URL of a bundle and joins its preload. The URL of a meta.csv stands for its
     containers."""
     made = {"weights": weights(n=4), "step": 7}
     ow.compress_pickle(made, tmp_path / "b/x.pkl")
@@ -307,7 +306,7 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
     ],
 )
 def test_container_beside_a_uri(uri: str, first: str) -> None:
-    """The folders that may have the container are next to the pickle, whatever follows its name."""
+    """A container's possible folders are next to the pickle, whatever follows the pickle's name in the URI."""
     from overwire.model import layout
 
     places = layout.remote_containers_of(uri, layout.FOLDERS)
@@ -315,7 +314,7 @@ def test_container_beside_a_uri(uri: str, first: str) -> None:
 
 
 def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
-    """cache= keeps the file; another process loads it from there, and a new version is fetched anew."""
+    """With cache=, the file is stored there and loaded from there by later loads. A new version is fetched."""
     want = weights(n=4)
     ow.save_file(want, tmp_path / "m.safetensors")
     url = serve() + "m.safetensors"
@@ -333,8 +332,8 @@ def test_cache(serve: Callable[..., str], tmp_path: Path) -> None:
 def test_notices_are_logged_by_what_they_are_about(
     serve: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The function that finds that a store cannot be reached and uses its cached file, or that a store does not list
-    files, warns of it itself, not a later one."""
+    """The function that uses a cached file because the store is unreachable, or finds that a store cannot list files,
+    logs the warning itself."""
     want = weights(n=4)
     (tmp_path / "m").mkdir()
     ow.save_file(want, tmp_path / "m" / "model.safetensors")
@@ -344,7 +343,7 @@ def test_notices_are_logged_by_what_they_are_about(
         ow.load_file(url + "model.safetensors", framework="np", storage_options=options)
         assert not caplog.records
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:  # it lists folders as pages only
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:  # lists folders only as HTML pages
         threading.Thread(target=server.serve_forever, daemon=True).start()
         ow.convert(f"http://127.0.0.1:{server.server_port}/m/", tmp_path / "copy/", compress=False)
         server.shutdown()

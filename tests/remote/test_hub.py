@@ -1,4 +1,4 @@
-"""Tests hf:// without the Hub, with files that huggingface_hub has downloaded."""
+"""Tests hf:// without the Hub, using files that huggingface_hub has downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    """Makes a model of one file in a cache that ~ and a variable name, and a Hub that cannot be reached."""
+    """Makes a one-file model in a cache folder, with ~ and a variable in its setting, and an unreachable Hub."""
     tensors = {"a": np.arange(10, dtype=np.float32)}
     repository = tmp_path / "home" / "hf" / "hub" / "models--org--name"
     for folder in (repository / "snapshots" / COMMIT, repository / "refs"):
@@ -31,7 +31,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarr
 
 
 def test_a_branch_is_what_the_cache_noted_last(model: dict[str, np.ndarray], caplog: pytest.LogCaptureFixture) -> None:
-    """A repository loads from the cache if the Hub cannot be reached, and a warning names the commit."""
+    """If the Hub cannot be reached, a repository loads from the cache, and a warning names the commit."""
     with caplog.at_level(logging.WARNING, "overwire"):
         loaded = ow.load_file("hf://org/name", framework="np", storage_options={"retries": 0})
     assert np.array_equal(loaded["a"], model["a"])
@@ -39,7 +39,7 @@ def test_a_branch_is_what_the_cache_noted_last(model: dict[str, np.ndarray], cap
 
 
 def test_a_commit_needs_no_server(model: dict[str, np.ndarray], caplog: pytest.LogCaptureFixture) -> None:
-    """A repository at a commit loads from the cache, without a warning."""
+    """A repository at a commit loads from the cache without a warning."""
     loaded = ow.load_file(f"hf://org/name@{COMMIT}", framework="np", storage_options={"retries": 0})
     assert np.array_equal(loaded["a"], model["a"])
     assert not caplog.records
@@ -54,7 +54,7 @@ def test_what_the_cache_has_not(model: dict[str, np.ndarray]) -> None:
 
 
 def test_offline_is_said(model: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository that is not in the cache is not found, and the error names the setting that forbids a request."""
+    """The error for a repository that is not in the cache names the setting that forbids requests."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ow.NotFoundError, match="not in the huggingface_hub cache, and HF_HUB_OFFLINE is set"):
         ow.load_file("hf://org/other", framework="np")

@@ -1,4 +1,4 @@
-"""Tests redirecting servers: what of the caller's data arrives where, through load_file, fetch and S3."""
+"""Tests which of the caller's data is sent where if a server redirects load_file, fetch or S3."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SECRET = "planted-s3cr3t"
 
 
 class Server:
-    """A server with ranges. `answers` are called in order with the path; the first one that returns something decides
-    what is sent: bytes, or a status with headers. `asked` has each path with the data sent along."""
+    """A server with range requests. `answer` maps a path to what is sent: bytes, or status, headers and body, or None
+    for 404. `asked` records each path with the request's headers."""
 
     def __init__(self, host: str = "127.0.0.1", answer: Callable[[str], Any] = lambda path: None) -> None:
         self.answer, self.asked, self.headers = answer, list[tuple[str, dict[str, str]]](), dict[str, str]()
@@ -64,7 +64,7 @@ class Server:
 
 @pytest.fixture
 def servers() -> Iterator[Callable[..., Server]]:
-    """Makes servers that end with the test."""
+    """Makes servers that are closed after the test."""
     made: list[Server] = []
 
     def make(*args: Any) -> Server:
@@ -77,7 +77,7 @@ def servers() -> Iterator[Callable[..., Server]]:
 
 
 def saved(path: Path, seed: int = 1, n: int = 4) -> dict[str, np.ndarray[Any, Any]]:
-    """Writes a plain file with tensors of 1 MB: more than one request each."""
+    """Saves a plain file of 1 MB tensors that take several requests each."""
     made = np.random.default_rng(seed)
     tensors = {f"layer.{i}": made.normal(0, 0.02, (250_000,)).astype(np.float32) for i in range(n)}
     ow.save_file(tensors, path, compress=False)
@@ -91,8 +91,8 @@ def same(got: Any, want: Any) -> None:
 
 
 def test_within_a_private_network(servers: Callable[..., Server], tmp_path: Path) -> None:
-    """A file after a redirect from one server of this machine to another is loaded by several connections, and the
-    second server gets no data of the caller's."""
+    """After a redirect to another server of the same machine, a file is loaded over several connections, and the second
+    server gets none of the caller's credentials."""
     want = saved(tmp_path / "m.safetensors")
     data = (tmp_path / "m.safetensors").read_bytes()
     store = servers("127.0.0.1", lambda path: data)
@@ -109,8 +109,8 @@ def test_within_a_private_network(servers: Callable[..., Server], tmp_path: Path
 
 
 def test_where_none_may_lead(servers: Callable[..., Server]) -> None:
-    """A redirect may not lead to a cloud's metadata service, to a file, or in an endless loop; no secret is in the
-    error."""
+    """A redirect to a cloud metadata service, to a file, or in an endless loop is refused, and the error shows no
+    secret."""
     for location in (
         "http://169.254.169.254/latest",
         "http://[fe80::1]/",
@@ -129,7 +129,7 @@ def test_where_none_may_lead(servers: Callable[..., Server]) -> None:
 
 @pytest.mark.parametrize("code", [301, 302, 307, 308])
 def test_s3(servers: Callable[..., Server], code: int) -> None:
-    """A store that redirects is refused: its keys and tokens stay with it, in reading, writing and listing."""
+    """A redirect from an S3 store is refused for reads, writes and lists, so keys and tokens reach only the store."""
     other = servers("127.0.0.1", lambda path: b"x" * 100)
     store = servers("127.0.0.1", lambda path: (code, {"Location": f"{other.url}/?{SECRET}"}, b""))
     options = {"endpoint_url": store.url, "key": "AKIAPLANTED", "secret": SECRET, "token": SECRET, "retries": 0}
@@ -147,8 +147,8 @@ def test_s3(servers: Callable[..., Server], code: int) -> None:
 def test_s3_without_credentials(
     servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A public object is read unsigned if no credentials are found, and unreadable certificates do not matter without
-    TLS; the environment is that of the call."""
+    """A public object is read unsigned if there are no credentials. Unreadable certificates are only an error with TLS.
+    The environment is read at the call."""
     want = saved(tmp_path / "m.safetensors", n=1)
     data = (tmp_path / "m.safetensors").read_bytes()
     store = servers("127.0.0.1", lambda path: data)
@@ -170,7 +170,7 @@ def test_s3_without_credentials(
 
 
 def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a Hub branch moves on between the index and the shards, the load gets the commit of its first answer."""
+    """If a Hub branch moves between the index and the shards, the load returns the first answer's commit."""
     files: dict[str, dict[str, bytes]] = {}
     wants = []
     for commit, seed in (("1" * 40, 1), ("2" * 40, 2)):
@@ -181,7 +181,7 @@ def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, m
         ow.save_file(tensors, folder / "model.safetensors", compress=False, max_shard_size="900KB")
         files[commit] = {path.name: path.read_bytes() for path in folder.iterdir()}
         wants.append(tensors)
-    left = [0]  # answers until the branch moves on
+    left = [0]  # answers until the branch moves
 
     def answer(path: str) -> Any:
         revision, name = path.split("/")[-2:]
@@ -200,7 +200,7 @@ def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, m
 
 
 def test_nothing_to_pin_by(servers: Callable[..., Server], tmp_path: Path) -> None:
-    """If a server has neither ETag nor date, and its file changes meanwhile, the tensors are all old or all new."""
+    """If a server sends neither ETag nor date and its file changes during a load, tensors are all old or all new."""
     wants, datas = [], []
     for seed in (1, 2):
         wants.append(saved(tmp_path / "m.safetensors", seed))

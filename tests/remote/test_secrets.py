@@ -1,7 +1,7 @@
-"""Tests that a caller's secrets are shown nowhere.
+"""Tests that a caller's secrets are never shown.
 
-One program plants a secret of each kind and makes loads and saves succeed and fail, on servers that echo everything
-they were given. Then everything that it and its children have shown or left is searched.
+One program uses a secret of each kind in loads and saves that succeed and fail, on servers that echo all they receive.
+Then everything that the program and its children have printed or written is searched.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ for word, kind in (("decryption key", "key"), ("decryption password", "password"
     verify = lambda options: did(ow.verify, path, storage_options=options)
     load = lambda options: did(ow.load_file, path, framework="np", storage_options=options)
     convert = lambda options: did(ow.convert, path, folder + "/plain.safetensors", storage_options=options)
-    # A password costs time each time: as few as show all kinds.
+    # Each password takes time, so only a few uses of each kind.
     load({f"decryption_{kind}": secret[word]})
     verify({f"decryption_{kind}": secret[word][::-1]})
     for options in ({f"decryption_{kind}": secret[word], f"encryption_{kind}": secret[word]}, {f"decryption_{kind}": [secret[word]]}):
@@ -163,7 +163,7 @@ except ow.OverwireError as error:
 
 
 class _Echo(BaseHTTPRequestHandler):
-    """Refuses, and repeats in its answer everything that it was sent."""
+    """Refuses each request and repeats its path and headers in the answer."""
 
     def _answer(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
@@ -197,7 +197,7 @@ def echo() -> Iterator[str]:
 
 
 def _forms(secret: str) -> set[bytes]:
-    """Returns a secret in plain form, and as it is transferred."""
+    """Returns a secret in its plain form and in each encoded form."""
     plain = secret.encode()
     found = {
         plain, quote(secret, safe="").encode(), quote(secret).encode(), plain.hex().encode(),
@@ -246,8 +246,8 @@ class _Watch:
 
 
 def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Secrets are not in logs at DEBUG, texts, reprs, tracebacks and pickles of exceptions, reports, plans, `doctor`,
-    traces, the downloader's log, names and contents of the cache and of other files, nor in a child's command line."""
+    """Secrets are not in DEBUG logs, texts, reprs, tracebacks and pickles of exceptions, reports, plans, `doctor`,
+    traces, the downloader's log, names and contents of the cache and other files, or a child's command line."""
     import numpy as np
 
     served, left = tmp_path / "served", tmp_path / "left"
@@ -266,7 +266,7 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
         if stores.found("versitygw"):
             s3 = str(stack.enter_context(stores.s3())[0]["endpoint_url"])
         if stores.found("redis-server"):
-            password = left / "password"  # not an argument of the server
+            password = left / "password"  # not on the server's command line
             password.write_text(f'requirepass "{SECRETS["redis password"]}"\n')
             redis = stack.enter_context(stores.redis(config=password))[1]
             password.unlink()
@@ -282,7 +282,7 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
         assert counts["good"] > 20 and counts["bad"] > 100, counts
         if stores.found("curl"):
             private = base.replace("://", f"://user:{SECRETS['basic auth']}@") + f"m.safetensors?sig={SECRETS['presigned']}"
-            slow = tmp_path / "curl"  # runs long enough to be seen
+            slow = tmp_path / "curl"  # runs long enough to be observed
             slow.write_text(f'#!/bin/sh\nsleep 0.2\nexec {shutil.which("curl")} "$@"\n')
             slow.chmod(0o755)
             more = {"PRELOAD_PATH": private, "DOWNLOADER_PATH": str(slow), "DOWNLOAD_LOG": "1", "OVERWIRE_TRACE": str(left / "other.json")}
@@ -323,7 +323,7 @@ def test_secrets_are_shown_nowhere(tmp_path: Path, echo: str, monkeypatch: pytes
     ],
 )
 def test_no_part_of_a_password_in_a_uri_is_shown(uri: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever a user, a password or a query contains, errors and logs show neither."""
+    """Errors and logs never show the user, password or query of a URI, whatever characters they contain."""
     for verb in (ow.load_file, ow.inspect, ow.read_bytes):
         with pytest.raises(ow.OverwireError) as caught:
             verb(uri, storage_options={"retries": 0})

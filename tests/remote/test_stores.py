@@ -1,4 +1,4 @@
-"""Tests files in S3 and Redis through the Python package, on real servers."""
+"""Tests files in S3 and Redis on real servers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def same(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 def test_every_verb(store: Store, tmp_path: Path) -> None:
-    """Every reader finds in a store what was saved there."""
+    """Every reader returns what was saved to the store."""
     options, base = store
     uri, want = base + "dir/m.safetensors", weights()
     report = ow.save_file(want, uri, {"made": "here"}, storage_options=options)
@@ -71,7 +71,7 @@ def test_every_verb(store: Store, tmp_path: Path) -> None:
 
 
 def test_bundle(store: Store, tmp_path: Path) -> None:
-    """Pickles are saved with their tensors; the old object stays until the new one is complete."""
+    """Pickles are saved with their tensors. The old object stays until the new one is complete."""
     options, base = store
     uri = base + "run/checkpoint.pkl"
     for step in range(4):
@@ -85,7 +85,7 @@ def test_bundle(store: Store, tmp_path: Path) -> None:
 
 
 def test_folder(servers: dict[str, Store]) -> None:
-    """A folder in S3 is its model, like a folder on disk."""
+    """A folder in S3 loads like a folder on disk."""
     options, base = servers["s3"]
     want = weights()
     ow.save_file(want, base + "sharded/w.safetensors", max_shard_size=300_000, storage_options=options)
@@ -97,7 +97,7 @@ def test_folder(servers: dict[str, Store]) -> None:
 
 
 def test_cache(servers: dict[str, Store], tmp_path: Path) -> None:
-    """storage_options cache= works for S3: fetched once, and again after a change."""
+    """With cache=, an object in S3 is fetched once, and again after a change."""
     options, base = servers["s3"]
     options = options | {"cache": tmp_path / "cache"}
     for seed in (1, 2):
@@ -108,12 +108,12 @@ def test_cache(servers: dict[str, Store], tmp_path: Path) -> None:
 
 
 def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None:
-    """A large object is uploaded in parts while it is made, and appears when the last one is there. A slice of it
-    requests a range, pinned by the ETag, and little more than it needs. A refused part ends the upload: the store has
-    none left, and the earlier object stays."""
+    """A large object is uploaded in parts while it is being encoded, and appears after the last part. A slice of it
+    requests only its range, with the ETag. If a part is refused, the upload is aborted, the store keeps no part of it,
+    and the earlier object stays."""
     options, base = servers["s3"]
     rng = np.random.default_rng(5)
-    # 32 MiB that do not shrink.
+    # 32 MiB of noise, which does not compress.
     old, big = weights(), {f"w{at}": rng.integers(0, 256, (512, 16384), np.uint8) for at in range(4)}
     ow.save_file(old, base + "parts", storage_options=options)
     with stores.front(str(options["endpoint_url"])) as (url, front):
@@ -121,18 +121,18 @@ def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None
         front.refuse = "partNumber=2"
         with pytest.raises(ow.AccessError, match="403"):
             ow.save_file(big, base + "parts", storage_options=through)
-        # It is ended, and polled until the store has none left, since a part may still be in flight.
+        # The upload is aborted and polled until the store has forgotten it, because a part may still be in flight.
         ended = [(method, status) for method, path, _, status, _ in front.asked if "uploadId=" in path and method in ("DELETE", "GET")]
         assert ended[0] == ("DELETE", 204) and ended[-1] == ("GET", 404), ended
         same(ow.load_file(base + "parts", framework="np", storage_options=options), old)
-    # Another proxy, because withdrawn data may still be in flight through the first.
+    # A new proxy, because aborted parts may still pass through the first.
     with stores.front(str(options["endpoint_url"])) as (url, front):
         through = {**options, "endpoint_url": url}
         ow.save_file(big, base + "parts", storage_options=through)
         sent = [(method, path.partition("?")[2]) for method, path, *_ in front.asked]
         numbers = [query for method, query in sent if method == "PUT" and "partNumber=" in query]
         assert len(numbers) >= 3 and sent[0][0] == "POST" and "uploads" in sent[0][1]
-        assert sent[-1][0] == "POST" and "uploadId=" in sent[-1][1]  # complete: the last of all
+        assert sent[-1][0] == "POST" and "uploadId=" in sent[-1][1]  # the last request completes the upload
         front.asked[:] = []
         with ow.safe_open(base + "parts", framework="np", storage_options=through) as f:
             assert f.get_slice("w2")[100:110].tobytes() == big["w2"][100:110].tobytes()
@@ -143,8 +143,7 @@ def test_uploads_in_parts_and_reads_by_ranges(servers: dict[str, Store]) -> None
 
 
 def test_customer_key(servers: dict[str, Store]) -> None:
-    """sse_customer_key never goes over http, not even to this machine: nothing is sent. (Go's tests have a store with
-    TLS.)"""
+    """sse_customer_key is never sent over plain HTTP, not even to this machine. Go tests cover a store with TLS."""
     options, base = servers["s3"]
     with stores.front(str(options["endpoint_url"])) as (url, front):
         through = {**options, "endpoint_url": url, "sse_customer_key": "0123456789abcdef0123456789abcdef"}
@@ -159,7 +158,7 @@ def test_customer_key(servers: dict[str, Store]) -> None:
 
 
 def test_presigned(servers: dict[str, Store]) -> None:
-    """A presigned URL is read without credentials, until it is changed or has expired."""
+    """A presigned URL can be read without credentials, unless it was changed or has expired."""
     options, base = servers["s3"]
     ow.save_file(weights(), base + "pre signed", storage_options=options)
     url = presign(base + "pre signed", 3600, storage_options=options)
@@ -175,7 +174,7 @@ def test_presigned(servers: dict[str, Store]) -> None:
 
 
 def test_environment(servers: dict[str, Store], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Credentials in os.environ count as they are at each call, and so do AWS's files."""
+    """Credentials in os.environ and in AWS's files are read at each call."""
     options, base = servers["s3"]
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -204,7 +203,7 @@ def test_environment(servers: dict[str, Store], monkeypatch: pytest.MonkeyPatch,
 def test_refusals_keep_secrets(
     servers: dict[str, Store], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every refusal has its class, and no secret is shown anywhere."""
+    """Every refusal has its error class and shows no secret."""
     caplog.set_level(logging.DEBUG)
     s3, base = servers["s3"]
     red, redis_base = servers["redis"]
@@ -251,7 +250,7 @@ def test_refusals_keep_secrets(
 
 
 def test_example(servers: dict[str, Store], tmp_path: Path) -> None:
-    """examples/stores.py runs unchanged, against both stores at once."""
+    """examples/stores.py runs unchanged with both stores."""
     s3, base = servers["s3"]
     env = {
         "S3": base + "example/",
@@ -268,7 +267,7 @@ def test_example(servers: dict[str, Store], tmp_path: Path) -> None:
 
 
 def test_nothing_leaks(store: Store) -> None:
-    """Connections and their descriptors end with the loads that used them, also after errors."""
+    """Connections and their descriptors are closed after the loads that used them, also after errors."""
     options, base = store
     ow.save_file(weights(), base + "leak", storage_options=options)
 
@@ -287,7 +286,8 @@ def test_nothing_leaks(store: Store) -> None:
 
 
 def test_tensors_sleep_into_a_store(store: Store) -> None:
-    """The file of sleeping tensors appears in a store like a save's; if it cannot, the tensors do not sleep."""
+    """The file of sleeping tensors appears in a store like a save's. If it cannot be written, the tensors stay
+    awake."""
     torch: Any = pytest.importorskip("torch")
     options, base = store
     want = {**weights(), "turned": weights()["a"].T.copy()}

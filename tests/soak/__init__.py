@@ -1,4 +1,4 @@
-"""Soak-tests overwire's public interface: loops chosen by a seed, with concurrency and faults, for a given time.
+"""Soak-tests overwire's public interface for a given time, with loops chosen by a seed, concurrency and faults.
 
-`make soak SECONDS=600 SEED=7`, or `python tests/soak`: see `__main__`.
+`make soak SECONDS=600 SEED=7`, or `python tests/soak`. See `__main__`.
 """

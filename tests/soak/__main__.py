@@ -1,14 +1,13 @@
-"""Runs loops over overwire's public interface for a time, and ends with a table of what they did.
+"""Runs loops over overwire's public interface for a given time, then prints a table of counts.
 
     make soak SECONDS=600 SEED=7           or: python tests/soak --seconds 600 --seed 7
-    python tests/soak --list               the loops, and what each promises
+    python tests/soak --list               prints the loops and their promises
     python tests/soak --seed 7 --only damage --round 12 --device cpu --seconds 60
-                                           one round again and again, until it fails
+                                           repeats one round until it fails
 
-The seed chooses the next loop, and a round's models, faults and instants. It does not
-decide what threads and processes then do at the same time, so a failure may need several
-tries. A round runs in a separate process with a time limit. The exit
-status is 0 if nothing failed.
+The seed chooses each loop, and a round's models, faults and times. It does not control how threads and processes run
+concurrently, so a failure may need several tries. A round runs in a separate process with a time limit. The exit status
+is 0 if nothing failed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from soak.outcomes import KINDS, PATIENCE  # noqa: E402
 
 
 class Table:
-    """Sums the counts of all rounds by loop, and the failures."""
+    """Adds up the counts of all rounds by loop, and the failures."""
 
     def __init__(self) -> None:
         self.rounds: Counter[str] = Counter()
@@ -92,7 +91,7 @@ def play(
 
 
 def devices(chosen: str | None) -> list[str]:
-    """Returns the devices to load to: the CPU, and a GPU if torch sees one, which another process checks."""
+    """Returns the devices to load to. Another process checks whether torch sees a GPU."""
     if chosen:
         return [chosen]
     seen = warm.run(["-c", "import torch; print(torch.cuda.is_available())"])
@@ -100,14 +99,14 @@ def devices(chosen: str | None) -> list[str]:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python tests/soak", description="Loops with concurrency and faults, for a time.")
-    parser.add_argument("--seconds", type=float, default=60, help="how long (60)")
-    parser.add_argument("--seed", default=str(random.SystemRandom().randrange(1 << 32)), help="of all choices; printed (a random one)")
-    parser.add_argument("--only", metavar="NAME", help="one loop, or several by commas")
-    parser.add_argument("--round", type=int, metavar="N", help="this round of that loop, again and again")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="(cpu, and cuda where there is one)")
-    parser.add_argument("--each", type=float, default=2.0, metavar="SECONDS", help="how long a round tries (2)")
-    parser.add_argument("--list", action="store_true", help="print the loops and end")
+    parser = argparse.ArgumentParser(prog="python tests/soak", description="Runs loops with concurrency and faults for a given time.")
+    parser.add_argument("--seconds", type=float, default=60, help="total time (60)")
+    parser.add_argument("--seed", default=str(random.SystemRandom().randrange(1 << 32)), help="seed of all choices, printed at the start (random)")
+    parser.add_argument("--only", metavar="NAME", help="one loop, or several separated by commas")
+    parser.add_argument("--round", type=int, metavar="N", help="repeat this round of the loop")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this device (cpu, and cuda if available)")
+    parser.add_argument("--each", type=float, default=2.0, metavar="SECONDS", help="time of a round (2)")
+    parser.add_argument("--list", action="store_true", help="print the loops and exit")
     chosen = parser.parse_args(argv)
     names = chosen.only.split(",") if chosen.only else list(LOOPS)
     if unknown := [name for name in names if name not in LOOPS | PLANTED]:

@@ -1,4 +1,4 @@
-"""Loops over training checkpoints: readers run while writers replace the checkpoints and are killed, in one process, on
+"""Loops over training checkpoints. Readers run while writers replace the checkpoints and are killed, in one process, on
 two ranks, and in S3."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .ranks import TIMEOUT
 
 Versions = dict[int, Tensors]
 
-# Errors that a reader may get during a write: the checkpoint was replaced, or no longer there.
+# Errors that a reader may get during a write, because the checkpoint was replaced or is missing.
 _REPLACED = (ow.CorruptError, ow.NotFoundError)
 
 
@@ -49,7 +49,7 @@ def _save(rng: random.Random, at: Any, versions: Versions, number: int, options:
 
 
 def _load(rng: random.Random, at: Any, versions: Versions, options: Any = None) -> int:
-    """Returns the version of a whole checkpoint, read by a checkpoint reader, or of its model by any other."""
+    """Returns the version of a complete checkpoint, or of its model if load_file reads it."""
     if options is None and rng.random() < 0.3:
         number: int = which(ow.load_file(at, framework="pt"), versions)
         return number
@@ -57,7 +57,7 @@ def _load(rng: random.Random, at: Any, versions: Versions, options: Any = None) 
     with _own_errors():
         dcp.load(state, storage_reader=CheckpointReader(at, storage_options=options), no_dist=True)
     if (number := which(state["model"], versions)) != state["step"]:
-        raise Failure("wrong bytes", f"the model is of save {number}, the step of {state['step']}")
+        raise Failure("wrong bytes", f"the model is from save {number}, the step from save {state['step']}")
     return number
 
 
@@ -67,9 +67,9 @@ def _versions(rng: random.Random, count: int = 4) -> Versions:
 
 
 def replaced(round_: Round) -> None:
-    """A checkpoint is replaced again and again by a writer that is killed at a random instant: each reader beside it
-    gets one save, whole, its step with it, or learns that it was replaced; the last save, or the one before, is there;
-    the next save leaves nothing of the killed one."""
+    """A writer that is killed at a random time replaces a checkpoint repeatedly. Each reader gets one complete save
+    with its step, or an error that it was replaced. Afterwards the last save or the one before can be read. The next
+    save removes all files of the killed writer."""
     rng, folder = round_.rng, round_.folder / "out"
     versions, log = _versions(rng), round_.folder / "log"
     folder.mkdir()
@@ -88,7 +88,7 @@ def replaced(round_: Round) -> None:
         begun = [int(line) for line in log.read_text().split()]
         present, last = round_.in_child(lambda child: _look_and_save(child, folder, versions))
         if present not in begun[-2:]:
-            raise Failure("wrong bytes", f"save {present} is there; the last ones begun were {begun[-3:]}")
+            raise Failure("wrong bytes", f"save {present} was found; the last saves begun were {begun[-3:]}")
         round_.count("kills: checkpoint")
 
 
@@ -112,17 +112,17 @@ def _look_and_save(round_: Round, folder: Path, versions: Versions) -> tuple[int
     present, number = _load(round_.rng, folder / "c", versions), round_.rng.randrange(len(versions))
     _save(round_.rng, folder / "c", versions, number)
     if _load(round_.rng, folder / "c", versions) != number:
-        raise Failure("wrong bytes", f"save {number} has ended, and another one is there")
+        raise Failure("wrong bytes", f"save {number} has ended, but another save was found")
     if os.listdir(folder) != ["c"]:
-        raise Failure("leak", f"after the next save these are there: {sorted(os.listdir(folder))}")
+        raise Failure("leak", f"after the next save the folder has {sorted(os.listdir(folder))}")
     round_.count("saves of checkpoints")
     return present, number
 
 
 def ranks(round_: Round) -> None:
-    """Two ranks replace a checkpoint of sharded tensors, and one of them, or both, are killed; a job that begins at
-    once takes their place while the other rank may still write. Two ranks beside them load: both have one save, the
-    same, or both learn that it was replaced."""
+    """Two ranks replace a checkpoint of sharded tensors until one or both are killed. A new job starts immediately,
+    while the other rank may still write. Two ranks that load at the same time both get the same complete save, or both
+    get an error that it was replaced."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
     jobs = 0
@@ -144,7 +144,7 @@ def ranks(round_: Round) -> None:
         heirs = job(_save_shards, folder / "c", 2)
         for rank in heirs:
             rank.result()
-        for rank in writers[len(killed) :]:  # its own error for a closed connection
+        for rank in writers[len(killed) :]:  # gets an error about a closed connection
             rank.kill()
         for rank in readers:
             rank.result()
@@ -179,7 +179,7 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
     until = [time.monotonic() + 2]
     dist.broadcast_object_list(until)
     while True:
-        # One rank may fail to open it: both must know before they load together.
+        # If one rank cannot open the checkpoint, both must know before they load together.
         opened: Any = None
         time.sleep(0.1 * round_.rng.random())  # ranks open at different times
         with round_.may_raise(*_REPLACED):
@@ -206,18 +206,18 @@ def _load_shards(round_: Round, rank: int, at: Path) -> None:
 
 
 def _tidy(round_: Round, folder: Path) -> None:
-    """The next save by one process leaves only the checkpoint."""
+    """Saves with one process, after which only the new checkpoint remains."""
     dcp.save({"model": {"x": torch.ones(3)}}, storage_writer=CheckpointWriter(folder / "c"), no_dist=True)
     if os.listdir(folder) != ["c"]:
-        raise Failure("leak", f"after the next save these are there: {sorted(os.listdir(folder))}")
+        raise Failure("leak", f"after the next save the folder has {sorted(os.listdir(folder))}")
     if set(ow.load_file(folder / "c", framework="pt")) != {"x"}:
-        raise Failure("wrong bytes", "another checkpoint is there")
+        raise Failure("wrong bytes", "a different checkpoint was found")
     round_.count("saves of checkpoints")
 
 
 def stores(round_: Round) -> None:
-    """Two writers save to one name in S3, and may be killed at random instants. There is no checkpoint, or one
-    writer's, whole, which stays. A later save to that name makes it, or says that it is there."""
+    """Two writers save to one name in S3, and may be killed at random times. Afterwards there is no checkpoint, or one
+    writer's complete one, which stays. A later save to that name succeeds, or reports that the checkpoint exists."""
     import pytest
     import stores as real
 
@@ -247,7 +247,7 @@ def stores(round_: Round) -> None:
 
 
 def _save_once(at: str, versions: Versions, number: int, options: Any, round_: Round) -> None:
-    with round_.may_raise(ow.ArgumentError):  # the other one has made it
+    with round_.may_raise(ow.ArgumentError):  # the other writer has saved it
         _save(round_.rng, at, versions, number, options)
         round_.count("saves of checkpoints")
 

@@ -59,9 +59,8 @@ DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (
 
 
 def damage(round_: Round) -> None:
-    """A compressed file, one of its shards, a delta or a bundle that is flipped, cut, overwritten or longer is refused
-    with a typed error, or gives the same bytes. Plain, torch.save and .tensors files, which have no checksums that a
-    load compares, do no harm."""
+    """If a compressed file, a shard, a delta or a bundle is flipped, cut, overwritten or extended, a load gives a typed
+    error or the same bytes. Plain, torch.save and .tensors files do no harm, although a load compares no checksums."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((200, 1 << 14, 1 << 18)))
     kind = rng.choice(("compressed", "digests", "shards", "smaller", "plain", "delta", "bundle", "parts", "torch", "tensors"))
@@ -86,7 +85,7 @@ def damage(round_: Round) -> None:
 def _undamaged(
     rng: random.Random, folder: Path, tensors: Tensors, kind: str
 ) -> tuple[list[Path], Callable[[random.Random], None]]:
-    """Makes a model's files, and returns a randomly chosen way to load and compare it."""
+    """Makes a model's files, and returns them with a function that loads and compares them in random ways."""
     if kind == "delta":
         folder.mkdir()
         changed, path = version(tensors, 5), folder / "d.safetensors"

@@ -1,5 +1,4 @@
-"""Loops that change files and compare two readers of each: what both take is the same, and what one refuses the other
-does not take for something else."""
+"""Loops that change files and compare two readers of each. What both readers accept must be equal."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ _DTYPES = [
     torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
 ]  # fmt: skip
-#: Numbers at which readers differ.
+# Numbers at which readers differ.
 _EDGES = (
     0, 1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 63, 64, 127, 128, 255, 256, 257, 4095, 4096, 8192, 65535, 65536, 0xFFFFFFFF,
     0x80000000, 0x7FFFFFFF,
 )  # fmt: skip
-#: How many changes of one file are tried.
+# Number of changes tried on one file.
 _EACH = 25
 
 
@@ -40,7 +39,7 @@ def _random_bytes(rng: random.Random, count: int) -> torch.Tensor:
 
 
 def _random_tensor(rng: random.Random, shape: list[int], is_coded: bool) -> torch.Tensor:
-    """Of any dtype: bytes by chance, or values as models have them, which codecs make smaller."""
+    """Returns a tensor of any dtype, with random bytes or with compressible values as in models."""
     dtype = rng.choice(_DTYPES)
     count = torch.Size(shape).numel()
     if is_coded and dtype.is_floating_point and dtype.itemsize > 1:
@@ -61,9 +60,9 @@ def _random_tensor(rng: random.Random, shape: list[int], is_coded: bool) -> torc
 
 
 def containers(round_: Round) -> None:
-    """A container with changed fields, or changed stored bytes, and right checksums is taken by the engine and by the
-    reader without it with the same names, dtypes, shapes and bytes, or refused by both; load_file takes what safe_open
-    takes."""
+    """For a container with changed fields or stored bytes and right checksums, the engine and the reader without the
+    engine give the same names, dtypes, shapes and bytes, or both refuse it. load_file accepts what safe_open
+    accepts."""
     rng, path = round_.rng, round_.folder / "m.safetensors"
     while round_.lasts():
         round_.doing = "saving"
@@ -94,7 +93,7 @@ def _save_container(rng: random.Random, path: Path) -> bytes:
 
 
 def _change_container(rng: random.Random, data: bytearray) -> str:
-    """Changes one to three bytes or numbers; returns where."""
+    """Changes one to three bytes or numbers, and returns their positions."""
     base = 8 + int.from_bytes(data[:8], "little")
     tensors, chunks, dims = struct.unpack_from("<3I", data, base + 16)
     parts = [(base, 64), (base + 64, 8 * dims), (base + 64 + 8 * dims, 64 * tensors)]
@@ -147,7 +146,7 @@ def _bytes_or_class(file: Any, name: str) -> bytes | type:
 
 
 class _OfFrame:
-    """A frame that the engine refuses: libzstd takes some whose blocks the engine's library does not."""
+    """A frame that the engine refuses. libzstd accepts some blocks that the engine's library does not."""
 
 
 def _compare_readers(round_: Round, path: Path) -> None:
@@ -160,7 +159,7 @@ def _compare_readers(round_: Round, path: Path) -> None:
     engine, portable = fates
     if isinstance(engine, type) or isinstance(portable, type):
         if engine != portable:
-            raise Failure("wrong bytes", f"one reader refuses what the other takes: {[type(fate) for fate in fates]}")
+            raise Failure("wrong bytes", f"one reader refuses a file that the other accepts: {[type(fate) for fate in fates]}")
         round_.count("refusals")
         return
     for name in engine.keys() | portable.keys():
@@ -190,7 +189,7 @@ def _spell(fate: Any) -> Any:
 
 
 def tensors_files(round_: Round) -> None:
-    """A changed or cut .tensors file loads as it was, or otherwise only where verify finds it damaged."""
+    """If a changed or cut .tensors file loads with other tensors, verify finds the damage."""
     rng, path = round_.rng, round_.folder / "m.tensors"
     while round_.lasts():
         round_.doing = "saving"
@@ -231,7 +230,7 @@ def _compare_with_verify(round_: Round, path: Path, want: dict[str, Any]) -> Non
     except ow.OverwireError:
         is_sound = False
     if got is not None and got != want and is_sound:
-        raise Failure("wrong bytes", "other tensors are loaded, and verify finds nothing")
+        raise Failure("wrong bytes", "different tensors are loaded, and verify finds no damage")
     if got is not None:
         round_.count("as before" if got == want else "found by verify")
 
@@ -240,13 +239,13 @@ def _compare_with_verify(round_: Round, path: Path, want: dict[str, Any]) -> Non
 
 
 def torch_files(round_: Round) -> None:
-    """A file that torch.save wrote, also with a changed pickle, gives convert the tensors that torch.load gives, of the
-    same names, dtypes, shapes and bytes, or is refused by a class of overwire's; an unchanged one is converted."""
+    """For a file of torch.save, also with a changed pickle, convert gives the same names, dtypes, shapes and bytes as
+    torch.load, or raises an error of overwire. It converts every unchanged file."""
     warnings.simplefilter("ignore")
     rng, path = round_.rng, round_.folder / "m.pt"
     while round_.lasts():
         round_.doing = "saving"
-        kept = _random_object(rng, 0) | {"always": _random_view(rng)}  # a file with only objects is refused
+        kept = _random_object(rng, 0) | {"always": _random_view(rng)}  # a file without tensors is refused
         torch.save(kept, path, pickle_protocol=rng.choice((2, 2, 3, 4, 5)))
         round_.count("torch.save files")
         _compare_with_torch(round_, path, kept)
@@ -302,7 +301,7 @@ def _random_view(rng: random.Random) -> torch.Tensor:
 
 
 def _change_pickle(rng: random.Random, path: Path) -> list[int]:
-    """Changes some bytes of the pickle in an archive; returns where."""
+    """Changes some bytes of the pickle in an archive, and returns their positions."""
     with zipfile.ZipFile(path) as old:
         entries = {name: bytearray(old.read(name)) for name in old.namelist()}
     data = next(data for name, data in entries.items() if name.endswith("/data.pkl"))
@@ -337,17 +336,18 @@ def _tensors_in(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, tor
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     whole = tensor.detach().resolve_conj().resolve_neg() if tensor.is_complex() else tensor.detach()
-    whole = whole.view(torch.uint8) if whole.dtype is torch.float4_e2m1fn_x2 else whole  # torch copies no strided pairs
+    whole = whole.view(torch.uint8) if whole.dtype is torch.float4_e2m1fn_x2 else whole  # torch cannot copy it strided
     flat = whole.clone(memory_format=torch.contiguous_format).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _compare_with_torch(round_: Round, path: Path, kept: dict[Any, Any] | None) -> None:
-    """kept: what was saved; None: what torch.load makes of the file, where it takes it."""
+    """Compares convert with torch.load. kept is the saved object, or None to compare with the result of torch.load, if
+    it accepts the file."""
     want: list[tuple[str, torch.Tensor]] | None
     try:
         want = list(_tensors_in(kept if kept is not None else torch.load(path, weights_only=True)))
-    except Exception:  # of any class, for a pickle that is broken
+    except Exception:  # a broken pickle may raise any class
         want = None
     target = path.with_suffix(".safetensors")
     names = [name for name, _ in want or ()]
@@ -357,16 +357,16 @@ def _compare_with_torch(round_: Round, path: Path, kept: dict[Any, Any] | None) 
             got = {name: file.get_tensor(name) for name in file}
     except ow.OverwireError as error:
         if kept is not None and len(set(names)) == len(names):
-            raise Failure("unexpected error", f"what torch.save wrote is refused: {error}") from error
+            raise Failure("unexpected error", f"a file of torch.save is refused: {error}") from error
         round_.count("refusals")
         return
     if want is None:
         round_.count("taken, and not by torch")
         return
     if len(set(names)) != len(names):
-        raise Failure("wrong bytes", f"two tensors of one name are taken: {sorted(names)}")
+        raise Failure("wrong bytes", f"two tensors with the same name are accepted: {sorted(names)}")
     if sorted(names) != sorted(got):
-        raise Failure("wrong bytes", f"other names: {sorted(set(names) ^ set(got))}")
+        raise Failure("wrong bytes", f"names differ: {sorted(set(names) ^ set(got))}")
     for name, tensor in want:
         here = got[name]
         if (here.dtype, here.shape) != (tensor.dtype, tensor.shape) or _bytes_of(here) != _bytes_of(tensor):

@@ -23,7 +23,7 @@ Work = Callable[[random.Random], None]
 
 
 def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[str, tuple[Work, Callable[[], None]]]:
-    """Returns, by name, work that may be interrupted at any instant, and the checks that must hold afterwards."""
+    """Returns, by name, work that may be interrupted at any time, and the check that must then succeed."""
     folder, device = round_.folder / "out", round_.device
     folder.mkdir()
     state = clones(stored.tensors, device)
@@ -88,8 +88,8 @@ def _works(round_: Round, stored: Stored, versions: dict[int, Tensors]) -> dict[
 
 
 def cancels(round_: Round) -> None:
-    """Ctrl-C at a random instant ends every function with KeyboardInterrupt, a timeout with DeadlineError. Tensors are
-    as they were, files are old or new ones, nothing stays open, and the next call works."""
+    """Ctrl-C at a random time ends every function with KeyboardInterrupt, and a timeout ends it with DeadlineError.
+    Then tensors have not changed, files are old or new ones, nothing is open, and the next call works."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 14, 1 << 20, 1 << 23)))
     stored = store(rng, round_.folder / "model", random_tensors(rng, rng.choice((1 << 16, 1 << 22))))
@@ -108,7 +108,7 @@ def cancels(round_: Round) -> None:
             opened = _opened()
     gc.collect()
     if opened is not None and _opened() > opened + 16:
-        raise Failure("leak", f"{_opened()} descriptors are open, and {opened} after the first 20 interruptions")
+        raise Failure("leak", f"{_opened()} descriptors are open; {opened} were open after 20 interruptions")
 
 
 def _opened() -> int:
@@ -117,7 +117,7 @@ def _opened() -> int:
 
 
 def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
-    """Runs work until SIGINT comes, or to its end and then waits for SIGINT."""
+    """Runs work until SIGINT arrives. If work ends first, waits for SIGINT."""
     delay = rng.choice((0.0005, 0.005, 0.05)) * rng.random()
     timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
     lost: list[str] = []
@@ -139,7 +139,7 @@ def _interrupted(round_: Round, rng: random.Random, work: Work) -> None:
 
 
 def signals(round_: Round) -> None:
-    """A signal handler may call overwire, also during a call of overwire: both get the right bytes."""
+    """A signal handler may call overwire, also during a call of overwire. Both calls get the right bytes."""
     rng = round_.rng
     outer = store(rng, round_.folder / "outer", random_tensors(rng, rng.choice((1 << 16, 1 << 21))))
     inner = store(rng, round_.folder / "inner", random_tensors(rng, 1 << 12))
@@ -169,8 +169,8 @@ def signals(round_: Round) -> None:
 
 
 def forks(round_: Round) -> None:
-    """A child that is forked during loads reads plain files and its parent's tensors; everything else raises
-    ForkedError. It ends, and the parent's loads go on. The same holds for forked workers of a DataLoader."""
+    """A child forked during loads can read plain files and its parent's tensors. Every other call raises ForkedError.
+    The child ends, and the parent's loads continue. The same holds for forked workers of a DataLoader."""
     rng = round_.rng
     models = [store(rng, round_.folder / form, random_tensors(rng, 1 << rng.choice((12, 20))), form) for form in ("plain", "compressed")]
     kept = [ow.load_file(model.path, framework="pt") for model in models]
@@ -187,7 +187,7 @@ def forks(round_: Round) -> None:
     finally:
         loading.join(PATIENCE + round_.seconds)
     if loading.is_alive():
-        raise Failure("hang", "loads beside forks do not go on")
+        raise Failure("hang", "loads during forks do not end")
 
 
 def _load_on(round_: Round, models: list[Stored]) -> None:
@@ -217,7 +217,7 @@ def _in_fork(models: list[Stored], kept: list[Tensors], round_: Round) -> None:
 
 
 class _Rows:
-    """A data set of the rows of a plain file, which is opened anew for each."""
+    """A data set of the rows of a plain file, which is opened again for each row."""
 
     def __init__(self, path: Path, name: str, rows: int) -> None:
         self.path, self.name, self.rows = path, name, rows

@@ -1,4 +1,4 @@
-"""A loop that counts what stays."""
+"""A loop that looks for leaks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import overwire as ow
 from .models import clones, compare_all, random_tensors, store, version
 from .outcomes import Failure, Round
 
-# Growth between two looks that does not count as a leak: the allocator's pages and arenas come and go.
+# Growth between two measurements that is not a leak, because the allocator's pages and arenas vary.
 SLACK = {"descriptors": 0, "threads": 2, "mappings": 64, "KiB": 12 << 10}
-DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU, where the driver fills its own pools more slowly
+DRIVERS_OWN = {"KiB": 48 << 10}  # on a GPU: the driver fills its own pools more slowly
 
 
 def leaks(round_: Round) -> None:
-    """Loads, streams, slices, pins, saves, sleeps, deltas and refusals of all kinds, again and again, keep no
-    descriptor, thread, mapping or memory."""
+    """Repeated loads, streams, slices, pins, saves, sleeps, deltas and refusals of all kinds leak no descriptor,
+    thread, mapping or memory."""
     rng = round_.rng
     tensors = random_tensors(rng, 1 << 16)
     models = [store(rng, round_.folder / form, tensors, form) for form in ("compressed", "plain", "shards")]
@@ -58,7 +58,7 @@ def leaks(round_: Round) -> None:
         for _ in range(40 if round_.seconds >= 1 else 10):
             step()
         looks.append(_look())
-    # Growth in each of three parts of the same length is a leak.
+    # Growth in each of three equally long parts is a leak.
     for name, slack in (SLACK | (DRIVERS_OWN if round_.device != "cpu" else {})).items():
         growth = [after[name] - before[name] for before, after in zip(looks, looks[1:], strict=False)]
         if min(growth) > 0 and sum(growth[1:]) > slack:

@@ -1,4 +1,4 @@
-"""Lists the loops, and runs one round: `python tests/soak/loops.py NAME SEED DEVICE SECONDS`, in an empty folder."""
+"""Lists the loops and runs one round: `python tests/soak/loops.py NAME SEED DEVICE SECONDS`, in an empty folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from soak.outcomes import KINDS, PATIENCE, STACKS, Failure, Round, end_with_pare
 
 
 class Loop(NamedTuple):
-    """A loop: its function by module and name, how often it is chosen, whether it can use a GPU, and whether `make
-    test` tries it."""
+    """A loop: the module and name of its function, how often it is chosen, whether it can use a GPU, and whether `make
+    test` runs it."""
 
     place: str
     weight: int = 2
@@ -32,13 +32,13 @@ class Loop(NamedTuple):
     cheap: bool = True
 
     def body(self) -> Callable[[Round], None]:
-        """Returns the function; its module imports torch."""
+        """Returns the function. Its module imports torch."""
         module, name = self.place.split(".")
         function: Callable[[Round], None] = getattr(importlib.import_module(f"soak.{module}"), name)
         return function
 
 
-# By name. Each body has a docstring with its promise.
+# Loops by name. Each function's docstring is the loop's promise.
 LOOPS: dict[str, Loop] = {
     "threads": Loop("reading.threads", 4, gpu=True),
     "preloads": Loop("reading.preloads"),
@@ -66,14 +66,14 @@ LOOPS: dict[str, Loop] = {
     "leaks": Loop("leaking.leaks", gpu=True, cheap=False),
 }
 
-# Loops that fail: see `planted`.
+# Loops that fail. See `planted`.
 PLANTED = {f"planted-{kind.replace(' ', '-')}": Loop(f"planted.{kind.replace(' ', '_')}") for kind in KINDS}
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18  # linux/sched.h, linux/mount.h
 
 
 def _take_shared_memory() -> Path | None:
-    """Gives this process and its children their own /dev/shm if it may mount, so that leftovers in it are theirs."""
+    """Gives this process and its children a separate /dev/shm, if it may mount, so that it has only their files."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         return None
@@ -81,7 +81,7 @@ def _take_shared_memory() -> Path | None:
 
 
 def _watch(seconds: float) -> int:
-    """Starts a process that makes this one print its stacks when it takes too long; the caller ends it."""
+    """Forks a process that makes this one print its stacks after a time, and returns its id. The caller ends it."""
     if watching := os.fork():
         return watching
     end_with_parent()
@@ -91,10 +91,10 @@ def _watch(seconds: float) -> int:
 
 
 def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Round:
-    """Runs one round of a loop in the working folder, and checks what it has left."""
+    """Runs one round of a loop in the working folder, and checks that it leaves nothing."""
     import torch
 
-    torch.set_num_threads(1)  # its threads would be missing in a forked child
+    torch.set_num_threads(1)  # a forked child would lack its threads
     shared, temporary = _take_shared_memory(), Path("temporary").absolute()
     temporary.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
@@ -114,7 +114,7 @@ def run(name: str, seed: str, device: str, seconds: float, watching: int) -> Rou
     ) and time.monotonic() < until:
         time.sleep(0.05)
     if not round_.failures and (stayed or rest):
-        round_.fail(Failure("leak", f"processes that stayed: {stayed}; files that stayed: {rest}"))
+        round_.fail(Failure("leak", f"leftover processes: {stayed}; leftover files: {rest}"))
     return round_
 
 

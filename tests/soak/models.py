@@ -1,4 +1,4 @@
-"""Makes random models, stores them in several ways, and compares what is loaded with what was saved."""
+"""Makes random models, stores them in several forms, and compares loaded tensors with saved ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .outcomes import Failure
 
 Tensors = dict[str, torch.Tensor]
 
-# Forms in which `store` can store a model; "rare" ones cost more than the others.
+# Forms in which `store` can store a model. The rare ones take longer.
 FORMS = ("compressed", "compressed", "plain", "shards", "plain shards", "digests", "tensorizer")
 RARE = ("smaller", "parts")
 _DTYPES = (
@@ -26,7 +26,7 @@ _DTYPES = (
 
 
 class Stored(NamedTuple):
-    """A model in files: what loads take, and the contents and form it was made of."""
+    """A stored model: its path, its contents and its form."""
 
     path: Path
     tensors: Tensors
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 
 def random_tensors(rng: random.Random, size: int = 1 << 20) -> Tensors:
-    """Returns tensors of about size bytes in total, of the usual dtypes and of awkward shapes, some tied or equal."""
+    """Returns tensors of about size bytes in total, of the usual dtypes and awkward shapes. Some are tied or equal."""
     source = torch.Generator().manual_seed(rng.getrandbits(48))
     tensors: Tensors = {}
     count = rng.randint(2, 12)
@@ -62,7 +62,7 @@ def _random_tensor(rng: random.Random, source: torch.Generator, dtype: torch.dty
 
 
 def version(tensors: Tensors, number: int) -> Tensors:
-    """Returns the same names, dtypes, shapes and ties with other values in every non-empty tensor."""
+    """Returns the same names, dtypes, shapes and ties, with other values in every non-empty tensor."""
     source = torch.Generator().manual_seed(number)
     changed: Tensors = {}
     ties: dict[int, torch.Tensor] = {}
@@ -77,13 +77,13 @@ def version(tensors: Tensors, number: int) -> Tensors:
         elif flat.numel():
             where = torch.randint(0, flat.numel(), (max(1, flat.numel() // 50),), generator=source)
             flat[where] = torch.randint(1, 100, (len(where),), generator=source).to(torch.uint8)
-            flat[:1] = number  # always differs
+            flat[:1] = number  # differs for each version
         changed[name] = ties[id(tensor)] = whole
     return changed
 
 
 def store(rng: random.Random, folder: Path, tensors: Tensors, form: str | None = None) -> Stored:
-    """Saves a model below folder, in a random form unless one is named."""
+    """Saves a model below folder, in the given form or a random one."""
     form = form or (rng.choice(RARE) if rng.random() < 0.15 else rng.choice(FORMS))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ("model.tensors" if form == "tensorizer" else "model.safetensors")
@@ -106,7 +106,7 @@ def bytes_of(tensors: Tensors) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor, as a view of it."""
+    """Returns the bytes of a contiguous tensor as a view."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
@@ -131,16 +131,16 @@ def compare(name: str, loaded: Any, want: torch.Tensor) -> None:
 
 
 def compare_all(loaded: Mapping[str, Any], want: Tensors, names: Iterable[str] | None = None) -> None:
-    """Does the same for a model, of which only these names are wanted."""
+    """Compares a whole model like `compare`, or only these names."""
     expected = list(want) if names is None else list(names)
     if sorted(loaded) != sorted(expected):
-        raise Failure("wrong bytes", f"the tensors are {sorted(loaded)}, those saved {sorted(expected)}")
+        raise Failure("wrong bytes", f"the tensors are {sorted(loaded)}, saved were {sorted(expected)}")
     for name in expected:
         compare(name, loaded[name], want[name])
 
 
 def which(loaded: Mapping[str, Any], versions: Mapping[Any, Tensors]) -> Any:
-    """Returns the version of a loaded model, which must be whole."""
+    """Returns the version of a loaded model, which must be complete."""
     reasons = []
     for number, tensors in versions.items():
         try:
@@ -148,10 +148,10 @@ def which(loaded: Mapping[str, Any], versions: Mapping[Any, Tensors]) -> Any:
             return number
         except Failure as failure:
             reasons.append(f"  not version {number}: {failure}")
-    raise Failure("wrong bytes", "\n".join(["what was loaded is no version whole", *reasons]))
+    raise Failure("wrong bytes", "\n".join(["the loaded tensors are not one complete version", *reasons]))
 
 
 def clones(tensors: Tensors, device: str = "cpu") -> Tensors:
-    """Returns copies, with tied tensors tied."""
+    """Returns copies in which tied tensors stay tied."""
     copies: dict[int, torch.Tensor] = {}
     return {name: copies.setdefault(id(tensor), tensor.to(device, copy=True)) for name, tensor in tensors.items()}

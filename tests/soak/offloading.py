@@ -1,5 +1,5 @@
-"""A loop over offload: blocks keep, change and replace their weights at random, and must give what the resident model
-gives."""
+"""A loop over offload: blocks store, change and replace their weights at random, and must give the resident model's
+results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from .outcomes import Failure, Round
 
-# What a block may keep of its weight, in a form whose memory is the weight's.
+# Objects with a weight's memory that a block may store.
 _HOLDS: list[Callable[[Any], Any]] = [
     lambda w: w.t(),
     lambda w: w.data[1],
@@ -22,7 +22,7 @@ _HOLDS: list[Callable[[Any], Any]] = [
     lambda w: [w[2], {"w": w.view(-1)}],
 ]
 
-# How a block may change its weight.
+# Ways in which a block may change its weight.
 _CHANGES: list[Callable[[Any], Any]] = [
     lambda block: block.weight.mul_(1.25),
     lambda block: block.weight.data.copy_(block.weight.data.flip(0)),
@@ -34,7 +34,7 @@ _CHANGES: list[Callable[[Any], Any]] = [
 
 
 class Block(torch.nn.Module):
-    """A block that follows a list of acts, one for each run."""
+    """A block with a list of acts, one for each run."""
 
     def __init__(self, rng: random.Random, number: int) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ def _run(model: Any, rounds: int) -> list[Any]:
 
 
 def escapes(round_: Round) -> None:
-    """Whatever a block keeps of its weights and however it changes them, outputs and weights are those of the resident
-    model, with every number of slots, also after errors in the middle of a pass."""
+    """Whatever a block stores of its weights and however it changes them, outputs and weights are the same as in the
+    resident model. This holds for every number of slots, and after errors during a pass."""
     rng = round_.rng
     while round_.lasts():
         model = torch.nn.Module()

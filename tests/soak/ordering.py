@@ -1,4 +1,4 @@
-"""A loop over saves in the background: several writers save to the same paths, waiting or not, in random order."""
+"""A loop over background saves: several writers save to the same paths, some without waiting, in random order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Versions = dict[int, Tensors]
 
 
 def _spellings(path: Path) -> list[str]:
-    """Returns names of the same file, one of them through a link to its folder."""
+    """Returns names of the same file. One goes through a link to its folder."""
     return [str(path), f"{path.parent}/../{path.parent.name}/./{path.name}", f"file://{path}", f"{path.parent}-link/{path.name}"]
 
 
@@ -30,8 +30,8 @@ def _sources(folder: Path, versions: Versions) -> dict[int, Path]:
 
 
 def background_saves(round_: Round) -> None:
-    """The last save that began decides what is at a path, in whatever order they end, whichever function wrote
-    and however the path was spelled. Readers get one save, whole. Nothing hidden stays."""
+    """The save that began last decides the file at a path, in whatever order saves end, for all saving functions and
+    spellings of the path. Readers get one complete save. No hidden file stays."""
     rng, folder = round_.rng, round_.folder / "out"
     folder.mkdir()
     os.symlink(folder, round_.folder / "out-link")
@@ -62,6 +62,6 @@ def background_saves(round_: Round) -> None:
                 save.wait()
         for path, number in last.items():
             if number >= 0 and (found := which(ow.load_file(path, framework="pt"), versions)) != number:
-                raise Failure("wrong bytes", f"save {found} is at {path.name}, and the last one begun is {number}")
+                raise Failure("wrong bytes", f"{path.name} has save {found}, but the last save begun is {number}")
         if rest := set(os.listdir(folder)) - {path.name for path in paths}:
-            raise Failure("leak", f"after the saves these also stay: {sorted(rest)}")
+            raise Failure("leak", f"the saves have left {sorted(rest)}")

@@ -1,8 +1,8 @@
-"""Records what one round of a loop may do and has done: its counts, failures, threads and child processes.
+"""Records one round of a loop: its counts, failures, threads and child processes.
 
-A round runs in a separate process that has imported torch and has not started the engine; it may fork children until it
-does. Every load is compared with what was saved. An error counts as right only if the loop says which classes may come.
-Everything else is a failure of one of KINDS, which never ends the round by itself.
+A round runs in a separate process that has imported torch but not started the engine. It may fork children until it
+starts the engine. Every load is compared with the saved tensors. An error is right only if the loop lists its class.
+Everything else is a failure of one of KINDS. A failure does not end the round by itself.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import Any
 
 import overwire as ow
 
-# Failures, as the table at the end names them.
+# Kinds of failures, by their names in the final table.
 KINDS = ("wrong bytes", "hang", "leak", "untyped error", "unexpected error", "crash")
 
-# Seconds that a child process or a thread may take beyond its time before it counts as hanging.
+# Seconds that a child process or a thread may exceed its time before it counts as hanging.
 PATIENCE = float(os.environ.get("OVERWIRE_SOAK_PATIENCE") or 60)
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# The signal at which a process of a round prints the stacks of its threads.
+# On this signal, a round's process prints the stacks of its threads.
 STACKS = signal.SIGUSR2
 
 
 class Failure(Exception):
-    """A fault that a loop finds: kind is one of KINDS."""
+    """A fault that a loop finds. kind is one of KINDS."""
 
     def __init__(self, kind: str, text: str) -> None:
         assert kind in KINDS, kind
@@ -48,16 +48,16 @@ class Failure(Exception):
 
 
 class Reported(Exception):
-    """A child process has failed, and its failures already belong to the round."""
+    """A child process has failed, and its failures are already recorded in the round."""
 
 
 def end_with_parent() -> None:
-    """Has this process, a fork, killed when its parent ends for any reason."""
+    """Makes the kernel kill this forked process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def kind_of(error: BaseException) -> str:
-    """Returns which of KINDS an unexpected exception is."""
+    """Returns the kind of an unexpected exception, one of KINDS."""
     if isinstance(error, Failure):
         return error.kind
     if isinstance(error, ow.EngineError):
@@ -77,7 +77,7 @@ class Round:
         self._until: float | None = None
         self.counts: Counter[str] = Counter()
         self.failures: list[tuple[str, str]] = []
-        self.doing = ""  # also named in failures
+        self.doing = ""  # failures also name it
         self._lock = threading.Lock()
         self._children = 0
 
@@ -86,7 +86,7 @@ class Round:
         return self.left() > 0 and not self.failures
 
     def left(self) -> float:
-        """Returns the seconds that are left."""
+        """Returns the seconds left."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.seconds
@@ -97,7 +97,7 @@ class Round:
             self.counts[name] += n
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """Records an exception that should not have come."""
+        """Records an unexpected exception."""
         if isinstance(error, Reported):
             return
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))[-4000:]
@@ -107,7 +107,7 @@ class Round:
 
     @contextlib.contextmanager
     def may_raise(self, *classes: type[BaseException]) -> Iterator[None]:
-        """A block that may also end with one of these exceptions, which counts as a refusal."""
+        """Allows a block to end with one of these exceptions, which counts as a refusal."""
         try:
             yield
         except classes as error:
@@ -117,7 +117,7 @@ class Round:
             self.count(f"refused: {type(error).__name__}")
 
     def beside(self, *bodies: Callable[[Round, random.Random], None]) -> None:
-        """Runs each body repeatedly, all concurrently in separate threads, until the time is over or one fails."""
+        """Runs each body repeatedly in a separate thread until the time is over or one fails."""
         threads = []
         for number, body in enumerate(bodies):
             rng = random.Random(f"{self.seed} thread {number}")
@@ -138,15 +138,15 @@ class Round:
             self.fail(error)
 
     def child(self, body: Callable[[Round], Any], ends: str = "at once") -> Child:
-        """Forks a process that runs body with its own round. ends: "at once", or "as a program", by the interpreter's
-        exit, which is then part of the test."""
+        """Forks a process that runs body with its own round. If ends is "as a program", the interpreter's exit is part
+        of the test."""
         self._children += 1
         for name in ow.__all__ if self._children == 1 else ():
-            getattr(ow, name)  # imported once, here; that does not start the engine
+            getattr(ow, name)  # imported once, which does not start the engine
         return Child(self, body, f"{self.seed} child {self._children}", self._children, ends)
 
     def in_child(self, body: Callable[[Round], Any], limit: float = PATIENCE) -> Any:
-        """Returns what body returns in a child process that does nothing else."""
+        """Runs body in a child process, and returns its result."""
         return self.child(body).result(limit)
 
     def merge(self, counts: dict[str, int], failures: list[tuple[str, str]]) -> None:
@@ -183,10 +183,10 @@ class Child:
         if ends == "at once":
             os._exit(0)
         del value
-        ctypes.pythonapi.Py_Exit(0)  # as at the end of a program, without unwinding the parent's frames
+        ctypes.pythonapi.Py_Exit(0)  # ends as a program does, without unwinding the parent's frames
 
     def kill(self, with_signal: int = signal.SIGKILL) -> None:
-        """Sends a signal and waits for the end; a killing signal is not a failure."""
+        """Sends a signal and waits for the process. Death by this signal is not a failure."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, with_signal)
         self._wait(PATIENCE)
@@ -195,11 +195,11 @@ class Child:
             self.status = 0
 
     def wait(self, limit: float = PATIENCE) -> None:
-        """Waits for its end, which must come within limit and the seconds of a round."""
+        """Waits for the process, which must end within limit and the seconds of a round."""
         self._wait(self._round.seconds + limit)
 
     def result(self, limit: float = PATIENCE) -> Any:
-        """Returns body's result; its failures are added to the round's."""
+        """Returns body's result, and adds its failures to the round."""
         self.wait(limit)
         if self.status:
             raise Failure("crash", f"a child process has ended with {self.status}")

@@ -1,4 +1,4 @@
-"""Loops that each fail with one kind of failure, to show that the soak finds it. Only `--only` chooses them."""
+"""Loops that each fail with one kind of failure, to show that the soak test finds it. Only `--only` chooses them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def leak(round_: Round) -> None:
 
 
 def untyped_error(round_: Round) -> None:
-    """An exception that is not overwire's, in a thread."""
+    """A thread raises an exception that is not overwire's."""
     with round_.may_raise(ow.OverwireError):
         round_.beside(lambda thread, rng: {}["missing"])
 
 
 def unexpected_error(round_: Round) -> None:
-    """An overwire exception that the loop does not expect, in a child process."""
+    """A child process raises an exception of overwire that the loop does not expect."""
     round_.in_child(lambda child: ow.load_file(round_.folder / "none.safetensors"))
 
 

@@ -17,24 +17,24 @@ import torch.distributed as dist
 from .models import Stored, Tensors, compare_all, random_tensors, store
 from .outcomes import Failure, Round
 
-#: Seconds after which gloo gives up on a rank.
+# Seconds after which gloo gives up on a rank.
 TIMEOUT = 20
 
 
 def loads(round_: Round) -> None:
-    """The ranks of a group load and stream together, whole or cut along any dimension. Each gets its own parts of the
-    files, with every transport, and then ends as a program does."""
+    """The ranks of a group load and stream together, whole tensors or blocks along any dimension. Each rank gets its
+    parts of the files with every transport, and then ends as a program does."""
     _play(round_, _load_all)
 
 
 def losses(round_: Round) -> None:
-    """When a rank raises, closes its stream early or is killed, the others soon end with an overwire error. The living
-    ones can load again by themselves, and together if none was killed."""
+    """When a rank raises, closes its stream early or is killed, the others soon get an overwire error. The remaining
+    ranks can load again separately, and together if none was killed."""
     _play(round_, round_.rng.choice((_one_raises, _one_closes, _one_dies)))
 
 
 def _play(round_: Round, body: Callable[[Round, list[Stored], int, int, random.Random], None]) -> None:
-    """Forks the ranks, and waits for all."""
+    """Forks the ranks and waits for all of them."""
     rng = round_.rng
     size, exchange = rng.randint(2, 4), rng.choice(("mapped", "collective", "none", "auto"))
     models = _make(round_)
@@ -50,12 +50,12 @@ def _play(round_: Round, body: Callable[[Round, list[Stored], int, int, random.R
             continue
         rank.result()
     if dying and time.monotonic() - began > TIMEOUT + round_.seconds + 20:
-        raise Failure("hang", f"the ranks needed {time.monotonic() - began:.0f} s to miss one")
+        raise Failure("hang", f"the ranks needed {time.monotonic() - began:.0f} s to detect a dead rank")
     round_.count("groups")
 
 
 def _make(round_: Round) -> list[Stored]:
-    """Makes models stored by a child process, since this one must not start the engine."""
+    """Makes and stores models in a child process, because this process must not start the engine."""
     rng = round_.rng
     models = []
     for number in range(2):
@@ -82,7 +82,7 @@ def _rank(body: Callable[..., None], models: list[Stored], rank: int, size: int,
 
 
 def _cut(tensors: Tensors, rng: random.Random, rank: int, size: int) -> tuple[dict[str, int] | None, Tensors]:
-    """Returns the dimension along which each tensor is cut, and this rank's part of them."""
+    """Returns the dimension along which each tensor is cut, and this rank's blocks."""
     shard = {
         name: rng.randrange(tensor.dim()) for name, tensor in tensors.items() if tensor.dim() and rng.random() < 0.5
     }
@@ -125,7 +125,7 @@ def _one_raises(round_: Round, models: list[Stored], rank: int, size: int, rng: 
         except ow.OverwireError:
             round_.count("refusals")
         else:
-            raise Failure("unexpected error", f"rank {raising} has failed, and rank {rank} does not know")
+            raise Failure("unexpected error", f"rank {raising} has failed, but rank {rank} got no error")
         _load_together(round_, model, rng, rank, size)
 
 
@@ -157,14 +157,14 @@ def _one_dies(round_: Round, models: list[Stored], rank: int, size: int, rng: ra
     except ow.OverwireError:
         round_.count("refusals")
     else:
-        raise Failure("hang", f"rank {rank} goes on without rank 0")
+        raise Failure("hang", f"rank {rank} continues without rank 0")
     for model in models:
         compare_all(ow.load_file(model.path, framework="pt"), model.tensors)
         round_.count("loads")
 
 
 def _kill_later(seconds: float) -> None:
-    """Ends this process with SIGKILL from another process, without a thread of this one."""
+    """Kills this process from a forked process, without a thread."""
     pid = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""Loops that read: threads together, and preloads."""
+"""Loops that read: concurrent threads, and preloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .outcomes import Round
 
 
 class Shared:
-    """A model that threads share: an opened file and a pinned model, which any of them may close."""
+    """A model that threads share, as an opened file and as a pinned model. Any thread may close either."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored
@@ -34,7 +34,7 @@ class Shared:
             return self._pinned
 
     def close(self, pinned: bool) -> None:
-        """Closes one of the two while others may use it."""
+        """Closes the file or the pinned model while other threads may use it."""
         with self._lock:
             if pinned:
                 closing, self._pinned = self._pinned, None
@@ -45,8 +45,8 @@ class Shared:
 
 
 def threads(round_: Round) -> None:
-    """Threads that load, slice, stream, pin, verify and close the same models at once each get the saved bytes, in
-    their own memory. A model that another thread has closed raises ArgumentError."""
+    """Threads that load, slice, stream, pin, verify and close the same models concurrently each get the saved bytes, in
+    separate memory. If another thread has closed a model, ArgumentError is raised."""
     rng = round_.rng
     size = rng.choice((1 << 14, 1 << 20, 1 << 22))
     models = [Shared(store(rng, round_.folder / f"m{n}", random_tensors(rng, size))) for n in range(rng.randint(1, 3))]
@@ -75,13 +75,13 @@ def _whole(round_: Round, rng: random.Random, model: Shared) -> None:
     loaded = ow.load_file(model.stored.path, device=round_.device, framework=framework, **options)
     compare_all(loaded, model.stored.tensors, names)
     round_.count("loads")
-    if framework == "pt" and rng.random() < 0.3:  # they belong to the caller: no other load may see this
+    if framework == "pt" and rng.random() < 0.3:  # the tensors belong to the caller, so no other load may see this
         for tensor in loaded.values():
             as_bytes(tensor).fill_(77)
 
 
 def _slices(round_: Round, rng: random.Random, model: Shared) -> None:
-    with round_.may_raise(ow.ArgumentError):  # closed meanwhile
+    with round_.may_raise(ow.ArgumentError):  # closed in the meantime
         file = model.opened(round_.device)
         for name in rng.sample(list(model.stored.tensors), min(3, len(model.stored.tensors))):
             want = model.stored.tensors[name]
@@ -118,7 +118,7 @@ def _streamed(round_: Round, rng: random.Random, model: Shared) -> None:
 def _from_pinned(round_: Round, rng: random.Random, model: Shared) -> None:
     if model.stored.form == "tensorizer":
         return
-    with round_.may_raise(ow.ArgumentError):  # released meanwhile
+    with round_.may_raise(ow.ArgumentError):  # released in the meantime
         pinned = model.pinned()
         if rng.random() < 0.5:
             compare_all(pinned.load_file(device=round_.device, framework="pt"), model.stored.tensors)
@@ -142,8 +142,8 @@ def _verified(round_: Round, rng: random.Random, model: Shared) -> None:
 
 
 def preloads(round_: Round) -> None:
-    """A load that finds a preload gets the file's current bytes, also if the file was replaced meanwhile, if several
-    loads join one preload, or if the preload is dropped before it ends."""
+    """A load that joins a preload gets the file's current bytes, also if the file was replaced in the meantime, if
+    several loads join one preload, or if the preload is dropped before it ends."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((1 << 16, 1 << 21)))
     while round_.lasts():

@@ -1,4 +1,4 @@
-"""Loops over stores: servers that are slow, break off and lie, and real Redis and S3 servers with changing objects."""
+"""Loops over stores: servers that are slow, cut or send wrong answers, and real Redis and S3 servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import overwire as ow
 from .models import Tensors, random_tensors, store, version, which
 from .outcomes import Failure, Round
 
-# Errors that a load over a network may raise. CorruptError: the object has changed meanwhile, or the server lies.
+# Errors of loads over a network. CorruptError means that the object has changed or the server's answer is wrong.
 REFUSALS = (
     ow.IOFailure, ow.DeadlineError, ow.CorruptError, ow.FormatError, ow.NotFoundError, ow.NotSupportedError,
     ow.AccessError,
@@ -27,10 +27,10 @@ REFUSALS = (
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves one object by ranges; each answer has one of FAULTS with some probability."""
+    """Serves one object by ranges. With some probability an answer has one of FAULTS."""
 
     protocol_version = "HTTP/1.1"
-    objects: list[tuple[str, bytes]] = []  # (ETag, bytes); the first is served
+    objects: list[tuple[str, bytes]] = []  # (ETag, bytes); only the first is served
     chance = 0.0
     faults: tuple[str, ...] = ()
     rng: random.Random
@@ -111,7 +111,7 @@ FAULTS = ("cut", "cut", "stall", "drop", "503", "500", "429", "404", "whole", "l
 def serving(
     rng: random.Random, data: bytes, chance: float, faults: tuple[str, ...]
 ) -> Iterator[tuple[str, type[Handler]]]:
-    """Yields the URL of an object's server, and the list where it can be replaced."""
+    """Yields the URL of an object's server, and the handler class with the object."""
     kind = type("OneHandler", (Handler,), {"objects": [('"0"', data)], "chance": chance, "faults": faults, "rng": rng})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     server.daemon_threads = True
@@ -124,12 +124,12 @@ def serving(
 
 
 def servers(round_: Round) -> None:
-    """A server that cuts, stalls, refuses, lies about lengths, ranges and ETags, or replaces its object, costs an error
-    of a known class, or nothing. A load gets one version, whole."""
+    """If a server cuts, stalls or refuses an answer, sends wrong lengths, ranges or ETags, or replaces its object, a
+    load gets an error of a known class or one complete version."""
     rng = round_.rng
     base = random_tensors(rng, rng.choice((1 << 12, 1 << 18, 1 << 22)))
     versions = {number: version(base, number) for number in range(3)}
-    # Without checksums a client cannot recognise foreign bytes.
+    # Without checksums a client cannot detect wrong bytes.
     form = rng.choice(("compressed", "plain"))
     faults = (*FAULTS, "bytes") if form == "compressed" else FAULTS
     faults = tuple(rng.sample(faults, rng.randint(1, 5)))
@@ -162,8 +162,8 @@ def _replace(kind: type[Handler], bodies: list[bytes], round_: Round, rng: rando
 
 
 def stores(round_: Round) -> None:
-    """Readers of Redis and S3 get one version, whole, or an error that it was replaced, while one or two writers
-    replace an object and are killed. Afterwards the object is whole. A server that is not installed is skipped."""
+    """While one or two writers replace an object in Redis or S3 and are killed, readers get one complete version, or an
+    error that it was replaced. Afterwards the object is complete. A server that is not installed is skipped."""
     import pytest
     import stores as real
 

@@ -24,7 +24,8 @@ Versions = dict[int, Tensors]
 
 
 class Target(NamedTuple):
-    """A kind of file or set of files: how it is written and read, and errors that a reader may get during a write."""
+    """A kind of file or set of files: its functions for writing and reading, and the errors that a reader may get
+    during a write."""
 
     write: Callable[[random.Random, Path, Versions, int], None]
     read: Callable[[Path, Versions], Mapping[str, Any]]
@@ -84,8 +85,8 @@ def _read_delta(folder: Path, versions: Versions) -> Mapping[str, Any]:
     return tensors
 
 
-# While a set of files is replaced, a reader may find no model for a moment, or that it was replaced; never another
-# model.
+# While a set of files is replaced, a reader may briefly find no model, or find that it was replaced. It never gets a
+# mixture.
 _SETS = (ow.NotFoundError, ow.CorruptError)
 
 TARGETS: dict[str, Target] = {
@@ -100,8 +101,8 @@ TARGETS: dict[str, Target] = {
 
 def kills(round_: Round) -> None:
     """A writer (of a file, shards, a bundle, a converted folder, a delta, or a sleep's file) is killed at a random
-    instant. Readers during and after it get the old model or the new one, whole, and the next save removes the killed
-    one's files."""
+    time. Readers during and after this get the complete old or new model, and the next save removes the killed writer's
+    files."""
     rng = round_.rng
     name = rng.choice(list(TARGETS))
     target, folder = TARGETS[name], round_.folder / "out"
@@ -124,13 +125,13 @@ def kills(round_: Round) -> None:
         begun = [int(line) for line in log.read_text().split()]
         present, last = round_.in_child(lambda child: _look_and_save(child, target, folder, versions))
         if present not in begun[-2:]:
-            raise Failure("wrong bytes", f"version {present} is there; the last saves begun were {begun[-3:]}")
+            raise Failure("wrong bytes", f"version {present} was found; the last saves begun were {begun[-3:]}")
         round_.count(f"kills: {name}")
 
 
 def _wait_for_an_instant(rng: random.Random, folder: Path) -> None:
-    """Waits for a random instant, or one soon after a file of the folder has got its name, when others may still wait
-    for theirs."""
+    """Waits for a random time, or until shortly after a file of the folder was renamed, when other files may not be
+    renamed yet."""
     time.sleep(rng.choice((0.2, 0.4, 0.8)) * rng.random())
     before, until = _places(folder), time.monotonic() + rng.choice((0, 1))
     while time.monotonic() < until and _places(folder) == before:
@@ -157,8 +158,8 @@ def _prepare(round_: Round, versions: Versions, target: Target, folder: Path, na
 
 
 def _names(folder: Path) -> set[str]:
-    """Returns the files of a folder. Shards only count by number, if the index lists them. Old ones that were moved
-    aside do not count; a later save removes them when they are a minute old."""
+    """Returns the files of a folder. Shards in the index only count by number. Old shards that were moved aside do not
+    count, because a later save removes them once they are a minute old."""
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if ".old-" not in path.name}
     for index in folder.rglob("*.index.json"):
         listed = {str((index.parent / shard).relative_to(folder)) for shard in json.loads(index.read_text())["weight_map"].values()}
@@ -167,7 +168,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _age(folder: Path) -> None:
-    """Makes hidden files an hour old: a save removes those of killed writers only when they have not changed for
+    """Makes hidden files an hour old, because a save removes a killed writer's files only if they are older than a few
     seconds."""
     for path in folder.rglob(".*"):
         with contextlib.suppress(FileNotFoundError):
@@ -175,7 +176,7 @@ def _age(folder: Path) -> None:
 
 
 def _write_on(round_: Round, target: Target, folder: Path, versions: Versions, log: Path) -> None:
-    """Saves one version after the other until it is killed; log lists the begun ones in order."""
+    """Saves versions until it is killed, and logs each one before it saves it."""
     with open(log, "ab", buffering=0) as file:
         while True:
             number = round_.rng.randrange(4)
@@ -192,8 +193,8 @@ def _read_on(round_: Round, target: Target, folder: Path, versions: Versions) ->
 
 
 def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versions) -> tuple[int, int]:
-    """Returns the version that a killed writer has left. Another version is saved over it, and must look as in an empty
-    folder."""
+    """Returns the version that a killed writer has left. Saves another version over it, which must leave the same files
+    as in an empty folder."""
     present = which(target.read(folder, versions), versions)
     _age(folder)
     number, seed, fresh = round_.rng.randrange(4), round_.rng.random(), folder.parent / "fresh"
@@ -204,15 +205,15 @@ def _look_and_save(round_: Round, target: Target, folder: Path, versions: Versio
         which(target.read(place, versions), {number: versions[number]})
     if _names(folder) != _names(fresh):
         there, due = sorted(_names(folder)), sorted(_names(fresh))
-        raise Failure("leak", f"after the next save these files are there: {there}; into an empty folder: {due}")
+        raise Failure("leak", f"after the next save the files are {there}; in an empty folder they would be {due}")
     round_.count("loads", 3)
     round_.count("saves", 2)
     return present, number
 
 
 def full_disks(round_: Round) -> None:
-    """A save that finds the disk full, or reaches the file size limit, raises IOFailure and leaves the old model,
-    whole, and no other file. When there is space again, the same save succeeds."""
+    """A save that finds the disk full, or reaches the file size limit, raises IOFailure, and leaves the complete old
+    model and no other file. When there is space again, the same save succeeds."""
     rng = round_.rng
     target_name = rng.choice([name for name in TARGETS if name != "copy"])
     base = random_tensors(rng, rng.choice((1 << 16, 1 << 20)))
@@ -269,7 +270,7 @@ def _try_to_save(round_: Round, target: Target, folder: Path, versions: Versions
         number = before
     present = which(target.read(folder, versions), versions)
     if present != number:
-        raise Failure("wrong bytes", f"version {present} is there instead of {number}")
+        raise Failure("wrong bytes", f"version {present} was found instead of {number}")
     if {name for name in _names(folder) if not name.startswith("shard ")} != {name for name in files if not name.startswith("shard ")}:
-        raise Failure("leak", f"these files are there: {sorted(_names(folder) ^ files)}")
+        raise Failure("leak", f"these files are new or missing: {sorted(_names(folder) ^ files)}")
     round_.count("saves")

@@ -1,9 +1,9 @@
-"""Writes safetensors-<version>/ with the installed safetensors: small plain files
-from another producer, which every release of overwire must read.
+"""Writes safetensors-<version>/ with the installed safetensors: small plain files from another producer, which every
+release of overwire must read.
 
     python make_safetensors.py
 
-A new version of safetensors gets its own folder; old folders stay.
+A new version of safetensors gets its own folder. Old folders stay.
 """
 
 import pathlib

@@ -1,10 +1,10 @@
-"""Makes the folders of sharded checkpoints here, each with a file of its whole tensors, KIND.expected.
+"""Makes the folders of sharded checkpoints here, and for each a file of its whole tensors, KIND.expected.
 
     python make.py fsdp2 shards consolidated safetensors     torch 2.15.0
     python make.py megatron                                  torch 2.11.0, megatron-core 0.16.1, einops
 
-Two ranks with gloo, on the CPU. `safetensors` is what FileSystemWriter(serialization_format=SAFETENSORS)
-writes, which torch's own FileSystemReader cannot load.
+Two ranks run with gloo on the CPU. FileSystemWriter(serialization_format=SAFETENSORS) writes `safetensors`, which
+torch's own FileSystemReader cannot load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WHOLE = torch.arange(35.0).reshape(7, 5)
 
 
 def sharded() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A state of DTensors, cut by rows and by columns, unevenly, and its whole tensors."""
+    """Returns a state of DTensors, cut unevenly by rows and by columns, and its whole tensors."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2,))
@@ -107,7 +107,7 @@ KINDS = {
 def rank(number: int, kind: str, meeting: str) -> None:
     from safetensors.torch import save_file
 
-    os.chdir(HERE)  # the folders keep the path by which they were written
+    os.chdir(HERE)  # the folders contain the path by which they were written
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=2)
     expected = KINDS[kind](kind)
     dist.barrier()

@@ -1,7 +1,7 @@
 """Makes the golden files of a tensorizer: python make.py FOLDER, with that version installed.
 
-Encrypted files differ from run to run by their nonces; existing ones stay as they are. Gzip removes the 256 KiB of a
-mostly empty index.
+Encrypted files differ in each run by their nonces, so keep the existing ones. The index of 256 KiB is mostly empty, so
+files are compressed with gzip.
 """
 
 import gzip
@@ -18,7 +18,7 @@ TEXT = {"opslimit": 1, "memlimit": 8192, "salt": bytes(16)}
 
 
 def big(n: int) -> torch.Tensor:
-    """Returns reproducible numbers that gzip makes small."""
+    """Returns reproducible numbers that gzip compresses well."""
     return torch.arange(n, dtype=torch.int32)
 
 
