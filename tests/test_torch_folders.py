@@ -213,7 +213,7 @@ def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
     assert f"not copied: {less}/pytorch_model-00002-of-00002.bin" in done.stdout + done.stderr
     torch.save({"a": torch.ones(3)}, gap / "consolidated.01.pth")
     torch.save({"0": torch.zeros(3)}, gap / "consolidated.03.pth")
-    with pytest.raises(ow.ArgumentError, match="consolidated.03.pth tensor \"0\": .*consolidated.00.pth has it also"):
+    with pytest.raises(ow.ArgumentError, match="consolidated.03.pth tensor \"0\": .*consolidated.00.pth also contains it"):
         ow.load_file(gap)
 
 

@@ -1,8 +1,7 @@
-"""Index arithmetic for slices: decides which block to read, and what to cut from it.
+"""Decides which block of a tensor to read for an index, and how to index the block.
 
-The engine reads a contiguous range of dim 0 times a contiguous range of dim 1. Any basic index (ints, slices
-with steps, Ellipsis, None) is split into the smallest such block, and an index into the block, which the framework
-applies.
+The engine reads a contiguous range of dim 0 times a contiguous range of dim 1. `plan` splits any basic index (ints,
+slices with steps, Ellipsis, None) into the smallest such block, and an index into the block that the framework applies.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ Entry = int | slice | None
 
 
 class Plan(NamedTuple):
-    """How to read an index.
+    """The block to read for an index, and the index into it.
 
-    block: the (lo, hi) ranges of the first two dimensions; the whole range if nothing is cut. shape: of the block.
+    block: the (lo, hi) ranges of the first two dimensions. shape: the shape of the block.
     cut: an index into the block; () for the whole block. empty: the result has no elements.
     """
 
@@ -31,7 +30,7 @@ class Plan(NamedTuple):
 
 
 def _expand_index(index: Any, rank: int) -> list[Any]:
-    """Returns the index as a list with one entry per dimension, plus the Nones."""
+    """Returns the index as a list of one entry per dimension, and the Nones between them."""
     entries = list(index) if isinstance(index, tuple) else [index]
     count = sum(1 for e in entries if e is not None and e is not Ellipsis)
     dots = [at for at, e in enumerate(entries) if e is Ellipsis]
@@ -53,7 +52,7 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
     if isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool"):
             raise SliceError("overwire: slice: masks are not supported: load the tensor and index that")
     try:
-        if getattr(entry, "shape", ()) != ():  # a list with one index, which keeps the dimension
+        if getattr(entry, "shape", ()) != ():  # an array with one index, which would keep the dimension
             raise TypeError
         number = operator.index(entry)
     except TypeError:
