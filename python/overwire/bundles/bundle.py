@@ -239,7 +239,7 @@ def _local_place(
                 continue
             try:
                 turns.append(turn.enter_context(turn_of(lock)))
-            except OSError as error:  # this user cannot write to the folder
+            except OSError as error:  # this user may not be allowed to write to the other folder
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
         container = layout.container_of(target, folder)  # another writer may have created one meanwhile
@@ -300,13 +300,13 @@ def _keep_previous(target: str, container: str) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(previous)
-    with contextlib.suppress(FileNotFoundError):  # there is no old bundle
+    with contextlib.suppress(FileNotFoundError):  # there may be no old bundle
         try:
             os.link(resolve_links(container), previous)
         except FileNotFoundError:
             raise
         except OSError:
-            os.rename(container, previous)  # the file system lacks links
+            os.rename(container, previous)  # the file system may not support links
 
 
 def _take_back(target: str, container: str) -> None:

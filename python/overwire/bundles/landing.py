@@ -47,7 +47,7 @@ class Landing:
         self._tensors: dict[int, Any] = {}
         self._landed: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
-        self._running: list[Job] = []  # including jobs without tensors
+        self._running: list[Job] = []  # all jobs, including those without tensors
         # For each position: the job that loads it, and the positions of that job in the order of its requests (None:
         # all positions in order).
         self._jobs: dict[int, tuple[Job, list[int] | None]] = {}

@@ -59,7 +59,7 @@ class TensorPickler(pickle.Pickler):
         self.blobs: list[Blob] = []
         self._torch = imported("torch")
         self._numpy = imported("numpy")
-        self._names = names  # id of a tensor -> the name for its blob
+        self._names = names  # the name for a tensor's blob, by the tensor's id
         self._taken: set[str] = set()
         self._storages: dict[int, int] = {}
         self._hints: dict[int, tuple[Any, str, str, tuple[int, ...]]] = {}
@@ -129,7 +129,7 @@ class TensorPickler(pickle.Pickler):
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError, ValueError):
-            return  # a wrapper without a storage, or a parameter of a lazy module
+            return  # the tensor has no storage: a wrapper subclass, or a parameter of a lazy module
         if not fits_storage(tensor):
             why = "its memory was freed, because it sleeps or its storage was resized to 0"
             if storage.nbytes():

@@ -319,7 +319,7 @@ class _Reader:
         # Tensors refer to the mapping. It is closed when the last of them is freed.
         try:
             return mmap.mmap(self._number, self._end, access=mmap.ACCESS_READ)
-        except ValueError:  # the file has fewer bytes now
+        except ValueError:  # the file was shortened
             raise self._error_of("changed while it was read", CorruptError) from None
 
     def _error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:

@@ -33,7 +33,7 @@ class _Buffer(NamedTuple):
 
 
 class BufferOffset(NamedTuple):
-    """The position of a block in the buffers of an offer."""
+    """The position of a block in one of the buffers of an offer."""
 
     buffer: int
     offset: int

@@ -23,7 +23,7 @@ from ..frameworks.spec import JoinedTensor
 from .buffers import BufferOffset, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 
-#: A destination in a tensor, and the block to copy there.
+#: A destination in a tensor, and the block to copy to it.
 Copy = tuple[torch.Tensor, torch.Tensor]
 
 #: A whole tensor that a rank saves.

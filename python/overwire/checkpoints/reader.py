@@ -188,7 +188,7 @@ class CheckpointReader(Located, StorageReader):
         the checkpoint again. torch calls this on the coordinator."""
         views = [plan.storage_data for plan in plans]
         if not all(isinstance(one, _View) for one in views):
-            raise NotSupportedError("overwire: CheckpointReader: the planner drops the ranks' storage_data")
+            raise NotSupportedError("overwire: CheckpointReader: the planner must not drop the ranks' storage_data")
         other = next((rank for rank, one in enumerate(views) if one.save != views[0].save), 0)
         if other:
             text = f"ranks 0 and {other} have opened different saves, because one save replaced the other: load again"

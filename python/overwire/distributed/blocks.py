@@ -100,7 +100,7 @@ def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
         return {"opened": None}
     models = [file._live_model() for file in blocks.files]
     if _engine.forked():
-        raise ForkedError("overwire: the engine cannot run in a forked child", source=models[0].uris[0])
+        raise ForkedError("overwire: group: the engine cannot run in a forked child", source=models[0].uris[0])
     offsets = [hashlib.sha256(array("q", [row[4] for row in model.table]).tobytes()).hexdigest() for model in models]
     requests = []
     for packed in blocks.requests:

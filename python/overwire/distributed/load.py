@@ -285,7 +285,7 @@ class _Relay:
     def _end_with_error(self, error: BaseException) -> None:
         self._error = self._error or error
         if self._job is not None:
-            self._job.cancel()  # after this nothing writes to the ring
+            self._job.cancel()  # nothing writes to the ring after this call
             self._ours = bool(self._read_report().get("ours", True))
 
     def _read_report(self) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class TensorLoad:
         self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link = members.sending_device(where) if self._exchange == "collective" else ""
-        prepare(link or where, self._exchange != "none")  # the device that receives stored bytes
+        prepare(link or where, self._exchange != "none")  # prepares the device that receives stored bytes
         self.model = Model(source, device=where, **whole)
         self._load = GroupLoad(members, [self.model])
         self.model.alone()  # preloaded tensors are not shared with other ranks

@@ -39,7 +39,7 @@ MODULES = (_CONFIG, _MODEL, _PIPELINE)
 # The largest config.json or shard index that is read here. diffusers reads larger ones.
 _JSON_BYTES = 64 << 20
 
-# From this many bytes on, the engine loads a tensor into memory of torch's allocator.
+# The engine loads tensors of at least this many bytes into memory of torch's allocator.
 _LARGE = 1 << 20
 
 _thread = threading.local()
@@ -103,7 +103,7 @@ class _Model:
     def note_tensor(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
         """Notes a tensor to load and returns its key for `give_tensor`, or None if safetensors should read it."""
         tensor = self.slices_of(path)[name]
-        if (path, device) not in self._targets:  # the same for all tensors of a file
+        if (path, device) not in self._targets:  # it is the same for all tensors of a file
             self._targets[path, device] = tensor.device(device) if isinstance(tensor, self._slice) else None
         target = self._targets[path, device]
         if target is None:
@@ -382,7 +382,7 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
 
 
 def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    # Builds the state dict. Tensors that the model lacks stay unread.
+    # Returns the state dict. Tensors that the model lacks stay unread.
     whole: dict[str, Any] = {}  # plain files that safetensors has mapped
     tensors: dict[str, Any] = {}
     for name, where in held.items():
@@ -407,7 +407,7 @@ def _dtype_of_torch(dtype: str) -> Any:
 
 
 def _device_of(device_map: Any, name: str) -> Any:
-    # Like diffusers: the longest module name in the map that contains the tensor.
+    # Returns the device of the longest module name in the map that contains the tensor, as diffusers does.
     if device_map is None:
         return "cpu"
     while name and name not in device_map:

@@ -109,8 +109,7 @@ def _loader_of(ctx: Any) -> Any:
     # The extra configuration in ctx is for ModelExpress, not for overwire.
     changes: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": {}}
     if getattr(ctx, "is_reload", False):
-        # The parameters are on the meta device. Each layer is created and processed when its
-        # last tensor has arrived.
+        # The parameters are on the meta device. Each layer is created and processed when its last tensor has arrived.
         changes["model_loader_extra_config"] = {"plan": False, "strict": False}
         changes["device"] = ctx.load_config.device or str(ctx.target_device)
     return get_model_loader(replace(ctx.load_config, **changes))

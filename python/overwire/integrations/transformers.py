@@ -148,7 +148,7 @@ def _wrap_shard_loader(shard: Any, lazy: Lazy) -> Any:
 
 
 def _device_of(device_map: Any) -> Callable[[str], Any]:
-    # Works like transformers, which tries longer prefixes before shorter ones.
+    # Tries longer prefixes before shorter ones, as transformers does.
     if device_map is None:
         return lambda name: "cpu"
     pattern = re.compile("|".join(re.escape(prefix) for prefix in sorted(device_map, reverse=True)))

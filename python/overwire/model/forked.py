@@ -219,7 +219,7 @@ def _open_file(path: str) -> _PlainFile | _CompressedFile:
         plain = _PlainFile(path)
         return _CompressedFile(path) if plain.is_compressed else plain
     except ImportError:
-        raise errors.forked(f"{path}, which is compressed and can only be read here with numpy,") from None
+        raise errors.forked(f"{path}, which is compressed and can be read here only with numpy,") from None
     except OSError as error:
         raise error_of_system(error, "open", path) from error
 
@@ -255,7 +255,7 @@ def _files_of(path: str) -> list[tuple[str, list[str] | None]]:
     count = int(shards[0][3]) if shards else 1
     whole = len(files) == count and sorted({int(one[2]) for one in shards} or {1}) == list(range(1, count + 1))
     if indexes or not whole or len({(one[1], one[3]) for one in shards}) > 1 or "-ow" in files[0]:
-        raise errors.forked(f"the model among the files of {path}: name its files or its index.json, or choosing")
+        raise errors.forked(f"choosing the model among the files of {path} (name its files or its index.json instead)")
     return [(os.path.join(path, name), None) for name in files]
 
 
@@ -267,7 +267,7 @@ def _files_of_index(path: str) -> list[tuple[str, list[str] | None]]:
         for tensor, name in weights.items():
             names[name].append(tensor)
         if not names or any(os.path.basename(name) != name or name in ("", ".", "..") for name in names):
-            raise ValueError("names of files")
+            raise ValueError("invalid file names")
     except OSError as error:
         raise error_of_system(error, "open", path) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

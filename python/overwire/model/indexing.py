@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import SliceError
 
-#: One entry of an index into the block: an int, a normalised slice, or None
-#: for a new dimension.
+#: One entry of an index into the block: an int, a normalised slice, or None for a new dimension.
 Entry = int | slice | None
 
 
@@ -37,7 +36,7 @@ def _expand_index(index: Any, rank: int) -> list[Any]:
     if len(dots) > 1:
         raise SliceError("overwire: slice: an index may have only one '...'")
     if count > rank:
-        raise SliceError(f"overwire: slice: {count} indices for {rank} dimensions")
+        raise SliceError(f"overwire: slice: got {count} indices for {rank} dimensions")
     fill = [slice(None)] * (rank - count)
     at = dots[0] if dots else len(entries)
     return entries[:at] + fill + entries[at + len(dots) :]
@@ -50,7 +49,7 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
         except (TypeError, ValueError) as error:
             raise SliceError(f"overwire: slice of dimension {dim}: {error}") from error
     if isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool"):
-            raise SliceError("overwire: slice: masks are not supported: load the tensor and index that")
+            raise SliceError("overwire: slice: masks are not supported: load the tensor and index it")
     try:
         if getattr(entry, "shape", ()) != ():  # an array with one index, which would keep the dimension
             raise TypeError
@@ -58,7 +57,7 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
     except TypeError:
         raise SliceError(
             f"overwire: slice of dimension {dim}: expected an int, a slice, '...' or None, "
-            f"got {type(entry).__name__}: load the tensor and index that"
+            f"got {type(entry).__name__}: load the tensor and index it"
         ) from None
     if not -size <= number < size:
         raise SliceError(f"overwire: index {number} is out of range for dimension {dim} of {size}")

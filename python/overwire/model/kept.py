@@ -35,7 +35,7 @@ class Kept:
 _State = tuple[int, int, int, int, int]
 _lock = new_lock()
 _open: weakref.WeakValueDictionary[tuple[str, _State], Kept] = weakref.WeakValueDictionary()
-_last: Kept | None = None  # stays open between one reader and the next
+_last: Kept | None = None  # stays open for the next reader
 
 
 def keep(path: str | os.PathLike[str]) -> Kept:

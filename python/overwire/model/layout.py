@@ -126,7 +126,7 @@ def meta_rows(path: str, text: str) -> list[MetaRow]:
         if not line.strip():
             continue
         try:
-            # From the right: a filename may have spaces.
+            # Splits from the right, because a filename may contain spaces.
             filename, shape, dtype, plain, stored_size = line.rsplit(" ", 4)
             dims = tuple(int(d) for d in shape.split(";") if d)
             row = MetaRow(filename, dims, dtype, int(plain), int(stored_size))

@@ -363,7 +363,7 @@ class Model:
                     check_empty(dtype, shape, name)
         pointers = [0] * len(rows)
         large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
-        large.sort(key=numbers.__getitem__)  # in the order in which they are read
+        large.sort(key=numbers.__getitem__)  # the order in which they are read
         for at in large:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast, after=after)

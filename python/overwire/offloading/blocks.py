@@ -101,7 +101,7 @@ def _find_modules(
         if not isinstance(module, torch.nn.Module) or module not in names or module is model:
             what = block if isinstance(block, str) else type(block).__name__
             raise ArgumentError(f"overwire: offload: blocks: {what!r} is not part of the model")
-        modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # a list is never called itself
+        modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # the list itself is never called
     return modules
 
 

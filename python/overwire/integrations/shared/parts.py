@@ -192,7 +192,7 @@ def put_tensors(
     for name, (kind, first) in names.items():
         module = modules.get(name.rpartition(".")[0])
         if module is None:
-            raise Refused(f"{name} has no module")
+            raise Refused(f"the new model has no module for {name}")
         leaf = name.rpartition(".")[2]
         if first is not None and first not in parts:
             homes = (module._parameters, module._buffers, vars(module))

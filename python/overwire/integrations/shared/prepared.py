@@ -102,7 +102,7 @@ def find_file(folder: str, name: str) -> Kept | None:
     except OSError:
         return None
     if not stat.S_ISREG(state.st_mode):
-        raise Refused(f"{path} is not a file")
+        raise Refused(f"{path} is not a regular file")
     _check_owner(state, path)
     try:
         with overwire.safe_open(path, framework="pt", device="cpu") as file:

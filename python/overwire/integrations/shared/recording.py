@@ -141,7 +141,7 @@ class Recorder:
         gc.collect()
         for one in self._living:
             if not one.memory.expired():
-                raise Unplannable(one.stored.name, "its loader, which keeps it,")
+                raise Unplannable(one.stored.name, "its loader, which keeps a reference to it,")
 
     def make_stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a stand-in for the model's loader."""

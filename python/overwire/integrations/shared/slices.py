@@ -33,7 +33,7 @@ class SliceLoad:
     def __init__(self, recorder: Recorder, files: contextlib.ExitStack, log: Any) -> None:
         self._recorder, self._files, self._log = recorder, files, log
         self._is_listing = False
-        self._quiet = contextlib.ExitStack()  # entered while the loader runs on stand-ins
+        self._quiet = contextlib.ExitStack()  # pauses garbage collections while the loader runs
         self._sources: list[Opened] = []
         self._left: list[Opened] = []
         self._group: Any = None  # the group, if its ranks will load together

@@ -71,7 +71,7 @@ class Coverage:
         """
         out: set[str] = set()
         experts: set[int] = set()
-        parts: dict[bool, set[str]] = {True: set(), False: set()}  # True: of w2, False: of w13
+        parts: dict[bool, set[str]] = {True: set(), False: set()}  # parts of w2 (True) and w13 (False)
         for name, expert_names in self._experts.items():
             parts[name.endswith("w2_weight")] |= expert_names.keys()
             experts.update(*expert_names.values())

@@ -150,7 +150,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def _load_checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
         if not self._options.get("strict", True) or quantised:
-            self._reader.load_weights(model, model_config)  # only vLLM knows the names of quantised parameters
+            self._reader.load_weights(model, model_config)  # only vLLM can check quantised parameters
             return
         with Coverage(model) as coverage:
             self._reader.load_weights(model, model_config)
@@ -236,7 +236,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _likely_files(self, model_config: Any) -> tuple[Any, str | None] | None:
         if self.at_source(model_config):
             return self.source, None
-        if not os.path.isdir(model_config.model):  # vLLM downloads it later
+        if not os.path.isdir(model_config.model):  # vLLM downloads the model later
             return None
         return self.files_of(DefaultModelLoader.Source(model_config.model, model_config.revision))
 

@@ -34,7 +34,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self._asleep: Any = None
         self._memory: Any = None  # memory that is being prepared
-        self._dtypes: dict[int, torch.dtype] = {}  # by address, which does not change
+        self._dtypes: dict[int, torch.dtype] = {}  # by address, because addresses do not change
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
@@ -48,7 +48,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         allocator = get_mem_allocator_instance()
         if level == 1:
             self._put_to_sleep(allocator)
-        super().suspend(level if level != 1 else 2)  # 2: the weights are already saved
+        super().suspend(level if level != 1 else 2)  # level 2 does not save the weights, which are already saved
 
     def _put_to_sleep(self, allocator: Any) -> None:
         from vllm.device_allocator.cumem import unmap_and_release
