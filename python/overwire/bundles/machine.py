@@ -1,9 +1,8 @@
 """Interprets untrusted pickles.
 
-It supports only the opcodes of pickles in bundles: protocol 5 without the opcodes that only protocols 0 to 3 use.
-Python's unpickler sets items of any object, calls anything, and trusts lengths. Here each opcode works only on
-certain exact types, and lengths are compared with the data. The allow-list decides about everything else, and the
-budget is charged for it.
+It supports only the opcodes that occur in bundles and torch.save files (protocols 2, 4 and 5). Python's unpickler sets
+items of any object, calls anything, and trusts lengths. Here each opcode works only on certain exact types, and
+lengths are compared with the data. The allow-list decides about everything else, and the budget is charged for it.
 """
 
 from __future__ import annotations

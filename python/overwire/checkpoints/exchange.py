@@ -147,7 +147,7 @@ class Exchange:
                     yield from (block for block in entry.blocks if block.rank == self._duty.rank)
 
     def gather(self, step: Round) -> tuple[dict[str, Gathered], list[Copy]]:
-        """Returns the round's tensors by name, and a list of copies. A tensor of this rank alone is returned unchanged.
+        """Returns the round's tensors by name, and a list of copies. A tensor that only this rank has is unchanged.
         Other tensors are complete only after `copy_blocks(copies)`, which must be called before the save ends."""
         out: dict[str, Gathered] = {}
         copies: list[Copy] = []

@@ -37,7 +37,7 @@ SHARE = 32 << 20
 STAGES = 3
 COLLECTIVE_BUFFERS = 2
 
-# The smallest share if ranks map each other's memory. A smaller share lets decoding begin earlier.
+# The smallest share if ranks map each other's memory. They decode a share only after all of it has been read.
 _FINE = 16 << 20
 
 # The limits for a buffer and for all buffers that are decoded together, for any number of ranks. Shares are multiples

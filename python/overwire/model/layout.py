@@ -93,8 +93,8 @@ def lock_of(pickle_path: str, folder: str) -> str:
 
 
 def store_containers_of(uri: str, folder: str) -> tuple[str, str]:
-    """Returns the two URIs that alternate for a pickle's container in a store. They include the pickle's ending, so
-    pickles with other endings do not share them."""
+    """Returns the two paths or URIs that alternate for a pickle's container in a store. They include the pickle's
+    ending, so pickles with other endings do not share them."""
     first = second_container_of(uri, folder)
     return first, first.removesuffix(".safetensors") + ".b.safetensors"
 

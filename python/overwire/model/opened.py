@@ -108,7 +108,7 @@ class Model:
         opened: int = 0,
         parts: bool = False,
     ):
-        """keys, filter: select the tensors to load, and set `chosen`. If the model has an index.json, only shards with
+        """Opens a model. keys, filter: select the tensors to load (`chosen`). With an index.json, only shards with
         selected tensors are opened. probe: the file may not exist, so metrics do not count an error. opened: the
         engine's number for a .tensors file that is open already. parts: accept files that contain only parts of
         tensors, according to their metadata."""

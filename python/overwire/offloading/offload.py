@@ -353,9 +353,9 @@ def offload(
     Some weights stay on the device: weights that several modules share, weights with dtypes that files do not support,
     and views of other memory. If something still uses a block's weights after a run (a view that the block has returned
     or kept, numpy, DLPack, tensors saved by autograd), the block stays on the device as long as they are used. A
-    block that changes its weights in `forward` stays on the device permanently, and a warning is logged. Changes that
-    torch counts are noticed after each run. Other changes (through `.data`, numpy, kernels) are noticed after each run
-    on the CPU, and on a GPU after a block's 1st, 2nd, 4th, 8th ... run.
+    block that changes its weights in `forward` stays on the device permanently, and a warning is logged. It never runs
+    with older weights. Changes that torch counts are noticed after each run. Other changes (through `.data`, numpy,
+    kernels) are noticed after each run on the CPU, and on a GPU after a block's 1st, 2nd, 4th, 8th ... run.
 
     Returns an `Offloaded`. Keep a reference to it. The model stays offloaded until its `close` is called. After an
     error the model is unchanged, but with a source, a model that had weights may have a mix of both.

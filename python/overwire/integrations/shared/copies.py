@@ -297,9 +297,8 @@ class Destinations:
         return None if first == end else stretches[first][2][0].name
 
     def note_copy(self, target: torch.Tensor, reach: tuple[int, int, int], name: str) -> str | None:
-        """Notes a copy to a tensor. If another copy may write the same bytes, returns that copy's name and notes
-        nothing.
-        reach: the tensor's `memory_range`."""
+        """Notes a copy to a tensor. If another copy may write the same bytes, notes nothing and returns that copy's
+        name. reach: the tensor's `memory_range`."""
         memory, low, high = reach
         stretches = self._stretches.setdefault(memory, [])
         first, end = _find_overlaps(stretches, low, high)

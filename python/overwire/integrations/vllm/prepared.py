@@ -68,7 +68,7 @@ class PreparedStart:
     def __init__(self, chosen: bool | str, config: Any, model_config: Any, prefix: str, loader: Any) -> None:
         """Finds a stored file and starts to load it. loader: the loader that knows the model's files.
 
-        Does not raise an Exception, because other ranks wait. If prepared state cannot be used, it logs the reason.
+        Raises no Exception, because other ranks wait. If prepared state cannot be used, it logs the reason.
         Errors of the model's files are raised by the load itself.
         """
         self._config, self._model_config, self._prefix, self._loader = config, model_config, prefix, loader
