@@ -1,9 +1,9 @@
 """Reads nyacomp's environment variables, and documents their meaning here.
 
-An invalid value is a warning on the logger "overwire" and counts as not set; nothing
-aborts. DEBUG, SILENT, NUM_THREADS, PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become
-settings of overwire itself once this package is imported. overwire warns about them, and
-its own names win (`overwire doctor --env`).
+An invalid value is logged as a warning on the logger "overwire" and counts as not set.
+DEBUG, SILENT, NUM_THREADS, PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become settings of
+overwire itself once this package is imported. overwire warns about them, and its own
+variables take precedence (`overwire doctor --env`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _FLAGS = (
     "SKIP_SETPIPE_SZ",
 )
 
-#: Accepted and checked, but without effect, because overwire lacks what they tune: it has one
-#: ring of slots for all threads, has no streams or buffers per thread, and hides no modules.
-#: Maps numeric ones to (lowest, highest).
+#: Variables that are checked but have no effect: overwire has one ring of slots for all threads,
+#: no streams or buffers per thread, and hides no modules. Maps each to (lowest, highest).
 PASSED_OVER: dict[str, tuple[int, int]] = {
     "NUM_STREAMS": (1, 1 << 16),
     "CHUNK_SIZE": (9, 40),  # log2 of bytes
@@ -49,7 +48,7 @@ PASSED_OVER: dict[str, tuple[int, int]] = {
 
 
 def flag(name: str) -> bool:
-    """Whether a variable says yes."""
+    """Whether a variable is set to a spelling of yes."""
     return text(name).lower() in _YES
 
 
@@ -76,7 +75,7 @@ def host() -> str:
 
 
 def check_algo(algo: int) -> None:
-    """Raises ArgumentError unless algo is one of nvCOMP's settings, which all mean the same here."""
+    """Raises ArgumentError unless algo is one of nyacomp's values. They have no effect here."""
     if algo not in (0, 1, 2):
         raise ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
 
