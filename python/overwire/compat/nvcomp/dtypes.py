@@ -10,7 +10,7 @@ from typing import Any
 
 Kind = tuple[int, int, int]
 
-#: The default type of results: |i1, like nvCOMP's.
+#: The default type of results: |i1, as in nvCOMP.
 BYTE: Kind = (0, 8, 1)
 
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
@@ -61,7 +61,7 @@ def kind_of(data_type: Any) -> Kind:
 
 
 def elements(nbytes: int, kind: Kind) -> int:
-    """The number of elements in nbytes. ValueError if it is not a whole number."""
+    """The number of elements in nbytes. Raises ValueError if it is not a whole number."""
     size = kind[1] * kind[2] // 8
     if nbytes % size:
         raise ValueError(f"{nbytes} bytes are not a whole number of elements of {kind[1]} bits")
@@ -90,7 +90,7 @@ def numpy_dtype(kind: Kind) -> Any:
 
 
 def safetensors_name(kind: Kind) -> str | None:
-    """The dtype for X16. None: X16 finds out itself."""
+    """The dtype for X16, or None if X16 must detect it."""
     return _SAFETENSORS.get(kind)
 
 
