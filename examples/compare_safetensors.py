@@ -1,9 +1,9 @@
-"""Compares every tensor of a model with what the safetensors library reads.
+"""Compares overwire's tensors of a model with those of the safetensors library.
 
     python compare_safetensors.py MODEL [PLAIN]
 
-MODEL is a file or a folder. PLAIN holds the plain files; without it, a compressed MODEL is first decompressed into a
-temporary folder. The bytes, dtype and shape of each tensor must be equal. The exit status is 1 if one differs.
+MODEL is a file or a folder. PLAIN has the plain files; without it, a compressed MODEL is first decompressed to a
+temporary folder. The bytes, dtype and shape of each tensor must be equal. The exit status is 1 if a tensor differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compares dtype, shape and bits, so that NaNs compare as well."""
+    """Compares dtype, shape and bits. Comparing bits also works for NaNs."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
@@ -30,7 +30,7 @@ def plain_files(plain: Path) -> list[Path]:
 
 
 def compare(model: Path, plain: Path) -> list[str]:
-    """Returns a line for each difference. One tensor of each side is in memory at a time."""
+    """Returns a line for each difference. Only one pair of tensors is in memory at a time."""
     faults, count = [], 0
     for file in plain_files(plain):
         packed = model if model.is_file() else model / file.relative_to(plain)
@@ -63,7 +63,7 @@ def main(model: Path, plain: Path | None) -> int:
 if len(sys.argv) > 1:
     sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None))
 
-# Without arguments: a small model, to show it.
+# Without arguments: compare a small model.
 state = {"w": torch.randn(400, 300).bfloat16(), "nan": torch.full((3,), float("nan")), "none": torch.zeros(0, 4)}
 ow.save_file(state, "model.safetensors")
 assert main(Path("model.safetensors"), None) == 0

@@ -367,7 +367,7 @@ def _part_of(whole: Array, at: int, n: int) -> Array:
     item = whole.item_size
     if at < 0 or n < 0 or at + n > whole.buffer_size or n % item or whole._strides is not None:
         raise ValueError(
-            f"as_arrays: invalid part of {n} bytes at {at}: the buffer has {whole.buffer_size} bytes, {item} per element"
+            f"as_arrays: invalid part of {n} bytes at {at}: the buffer has {whole.buffer_size}, with {item} per element"
         )
     span = codecs.Span(whole._span.address + at, n, whole)
     part = Array._of(span, n, whole._kind, whole._device)
