@@ -40,7 +40,7 @@ def join_changes(text: str, changes: list[tuple[str, str]], version: str, day: s
     if not heading:
         raise ValueError("CHANGELOG.md has no section Unreleased")
     if f"## {version} - " in text:
-        raise ValueError(f"CHANGELOG.md already has version {version}")
+        raise ValueError(f"CHANGELOG.md already has {version}")
     following = HEADING.search(rest)
     unreleased, released = (rest[: following.start()], rest[following.start() :]) if following else (rest, "")
     sections: dict[str, list[str]] = {kind: [] for kind in KINDS}

@@ -338,8 +338,8 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
             source=place,
         )
     if len(rows) != 1 or rows[0]["bytes"] != size:
-        got = f"{len(rows)} tensors with {sum(row['bytes'] for row in rows)} bytes"
-        raise _misfit(place, f"expected one tensor with {size} bytes, got {got}")
+        contents = f"{len(rows)} tensors with {sum(row['bytes'] for row in rows)} bytes"
+        raise _misfit(place, f"expected one tensor with {size} bytes, got {contents}")
     return [rows[0]["name"]]
 
 
