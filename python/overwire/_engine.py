@@ -452,12 +452,12 @@ def _replace_process(module: str, words: list[str]) -> NoReturn:
 
 
 def is_loaded() -> bool:
-    """Whether the engine is loaded and the interpreter is not exiting."""
+    """Returns whether the engine is loaded and the interpreter is not exiting."""
     return _loaded is not None and not isinstance(_loaded, _Exiting)
 
 
 def forked() -> bool:
-    """Whether this process was forked after the engine was loaded."""
+    """Returns whether this process was forked after the engine was loaded."""
     return _library is not None and bool((_loaded or _library).forked())
 
 

@@ -30,7 +30,7 @@ def adopt_nyacomp() -> None:
 
 
 def truth(name: str) -> bool:
-    """Whether a variable is set to one of the engine's spellings of yes."""
+    """Returns whether a variable is set to one of the engine's spellings of yes."""
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 

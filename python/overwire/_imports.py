@@ -124,7 +124,7 @@ os.register_at_fork(after_in_child=_note_groups)
 
 
 def is_of_parent(group: "Any") -> bool:
-    """Whether a process group was made before this process was forked. Then its connections and threads
+    """Returns whether a process group was made before this process was forked. Then its connections and threads
     belong to the parent."""
     return any(reference() is group for reference in _groups)
 

@@ -22,7 +22,7 @@ def new_lock() -> "Any":
 
 
 def is_fork() -> bool:
-    """Whether this process was forked. Threads of libraries such as torch may then only exist in its parent."""
+    """Returns whether this process was forked. Threads of libraries such as torch may then only exist in its parent."""
     return bool(_forks)
 
 

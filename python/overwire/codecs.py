@@ -104,12 +104,12 @@ class TensorView(NamedTuple):
 
 
 def algorithms() -> tuple[str, ...]:
-    """The algorithm names that `encode` and `decode` take, in any case."""
+    """Returns the algorithm names that `encode` and `decode` accept. Their case does not matter."""
     return tuple(codec_names())
 
 
 def default_chunk(algorithm: str) -> int:
-    """The default `chunk_size` of `encode`: the content bytes of a native chunk."""
+    """Returns the default `chunk_size` of `encode`: the content bytes of a native chunk."""
     return 1 << 20 if algorithm == "X16" else 64 << 10
 
 
@@ -180,15 +180,15 @@ def dlpack(
 
 
 def exporter() -> type:
-    """Returns a base class with the buffer protocol, on every version of Python. The buffer
-    of an instance is what its method `_buffer()` returns."""
+    """Returns a base class that implements the buffer protocol in all versions of Python. An
+    instance exports the result of its method `_buffer()`."""
     kind: type = _engine.open_library().Exporter
     return kind
 
 
 @lru_cache(64)
 def _spec_text(cascaded: tuple[Any, ...] | None, **spec: Any) -> str:
-    """The JSON of a request (NvcompSpec)."""
+    """Returns the JSON of a request (NvcompSpec)."""
     layers = None if cascaded is None else dict(zip(("rles", "deltas", "pack"), cascaded, strict=True))
     return json.dumps({**spec, "cascaded": layers})
 
@@ -209,7 +209,7 @@ def run(
     sizes: Sequence[int] = (),
 ) -> list[Coded]:
     """Does the work of `encode`, `decode`, `content_size` and `max_size`. Returns one `Coded`
-    per source, which holds that source's error.
+    per source, with that source's error.
 
     `op` is "encode", "decode", "size" or "bound". `out` has an output for each source,
     or None for new memory. "bound" takes `sizes` and no sources. Errors about the whole
@@ -397,13 +397,13 @@ def decode(
 
 
 def is_native(source: Any) -> bool:
-    """Whether a stream begins like a native stream of `encode`. Raises the errors of `span`."""
+    """Returns whether a stream begins like a native stream of `encode`. Raises the errors of `span`."""
     place = span(source)
     return place.nbytes >= 64 and ctypes.string_at(place.address, 4) == b"OWBS"
 
 
 def content_size(source: Any, algorithm: str | None = None, *, bitstream: Bitstream = "native") -> Any:
-    """The number of bytes that a stream, or each stream of a list, decodes to. Raises the errors of `decode`."""
+    """Returns the content bytes of a stream, or of each stream of a list. Raises the errors of `decode`."""
     return _results_of(source, None, "size", algorithm=algorithm, bitstream=bitstream)
 
 
@@ -415,7 +415,7 @@ def max_size(
     chunk_size: int | None = None,
     checksums: bool = False,
 ) -> Any:
-    """The maximum size of `encode`'s output for a buffer of `nbytes`, or for each size of a
+    """Returns the maximum size of `encode`'s output for a buffer of `nbytes`, or for each size of a
     list. Raises ArgumentError."""
     one = isinstance(nbytes, int)
     sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)

@@ -71,12 +71,12 @@ def named(dtype: Any) -> Any:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The number of bytes of a tensor. The elements of a packed tensor must fill its last byte."""
+    """Returns the number of bytes of a tensor. The elements of a packed tensor must fill its last byte."""
     return BITS[dtype] * math.prod(shape) // 8
 
 
 def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a packed tensor viewed as U8.
+    """Returns the shape of a packed tensor viewed as U8.
 
     The last dimension shrinks to its number of bytes. If its elements do not fill whole
     bytes, the result is one-dimensional.
@@ -87,5 +87,5 @@ def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that torch gives to a file's tensor: `packed_shape` if elements share bytes."""
+    """Returns the shape of a file's tensor in torch, which is `packed_shape` if elements share bytes."""
     return packed_shape(dtype, shape) if dtype in PACKED else shape

@@ -199,7 +199,7 @@ def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
 
 
 def may_be_foreign(path: str, is_tree: bool = True) -> bool:
-    """Whether a local path is named like a supported file of another library, or is a folder with such files.
+    """Returns whether a local path is named like a supported file of another library, or is a folder with such files.
     is_tree: whether to search subfolders. Opens no file. Raises an error for folders that cannot be listed."""
     if os.path.isfile(path):
         return path.endswith(FOREIGN_ENDINGS)
@@ -218,5 +218,5 @@ def may_be_foreign(path: str, is_tree: bool = True) -> bool:
 
 
 def has_weights(names: list[str]) -> bool:
-    """Whether any name is that of a safetensors file. Hidden files do not count: the engine ignores them."""
+    """Returns whether any name is that of a safetensors file. Hidden files do not count: the engine ignores them."""
     return any(name.endswith(".safetensors") and not name.startswith(".") for name in names)

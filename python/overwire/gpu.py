@@ -82,13 +82,13 @@ class Glance(NamedTuple):
 
 @cache
 def count() -> int:
-    """The number of GPUs; 0 without a driver. The result of the first call is cached."""
+    """Returns the number of GPUs; 0 without a driver. The result of the first call is cached."""
     return _verbs.gpu_count()
 
 
 @cache
 def algorithms() -> tuple[str, ...]:
-    """The algorithms that `decode` takes."""
+    """Returns the algorithms that `decode` accepts."""
     return tuple(_verbs.gpu_names())
 
 
@@ -176,7 +176,7 @@ def _pack_streams(after: Sequence[int]) -> bytes:
 
 
 def device_of(address: int) -> int:
-    """The number of the GPU that owns an address; -1 for host memory."""
+    """Returns the number of the GPU that owns an address; -1 for host memory."""
     return _verbs.gpu_of(address)
 
 

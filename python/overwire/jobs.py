@@ -164,7 +164,7 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
 
 
 def progress_of(number: int) -> Progress:
-    """The progress of a job."""
+    """Returns the progress of a job."""
     return Progress(*memoryview(_verbs.progress(number)[1]).cast("q"))
 
 
@@ -308,7 +308,7 @@ class Job:
         return result
 
     def progress(self) -> Progress:
-        """The progress of the job."""
+        """Returns the progress of the job."""
         return progress_of(self.number)
 
     def report(self) -> Any:

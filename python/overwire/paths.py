@@ -18,7 +18,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.E
 
 
 def is_remote(uri: str) -> bool:
-    """Whether a path has a scheme that is not file://."""
+    """Returns whether a path has a scheme that is not file://."""
     if "://" not in uri:
         return False
     scheme = uri.partition("://")[0]
@@ -132,12 +132,12 @@ def _shown_path(text: str) -> str:
 
 
 def is_file(uri: str) -> bool:
-    """Whether a path is written as a file:// URI."""
+    """Returns whether a path is written as a file:// URI."""
     return uri[:7].lower() == "file://"
 
 
 def path_of(uri: str) -> str:
-    """The path of a file:// URI, with its escapes decoded to bytes. ArgumentError for another
+    """Returns the path of a file:// URI, with its escapes decoded to bytes. ArgumentError for another
     host, and for a bare ? or #, which some readers treat as the end of the path and others
     as part of the name."""
     from urllib.parse import unquote_to_bytes

@@ -103,7 +103,7 @@ class _Line(Watcher):
 
 
 def spell_count(count: int, noun: str) -> str:
-    """A count and its noun, in the plural unless the count is 1."""
+    """Returns a count and its noun, in the plural unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -59,7 +59,7 @@ def spec_of(dtype: Any) -> Spec | None:
 
 
 def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any:
-    """The numpy dtype of a spec."""
+    """Returns the numpy dtype of a spec."""
     import numpy as np
 
     if budget is not None:

@@ -135,7 +135,7 @@ class OpenRecords(HandleOwner):
         )
 
     def shared_model(self) -> Model:
-        """The model of the file, shared by its loads."""
+        """Returns the model of the file, shared by its loads."""
         if self._model is None:
             number, self._number = self._number, 0
             self._model = Model(self._uris[0], storage_options=self.storage_options, opened=number)

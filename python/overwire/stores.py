@@ -340,7 +340,7 @@ class FileWriter(ObjectWriter):
     a killed process leaves nothing."""
 
     def __init__(self, path: str) -> None:
-        self._real = resolve_links(path)  # a symbolic link stays
+        self._real = resolve_links(path)  # replace the target of a symbolic link, not the link
         super().__init__(path)
         # later saves remove unfinished files of killed processes, which they recognize by the missing lock
         with contextlib.suppress(OSError):

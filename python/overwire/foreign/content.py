@@ -77,7 +77,7 @@ class Content(NamedTuple):
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """The number of bytes of a tensor."""
+    """Returns the number of bytes of a tensor."""
     return math.prod(shape) * BITS[dtype] // 8
 
 

@@ -107,7 +107,7 @@ class _Tensor(NamedTuple):
 
 
 def is_checkpoint(folder: str, names: list[str]) -> bool:
-    """Whether a folder with these file names is a torch.distributed.checkpoint."""
+    """Returns whether a folder with these file names is a torch.distributed.checkpoint."""
     if any(name.endswith(ENDING) for name in names):
         return True
     path = os.path.join(folder, METADATA)

@@ -76,7 +76,7 @@ def open_content(path: str, kind: str, compare: bool = True, scratch: str | None
 
 
 def has_usual_name(name: str) -> bool:
-    """Whether a file name is a usual name of weights."""
+    """Returns whether a file name is a usual name of weights."""
     return bool(_WEIGHTS.fullmatch(name))
 
 

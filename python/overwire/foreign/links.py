@@ -6,7 +6,7 @@ import os
 
 
 def may_follow(root: str, path: str) -> bool:
-    """Whether a file is in the folder or, for a snapshot in the Hugging Face cache, a blob of that cache."""
+    """Returns whether a file is in the folder or, for a snapshot in the Hugging Face cache, a blob of that cache."""
     if not os.path.isfile(path):
         return False
     real, top = os.path.realpath(path), os.path.realpath(root)

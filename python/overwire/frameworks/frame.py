@@ -98,7 +98,7 @@ class Frame:
         """Raises NotSupportedError if the framework is in a mode in which tensors have no data."""
 
     def raw(self, dtypes: Iterable[str]) -> bool:
-        """Whether the engine must export these dtypes as plain integers. Raises for a dtype that the
+        """Returns whether the engine must export these dtypes as plain integers. Raises for a dtype that the
         framework lacks."""
         return False
 
@@ -134,7 +134,7 @@ class Frame:
         raise NotImplementedError
 
     def floating(self, wanted: Any) -> bool:
-        """Whether tensors can be cast to one of the framework's dtypes."""
+        """Returns whether tensors can be cast to one of the framework's dtypes."""
         return self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
@@ -170,7 +170,7 @@ def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> 
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements of a strided tensor may share memory. Also true for irregular strides of elements that
+    """Returns whether elements of a strided tensor may share memory. Also true for irregular strides of elements that
     do not share memory. Strides count elements."""
     end = 0
     for stride, count in sorted(zip(map(abs, strides), shape, strict=True)):

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 def address_of(tensor: Any) -> int:
-    """The address of a tensor's first element; 0 if the tensor has no memory or no shape."""
+    """Returns the address of a tensor's first element; 0 if the tensor has no memory or no shape."""
     if type(tensor) not in PLAIN and (_is_fake(tensor) or isinstance(tensor, LAZY)):
         return 0
     try:
@@ -47,7 +47,7 @@ def address_of(tensor: Any) -> int:
 
 
 def is_ready(tensor: Any) -> bool:
-    """Whether a tensor is dense and has its own memory. Such a tensor needs no other check before
+    """Returns whether a tensor is dense and has its own memory. Such a tensor needs no other check before
     it is written to."""
     return (
         type(tensor) in PLAIN
@@ -60,7 +60,7 @@ def is_ready(tensor: Any) -> bool:
 
 
 def fits_storage(tensor: Any) -> bool:
-    """Whether all elements of a dense tensor are inside its storage, which may have been shortened
+    """Returns whether all elements of a dense tensor are inside its storage, which may have been shortened
     (`untyped_storage().resize_`). Memory after the storage must not be read or written."""
     if not tensor.numel():
         return True
@@ -73,7 +73,7 @@ def fits_storage(tensor: Any) -> bool:
 
 
 def storage_of(tensor: Any) -> int:
-    """The address of the storage of a tensor, or of a DTensor's local part; 0 without memory."""
+    """Returns the address of the storage of a tensor, or of a DTensor's local part; 0 without memory."""
     if is_distributed(tensor):
         with torch.no_grad():
             tensor = tensor.to_local()
@@ -261,7 +261,7 @@ def _ranges_of_rank(
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Returns whether a tensor is a DTensor."""
     # Look in sys.modules: the import takes a second, and before it no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))

@@ -151,7 +151,7 @@ def _round_sizes(sizes: Iterable[int]) -> int:
 
 
 def _divides_memory() -> bool:
-    """Whether torch's allocator caches freed memory and splits it for later allocations."""
+    """Returns whether torch's allocator caches freed memory and splits it for later allocations."""
     confs = filter(None, map(os.environ.get, _CONFIGURED))
     return (
         torch.cuda.get_allocator_backend() == "native"
@@ -161,14 +161,14 @@ def _divides_memory() -> bool:
 
 
 def _idle_memory(device: torch.device) -> int:
-    """The bytes on a GPU that torch's allocator caches, but no tensor uses."""
+    """Returns the bytes on a GPU that torch's allocator caches, but no tensor uses."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     sums = [stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes") if stats]
     return int(sums[0] - sums[1]) if sums else 0  # empty before torch has used a GPU
 
 
 def unused(device: str) -> int:
-    """The free bytes of a GPU, without torch's cached memory; 0 if they are unknown."""
+    """Returns the free bytes of a GPU, without torch's cached memory; 0 if they are unknown."""
     return _free_memory(device)[0] or 0
 
 
@@ -237,7 +237,7 @@ def used_on(device: str) -> None:
 
 
 def on_gpu(data: Any) -> bool:
-    """Whether the engine can read a tensor or storage in place on a GPU."""
+    """Returns whether the engine can read a tensor or storage in place on a GPU."""
     return data.is_cuda and torch.version.cuda is not None
 
 

@@ -96,7 +96,7 @@ def model_of(place: str) -> Model:
 
 
 def choose_files(folder: str, names: list[str]) -> str | list[str]:
-    """Returns the index that lists the model, or the model's files. Raises what `model_of` raises."""
+    """Returns the index that lists the model, or the model's files. Raises the errors of `model_of`."""
     families, leftovers = _families_of(names)
     families = _without_others(families)
     indexes = [one for one in families if one.name.is_index]
@@ -209,7 +209,8 @@ def _read_index(path: str) -> Model:
 
 
 def was_replaced(model: Model) -> bool:
-    """Whether the index of a model has changed since it was read, for instance because a saver replaced the model."""
+    """Returns whether the index of a model has changed since it was read, for instance because a saver replaced the
+    model."""
     if model.index_path is None:
         return False
     try:

@@ -24,12 +24,12 @@ def _forget(held: Any) -> None:
 
 
 def live_allocation_count() -> int:
-    """The number of loaded buffers and tensors with memory in use."""
+    """Returns the number of loaded buffers and tensors with memory in use."""
     return len(_live)
 
 
 def live_allocation_bytes() -> int:
-    """The number of bytes of loaded memory in use."""
+    """Returns the number of bytes of loaded memory in use."""
     return sum(nbytes for _, nbytes in list(_live.values()))
 
 

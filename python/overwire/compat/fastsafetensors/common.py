@@ -47,7 +47,7 @@ resolve_cudart_lib_name = resolve_runtime_lib_name
 
 
 def get_device_numa_node(device: int | None) -> int | None:
-    """The NUMA node of a GPU; None if it is unknown."""
+    """Returns the NUMA node of a GPU; None if it is unknown."""
     bus = "" if device is None else cpp.get_device_pci_bus(device)
     if not bus:
         return None
@@ -241,5 +241,5 @@ def _next(fd: int, size: int, filename: str) -> bytes:
 
 
 def is_cuda(device: Device) -> bool:
-    """Whether a device is a GPU, under any of its names."""
+    """Returns whether a device is a GPU, under any of its names."""
     return device.type in (DeviceType.CUDA, DeviceType.GPU)

@@ -53,7 +53,7 @@ def _library(name: str) -> Any:
 
 
 def is_cuda_found() -> bool:
-    """Whether there is a driver and a GPU."""
+    """Returns whether there is a driver and a GPU."""
     driver = _library("libcuda.so.1")
     if driver is None or driver.cuInit(0) != 0:
         return False
@@ -66,7 +66,7 @@ def is_hip_found() -> bool:
 
 
 def is_cufile_found() -> bool:
-    """Whether libcufile can be loaded."""
+    """Returns whether libcufile can be loaded."""
     return is_cuda_found() and _library("libcufile.so.0") is not None
 
 
@@ -123,7 +123,7 @@ def set_numa_node(node: int) -> int:
 
 
 def get_device_pci_bus(device: int) -> str:
-    """The PCI address of a GPU, or "" if it does not exist."""
+    """Returns the PCI address of a GPU, or "" if it does not exist."""
     driver = _library("libcuda.so.1") if is_cuda_found() else None
     number, text = ctypes.c_int(0), ctypes.create_string_buffer(64)
     if driver is None or driver.cuDeviceGet(ctypes.byref(number), device) != 0:

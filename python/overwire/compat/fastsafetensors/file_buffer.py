@@ -74,11 +74,11 @@ class FilesBufferOnDevice:
             yield name, self.get_tensor(name)
 
     def get_filename(self, tensor_name: str) -> str:
-        """The file that contains a tensor."""
+        """Returns the file that contains a tensor."""
         return self._loader(tensor_name).metadata.src
 
     def get_shape(self, tensor_name: str) -> list[int]:
-        """The tensor's shape in the file."""
+        """Returns the tensor's shape in the file."""
         return list(self._loader(tensor_name).metadata.tensors[tensor_name].shape)
 
     def _get_rank_lidx(self, tensor_name: str) -> tuple[int, int]:

@@ -64,11 +64,11 @@ class BaseSafeTensorsFileLoader:
         self.reset()
 
     def get_keys(self) -> list[str]:
-        """The names of all tensors of all files."""
+        """Returns the names of all tensors of all files."""
         return list(self.frames)
 
     def get_shape(self, tensor_name: str) -> list[int]:
-        """The tensor's shape in the file. Raises KeyError for an unknown name."""
+        """Returns the tensor's shape in the file. Raises KeyError for an unknown name."""
         return list(self.frames[tensor_name].shape)
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
@@ -271,11 +271,11 @@ class fastsafe_open:
         self.loader.close()
 
     def metadata(self) -> dict[str, Any]:
-        """The writer's metadata of each file, by path."""
+        """Returns the writer's metadata of each file, by path."""
         return {name: metadata.metadata for name, (metadata, _) in self.loader.meta.items()}
 
     def keys(self) -> list[str]:
-        """The names of all tensors."""
+        """Returns the names of all tensors."""
         return list(self.fb.key_to_rank_lidx)
 
     def get_tensor_wrapped(self, name: str) -> Any:

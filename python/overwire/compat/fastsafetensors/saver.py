@@ -245,7 +245,7 @@ def write_shards(
     """
     paths = [os.path.abspath(plan.path) for plan in plans]
     if len(set(paths)) != len(paths):
-        raise ValueError(f"plans: expected different paths, got {paths}")
+        raise ValueError(f"plans: a path occurs twice: {paths}")
     counts: dict[int, int] = {}
     for plan, path in zip(plans, paths, strict=True):
         _check_plan(plan)

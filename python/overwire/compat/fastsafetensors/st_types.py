@@ -92,7 +92,7 @@ def stand_in(dtype: DType) -> DType:
 
 
 def converts(own: DType, wanted: DType) -> bool:
-    """Whether dtype= converts a tensor of dtype `own`. It does not convert packed dtypes and bare
+    """Returns whether dtype= converts a tensor of dtype `own`. It does not convert packed dtypes and bare
     exponents, which belong to a quantisation scheme, and complex numbers, which would lose a part."""
     if wanted is DType.AUTO or wanted is own:
         return False
@@ -100,7 +100,7 @@ def converts(own: DType, wanted: DType) -> bool:
 
 
 def dense_strides(shape: list[int]) -> list[int]:
-    """The strides of a tensor in C order, in elements."""
+    """Returns the strides of a tensor in C order, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]

@@ -85,14 +85,14 @@ class LazyTensorFactory:
         return self.dtype if converts(own, self.dtype) else own
 
     def shape(self, name: str) -> list[int]:
-        """The shape of the tensor in memory."""
+        """Returns the shape of the tensor in memory."""
         frame = self.metadata.tensors[name]
         if frame.dtype.bits == 6:
             return [(frame.data_offsets[1] - frame.data_offsets[0])]
         return self.framework.get_native_shape(frame.dtype, frame.shape)
 
     def _empty(self, name: str, shape: list[int]) -> TensorBase:
-        # shape: that of the tensor in memory.
+        # shape: the tensor's shape in memory.
         dtype = self._dtype(name)
         logical = [*shape[:-1], 2 * shape[-1]] if dtype is DType.F4 else shape
         empty: TensorBase = self.framework.get_empty_tensor(logical, dtype, self.device)

@@ -83,7 +83,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._joined = 1  # a stream that has already waited for it
 
     def _must_wait(self, stream: int) -> bool:
-        """Whether a stream must wait before it uses the bytes. The caller must then make it wait: the next
+        """Returns whether a stream must wait before it uses the bytes. The caller must then make it wait: the next
         call for that stream returns False."""
         if self._stream == stream or self._joined == stream:
             return False
@@ -91,7 +91,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return True
 
     def _fits_content(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
-        """Whether content of this length and type can be decoded into this Array."""
+        """Returns whether content of this length and type can be decoded into this Array."""
         return (
             self._span[1] == size
             and self._kind == kind
@@ -441,7 +441,7 @@ def _from_view(tensor: codecs.TensorView) -> MemoryDescription:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether strides (in elements) are those of a dense array."""
+    """Returns whether strides (in elements) are those of a dense array."""
     return all(extent == 1 or a == b for extent, a, b in zip(shape, strides, _dense_strides(shape), strict=True))
 
 

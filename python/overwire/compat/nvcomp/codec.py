@@ -180,7 +180,7 @@ class Codec:
                 codecs.encode(b"", self._algorithm, level=self._level, cascaded=self._cascaded)
 
     def encode(self, array: Any, out: Any = None, compression_config: CompressConfig | None = None) -> Any:
-        """Compresses an Array (or anything that `as_array` takes), or each item of a list.
+        """Compresses an Array (or any object that `as_array` accepts), or each item of a list.
 
         Returns an Array of `|i1`, or a BatchArray. `out` is an Array from a Codec, which is
         resized, or writable memory, which the result shares; for a list, a list of these.
@@ -314,7 +314,7 @@ class Codec:
         return there
 
     def _stream_for(self, device: int) -> int:
-        """The stream for this Codec's work: its own, else torch's current stream."""
+        """Returns the stream for this Codec's work: its own, else torch's current stream."""
         return self._stream if self._stream is not None else gpu.current_stream(device)
 
     def _run_on_host(
@@ -365,7 +365,7 @@ class Codec:
         return results
 
     def _dtype(self, hosts: list[Array]) -> str | None:
-        """The dtype for an encoder."""
+        """Returns the dtype for an encoder."""
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
         if self._algorithm == "Cascaded":
@@ -484,7 +484,7 @@ class Codec:
         return None if there is None else onboard.shape_of(there, self._algorithm, self._bitstream, there._stream)
 
     def get_max_comp_buffer_size(self, source: Any) -> int:
-        """The maximum number of bytes that encoding an Array can produce."""
+        """Returns the maximum number of bytes that encoding an Array can produce."""
         self._check_open()
         array = placing.as_list(source)[1][0]
         if self._original is not None:
@@ -494,7 +494,7 @@ class Codec:
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # the name in 5.3's release notes
 
     def get_uncomp_buffer_size(self, source: Any) -> int:
-        """The number of bytes that a stream decodes to."""
+        """Returns the number of bytes that a stream decodes to."""
         self._check_open()
         array = placing.as_list(source)[1][0]
         if self._original is not None:
@@ -507,7 +507,7 @@ class Codec:
         return nvcomp.ask_size("get_uncomp_buffer_size", array)
 
     def get_required_compression_alignment(self) -> int:
-        """An alignment that nvCOMP also accepts. This package requires none."""
+        """Returns an alignment that nvCOMP also accepts. This package requires none."""
         return 8 if self._algorithm else 16
 
     get_required_decompression_alignment = get_required_compression_alignment

@@ -60,7 +60,7 @@ def backend() -> str:
 
 
 def usable() -> bool:
-    """Whether nvCOMP can be called: it is installed, and there is a GPU."""
+    """Returns whether nvCOMP can be called: it is installed, and there is a GPU."""
     return gpu.count() > 0 and backend().startswith("nvcomp ")
 
 

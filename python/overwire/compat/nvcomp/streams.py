@@ -64,7 +64,7 @@ class CudaStream:
 
 
 def current() -> int:
-    """The number of torch's current device if torch is imported, else 0."""
+    """Returns the number of torch's current device if torch is imported, else 0."""
     torch = gpu.torch_of()
     return int(torch.cuda.current_device()) if torch is not None else 0
 
@@ -133,7 +133,7 @@ def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codec
 
 
 def has_allocator(kind: str) -> bool:
-    """Whether the user has set an allocator."""
+    """Returns whether the user has set an allocator."""
     return _allocators.get(kind) is not None
 
 

@@ -208,7 +208,7 @@ def _sibling(filename: str, csv_path: str) -> str:
 
 
 def device() -> str:
-    """The device for tensors: the first GPU if torch finds one, else the host."""
+    """Returns the device for tensors: the first GPU if torch finds one, else the host."""
     torch = imported("torch")
     return "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
 

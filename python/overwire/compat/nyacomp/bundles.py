@@ -181,7 +181,7 @@ def _remote(path: PathLike) -> str | None:
 
 
 def _foreign(path: PathLike) -> bool:
-    """Whether the manifest lists nyacomp's files, not an overwire container."""
+    """Returns whether the manifest lists nyacomp's files, not an overwire container."""
     rows = _listed(path)
     return rows is not None and not any(row.filename.endswith(".safetensors") for row in rows)
 

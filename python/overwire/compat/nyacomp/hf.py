@@ -145,7 +145,7 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
         ) from error
     except (overwire.OverwireError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # including OSError: torch seeks to offsets that the file gives
+    except Exception as error:  # including OSError: torch seeks to offsets from the file
         reason = str(error).partition("\n")[0]
         raise overwire.FormatError(
             f"overwire: open {boneless}: not a file of compress_state_dict: {reason:.200}", source=str(boneless)

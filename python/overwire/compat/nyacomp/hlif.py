@@ -56,7 +56,7 @@ def parse(place: str, head: bytes, size: int) -> Header:
             if header.format not in _HIDDEN:
                 return header
             raise overwire.NotSupportedError(
-                f"overwire: open {place}: only nvCOMP reads its format, {header.format} of nvCOMP {major}.{minor}",
+                f"overwire: open {place}: format {header.format} of nvCOMP {major}.{minor}: only nvCOMP reads it",
                 source=place,
             )
     raise overwire.FormatError(

@@ -35,7 +35,7 @@ class Manifest(NamedTuple):
 
 
 def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
-    """Whether bins only have positions of existing files, each at most once."""
+    """Returns whether bins only have positions of existing files, each at most once."""
     indices = [at for part in bins for at in part]
     return len(set(indices)) == len(indices) and all(0 <= at < count for at in indices)
 

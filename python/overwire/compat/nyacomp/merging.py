@@ -19,7 +19,7 @@ LIMIT = 500 << 20
 
 
 def tensor_size(tensor: Any) -> int:
-    """The bytes of a tensor's elements."""
+    """Returns the bytes of a tensor's elements."""
     return int(tensor.nelement() * tensor.element_size())
 
 

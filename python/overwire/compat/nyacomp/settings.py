@@ -48,29 +48,29 @@ PASSED_OVER: dict[str, tuple[int, int]] = {
 
 
 def flag(name: str) -> bool:
-    """Whether a variable is set to a spelling of yes."""
+    """Returns whether a variable is set to a spelling of yes."""
     return text(name).lower() in _YES
 
 
 def number(name: str, low: int, high: int) -> int | None:
-    """A variable's number; None if it is not set or not a number in the range."""
+    """Returns a variable's number; None if it is not set or not a number in the range."""
     value = text(name)
     return int(value) if value.isdecimal() and low <= int(value) <= high else None
 
 
 def text(name: str, default: str = "") -> str:
-    """A variable's text, stripped of blanks; an empty text counts as not set."""
+    """Returns a variable's text, stripped of blanks; an empty text counts as not set."""
     return os.environ.get(name, "").strip() or default
 
 
 def num_threads() -> int:
-    """The number of bins to plan for: OVERWIRE_THREADS, NUM_THREADS, or the number of CPUs that
+    """Returns the number of bins to plan for: OVERWIRE_THREADS, NUM_THREADS, or the number of CPUs that
     this process may use."""
     return number("OVERWIRE_THREADS", 1, 1024) or number("NUM_THREADS", 1, 1024) or len(os.sched_getaffinity(0))
 
 
 def host() -> str:
-    """The prefix of file names in a manifest: HOST if DOWNLOAD is set, else nothing."""
+    """Returns the prefix of file names in a manifest: HOST if DOWNLOAD is set, else nothing."""
     return text("HOST", "http://localhost:8080").rstrip("/") if flag("DOWNLOAD") else ""
 
 

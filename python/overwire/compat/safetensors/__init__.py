@@ -13,7 +13,7 @@ Intended differences:
 - The caller owns each tensor, which is never a view of a shared storage.
 - Saving replaces a file atomically.
 - A TensorSpec at address 0 is refused, where the original crashes.
-- numpy slices accept what numpy accepts (negative bounds, empty ranges), where the original raises.
+- Slices for numpy accept negative bounds and empty ranges; the original raises.
 - numpy gets bfloat16 and the fp8 dtypes as ml_dtypes' types.
 - `device` may be a torch.device, `load` accepts any bytes-like object, and a file name may be
   any single path that `overwire.load_file` accepts.

@@ -80,15 +80,15 @@ class safe_open:
         self._file = None
 
     def keys(self) -> list[str]:
-        """The names of the tensors, sorted."""
+        """Returns the names of the tensors, sorted."""
         return self._live().keys()
 
     def offset_keys(self) -> list[str]:
-        """The names of the tensors, in the order of their data."""
+        """Returns the names of the tensors, in the order of their data."""
         return self._live().offset_keys()
 
     def metadata(self) -> dict[str, str] | None:
-        """The entries of `__metadata__`, or None without it."""
+        """Returns the entries of `__metadata__`, or None without it."""
         return self._live().metadata()
 
     def get_tensor(self, name: str) -> Any:
@@ -192,11 +192,11 @@ class PySafeSlice(Internal):
     _device: str
 
     def get_shape(self) -> list[int]:
-        """The shape of the whole tensor, in elements, from the file's header."""
+        """Returns the shape of the whole tensor, in elements, from the file's header."""
         return self._inner.get_shape()
 
     def get_dtype(self) -> str:
-        """The dtype's name in the file: "F32", "BF16" ..."""
+        """Returns the dtype's name in the file: "F32", "BF16" ..."""
         return self._inner.get_dtype()
 
     def __getitem__(self, index: Any) -> Any:
@@ -217,7 +217,7 @@ class PySafeSlice(Internal):
 
 
 def _basic(index: Any) -> bool:
-    """Whether overwire and torch treat an index alike."""
+    """Returns whether overwire and torch treat an index alike."""
     for entry in index if isinstance(index, tuple) else (index,):
         if entry is None or entry is Ellipsis or type(entry) is int:
             continue

@@ -40,12 +40,12 @@ class Slice:
         self._give = None if plan is None else plan(self)
 
     def get_shape(self) -> list[int]:
-        """The whole tensor's shape, in elements."""
+        """Returns the whole tensor's shape, in elements."""
         shape: list[int] = self._inner.get_shape()
         return shape
 
     def get_dtype(self) -> str:
-        """The dtype's name in the file: "F32", "BF16" ..."""
+        """Returns the dtype's name in the file: "F32", "BF16" ..."""
         dtype: str = self._inner.get_dtype()
         return dtype
 
@@ -183,7 +183,7 @@ def ahead() -> Ahead:
 
 
 def passed() -> bool:
-    """Whether this thread is inside a `pass_on`."""
+    """Returns whether this thread is inside a `pass_on`."""
     return getattr(_thread, "passed", None) is not None
 
 

@@ -82,7 +82,7 @@ class PrefetchLoader(Internal):
         self._arrivals: Any = overwire.stream(source, where, framework="pt", keys=whole)
 
     def names(self) -> list[str]:
-        """The names of all planned tensors, in file order."""
+        """Returns the names of all planned tensors, in file order."""
         return list(self._names)
 
     def __len__(self) -> int:

@@ -201,7 +201,7 @@ class _Call:
         self.torch = self.given.get("framework") in ("pt", "torch", "pytorch")
 
     def left_to_safetensors(self) -> bool:
-        """Whether the original should read the file. It maps plain files on the CPU, which is as fast.
+        """Returns whether the original should read the file. It maps plain files on the CPU, which is as fast.
         It would accept files that break a rule of the format, so it does not get those."""
         where = "cpu" if self.device is None else str(self.device)
         if where != "cpu" or _device() is not None:

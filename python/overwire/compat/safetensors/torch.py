@@ -118,7 +118,7 @@ def load_model(
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage; 0 on the meta device."""
+    """Returns the address of a tensor's storage; 0 on the meta device."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -126,7 +126,7 @@ def storage_ptr(tensor: torch.Tensor) -> int:
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """The size of a tensor's storage in bytes."""
+    """Returns the size of a tensor's storage in bytes."""
     try:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
@@ -164,7 +164,7 @@ def _find_shared_tensors(state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
 
 
 def _is_complete(tensor: torch.Tensor) -> bool:
-    """Whether a tensor covers its storage."""
+    """Returns whether a tensor covers its storage."""
     return tensor.data_ptr() == storage_ptr(tensor) and tensor.nelement() * _SIZE[tensor.dtype] == storage_size(tensor)
 
 

@@ -17,7 +17,7 @@ _SHARED_OPAQUE = frozenset(
 
 
 def foreign(text: str) -> bool:
-    """Whether safetensors lacks a file's dtype."""
+    """Returns whether safetensors lacks a file's dtype."""
     form, opaque, name = text.partition("\0")
     return name not in _SHARED_OPAQUE if opaque else form not in _SHARED
 

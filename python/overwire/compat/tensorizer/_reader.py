@@ -544,7 +544,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two tensors are equal bit for bit."""
+    """Returns whether two tensors are equal bit for bit."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype or a.requires_grad != b.requires_grad:

@@ -181,7 +181,7 @@ def direct_options(key: str | None, secret: str | None, endpoint: str | None, re
 
 
 def virtual_only(endpoint: str) -> bool:
-    """Whether an endpoint needs the bucket in the host name."""
+    """Returns whether an endpoint needs the bucket in the host name."""
     return urlsplit(endpoint if "//" in endpoint else "//" + endpoint).netloc.lower() in ("cwobject.com", "cwlota.com")
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def have_sums(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each tensor has the checksums of its record. Computes all checksums in one call."""
+    """Returns whether each tensor has the checksums of its record. Computes all checksums in one call."""
     for record in records:
         if record.crc32 is None and record.sha256 is None:
             raise RuntimeError(f"No hashes found in metadata for {record.name}")

@@ -88,7 +88,7 @@ class CAInfo:
 
 
 def _certificates(path: str | os.PathLike[str]) -> bool:
-    """Whether a file, or a file in a folder, contains a certificate."""
+    """Returns whether a file, or a file in a folder, contains a certificate."""
     try:
         if os.path.isdir(path):
             return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())

@@ -105,17 +105,17 @@ class CopierInterface(ABC):
 
     @classmethod
     def chunk_transient_multiplier(cls, paths: list[str]) -> int:
-        """The number of device bytes that each byte of a chunk takes while it loads."""
+        """Returns the number of device bytes that each byte of a chunk takes while it loads."""
         raise NotImplementedError(f"{cls.__name__} lacks chunk_transient_multiplier, which device_memory_budget needs")
 
     @classmethod
     def chunk_device_overhead(cls, paths: list[str]) -> int:
-        """The additional device bytes that each chunk takes."""
+        """Returns the additional device bytes that each chunk takes."""
         return 0
 
     @classmethod
     def fixed_device_overhead(cls, paths: list[str]) -> int:
-        """The device bytes that the copier takes regardless of the chunks."""
+        """Returns the device bytes that the copier takes regardless of the chunks."""
         raise NotImplementedError(f"{cls.__name__} lacks fixed_device_overhead, which device_memory_budget needs")
 
     @abstractmethod

@@ -17,7 +17,7 @@ from .registry import register_copier_constructor
 
 
 def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
-    """Whether the GPU shares the host's memory, judged by the name of the first GPU. False without
+    """Returns whether the GPU shares the host's memory, judged by the name of the first GPU. False without
     a framework. FASTSAFETENSORS_UNIFIED_MEM overrides this: 1 means yes, other values no."""
     setting = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM")
     if setting is not None:

@@ -60,7 +60,7 @@ class TensorBase(ABC):
         return list(self.get_raw().shape)
 
     def get_shape(self) -> list[int]:
-        """The shape in a file: the last dimension of F4 counts elements, not pairs."""
+        """Returns the shape in a file: the last dimension of F4 counts elements, not pairs."""
         shape = list(self.shape)
         if self.dtype is not DType.F4:
             return shape
@@ -69,7 +69,7 @@ class TensorBase(ABC):
         return [*shape[:-1], 2 * shape[-1]]
 
     def get_nbytes(self) -> int:
-        """The number of bytes of the elements."""
+        """Returns the number of bytes of the elements."""
         return prod(self.get_shape()) * self.dtype.bits // 8
 
     @abstractmethod
@@ -117,7 +117,7 @@ class FrameworkOpBase(ABC):
         return gbuf
 
     def get_mem_used(self) -> int:
-        """The bytes of open buffers, including shared buffers."""
+        """Returns the bytes of open buffers, including shared buffers."""
         return sum(list(self._leases.values()))
 
     @abstractmethod
@@ -127,7 +127,7 @@ class FrameworkOpBase(ABC):
     def get_device(self, device: Any, pg: ProcessGroupBase) -> Device: ...
 
     def get_device_name(self, index: int) -> str:
-        """The name of a GPU by its number, "" if it does not exist."""
+        """Returns the name of a GPU by its number, "" if it does not exist."""
         return ""
 
     @abstractmethod
@@ -189,7 +189,7 @@ class FrameworkOpBase(ABC):
     def copy_tensor(self, dst: Any, src: Any) -> None: ...
 
     def get_dtype_size(self, dtype: DType) -> float:
-        """The number of bytes of an element. Raises KeyError for AUTO."""
+        """Returns the number of bytes of an element. Raises KeyError for AUTO."""
         if dtype is DType.AUTO:
             raise KeyError(dtype)
         return dtype.bits / 8
@@ -204,7 +204,7 @@ class FrameworkOpBase(ABC):
         return 16
 
     def as_workaround_dtype(self, dtype: DType) -> DType:
-        """The integer dtype that replaces a dtype which older DLPack versions lack."""
+        """Returns the integer dtype that replaces a dtype which older DLPack versions lack."""
         return stand_in(dtype)
 
     def get_storage_shape(self, dtype: DType, shape: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
@@ -214,7 +214,7 @@ class FrameworkOpBase(ABC):
         return [prod(shape) * dtype.bits // 8], [1]
 
     def get_native_shape(self, dtype: DType, st_shape: list[int]) -> list[int]:
-        """The shape of a tensor in the framework: the last dimension of F4 counts pairs."""
+        """Returns the shape of a tensor in the framework: the last dimension of F4 counts pairs."""
         if dtype is not DType.F4:
             return list(st_shape)
         if not st_shape or st_shape[-1] % 2:
