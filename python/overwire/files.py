@@ -155,7 +155,7 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
     if limit is None:
         text = f"overwire: read {name}: its {size} bytes exceed this machine's memory of {most} bytes"
         raise OutOfMemoryError(text, source=name, asked=size, total=most)
-    raise FormatError(f"overwire: read {name}: more than {limit} bytes", source=name)
+    raise FormatError(f"overwire: read {name}: larger than the limit of {limit} bytes", source=name)
 
 
 class FileKind(NamedTuple):

@@ -154,7 +154,10 @@ def _empty_tensor(torch: Any, nbytes: int, device: int) -> Any:
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise OutOfMemoryError(
-                f"overwire: cuda:{device}: {nbytes} bytes: {error}", asked=nbytes, free=free, total=total
+                f"overwire: cuda:{device}: cannot allocate {nbytes} bytes: {error}",
+                asked=nbytes,
+                free=free,
+                total=total,
             ) from error
 
 

@@ -268,7 +268,7 @@ def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, 
         {**_item_of(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records
     ]
     if not 0 <= index_bytes <= 1 << 30:
-        raise ArgumentError(f"overwire: an index of {index_bytes} bytes: expected 0 to {1 << 30}")
+        raise ArgumentError(f"overwire: index_bytes {index_bytes}: expected 0 to {1 << 30}")
     return bytes.fromhex(
         _verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)})
     )

@@ -354,9 +354,9 @@ class _Reader:
             return part.run
         item = self._read_item(place, one.name, number)
         if not isinstance(item, StoredTensor):
-            raise error_at("an object that is not a tensor")
+            raise error_at("there is an object that is not a tensor")
         if item.dtype != one.dtype or item.shape != sizes:
-            raise error_at(f"a tensor of {item.dtype} {list(item.shape)} instead of {one.dtype} {list(sizes)}")
+            raise error_at(f"there is a tensor of {item.dtype} {list(item.shape)} instead of {one.dtype} {list(sizes)}")
         return _run_of_item(self._files, place.path, item)
 
     def _read_item(self, place: _Place, name: str, number: int | None = None) -> StoredTensor | TorchFile:

@@ -44,7 +44,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     whole = files.size_of(path) - start
     length = bytearray(8)
     if whole < 8:
-        raise make_error(f"no safetensors header in {whole} bytes")
+        raise make_error(f"expected a safetensors header, but only {whole} bytes follow")
     files.fill_block(path, memoryview(length), start)
     size = int.from_bytes(length, "little")
     if size > _MOST or size > whole - 8:
@@ -73,7 +73,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
         if high - low != bytes_of(dtype, tuple(shape)):
             raise make_error(f"its {high - low} bytes do not match shape {shape} of {dtype}", name)
         if high > whole - 8 - size:
-            why = f"truncated, it ends at byte {high} of {whole - 8 - size}: copy or fetch it again"
+            why = f"truncated, it ends at byte {high}, but there are {whole - 8 - size}: copy or fetch it again"
             raise make_error(why, name, CorruptError)
         run = Run(files, path, start + 8 + size + low, high - low)
         parts[name] = Part(dtype, tuple(shape), None if at is None else tuple(at), run)

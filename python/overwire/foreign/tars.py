@@ -106,7 +106,7 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
         at = start + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if kind in (b"L", b"x"):
             if size > _NAME:
-                raise make_error(f"a name of {size} bytes", start)
+                raise make_error(f"a name of {size} bytes: at most {_NAME} are supported", start)
             text = read(start, size)
             longer |= {b"path": text.rstrip(b"\0")} if kind == b"L" else dict(_PAX.findall(text))
         elif kind not in (b"g", b"K"):

@@ -104,7 +104,7 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
         why = f"a {tensor.layout} tensor does not have a single block of memory: pass the tensors that it consists of"
     elif tensor.device.type == "meta":
         kind = ArgumentError
-        why = "a tensor is on the meta device: give it memory first, as module.to_empty(device=) does"
+        why = "a tensor is on the meta device: allocate its memory first, for instance by module.to_empty(device=)"
     elif not tensor.numel():
         return
     elif is_distributed(tensor):

@@ -70,9 +70,12 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         free, total = _free_memory(device)
-        room = "" if free is None else f"{free} are free of {total}: "
+        room = "" if free is None else f"{free} of {total} are free: "
         raise OutOfMemoryError(
-            f"overwire: {wanted} bytes of tensors on {device}: {room}{error}", asked=wanted, free=free, total=total
+            f"overwire: cannot allocate {wanted} bytes of tensors on {device}: {room}{error}",
+            asked=wanted,
+            free=free,
+            total=total,
         ) from error
     except (RuntimeError, AssertionError) as error:  # no driver, or no such device
         raise DeviceError(f"overwire: device {device!r}: {error}") from error

@@ -87,7 +87,7 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
     checks.is_file(len(data) >= 8, "too short")
     size = int.from_bytes(bytes(data[:8]), "little")
     checks.is_file(size <= _LONGEST_HEADER, f"its header has {size} bytes, more than {_LONGEST_HEADER}")
-    checks.is_sound(8 + size <= len(data), f"truncated, its header has {size} bytes and the file {len(data)}")
+    checks.is_sound(8 + size <= len(data), f"truncated: its header has {size} bytes, but the file has {len(data)}")
     try:
         text = bytes(data[8 : 8 + size]).decode()
         header = json.loads(text, **STRICTLY)
@@ -182,7 +182,7 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
     for low, high, name, _ in rows:
         checks.is_file(low == end, f"tensor {name!r}: a gap or an overlap before it")
         end = high
-    checks.is_sound(base + end <= size, f"truncated, the file has {size} bytes of {base + end}")
+    checks.is_sound(base + end <= size, f"truncated: the file has {size} of {base + end} bytes")
     checks.is_file(base + end == size, f"the file has {size - base - end} bytes after the last tensor")
     return {name: tensor for _, _, name, tensor in rows}
 
