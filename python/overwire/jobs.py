@@ -277,7 +277,7 @@ class Job:
         _verbs.settle(self.number, stream, array("q", pairs).tobytes())
 
     def next(self, timeout: float | None, raw: bool = False) -> Landed | None:
-        """Returns the tensors that have landed since the last call: none of them at the end. Returns None
+        """Returns the tensors that have landed since the last call; an empty result marks the end. Returns None
         after the timeout."""
         result = core().take(self.number, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
         if self._watcher is not None:
@@ -403,7 +403,7 @@ class Steps(HandleOwner, Iterator[tuple[str, Any]]):
     be called several times), and wakes waiting threads in `_end_waits`. Its constructor calls
     this one after it has started the load.
 
-    It is not a generator: the load starts at once, and a generator that was never advanced
+    It is not a generator: the load starts immediately, and a generator that was never advanced
     would not run its `finally` block.
     """
 
