@@ -163,7 +163,7 @@ if not TYPE_CHECKING:
     __all__ = sorted({name for names in _HOMES.values() for name in names} - _NYACOMP)
 
     def _nearest_name(name):
-        if name.startswith("_"):  # importing a submodule also asks for such names
+        if name.startswith("_"):  # the import system also looks up such names
             return ""
         from .errors import did_you_mean
 

@@ -264,7 +264,7 @@ def _as_torch(tensor: Tensor, data: Bytes) -> Any:
     kind = getattr(torch, _TORCH.get(tensor.dtype, ""), None)
     if kind is None:
         raise ArgumentError(f"overwire: torch lacks {tensor.dtype}: use framework='bytes'")
-    if not tensor.nbytes:  # numpy's strides of no bytes are 0, which torch does not view
+    if not tensor.nbytes:  # an empty numpy array has strides of 0, and torch cannot view it
         return torch.empty(tensor.shape, dtype=kind)
     return torch.from_numpy(data).view(kind).reshape(tensor.shape)
 
