@@ -198,7 +198,7 @@ def test_a_part_of_a_model_is_never_the_whole(tmp_path: Path) -> None:
         (lacking, r"pytorch_model-00001-of-00002\.bin has no index.json, and 1 of 2 shards"),
         (swapped, r"pytorch_model-0000\d-of-00002.bin.*index lists"),
         (more, "00002-of-00002.bin.*index lists"), (twice, "a key appears twice"),
-        (foreign, "model.safetensors, which does not have the ending"), (gap, "consolidated.01.pth is missing"),
+        (foreign, "model.safetensors, which is not the name"), (gap, "consolidated.01.pth is missing"),
     ):  # fmt: skip
         for call in (ow.load_file, ow.verify, lambda path: ow.convert(path, tmp_path / "out/")):
             with pytest.raises((ow.FormatError, ow.NotFoundError), match=text) as caught:
@@ -357,7 +357,7 @@ def test_pairs_of_float4(tmp_path: Path) -> None:
         write(tmp_path / "m.pt", target)
         got = ow.load_file(target)["t"]
         assert got.dtype == square.dtype and torch.equal(got.view(torch.uint8), want)
-    with pytest.raises(ow.ArgumentError, match="9 bytes for shape .* of F32, which takes 12 "):
+    with pytest.raises(ow.ArgumentError, match="9 bytes for shape .* of F32, expected 12 "):
         ow.save_file({"x": ow.TensorSpec.of("float32", (3,), bytes(9))}, target)
 
 
