@@ -13,6 +13,7 @@ import (
 const (
 	// A module larger than largestShare of the model is cut if lists of modules hold at least listedShare of its
 	// bytes. overwire.offloading.blocks cuts real modules in the same way.
+	largestShare = 1.0 / 16
 	listedShare  = 0.8
 )
 

@@ -70,7 +70,8 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 			continue
 		case n > full:
 			return nil, errs.New(errs.ErrArgument,
-				"relay: buffers of %d bytes for each of %d ranks are too small for a chunk of %d bytes", full, ranks, n)
+				"group load: buffers of %d bytes for each of %d ranks are too small for a chunk of %d bytes",
+				full, ranks, n)
 		case k == Several:
 			k = int32(ranks)
 		}
