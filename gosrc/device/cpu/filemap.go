@@ -22,6 +22,7 @@ import (
 //
 // If alone is set, every byte has at most one holder, and releasing a holder drops its pages, including modified
 // ones.
+func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.Block, error) {
 	if err := StillHas(fd, size); err != nil {
 		return nil, nil, err
 	}

@@ -38,7 +38,7 @@ type Memory struct {
 	raw    unsafe.Pointer
 	mapped uintptr
 	base   unsafe.Pointer // a multiple of memory.RegisterAlignment
-	room   int64 // bytes of address space from base
+	room   int64          // bytes of address space from base
 
 	mu      sync.Mutex
 	limit   int64 // maximum bytes to make ready
