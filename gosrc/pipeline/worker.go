@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A worker processes one batch after another. It runs all stages of a share in a row, while the share's bytes are in
+// A worker processes one batch after another. It runs all stages of a share while the share's bytes are in
 // the core's cache.
 type worker struct {
 	run   *run

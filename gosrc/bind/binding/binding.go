@@ -61,7 +61,7 @@ type Exported struct {
 	OK    bool
 }
 
-// Drop frees a result that nobody receives.
+// Drop frees a result that has no receiver.
 func (r *Result) Drop() {
 	for _, t := range r.Tensors {
 		if t.OK {

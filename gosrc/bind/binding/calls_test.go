@@ -89,7 +89,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 	}
 }
 
-// A delta that nobody takes is freed. A delta that was taken stays until its owner frees it.
+// A delta that is not taken is freed with its job. A delta that was taken stays until its owner frees it.
 func TestDeltasHaveOneReceiver(t *testing.T) {
 	deltas := func() (n int) {
 		for _, v := range handles.Range {

@@ -16,7 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/relay"
 )
 
-// An owner is a result with a handle in its JSON. The handle is freed if nobody takes the result.
+// An owner is a result with a handle in its JSON. The handle is freed if the result is not taken.
 type owner interface{ owns() uint64 }
 
 // An entry is a job with a handle, either of a verb or a preload. No handle owns a preload's tensors.
@@ -33,7 +33,7 @@ type entry struct {
 
 	mu     sync.Mutex
 	result *Result // for verbs that return more than a report; nil if not set yet or already taken
-	gone   bool    // the handle was freed, so nobody will take the result
+	gone   bool    // the handle was freed, so the result will not be taken
 }
 
 // A replacer is a request that replaces the file at a path or URI.

@@ -8,7 +8,7 @@ import (
 	"sync"
 )
 
-// freeSlots holds free slots and hands out those that are probably still in the processor's cache, so that filling and
+// freeSlots holds free slots and returns those that are probably still in the processor's cache, so that filling and
 // copying them needs less memory bandwidth. A reader with its own slots gets one that it has filled. Others get the
 // slot that was freed last.
 type freeSlots struct {

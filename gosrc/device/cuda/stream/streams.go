@@ -93,7 +93,7 @@ func (d *Streams) FreeStream(stream uintptr) error {
 
 // SyncAndFreeStream waits for a stream's work and frees the stream, even on a lost device.
 func (d *Streams) SyncAndFreeStream(stream uintptr) {
-	for range 2 { // after an error, try once more
+	for range 2 { // after an error, try again
 		if d.SyncStream(stream) == nil {
 			break
 		}
