@@ -21,8 +21,8 @@ import (
 type Job struct {
 	Name string
 
-	// Progress: bytes and tensors done, and their totals. Bytes are tensor bytes, not
-	// stored bytes.
+	// Bytes and tensors that have been processed, and their totals. Bytes are tensor bytes,
+	// not stored bytes.
 	Bytes, TotalBytes     atomic.Int64
 	Tensors, TotalTensors atomic.Int64
 
@@ -143,7 +143,7 @@ func Within(done <-chan struct{}, d time.Duration) bool {
 	case d == 0:
 		return false
 	}
-	var late <-chan time.Time // nil: never receives
+	var late <-chan time.Time // a nil channel never receives
 	if d >= 0 {
 		t := time.NewTimer(d)
 		defer t.Stop()

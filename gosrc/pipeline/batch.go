@@ -16,7 +16,7 @@ type batch struct {
 	n          int64
 }
 
-// gap is the largest number of bytes to read and discard. Beyond a larger gap, a new range starts.
+// gap is the largest gap in bytes that is read and discarded. A larger gap starts a new range.
 const gap = 256 << 10
 
 // A feed distributes the shares to the workers, in order.
@@ -31,9 +31,9 @@ type feed struct {
 	skipped int64 // bytes of gaps in ranges
 }
 
-// takeBatch returns the next batch. It is one share or, for a source that is read in ranges, as many shares as fit one
-// range. Those need a permit from the source, passed as permit. If the next share needs a different permit or none, the
-// batch is empty and from is the Ranges to ask for a permit, or nil. ok is false when no shares are left.
+// takeBatch returns the next batch: one share or, for a source that is read in ranges, as many shares as fit one range.
+// permit is the Ranges for which the caller has a permit, or nil. If the next share needs a different permit or none,
+// the batch is empty, and from is the Ranges to ask for a permit, or nil. ok is false when no shares are left.
 //
 // A worker with an open range may wait for slots, but a worker with a slot never waits for a range. Therefore one slot
 // is enough for any number of workers.

@@ -22,8 +22,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// rangeSlots is enough for any number of ranges on the host: while a range waits for a
-// slot, the kernel keeps receiving its bytes.
+// rangeSlots is a sufficient number of slots for any number of ranges on the host: while a
+// range waits for a slot, the kernel keeps receiving its bytes.
 const rangeSlots = 16
 
 // ahead is the number of bytes announced to the sources before workers read them.
@@ -52,10 +52,10 @@ type Task struct {
 	Destination func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
 
 	// Gate, if not nil, is called before a piece is read, with its first decode task. It waits until there is
-	// space for the piece or ctx ends. Pieces may only wait for earlier ones.
+	// space for the piece or ctx ends. A piece may only wait for earlier pieces.
 	Gate func(ctx context.Context, task int32) error
-	// Landed is called once for each want, by any worker, when its last byte has been written. Progress gets the
-	// number of tensor bytes of each finished decode task.
+	// Landed is called once for each want, by any worker, when its last byte has been written. Progress is called
+	// with the number of tensor bytes of each finished decode task.
 	Landed   func(want int32)
 	Progress func(bytes int64)
 
@@ -69,9 +69,9 @@ type Stages struct {
 	Pieces    int64 `json:"pieces"`
 	ReadBytes int64 `json:"read_bytes"` // stored bytes, including gaps between them
 	LandBytes int64 `json:"land_bytes"`
-	WaitNS    int64 `json:"wait_ns"`   // for a free slot, or for space at the destination
-	PermitNS  int64 `json:"permit_ns"` // for a permit to open a range
-	AnswerNS  int64 `json:"answer_ns"` // for the first byte of responses
+	WaitNS    int64 `json:"wait_ns"`   // waiting for a free slot, or for space at the destination
+	PermitNS  int64 `json:"permit_ns"` // waiting for a permit to open a range
+	AnswerNS  int64 `json:"answer_ns"` // waiting for the first byte of responses
 	ReadNS    int64 `json:"read_ns"`
 	CheckNS   int64 `json:"check_ns"`
 	DecodeNS  int64 `json:"decode_ns"`
@@ -117,7 +117,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		if err := queue.TraceTimes(t.Trace.addDevice); err != nil {
 			return st, err
 		}
-		defer func() { _ = queue.TraceTimes(nil) }() // only a broken device refuses
+		defer func() { _ = queue.TraceTimes(nil) }() // fails only on a broken device
 	}
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	defer r.cancel(nil)
@@ -196,7 +196,7 @@ type run struct {
 	staged  []staged       // by piece
 	landed  atomic.Int64   // bytes
 	pending sync.WaitGroup // submitted tasks whose done call has not returned yet
-	last    string         // the name in traces of a worker's last stage
+	last    string         // trace name of a worker's last stage
 	checks  bool           // workers compare checksums
 
 	prefetches bool // a source has Prefetch
@@ -278,7 +278,7 @@ func (r *run) locateError(verb string, task int32, err error) error {
 		Offset: r.task.Plan.Tasks[task].Chunk.Off, Err: err}
 	var inner *errs.At
 	if errors.As(err, &inner) { // the source gave its URI and the exact offset
-		if inner.Tensor != "" { // complete already: a decode error, for example
+		if inner.Tensor != "" { // already complete, for example a decode error
 			return inner
 		}
 		at.Source, at.Err = inner.Source, inner.Err

@@ -66,7 +66,7 @@ func (t *Trace) addSpans(spans []span) {
 	t.mu.Unlock()
 }
 
-// A Summary is the sum of a trace. The seconds of a stage are summed over workers: 16 workers that all read for one
+// A Summary summarizes a trace. The seconds of a stage are summed over workers: 16 workers that all read for one
 // second count as 16 seconds.
 type Summary struct {
 	Seconds float64    `json:"seconds"` // from the start of the load to its last span
@@ -97,7 +97,7 @@ type Gaps struct {
 
 var order = []string{"open", "plan", "stage", "permit", "answer", "read", "check", "submit", "copy", "decode", "land"}
 
-// Summary sums up the trace.
+// Summary summarizes the trace.
 func (t *Trace) Summary() Summary {
 	t.mu.Lock()
 	defer t.mu.Unlock()

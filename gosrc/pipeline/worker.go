@@ -52,7 +52,7 @@ func (w *worker) runLoop() error {
 }
 
 // readRange waits for a permit, opens a range with it and processes the next batch from it. It returns early if no
-// batches are left. An error to open the range is reported for task.
+// batches are left. If the range cannot be opened, the error names task.
 func (w *worker) readRange(from source.Ranges, task int32) error {
 	t0 := time.Now()
 	steps, err := from.OpenRange(w.run.feed.permits)
@@ -258,7 +258,7 @@ func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 }
 
 // fillShare reads a share of a piece into its slot and verifies its checksums. It uses one read because a share fits
-// the core's cache. Reading and verifying quarters in turn made verifying faster and reading slower.
+// the core's cache. Reading and verifying one quarter at a time made verifying faster and reading slower.
 func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
 	if err := w.readBytes(src, b[share.From:share.To], p.Off+share.From); err != nil {
 		return w.run.locateError("read", w.taskAt(p, share, err), err)

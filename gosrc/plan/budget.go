@@ -19,7 +19,7 @@ type Conversion struct {
 	Item int64
 	// Unpack means that each F4 is unpacked to a byte.
 	Unpack bool
-	// OnTheWay reports whether a dtype is converted to To during the load. nil means that none is.
+	// OnTheWay reports whether a dtype is converted to To during the load. nil means that no dtype is.
 	OnTheWay func(from tensor.DType) bool
 }
 
@@ -57,7 +57,7 @@ func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 	return costs, nil
 }
 
-// costOf returns the cost of n bytes of a dtype. They are whole elements.
+// costOf returns the cost of n bytes of a dtype, which must be whole elements.
 func costOf(d tensor.DType, n int64, then Conversion) Cost {
 	switch {
 	case d == tensor.F4 && then.Unpack:
@@ -95,8 +95,8 @@ type Window struct {
 }
 
 // Windows divides tensors into windows of at most half the budget, so that one loads while another is in use. A
-// larger tensor gets a window for itself. No tensor may exceed the budget: over is the first that does, or -1 if
-// none does.
+// larger tensor gets a window for itself. No tensor may exceed the budget: over is the first tensor that does, or
+// -1.
 func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	for i := range costs {
 		n := Peak(costs[i : i+1])

@@ -68,8 +68,8 @@ func (m Machine) Limits() Limits {
 	return lim
 }
 
-// Workers returns the number of workers. That is the caller's choice, or else at least one per core on the host. depth
-// is the number of reads in flight that the disks need.
+// Workers returns the number of workers. If the caller has set a number, it is used. On the host, there is otherwise at
+// least one worker per core. depth is the number of reads in flight that the disks need.
 //
 // For a device it is Feeders, because 32 workers were slower than 16. With at least Feeders cores, two cores stay free
 // for the threads that submit to the device and wait for it: 16 readers on 16 cores loaded plain bytes at 44.5 GB/s,

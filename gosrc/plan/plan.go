@@ -105,7 +105,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	w.Tensor, w.Data = n, n
 	if t.Alias >= 0 {
 		w.Data = t.Alias
-		// package unpack presents such aliases as plain tensors
+		// Package unpack presents such aliases as plain tensors
 		if to := &ix.Tensors[w.Data]; to.Parts > 1 && to.RowBits() != t.RowBits() {
 			return errs.New(errs.ErrEngine, "the alias has shape %v, but %q is stored in column parts of shape %v",
 				t.Shape, to.Name, to.Shape)

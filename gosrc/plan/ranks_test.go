@@ -89,7 +89,7 @@ func TestNeededBy(t *testing.T) {
 	needs := []Request{{0, 0, 0, 15, 0, Whole}, {0, 1, 12, 30, 0, Whole}}
 	by, err := NeededBy(ix, 2, needs)
 	if want := []int32{0, Several, 1, NoRank}; err != nil || !slices.Equal(by, want) {
-		t.Errorf("%v, not %v: %v", by, want, err)
+		t.Errorf("%v, want %v: %v", by, want, err)
 	}
 	if _, err := NeededBy(ix, 1, needs); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("a rank that does not exist: %v", err)

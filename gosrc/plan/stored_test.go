@@ -46,7 +46,7 @@ func TestPiecesThatCutChunks(t *testing.T) {
 			for k := piece.First; k < piece.First+piece.Count; k++ {
 				task, want := &p.Tasks[k], p.Refs[k].Want
 				s, c := &reads[want], &ix.Chunks[reads[want].N]
-				in := int64(uintptr(task.Dst) - uintptr(s.Dst)) // of the chunk
+				in := int64(uintptr(task.Dst) - uintptr(s.Dst)) // offset in the chunk
 				switch {
 				case task.Summed, task.Chunk.Logical != task.Chunk.Stored, (p.Refs[k].N < 0) != s.Bare,
 					s.Group != group, piece.Off+int64(task.Src) != c.Off+in, task.Chunk.Off != c.Off+in,

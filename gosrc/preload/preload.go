@@ -191,7 +191,7 @@ func (p *Preload) Drop() {
 	p.dropWithNote("", true)
 }
 
-// dropWithNote implements Drop with a note for Join to report. mu is held.
+// dropWithNote implements Drop with a note for Join to report. The caller holds mu.
 func (p *Preload) dropWithNote(why string, routine bool) {
 	if !slices.Contains(live, p) {
 		return
@@ -215,21 +215,21 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 	}
 }
 
-// pruneEmpty removes preloads whose tensors have all been taken. mu is held.
+// pruneEmpty removes preloads whose tensors have all been taken. The caller holds mu.
 func pruneEmpty() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
 		return job.IsClosed(p.opened) && (p.model == nil || p.model.Spent())
 	})
 }
 
-// isWhole reports whether all tensors are still available to a load. mu is held.
+// isWhole reports whether all tensors are still available to a load. The caller holds mu.
 func (p *Preload) isWhole() bool {
 	s, done, err := p.Opened(0)
 	return !done || err == nil && s.Whole() && p.replacedFile() == ""
 }
 
 // replacedFile returns a local file of the preload that was replaced or removed. It returns "" if
-// there is none, or if the files are not open yet. mu is held.
+// there is none, or if the files are not open yet. The caller holds mu.
 func (p *Preload) replacedFile() string {
 	if !job.IsClosed(p.opened) {
 		return ""

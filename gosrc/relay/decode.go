@@ -40,7 +40,7 @@ type decoder struct {
 // noTask is the task number of a placeholder that decodes nothing.
 const noTask = -1
 
-// setRequests sets the decode tasks and their wants. progress.mu is held.
+// setRequests sets the decode tasks and their wants. The caller holds progress.mu.
 func (d *decoder) setRequests(p *plan.Plan, wants []plan.Want) {
 	d.tasks, d.refs, d.coming, d.wants = p.Tasks, p.Refs, p.Left, wants
 	for i, n := range p.Left {

@@ -18,7 +18,7 @@ import (
 // A layout says which piece each chunk belongs to, and its offset in a buffer. Once made, only its arrivals
 type layout struct {
 	spec      *Spec
-	seen      *tensor.Index // the model's
+	seen      *tensor.Index // index of the model
 	onGPU     bool
 	transport *transport // nil if the caller exchanges the shares
 
@@ -349,7 +349,7 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 }
 
 // assignTasks sets the task range of each part. Parts without tasks get an empty range, because pieces are decoded as
-// a whole. progress.mu is held.
+// a whole. The caller holds progress.mu.
 func (l *layout) assignTasks(where []int) {
 	next := 0
 	for k := range l.parts {

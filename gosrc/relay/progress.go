@@ -137,7 +137,7 @@ func (p *progress) markQueued(of shares, end *queue.Event) {
 }
 
 // recycleOwnBuffers allows readers to refill this rank's buffers if their decoding is queued and no other rank
-// needs them. p.mu is held.
+// needs them. The caller holds p.mu.
 func (p *progress) recycleOwnBuffers() {
 	free := p.queued[p.lay.spec.Rank]
 	if p.lay.transport != nil {

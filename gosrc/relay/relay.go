@@ -60,7 +60,7 @@ type Report struct {
 	Driver float64   `json:"driver,omitempty"` // seconds spent submitting fetches, copies and decoding
 	Flight int64     `json:"flight,omitempty"` // maximum bytes in flight to the GPU
 	Lost   []int     `json:"lost,omitempty"`   // ranks of this host whose process has ended
-	// Unmapped means that this rank could not map another rank's memory, which is the error.
+	// Unmapped means that the error is that this rank could not map another rank's memory.
 	Unmapped bool `json:"unmapped,omitempty"`
 }
 
@@ -199,7 +199,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer r.model.Drop()
 	isLeaving := false
 	defer func() {
-		if !isLeaving { // after a panic, because the other ranks are waiting
+		if !isLeaving { // after a panic: the other ranks are waiting
 			r.prog.failWith(errs.New(errs.ErrEngine, "group load: the job ended without a result"), true)
 			r.closeExchange(ctx)
 		}

@@ -34,7 +34,7 @@ func (s *summer) countArrival(piece int) {
 	}
 }
 
-// sumArrived queues the comparison of arrived shares while slots are free. The mover's turn is held.
+// sumArrived queues the comparison of arrived shares while slots are free. The caller holds the mover's turn.
 func (s *summer) sumArrived() (worked bool, err error) {
 	for len(s.arrivals) > 0 { // only the holder of turn receives from arrivals
 		slot := s.queue.TryGet()
@@ -54,7 +54,7 @@ func (s *summer) sumArrived() (worked bool, err error) {
 func (s *summer) sumShare(piece int, slot *queue.Slot) error {
 	isSubmitted := false
 	defer func() {
-		if !isSubmitted { // nothing to sum, or a panic; Close waits for every slot
+		if !isSubmitted { // nothing to sum, or a panic: Close waits for every slot
 			s.queue.Put(slot)
 		}
 	}()

@@ -65,7 +65,7 @@ func Probe() Report {
 	return look()
 }
 
-// look implements Probe. found.mu is held.
+// look implements Probe. The caller holds found.mu.
 func look() (r Report) {
 	if found.report != nil {
 		return *found.report

@@ -238,7 +238,7 @@ func (m *Memory) growParts() {
 	}
 }
 
-// wakeWaiters wakes goroutines that wait for a change. m.mu is held.
+// wakeWaiters wakes goroutines that wait for a change. The caller holds m.mu.
 func (m *Memory) wakeWaiters() {
 	close(m.moved)
 	m.moved = make(chan struct{})

@@ -32,7 +32,7 @@ var state struct {
 	version, count int
 }
 
-// loadDriver loads and initializes the driver once. It may be called again after a failure. state.mu is held.
+// loadDriver loads and initializes the driver once. It may be called again after a failure. The caller holds state.mu.
 func loadDriver() error {
 	if C.owcu_forked() != 0 {
 		return errForked()

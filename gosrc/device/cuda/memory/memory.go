@@ -417,7 +417,7 @@ func (m *Memory) freeBlocks(all []uint64) error {
 	})
 }
 
-// startReaper starts the reaper unless it is running. m.mu is held.
+// startReaper starts the reaper unless it is running. The caller holds m.mu.
 func (m *Memory) startReaper() {
 	if !m.reaping {
 		m.reaping = true

@@ -141,7 +141,7 @@ func (f *completer) finishAll() {
 	}
 }
 
-// finishFlying waits for a slot of a polled queue and finishes it. f.finishing is held.
+// finishFlying waits for a slot of a polled queue and finishes it. The caller holds f.finishing.
 func (f *completer) finishFlying(s *Slot) {
 	f.mu.Lock()
 	f.flying = slices.DeleteFunc(f.flying, func(other *Slot) bool { return other == s })

@@ -121,7 +121,7 @@ func (p *Pool) keep(q *Queue) bool {
 	return true
 }
 
-// takeOrMake implements Queue. p.making is held.
+// takeOrMake implements Queue. The caller holds p.making.
 func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 	if slots <= 0 {
 		slots = ring.slots

@@ -131,7 +131,7 @@ func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
 	return device.Pointer(uintptr(q.c.arena.device)), q.pages.N, nil
 }
 
-// allocateOnce allocates the queue's scratch or staging memory if it does not exist. q.order is held.
+// allocateOnce allocates the queue's scratch or staging memory if it does not exist. The caller holds q.order.
 func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	var e C.struct_owcu_error
 	if *which == 0 && C.owcu_queue_alloc(q.c, which, C.uint64_t(n), &e) != 0 {
@@ -193,7 +193,7 @@ func (q *Queue) submitJoined(s *Slot) error {
 }
 
 // queueRound queues as many of a piece's tasks as fit the tables. It waits for every round except the last, because the
-// next round overwrites the tables. Few pieces need several rounds. q.order is held.
+// next round overwrites the tables. Few pieces need several rounds. The caller holds q.order.
 func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	if b.pieceNeedsScratch {
 		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {

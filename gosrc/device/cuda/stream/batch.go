@@ -127,7 +127,7 @@ func (b *Batch) takeResults(p *pad, err error) {
 	b.pad, p.batch = nil, nil
 }
 
-// takePad returns memory for n streams and a number of rows. d.mu is held.
+// takePad returns memory for n streams and a number of rows. The caller holds d.mu.
 func (d *Batches) takePad(n, rows int) (*pad, error) {
 	bytes, room := padSizes(n, rows)
 	if bytes <= padBytes && room <= padRoom {

@@ -60,7 +60,7 @@ type residentLaunch struct {
 	take                func(answers unsafe.Pointer)
 }
 
-// ensurePad returns memory of a table with at least the given size. The table's lock is held.
+// ensurePad returns memory of a table with at least the given size. The caller holds the table's lock.
 func (table *residentTable) ensurePad(on *Streams, bytes int) (*pad, error) {
 	if table.arena != nil && table.arena.pads[0].bytes >= bytes {
 		return table.arena.pads[0], nil
