@@ -17,7 +17,7 @@ type Slot interface {
 	// not change meanwhile. If the device needs registered memory, b must be registered.
 	View(b []byte)
 	// ViewMirror returns the device memory to which Submit copies the slot's bytes, or nil if there is none. A caller
-	// that calls it writes the bytes there before Submit. Submit then copies nothing and only accepts raw chunks.
+	// of ViewMirror writes the bytes there before Submit. Submit then copies nothing and only accepts raw chunks.
 	ViewMirror() unsafe.Pointer
 	// CheckOnSubmit makes Submit compare the checksums of tasks that have one, if the queue supports it (CanCheck).
 	CheckOnSubmit()

@@ -184,7 +184,7 @@ func (p *Preload) pauseForClock(ctx context.Context, look int, ids []source.Iden
 	}
 }
 
-// Drop removes and cancels the preload. Loads keep the tensors that they have attached to.
+// Drop removes and cancels the preload. Loads keep the tensors that they have taken.
 func (p *Preload) Drop() {
 	mu.Lock()
 	defer mu.Unlock()

@@ -63,8 +63,8 @@ type deltaFile struct {
 
 func (f deltaFile) owns() uint64 { return f.Handle }
 
-// deltaApply describes tensors, whose columns are the verb's numbers. DTypes and Shapes list the kinds of tensors (a
-// model has few), and Streams the streams of the GPUs.
+// deltaApply describes tensors. Their columns are the verb's numbers. DTypes and Shapes list the distinct dtypes and
+// shapes, of which a model has few, and Streams lists the streams of the GPUs.
 type deltaApply struct {
 	Files   []uint64  `json:"files"`
 	Missing bool      `json:"missing"`

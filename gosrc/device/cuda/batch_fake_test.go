@@ -125,7 +125,7 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	if b.Done() {
 		t.Error("Done is true after a failed Wait, but the batch is still running")
 	}
-	for range 127 { // the next batch would use b's memory
+	for range 127 { // afterwards, the next batch would use b's memory
 		if _, err := decode(); err != nil {
 			t.Fatal(err)
 		}

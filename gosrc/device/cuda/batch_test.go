@@ -244,11 +244,11 @@ func TestBatchEncode(t *testing.T) {
 				for at < min(len(got), len(want[i])) && got[at] == want[i][at] {
 					at++
 				}
-				t.Errorf("%+v: content of %d bytes: %v, %d bytes for %d, other from %d", spec, len(in[i]), failures[i], n, len(want[i]), at)
+				t.Errorf("%+v: content of %d bytes: %v, %d bytes, want %d, first difference at %d", spec, len(in[i]), failures[i], n, len(want[i]), at)
 			}
 		}
 		if failures[len(in)] == nil {
-			t.Errorf("%+v: Encode fit a destination that is too small", spec)
+			t.Errorf("%+v: Encode accepted a destination that is too small", spec)
 		}
 		g.drop()
 	}
@@ -306,7 +306,7 @@ func TestBatchHostile(t *testing.T) {
 			t.Errorf("the valid stream: %v", failures[0])
 		}
 		if failures[len(failures)-1] == nil || refused < count/8 {
-			t.Errorf("%d of %d were refused; wrong length: %v", refused, count, failures[len(failures)-1])
+			t.Errorf("%d of %d were rejected; wrong length: %v", refused, count, failures[len(failures)-1])
 		}
 		g.drop()
 	}

@@ -340,7 +340,7 @@ func TestManyCorrupt(t *testing.T) {
 			return
 		}
 	}
-	t.Logf("%d refused, %d passed (valid, or with changed bits that only the checksum covers)", refused, passed)
+	t.Logf("%d rejected, %d passed (valid, or with changed bits that only the checksum covers)", refused, passed)
 }
 
 // TestManyLoads opens and closes queues and memory a thousand times. At the end, the device must have as much free

@@ -22,7 +22,7 @@ func coherent(t *testing.T) {
 }
 
 // The queue suite passes on a coherent device, which has no staging memory and whose kernels read chunks in pinned
-// memory. Kernels of the other device read none there.
+// memory. Kernels of the other device never read it.
 func TestCoherent(t *testing.T) {
 	for name, test := range map[string]func(*testing.T){
 		"goldens": TestGoldens, "round trips": TestRoundTrips, "views": TestViews, "rounds": TestRounds, "corrupt": TestCorrupt,

@@ -109,7 +109,7 @@ func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	unit := memory.RegisterAlignment()
 	m := &Memory{gpu: gpu, room: sizes.RoundUp(room, unit), moved: make(chan struct{})}
 	if gpu != nil {
-		m.room *= 2 // address space is free, and the next user may need a little more
+		m.room *= 2 // address space costs nothing, and the next user may need a little more
 	}
 	m.limit = min(limit, m.room)
 	m.mapped = uintptr(m.room + unit)

@@ -15,7 +15,7 @@ import (
 
 // This file lets tests control the fake driver. driver.UseFake installs it.
 
-// A State counts the resources that users of the driver hold. Counters that only rise count since the last UseFake.
+// A State counts the resources that users of the driver hold. Broken is counted since UseFake.
 type State struct {
 	// Currently in use.
 	Blocks, Bytes, Pins, Streams, Events, Modules, Contexts, Attached int64
@@ -65,10 +65,10 @@ func TakeHistory() []string {
 	return strings.Fields(strings.ReplaceAll("\n"+C.GoString(&text[0]), "\nf_", "\n"))
 }
 
-// CountCalls counts the calls since UseFake.
+// CountCalls returns the number of calls since UseFake.
 func CountCalls() int64 { return int64(readCounters().calls) }
 
-// BytesReadInPlace counts the stored bytes that kernels have read in pinned memory since UseFake. cuda:1 is coherent,
+// BytesReadInPlace returns how many stored bytes kernels have read in pinned memory since UseFake. cuda:1 is coherent,
 // and cuda:0 is not.
 func BytesReadInPlace() int64 { return int64(readCounters().in_place) }
 
@@ -79,7 +79,7 @@ func OccupyStream(stream uintptr) (idle func()) {
 	return func() { C.owcu_fake_idle() }
 }
 
-// CountWaits counts the calls since UseFake that waited, or could have waited, for work of OccupyStream.
+// CountWaits returns the number of calls since UseFake that waited, or could have waited, for work of OccupyStream.
 func CountWaits() int64 { return int64(readCounters().waited) }
 
 // CaptureStream begins a graph capture in the global mode on a stream, or on a stream of another library (0). Calls

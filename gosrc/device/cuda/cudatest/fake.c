@@ -294,7 +294,7 @@ static int f_stream_destroy(owcu_handle s)
 	rc = rc ? rc : check_stream(s);
 	if (refuses_free(&rc))
 		return leave_call(rc);
-	run_ops(s, NULL, 0, 1); // the real driver does not wait; here the work would never end
+	run_ops(s, NULL, 0, 1); // unlike the real driver, because the work would never run later
 	for (int i = 0; i < 256; i++)
 		if (streams[i] == s)
 			streams[i] = NULL;

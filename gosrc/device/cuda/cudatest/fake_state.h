@@ -306,7 +306,7 @@ static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST
 
 static void run_launch(const struct op *o)
 {
-	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // segments and parts have this size
+	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // for segments and parts
 		note_broken_rule("a table outside device memory");
 		return;
 	}

@@ -36,7 +36,7 @@ type pieceBuilder struct {
 	begun             bool   // a round has been filled
 	base              uint64 // device address of the piece's first byte
 	lo, hi            int64
-	staged            bool // the bytes [lo, hi) need no copy to the staging memory, or none any more
+	staged            bool // the bytes [lo, hi) are in the staging memory or are not needed there
 	pieceNeedsScratch bool // the piece needs scratch memory
 	scratch           bool // this round uses scratch memory
 	inScr             int64

@@ -395,9 +395,9 @@ func (q *Queue) TraceTimes(trace device.TraceFunc) error {
 	return err
 }
 
-// CastAndWait converts the elements of src from dtype from to dtype to, writes them to dst on the device, and waits. It
-// converts floats of 16 and 32 bits to each other, and floats of 8 bits to those. src must be at a multiple of 16. src
-// and dst must not overlap.
+// CastAndWait converts the elements of src between the dtypes from and to, writes them to dst on the device, and waits.
+// It converts floats of 16 and 32 bits to each other, and floats of 8 bits to those. src must be at a multiple of 16.
+// src and dst must not overlap.
 func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
 	c := device.Cast{From: from, To: to}
 	if !CanCast(c) {

@@ -30,8 +30,8 @@ struct owcu_slot {
 	owcu_handle after; // event to wait for before writing, or 0
 	uint64_t behind[OWCU_BEHIND]; // streams whose queued work the kernels wait for
 	owcu_ptr status;
-	// early is the number of copies that go directly to destinations. wait: return when the work has ended. stream is
-	// the kernels' stream, counted after the first; the highest number is the first stream.
+	// early is the number of copies that go directly to destinations. If wait is not 0, the call returns when the work
+	// has ended. stream is the kernels' stream, counted after the first; the highest number is the first stream.
 	uint32_t nbehind, ncopies, nlaunches, stream, early, wait;
 	// marks are events before and after the copies and the launches, while times are traced. at holds their times in
 	// milliseconds since the origin, set by owcu_wait_slot.

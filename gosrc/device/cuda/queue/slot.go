@@ -82,7 +82,7 @@ func (s *Slot) View(b []byte) {
 	s.mem.view = b
 }
 
-// ViewMirror returns the slot's mirror in staging memory on the device, or nil. A caller that calls it writes the
+// ViewMirror returns the slot's mirror in staging memory on the device, or nil. A caller of ViewMirror writes the
 // piece's bytes there before Submit, which then only copies the tables, as with ViewDevice.
 func (s *Slot) ViewMirror() unsafe.Pointer {
 	if s.q.c.arena.device == 0 {

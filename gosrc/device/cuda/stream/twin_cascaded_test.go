@@ -324,8 +324,8 @@ func TestTwinCascadedDamage(t *testing.T) {
 			refused++
 		}
 	}
-	t.Logf("%d refused, %d still valid", refused, accepted)
+	t.Logf("%d rejected, %d still valid", refused, accepted)
 	if refused < 300 || accepted < 300 {
-		t.Error("too few blocks were accepted or refused")
+		t.Error("too few blocks were accepted or rejected")
 	}
 }

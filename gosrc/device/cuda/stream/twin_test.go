@@ -398,9 +398,9 @@ func TestTwinLZDamage(t *testing.T) {
 		for range 300 {
 			try(random8(r, r.IntN(100)), 5000)
 		}
-		t.Logf("%s: %d refused, %d still valid", f.kernel, refused, accepted)
+		t.Logf("%s: %d rejected, %d still valid", f.kernel, refused, accepted)
 		if refused < 300 || accepted < 100 {
-			t.Error("too few blocks were accepted or refused")
+			t.Error("too few blocks were accepted or rejected")
 		}
 	}
 }

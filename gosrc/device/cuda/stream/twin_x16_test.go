@@ -194,9 +194,9 @@ func TestTwinX16Damage(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("%d refused, %d still valid, %d not detected", refused, accepted, missed)
+	t.Logf("%d rejected, %d still valid, %d not detected", refused, accepted, missed)
 	if refused < 500 || missed > refused/50 {
-		t.Error("too few chunks were refused")
+		t.Error("too few chunks were rejected")
 	}
 }
 
