@@ -244,7 +244,8 @@ func TestBatchEncode(t *testing.T) {
 				for at < min(len(got), len(want[i])) && got[at] == want[i][at] {
 					at++
 				}
-				t.Errorf("%+v: content of %d bytes: %v, %d bytes, want %d, first difference at %d", spec, len(in[i]), failures[i], n, len(want[i]), at)
+				t.Errorf("%+v: content of %d bytes: %v, %d bytes, want %d, first difference at %d",
+					spec, len(in[i]), failures[i], n, len(want[i]), at)
 			}
 		}
 		if failures[len(in)] == nil {

@@ -87,8 +87,8 @@ func Trim() (err error) {
 }
 
 // Trim frees memory that is cached between loads: the idle queue with its pinned memory and staging memory, and tensor
-// memory that is no longer held. It waits for the work that uses them, and the driver may also wait for other work. If a user's
-// stream is being captured into a graph, the memory is freed after the capture.
+// memory that is no longer held. It waits for the work that uses them, and the driver may also wait for other work. If
+// a user's stream is being captured into a graph, the memory is freed after the capture.
 func (d *Device) Trim() (err error) {
 	for _, trim := range []func() error{d.Pool.Trim, d.Batches.Trim, d.resident.Trim, d.FreeUnused} {
 		if e := trim(); err == nil {

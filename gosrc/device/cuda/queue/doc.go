@@ -7,9 +7,10 @@
 // usable.
 //
 // A coherent device reads host memory as fast as it could be copied. Its kernels read slots in place, and its queues
-// have no staging memory. The slots are still pinned, which takes milliseconds per process. If they were not, the system
-// might repeatedly migrate pages in use to the device and back, or between NUMA nodes. Kernels do not read mapped files:
-// truncating the file would destroy the context, and writing to it would change bytes after their checksum was compared.
+// have no staging memory. The slots are still pinned, which takes milliseconds per process. If they were not, the
+// system might repeatedly migrate pages in use to the device and back, or between NUMA nodes. Kernels do not read
+// mapped files: truncating the file would destroy the context, and writing to it would change bytes after their
+// checksum was compared.
 package queue
 
 /*
