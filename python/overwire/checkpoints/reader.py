@@ -114,7 +114,7 @@ class CheckpointReader(Located, StorageReader):
         for one in file._live_model().info():
             if (one["metadata"] or {}).get(SAVE, "") != manifest.save:
                 raise CorruptError(
-                    f"overwire: {one['uri']} and the {NAME} next to it are from different saves: the checkpoint was "
+                    f"overwire: {one['uri']} is from another save than the {NAME} next to it: the checkpoint was "
                     f"replaced while it was opened, or files of two saves were mixed: load again",
                     source=one["uri"],
                 )
