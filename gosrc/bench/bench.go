@@ -40,7 +40,7 @@ type Options struct {
 	Row   func(Row)
 }
 
-// kinds are the kinds of weights whose ratio is measured.
+// kinds are the kinds of weights for the measurement of ratios.
 var kinds = []struct{ kind, name string }{
 	{"llama-bf16", "bf16 weights"},
 	{"fp16", "fp16 weights"},
@@ -49,7 +49,7 @@ var kinds = []struct{ kind, name string }{
 	{"int8", "int8 weights"},
 }
 
-// sampleBytes is the size of the weights whose ratio is measured.
+// sampleBytes is the size of the weights for the measurement of ratios.
 const sampleBytes = 64 << 20
 
 // run is the state of one run.

@@ -59,7 +59,7 @@ type RankShare struct {
 // chunk that several ranks need is read by any rank. A chunk that one rank needs is read by that rank, and a chunk
 // that no rank needs is not read. needed returns which rank needs a chunk, and room the maximum bytes that the chunk
 // takes in a share. A share has at most full bytes. A sixteenth of full stays free unless a single chunk needs it, so
-// that shares fit slots whose size is a power of two.
+// that shares fit slots of a power-of-two size.
 func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 	room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
 	stacks := make([]stack, ranks+1) // the last one holds chunks for any rank

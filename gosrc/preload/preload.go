@@ -215,7 +215,7 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 	}
 }
 
-// pruneEmpty removes preloads whose tensors have all been taken. The caller holds mu.
+// pruneEmpty removes preloads after all their tensors have been taken. The caller holds mu.
 func pruneEmpty() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
 		return job.IsClosed(p.opened) && (p.model == nil || p.model.Spent())

@@ -59,7 +59,7 @@ type Report struct {
 	Waited []float64 `json:"waited,omitempty"` // by rank: seconds during which none of its shares was taken
 	Driver float64   `json:"driver,omitempty"` // seconds spent submitting fetches, copies and decoding
 	Flight int64     `json:"flight,omitempty"` // maximum bytes in flight to the GPU
-	Lost   []int     `json:"lost,omitempty"`   // ranks of this host whose process has ended
+	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that have exited
 	// Unmapped means that the error is that this rank could not map another rank's memory.
 	Unmapped bool `json:"unmapped,omitempty"`
 }

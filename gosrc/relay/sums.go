@@ -19,7 +19,7 @@ type summer struct {
 	prog     *progress
 	sums     bool         // SumsShares
 	queue    *queue.Queue // nil on the host
-	arrivals chan int     // pieces whose share has arrived and is to be summed
+	arrivals chan int     // pieces with a share that has arrived and must be summed
 }
 
 // countArrival counts an arrived chunk of this rank's share of a piece. After the last one, the share becomes readable

@@ -24,7 +24,7 @@ const (
 	contentWords = 6
 )
 
-// onDevice makes a verb whose first number is a GPU's index.
+// onDevice makes a verb with a GPU's index as its first number.
 func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, error)) *Verb {
 	return answered(name, doc, ofNumbered(func(index int64) (*cuda.Device, error) { return cuda.Open(int(index)) },
 		func(d *cuda.Device, _ none, n []int64) (R, error) { return run(d, n) }))

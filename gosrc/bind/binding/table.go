@@ -148,7 +148,7 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) *
 	return v
 }
 
-// ofNumbered makes the function of a verb whose first number identifies an object. run gets the object and the other
+// ofNumbered makes the function of a verb with a number that identifies an object. run gets the object and the other
 // numbers.
 func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	run func(thing T, q Q, n []int64) (R, error)) func(q Q, n []int64) (R, error) {
@@ -161,7 +161,7 @@ func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	}
 }
 
-// started makes a verb whose job the caller watches.
+// started makes a verb that starts a job for the caller to watch.
 func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Job, q Q, n []int64) (R, error)) *Verb {
 	v := row(name, doc, Started, (*Q)(nil), (*R)(nil))
 	v.start = (*Verb).startRun

@@ -111,7 +111,7 @@ func (f *completer) finishSlot(s *Slot) {
 	}
 }
 
-// finishEnded finishes the slots of a polled queue whose work has ended, on each stream in the order of submission. It
+// finishEnded finishes the completed slots of a polled queue, on each stream in the order of submission. It
 // reports whether there were any. It does not wait for the device.
 func (f *completer) finishEnded() (worked bool) {
 	f.finishing.Lock()
@@ -180,7 +180,7 @@ func (f *completer) setTrace(trace device.TraceFunc) {
 	f.trace, f.origin = trace, time.Now()
 }
 
-// reportTimes calls trace for a slot whose work has ended.
+// reportTimes calls trace for a completed slot.
 func (f *completer) reportTimes(s *Slot) {
 	f.mu.Lock()
 	trace, origin := f.trace, f.origin

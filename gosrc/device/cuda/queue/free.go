@@ -1,6 +1,6 @@
 package queue
 
-// This file holds the free slots of a queue.
+// This file manages the free slots of a queue.
 
 import (
 	"context"

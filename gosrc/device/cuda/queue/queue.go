@@ -244,7 +244,7 @@ func (q *Queue) Drain(ctx context.Context) error { return q.end.drain(ctx) }
 // slot may be in use.
 func (q *Queue) UsePolling() { q.end.polled = true }
 
-// FinishEnded finishes slots whose work has ended, on each stream in the order of submission: it calls done for their
+// FinishEnded finishes slots that the device has completed, on each stream in the order of submission: it calls done for their
 // tasks and frees them. It reports whether there were any. It does not wait for the device.
 func (q *Queue) FinishEnded() (worked bool) { return q.end.finishEnded() }
 
@@ -277,7 +277,7 @@ func (q *Queue) Close() {
 	q.pool.mem.DeferFree(q.tryFree)
 }
 
-// tryFree frees a queue whose completer has ended. See memory.Free.
+// tryFree frees a queue after its completer has ended. See memory.Free.
 func (q *Queue) tryFree() (gone bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_queue_free(q.c, &e)

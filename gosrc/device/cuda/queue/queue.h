@@ -28,7 +28,7 @@ enum { OWCU_COPIES = 4096, OWCU_LAUNCHES = 128, OWCU_KERNELS = 11, OWCU_BEHIND =
 struct owcu_slot {
 	owcu_handle copied, done; // events
 	owcu_handle after; // event to wait for before writing, or 0
-	uint64_t behind[OWCU_BEHIND]; // streams whose queued work the kernels wait for
+	uint64_t behind[OWCU_BEHIND]; // streams that must finish their queued work before the kernels run
 	owcu_ptr status;
 	// early is the number of copies that go directly to destinations. If wait is not 0, the call returns when the work
 	// has ended. stream is the kernels' stream, counted after the first; the highest number is the first stream.

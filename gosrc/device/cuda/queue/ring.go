@@ -15,7 +15,7 @@ const (
 	DefaultSlotBytes = 8 << 20
 )
 
-// dividedSlots is the number of default slots whose memory RemoteRing divides into smaller slots.
+// dividedSlots is the number of default slots that RemoteRing divides into smaller slots.
 const dividedSlots = 12
 
 // ring is the default ring. Tests on the fake driver make it smaller.
@@ -74,6 +74,6 @@ func redivideSlots(slots int, bytes int64) (int, int64) {
 	return int(int64(slots) * slotStride(ring.bytes) / slotStride(bytes)), bytes
 }
 
-// TablesOnly is the slotBytes of a queue whose slots only view device memory. Such a queue takes almost no pinned
+// TablesOnly is the slotBytes of a queue with slots that only view device memory. Such a queue takes almost no pinned
 // memory. A pool caches one of them in addition to another queue.
 const TablesOnly = 4096

@@ -210,7 +210,7 @@ func (d Deltas) encodeDelta(on Order, chunks []DeltaChunk) error {
 	})
 }
 
-// writeDeltaBatch writes the deltas of chunks whose rows have been measured.
+// writeDeltaBatch writes the deltas of chunks after their rows have been measured.
 func (d Deltas) writeDeltaBatch(on Order, tableIndex int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
 	bytes int) error {
 	head := deltaRow * len(some)

@@ -97,7 +97,7 @@ const maxBlock = 16 << 20
 // statusMisplaced is the status bit for blocks that are not aligned for the GPU.
 const statusMisplaced = 1 << 11
 
-// statusTooSmall is the status bit for a stream whose destination is too small.
+// statusTooSmall is the status bit for a stream with too small a destination.
 const statusTooSmall = 1 << 13
 
 // statusError converts a status word to an error.
