@@ -209,7 +209,7 @@ def _tests() -> set[str]:
 def test_each_row_names_its_tests(page: str, least: int) -> None:
     there = _tests()
     section = (ROOT / "docs/parity.md").read_text().split(f"## {page}\n")[1].split("\n## ")[0]
-    rows = [line for line in section.split("held by |\n", 1)[1].splitlines() if line.startswith("| ")]
+    rows = [line for line in section.split("| tests |\n", 1)[1].splitlines() if line.startswith("| ")]
     assert len(rows) > least
     for row in rows:
         names = re.findall(r"\b[Tt]est_?\w+", row.rsplit("|", 2)[1])
