@@ -85,7 +85,7 @@ def test_blocks_stay_compressed_on_the_device(poisoned: None, dtype: Any, home: 
 def test_a_device_that_is_full(home: str) -> None:
     """The error names the tier and the block, and every weight is back. With the host tier the model fits."""
     model = Model(12, 2048).to(home)
-    before = [parameter.cpu() for parameter in model.parameters()]
+    before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     torch.cuda.empty_cache()
     # The stored bytes of 12 blocks of 33.6 MB do not fit, but one block can be encoded.
     limit = torch.cuda.memory_reserved() + (180 << 20 if home == "cpu" else 120 << 20)
