@@ -1,19 +1,19 @@
 """Builds overwire as its PEP 517 and 660 backend, with only the standard library.
 
     pip install .          needs Go 1.26, a C compiler and the headers of this Python
-    pip install -e .       the same; rerun it after a change of Go or C
+    pip install -e .       the same; rerun it after a change of Go or C code
     python setup.py ext [FILE.so]   only compile python/overwire/_core.abi3.so, or FILE.so
-    python setup.py asan FILE.so    the same for AddressSanitizer, into FILE.so
-    python setup.py goflags         print the GOFLAGS with which Go's other commands share
-                                    what was compiled for the engine
+    python setup.py asan FILE.so    compile for AddressSanitizer, to FILE.so
+    python setup.py goflags         print the GOFLAGS with which other Go commands use the
+                                    build cache of the engine
 
 GOARCH=arm64 CC=aarch64-linux-gnu-gcc builds for aarch64 on another machine.
 
 Only Go modules are downloaded, by Go itself (GOPROXY, GOMODCACHE as usual).
 With a filled module cache, or after `go mod vendor`, no network is needed.
-One wheel serves CPython 3.10 and later. Its tag comes from the
-library's own symbol versions, and a library that needs a newer glibc than
-FLOOR is refused. The same tree and tools give the same bytes in any folder.
+One wheel supports CPython 3.10 and later. Its tag is derived from the
+library's symbol versions; a library that needs a newer glibc than FLOOR is
+refused. The same tree and tools produce the same bytes in any folder.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ GO = (1, 26)
 FLOOR = (2, 17)  # glibc of manylinux2014
 PORTABLE = "py3-none-any"  # the wheel tag without the engine
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Go's name -> the name in wheels
-# No HTTP/2, which saves 0.2 MB of a wheel: source/route and serve only speak HTTP/1.1.
+# Without HTTP/2 a wheel is 0.2 MB smaller: source/route and serve only use HTTP/1.1.
 GO_TAGS = "netgo,osusergo,nethttpomithttp2"
 TAGS = "pyext," + GO_TAGS
-# Packages without inlined functions, which saves 0.5 MB of a wheel: they talk to stores or people, and do not loop over
-# bytes.
+# Packages that are compiled without inlining, which makes a wheel 0.5 MB smaller. They do not process tensor bytes.
 LEAN = (
     "crypto/tls crypto/x509/... encoding/asn1 encoding/json encoding/xml fmt github.com/aws/... github.com/redis/... "
     "golang.org/x/net/... golang.org/x/text/... html/... math/big mime/... net/... os/... reflect regexp/... text/... "
@@ -63,12 +62,12 @@ LEAN_OWN = (
 )
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 
-# The contents of an sdist: the tree without built, cached or hidden files.
+# Folders of an sdist. Built, cached and hidden files are left out.
 SDIST = ("cuda", "docs", "examples", "gosrc", "python", "requirements", "tests", "vendor", "wheels")
 LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)testdata/fuzz/")
 
 
-# Metadata comes from pyproject.toml. A few lines read it, since Python 3.10 has no TOML reader.
+# Metadata comes from pyproject.toml. It is parsed here, because Python 3.10 has no TOML parser.
 
 
 def sections() -> dict[str, str]:
@@ -78,7 +77,7 @@ def sections() -> dict[str, str]:
 
 
 def texts(section: str) -> dict[str, str]:
-    """Return the plain `key = "value"` lines of a section."""
+    """Return the simple `key = "value"` lines of a section."""
     return dict(re.findall(r'^([\w-]+) = "(.*)"$', sections()[section], re.M))
 
 
@@ -104,8 +103,8 @@ def entry_points() -> str:
 
 
 def metadata(licence: str = "", files: list[str] | None = None, requires: Iterable[str] = ()) -> str:
-    """Return METADATA: for a wheel with the licence of its whole content, the licence files, and the packages that it
-    needs; for an sdist, which has no library, with the project's own licence."""
+    """Return METADATA. A wheel's has the licence of all its contents, the licence files, and the required packages. An
+    sdist's has the project's own licence, because an sdist has no library."""
     p = project()
     lines = [
         "Metadata-Version: 2.4",
@@ -134,8 +133,7 @@ def metadata(licence: str = "", files: list[str] | None = None, requires: Iterab
 
 
 def with_full_links(page: str, repository: str) -> str:
-    """Return a page with pictures and links into the tree replaced by links to the repository, since a package's page
-    has no tree next to it."""
+    """Replace relative pictures and links of a page with links to the repository, for the page of the package index."""
     page = re.sub(r"^(!\[[^\]]*\]\()(?!https?://)([^)]*\))", rf"\1{repository}/raw/main/\2", page, flags=re.M)
     return re.sub(r"(?<!!)(\[[^\]]+\]\()(?!https?://|#)([^)]*\))", rf"\1{repository}/blob/main/\2", page)
 
@@ -166,7 +164,7 @@ def machine() -> str:
     if sys.platform != "linux" or target is None or platform.python_implementation() != "CPython":
         sys.exit("overwire: only CPython on Linux, x86-64 or aarch64, is supported so far")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        sys.exit("overwire: a free-threaded CPython has no stable ABI, which the engine needs: use the usual build of CPython")
+        sys.exit("overwire: free-threaded CPython has no stable ABI, which the engine needs: use the standard build of CPython")
     return target
 
 
@@ -175,19 +173,19 @@ def go_environment() -> dict[str, str]:
     env = dict(os.environ)
     env.update(
         CGO_ENABLED="1",
-        # Go has vector instructions only for amd64 so far.
+        # Go only supports vector instructions on amd64.
         GOEXPERIMENT=os.environ.get("GOEXPERIMENT", "simd") if machine() == "x86_64" else "",
         GOFLAGS=(env.get("GOFLAGS", "") + " -buildvcs=false").strip(),
         GOAMD64="v1",
-        # The compiler then takes 0.9 instead of 0.5 GB for its largest package, and a quarter less time.
+        # With this the compiler takes a quarter less time, and 0.9 instead of 0.5 GB for the largest package.
         GOGC=os.environ.get("GOGC", "400"),
     )
     return env
 
 
 def lean() -> list[str]:
-    """Return build flags that keep the packages of LEAN small. They also omit tables for debuggers, which the linker
-    would drop and which take a sixth of the compile time."""
+    """Return build flags that make the packages of LEAN small. They also omit debug tables, which take a sixth of the
+    compile time and which the linker would drop."""
     packages = [*LEAN.split(), *(f"github.com/overwire/overwire/gosrc/{name}" for name in LEAN_OWN.split())]
     return ["-gcflags=all=-dwarf=false", *(f"-gcflags={package}=-l -dwarf=false" for package in packages)]
 
@@ -203,21 +201,21 @@ def third_parties() -> tuple[dict[str, str], str]:
 
 
 def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -> None:
-    """Compile gosrc/bind/core into the extension module at out; fake: for tests, with the fake driver."""
+    """Compile gosrc/bind/core to the extension module at out. fake: with the fake GPU driver, for tests."""
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").exists():
         sys.exit(f"overwire: the C headers of this Python are missing in {include} (install python3-dev)")
     cflags = ["-O2", "-g0", "-I", str(CORE / "shim"), "-I", include, "-Wno-implicit-function-declaration", "-Wno-int-conversion"]
     ldflags = f"""-s -w -B none -buildid= '-extldflags=-Xlinker "--version-script={CORE / "exports.map"}"'"""
     if not asan:
-        # Go does not notice changes of a file that a flag includes, so its hash is a flag.
+        # Go's build cache ignores changes of a file that a flag includes, so the file's hash is also a flag.
         symver = CORE / "symver.h"
         cflags += ["-include", str(symver), f"-DOW_SYMVER={hashlib.sha256(symver.read_bytes()).hexdigest()[:16]}"]
     env = go_environment() | {"CGO_CFLAGS": shlex.join(cflags), "CGO_LDFLAGS": "-O2 -g0"}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build", dir=out.parent) as t:
         made = Path(t) / out.name
-        tags = TAGS + (",nostores" if asan or fake else "")  # pure Go, which the sanitizer cannot check
+        tags = TAGS + (",nostores" if asan or fake else "")  # the stores are pure Go, which the sanitizer cannot check
         tags += ",owfake,owfakeauto" if fake else ""
         command = [go_command(), "build", "-trimpath", f"-tags={tags}", "-buildmode=c-shared"]
         command += ["-asan"] if asan else []
@@ -225,14 +223,14 @@ def build_library(out: Path = LIBRARY, asan: bool = False, fake: bool = False) -
         command += [f"-ldflags={ldflags}", "-o", str(made), "./gosrc/bind/core"]
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)
         if done.returncode:
-            sys.exit(f"overwire: go build failed (exit code {done.returncode}); its messages stand above")
+            sys.exit(f"overwire: go build failed (exit code {done.returncode}): see its messages above")
         if not asan and not fake:
             symbol_floor(made)
         os.replace(made, out)  # processes that have mapped the old file keep it
 
 
 def of_wheels(module: str) -> types.ModuleType:
-    """Import a module of the folder wheels."""
+    """Import a module from the folder wheels."""
     sys.path.insert(0, str(ROOT / "wheels"))
     try:
         return importlib.import_module(module)
@@ -241,13 +239,13 @@ def of_wheels(module: str) -> types.ModuleType:
 
 
 def symbol_floor(library: Path) -> tuple[int, int]:
-    """Return the newest glibc version that a library asks for; exit if it is above FLOOR."""
+    """Return the newest glibc version that a library needs, at least FLOOR. Exit if it is newer than FLOOR."""
     versions = of_wheels("elf").Elf(library.read_bytes()).needed_versions()
     glibc = [(int(m[1]), int(m[2])) for v in versions if (m := re.fullmatch(r"GLIBC_(\d+)\.(\d+)(?:\.\d+)?", v.version))]
     newest = max(glibc, default=(2, 5))
     if newest > FLOOR:
         above = sorted(f"{v.library} {v.version}" for v in versions if f"GLIBC_{newest[0]}.{newest[1]}" in v.version)
-        sys.exit(f"overwire: {library.name} needs {', '.join(above)}, above the floor of glibc {FLOOR[0]}.{FLOOR[1]}")
+        sys.exit(f"overwire: {library.name} needs {', '.join(above)}, newer than glibc {FLOOR[0]}.{FLOOR[1]}")
     return max(newest, FLOOR)
 
 
@@ -260,8 +258,8 @@ def tag(library: Path) -> str:
 
 
 def write_wheel(directory: str, label: str, files: dict[str, bytes], parties: dict[str, str] | None = None, licence: str = "") -> str:
-    """Write a deterministic wheel (files in order, one time, modes of two kinds, RECORD last),
-    with what `third_parties` returns; return its name."""
+    """Write a reproducible wheel (sorted files, fixed time and modes, RECORD last) with the files of
+    `third_parties`. Return its name."""
     info = f"{name_version()}.dist-info"
     files = {**files, f"{info}/licenses/LICENSE": (ROOT / "LICENSE").read_bytes()}
     for name, text in (parties or {}).items():
@@ -297,7 +295,7 @@ def tree(folder: Path) -> list[Path]:
     return sorted(p for p in files if not LEFT_OUT.search(p.relative_to(ROOT).as_posix()))
 
 
-# The hooks of PEP 517 and 660. None of them needs a package, so the hooks that would list packages are left out.
+# The hooks of PEP 517 and 660. The build needs no packages, so the hooks that list packages are omitted.
 
 
 def build_wheel(wheel_directory: str, config_settings: object = None, metadata_directory: str | None = None) -> str:
@@ -311,7 +309,7 @@ def build_wheel(wheel_directory: str, config_settings: object = None, metadata_d
 
 
 def build_portable_wheel(wheel_directory: str) -> str:
-    """Build the wheel for machines that the engine does not run on: a reader that needs only numpy."""
+    """Build the platform-independent wheel, for machines without the engine: a reader that only needs numpy."""
     homes = re.search(r"^_HOMES = (\{.*?^\})", (PACKAGE / "__init__.py").read_text(encoding="utf-8"), re.M | re.S)
     assert homes is not None
     public = tuple(sorted(name for names in ast.literal_eval(homes[1]).values() for name in names))

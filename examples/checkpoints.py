@@ -1,7 +1,7 @@
-"""Saves training checkpoints in the background, stops, and resumes; each checkpoint is also a model.
+"""Saves training checkpoints in the background, and resumes from one. Each checkpoint is also a model.
 
-Run it in a writable folder. `torchrun --nproc-per-node=2 checkpoints.py` shards the model over two ranks. Each variant
-can resume from what the other has saved.
+Run it in a writable folder. `torchrun --nproc-per-node=2 checkpoints.py` shards the model over two ranks. A run with
+one rank can resume from a checkpoint of two ranks, and the reverse.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
             if saving is not None:
                 saving.result()
             state = state_of(model, optimizer, step)
-            # The tensors are copied before it returns, so they may change afterwards.
+            # async_save copies the tensors before it returns, so training can change them.
             saving = async_save(state, checkpoint_id="latest", storage_writer=writer, async_stager=stager)
     if saving is not None:
         saving.result()

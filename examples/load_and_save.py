@@ -1,4 +1,4 @@
-"""Saves a dict of tensors compressed and loads it back, with the same calls as safetensors."""
+"""Saves a dict of tensors compressed and loads it, with the same functions as safetensors."""
 
 import overwire as ow
 import torch
@@ -15,4 +15,4 @@ half = ow.load_file("model.safetensors", keys=["norm"], dtype=torch.float16)  # 
 arrays = ow.load_file("model.safetensors", framework="np")  # numpy, with bfloat16 from ml_dtypes
 assert half["norm"].dtype == torch.float16 and arrays["norm"].shape == (256,)
 
-ow.convert("model.safetensors", "plain.safetensors", compress=False)  # for any safetensors reader
+ow.convert("model.safetensors", "plain.safetensors", compress=False)  # any safetensors reader can read it

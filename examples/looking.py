@@ -1,4 +1,4 @@
-"""Shows what is in a file, whether it is intact, and how far a load has come."""
+"""Shows the contents of a file, checks whether it is intact, and shows the progress of a load."""
 
 import overwire as ow
 import torch
@@ -8,7 +8,7 @@ ow.save_file({"w": torch.randn(400, 300).bfloat16(), "ids": torch.arange(10)}, "
 for tensor in ow.inspect("model.safetensors")["sources"][0]["tensors"]:
     print(tensor["name"], tensor["dtype"], tensor["shape"], tensor["coding"], f"{tensor['ratio']:.3f}")
 
-proof = ow.verify("model.safetensors")  # every checksum, every decode, every hash; raises if one is wrong
+proof = ow.verify("model.safetensors")  # raises if a checksum, a hash or decoding fails
 assert proof["ok"] and proof["tensors"] == 2
 
 ow.load_file("model.safetensors", progress=lambda p: print(f"{p.bytes}/{p.total_bytes} bytes"))

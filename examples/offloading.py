@@ -1,4 +1,4 @@
-"""Runs a language model and loads each layer only while it runs.
+"""Runs a language model, and loads each layer to the device only while the layer runs.
 
 Run it in a writable folder; it uses a GPU if there is one.
 """
@@ -25,26 +25,26 @@ how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "do_sampl
 resident = model.generate(prompt, **how)
 ow.save_model(model, "model.safetensors")
 
-# What would be streamed, and how much memory and time it would take.
+# Show which weights would be streamed, and how much memory and time that would take.
 print(ow.plan("model.safetensors", keep="1.1MB"))
 
 # Two of the eight layers stay on the device.
 with ow.offload(model, device, keep="1.1MB") as offloaded:
-    print(offloaded, "beside", offloaded.kept, "bytes that stay")
+    print(offloaded, "and", offloaded.kept, "bytes stay on the device")
     assert torch.equal(model.generate(prompt, **how), resident)
     try:
         model.state_dict()
     except ow.NotSupportedError as error:
         print(error)
 
-# Straight from a file, into a model that has no weights.
+# Stream from a file, for a model without weights.
 with torch.device("meta"):
     empty = LlamaForCausalLM(config).bfloat16().eval()  # type: ignore[no-untyped-call, unused-ignore]
 empty.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the file
 with ow.offload(empty, device, source="model.safetensors"):
     assert torch.equal(empty.generate(prompt, **how), resident)
 
-# As accelerate places a model: weights that stay on the CPU next to a GPU are streamed.
+# With accelerate's device_map: weights on the CPU are streamed to the GPU.
 if device == "cuda":
     model.save_pretrained("model")
     where = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0, "model.layers": "cpu"}

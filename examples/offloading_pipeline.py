@@ -1,4 +1,4 @@
-"""Runs a diffusers pipeline that does not fit on the device: each block is loaded while it runs.
+"""Runs a diffusers pipeline that does not fit on the device, and loads each block only while the block runs.
 
 Run it on a GPU if there is one.
 """

@@ -1,4 +1,4 @@
-"""Makes libraries that read with safetensors read compressed files as well.
+"""Makes libraries that use safetensors read compressed files.
 
 transformers, diffusers and accelerate work the same way:
 
@@ -19,7 +19,7 @@ with ow.patch_safetensors():
     tensors = safetensors.torch.load_file("model.safetensors")
 assert torch.equal(tensors["embed"], weights["embed"])
 
-# Or use the names of safetensors without installing it.
+# Or use overwire's implementation of safetensors' API, without installing safetensors.
 from overwire.compat.safetensors import safe_open  # noqa: E402
 
 with safe_open("model.safetensors", framework="pt") as f:

@@ -1,4 +1,4 @@
-"""Saves any Python object with tensors in it: a small pickle, with its tensors compressed next to it."""
+"""Saves any Python object with tensors: a small pickle, and a compressed file with the tensors."""
 
 import overwire as ow
 import torch
@@ -17,7 +17,7 @@ assert ow.load_bundle("bundle.pkl")["step"] == 7
 
 ow.save_bundle({"check": print}, "odd.pkl")
 try:
-    ow.load_bundle("odd.pkl")  # only tensors, containers, numpy and torch.nn
+    ow.load_bundle("odd.pkl")  # only allows tensors, containers, numpy and torch.nn
 except ow.UntrustedPickleError as error:
     print(error)
 assert ow.load_bundle("odd.pkl", trust=True) == {"check": print}

@@ -1,4 +1,4 @@
-"""Loads while Python imports: by a call, or by an environment variable."""
+"""Loads while Python imports modules, started by a call or by an environment variable."""
 
 import os
 import subprocess
@@ -9,14 +9,14 @@ import torch
 
 ow.save_file({"w": torch.randn(2000, 500)}, "model.safetensors")
 
-job = ow.preload("model.safetensors")  # returns at once, needs no GIL
+job = ow.preload("model.safetensors")  # returns immediately; the load does not need the GIL
 import json  # noqa: E402  # heavy imports go here
 
 done, total, *_ = job.progress()
 print(f"{done} of {total} bytes while importing {json.__name__}")
-tensors = ow.load_file("model.safetensors")  # joins it
+tensors = ow.load_file("model.safetensors")  # uses the preloaded bytes
 assert tensors["w"].shape == (2000, 500)
 
-# The same without code: OVERWIRE_PRELOAD starts it at `import overwire`.
+# OVERWIRE_PRELOAD starts a preload at `import overwire`, without a change of the program.
 program = "import overwire as ow, torch; print(ow.load_file('model.safetensors')['w'].shape)"
 subprocess.run([sys.executable, "-c", program], env=os.environ | {"OVERWIRE_PRELOAD": "model.safetensors"}, check=True)

@@ -1,4 +1,4 @@
-"""Loads part of a model: by names, for one rank of an expert-parallel group, or within a budget.
+"""Loads part of a model: by names, for one rank of an expert-parallel group, or within a memory budget.
 
 Works with torch or numpy; this file uses numpy.
 """
@@ -16,18 +16,18 @@ weights["layers.0.gate.weight"] = rng.normal(size=(8, 256)).astype("float32")
 Path("model").mkdir(exist_ok=True)
 ow.save_file(weights, "model/model.safetensors", max_shard_size="1MB")  # several shards and an index.json
 
-# How much would it take? Only headers are read.
+# Plan the load. This only reads headers.
 plan = ow.plan("model", framework="np")
 print(f"{len(plan.tensors)} tensors, {plan.nbytes} bytes from {len(plan.files)} files")
 
-# Only the shards that hold these names are opened.
+# Only the shards with these names are opened.
 gate = ow.load_file("model", keys=["layers.0.gate.weight"], framework="np")
 
-# Rank 1 of 4: its two experts, and the tensors that every rank needs.
+# Rank 1 of 4 gets its two experts, and the tensors that all ranks need.
 mine = ow.load_file("model", filter=ow.experts(1, 4), framework="np")
 print(sorted(mine))
 
-# A budget: the load is refused, with the numbers, before anything is allocated.
+# A load above the memory budget is refused before anything is allocated.
 try:
     ow.load_file("model", max_memory="1MB", framework="np")
 except ow.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""Opens files and reads only what is needed: single tensors and slices."""
+"""Opens files and only reads single tensors and slices."""
 
 import overwire as ow
 import torch

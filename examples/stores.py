@@ -1,10 +1,10 @@
-"""Saves weights to S3 and Redis and loads them back, without a file in between.
+"""Saves weights to S3 and Redis and loads them, without a local file.
 
     S3=s3://bucket/folder/ REDIS=redis://localhost:6379/folder/ python stores.py
 
-Credentials come from where AWS's own tools look (AWS_ACCESS_KEY_ID, profiles,
-pod, container and machine roles), AWS_ENDPOINT_URL_S3 names another store, and
-REDISCLI_AUTH is Redis' password; storage_options set the same for one call.
+Credentials are found as by the AWS tools (AWS_ACCESS_KEY_ID, profiles, pod,
+container and machine roles). AWS_ENDPOINT_URL_S3 selects another store.
+REDISCLI_AUTH is the Redis password. storage_options override these for one call.
 """
 
 import os
@@ -15,11 +15,11 @@ import overwire as ow
 weights = {"embed": np.random.default_rng(0).standard_normal((512, 64)).astype(np.float32)}
 
 for folder in filter(None, (os.environ.get("S3"), os.environ.get("REDIS"))):
-    # It is uploaded in parts, in bounded memory, and appears only when it is complete.
+    # The file is uploaded in parts, in bounded memory, and appears when it is complete.
     report = ow.save_file(weights, folder + "model.safetensors")
-    print(f"{report.files[0]}: {report.bytes_out} bytes, {report.ratio:.3f} of it")
+    print(f"{report.files[0]}: {report.bytes_out} bytes, ratio {report.ratio:.3f}")
 
-    # Ranges are read straight into the tensors, and resume after a broken connection.
+    # Ranges are read directly to the tensors. A read resumes if its connection breaks.
     tensors = ow.load_file(folder + "model.safetensors", framework="np", storage_options={"timeout": 10})
     assert np.array_equal(tensors["embed"], weights["embed"])
 

@@ -1,4 +1,4 @@
-"""Uses each tensor as soon as it is loaded, or loads tensors straight into a module."""
+"""Uses each tensor as soon as it is loaded, and loads tensors directly into a module."""
 
 import overwire as ow
 import torch
@@ -10,5 +10,5 @@ for name, tensor in ow.stream("model.safetensors"):  # in order of arrival
     print(name, tuple(tensor.shape))
 
 module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-missing, unexpected = ow.load_model(module, "model.safetensors")  # straight into its parameters
+missing, unexpected = ow.load_model(module, "model.safetensors")  # directly into its parameters
 assert not missing and not unexpected and torch.equal(module.state_dict()["1.weight"], source.state_dict()["1.weight"])

@@ -1,4 +1,4 @@
-"""Loads a torch module into its own parameters, and saves it as a whole bundle.
+"""Loads weights directly into a torch module's parameters, and saves the module in a bundle.
 
 Run it in a writable folder.
 """
@@ -15,11 +15,11 @@ def network() -> torch.nn.Module:
 
 model, twin = network(), network()
 
-# Tensors go straight into the module's own parameters: no second copy.
+# Tensors are loaded directly into the module's parameters, without a second copy.
 ow.save_model(model, "weights.safetensors")
 ow.load_model(twin, "weights.safetensors")
 
-# Any Python object with tensors in it, including tied tensors and views.
+# A bundle can contain any Python object with tensors, including tied tensors and views.
 ow.save_bundle({"model": model, "step": 7}, "bundle/checkpoint.pkl")
 checkpoint = ow.load_bundle("bundle/checkpoint.pkl")
 

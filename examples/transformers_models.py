@@ -1,4 +1,4 @@
-"""Saves a transformers model compressed, and loads it to the device that is asked for.
+"""Saves a transformers model compressed, and loads it directly to a device.
 
 The same two lines work for diffusers pipelines and peft adapters.
 """

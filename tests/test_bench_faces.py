@@ -75,7 +75,7 @@ for row in faces._measure_faces(args, folder):
     assert set(rows) == {"flips", "fails", "ends"}
     assert "weight" in rows["flips"].split(" | ")[1] and "WRONG" in rows["flips"]
     assert "ValueError: of this name" in rows["fails"] and "left out" in rows["fails"]
-    assert "its process ended" in rows["ends"]
+    assert "the process ended early" in rows["ends"]
 
 
 SAVES = """
@@ -123,5 +123,5 @@ def test_without_a_gpu_the_engine_says_so(tmp_path: Path) -> None:
     for words in (("--device", "cuda"), ("--device=cuda:0", "--json")):
         done = warm.fresh(["-m", "overwire", "bench", *words, "--size", "1MB", "--dir", str(tmp_path)], env=cleaned())
         assert done.returncode != 0 and "NVIDIA" in done.stderr, done.stderr
-        assert "fresh process" not in done.stdout
+        assert "new process" not in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -37,7 +37,7 @@ def test_a_part_of_a_checkpoint_is_never_the_whole(tmp_path: Path) -> None:
     cases.append((shards, ow.NotFoundError, "no rank has a file 00002 of 00002"))
     for number, (header, data, text) in enumerate([
         ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "twice"),
-        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "a hole before it"),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"ab", "a gap before it"),
         ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"ab", "1 bytes after"),
         ('{"__metadata__":{"k":1},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"a", "not texts"),
     ]):  # fmt: skip
@@ -66,5 +66,5 @@ def test_records_and_entries_that_lie(tmp_path: Path) -> None:
         archive.writestr("a.npy", b"")
         with archive.open("b.npy", "w") as file:
             np.save(file, np.ones(3))
-    with pytest.raises(ow.FormatError, match="a: it does not begin as an array does"):
+    with pytest.raises(ow.FormatError, match="a: it does not begin like an array"):
         ow.load_file(tmp_path / "m.npz")

@@ -446,7 +446,7 @@ def test_parameters_are_those_of_before_also_for_autograd() -> None:
     model(X).sum().backward()
     with torch.inference_mode():
         made_there = Plain()
-    with torch.no_grad(), pytest.raises(ow.NotSupportedError, match="made in inference mode"):
+    with torch.no_grad(), pytest.raises(ow.NotSupportedError, match="created in inference mode"):
         ow.offload(made_there, "cpu")
     with torch.inference_mode(), ow.offload(made_there, "cpu"):
         assert torch.equal(made_there(X), model(X))

@@ -125,7 +125,7 @@ def test_a_block_that_is_larger_than_room(rows: list[int]) -> None:
         assert 0 < offloaded.stored_on_device <= room
         for layer, x, y in zip(model.layers, inputs, expected, strict=True):
             assert torch.equal(layer(x), y)
-    with pytest.raises(ow.OutOfMemoryError, match=r"room is 900 bytes .* block 'layers\.\d'.* where='device'"):
+    with pytest.raises(ow.OutOfMemoryError, match=r"more than room, 900 bytes .* block 'layers\.\d'.* where='device'"):
         ow.offload(model, "cpu", where="device", room=900)
     assert all(torch.equal(layer(x), y) for layer, x, y in zip(model.layers, inputs, expected, strict=True))
 

@@ -379,7 +379,7 @@ def test_under_a_fake_tensor_mode_nothing_is_called_done(tmp_path: Path) -> None
         for takes_real in (False, True):
             with FakeTensorMode(allow_non_fake_inputs=takes_real):
                 for verb in verbs:
-                    with pytest.raises(ow.NotSupportedError, match="FakeTensorMode is on"):
+                    with pytest.raises(ow.NotSupportedError, match="FakeTensorMode is active"):
                         verb()
         file.load_into([("a", None, strided)])
     asleep.wake()

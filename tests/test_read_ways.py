@@ -95,4 +95,5 @@ def test_one_line_says_why_there_is_no_gds(caplog: pytest.LogCaptureFixture, mon
     monkeypatch.setattr(jobs, "_has_warned", False)
     for reason in ("no nvidia-fs", "no nvidia-fs", "no libcufile"):
         jobs._say_once(reason)
-    assert [record.getMessage() for record in caplog.records] == ["overwire: read through the host instead: no nvidia-fs"]
+    text = "overwire: GPUDirect Storage is not available, reading through host memory: no nvidia-fs"
+    assert [record.getMessage() for record in caplog.records] == [text]

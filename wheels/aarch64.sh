@@ -1,20 +1,20 @@
 #!/bin/sh
 # Tests overwire for Linux aarch64 on an x86-64 machine, under qemu-user: `make aarch64`.
 #
-#   wheels/aarch64.sh tests [PACKAGE...]   Go tests, of every package if none is named
-#   wheels/aarch64.sh wheel                the wheel: built, audited, imported by CPythons
+#   wheels/aarch64.sh tests [PACKAGE...]   Go tests, by default of all packages
+#   wheels/aarch64.sh wheel                builds and audits the wheel, and imports it in CPythons
 #                                          for aarch64 (wheels/pythons.sh)
-#   wheels/aarch64.sh python [FILE...]     Python tests of that wheel, with numpy and torch; if
-#                                          none is named, all except the slow ones
-#   wheels/aarch64.sh all                  these three, one after the other, and a summary
-#   wheels/aarch64.sh count                instructions of decoders and CRC-32C, for
+#   wheels/aarch64.sh python [FILE...]     Python tests of that wheel, with numpy and torch; by
+#                                          default all tests except the slow ones
+#   wheels/aarch64.sh all                  the three steps above, and a summary
+#   wheels/aarch64.sh count                counts instructions of decoders and CRC-32C, for
 #                                          docs/benchmarks/host.md
 #
-# It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user, and installs them
-# if it may. Otherwise it names what is missing and skips the step. Tests that qemu cannot
-# run are listed in wheels/aarch64-left-out.txt with their reasons. `all` takes hours: 330
-# Python tests of 15 files took 18 minutes, 6.5 of processor time, on two cores that were
-# busy with other work. JOBS sets how many processes run Python tests.
+# It needs gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user. It installs them if
+# it runs as root; otherwise it names what is missing and skips the step. Tests that qemu
+# cannot run are listed in wheels/aarch64-left-out.txt with their reasons. `all` takes hours:
+# 330 Python tests in 15 files took 18 minutes (6.5 minutes of CPU time) on two busy cores.
+# JOBS sets the number of processes for Python tests.
 set -eu
 cd "$(dirname "$0")/.."
 work=$PWD/build/aarch64
@@ -22,7 +22,7 @@ cross=/usr/aarch64-linux-gnu
 python=${PYTHON:-.venv/bin/python}
 mkdir -p "$work"
 
-# say WORDS: prints a line, and keeps it for the final summary.
+# say WORDS: prints a line, and repeats it in the final summary.
 say() { echo "aarch64: $*" | tee -a "$work/said.txt"; }
 
 skip() {
@@ -30,7 +30,7 @@ skip() {
 	exit 0
 }
 
-# logged COMMAND...: runs it, keeps its output in $work/$verb.log, and returns its status.
+# logged COMMAND...: runs a command, copies its output to $work/$verb.log, and returns its status.
 logged() {
 	rm -f "$work/failed"
 	{ "$@" || echo $? >"$work/failed"; } 2>&1 | tee "$work/$verb.log"
@@ -45,11 +45,11 @@ tools() {
 	} >"$work/apt.log" 2>&1 || skip "gcc-aarch64-linux-gnu, libc6-dev-arm64-cross or qemu-user is missing and cannot be installed"
 }
 
-# left_out go|py: prints the tests that are left out in Go or Python.
+# left_out go|py: prints the Go or Python tests that are left out.
 left_out() { sed -n "s/^$1 \([^ ]*\): .*/\1/p" wheels/aarch64-left-out.txt; }
 
-# Test programs start themselves, and Go's test programs also a C compiler. So each program
-# is moved aside, and a script in its place starts it with qemu.
+# Test programs start themselves, and Go test programs also start a C compiler. So each
+# program is renamed, and a script under its name starts it with qemu.
 runner() {
 	mkdir -p "$work/bin"
 	ln -sf "$(command -v aarch64-linux-gnu-gcc)" "$work/bin/cc"
@@ -63,8 +63,8 @@ runner() {
 	chmod +x "$work/exec"
 }
 
-# The packages of .venv and of .venv/transformers5, for aarch64. torch 2.10 is the last
-# with an aarch64 wheel that needs no CUDA library.
+# packages: installs the packages of .venv and of .venv/transformers5 for aarch64. torch 2.10
+# is the last version with an aarch64 wheel that does not need CUDA libraries.
 packages() {
 	"$python" -m pip list --format=freeze --disable-pip-version-check |
 		grep -viE '^(nvidia|cuda|triton|overwire|pip|setuptools|ruff|mypy|torch)[-_=]' >"$work/wanted.txt"
@@ -75,7 +75,7 @@ packages() {
 	cat "$work/wanted.txt" requirements/transformers5.txt >"$work/packages/.ready"
 }
 
-# installed FOLDER WHAT...: installs packages for aarch64 into a folder.
+# installed FOLDER WHAT...: installs packages for aarch64 to a folder.
 installed() {
 	into=$1
 	shift
@@ -91,9 +91,9 @@ case $verb in
 tests)
 	tools
 	runner
-	GOFLAGS=$("$python" setup.py goflags) # tests and the wheel share what is compiled
+	GOFLAGS=$("$python" setup.py goflags) # tests and the wheel share the build cache
 	export GOFLAGS CGO_ENABLED=1 CC=aarch64-linux-gnu-gcc
-	[ $# != 0 ] || set -- $(go list ./gosrc/... | grep -v '/internal/house$') # which reads the sources: the same for every machine
+	[ $# != 0 ] || set -- $(go list ./gosrc/... | grep -v '/internal/house$') # which only reads the sources
 	status=0
 	logged go test -short -vet=off -timeout 60m -skip "^($(left_out go | paste -sd'|'))\$" -exec "$work/exec" "$@" || status=1
 	say "Go tests: $(grep -c '^ok' "$work/tests.log") packages passed, $(grep -c '^FAIL	' "$work/tests.log") failed; left out: $(left_out go | paste -sd' ')"
@@ -115,9 +115,9 @@ python)
 	packages
 	rm -rf "$work/packages/overwire"
 	"$python" -m zipfile -e "$work"/dist/*.whl "$work/packages"
-	unset PYTHONPATH PYTHONDONTWRITEBYTECODE # or each program compiles what it imports of torch
+	unset PYTHONPATH PYTHONDONTWRITEBYTECODE # otherwise each program compiles the torch modules that it imports
 	export OVERWIRE_TEST_SLOW=1 OVERWIRE_TEST_GRACE=300 OVERWIRE_TEST_TRANSFORMERS5="$work/transformers5"
-	# The packages are found like installed ones, since tests set PYTHONPATH.
+	# A .pth file makes the packages importable, because tests set PYTHONPATH.
 	site=build/pythons/aarch64/.bookworm/sys/usr/lib/python3/dist-packages
 	mkdir -p $site
 	trap 'rm -f $site/packages.pth' EXIT
@@ -134,7 +134,7 @@ all)
 	rm -f "$work/said.txt"
 	status=0
 	for step in tests wheel python; do "$0" $step || status=1; done
-	printf '\nWhat is left out has its reason in wheels/aarch64-left-out.txt.\n'
+	printf '\nwheels/aarch64-left-out.txt has the reasons for tests that were left out.\n'
 	cat "$work/said.txt"
 	exit $status
 	;;
@@ -142,7 +142,7 @@ count)
 	tools
 	export CGO_ENABLED=0 GOFLAGS=-tags=netgo,osusergo,nostores
 	go test -vet=off -c -o "$work/x16" ./gosrc/codec/x16
-	# counted PROGRAM SYMBOLS BENCHMARK UNITS NAME: a line of the log for each instruction
+	# counted PROGRAM SYMBOLS BENCHMARK UNITS NAME: counts instructions; the log has a line for each
 	counted() {
 		ranges=$(go tool nm -size "$1" | awk -v of="$2" '$NF ~ of {printf "%s0x%s+%s", n++ ? "," : "", $1, $2}')
 		qemu-aarch64 -singlestep -d nochain,exec -dfilter "$ranges" -D "$work/log" "$1" -test.run - -test.bench "$3" -test.benchtime 1x >/dev/null

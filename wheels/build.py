@@ -1,7 +1,7 @@
 """Build the sdist, and the wheels from the unpacked sdist: python wheels/build.py DIR
 
-So the wheels show that the sdist is complete: the wheel of this machine, and that of all others, which reads files with
-only numpy. Each is built twice, in folders of different names, and must have the same bytes.
+This proves that the sdist is complete. It builds the wheel of this machine, and the platform-independent wheel, which
+reads files with only numpy. Each is built twice, in differently named folders, and must have the same bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(out: Path) -> None:
             wheels.append([hook(tree, name, into) for name in ("build_wheel", "build_portable_wheel")])
         for wheel, again in zip(*wheels, strict=True):
             if again.name != wheel.name or again.read_bytes() != wheel.read_bytes():
-                sys.exit(f"{wheel.name}: built twice in different folders, and not the same")
+                sys.exit(f"{wheel.name}: two builds in different folders are not the same")
     for path in (sdist, *wheels[0]):
         print(f"{path.name}  {path.stat().st_size / 1e6:.2f} MB")
 

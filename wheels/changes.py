@@ -1,8 +1,8 @@
-"""Puts the changes that have a file in changes/ into CHANGELOG.md, under a version and a date, and removes the files:
+"""Moves the changes in changes/ to CHANGELOG.md, under a version and a date, and removes their files:
 
     python wheels/changes.py X.Y.Z [YEAR-MONTH-DAY]
 
-A file has one line, `Kind: sentence`; changes/README.md says more. Entries under Unreleased are moved along.
+A file has one line, `Kind: sentence`; see changes/README.md. Entries under Unreleased are also moved to the version.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def list_fragments(root: Path) -> list[Path]:
 
 
 def read_fragment(path: Path) -> tuple[str, str]:
-    """Return the kind of a change and its sentence; ValueError names a file with another form."""
+    """Return the kind of a change and its sentence. Raise ValueError, which names the file, for another form."""
     parts = re.fullmatch(r"(\w+): (\S.*)\n?", path.read_text(encoding="utf-8"))
     if path.suffix != ".md" or not parts or parts[1] not in KINDS:
-        raise ValueError(f"{path}: one line, `Kind: sentence`, in a file of that name: {', '.join(KINDS)}")
+        raise ValueError(f"{path}: expected a .md file with one line, `Kind: sentence`; the kinds are {', '.join(KINDS)}")
     if len(parts[2]) > LONGEST:
-        raise ValueError(f"{path}: {len(parts[2])} letters; at most {LONGEST}")
+        raise ValueError(f"{path}: the sentence has {len(parts[2])} letters; expected at most {LONGEST}")
     return parts[1], parts[2]
 
 
@@ -40,14 +40,14 @@ def join_changes(text: str, changes: list[tuple[str, str]], version: str, day: s
     if not heading:
         raise ValueError("CHANGELOG.md has no section Unreleased")
     if f"## {version} - " in text:
-        raise ValueError(f"CHANGELOG.md has {version}")
+        raise ValueError(f"CHANGELOG.md already has {version}")
     following = HEADING.search(rest)
     unreleased, released = (rest[: following.start()], rest[following.start() :]) if following else (rest, "")
     sections: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for section in unreleased.split("### ")[1:]:
         kind, *lines = section.splitlines()
         if kind not in sections:
-            raise ValueError(f"CHANGELOG.md has {kind} under Unreleased: {', '.join(KINDS)}")
+            raise ValueError(f"CHANGELOG.md has {kind} under Unreleased: expected one of {', '.join(KINDS)}")
         sections[kind] += [line for line in lines if line]
     for kind, sentence in changes:
         sections[kind].append(f"- {sentence}")

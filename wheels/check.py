@@ -1,10 +1,10 @@
 """Audit wheels and import them in every CPython of this machine: python wheels/check.py FILE...
 
-The library's own symbols decide: it exports only PyInit__core, needs only libc, no newer glibc than its tag says, and
-of Python only the stable ABI of 3.10. RECORD has to be right, the licences of all linked modules are there, and it has
-at most LARGEST bytes. Then each interpreter found on PATH, by pyenv, or fetched by wheels/pythons.sh unpacks the wheel,
-imports it and calls the engine. Wheels of another machine are imported by fetched interpreters, which run under
-qemu-user. The wheel without the engine reads every golden file with only numpy.
+The library must only export PyInit__core. It may only need libc, no newer glibc than its tag states, and Python's
+stable ABI of 3.10. The wheel must have a correct RECORD, the licences of all linked modules, and at most LARGEST bytes.
+Then each interpreter that is on PATH, in pyenv, or downloaded by wheels/pythons.sh imports the wheel and calls the
+engine. Wheels of another machine are imported by downloaded interpreters under qemu-user. The wheel without the engine
+must read all golden files with only numpy.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
 LARGEST = 8_300_000
 E_MACHINE = {"x86_64": 62, "aarch64": 183}  # in the ELF header
 
-# Names outside the stable ABI of 3.10 that a mistake in the shim would let in. PyObject_GetBuffer and PyBuffer_Release
-# joined it with 3.11; 3.10 has the same: gosrc/bind/core/memory.c.
+# Names outside the stable ABI of 3.10 that a mistake in the shim would use. PyObject_GetBuffer and PyBuffer_Release are
+# allowed: they are in the stable ABI since 3.11, and unchanged in 3.10 (gosrc/bind/core/memory.c).
 NOT_STABLE = re.compile(
     r"^_Py(?!Arg_\w+_SizeT$|_(Dealloc|IncRef|DecRef|NoneStruct|TrueStruct|FalseStruct|BuildValue_SizeT)$)"
     r"|^Py(Complex_AsC|Run_|Buffer_(?!Release$))"
@@ -81,7 +81,7 @@ print(json.dumps(digests))
 
 
 def pythons(machine: str = platform.machine()) -> dict[str, str | None]:
-    """Return for each version its interpreter for a machine, or None."""
+    """Return the interpreter of each version for a machine, or None."""
     found: dict[str, str | None] = {}
     for version in PYTHONS:
         fetched = ROOT / "build" / "pythons" / machine / f"python{version}"
@@ -101,7 +101,7 @@ def works(python: str, version: str) -> bool:
 
 
 def audit(wheel: Path) -> list[str]:
-    """Return what is wrong with a wheel."""
+    """Return the faults of a wheel."""
     if wheel.name.endswith("-py3-none-any.whl"):
         return audit_portable(wheel)
     wrong = []
@@ -110,12 +110,12 @@ def audit(wheel: Path) -> list[str]:
         return [f"the name {wheel.name}"]
     floor = (int(tag[1]), int(tag[2]))
     if wheel.stat().st_size > LARGEST:
-        wrong.append(f"has {wheel.stat().st_size} bytes, above {LARGEST}")
+        wrong.append(f"has {wheel.stat().st_size} bytes, more than {LARGEST}")
     with zipfile.ZipFile(wheel) as z:
         files = {name: z.read(name) for name in z.namelist()}
     elf = Elf(files["overwire/_core.abi3.so"])
     if elf.machine != E_MACHINE[tag[3]]:
-        wrong.append(f"is code of machine {elf.machine}, not of {tag[3]}")
+        wrong.append(f"has code for ELF machine {elf.machine}, expected {tag[3]}")
     if elf.exports() != ["PyInit__core"]:
         wrong.append(f"exports {elf.exports()}")
     if set(elf.needed()) - {"libc.so.6", "libpthread.so.0", "libdl.so.2", "ld-linux-aarch64.so.1"}:
@@ -125,24 +125,24 @@ def audit(wheel: Path) -> list[str]:
     for v in elf.needed_versions():
         found = re.fullmatch(r"GLIBC_(\d+)\.(\d+)(\.\d+)?", v.version)
         if not found or (int(found[1]), int(found[2])) > floor:
-            wrong.append(f"needs {v.library} {v.version}, above the tag")
+            wrong.append(f"needs {v.library} {v.version}, newer than the tag")
     wrong += [f"uses {s.name}" for s in elf.symbols() if not s.defined and NOT_STABLE.match(s.name)]
 
     info = next(name for name in files if name.endswith(".dist-info/METADATA")).removesuffix("METADATA")
     named = re.findall(r"^License-File: (.*)$", files[f"{info}METADATA"].decode(), re.M)
     if len(named) < 2 or {f"{info}licenses/{name}" for name in named} - set(files):
-        wrong.append(f"the licences {named} are not all there")
+        wrong.append(f"lacks some of the licences {named}")
     bill = json.loads(files.get(f"{info}sboms/overwire.cdx.json", b"{}"))
     texts = files.get(f"{info}licenses/THIRD-PARTY.txt", b"").decode()
     modules = [part for part in bill.get("components", []) if part["type"] == "library"]
     if len(modules) < 10 or any(f"\n{part['name']} {part['version']}: " not in texts for part in modules):
-        wrong.append("the bill of materials and the licences do not fit together")
+        wrong.append("the bill of materials and the licences list different modules")
 
     return wrong + wrong_records(files)
 
 
 def wrong_records(files: dict[str, bytes]) -> list[str]:
-    """Return where RECORD and the contents of a wheel differ."""
+    """Return the differences between RECORD and the contents of a wheel."""
     wrong = []
     record = next(name for name in files if name.endswith(".dist-info/RECORD"))
     listed = {row[0]: row[1:] for row in csv.reader(io.StringIO(files[record].decode()))}
@@ -156,7 +156,7 @@ def wrong_records(files: dict[str, bytes]) -> list[str]:
 
 
 def audit_portable(wheel: Path) -> list[str]:
-    """Return what is wrong with the wheel without the engine."""
+    """Return the faults of the wheel without the engine."""
     wrong = []
     with zipfile.ZipFile(wheel) as z:
         files = {name: z.read(name) for name in z.namelist()}
@@ -164,14 +164,14 @@ def audit_portable(wheel: Path) -> list[str]:
         wrong.append(f"has {extra}")
     info = next(name for name in files if name.endswith(".dist-info/METADATA")).removesuffix("METADATA")
     if b"\nRequires-Dist: numpy\n" not in files[f"{info}METADATA"] or b"\nRoot-Is-Purelib: true\n" not in files[f"{info}WHEEL"]:
-        wrong.append("does not say that it is pure and needs numpy")
+        wrong.append("does not declare that it is pure and requires numpy")
     if f"{info}licenses/LICENSE" not in files:
         wrong.append("has no licence")
     return wrong + wrong_records(files)
 
 
 def smoke(wheel: Path, python: str) -> str:
-    """Import a wheel; return what went wrong, or nothing."""
+    """Import a wheel. Return the error, or "" without one."""
     with tempfile.TemporaryDirectory() as t:
         with zipfile.ZipFile(wheel) as z:
             z.extractall(t)
@@ -180,8 +180,8 @@ def smoke(wheel: Path, python: str) -> str:
 
 
 def read_goldens(wheel: Path, paths: Iterable[Path]) -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of each tensor of some files, read by the wheel without the engine in this Python, with numpy
-    and, for level "smaller", zstandard. Raises RuntimeError if something went wrong."""
+    """Return the SHA-256 of each tensor in some files, read by the wheel without the engine in this Python, with numpy
+    and, for level "smaller", zstandard. Raises RuntimeError if reading fails."""
     with tempfile.TemporaryDirectory() as t:
         with zipfile.ZipFile(wheel) as z:
             z.extractall(Path(t, "wheel"))
@@ -214,12 +214,12 @@ def main(wheels: list[Path]) -> None:
             bad = True
             print(f"FAIL {wheel.name}: {fault}")
         if wheel.name.endswith("-py3-none-any.whl"):
-            print(f"ok   {len(read_goldens(wheel, goldens()))} goldens by numpy alone")
+            print(f"ok   {len(read_goldens(wheel, goldens()))} goldens read with only numpy")
             continue
         machine = next((name for name in E_MACHINE if wheel.stem.endswith(name)), "")
         for version, python in pythons(machine).items():
             if python is None:
-                print(f"skip CPython {version}: not on this machine (wheels/pythons.sh)")
+                print(f"skip CPython {version}: not on this machine; get it with wheels/pythons.sh")
                 continue
             fault = smoke(wheel, python)
             bad = bad or bool(fault)

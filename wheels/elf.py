@@ -1,7 +1,7 @@
-"""Reads a shared library's exports, libraries and symbol versions.
+"""Reads the exports, required libraries and symbol versions of a shared library.
 
-It reads little-endian ELF64, only as far as a wheel's audit needs, by the section headers, which every linker writes
-and `-s` keeps.
+It only supports little-endian ELF64, and the parts that the audit of a wheel needs. It reads the section headers, which
+all linkers write and which `-s` does not remove.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collects the licences of everything linked into the library, and a bill of materials.
 
-The modules are those that `go list` names for the build. Their texts come from where Go has their sources: the module
-cache or vendor/. A module with a missing or unknown licence ends the build.
+The modules are those that `go list` reports for the build. Their texts come from Go's copies of the sources, in the
+module cache or vendor/. A missing or unknown licence fails the build.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["BOM", "TEXTS", "Module", "bill", "expression", "linked", "notices"]
 
-# The files' names: in the sdist's folder licenses, and in the wheel's dist-info.
+# File names in the sdist's folder licenses, and in the wheel's dist-info.
 TEXTS = "THIRD-PARTY.txt"
 BOM = "overwire.cdx.json"
 
@@ -25,7 +25,7 @@ BOM = "overwire.cdx.json"
 NAMED = re.compile(r"(licen[cs]e|copying|copyright|notice|patents)([._-].*)?", re.I)
 LICENCE = re.compile(r"licen[cs]e|copying", re.I)
 
-# SPDX id -> words that its text contains, and words that it must not contain.
+# Maps an SPDX id to words that its text contains, and words that it must not contain.
 KNOWN = {
     "Apache-2.0": ("Apache License Version 2.0", ""),
     "BSD-3-Clause": ("Redistribution and use in source and binary forms", ""),
@@ -89,12 +89,12 @@ def linked(root: Path, go: str, tags: str, env: dict[str, str]) -> list[Module]:
     for one in modules:
         unknown = [name for name, text in one.texts.items() if LICENCE.match(name.rpartition("/")[2]) and not kinds(text)]
         if unknown or not one.licences:
-            sys.exit(f"overwire: the licence of the module {one.path} {one.version} is not known {unknown}: see wheels/licences.py")
+            sys.exit(f"overwire: module {one.path} {one.version} has an unknown licence {unknown}: add it to wheels/licences.py")
     return modules
 
 
 def texts_in(folder: Path, top: Path) -> dict[str, str]:
-    """Return the texts in a folder, by their names below top."""
+    """Return the texts in a folder, by their paths relative to top."""
     return {
         path.relative_to(top).as_posix(): path.read_text(encoding="utf-8", errors="replace").strip() + "\n"
         for path in sorted(folder.iterdir())
@@ -103,25 +103,24 @@ def texts_in(folder: Path, top: Path) -> dict[str, str]:
 
 
 def notices(modules: list[Module]) -> str:
-    """Return all texts, each once, under the modules that have it."""
+    """Return all texts, each once, after a list of the modules that have it."""
     owners: dict[str, list[str]] = {}
     for one in modules:
         for name, text in sorted(one.texts.items()):
             owners.setdefault(text, []).append(f"{one.path} {one.version}: {name}")
-    parts = ["The library _core.abi3.so contains the following modules, each under its licence.\n"]
+    parts = ["The library _core.abi3.so contains the following modules, each under its own licence.\n"]
     for text, names in sorted(owners.items(), key=lambda item: item[1]):
         parts.append("\n".join(["=" * 80, *names, "-" * 80, "", text]))
     return "\n".join(parts)
 
 
 def expression(own: str, modules: list[Module]) -> str:
-    """Return the SPDX expression of everything together."""
+    """Return the SPDX expression of the project and all modules."""
     return " AND ".join(sorted({own, *(name for one in modules for name in one.licences)}))
 
 
 def bill(name: str, version: str, own: str, modules: list[Module], root: Path, suffix: str = "") -> str:
-    """Return the bill of materials in CycloneDX 1.6; the same tree gives the same text. suffix is that of the GPU
-    module names."""
+    """Return the bill of materials in CycloneDX 1.6. It is reproducible. suffix: of the names of the GPU modules."""
     url = f"pkg:pypi/{name}@{version}"
     sums = dict(re.findall(r"^(\S+ \S+) (h1:\S+)$", (root / "go.sum").read_text(encoding="utf-8"), re.M))
     components: list[dict[str, Any]] = []

@@ -1,13 +1,13 @@
-"""Build and check all that a release uploads, and upload nothing:
+"""Build and check the files of a release, without uploading them:
 
     python wheels/release.py [--rehearse] --twine TWINE DIR
     python wheels/release.py --reproduce DIR
 
-A release is a tagged commit: the tree is clean, the tag matches the version, and
-CHANGELOG.md has its entry. A rehearsal only needs the clean tree. Then everything that
-is generated is generated again, the site is built, and DIR gets the sdist, a wheel for
-each architecture, and their hashes. --reproduce builds the commit in two new folders, one
-of them without anything compiled before, and compares all files, also with DIR's.
+A release is a tagged commit. The tree must be clean, the tag must match the version, and
+CHANGELOG.md must have an entry for it. A rehearsal only needs a clean tree. The program
+then regenerates all generated files, builds the site, and writes the sdist, a wheel for
+each architecture, and their hashes to DIR. --reproduce builds the commit in two new
+folders, one of them with an empty build cache, and compares the files, also with DIR's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from changes import list_fragments
 ROOT = Path(__file__).resolve().parents[1]
 SUMS = "SHA256SUMS"
 
-# Each has a wheel in a release: architecture -> its builder on x86-64.
+# Maps each architecture with a wheel to the environment of its build on x86-64.
 ARCHITECTURES: dict[str, dict[str, str]] = {
     "x86_64": {},
     "aarch64": {"GOARCH": "arm64", "CC": "aarch64-linux-gnu-gcc", "GOEXPERIMENT": "", "GOFLAGS": ""},
@@ -40,31 +40,31 @@ ARCHITECTURES: dict[str, dict[str, str]] = {
 
 
 def ask(root: Path, *command: str) -> str:
-    """Return what a command prints; its failure ends this program."""
+    """Return the output of a command. Raise CalledProcessError if it fails."""
     return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def version_of(root: Path) -> str:
-    """Return the version from its source."""
+    """Return the version in the sources."""
     found = re.search(r'^const Version = "(.*)"$', (root / "gosrc/cli/cli.go").read_text(encoding="utf-8"), re.M)
     return found[1] if found else ""
 
 
 def unclean(root: Path) -> list[str]:
-    """Return what differs from the commit."""
+    """Return the differences between the tree and the commit."""
     return [f"the tree is not clean: {line}" for line in ask(root, "git", "status", "--porcelain").splitlines()]
 
 
 def unready(root: Path) -> list[str]:
-    """Return what a commit lacks for a release."""
+    """Return the reasons why a commit cannot be released."""
     version = version_of(root)
     wrong = []
     if f"v{version}" not in ask(root, "git", "tag", "--points-at", "HEAD").split():
         wrong.append(f"no tag v{version} at this commit: git tag -a v{version}")
     first, *entries = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", (root / "CHANGELOG.md").read_text(encoding="utf-8"), re.M | re.S)
     if first[0] != "Unreleased" or first[1].strip():
-        wrong.append("CHANGELOG.md: Unreleased is not empty: its lines belong to the entry of this version")
-    wrong += [f"changes/{path.name} is not released: python wheels/changes.py" for path in list_fragments(root)]
+        wrong.append("CHANGELOG.md: Unreleased is not empty: move its lines to the entry of this version")
+    wrong += [f"changes/{path.name} is not released: run python wheels/changes.py" for path in list_fragments(root)]
     if not entries or not re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", entries[0][0]):
         wrong.append(f'CHANGELOG.md: the newest entry is not "## {version} - YEAR-MONTH-DAY"')
     placeholders = re.findall(r'^\w+ = "https://[^/"]*\.example/', (root / "pyproject.toml").read_text(encoding="utf-8"), re.M)
@@ -74,7 +74,7 @@ def unready(root: Path) -> list[str]:
 
 
 def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
-    """Return what is missing among the archives of a folder, and in them."""
+    """Return the missing archives of a folder, and the missing contents of archives."""
     wrong = []
     for architecture in ARCHITECTURES:
         found = list(out.glob(f"overwire-{version}-*_{architecture}.whl"))
@@ -95,9 +95,9 @@ def incomplete(out: Path, tracked: Iterable[str], version: str) -> list[str]:
     for wheel in sorted(out.glob("*manylinux*.whl")):
         with zipfile.ZipFile(wheel) as z:
             bills = [z.read(name) for name in z.namelist() if name.endswith("/overwire.cdx.json")]
-        # An architecture may link fewer modules than the sdist lists, but no others.
+        # An architecture may link fewer modules than the sdist lists, but not other modules.
         if len(bills) != 1 or parts(bills[0]) - parts(bytes_of):
-            wrong.append(f"the bill of materials of {wheel.name} is missing, or has what that of {sdist.name} lacks")
+            wrong.append(f"the bill of materials of {wheel.name} is missing, or lists modules that {sdist.name} does not list")
     return wrong
 
 
@@ -107,26 +107,26 @@ def parts(bill: bytes) -> set[str]:
 
 
 def sums(out: Path) -> str:
-    """Return the hashes of a folder's archives, as sha256sum prints and checks them."""
+    """Return the hashes of a folder's archives in the format of sha256sum."""
     files = sorted([*out.glob("overwire-*.whl"), *out.glob("overwire-*.tar.gz")])
     return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
 
 
 def step(what: str, wrong: list[str]) -> None:
-    """Print how a step went; end if it went wrong."""
+    """Print the result of a step. Exit if it failed."""
     print(f"{'FAIL' if wrong else 'ok  '} {what}", *wrong, sep="\n     ", flush=True)
     if wrong:
         sys.exit(1)
 
 
 def ran(*command: str | Path, **env: str) -> list[str]:
-    """Run a command in the tree; return what went wrong."""
+    """Run a command in the tree. Return its error, if any."""
     done = subprocess.run([str(word) for word in command], cwd=ROOT, env=os.environ | env, check=False)
     return [f"{' '.join(map(str, command))}: exit status {done.returncode}"] if done.returncode else []
 
 
 def built(out: Path) -> list[str]:
-    """Build the sdist and the wheels into a folder; return what went wrong."""
+    """Build the sdist and the wheels in a folder. Return errors."""
     wrong = ran(sys.executable, ROOT / "wheels/build.py", out)
     for architecture, env in ARCHITECTURES.items():
         if env and not wrong:
@@ -144,30 +144,30 @@ def release(out: Path, twine: Path, rehearse: bool) -> None:
     version = version_of(ROOT)
     step(f"overwire {version}, {ask(ROOT, 'git', 'describe', '--always', '--dirty')}: a clean tree", unclean(ROOT))
     if rehearse:
-        print("     a rehearsal: neither the tag nor the entry of CHANGELOG.md is asked for")
+        print("     a rehearsal: the tag and the entry of CHANGELOG.md are not checked")
     else:
         step("the tag, and the entry of CHANGELOG.md", unready(ROOT))
-    step("what is generated is what the sources give", ran("make", "-s", "gen", "plots") or unclean(ROOT))
+    step("generated files are up to date", ran("make", "-s", "gen", "plots") or unclean(ROOT))
     step("the site", ran("make", "-s", "docs"))
     step("the sdist, and each wheel, twice with the same bytes", built(out))
     wheels = sorted(out.glob("*.whl"))
     step("the wheels' symbols, licences and records; imports", ran(sys.executable, ROOT / "wheels/check.py", *wheels))
     step("a wheel for each architecture; the sdist has the tree, licences and bill", incomplete(out, tracked(), version))
-    step("what the index would refuse", ran(twine, "check", "--strict", *wheels, *out.glob("*.tar.gz")))
-    step("the tree is as it was", unclean(ROOT))
+    step("the checks of the package index", ran(twine, "check", "--strict", *wheels, *out.glob("*.tar.gz")))
+    step("the tree is unchanged", unclean(ROOT))
     (out / SUMS).write_text(sums(out))
-    print(f"\n{sums(out)}\nNothing was uploaded: docs/releasing.md has the next step.")
+    print(f"\n{sums(out)}\nNothing was uploaded: see docs/releasing.md for the next step.")
 
 
 def tracked() -> list[str]:
-    """Return the files of the commit that belong in an sdist."""
+    """Return the files of the commit that an sdist must contain."""
     top = ("cuda", "docs", "examples", "gosrc", "python", "tests", "wheels")
     names = ask(ROOT, "git", "ls-files").splitlines()
     return [name for name in names if "/" not in name or name.startswith(tuple(f"{folder}/" for folder in top))]
 
 
 def reproduce(out: Path) -> None:
-    """Build the commit in two folders, and compare."""
+    """Build the commit in two folders, and compare the files."""
     with tempfile.TemporaryDirectory(prefix="overwire-") as t:
         made = []
         for name, cache in (("first", None), ("the second, elsewhere", Path(t, "cache"))):
@@ -179,13 +179,14 @@ def reproduce(out: Path) -> None:
             build.hook(tree, "build_sdist", into)
             for wheel in ("build_wheel", "build_portable_wheel"):
                 build.hook(tree, wheel, into)
-            print(f"built in {tree}{', with nothing compiled before' if cache else ''}", flush=True)
+            print(f"built in {tree}{', with an empty build cache' if cache else ''}", flush=True)
             made.append(sums(into))
             shutil.rmtree(tree)
         step("two builds of the commit are the same", [] if made[0] == made[1] else made)
     there = {line.split()[1]: line for line in sums(out).splitlines()} if out.is_dir() else {}
     other = [line for line in made[0].splitlines() if there.get(line.split()[1], line) != line]
-    step(f"{len(there)} files in {out.name} are these", [f"of another commit, or by other tools, unlike {line}" for line in other])
+    why = "from another commit or other tools, expected"
+    step(f"{len(there)} files in {out.name} are the same", [f"{why} {line}" for line in other])
     print(made[0], end="")
 
 

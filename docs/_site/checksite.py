@@ -1,7 +1,7 @@
-"""Check the finished site: python docs/_site/checksite.py FOLDER
+"""Check the built site: python docs/_site/checksite.py FOLDER
 
-Every link inside the site leads to a page and a place that are there, every page made of
-Markdown has a description for search engines, and no page loads anything (a script, a
+All links inside the site must lead to existing pages and anchors, all pages from Markdown
+must have a description for search engines, and no page may load anything (a script, a
 style, a font, a picture) from another host.
 """
 
@@ -13,12 +13,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
-# Attributes by which a browser fetches something without being asked.
+# Attributes that make a browser load something without user action.
 LOADS = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src"), ("object", "data")}
 
 
 class Page(HTMLParser):
-    """The places of a page, its links, and what it loads."""
+    """The anchors and links of a page, and the resources that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """What is wrong with a site, a line each."""
+    """Return a line for each fault of a site."""
     pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     out = []
     for path, page in sorted(pages.items()):

@@ -1,8 +1,8 @@
-"""Turns docstrings of overwire, which are plain text, into reStructuredText for Sphinx.
+"""Converts overwire's docstrings, which are plain text, to reStructuredText for Sphinx.
 
-A docstring has paragraphs; `code` in single backticks; `name: text`, whose lines after
-the first are indented, for an argument or a field; and examples, which are indented
-and stand after an empty line. Names that the API pages have become links.
+A docstring has paragraphs, and `code` in single backticks. An argument or a field is
+`name: text`, with continuation lines indented. Examples are indented and follow an empty
+line. Names that are on the API pages become links.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 
 import overwire
 
-# Types of other packages, and names that only annotations use: no page of ours has them.
+# Types of other packages, and names that only annotations use. They are not on the API pages.
 FOREIGN = [
     (r"py:.*", r"(torch|numpy|np|os|typing|typing_extensions|collections|contextlib|types)\..*"),
     (r"py:class", r"(overwire\..*\.)?(BinaryFile|Bytes|DeltaFile|Experts|Format|FormatAccess|Model|Shared)"),
     (r"py:class", r"(overwire\..*\.)?(PipelineStages|WorkStages|T|TensorizerDerivation|TorchName)"),
-    (r"py:class", r"(overwire\..*\.)?(BundleOptions|SaveOptions|UnpickleOptions|_EncodeOptions)"),  # the verb explains them
-    (r"py:class", r"PathLike|(dict|tuple)\[str"),  # of a NamedTuple's fields, whose annotations are texts
+    (r"py:class", r"(overwire\..*\.)?(BundleOptions|SaveOptions|UnpickleOptions|_EncodeOptions)"),  # the functions document them
+    (r"py:class", r"PathLike|(dict|tuple)\[str"),  # from the fields of a NamedTuple, which have strings as annotations
 ]
 
 _MODULES = {"codecs", "compat", "distributed", "errors"}
@@ -28,7 +28,7 @@ _FIELD = re.compile(r"^([a-z]\w*(?:, \w+)*): (?=\S)")
 
 
 def _prose(text: str) -> str:
-    """A line outside of examples, with its names as links."""
+    """Convert a line outside of examples, with links for names."""
     parts = re.split(r"(``[^`]+``|`[^`]+`)", text)
     for at, part in enumerate(parts):
         if part.startswith("``"):
@@ -48,7 +48,7 @@ def _prose(text: str) -> str:
 
 
 def rst(lines: list[str]) -> list[str]:
-    """The lines of a docstring as reStructuredText."""
+    """Return the lines of a docstring as reStructuredText."""
     lines = re.sub(r"`[^`]+`", lambda code: " ".join(code[0].split()), "\n".join(lines)).split("\n")
     out: list[str] = []
     before, example, field = "", False, False
@@ -88,8 +88,8 @@ def rst(lines: list[str]) -> list[str]:
 
 
 def join_overloads(overloads: list[inspect.Signature]) -> inspect.Signature:
-    """One signature for all overloads of a function: the last of those with the most parameters, with a flag as a
-    bool, the default that any of them has, and every kind of result."""
+    """Return one signature for all overloads of a function. It is the last overload with the most parameters. Flags
+    become bool, a default of any overload is used, and the result is the union of all results."""
     last = max(reversed(overloads), key=lambda each: len(each.parameters))
     flags = {"Literal[True]", "Literal[False]"}
     parameters = []
@@ -103,5 +103,5 @@ def join_overloads(overloads: list[inspect.Signature]) -> inspect.Signature:
 
 
 def convert(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Sphinx's hook: changes the lines in place. What Python itself says of a field says nothing."""
+    """Sphinx's hook: changes the lines in place. Removes Python's default docstrings of fields."""
     lines[:] = [] if lines and lines[0].startswith("Alias for field number") else [*rst(lines), ""]

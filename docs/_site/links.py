@@ -1,7 +1,8 @@
-"""Links between the pages of the API: from the types of a signature to what says them.
+"""Links the types in signatures to their documentation on the API pages.
 
-Annotations name types as the modules import them (`SourceLike`); the pages have them
-under their public names. A built-in type is no link, whatever else has its name.
+Annotations name types as the modules import them (`SourceLike`); the pages document them
+under their public names. Built-in types do not become links, even if other objects have
+the same name.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.nodes import make_refnode
 
-# What verbs take of the options that `LoadOptions` documents.
+# Subsets of the options that `LoadOptions` documents.
 PARTS = {"ModuleOptions", "OpenOptions", "PinnedOptions", "PlanOptions", "StreamOptions"}
 
 
 def drop_builtins(app: Sphinx, doctree: nodes.document) -> None:
-    """Sphinx would take `bytes` for the attribute of some class."""
+    """Remove references to built-ins. Sphinx would link `bytes` to an attribute of some class."""
     for node in list(doctree.findall(addnodes.pending_xref)):
         if node.get("refdomain") == "py" and hasattr(builtins, node.get("reftarget", "")) and node.get("reftype") == "class":
             node.replace_self(node.children)
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.TextElement) -> nodes.Element | None:
-    """Find the one documented class, function or type whose last part is that of the target."""
+    """Find the only documented class or type with the same last name as the target."""
     if node.get("refdomain") != "py":
         return None
     last = node["reftarget"].rpartition(".")[2]

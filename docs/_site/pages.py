@@ -1,4 +1,4 @@
-"""Gives each page of the site a description, which search engines and previews show: its first paragraph."""
+"""Adds a description to each page of the site, for search engines and previews: the page's first paragraph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST = 160  # letters that search engines show
 
 
 def first_words(doctree: nodes.document) -> str:
-    """The first paragraph of a page as text, cut after a word."""
+    """Return the first paragraph of a page as text, cut after a word."""
     for paragraph in doctree.findall(nodes.paragraph):
         text = " ".join(paragraph.astext().split())
         if len(text) > LONGEST:

@@ -1,9 +1,8 @@
-// Package bench measures what users want to know about a machine: compression ratios,
-// and how fast weights are saved and loaded, to the host or to a GPU, next to the
-// limits of memory, files and the PCIe link in the same run.
+// Package bench measures what users want to know about a machine: compression ratios, and how fast weights are saved
+// and loaded, to the host or to a GPU. In the same run it measures the limits of memory, files and the PCIe link.
 //
-// Every load goes through the engine, from the page cache into fresh memory. Bytes are
-// compared before anything is timed. GB/s are 10^9 bytes of tensors, not of files.
+// Every load goes through the engine, from the page cache to fresh memory. Bytes are compared before any time is
+// measured. GB/s are 10^9 bytes of tensors, not of files, per second.
 package bench
 
 import (
@@ -24,24 +23,24 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Options choose what is measured. The zero value measures loads to the host with 2
+// Options select what is measured. The zero value measures loads to the host with 2
 // GB of generated weights.
 type Options struct {
-	Device  string        // device of the loads: "cuda", "cuda:1", "cpu"; "": "cpu"
-	File    string        // the user's own weights, to also measure their ratio; "" for none
-	Size    int64         // tensor bytes of the load rows
-	Repeat  int           // runs of each measurement; 0: 5
-	Threads int           // 0: all cores
-	Dir     string        // parent of the folder that the run creates; "": the system's temporary folder
-	Storage format.Access // how files that the user names are reached
+	Device  string        // device of the loads: "cuda", "cuda:1" or "cpu"; "" means "cpu"
+	File    string        // file with the user's weights, to also measure their ratio; "" means none
+	Size    int64         // tensor bytes of the loads
+	Repeat  int           // runs of each measurement; 0 means 5
+	Threads int           // 0 means all cores
+	Dir     string        // parent of the run's folder; "" means the system's temporary folder
+	Storage format.Access // access to the user's files
 
-	// Begin, if not nil, is called with the report once its head is known, and Row with
-	// each row as soon as it is measured.
+	// Begin, if not nil, is called with the report when its head is complete, and Row with
+	// each row when it has been measured.
 	Begin func(*Report)
 	Row   func(Row)
 }
 
-// kinds are the weights for which the ratio is measured.
+// kinds are the kinds of weights for the measurement of ratios.
 var kinds = []struct{ kind, name string }{
 	{"llama-bf16", "bf16 weights"},
 	{"fp16", "fp16 weights"},
@@ -50,23 +49,23 @@ var kinds = []struct{ kind, name string }{
 	{"int8", "int8 weights"},
 }
 
-// sampleBytes is the size of the weights for which the ratio is measured.
+// sampleBytes is the size of the weights for the measurement of ratios.
 const sampleBytes = 64 << 20
 
-// run is one run.
+// run is the state of one run.
 type run struct {
 	Options // with all defaults filled in
 	ctx     context.Context
 	job     *job.Job // may be nil
 	folder  string   // contains only the files of this run
 	report  Report
-	gpu     *cuda.Device // nil: loads go to the host
-	// In GB/s: copies to the GPU, and reading the page cache plus copying to the GPU.
+	gpu     *cuda.Device // nil for loads to the host
+	// Rates in GB/s: copies to the GPU, and reading the page cache plus copying to the GPU.
 	wire, baseline float64
 }
 
-// Run measures. It removes its files before it returns. Errors are those of the
-// operations that it measures; too little space in the folder is errs.ErrIO.
+// Run runs all measurements. It removes its files before it returns. Errors are those of the
+// measured operations, or errs.ErrIO if there is too little space in the folder.
 func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 	began := time.Now()
 	if opt.Size <= 0 {
@@ -98,7 +97,7 @@ func Run(ctx context.Context, j *job.Job, opt Options) (Report, error) {
 	return r.report, nil
 }
 
-// bytesNeeded returns the most bytes that the run's files take.
+// bytesNeeded returns the maximum size of the run's files.
 func (r *run) bytesNeeded() int64 { return 3*r.Size + r.floorBytes() + 64<<20 }
 
 // openDevice opens the device and checks the space for files.
@@ -109,14 +108,14 @@ func (r *run) openDevice() (err error) {
 		}
 	}
 	if free := r.freeBytes(); free >= 0 && free < r.bytesNeeded() {
-		return errs.New(errs.ErrIO, "%.1f GB are free in %s, but %.1f are needed: name another folder, or a smaller "+
-			"size",
+		return errs.New(errs.ErrIO, "%.1f GB are free in %s, but %.1f GB are needed: choose another folder or a "+
+			"smaller size",
 			float64(free)/1e9, filepath.Dir(r.folder), float64(r.bytesNeeded())/1e9)
 	}
 	return nil
 }
 
-// estimateTime predicts how long the run will take. It does each kind of work once at a
+// estimateTime predicts the duration of the run. It does each kind of work once at a
 // small size, and multiplies by how often the run does it.
 func (r *run) estimateTime() error {
 	n := min(16<<20, r.Size)
@@ -178,7 +177,7 @@ func (r *run) measureMachine() error {
 	return nil
 }
 
-// measureSizes measures ratios.
+// measureSizes measures compression ratios.
 func (r *run) measureSizes() error {
 	add := func(name string, in []save.Input) error {
 		row, err := r.measureRatio(r.pathOf("sizes.safetensors"), in)
@@ -208,7 +207,7 @@ func (r *run) measureSizes() error {
 	return add(filepath.Base(r.File)+"'s weights", in)
 }
 
-// measureLoads measures saving and loading of one model, compressed and plain.
+// measureLoads measures saving and loading of a model, compressed and plain.
 func (r *run) measureLoads() error {
 	in, total, err := r.makeWeights("llama-bf16", r.Size, 2)
 	if err != nil {
@@ -230,7 +229,7 @@ func (r *run) measureLoads() error {
 	}
 	r.addRow(Row{Group: "save", Name: fmt.Sprintf("compress and save %s of bf16", sizeText(total)),
 		Value: speed[1], Unit: "GB/s",
-		Floor: speed[0], FloorName: "saving it uncompressed"})
+		Floor: speed[0], FloorName: "saving uncompressed"})
 	if err := r.saveInBackground(in, total); err != nil {
 		return err
 	}
@@ -254,7 +253,7 @@ func (r *run) measureLoads() error {
 	return nil
 }
 
-// saveInBackground measures when tensors may change again during a background save.
+// saveInBackground measures the time until tensors may be modified during a background save.
 func (r *run) saveInBackground(in []save.Input, total int64) error {
 	path := r.pathOf("background.safetensors")
 	spec := save.Spec{Path: path, Compress: true, Threads: r.Threads, Staging: &save.Staging{}}
@@ -271,8 +270,8 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 	return errs.FromOS(os.Remove(path))
 }
 
-// measureLoad measures loads of a file: the first one in this process, which prepares
-// what later loads reuse, and the median of the later ones.
+// measureLoad measures loads of a file: the first load in this process, which prepares
+// what later loads reuse, and the median of later loads.
 func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	opt := load.Options{Device: r.Device, Threads: r.Threads}
 	once := func() error { return r.loadFile(path, opt, nil) }
@@ -287,7 +286,7 @@ func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	row := Row{Group: "load", Name: fmt.Sprintf("load %s of %s bf16", sizeText(total), name),
 		Value: rateOf(total, seconds), Unit: "GB/s",
 		Floor: r.report.Floors.RawCopy, FloorName: "reading as many bytes from the page cache",
-		Note: fmt.Sprintf("the first at %s", numberText(rateOf(total, first)))}
+		Note: fmt.Sprintf("first load at %s", numberText(rateOf(total, first)))}
 	if r.gpu != nil {
 		row.Floor, row.FloorName = r.baseline/ratio, "reading and copying as many bytes"
 	}

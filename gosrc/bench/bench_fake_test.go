@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 )
 
-// Loads to a GPU are compared with the link and with plain reading and copying in the same run. Nothing is left on the
+// Loads to a GPU are compared with the link, and with plain reading and copying in the same run. Nothing leaks on the
 // device.
 func TestRunFake(t *testing.T) {
 	end := cuda.Fake(2 << 30)
@@ -26,7 +26,7 @@ func TestRunFake(t *testing.T) {
 		t.Fatal(err)
 	}
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 	if d := rep.Device; d == nil || d.Name != "cuda:0" || d.Wire <= 0 || len(d.Info) != 2 {
 		t.Errorf("%+v", rep.Device)
@@ -43,11 +43,11 @@ func TestRunFake(t *testing.T) {
 		}
 	}
 	if loads != 2 {
-		t.Errorf("%d rows of loads", loads)
+		t.Errorf("%d rows for loads, want 2", loads)
 	}
 }
 
-// The baseline of ranks' loads brings a file's bytes to a GPU, and leaves nothing there.
+// A Reading copies a file's bytes to a GPU and leaks nothing there.
 func TestReadingFake(t *testing.T) {
 	end := cuda.Fake(64 << 20)
 	want := bytes.Repeat([]byte("0123456789abcdef~"), 200_000)
@@ -75,11 +75,11 @@ func TestReadingFake(t *testing.T) {
 	}
 	got := make([]byte, len(want)-lo)
 	if err := gpu.Read(got, m[0]); err != nil || !bytes.Equal(got, want[lo:]) {
-		t.Errorf("other bytes came: %v", err)
+		t.Errorf("wrong bytes: %v", err)
 	}
 	gpu.Unregister(slots, func() {})
 	m[0].Release()
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 }

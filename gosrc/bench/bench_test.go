@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A whole run at toy sizes estimates itself, gives every row an answer, and
+// A whole run at a small size estimates its duration, has a value in every row, and
 // leaves no files behind.
 func TestRun(t *testing.T) {
 	dir := t.TempDir()
@@ -51,8 +51,8 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// Wrong requests, a cancelled context, a missing or too small folder, and a file that is not a model are typed errors
-// and leave nothing behind.
+// Invalid options, a cancelled context, a missing or too small folder, and a file that does not exist cause typed
+// errors, and no files are left behind.
 func TestRunRefuses(t *testing.T) {
 	done, cancel := context.WithCancel(context.Background())
 	cancel()

@@ -1,6 +1,6 @@
 package bench
 
-// This file computes the field entropy: what X16 could reach with tables that cost nothing.
+// This file computes the field entropy, which is the size that X16 could reach without storing tables.
 
 import (
 	"math"
@@ -9,11 +9,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// fieldEntropy is the fewest bytes in which a coder like X16 could store data: the
-// order-0 entropy of the coded field, with separate, free tables for every tensor, plus
-// the other bits raw. Constant byte planes cost nothing. For integers it is the minimum
-// over the ways that docs/format.md allows. It is not a bound for other coders: one
-// that also codes the other bits can be below it.
+// fieldEntropy returns the minimum size of data with a coder like X16: the order-0 entropy of the coded field, with
+// separate, free tables for every tensor, plus the other bits raw. Constant byte planes are free. For integers it is
+// the minimum over the modes that docs/format.md allows. It is not a bound for other coders: a coder that also codes
+// the other bits can need fewer bytes.
 func fieldEntropy(d tensor.DType, data []byte) float64 {
 	switch d {
 	case tensor.BF16:
@@ -42,7 +41,7 @@ func codedBytes(data []byte, width int, lo, n uint) float64 {
 	return fieldBytes(data, width, lo, n) + float64(len(data)/width)*planeBytes(data, width, ^(uint32(1<<n-1)<<lo))
 }
 
-// fieldBytes returns the entropy, in bytes, of bits lo..lo+n-1 over all elements.
+// fieldBytes returns the entropy in bytes of bits lo..lo+n-1 over all elements.
 func fieldBytes(data []byte, width int, lo, n uint) float64 {
 	counts := make([]int64, 1<<n)
 	mask := uint32(1<<n - 1)
@@ -61,8 +60,8 @@ func nibbleBytes(data []byte) float64 {
 	return entropyBytes(counts)
 }
 
-// planeBytes returns how many bytes the bits of mask take in an element. Byte planes
-// that are constant over the whole sample are free.
+// planeBytes returns the size in bytes of the bits of mask in an element. Byte planes
+// that are constant in all elements are free.
 func planeBytes(data []byte, width int, mask uint32) float64 {
 	var or, and uint32 = 0, math.MaxUint32
 	for i := 0; i+width <= len(data); i += width {
@@ -90,7 +89,7 @@ func readElement(p []byte, width int) uint32 {
 	return uint32(p[0]) | uint32(p[1])<<8 | uint32(p[2])<<16 | uint32(p[3])<<24
 }
 
-// entropyBytes is the total for the whole sample, in bytes.
+// entropyBytes returns the total entropy of the counted values in bytes.
 func entropyBytes(counts []int64) float64 {
 	var sum int64
 	for _, c := range counts {

@@ -14,19 +14,19 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Floors are the machine's rates without overwire, in GB/s: the limits for overwire's
+// Floors are the machine's rates without overwire, in GB/s. They limit overwire's
 // rates.
 type Floors struct {
-	CopyOne  float64 `json:"memcpy_one_core"`          // memory to memory, both in place
+	CopyOne  float64 `json:"memcpy_one_core"`          // memory to memory, both already mapped
 	CopyAll  float64 `json:"memcpy_all_cores"`         //
-	ReadOne  float64 `json:"pread_one_core"`           // page cache into one buffer that stays in the cache
+	ReadOne  float64 `json:"pread_one_core"`           // page cache to a buffer that stays in the CPU cache
 	ReadAll  float64 `json:"pread_all_cores"`          //
 	FaultOne float64 `json:"page_faults_one_core"`     // first touch of fresh huge pages
 	FaultAll float64 `json:"page_faults_all_cores"`    //
-	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache into fresh memory: a load without decoding
+	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache to fresh memory, like a load without decoding
 }
 
-// floorBytes is how much memory the measurements use: more than every cache, unless the
+// floorBytes returns how much memory the measurements use. It exceeds every cache, unless the
 // whole run is tiny.
 func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
 
@@ -40,7 +40,7 @@ func mapFresh(n int64, fn func([]byte) error) error {
 	return fn(unsafe.Slice((*byte)(p), n))
 }
 
-// measureFloors fills in the report's floors.
+// measureFloors measures the report's floors.
 func (r *run) measureFloors() error {
 	f := &r.report.Floors
 	threads, floorBytes := r.Threads, r.floorBytes()
@@ -106,7 +106,7 @@ func (r *run) measureFloors() error {
 	return nil
 }
 
-// freshSpeed is medianRate for memory that fn is the first to touch. Mapping and
+// freshSpeed is like medianRate, with memory that fn is the first to touch. Mapping and
 // unmapping are not timed.
 func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	s, err := r.medianOf(func() (s float64, err error) {
@@ -143,8 +143,8 @@ func (r *run) writeCachedFile() (*os.File, error) {
 	return file, nil
 }
 
-// measureBaseline measures how fast a file's bytes come from the page cache to the GPU's memory: the best of
-// several numbers of threads and sizes of slots.
+// measureBaseline measures how fast a file's bytes can be copied from the page cache to GPU memory. It uses the best of
+// several numbers of threads and slot sizes.
 func (r *run) measureBaseline(path string, n int64) error {
 	m, err := r.gpu.Alloc([]int64{n})
 	if err != nil {
@@ -168,7 +168,7 @@ func (r *run) measureBaseline(path string, n int64) error {
 	return nil
 }
 
-// rateOfReading is the median rate of a Reading to a GPU, with slots of its own.
+// rateOfReading returns the median rate of a Reading to a GPU, with newly allocated slots.
 func (r *run) rateOfReading(x Reading) (float64, error) {
 	n := int64(x.Threads*x.Each) * x.Step
 	p, length, err := cpu.Map(n)
@@ -186,7 +186,7 @@ func (r *run) rateOfReading(x Reading) (float64, error) {
 	return r.medianRate(x.Hi-x.Lo, func() error { return x.Run(r.ctx) })
 }
 
-// readAt fills p.
+// readAt fills p with the bytes at off.
 func readAt(f *os.File, p []byte, off int64) error {
 	if _, err := f.ReadAt(p, off); err != nil {
 		return errs.New(errs.ErrIO, "%v", err)
@@ -194,7 +194,7 @@ func readAt(f *os.File, p []byte, off int64) error {
 	return nil
 }
 
-// touchPages writes one byte into every page.
+// touchPages writes one byte to every page.
 func touchPages(m []byte) {
 	for i := 0; i < len(m); i += 4096 {
 		m[i] = 1
@@ -220,7 +220,7 @@ func runParallel(workers int, n, step int64, fn func(worker int, lo, hi int64) e
 	return nil
 }
 
-// cpuName is the kernel's name of the processor.
+// cpuName returns the kernel's name of the processor.
 func cpuName() string {
 	b, _ := os.ReadFile("/proc/cpuinfo")
 	for line := range strings.Lines(string(b)) {
@@ -231,7 +231,7 @@ func cpuName() string {
 	return runtime.GOARCH
 }
 
-// hugePagesSetting is the kernel's setting for transparent huge pages: "madvise".
+// hugePagesSetting returns the kernel's setting for transparent huge pages, such as "madvise".
 func hugePagesSetting() string {
 	b, err := os.ReadFile("/sys/kernel/mm/transparent_hugepage/enabled")
 	if err != nil {

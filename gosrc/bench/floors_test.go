@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// The bound is right for data with an entropy known by construction.
+// fieldEntropy is correct for data with known entropy.
 func TestBound(t *testing.T) {
 	all := func(n int, f func(i int) byte) []byte {
 		b := make([]byte, n)
@@ -37,13 +37,13 @@ func TestBound(t *testing.T) {
 			return byte(i/2)&0x80 | 0x3f
 		}), 0.5},
 		{"constant", tensor.BF16, all(n, func(int) byte { return 0x3f }), 0},
-		{"nothing to gain", tensor.I64, all(n, func(i int) byte { return byte(i) }), 1},
+		{"no coded field", tensor.I64, all(n, func(i int) byte { return byte(i) }), 1},
 		{"four equal high nibbles, every low one", tensor.I8, all(n, func(i int) byte {
 			return byte(i&15 | i>>4&3<<4)
 		}), 0.75},
 		{"two equal nibbles", tensor.F4, all(n, func(i int) byte { return byte(i&1 | i>>1&1<<4) }), 0.25},
-		{"fp32 that holds one byte", tensor.F32, all(n, func(i int) byte {
-			if i%4 == 2 { // seven bits of mantissa
+		{"fp32 with one varying byte", tensor.F32, all(n, func(i int) byte {
+			if i%4 == 2 { // seven bits of the mantissa
 				return byte(i/4) & 0x7f
 			}
 			return 0
@@ -55,7 +55,7 @@ func TestBound(t *testing.T) {
 	}
 	for _, d := range []tensor.DType{tensor.BF16, tensor.F32, tensor.U8} {
 		if got := fieldEntropy(d, nil); got != 0 {
-			t.Errorf("%v without bytes: %v", d, got)
+			t.Errorf("%v without data: %v", d, got)
 		}
 	}
 	// Generated bf16: (8 + H) / 16 with H from 2.55 to 2.65.
@@ -68,7 +68,7 @@ func TestBound(t *testing.T) {
 	}
 }
 
-// The first error of parallel work wins; without an error each part is done once.
+// runParallel returns the first error. Without an error, each part is done once.
 func TestParallel(t *testing.T) {
 	done := make([]int, 1000)
 	if err := runParallel(4, 1000, 7, func(_ int, lo, hi int64) error {
@@ -90,7 +90,7 @@ func TestParallel(t *testing.T) {
 	}
 }
 
-// A reading gets exactly the bytes it is asked for, and refuses what it cannot do.
+// A Reading reads exactly its range, and rejects invalid fields.
 func TestReading(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	want := make([]byte, 5<<20+13)
@@ -107,7 +107,7 @@ func TestReading(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n := len(want) - 82; !bytes.Equal(got[:n], want[77:77+n]) || !bytes.Equal(got[n:], make([]byte, 82)) {
-		t.Error("other bytes came")
+		t.Error("wrong bytes")
 	}
 	for _, wrong := range []func(*Reading){
 		func(r *Reading) { r.Hi = 3 }, func(r *Reading) { r.Lo = -1 }, func(r *Reading) { r.Threads = 0 },

@@ -1,6 +1,6 @@
 package bench
 
-// This file generates weights, loads them back and compares them, and opens devices.
+// This file generates weights, loads files and compares them, and opens devices.
 
 import (
 	"bytes"
@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/weights"
 )
 
-// Inputs are generated weights in the form that save accepts, and their bytes.
+// Inputs converts generated weights to inputs of save, and returns their total bytes.
 func Inputs(all []weights.Tensor) (in []save.Input, total int64) {
 	in = make([]save.Input, len(all))
 	for i, t := range all {
@@ -40,9 +40,8 @@ func (r *run) makeWeights(kind string, size int64, seed uint64) (in []save.Input
 	return in, total, nil
 }
 
-// loadFile opens a file, loads all of it into fresh memory of the options' device, calls
-// fn, if not nil, with each tensor's bytes, and frees them. Nothing is memory-mapped. fn
-// must be nil for a GPU.
+// loadFile loads a whole file to fresh memory of the options' device, without memory-mapping it. It calls fn, if not
+// nil, with each tensor's bytes, and frees the memory. fn must be nil for a GPU.
 func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]byte) error) error {
 	isMapped := false
 	m, err := load.Open(r.ctx, load.Spec{URIs: []string{path}, Map: &isMapped, Storage: r.Storage})
@@ -72,7 +71,7 @@ func (r *run) loadFile(path string, opt load.Options, fn func(*load.Model, [][]b
 	return fn(m, data)
 }
 
-// compareLoaded loads a file and compares it with what was saved.
+// compareLoaded loads a file and compares it with the saved tensors.
 func (r *run) compareLoaded(path string, in []save.Input) error {
 	want := map[string]*save.Input{}
 	for i := range in {
@@ -91,7 +90,7 @@ func (r *run) compareLoaded(path string, in []save.Input) error {
 	})
 }
 
-// readTensors loads a file's tensors into Go's memory.
+// readTensors loads a file's tensors to Go memory.
 func (r *run) readTensors(path string) (in []save.Input, err error) {
 	err = r.loadFile(path, load.Options{}, func(m *load.Model, data [][]byte) error {
 		for i, t := range m.Index().Tensors {
@@ -102,9 +101,8 @@ func (r *run) readTensors(path string) (in []save.Input, err error) {
 	return in, err
 }
 
-// measureRatio saves tensors to a compressed file, loads them back, compares every
-// byte, and returns a row with their size and the field entropy. Tied tensors are
-// stored once; the entropy counts each.
+// measureRatio saves tensors to a compressed file, loads it, compares every byte, and returns a row with the ratio and
+// the field entropy. Tied tensors are stored once, but the entropy counts each of them.
 func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
 	rep, err := save.Write(r.ctx, nil, save.Spec{Path: path, Compress: true, Threads: r.Threads}, in)
 	if err != nil {
@@ -121,20 +119,20 @@ func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
 	return Row{Value: rep.Ratio, Unit: "x", Floor: entropy / total, FloorName: "the entropy of the coded field"}, nil
 }
 
-// Device is the destination of the load rows.
+// Device is the destination of the measured loads.
 type Device struct {
 	Name string              `json:"name"` // "cuda:0"
 	Info []driver.DeviceInfo `json:"info,omitempty"`
-	// Wire is the rate of pinned copies of a slot's size in GB/s.
+	// Wire is the rate in GB/s of pinned copies of one slot's size.
 	Wire float64 `json:"wire,omitempty"`
-	// Baseline is the best rate, in GB/s, at which bytes went from the page cache to the GPU without
+	// Baseline is the best rate in GB/s of copying bytes from the page cache to the GPU without
 	// decoding.
 	Baseline float64 `json:"baseline,omitempty"`
-	Files    string  `json:"files"` // the file system of the models: "tmpfs", "ext4"
+	Files    string  `json:"files"` // file system of the model files, such as "tmpfs" or "ext4"
 }
 
-// openGPU opens the device "cpu", "cuda" or "cuda:N" and records it in the report. The
-// result is nil for the host.
+// openGPU opens the device "cpu", "cuda" or "cuda:N" and records it in the report. It
+// returns nil for the host.
 func (r *run) openGPU(name string) (*cuda.Device, error) {
 	d := &Device{Name: name, Files: fileSystemOf(r.folder)}
 	r.report.Device = d
@@ -158,7 +156,7 @@ func (r *run) openGPU(name string) (*cuda.Device, error) {
 	return gpu, err
 }
 
-// measureWire returns the rate of pinned copies to a queue's device, n bytes at a time.
+// measureWire returns the rate of pinned copies of n bytes each to a queue's device.
 func (r *run) measureWire(queue *queue.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
 	v, err := r.medianOf(func() (float64, error) {
@@ -171,7 +169,7 @@ func (r *run) measureWire(queue *queue.Queue, n int64) (float64, error) {
 	return rateOf(n*int64(count), v), nil
 }
 
-// fileSystemOf names the type of the file system of a folder.
+// fileSystemOf returns the type of a folder's file system.
 func fileSystemOf(dir string) string {
 	fileSystem, err := regular.IdentifyFolder(dir)
 	if err != nil {
@@ -180,7 +178,7 @@ func fileSystemOf(dir string) string {
 	return fileSystem.Name
 }
 
-// freeBytes returns how many bytes fit into the run's folder, or -1 if unknown.
+// freeBytes returns how many bytes are free for the run's folder, or -1 if unknown.
 func (r *run) freeBytes() int64 {
 	var disk unix.Statfs_t
 	if err := unix.Statfs(r.folder, &disk); err != nil {

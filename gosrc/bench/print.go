@@ -7,7 +7,7 @@ import (
 	"io"
 )
 
-// WriteHead prints what is measured, on which machine, and roughly how long it takes.
+// WriteHead prints the machine, the GPUs, and the expected duration.
 func WriteHead(w io.Writer, rep *Report) {
 	m := rep.Machine
 	fmt.Fprintf(w, "%s, %d cores, %s/%s, decoder %s\n", m.CPU, m.Cores, m.OS, m.Arch, m.Decoder)
@@ -19,7 +19,7 @@ func WriteHead(w io.Writer, rep *Report) {
 	fmt.Fprintf(w, "this takes about %.0f s\n", max(1, rep.Estimate))
 }
 
-// WriteRow prints one row: what was done, the result, and the limit.
+// WriteRow prints one row: the operation, the result, and the limit.
 func WriteRow(w io.Writer, row Row) {
 	value := numberText(row.Value)
 	switch {

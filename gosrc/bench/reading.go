@@ -1,6 +1,6 @@
 package bench
 
-// This file reads a file to a GPU without decoding. That is the baseline for loads, by one process or
+// This file reads a file to a GPU without decoding, which is the baseline for loads by one process or
 // several.
 
 import (
@@ -15,28 +15,28 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Reading reads the bytes [Lo, Hi) of a file. Each thread reads a step into one of its own slots and copies
-// it to the GPU on that slot's stream. The memory belongs to the caller.
+// A Reading reads the bytes [Lo, Hi) of a file. Each thread reads a step to one of its slots, and copies it to the GPU
+// on that slot's stream. The caller owns the memory.
 type Reading struct {
 	Path    string
 	Lo, Hi  int64
-	GPU     int    // by number; -1: the host
-	To      uint64 // room for the bytes, there
-	Slots   uint64 // with a GPU: pinned memory, Each steps for each thread
+	GPU     int    // device number, or -1 for the host
+	To      uint64 // destination address on that device
+	Slots   uint64 // for a GPU: address of pinned memory, with Each steps per thread
 	Threads int
-	Step    int64 // bytes read at a time; 0: ReadStep
-	Each    int   // slots of a thread; 0: SlotsEach
+	Step    int64 // bytes per read; 0 means ReadStep
+	Each    int   // slots per thread; 0 means SlotsEach
 }
 
 const (
-	// ReadStep fits into a core's second-level cache. Smaller steps cost more in calls than they save: 1 MiB
-	// reaches only three quarters of this rate.
+	// ReadStep fits a core's L2 cache. With smaller steps, calls take more time than the cache saves: 1 MiB reaches
+	// only three quarters of this rate.
 	ReadStep = 2 << 20
 	// SlotsEach lets a thread read while its previous steps are copied to the GPU.
 	SlotsEach = 3
 )
 
-// Run reads once. It returns when all bytes are in To.
+// Run reads the range and returns when all bytes are at To.
 func (r Reading) Run(ctx context.Context) error {
 	if r.Lo < 0 || r.Hi < r.Lo || r.Threads < 1 || r.Threads > 1024 || r.To == 0 || r.GPU >= 0 && r.Slots == 0 {
 		return errs.New(errs.ErrArgument, "baseline: invalid range [%d, %d) or number of threads %d", r.Lo,

@@ -1,6 +1,6 @@
 package bench
 
-// This file defines the parts of a run: its folder, its report, medians, and rows.
+// This file defines the state of a run, its report, medians, and rows.
 
 import (
 	"fmt"
@@ -13,13 +13,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Row is one figure.
+// A Row is one measured figure.
 type Row struct {
 	Group string  `json:"group"`
 	Name  string  `json:"name"`
 	Value float64 `json:"value"`
 	Unit  string  `json:"unit"`
-	// Floor is the rate of the bare operation, in the same unit, and Share is Value /
+	// Floor is the rate of the operation without overwire, in the same unit, and Share is Value /
 	// Floor. Both are zero if there is no such operation.
 	Floor     float64 `json:"floor,omitempty"`
 	FloorName string  `json:"floor_name,omitempty"`
@@ -31,26 +31,26 @@ type Row struct {
 type Report struct {
 	Machine Machine `json:"machine"`
 	Floors  Floors  `json:"floors"`
-	// Estimate is the expected duration of the run in seconds; 0 means not estimated.
+	// Estimate is the expected duration of the run in seconds. 0 means that there is no estimate.
 	Estimate float64 `json:"estimate,omitempty"`
 	Rows     []Row   `json:"rows"`
 	Seconds  float64 `json:"seconds"`
-	// Device is the device of the load rows, nil for the host.
+	// Device is the device of the measured loads, or nil for the host.
 	Device *Device `json:"device,omitempty"`
 }
 
-// Machine describes where the figures were measured.
+// Machine describes the machine on which the figures were measured.
 type Machine struct {
 	OS      string `json:"os"`
 	Arch    string `json:"arch"`
 	CPU     string `json:"cpu"`
 	Cores   int    `json:"cores"`
-	Decoder string `json:"decoder"` // the best decoder of this CPU
+	Decoder string `json:"decoder"` // the fastest decoder that this CPU supports
 	THP     string `json:"transparent_huge_pages"`
 	Go      string `json:"go"`
 }
 
-// ThisMachine describes the machine.
+// ThisMachine describes this machine.
 func ThisMachine() Machine {
 	return Machine{
 		OS: runtime.GOOS, Arch: runtime.GOARCH, CPU: cpuName(), Cores: runtime.GOMAXPROCS(0),
@@ -58,7 +58,7 @@ func ThisMachine() Machine {
 	}
 }
 
-// addRow adds a row to the report and shows it.
+// addRow adds a row to the report and calls Row with it.
 func (r *run) addRow(row Row) {
 	if row.Floor > 0 {
 		row.Share = row.Value / row.Floor
@@ -75,17 +75,17 @@ func (r *run) pathOf(name string) string { return filepath.Join(r.folder, name) 
 // stopError returns the error of a cancelled run.
 func (r *run) stopError() error {
 	if r.ctx.Err() != nil {
-		return errs.New(errs.ErrCancelled, "bench")
+		return errs.New(errs.ErrCancelled, "by the caller")
 	}
 	return nil
 }
 
-// medianTime runs fn Repeat times and returns the median of its seconds.
+// medianTime calls fn Repeat times and returns the median duration in seconds.
 func (r *run) medianTime(fn func() error) (float64, error) {
 	return r.medianOf(func() (float64, error) { return timeOf(fn) })
 }
 
-// medianOf is medianTime for functions that measure their own seconds.
+// medianOf is like medianTime for functions that return a duration in seconds.
 func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
 	all := make([]float64, 0, r.Repeat)
 	for range r.Repeat {
@@ -101,7 +101,7 @@ func (r *run) medianOf(fn func() (float64, error)) (float64, error) {
 	return middleOf(all), nil
 }
 
-// medianRate is the median GB/s of fn over n bytes.
+// medianRate returns the median rate in GB/s of fn, which processes n bytes.
 func (r *run) medianRate(n int64, fn func() error) (float64, error) {
 	s, err := r.medianTime(fn)
 	if err != nil {
@@ -110,7 +110,7 @@ func (r *run) medianRate(n int64, fn func() error) (float64, error) {
 	return rateOf(n, s), nil
 }
 
-// middleOf is the median.
+// middleOf returns the median.
 func middleOf(all []float64) float64 {
 	all = slices.Clone(all)
 	slices.Sort(all)
@@ -118,7 +118,7 @@ func middleOf(all []float64) float64 {
 	return (all[(n-1)/2] + all[n/2]) / 2
 }
 
-// rateOf is GB/s.
+// rateOf returns a rate in GB/s.
 func rateOf(bytes int64, seconds float64) float64 { return float64(bytes) / seconds / 1e9 }
 
 // timeOf returns the seconds that fn took.
@@ -128,7 +128,7 @@ func timeOf(fn func() error) (float64, error) {
 	return time.Since(start).Seconds(), err
 }
 
-// numberText shows three significant digits, or four for ratios.
+// numberText formats three significant digits, or five for values below 1.01.
 func numberText(v float64) string {
 	switch {
 	case v < 0, v >= 10:

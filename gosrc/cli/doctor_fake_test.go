@@ -69,7 +69,7 @@ func TestDoctorFake(t *testing.T) {
 	}
 	cuda.Fake(1 << 30)
 	cudatest.FailCall(1, 100, true)
-	if out := must(t, "doctor", "--measure"); !strings.Contains(out, "none: the NVIDIA driver sees no GPU") {
+	if out := must(t, "doctor", "--measure"); !strings.Contains(out, "none: the NVIDIA driver finds no GPU") {
 		t.Errorf("without a device:\n%s", out)
 	}
 }

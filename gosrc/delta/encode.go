@@ -25,7 +25,7 @@ type Pair struct {
 	Shape     []int64
 	New, Base uint64
 	CUDA      int32
-	Stream    uintptr // the GPU stream whose queued work must be done first
+	Stream    uintptr // the GPU stream that must finish its queued work first
 }
 
 // orderPairs returns the tensors of pairs, sorted by name and without chunks, and for each tensor the number of its

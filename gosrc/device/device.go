@@ -1,5 +1,5 @@
-// Package device defines the memory of a device, decode tasks by codec id, and the queues that run them. It knows
-// nothing of files.
+// Package device defines the memory of a device, decode tasks, and the queues that run them. It does not depend on
+// files.
 package device
 
 import (
@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Block is the shared ownership of one allocation: the last holder frees it. It is outside Go's heap, because
-// the last holder is often a Python tensor. The C deleter in gosrc/dlpack releases that and reads this very
+// A Block is the shared ownership of one allocation, which the last holder frees. It is outside Go's heap because the
+// last holder is often a Python tensor. The C deleter in gosrc/dlpack releases that tensor and depends on this
 // layout.
 type Block struct {
 	refs   int64
@@ -23,21 +23,21 @@ type Block struct {
 
 // The kinds of Block.
 const (
-	KindMap    = 0 // munmap(base, length) when the last holder is gone
-	KindRegion = 1 // like KindMap, and each holder that goes returns its own whole pages at once
-	KindCUDA   = 2 // a Listed: put on its list, and freed by the list's owner
-	KindArena  = 3 // a Listed: put on its FreeList for the next use, or handled like KindMap if the list is full
+	KindMap    = 0 // the last holder calls munmap(base, length)
+	KindRegion = 1 // like KindMap, but each holder returns its own whole pages when released
+	KindCUDA   = 2 // a Listed that is put on its list and freed by the list's owner
+	KindArena  = 3 // a Listed that is put on its FreeList for reuse, or treated like KindMap if the list is full
 )
 
-// Hold adds a holder. The caller must be one.
+// Hold adds a holder. The caller must already be a holder.
 func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
 
-// Alone reports whether the caller is the only holder. The caller must be one.
+// Alone reports whether the caller is the only holder. The caller must be a holder.
 func (b *Block) Alone() bool { return atomic.LoadInt64(&b.refs) == 1 }
 
-// A Listed is a Block that its last holder puts on a list, without a lock. It is for memory that cannot be freed
-// on any thread at any time (KindCUDA; the header is outside the memory), and for memory that is kept for the
-// next use (KindArena; the header is inside). The C deleter knows the layout.
+// A Listed is a Block that the last holder puts on a list without a lock. It is for memory that must not be freed on
+// any thread at any time (KindCUDA, with the header outside the memory), and for memory that is reused (KindArena, with
+// the header inside the memory). The C deleter depends on this layout.
 type Listed struct {
 	Block
 	next *Listed
@@ -53,13 +53,13 @@ func NewListed(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, ki
 	return b
 }
 
-// A FreeList holds blocks of KindArena without a holder. It is in C memory; the C deleter knows the layout.
+// A FreeList holds blocks of KindArena that have no holder. It is in C memory. The C deleter depends on this layout.
 type FreeList struct {
 	head *Listed // first: Listed.list points to it
-	Room int64   // how many more bytes it takes
+	Room int64   // bytes that can still be added
 }
 
-// TakeBlock removes the block that was added last, or returns nil. Only one caller at a time may take; otherwise
+// TakeBlock removes the block that was added last, or returns nil. Only one caller at a time may call it. Otherwise
 // a block could be removed and added again between reading the head and removing it.
 func (l *FreeList) TakeBlock() *Listed {
 	head := (*unsafe.Pointer)(unsafe.Pointer(&l.head))
@@ -75,7 +75,7 @@ func (l *FreeList) TakeBlock() *Listed {
 	}
 }
 
-// keepBlock puts a block on its FreeList, unless that is full.
+// keepBlock puts a block on its FreeList and reports whether the list had space for it.
 func (b *Listed) keepBlock() bool {
 	room := &(*FreeList)(unsafe.Pointer(b.list)).Room
 	if atomic.AddInt64(room, -int64(b.length)) < 0 {
@@ -86,10 +86,10 @@ func (b *Listed) keepBlock() bool {
 	return true
 }
 
-// Next is the next block of a list that was taken.
+// Next returns the next block of a list.
 func (b *Listed) Next() *Listed { return b.next }
 
-// Base is the memory that a Listed owns.
+// Base returns the memory that a Listed owns.
 func (b *Listed) Base() (unsafe.Pointer, uint64) { return b.base, b.length }
 
 func (b *Listed) push() {
@@ -110,7 +110,7 @@ func NewBlock(p unsafe.Pointer, n int64, base unsafe.Pointer, length uint64, kin
 	return b
 }
 
-// Memory is one tensor's bytes and the Block that keeps them alive. The zero value
+// Memory is the bytes of a tensor and the Block that keeps them alive. The zero value
 // is the memory of a tensor without bytes.
 type Memory struct {
 	Ptr   unsafe.Pointer
@@ -122,15 +122,15 @@ type Memory struct {
 // Pointer converts an address outside Go's heap, which the garbage collector ignores, to a pointer.
 func Pointer(at uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&at)) }
 
-// Bytes is n bytes of host memory at an address.
+// Bytes returns n bytes of host memory at an address.
 func Bytes(at uint64, n int64) []byte {
 	return unsafe.Slice((*byte)(Pointer(uintptr(at))), n)
 }
 
-// Slice is host memory as bytes, valid until Release.
+// Slice returns host memory as bytes, which are valid until Release.
 func (m Memory) Slice() []byte { return unsafe.Slice((*byte)(m.Ptr), m.Bytes) }
 
-// Release ends one hold. The C deleter does the same for tensors exported to Python.
+// Release removes a holder. The C deleter does the same for tensors exported to Python.
 func (m Memory) Release() {
 	b := m.Block
 	if b == nil {
@@ -152,10 +152,10 @@ func (m Memory) Release() {
 	}
 }
 
-// minReturn is the smallest run of pages worth a system call.
+// minReturn is the minimum size of a run of pages that is worth a system call.
 const minReturn = 64 << 10
 
-// ReturnPages returns the whole pages inside [p, p+n) to the system; their contents
+// ReturnPages returns the whole pages inside [p, p+n) to the system. Their contents
 // are lost.
 func ReturnPages(p unsafe.Pointer, n int64) {
 	const page = 4096
@@ -167,22 +167,22 @@ func ReturnPages(p unsafe.Pointer, n int64) {
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, up)), whole), unix.MADV_DONTNEED)
 }
 
-// A View says which bytes of a chunk land where if they do not all land contiguously. The chunk contains bytes
-// [At, At+logical) of a matrix with rows of Row bytes (its column part). Its first column is column Col of the
-// tensor's rows. Rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor are wanted, packed.
+// A View describes the wanted bytes of a chunk if they are not contiguous or not all wanted. The chunk contains bytes
+// [At, At+logical) of a matrix with rows of Row bytes (a column part). The matrix begins at byte Col of the tensor's
+// rows. Rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor are wanted and are packed at the destination.
 type View struct {
 	At, Row, Col           int64
 	Row0, Row1, Col0, Col1 int64
 }
 
-// within returns which bytes of the matrix a chunk of the given logical size has in the wanted rows, and which
-// columns of its rows are wanted.
+// within returns the range [lo, hi) of the matrix that a chunk of the given logical size has in the wanted rows, and
+// the range [c0, c1) of wanted columns in rows of the matrix.
 func (v *View) within(logical int64) (lo, hi, c0, c1 int64) {
 	return max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row), max(v.Col0, v.Col) - v.Col,
 		min(v.Col1, v.Col+v.Row) - v.Col
 }
 
-// Any reports whether a chunk of the given logical size has wanted bytes.
+// Any reports whether a chunk of the given logical size contains wanted bytes.
 func (v *View) Any(logical int64) bool {
 	lo, hi, c0, c1 := v.within(logical)
 	if lo >= hi || c0 >= c1 {
@@ -216,17 +216,17 @@ func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
 	}
 }
 
-// A DecodeTask is one stored chunk in a staged piece and the destination of its
+// A DecodeTask is one stored chunk in a staged piece, and the destination of its
 // bytes.
 type DecodeTask struct {
 	Chunk tensor.Chunk
 	Src   uint32 // offset in the piece
-	// Summed says that the chunk's Sum is the checksum of its stored bytes. Bytes of plain files have none.
+	// Summed means that the chunk's Sum is the checksum of its stored bytes. Bytes of plain files have no checksum.
 	Summed bool
-	Dst    unsafe.Pointer // destination of the chunk's first byte, or of the View's
+	Dst    unsafe.Pointer // destination of the first byte of the chunk, or of the View
 	View   *View          // nil for the whole chunk, contiguous
-	// Cast converts the chunk's elements to another dtype on their way to Dst, if the device supports it. The
-	// zero value converts nothing.
+	// Cast is the conversion of the chunk's elements to another dtype, if the device supports it. The zero value
+	// converts nothing.
 	Cast Cast
 }
 

@@ -9,13 +9,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Results of Number: the host, and the GPU that is current.
+// Host and AnyGPU are the results of Number for the host and for the current GPU.
 const (
 	Host   = -2
 	AnyGPU = -1
 )
 
-// Number parses torch's name of a device: "cpu", "cuda", "cuda:1".
+// Number parses a device name as torch writes it: "cpu", "cuda", "cuda:1".
 func Number(name string) (int64, error) {
 	kind, number, hasNumber := strings.Cut(name, ":")
 	n, err := strconv.ParseUint(number, 10, 16)

@@ -7,7 +7,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Devices are read as torch writes them; anything else is refused.
+// Number parses devices as torch writes them, and refuses all other names.
 func TestNumber(t *testing.T) {
 	for name, want := range map[string]int64{"cpu": Host, "cpu:0": Host, "cuda": AnyGPU, "cuda:0": 0, "cuda:17": 17, "cuda:007": 7, "cuda:65535": 65535} {
 		if n, err := Number(name); n != want || err != nil {

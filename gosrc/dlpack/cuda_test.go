@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A tensor on a GPU is described as such. Its deleter only lists its block, as Memory.Release does: the last holder of
-// a block lists it.
+// A tensor on a GPU is described as such. If its holder is the last one, the deleter puts the block on its list, like
+// Memory.Release.
 func TestCUDA(t *testing.T) {
 	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
@@ -32,16 +32,16 @@ func TestCUDA(t *testing.T) {
 		}
 		Delete(m)
 		if taken := *(**device.Listed)(list); i == 0 && taken != nil {
-			t.Error("listed while it has a holder")
+			t.Error("the block was listed while it had a holder")
 		}
 		mem.Release()
 		want = append(want, b)
 	}
 	first := *(**device.Listed)(list)
 	if first != want[1] || first.Next() != want[0] || want[0].Next() != nil {
-		t.Error("the list is not what was let go, the last first")
+		t.Error("the list does not contain the released blocks, the last one first")
 	}
-	// The reverse: Go releases first, and the deleter lists it.
+	// Go releases first, and then the deleter lists the block.
 	b := device.NewListed(unsafe.Pointer(&page[512]), 2, base, 512, device.KindCUDA, list)
 	mem := device.Memory{Ptr: base, Bytes: 512, Block: &b.Block, CUDA: 1}
 	mem.Release()

@@ -1,8 +1,8 @@
-// Package dlpack exports tensors. It describes our element types in DLPack's terms and creates C structures that
-// live as long as the tensors.
+// Package dlpack exports tensors. It converts element types to DLPack's types and creates C structures that live as
+// long as the tensors.
 //
-// The structures are in C memory because any thread of the Python process may drop the last reference at any
-// time; see managed.c.
+// The structures are in C memory, because any thread of the Python process may release the last reference at any time.
+// See managed.c.
 package dlpack
 
 import (
@@ -45,14 +45,12 @@ var types = map[tensor.DType]Type{
 	tensor.F8E8M0: {codeF8E8M0FNU, 8, 1},
 }
 
-// Describe returns the type and shape under which n bytes of a dense tensor
-// are exported.
+// Describe returns the type and shape with which n bytes of a dense tensor are exported.
 //
-// Sub-byte types have no layout that all consumers share. F4 with an even last
-// dimension is exported as pairs (two lanes of four bits, as torch's float4_e2m1fn_x2,
-// with the last dimension halved). Other F4 and all F6 tensors are exported as their
-// bytes, flat. With raw, every type is exported as the unsigned integer of its width,
-// for consumers that know fewer types: pairs of F4 become U8.
+// Sub-byte types have no layout that all consumers support. F4 with an even last dimension is exported as pairs (two
+// lanes of four bits, like torch's float4_e2m1fn_x2, with the last dimension halved). Other F4 and all F6 tensors are
+// exported as flat bytes. With raw, every type is exported as the unsigned integer of its width, for consumers that
+// support fewer types. Pairs of F4 then become U8.
 func Describe(d tensor.DType, shape []int64, n int64, raw bool) (Type, []int64) {
 	if t, ok := types[d]; ok {
 		if raw {

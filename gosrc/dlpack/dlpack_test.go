@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Every dtype is described with its full size, as the dtype that torch knows and as the unsigned integer of its width.
+// Describe preserves the size of every dtype. With raw, it returns unsigned integers.
 func TestDescribe(t *testing.T) {
 	for d := tensor.Bool; d.Valid(); d++ {
 		shape := []int64{3, 8}
@@ -44,7 +44,7 @@ func TestDescribeSubByte(t *testing.T) {
 	}{
 		{tensor.F4, []int64{3, 4}, 6, false, Type{codeF4E2M1FN, 4, 2}, []int64{3, 2}},
 		{tensor.F4, []int64{3, 4}, 6, true, Type{codeUInt, 8, 1}, []int64{3, 2}},
-		{tensor.F4, []int64{4, 3}, 6, false, Type{codeUInt, 8, 1}, []int64{6}}, // rows of a byte and a half
+		{tensor.F4, []int64{4, 3}, 6, false, Type{codeUInt, 8, 1}, []int64{6}}, // rows of 1.5 bytes
 		{tensor.F4, []int64{3, 0}, 0, false, Type{codeF4E2M1FN, 4, 2}, []int64{3, 0}},
 		{tensor.F6E2M3, []int64{4, 4}, 12, false, Type{codeUInt, 8, 1}, []int64{12}},
 		{tensor.BF16, nil, 2, false, Type{codeBFloat, 16, 1}, nil},
@@ -57,7 +57,7 @@ func TestDescribeSubByte(t *testing.T) {
 	}
 }
 
-// mapped maps pages and puts a Block with n holders at their end.
+// mapped maps pages and places a Block with n holders at their end.
 func mapped(t *testing.T, pages int, n int64, kind int64) (unsafe.Pointer, *device.Block) {
 	t.Helper()
 	size := uintptr(pages * 4096)
@@ -68,14 +68,14 @@ func mapped(t *testing.T, pages int, n int64, kind int64) (unsafe.Pointer, *devi
 	return p, device.NewBlock(unsafe.Add(p, size-64), n, p, uint64(size), kind)
 }
 
-// isMapped asks the system whether a page is mapped, with mincore, because qemu-user answers madvise itself.
+// isMapped reports whether a page is mapped. It uses mincore, because qemu-user answers madvise without the kernel.
 func isMapped(p unsafe.Pointer) bool {
 	var resident byte
 	_, _, err := unix.Syscall(unix.SYS_MINCORE, uintptr(p), 4096, uintptr(unsafe.Pointer(&resident)))
 	return err == 0
 }
 
-// described reads a DLManagedTensor as a consumer does.
+// described reads a DLManagedTensor like a consumer.
 func described(m unsafe.Pointer) (d struct {
 	data           unsafe.Pointer
 	device         [2]int32
@@ -97,7 +97,7 @@ func described(m unsafe.Pointer) (d struct {
 	return d
 }
 
-// A batch describes many tensors as single calls do, and each frees its own hold.
+// A batch describes many tensors like single calls do, and each tensor releases only its own reference.
 func TestBatch(t *testing.T) {
 	const n = 5
 	p, block := mapped(t, 2, n, device.KindMap)
@@ -110,7 +110,7 @@ func TestBatch(t *testing.T) {
 	var made []unsafe.Pointer
 	if err := b.Make(func(i int, m unsafe.Pointer) {
 		if i != len(made) {
-			t.Errorf("%d comes as number %d", i, len(made))
+			t.Errorf("tensor %d was returned as number %d", i, len(made))
 		}
 		made = append(made, m)
 	}); err != nil {
@@ -121,7 +121,7 @@ func TestBatch(t *testing.T) {
 			shape)
 		want, got := described(one), described(made[i])
 		if !reflect.DeepEqual(got, want) {
-			t.Errorf("%v: %+v, alone %+v", shape, got, want)
+			t.Errorf("%v: %+v, want %+v", shape, got, want)
 		}
 		Delete(one)
 	}
@@ -132,14 +132,14 @@ func TestBatch(t *testing.T) {
 		Delete(m)
 	}
 	if isMapped(p) {
-		t.Error("still mapped without a holder")
+		t.Error("memory is still mapped without a holder")
 	}
 	if err := NewBatch(0).Make(nil); err != nil {
 		t.Error(err)
 	}
 }
 
-// exported is a tensor as a consumer gets it.
+// exported exports a tensor with a batch of one.
 func exported(t *testing.T, mem device.Memory, typ Type, shape []int64) (m unsafe.Pointer) {
 	t.Helper()
 	b := NewBatch(1)
@@ -150,7 +150,7 @@ func exported(t *testing.T, mem device.Memory, typ Type, shape []int64) (m unsaf
 	return m
 }
 
-// Memory is freed when its last holder ends, in C or in Go.
+// Memory is freed when its last holder is released, in C or in Go.
 func TestLastHolderUnmaps(t *testing.T) {
 	for last := range 3 {
 		base, block := mapped(t, 4, 3, device.KindMap)
@@ -169,7 +169,7 @@ func TestLastHolderUnmaps(t *testing.T) {
 			}
 		}
 		if !isMapped(base) {
-			t.Fatalf("last=%d: unmapped while held", last)
+			t.Fatalf("last=%d: unmapped while it had a holder", last)
 		}
 		drop[last]()
 		if isMapped(base) {
@@ -178,7 +178,7 @@ func TestLastHolderUnmaps(t *testing.T) {
 	}
 }
 
-// A tensor of a shared region returns its own whole pages at once, and nothing of its neighbours.
+// A tensor in a shared region returns its whole pages when it is freed, and no pages of its neighbours.
 func TestRegionGivesPagesBack(t *testing.T) {
 	const pages = 64
 	base, block := mapped(t, pages, 2, device.KindRegion)
@@ -186,7 +186,7 @@ func TestRegionGivesPagesBack(t *testing.T) {
 	for i := range all {
 		all[i] = 7
 	}
-	// From the middle of page 1 to the middle of page 40: pages 2..39 are whole.
+	// The tensor is from the middle of page 1 to the middle of page 40, so pages 2 to 39 are whole.
 	m := exported(t, device.Memory{Ptr: unsafe.Add(base, 4096+100), Bytes: 39 * 4096, Block: block},
 		Type{codeUInt, 8, 1}, []int64{39 * 4096})
 	Delete(m)
@@ -205,7 +205,7 @@ func TestRegionGivesPagesBack(t *testing.T) {
 	}
 }
 
-// Memory without a Block and tensors without elements are fine.
+// Memory without a Block and tensors without elements can be exported and deleted.
 func TestNothingToFree(t *testing.T) {
 	for _, shape := range [][]int64{nil, {0}, {1 << 62, 0, 1 << 62}} {
 		m := exported(t, device.Memory{}, Type{codeFloat, 32, 1}, shape)
@@ -213,7 +213,8 @@ func TestNothingToFree(t *testing.T) {
 	}
 }
 
-// An arena goes to its list when its last holder ends, in C or in Go, and to the system if the list is full.
+// When the last holder of an arena is released, in C or in Go, the arena goes to its list, or to the system if the list
+// is full.
 func TestArenas(t *testing.T) {
 	const size = 4096
 	p, err := unix.MmapPtr(-1, 0, nil, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
@@ -233,20 +234,20 @@ func TestArenas(t *testing.T) {
 		mem := device.Memory{Ptr: base, Bytes: 100, Block: &b.Block}
 		ways[i/3](mem)
 		if !isMapped(base) || list.Room != int64(3-min(i, 3))*size {
-			t.Fatalf("number %d, which has a holder, is gone", i)
+			t.Fatalf("arena %d was freed while it had a holder", i)
 		}
 		ways[1-i%2](mem)
 		if isMapped(base) != (i < 3) {
-			t.Errorf("number %d is mapped: %v", i, i >= 3)
+			t.Errorf("arena %d is mapped: %v", i, i >= 3)
 		}
 		arenas = append(arenas, b)
 	}
 	for i := range 3 {
 		if b := list.TakeBlock(); b != arenas[2-i] || list.Room != int64(i+1)*size {
-			t.Errorf("number %d comes, and there is room for %d bytes", slices.Index(arenas, b), list.Room)
+			t.Errorf("arena %d was taken, with space left for %d bytes", slices.Index(arenas, b), list.Room)
 		}
 	}
 	if list.TakeBlock() != nil {
-		t.Error("an arena that was not left")
+		t.Error("took an arena from an empty list")
 	}
 }

@@ -1,6 +1,6 @@
-// Makes tensors in C memory: one allocation each, freed with the last reference, on any thread, without Go and
-// without Python. A forked child frees nothing: it shares the pages with the parent and must be able to exit
-// without touching the engine.
+// Creates tensors in C memory, in one allocation each. The last reference frees it, on any thread, without Go or
+// Python. A forked child frees nothing: it shares the pages with its parent and must be able to exit without using the
+// engine.
 #include "managed.h"
 
 #include <pthread.h>
@@ -32,7 +32,7 @@ static void push_listed(struct ow_listed *l)
 
 void ow_block_release(struct ow_block *block, void *data, int64_t n)
 {
-	// Keep equal to Memory.Release and ReturnPages of package device.
+	// Keep in sync with Memory.Release and ReturnPages of package device.
 	const uintptr_t page = 4096, least = 64 << 10;
 
 	if (block == NULL || forked)
@@ -43,15 +43,15 @@ void ow_block_release(struct ow_block *block, void *data, int64_t n)
 		if (hi > lo && hi - lo >= least)
 			madvise((void *)lo, hi - lo, MADV_DONTNEED);
 	}
-	// Release, so that writes through the tensor finish before the unmap; acquire, so that the unmap comes after
-	// the writes of the other holders.
+	// Release, so that writes through the tensor finish before the unmap. Acquire, so that the unmap comes after the
+	// writes of other holders.
 	if (__atomic_sub_fetch(&block->refs, 1, __ATOMIC_ACQ_REL) == 0) {
 		struct ow_listed *l = (struct ow_listed *)block;
-		if (block->kind == OW_KIND_CUDA) { // work on it may still be queued: only put it on the list
+		if (block->kind == OW_KIND_CUDA) { // queued work may still use it, so only put it on the list
 			push_listed(l);
 			return;
 		}
-		void *base = block->base; // the block itself is in the memory that goes away
+		void *base = block->base; // the block is in the memory to be unmapped
 		int64_t length = (int64_t)block->length;
 		if (block->kind == OW_KIND_ARENA) {
 			int64_t *room = &((struct ow_free_list *)l->list)->room;
@@ -65,7 +65,7 @@ void ow_block_release(struct ow_block *block, void *data, int64_t n)
 	}
 }
 
-// A managed tensor and the data that follows it in the same allocation.
+// whole is a managed tensor and the data that follows it in the same allocation.
 struct whole {
 	struct ow_managed m;
 	int64_t bytes;

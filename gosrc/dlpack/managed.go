@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Batch creates DLManagedTensors in C memory. Each describes a tensor and takes over its reference, which the
-// deleter releases. One C call creates all of them, because one call for each would cost as much as the work.
+// A Batch creates DLManagedTensors in C memory. Each describes a tensor and takes over the tensor's reference, which
+// the deleter releases. One C call creates all of them, because one call per tensor would take as long as the work.
 type Batch struct {
 	all  []C.struct_ow_wanted
 	dims []int64
@@ -25,7 +25,7 @@ func NewBatch(n int) *Batch {
 	return &Batch{make([]C.struct_ow_wanted, 0, n), make([]int64, 0, 2*n)}
 }
 
-// Add adds a tensor, for which Make will create one DLManagedTensor.
+// Add adds a tensor, for which Make will create a DLManagedTensor.
 func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.all = append(b.all, C.struct_ow_wanted{
 		data: C.uint64_t(uintptr(mem.Ptr)), block: C.uint64_t(uintptr(unsafe.Pointer(mem.Block))),
@@ -36,8 +36,8 @@ func (b *Batch) Add(mem device.Memory, t Type, shape []int64) {
 	b.dims = append(b.dims, shape...)
 }
 
-// Make calls fn with each DLManagedTensor, in order. If Make fails, it has freed all of
-// them, and every reference still belongs to the caller.
+// Make calls fn with each DLManagedTensor, in order. If Make fails, it frees all of
+// them, and the caller still owns all references.
 func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 	count := int(C.ow_managed_many(unsafe.SliceData(b.all), C.int64_t(len(b.all)),
 		(*C.int64_t)(unsafe.SliceData(b.dims))))
@@ -45,7 +45,7 @@ func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 		for _, w := range b.all[:count] {
 			C.ow_managed_forget(w.managed)
 		}
-		return errs.New(errs.ErrMemory, "descriptions of %d tensors", len(b.all))
+		return errs.New(errs.ErrMemory, "cannot allocate DLPack structures for %d tensors", len(b.all))
 	}
 	for i := range b.all {
 		fn(i, *(*unsafe.Pointer)(unsafe.Pointer(&b.all[i].managed)))
@@ -53,5 +53,5 @@ func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 	return nil
 }
 
-// Delete calls the deleter, as the last consumer of a tensor does.
+// Delete calls the deleter, like the last consumer of a tensor.
 func Delete(managed unsafe.Pointer) { C.ow_managed_delete(managed) }

@@ -17,7 +17,7 @@ import (
 // through any wrapping.
 var (
 	ErrFormat       = errors.New("bad format")   // bytes that never were a valid file of this format
-	ErrCorrupt      = errors.New("corrupt data") // a valid file whose bytes have changed
+	ErrCorrupt      = errors.New("corrupt data") // a valid file with changed bytes
 	ErrNotFound     = errors.New("not found")    // no such file, object or tensor file
 	ErrPermission   = errors.New("permission denied")
 	ErrIO           = errors.New("i/o error") // the medium failed: EIO, ENOSPC, a short read

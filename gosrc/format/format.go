@@ -32,7 +32,7 @@ type Options struct {
 	// List returns the sorted files of a remote folder, or errs.ErrNotSupported if the store cannot list them. nil
 	// means that no store can list files.
 	List func(ctx context.Context, uri string) ([]string, error)
-	// Parts permits files whose tensors are parts of tensors; see refuseParts.
+	// Parts permits files with parts of tensors; see refuseParts.
 	Parts bool
 	// Unlisted makes OpenAll also return tensors that are in the files of an index.json but that it does not list.
 	// Operations on files set it; operations on models do not.

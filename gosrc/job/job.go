@@ -1,5 +1,5 @@
-// Package job runs operations in the background: callers observe, await and cancel
-// them, and take their results.
+// Package job runs operations in the background. Callers can observe, await and cancel
+// an operation, and get its result.
 //
 // A Job is safe for concurrent use. Its counters only rise.
 package job
@@ -21,26 +21,26 @@ import (
 type Job struct {
 	Name string
 
-	// Progress: bytes and tensors done, and their totals. Bytes are tensor bytes, not
-	// stored bytes.
+	// Bytes and tensors that have been processed, and their totals. Bytes are tensor bytes,
+	// not stored bytes.
 	Bytes, TotalBytes     atomic.Int64
 	Tensors, TotalTensors atomic.Int64
 
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	done   chan struct{} // closed when the job has ended for its callers
+	done   chan struct{} // closed when callers see the job as ended
 	gone   chan struct{} // closed when the operation has returned, after its cleanup
-	end    sync.Once     // of done
+	end    sync.Once     // guards closing of done
 	err    error         // set before done is closed
 
 	mu     sync.Mutex
 	report any
 }
 
-// errCancelled is the cause that Cancel gives to the job's context.
+// errCancelled is the cause with which Cancel ends the job's context.
 var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
-// New returns a job that has not begun; Go begins it. A panic anywhere in the engine
+// New returns a job that has not begun. Go begins it. A panic anywhere in the engine
 // cancels it.
 func New(name string) *Job {
 	j := &Job{Name: name, done: make(chan struct{}), gone: make(chan struct{})}
@@ -59,8 +59,8 @@ func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 	})
 }
 
-// RunHere is Go for a short operation: it runs on the caller's goroutine, and the job has ended when
-// RunHere returns. Waking another thread would take longer than the operation.
+// RunHere is like Go for a short operation. It runs the operation on the caller's goroutine and returns when the job
+// has ended, because waking another thread would take longer than the operation.
 func (j *Job) RunHere(run func(ctx context.Context, j *Job) error) {
 	live.Store(j, nil)
 	j.runVerb(run)
@@ -78,8 +78,8 @@ func (j *Job) runVerb(run func(ctx context.Context, j *Job) error) {
 	j.finish(spawn.Guard(j.Name, func() error { return run(j.ctx, j) }))
 }
 
-// growStack reserves stack for an operation while the goroutine's stack is still empty. If calls
-// grew it step by step, it would be copied several times, frame by frame.
+// growStack makes the goroutine's stack large while it is still empty. Otherwise the runtime would
+// grow and copy it several times as calls nest.
 //
 //go:noinline
 func growStack() {
@@ -89,7 +89,7 @@ func growStack() {
 
 func (j *Job) finish(err error) {
 	j.end.Do(func() {
-		// A cancelled job reports the cancellation, whichever worker noticed it first.
+		// A cancelled job reports the cancellation, regardless of which worker noticed it first.
 		if err != nil && errors.Is(err, context.Canceled) {
 			if err = spawn.Poisoned(); err == nil {
 				err = errCancelled
@@ -100,10 +100,10 @@ func (j *Job) finish(err error) {
 	})
 }
 
-// Failed ends a cancelled job for its callers while the operation still cleans up,
-// because requests to a server may take long. letGo is called first: after it the
+// Failed reports a cancelled job as ended while the operation still cleans up, because
+// cleaning up may need slow requests to a server. It first calls letGo, after which the
 // operation may no longer use the caller's memory. CancelAll still waits for the
-// operation itself. Failed does nothing to a job that is not cancelled.
+// operation to return. Failed does nothing if the job is not cancelled.
 func (j *Job) Failed(err error, letGo func()) {
 	if err != nil && j.ctx.Err() != nil {
 		letGo()
@@ -111,7 +111,7 @@ func (j *Job) Failed(err error, letGo func()) {
 	}
 }
 
-// Start is New and Go.
+// Start calls New and Go.
 func Start(name string, run func(ctx context.Context, j *Job) error) *Job {
 	j := New(name)
 	j.Go(run)
@@ -122,12 +122,11 @@ func Start(name string, run func(ctx context.Context, j *Job) error) *Job {
 // ended.
 func (j *Job) Cancel() { j.cancel(errCancelled) }
 
-// RunContext returns a context that ends when the job is asked to stop, and at the
-// job's end.
+// RunContext returns a context that ends when the job is cancelled or has ended.
 func (j *Job) RunContext() context.Context { return j.ctx }
 
-// Wait waits for the job to end, at most for d, or for ever if d is negative. It
-// reports whether the job has ended, and if so its error.
+// Wait waits for the job to end, but no longer than d. A negative d means no limit. Wait
+// reports whether the job has ended and, if so, its error.
 func (j *Job) Wait(d time.Duration) (bool, error) {
 	if !Within(j.done, d) {
 		return false, nil
@@ -135,16 +134,16 @@ func (j *Job) Wait(d time.Duration) (bool, error) {
 	return true, j.err
 }
 
-// Within waits until done is closed, at most for d, or for ever if d is negative. It
-// reports whether done is closed.
+// Within waits until done is closed, but no longer than d. A negative d means no limit.
+// It reports whether done is closed.
 func Within(done <-chan struct{}, d time.Duration) bool {
 	switch {
-	case IsClosed(done): // a timer could win against done
+	case IsClosed(done): // if done is closed, select could still choose the timer
 		return true
 	case d == 0:
 		return false
 	}
-	var late <-chan time.Time // never sent to
+	var late <-chan time.Time // a nil channel never receives
 	if d >= 0 {
 		t := time.NewTimer(d)
 		defer t.Stop()
@@ -168,7 +167,7 @@ func IsClosed(done <-chan struct{}) bool {
 	}
 }
 
-// Done is closed when the job has ended.
+// Done returns a channel that is closed when the job has ended.
 func (j *Job) Done() <-chan struct{} { return j.done }
 
 // Err returns the job's error. It is valid once Done is closed.
@@ -179,21 +178,21 @@ func (j *Job) Progress() (bytes, totalBytes, tensors, totalTensors int64) {
 	return j.Bytes.Load(), j.TotalBytes.Load(), j.Tensors.Load(), j.TotalTensors.Load()
 }
 
-// SetReport sets the value for Report. The last one counts.
+// SetReport sets the value that Report returns. It replaces an earlier value.
 func (j *Job) SetReport(v any) {
 	j.mu.Lock()
 	j.report = v
 	j.mu.Unlock()
 }
 
-// Value returns the last value given to SetReport.
+// Value returns the last value passed to SetReport.
 func (j *Job) Value() any {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.report
 }
 
-// Report returns the last value given to SetReport as JSON, or "null".
+// Report returns the last value passed to SetReport as JSON, or "null" if there is none.
 func (j *Job) Report() ([]byte, error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -207,8 +206,8 @@ func (j *Job) Report() ([]byte, error) {
 // live holds the running jobs, for CancelAll.
 var live sync.Map
 
-// CancelAll cancels every running job and waits for them to end, at most for d. It
-// reports whether all have ended. A process calls it before it exits.
+// CancelAll cancels all running jobs and waits up to d for them to end. It reports
+// whether all have ended. A process calls it before it exits.
 func CancelAll(d time.Duration) bool {
 	var jobs []*Job
 	for j := range live.Range {

@@ -1,6 +1,6 @@
 package job
 
-// This file reports which requests are ready, in order of arrival.
+// This file reports which requests are ready, in the order in which they became ready.
 
 import (
 	"sync"
@@ -16,7 +16,7 @@ type Landings struct {
 	asleep bool          // Next waits on wake
 }
 
-// NewLandings makes Landings for a number of requests, without a limit.
+// NewLandings returns an empty Landings with space for a number of requests. It grows if more land.
 func NewLandings(requests int) *Landings {
 	return &Landings{ready: make([]int, 0, requests), wake: make(chan struct{})}
 }
@@ -32,16 +32,16 @@ func (l *Landings) Add(i int) {
 	}
 }
 
-// Next returns the requests that have landed since the last call, in order of arrival, at most limit of them. It
-// waits up to d for the first. more is false once the job has ended, which closes done, and everything was
-// returned.
+// Next returns up to limit requests that have landed since the last call, in the order in which they landed. It waits
+// up to d for the first. done is closed when the job ends. more is false if the job has ended and all requests have
+// been returned.
 func (l *Landings) Next(done <-chan struct{}, limit int, d time.Duration) (reqs []int, more bool) {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	for {
 		hasEnded := false
 		select {
-		case <-done: // everything that will land has landed
+		case <-done: // no more requests can land
 			hasEnded = true
 		default:
 		}

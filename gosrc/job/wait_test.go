@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A job that has ended reports so, however short the wait.
+// Wait reports a job that has ended, even with a wait of 0.
 func TestWaitZero(t *testing.T) {
 	want := errors.New("so it ended")
 	j := Start("x", func(context.Context, *Job) error { return want })
@@ -22,12 +22,11 @@ func TestWaitZero(t *testing.T) {
 	}
 	running := New("y")
 	if done, _ := running.Wait(0); done {
-		t.Error("a job that has not begun has ended")
+		t.Error("Wait reports the end of a job that has not begun")
 	}
 }
 
-// A job that runs on the caller's thread has ended when the call returns, with its error or its panic's, and nothing of
-// it is left.
+// RunHere returns after the job has ended with its error or panic, and the job is no longer live.
 func TestRunHere(t *testing.T) {
 	want := errors.New("so it ended")
 	j := New("x")
@@ -46,8 +45,8 @@ func TestRunHere(t *testing.T) {
 	}
 }
 
-// A cancelled job that cleans up keeps only CancelAll waiting. One that was not cancelled has not failed before its
-// end.
+// Failed ends a cancelled job for Wait, and only CancelAll waits for the cleanup. It has no effect on a job that is
+// not cancelled.
 func TestFailed(t *testing.T) {
 	clean, begun := make(chan struct{}), make(chan struct{})
 	end := sync.OnceFunc(func() { close(clean) })
@@ -62,18 +61,18 @@ func TestFailed(t *testing.T) {
 	})
 	<-begun
 	if done, err := j.Wait(time.Millisecond); done {
-		t.Fatal("has ended:", err)
+		t.Fatal("the job has ended:", err)
 	}
 	j.Cancel()
 	if done, err := j.Wait(time.Minute); !done || !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(done, err)
 	}
 	if CancelAll(time.Millisecond) {
-		t.Error("CancelAll did not wait for what cleans up")
+		t.Error("CancelAll did not wait for the cleanup")
 	}
 	end()
 	if !CancelAll(time.Minute) {
-		t.Error("still running")
+		t.Error("the job is still running")
 	}
 	if !errors.Is(j.Err(), errs.ErrCancelled) {
 		t.Error(j.Err())

@@ -1,6 +1,6 @@
 package knob
 
-// This file has the table of all environment variables.
+// This file defines all environment variables.
 
 import (
 	"os"

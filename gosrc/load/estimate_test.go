@@ -71,7 +71,7 @@ func TestEstimateBudget(t *testing.T) {
 		{nil, Prospect{DType: "F33"}, errs.ErrArgument, "F33"},
 		{[]Part{{Tensor: 4, Elements: -1}}, Prospect{}, errs.ErrArgument, ""},
 		{[]Part{{Tensor: -1, Elements: -1}}, Prospect{}, errs.ErrArgument, ""},
-		{[]Part{{Tensor: 1, Elements: 1001}}, Prospect{}, errs.ErrArgument, "number of elements, 1001"},
+		{[]Part{{Tensor: 1, Elements: 1001}}, Prospect{}, errs.ErrArgument, "invalid number of elements 1001"},
 		{[]Part{{Tensor: 1, Elements: math.MinInt64}}, Prospect{}, errs.ErrArgument, ""},
 		{[]Part{{Tensor: 1, Elements: math.MaxInt64}}, Prospect{}, errs.ErrArgument, ""},
 	} {

@@ -1,6 +1,6 @@
 package pipeline
 
-// This file hands workers their next pieces, as reads or as ranges.
+// This file distributes shares to the workers.
 
 import (
 	"context"
@@ -9,17 +9,17 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A batch is a sequence of shares for one worker: Shares[first:end]. If they form one range of a source's Ranges,
-// n is its length including the gaps; otherwise n is 0.
+// A batch is a sequence of shares for one worker: Shares[first:end]. If they are read as one range, n is the length
+// of the range including its gaps. Otherwise n is 0.
 type batch struct {
 	first, end int32
 	n          int64
 }
 
-// gap is the most bytes that are read and discarded instead of starting a new range.
+// gap is the largest gap in bytes that is read and discarded. A larger gap starts a new range.
 const gap = 256 << 10
 
-// A feed passes shares to workers, in order.
+// A feed distributes the shares to the workers, in order.
 type feed struct {
 	task    *Task
 	facts   []source.Facts  // by source
@@ -31,12 +31,12 @@ type feed struct {
 	skipped int64 // bytes of gaps in ranges
 }
 
-// takeBatch returns the next work: one share or, for a source with ranges that are read in steps, as many pieces
-// as fit one range. For such a source, permit must be its own. If permit is nil or another source's, the batch is
-// empty and from says where to get a permit. ok is false when no shares are left.
+// takeBatch returns the next batch: one share or, for a source that is read in ranges, as many shares as fit one range.
+// permit is the Ranges for which the caller has a permit, or nil. If the next share needs a different permit or none,
+// the batch is empty, and from is the Ranges to ask for a permit, or nil. ok is false when no shares are left.
 //
-// A worker with an open range may wait for slots, but a worker with a slot never waits for a range. One slot is
-// therefore enough for any number of workers.
+// A worker with an open range may wait for slots, but a worker with a slot never waits for a range. Therefore one slot
+// is enough for any number of workers.
 func (q *feed) takeBatch(permit source.Ranges) (b batch, from source.Ranges, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -1,5 +1,5 @@
-// Package pipeline runs a plan: it reads pieces, checks and decodes their chunks, and writes the bytes into the
-// tensors. Only this package starts workers for loading. The first error wins and cancels the rest. When Run
+// Package pipeline runs a plan: it reads pieces, verifies and decodes their chunks, and writes the bytes into the
+// tensors. No other package starts workers for loading. The first error cancels the rest of the run. When Run
 // returns, all workers have ended and every slot has been returned.
 package pipeline
 
@@ -22,28 +22,28 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// rangeSlots is enough for any number of ranges on the host: while one waits for a
-// slot, the kernel receives its bytes.
+// rangeSlots is a sufficient number of slots for any number of ranges on the host: while a
+// range waits for a slot, the kernel keeps receiving its bytes.
 const rangeSlots = 16
 
-// ahead is how many bytes are announced ahead of the readers.
+// ahead is the number of bytes announced to the sources before workers read them.
 const ahead = 64 << 20
 
-// A Task is a plan and what it needs to run.
+// A Task is a plan and everything needed to run it.
 type Task struct {
 	Index   *tensor.Index
 	Sources []source.Source // by Tensor.Source
 	Wants   []plan.Want
 	Plan    *plan.Plan
-	// Queue is the device's queue, nil for the host. The pipeline does not close it.
+	// Queue is the device's queue, or nil for the host. The pipeline does not close it.
 	Queue device.Queue
-	// GDS, by source, reads plain tensors' bytes straight into device memory; nil if a source does not support
-	// it. Bytes with a checksum go through slots.
+	// GDS has one reader per source. It reads bytes of plain tensors directly into device memory. A reader is nil
+	// if its source does not support that. Bytes with a checksum go through slots.
 	GDS     []device.Reader
-	Workers int          // 0: one per core
-	Near    *nodes.Place // place of the workers; nil for anywhere
-	// Range, if not nil, says how many bytes a worker should request at once from a source's Ranges, to read them
-	// in steps. It excludes Gate.
+	Workers int          // 0 means one per core
+	Near    *nodes.Place // the NUMA node that the workers run on, or nil for any
+	// Range, if not nil, returns how many bytes a worker should request in one range from a source's Ranges.
+	// Range and Gate cannot both be set.
 	Range func() int64
 	Trace *Trace
 
@@ -52,26 +52,26 @@ type Task struct {
 	Destination func(ctx context.Context, want int32, dst unsafe.Pointer) (unsafe.Pointer, error)
 
 	// Gate, if not nil, is called before a piece is read, with its first decode task. It waits until there is
-	// space for the piece or ctx ends. Pieces may only wait for earlier ones.
+	// space for the piece or ctx ends. A piece may only wait for earlier pieces.
 	Gate func(ctx context.Context, task int32) error
-	// Landed is called once for each want, by any worker, when its last byte is in place. Progress gets the
-	// tensor bytes of each finished decode task.
+	// Landed is called once for each want, by any worker, when its last byte has been written. Progress is called
+	// with the number of tensor bytes of each finished decode task.
 	Landed   func(want int32)
 	Progress func(bytes int64)
 
-	// Submitted, if not nil, is called when everything has been submitted without an error. From then on the
-	// queue may have other users, and Run only waits for its own work.
+	// Submitted, if not nil, is called when everything has been submitted without an error. From then on, others
+	// may use the queue, and Run waits only for its own tasks.
 	Submitted func()
 }
 
-// Stages says what a run cost, summed over its workers, in nanoseconds and bytes.
+// Stages holds the times and byte counts of a run, summed over its workers.
 type Stages struct {
 	Pieces    int64 `json:"pieces"`
 	ReadBytes int64 `json:"read_bytes"` // stored bytes, including gaps between them
 	LandBytes int64 `json:"land_bytes"`
-	WaitNS    int64 `json:"wait_ns"`   // for a free slot, or for space at the destination
-	PermitNS  int64 `json:"permit_ns"` // for a permit to open a range
-	AnswerNS  int64 `json:"answer_ns"` // for responses to begin
+	WaitNS    int64 `json:"wait_ns"`   // waiting for a free slot, or for space at the destination
+	PermitNS  int64 `json:"permit_ns"` // waiting for a permit to open a range
+	AnswerNS  int64 `json:"answer_ns"` // waiting for the first byte of responses
 	ReadNS    int64 `json:"read_ns"`
 	CheckNS   int64 `json:"check_ns"`
 	DecodeNS  int64 `json:"decode_ns"`
@@ -81,8 +81,8 @@ type Stages struct {
 	RingBytes int64 `json:"ring_bytes"`
 }
 
-// HostSlots is how many slots a run on the host makes for its workers: each worker has a range open, or asks for
-// a slot for each piece.
+// HostSlots returns how many slots a run on the host makes. Its workers either keep a range open or request a slot
+// for each piece.
 func HostSlots(workers int, ranges bool) int {
 	if ranges {
 		return min(workers, max(rangeSlots, runtime.GOMAXPROCS(0)))
@@ -90,7 +90,7 @@ func HostSlots(workers int, ranges bool) int {
 	return workers
 }
 
-// Run runs the task to its end.
+// Run runs the task and returns when it has ended.
 func Run(ctx context.Context, t *Task) (Stages, error) {
 	start := time.Now()
 	workers := t.Workers
@@ -117,14 +117,14 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		if err := queue.TraceTimes(t.Trace.addDevice); err != nil {
 			return st, err
 		}
-		defer func() { _ = queue.TraceTimes(nil) }() // only a broken device refuses
+		defer func() { _ = queue.TraceTimes(nil) }() // fails only on a broken device
 	}
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	defer r.cancel(nil)
 	r.feed.permits, r.feed.empty = context.WithCancel(r.ctx)
 	defer r.feed.empty()
 	var mu sync.Mutex
-	spawn.Workers("pipeline worker", workers, r.cancel, func(n int) error { // only the first cause is kept
+	spawn.Workers("pipeline worker", workers, r.cancel, func(n int) error { // later causes are ignored
 		w := worker{run: r, task: t, n: n}
 		err := t.Near.Run(w.runLoop)
 		if t.Trace != nil {
@@ -135,12 +135,12 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 		st.addTimes(&w.st)
 		return err
 	})
-	for i := range r.staged { // slots that an error left half filled
+	for i := range r.staged { // return the slots that were only partly filled before an error
 		if s := &r.staged[i]; s.slot != nil {
 			queue.Put(s.slot)
 		}
 	}
-	// Wait for what was submitted even after an error: nothing may write to the
+	// Wait for the submitted tasks even after an error: nothing may write to the
 	// tensors once Run has returned.
 	if t.Submitted == nil {
 		if err := queue.Drain(context.WithoutCancel(ctx)); err != nil {
@@ -195,8 +195,8 @@ type run struct {
 	queue   device.Queue
 	staged  []staged       // by piece
 	landed  atomic.Int64   // bytes
-	pending sync.WaitGroup // submitted tasks, until their done call has returned
-	last    string         // the trace name of a worker's decoding
+	pending sync.WaitGroup // submitted tasks whose done call has not returned yet
+	last    string         // trace name of a worker's last stage
 	checks  bool           // workers compare checksums
 
 	prefetches bool // a source has Prefetch
@@ -204,11 +204,11 @@ type run struct {
 	announced  int64 // pieces announced to their sources; guarded by prefetch
 }
 
-// A staged piece is filled by several workers: the first one gets the slot, the last one submits it.
+// A staged piece is filled by several workers. The first one gets the slot and the last one submits it.
 type staged struct {
 	mu   sync.Mutex
-	slot device.Slot // nil before the slot is there and after it was submitted or returned
-	left int         // shares still to come
+	slot device.Slot // nil before it is obtained and after it is submitted or returned
+	left int         // shares not filled yet
 }
 
 // last counts a share as filled. The worker that fills the last share owns the slot.
@@ -222,8 +222,8 @@ func (s *staged) last() bool {
 	return true
 }
 
-// announcePieces announces the next pieces to their sources. Only one worker does it at a time; the others skip
-// it.
+// announcePieces announces the next pieces to their sources. If another worker is already announcing, it returns
+// immediately.
 func (r *run) announcePieces(piece int64) {
 	if !r.prefetches || !r.prefetch.TryLock() {
 		return
@@ -266,8 +266,8 @@ func (r *run) landTask(task int32) {
 	}
 }
 
-// locateError adds tensor, chunk and offset to an error. An error caused by another error or by the caller stays
-// unchanged.
+// locateError adds tensor, chunk and offset to an error. If the run has been cancelled, it returns the cause of
+// the cancellation instead.
 func (r *run) locateError(verb string, task int32, err error) error {
 	if r.ctx.Err() != nil {
 		return context.Cause(r.ctx)
@@ -277,8 +277,8 @@ func (r *run) locateError(verb string, task int32, err error) error {
 	at := &errs.At{Verb: verb, Source: r.task.Index.Sources[t.Source].URI, Tensor: t.Name, Chunk: int64(ref.N),
 		Offset: r.task.Plan.Tasks[task].Chunk.Off, Err: err}
 	var inner *errs.At
-	if errors.As(err, &inner) { // a source names itself and the exact offset
-		if inner.Tensor != "" { // a decode error names everything; a read may be for several tensors
+	if errors.As(err, &inner) { // the source gave its URI and the exact offset
+		if inner.Tensor != "" { // already complete, for example a decode error
 			return inner
 		}
 		at.Source, at.Err = inner.Source, inner.Err

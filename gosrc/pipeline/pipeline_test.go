@@ -21,15 +21,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// model is an invented index with its bytes: plain tensors and raw chunks, with column parts, spread over sources, with
-// some aliases.
+// model is a random index with its bytes. It has plain tensors and raw chunks, some with column parts, in several
+// sources, and some aliases.
 type model struct {
 	ix      *tensor.Index
 	srcs    []source.Source
 	logical [][]byte // by tensor
 	trace   *Trace   // for the next run
 	steps   int64    // Task.Range for the next run
-	slots   int      // for a queue of its own; 0 means the pipeline's
+	slots   int      // of a separate queue; 0 leaves the queue to the pipeline
 	stages  Stages   // of the last run
 }
 
@@ -111,7 +111,7 @@ func build(r *rand.Rand) *model {
 	return m
 }
 
-// slice is the slow twin of a request: element by element.
+// slice is the slow twin of a request and copies element by element.
 func (m *model) slice(q plan.Request) []byte {
 	t := m.ix.Tensors[q.Tensor]
 	d := []int64{1, 1, 1}
@@ -200,8 +200,8 @@ func pointers(mem []device.Memory) []unsafe.Pointer {
 	return dest
 }
 
-// Any request for any layout gives the same bytes as slicing element by element, for every size of piece and share and
-// every number of workers.
+// Every request for every layout returns the same bytes as slicing element by element, for every size of piece and
+// share and every number of workers.
 func TestRunMatchesSlicing(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -225,7 +225,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 		for _, s := range m.srcs {
 			if s, ok := s.(*sourcetest.Steps); ok {
 				if _, open := s.Ranges(); open != 0 {
-					t.Fatalf("%d ranges are left open", open)
+					t.Fatalf("%d ranges were not closed", open)
 				}
 			}
 		}
@@ -245,7 +245,7 @@ func TestRunMatchesSlicing(t *testing.T) {
 	}
 }
 
-// Every read that fails ends the run with that error and its position, and leaves no worker.
+// A read error ends the run with that error and its position, and no worker keeps running.
 func TestRunEndsWithTheFirstError(t *testing.T) {
 	r := rand.New(rand.NewPCG(5, 5))
 	m := build(r)
@@ -288,7 +288,7 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 	}
 }
 
-// Contiguous or nearly contiguous pieces form one range, up to the requested size; others do not.
+// Contiguous and nearly contiguous pieces form one range, up to the requested size. Other pieces do not.
 func TestRanges(t *testing.T) {
 	data := make([]byte, 3<<20)
 	_, _ = rand.NewChaCha8([32]byte{1}).Read(data)
@@ -318,24 +318,25 @@ func TestRanges(t *testing.T) {
 		}
 		for i := range got {
 			if off := int64(i) * (n + c.gap); !bytes.Equal(got[i], data[off:off+n]) {
-				t.Errorf("gap %d: tensor %d has other bytes", c.gap, i)
+				t.Errorf("gap %d: tensor %d has wrong bytes", c.gap, i)
 			}
 		}
 		if all, open := src.Ranges(); all != c.ranges || open != 0 || m.stages.ReadBytes != 10*n+c.skipped {
-			t.Errorf("gap %d, range %d: %d ranges, %d open, %d bytes beside the tensors'", c.gap, c.steps, all, open, m.stages.ReadBytes-10*n)
+			t.Errorf("gap %d, range %d: %d ranges, %d open, %d bytes of gaps", c.gap, c.steps, all, open,
+				m.stages.ReadBytes-10*n)
 		}
 	}
 }
 
-// With few slots a range continues from piece to piece if there is space for more than one, and never ends within a
-// piece. One permit, or one slot, is enough for four workers.
+// With few slots, a range continues with the next piece if it has space for more than one, and never ends within a
+// piece. One permit or one slot is enough for four workers.
 func TestRangesWithFewSlots(t *testing.T) {
 	for _, c := range []struct {
 		slots  int
 		steps  int64
 		ranges int
 	}{
-		{1, 100 << 10, 8}, // a piece has 128 KiB
+		{1, 100 << 10, 8}, // a piece is 128 KiB
 		{3, 300 << 10, 4}, // two pieces; the third does not fit
 		{9, 8 << 20, 1},
 	} {
@@ -363,7 +364,7 @@ func rangesWithFewSlots(t *testing.T, slots, permits int, steps int64, ranges in
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got[0], data) {
-		t.Error("other bytes")
+		t.Error("wrong bytes")
 	}
 	if all, open := src.Steps.Ranges(); int(all) != ranges || open != 0 {
 		t.Errorf("%d ranges, %d open", all, open)
@@ -421,7 +422,7 @@ func (r *permitted) Close() error {
 	return r.Range.Close()
 }
 
-// A changed byte in any chunk is found before it is decoded, and the error names the chunk.
+// A changed byte in any chunk is detected before the chunk is decoded, and the error names the chunk.
 func TestRunChecksEveryChunk(t *testing.T) {
 	r := rand.New(rand.NewPCG(9, 9))
 	m := build(r)
@@ -446,7 +447,7 @@ func TestRunChecksEveryChunk(t *testing.T) {
 	}
 }
 
-// A cancelled run ends at once with the cause, even while a read blocks.
+// A cancelled run ends immediately with the cause, even while a read blocks.
 func TestRunCancel(t *testing.T) {
 	r := rand.New(rand.NewPCG(6, 6))
 	m := build(r)
@@ -468,7 +469,7 @@ func TestRunCancel(t *testing.T) {
 	}
 }
 
-// A failed read names the tensor at the byte that could not be read, whichever others are read with it.
+// A failed read names the tensor that contains the unreadable byte, even if one read covers several tensors.
 func TestRunNamesWhatCannotBeRead(t *testing.T) {
 	const each, tensors = 1000, 20
 	for bad := range tensors {

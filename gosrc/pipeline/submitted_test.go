@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A lateQueue delays done calls until `release`. It has other users, so that it never becomes empty.
+// A lateQueue delays done calls until release is called. Like a queue with other users, it never drains.
 type lateQueue struct {
 	device.Queue
 	fails error
@@ -42,8 +42,8 @@ func (q *lateQueue) release() {
 	}
 }
 
-// Submitted is called when everything has been submitted. Run then waits only for its own done calls, since the queue
-// may have other users, and returns their error.
+// Submitted is called when everything has been submitted. Run then waits only for its own done calls, because the
+// queue may have other users, and returns the error of those calls.
 func TestSubmitted(t *testing.T) {
 	m := build(rand.New(rand.NewPCG(4, 4)))
 	for _, fails := range []error{nil, errors.New("the device failed")} {
@@ -76,12 +76,12 @@ func TestSubmitted(t *testing.T) {
 		<-called
 		select {
 		case err := <-returned:
-			t.Error("has returned before its last done call:", err)
+			t.Error("Run returned before its last done call:", err)
 		default:
 		}
 		queue.release()
 		if err := <-returned; !errors.Is(err, fails) {
-			t.Errorf("%v, expected %v", err, fails)
+			t.Errorf("Run returned %v, want %v", err, fails)
 		}
 		host.Close()
 		cpu.Release(mem)

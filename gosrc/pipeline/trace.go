@@ -29,7 +29,7 @@ type Trace struct {
 	spans []span
 }
 
-// The place of a span: a worker or a stream of the device, by number, or the verb itself.
+// A place says where a span ran: on a worker, on a stream of the device, or in the load itself.
 type place uint8
 
 const (
@@ -41,15 +41,15 @@ const (
 type span struct {
 	verb       string
 	at         place
-	n          int // of the worker or stream
+	n          int // number of the worker or stream
 	begin, end time.Time
 	bytes      int64
 }
 
-// NewTrace starts a trace now.
+// NewTrace returns an empty trace that starts now.
 func NewTrace() *Trace { return &Trace{start: time.Now()} }
 
-// Verb records a stage of the verb itself, such as planning.
+// Verb records a stage of the whole load, such as planning.
 func (t *Trace) Verb(verb string, begin, end time.Time, bytes int64) {
 	if t != nil {
 		t.addSpans([]span{{verb, inVerb, 0, begin, end, bytes}})
@@ -66,16 +66,16 @@ func (t *Trace) addSpans(spans []span) {
 	t.mu.Unlock()
 }
 
-// A Summary sums up a trace. Seconds of a stage are summed over workers: 16 workers can read for 16 seconds
-// within one.
+// A Summary summarizes a trace. The seconds of a stage are summed over workers: 16 workers that all read for one
+// second count as 16 seconds.
 type Summary struct {
 	Seconds float64    `json:"seconds"` // from the start of the load to its last span
-	Stages  []StageSum `json:"stages"`  // in the order in which bytes pass through them
+	Stages  []StageSum `json:"stages"`  // in the order that bytes pass through them
 	Copy    *Gaps      `json:"copy_stream,omitempty"`
 }
 
-// A StageSum sums the spans of one stage. "stage" is the wait for a free slot. "permit" and "answer" are the
-// waits for a permit and for the beginning of a response, in ranges that are read in steps.
+// A StageSum is the sum of the spans of one stage. Stage "stage" is the wait for a free slot. For ranges, "permit" is
+// the wait for a permit and "answer" the wait for the first byte of a response.
 type StageSum struct {
 	Verb    string  `json:"verb"`
 	Spans   int     `json:"spans"`
@@ -84,8 +84,8 @@ type StageSum struct {
 	Bytes   int64   `json:"bytes"`
 }
 
-// Gaps are the times between the device's first and last copy in which its copy stream was idle. Lead and Tail
-// are the times before the first copy and after the last.
+// Gaps describes how the device's copy stream was used between its first and last copy. Lead is the time before the
+// first copy, and Tail the time after the last.
 type Gaps struct {
 	Busy    float64 `json:"busy"`
 	Gaps    int     `json:"gaps"`
@@ -97,7 +97,7 @@ type Gaps struct {
 
 var order = []string{"open", "plan", "stage", "permit", "answer", "read", "check", "submit", "copy", "decode", "land"}
 
-// Summary sums up the trace.
+// Summary summarizes the trace.
 func (t *Trace) Summary() Summary {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -132,7 +132,7 @@ func (t *Trace) Summary() Summary {
 	return s
 }
 
-// findGaps finds the gaps among the copies of one stream, which run one after the other.
+// findGaps finds the gaps between the copies of a stream. Copies of one stream do not overlap.
 func findGaps(copies []*span, first, last time.Time) *Gaps {
 	if len(copies) == 0 {
 		return nil
@@ -162,8 +162,8 @@ func laterOf(a, b time.Time) time.Time {
 	return b
 }
 
-// WriteFile writes the trace in Chrome's trace event format, which Perfetto opens, and replaces an existing file.
-// The host's workers are one process in it, the device's streams another.
+// WriteFile writes the trace to a file in Chrome's trace event format, which Perfetto also opens, and replaces an
+// existing file. The host's workers are one process in it, and the device's streams another.
 func (t *Trace) WriteFile(path string) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()

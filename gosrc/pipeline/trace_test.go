@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// made is a trace with known spans, in milliseconds from its start.
+// made returns a trace with known spans, in milliseconds from its start.
 func made() *Trace {
 	t := NewTrace()
 	at := func(ms float64) time.Time { return t.start.Add(time.Duration(ms * 1e6)) }
@@ -28,7 +28,7 @@ func made() *Trace {
 	return t
 }
 
-// Chrome and Perfetto can read the file: named rows, and spans in microseconds that are never negative.
+// Chrome and Perfetto can read the file: its rows are named, and its times are in microseconds and not negative.
 func TestTraceFile(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "trace.json")
 	tr := made()
@@ -68,25 +68,25 @@ func TestTraceFile(t *testing.T) {
 		}
 	}
 	if spans != len(tr.spans) {
-		t.Errorf("%d spans of %d", spans, len(tr.spans))
+		t.Errorf("%d spans, want %d", spans, len(tr.spans))
 	}
-	// A program that has the old file open reads it to its end, because the new one is another file.
+	// A program that has the old file open can still read all of it, because WriteFile creates a new file.
 	other := filepath.Join(t.TempDir(), "other")
 	if err := errors.Join(os.Link(path, other), os.Chmod(path, 0o600), (&Trace{}).WriteFile(path)); err != nil {
 		t.Fatal(err)
 	}
 	if now, err := os.ReadFile(other); err != nil || string(now) != string(b) {
-		t.Errorf("%v: the old trace was written over", err)
+		t.Errorf("%v: the old trace was overwritten", err)
 	}
 	if st, err := os.Stat(path); err != nil || st.Mode() != 0o600 {
 		t.Error(st.Mode(), err)
 	}
 	if err := tr.WriteFile(filepath.Join(path, "no")); err == nil {
-		t.Error("written below a file")
+		t.Error("wrote a trace to a path below a file")
 	}
 }
 
-// The summary adds up each stage and finds what the copy stream waited for.
+// The summary adds up each stage and finds the gaps of the copy stream.
 func TestSummary(t *testing.T) {
 	s := made().Summary()
 	near := func(name string, got, ms float64) {

@@ -1,6 +1,6 @@
 package pipeline
 
-// This file defines the workers, which take shares through all stages.
+// This file defines the workers, which run all stages of their shares.
 
 import (
 	"context"
@@ -15,16 +15,16 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A worker does batches one after the other. It takes each share through all stages while its bytes are in that
-// core's cache.
+// A worker processes one batch after another. It runs all stages of a share while the share's bytes are in
+// the core's cache.
 type worker struct {
 	run   *run
 	task  *Task
-	n     int // of this worker
+	n     int // the worker's number
 	st    Stages
 	spans []span
 
-	// The open range, nil if none; its offset; a buffer for gaps.
+	// The open range or nil, the next offset in it, and a buffer for the gaps.
 	steps source.Range
 	at    int64
 	waste []byte
@@ -51,14 +51,14 @@ func (w *worker) runLoop() error {
 	}
 }
 
-// readRange waits for a permit and does the next batch with it, unless other workers have done all batches. task
-// locates an error.
+// readRange waits for a permit, opens a range with it and processes the next batch from it. It returns early if no
+// batches are left. If the range cannot be opened, the error names task.
 func (w *worker) readRange(from source.Ranges, task int32) error {
 	t0 := time.Now()
 	steps, err := from.OpenRange(w.run.feed.permits)
 	if err != nil {
 		if w.run.ctx.Err() == nil && w.run.feed.permits.Err() != nil {
-			return nil // others did the rest
+			return nil // other workers took the remaining batches
 		}
 		return w.run.locateError("read", task, err)
 	}
@@ -74,7 +74,7 @@ func (w *worker) readRange(from source.Ranges, task int32) error {
 	share := &w.task.Plan.Shares[b.first]
 	p := &w.task.Plan.Pieces[share.Piece]
 	w.at = p.Off + share.From
-	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // hold no slot while waiting for the response
+	if err := steps.Begin(w.run.ctx, w.at, b.n); err != nil { // takes no slot while it waits for the response
 		return w.run.locateError("read", p.First, err)
 	}
 	w.subtractWaits(&t0)
@@ -95,7 +95,7 @@ func (w *worker) runBatch(b batch) error {
 	return nil
 }
 
-// readBytes fills b from off of a source or of the open range.
+// readBytes fills b with the bytes at off, from the open range if there is one, otherwise from src.
 func (w *worker) readBytes(src source.Source, b []byte, off int64) error {
 	if w.steps == nil {
 		return src.ReadAt(w.run.ctx, b, off)
@@ -147,7 +147,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 	w.st.WaitNS += w.lapTime("stage", &t0, 0)
 	switch {
 	case w.byGDS(p):
-		// Read the whole piece at once: shares exist to decode on several cores, which is not needed here.
+		// The worker of the first share reads the whole piece. Shares spread work over cores, which GDS does not need.
 		if share.From == 0 {
 			if err := w.task.GDS[p.Source].ReadInto(w.run.ctx, slot.ViewMirror(), p.Len, p.Off); err != nil {
 				return w.run.locateError("read", p.First, err)
@@ -169,7 +169,7 @@ func (w *worker) runShare(share *plan.Share, p *plan.Piece) error {
 	return w.submitSlot(slot, view, p, &t0)
 }
 
-// submitSlot gives a filled slot to the device. After an error or a panic it returns the slot to the queue, since
+// submitSlot submits a filled slot to the device. If that fails or panics, it returns the slot to the queue, because
 // the queue's Close waits for every slot.
 func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, error), p *plan.Piece,
 	t0 *time.Time) error {
@@ -197,13 +197,13 @@ func (w *worker) submitSlot(slot device.Slot, view func(off, n int64) ([]byte, e
 	err := w.run.queue.Submit(slot, p.Len, w.task.Plan.Tasks[p.First:p.First+p.Count], func(i int, err error) {
 		defer w.run.pending.Done()
 		if err != nil {
-			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // only the first cause is kept
+			w.run.cancel(w.run.locateError(stageOf(err), p.First+int32(i), err)) // later causes are ignored
 			return
 		}
 		w.run.landTask(p.First + int32(i))
 	})
 	w.st.DecodeNS += w.lapTime(w.run.last, t0, p.Len)
-	if err != nil { // an error of the device: none of the piece's tasks has begun
+	if err != nil { // the device failed before any of the tasks began
 		w.run.pending.Add(-int(p.Count))
 		return w.run.locateError("copy", p.First, err)
 	}
@@ -226,8 +226,8 @@ func (w *worker) bindTasks(p *plan.Piece, t0 *time.Time) error {
 	return nil
 }
 
-// byGDS reports whether a piece goes from its source to the device without passing through the host. That
-// requires a reader and no checksum to compare.
+// byGDS reports whether a GDS reader copies the piece directly to the device. The piece's source needs such a reader,
+// and none of its chunks may have a checksum.
 func (w *worker) byGDS(p *plan.Piece) bool {
 	if w.task.GDS == nil || w.task.GDS[p.Source] == nil {
 		return false
@@ -240,8 +240,8 @@ func (w *worker) byGDS(p *plan.Piece) bool {
 	return true
 }
 
-// stagePiece returns the slot of a piece. The first worker that asks waits for a free slot, and the others wait
-// for that worker.
+// stagePiece returns the slot of a piece. The first worker to call it waits for a free slot, and the others wait
+// for the first.
 func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -257,9 +257,8 @@ func (w *worker) stagePiece(s *staged) (slot device.Slot, err error) {
 	return slot, err
 }
 
-// fillShare reads a share of a piece into its slot with one read, and compares its checksums. A share is small
-// enough for the core's cache. Reading quarters, each summed before the next, made summing faster and reading
-// slower.
+// fillShare reads a share of a piece into its slot and verifies its checksums. It uses one read because a share fits
+// the core's cache. Reading and verifying one quarter at a time made verifying faster and reading slower.
 func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, b []byte, t0 *time.Time) error {
 	if err := w.readBytes(src, b[share.From:share.To], p.Off+share.From); err != nil {
 		return w.run.locateError("read", w.taskAt(p, share, err), err)
@@ -269,8 +268,8 @@ func (w *worker) fillShare(src source.Source, p *plan.Piece, share *plan.Share, 
 	return w.checkShare(share, b, t0)
 }
 
-// taskAt is the task of a share that could not be read. If the error does not say at which byte, it is the first
-// task.
+// taskAt returns the task of a share that contains the byte that could not be read. If the error has no offset, it
+// returns the first task.
 func (w *worker) taskAt(p *plan.Piece, share *plan.Share, err error) int32 {
 	at := share.From
 	if inner, ok := errors.AsType[*errs.At](err); ok {
@@ -283,7 +282,7 @@ func (w *worker) taskAt(p *plan.Piece, share *plan.Share, err error) int32 {
 	return i
 }
 
-// lapTime returns the nanoseconds since *t, moves *t to now, and records the stage.
+// lapTime returns the nanoseconds since *t, sets *t to now, and records the stage in the trace.
 func (w *worker) lapTime(verb string, t *time.Time, bytes int64) int64 {
 	begin, now := *t, time.Now()
 	*t = now
@@ -293,7 +292,7 @@ func (w *worker) lapTime(verb string, t *time.Time, bytes int64) int64 {
 	return now.Sub(begin).Nanoseconds()
 }
 
-// subtractWaits subtracts a range's waiting times from the time since *t.
+// subtractWaits moves *t forward by the range's waiting times and records them.
 func (w *worker) subtractWaits(t *time.Time) {
 	if w.steps == nil {
 		return
@@ -312,14 +311,14 @@ func (w *worker) subtractWaits(t *time.Time) {
 	}
 }
 
-// comparesSums reports whether checksums of a piece are compared. They are for bytes that were read, and for
+// comparesSums reports whether the piece's checksums are compared. That is done for bytes that were read, and for
 // bytes in memory that may have changed.
 func (w *worker) comparesSums(p *plan.Piece) bool {
 	f := &w.run.feed.facts[p.Source]
 	return f.View == nil || f.Compare
 }
 
-// compareSums compares the checksums of a share in memory.
+// compareSums compares the checksums of a share that is already in memory.
 func (w *worker) compareSums(view func(off, n int64) ([]byte, error), p *plan.Piece, share *plan.Share,
 	t0 *time.Time) error {
 	b, err := view(p.Off, p.Len)
@@ -329,7 +328,7 @@ func (w *worker) compareSums(view func(off, n int64) ([]byte, error), p *plan.Pi
 	return w.checkShare(share, b, t0)
 }
 
-// checkShare compares the checksums of a share of the piece in b.
+// checkShare compares the checksums of a share. b holds the bytes of the whole piece.
 func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
 	n := int64(0)
 	for i := share.First; w.run.checks && i < share.First+share.Count; i++ {
@@ -342,7 +341,7 @@ func (w *worker) checkShare(share *plan.Share, b []byte, t0 *time.Time) error {
 		}
 		n += int64(j.Chunk.Stored)
 	}
-	if n > 0 { // bytes without checksums take no time here
+	if n > 0 { // no span if there was nothing to compare
 		w.st.CheckNS += w.lapTime("check", t0, n)
 	}
 	return nil
@@ -360,7 +359,7 @@ func (w *worker) checkSum(task int32, stored []byte) error {
 	return nil
 }
 
-// stageOf is the verb in which a task failed on the device.
+// stageOf returns the stage of the device in which a task failed.
 func stageOf(err error) string {
 	if errs.RuleOf(err) == errs.RuleChecksum {
 		return "check"

@@ -10,24 +10,24 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Conversion is what the caller does to tensors that have landed, one after the other. While it converts a
-// tensor, the tensor is in memory twice.
+// A Conversion describes how the caller converts loaded tensors, one after another. A tensor is in memory twice while
+// it is converted.
 type Conversion struct {
-	// To is the dtype that floating tensors are converted to, Invalid if it has no name here. Item is the size of
-	// its elements in bytes; 0 means no conversion.
+	// To is the dtype that floating-point tensors are converted to, or Invalid if the engine does not know it. Item
+	// is the size of its elements in bytes. 0 means no conversion.
 	To   tensor.DType
 	Item int64
-	// Unpack says that each F4 gets a byte of its own.
+	// Unpack means that each F4 is unpacked to a byte.
 	Unpack bool
-	// OnTheWay says which dtypes are converted to To as they land; nil means none.
+	// OnTheWay reports whether a dtype is converted to To during the load. nil means that no dtype is.
 	OnTheWay func(from tensor.DType) bool
 }
 
-// A Part is a tensor or a number of its elements; Whole means all of them.
+// A Part is a number of elements of a tensor. Whole means all of them.
 type Part struct{ Tensor, Elements int64 }
 
-// A Cost is the bytes that a tensor takes where it lands, and the bytes after conversion. Twice says that the
-// conversion makes a second copy.
+// A Cost is the bytes that a tensor takes when loaded, and after its conversion. Twice means that the conversion
+// makes a second copy.
 type Cost struct {
 	Lands, Stays int64
 	Twice        bool
@@ -47,7 +47,7 @@ func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 			bits := int64(t.DType.Bits())
 			if p.Elements < 0 || p.Elements > n/bits*8+n%bits*8/bits {
 				return nil, errs.New(errs.ErrArgument,
-					"part %d: invalid number of elements, %d, of %q, which has %d bytes", i, p.Elements,
+					"part %d: invalid number of elements %d for %q, a tensor of %d bytes", i, p.Elements,
 					t.Name, n)
 			}
 			n = p.Elements/8*bits + (p.Elements%8*bits+7)/8
@@ -57,7 +57,7 @@ func Costs(ix *tensor.Index, parts []Part, then Conversion) ([]Cost, error) {
 	return costs, nil
 }
 
-// costOf is the cost of n bytes, in whole elements, of a dtype.
+// costOf returns the cost of n bytes of a dtype, which must be whole elements.
 func costOf(d tensor.DType, n int64, then Conversion) Cost {
 	switch {
 	case d == tensor.F4 && then.Unpack:
@@ -72,7 +72,7 @@ func costOf(d tensor.DType, n int64, then Conversion) Cost {
 	return Cost{n, cast, true}
 }
 
-// Peak is the most bytes that tensors take at any moment, if all land before the first is converted.
+// Peak returns the maximum bytes that tensors take at any moment if all are loaded before the first is converted.
 func Peak(costs []Cost) int64 {
 	var now int64
 	for _, c := range costs {
@@ -88,15 +88,15 @@ func Peak(costs []Cost) int64 {
 	return peak
 }
 
-// A Window is a run of neighbouring tensors that load together, and the most bytes that they take.
+// A Window is a run of consecutive tensors that load together, and the maximum bytes that they take.
 type Window struct {
 	Tensors int   `json:"tensors"`
 	Bytes   int64 `json:"bytes"`
 }
 
-// Windows divides tensors into windows of half a budget each, so that one loads while another is in use. A larger
-// tensor has a window of its own. No tensor may take more than the budget: over is the first that does, -1 if
-// none.
+// Windows divides tensors into windows of at most half the budget, so that one loads while another is in use. A
+// larger tensor gets a window for itself. No tensor may exceed the budget: over is the first tensor that does, or
+// -1.
 func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	for i := range costs {
 		n := Peak(costs[i : i+1])
@@ -112,7 +112,7 @@ func Windows(costs []Cost, budget int64) (ws []Window, over int) {
 	return ws, -1
 }
 
-// addSaturating and mulSaturating stop at the largest number, since a header may promise more than that.
+// addSaturating and mulSaturating return at most math.MaxInt64, because a file's header may claim larger sizes.
 func addSaturating(a, b int64) int64 {
 	if a > math.MaxInt64-b {
 		return math.MaxInt64

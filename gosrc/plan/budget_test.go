@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// The cost of a dtype is right: floats are cast, packed and scale types are not, and F4 is unpacked only for a caller
-// that asks for it. A cast during the load is counted once.
+// Floating-point types are cast, packed types and scales are not, and F4 is unpacked only if the caller asks for it. A
+// cast during the load is counted once.
 func TestCost(t *testing.T) {
 	narrow := func(d tensor.DType) bool { return d != tensor.F64 }
 	for _, c := range []struct {
@@ -44,8 +44,8 @@ func TestCost(t *testing.T) {
 	}
 }
 
-// Peak equals what a ledger without limits finds. Windows keep every tensor once, in order; no two windows could be
-// merged, and none is over its share.
+// Peak equals the result of a ledger without limits. Windows contain each tensor once, in order. No two neighbouring
+// windows fit into one, and none exceeds its share of the budget.
 func TestBudgets(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -77,7 +77,7 @@ func TestBudgets(t *testing.T) {
 		}
 		got := Peak(costs)
 		if peak.IsInt64() && got != peak.Int64() || !peak.IsInt64() && got != math.MaxInt64 {
-			t.Fatalf("%v: a peak of %d, want %v", costs, got, peak)
+			t.Fatalf("%v: peak %d, want %v", costs, got, peak)
 		}
 		budget := r.Int64N(most) + 1
 		ws, over := Windows(costs, budget)

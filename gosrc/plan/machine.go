@@ -2,53 +2,53 @@ package plan
 
 // This file chooses the sizes of pieces, ranges and slots for a machine.
 
-// A Machine describes the machine and the sources of a load. They determine the size of reads and the number of
+// A Machine describes the machine and the sources of a load, which determine the size of reads and the number of
 // workers.
 type Machine struct {
-	// SlotBytes is the size of the device's slots for these sources; 0 means that the load lands on the host.
+	// SlotBytes is the size of the device's slots for these sources. 0 means a load to the host.
 	SlotBytes int64
 	Cores     int
-	Threads   int // the caller's; 0 means as many as suit the load
-	Ranks     int // processes of the host that share the cores and each read a part; 0 counts as 1
-	// InGroup says that what is read also goes to other ranks, piece by piece. A piece waits for the last of its
-	// slots.
+	Threads   int // number set by the caller; 0 means automatic
+	Ranks     int // processes on the host that share the cores and each read a part; 0 counts as 1
+	// InGroup means that a rank sends what it reads to other ranks, piece by piece. A piece is complete when its last
+	// slot is.
 	InGroup bool
-	// Concurrency is the most reads in flight that any of the sources can use. RangeBytes is the best size of
-	// ranges that are read in steps, 0 unless all sources have such ranges; see source.Facts.
+	// Concurrency is the maximum number of reads in flight that a source can use. RangeBytes is the best size of a
+	// range, or 0 if a source has no ranges. See source.Facts.
 	Concurrency int
 	RangeBytes  int64
-	DirectIO    bool // a source can read whole blocks into place
-	SumsShares  bool // checksums are compared on the GPU once a rank's whole share of a piece is there
+	DirectIO    bool // a source can read whole blocks directly to the destination
+	SumsShares  bool // the GPU compares checksums when a rank's whole share of a piece has arrived
 }
 
 const (
-	// StepPiece fits the second-level cache.
+	// StepPiece fits the L2 cache.
 	StepPiece = 1 << 20
-	// remotePiece takes 3 ms on a 10 Gbit/s link, which hides a response's overhead. Sixteen pieces are all the
-	// memory that a load needs.
+	// remotePiece takes 3 ms on a 10 Gbit/s link, which hides the overhead of a response. A load needs memory for only
+	// sixteen such pieces.
 	remotePiece = 4 << 20
 	// deviceRange is the size of a range for a GPU's slots. Workers waited for responses 30 % of the time with 4
-	// MiB and 5 % with 32 MiB; larger ranges gained nothing.
+	// MiB, and 5 % with 32 MiB. Larger ranges were no faster.
 	deviceRange = 32 << 20
 	// directAlign is the alignment of direct I/O. Other sources read exactly the wanted bytes.
 	directAlign = 4096
-	// Feeders is how many readers keep a fast disk or a device busy.
+	// Feeders is the number of readers that keep a fast disk or a device busy.
 	Feeders = 16
-	// spareCores is how many cores a process without other ranks keeps free of readers.
+	// spareCores is the number of cores that a process without other ranks leaves free of readers.
 	spareCores = 2
-	// fewFeeders is the minimum number of readers of a rank that shares its host: one reads while the other waits
+	// fewFeeders is the minimum number of readers of a rank that shares its host. One reads while the other waits
 	// for a slot.
 	fewFeeders = 2
 )
 
-// OwnSlots reports whether each reader of local files fills slots of its own, small enough that they are still in
-// its core's cache. This pays off if one driver call submits many slots and slots launch no kernels.
+// OwnSlots reports whether each reader of local files fills its own slots, which are small enough to stay in the
+// core's cache. This pays off if one driver call submits many slots and slots launch no kernels.
 func (m Machine) OwnSlots() bool { return m.InGroup && m.Concurrency == 0 }
 
-// Limits chooses the size of reads. On the host it is about one compressed chunk, which is then still in the
-// second-level cache when it is decoded. For a device, several workers fill a slot, so that few slots are being
-// filled and most are on their way. If a read costs a round trip, reads are large enough to hide that, and gaps
-// are read rather than skipped. Ranges that are read in steps use steps as small as local reads.
+// Limits returns the sizes of reads. On the host a read is about one compressed chunk, which is then decoded from the
+// L2 cache. For a device, several workers fill one slot, so that few slots are being filled and most are being
+// copied. If each read costs a round trip, reads are large enough to hide it, and gaps are read instead of skipped.
+// The steps of a range are as small as local reads.
 func (m Machine) Limits() Limits {
 	lim := Limits{Piece: StepPiece, Gap: 64 << 10, InPlace: true}
 	switch roundTrips := m.Concurrency > 1 && m.RangeBytes == 0; {
@@ -68,20 +68,19 @@ func (m Machine) Limits() Limits {
 	return lim
 }
 
-// Workers is the number of workers: the caller's choice, or else on the host at least one per core. depth is how
-// many reads in flight suit the disks.
+// Workers returns the number of workers. If the caller has set a number, it is used. On the host, there is otherwise at
+// least one worker per core. depth is the number of reads in flight that the disks need.
 //
-// For a device it is Feeders, since 32 workers were slower than 16. If each could have a core of its own, two
-// cores stay free for the threads that submit to the device and wait for it: 16 readers on 16 cores loaded plain
-// bytes at 44.5 GB/s, 14 at 49.2. With fewer cores, more readers than cores are faster: 8 cores lose 3 % with 7
-// readers, 4 cores 5 % with 4.
+// For a device it is Feeders, because 32 workers were slower than 16. With at least Feeders cores, two cores stay free
+// for the threads that submit to the device and wait for it: 16 readers on 16 cores loaded plain bytes at 44.5 GB/s,
+// and 14 readers at 49.2 GB/s. With fewer cores, more readers than cores are faster: 8 cores lose 3 % with 7 readers,
+// and 4 cores lose 5 % with 4.
 //
-// Ranks that share the cores also share the readers. There are as many readers as cores, but at least Feeders in
-// all and at most Feeders per rank, and at least fewFeeders per rank. If the ranks exchange what they read, some
-// cores are spared for the threads that move it: a piece is as late as its last reader, and a reader that shares
-// its core with another thread is late by milliseconds. Two ranks on 32 cores load fastest with 13 readers each
-// (the median with 11 is 0.96 of that rate), four ranks on 64 cores with 11: 52 readers together load no faster
-// than 44.
+// Ranks that share the cores also share the readers. There are as many readers as cores, but at least Feeders in total
+// and between fewFeeders and Feeders per rank. If the ranks send each other what they read, some cores are left to the
+// threads that send: a piece is as late as its last reader, and a reader that shares a core with another thread is
+// milliseconds late. Two ranks on 32 cores load fastest with 13 readers each (the median rate with 11 is 0.96 of
+// that). Four ranks on 64 cores load fastest with 11: 52 readers in total are no faster than 44.
 func (m Machine) Workers(depth int) int {
 	if m.Threads > 0 {
 		return m.Threads
@@ -110,9 +109,9 @@ func (m Machine) Workers(depth int) int {
 	return max(least, readers/ranks, (depth+ranks-1)/ranks, m.Concurrency)
 }
 
-// Range returns how many bytes each range of a load should have if atOnce ranges are open. It is large enough for
-// few round trips, and small enough that each connection gets several ranges and the load does not wait long for
-// a last one.
+// Range returns the size in bytes of each range of a load when atOnce ranges are open. Ranges are large enough for few
+// round trips. They are also small enough that each connection gets several, and that the load does not wait long for
+// the last one.
 func (m Machine) Range(read int64, atOnce int) int64 {
 	most := m.RangeBytes
 	if m.SlotBytes > 0 {

@@ -2,7 +2,7 @@ package plan
 
 import "testing"
 
-// Read sizes and reader counts are right for every kind of source and device.
+// Limits and Workers return the expected values for every kind of source and device.
 func TestMachine(t *testing.T) {
 	const slot, rng = 8 << 20, 8 << 20
 	for _, c := range []struct {

@@ -1,7 +1,7 @@
 package plan
 
-// This file chooses the blocks of a model that an offload keeps on a device and those that it streams, using only
-// names and sizes.
+// This file chooses which blocks of a model an offload keeps on a device and which it streams. It uses only the names
+// and sizes of tensors.
 
 import (
 	"slices"
@@ -11,26 +11,26 @@ import (
 )
 
 const (
-	// A module with more than largestShare of a model's bytes is cut if it has lists of modules that hold
-	// listedShare of its bytes. overwire.offloading.blocks cuts real modules in the same way.
+	// A module larger than largestShare of the model is cut if lists of modules hold at least listedShare of its
+	// bytes. overwire.offloading.blocks cuts real modules in the same way.
 	largestShare = 1.0 / 16
 	listedShare  = 0.8
 )
 
-// An Offload is what overwire.offload would do with a model. Sizes are in bytes.
+// An Offload describes what overwire.offload would do with a model. Sizes are in bytes.
 type Offload struct {
 	Rest     int64    `json:"rest"`     // weights outside blocks, which stay on the device
 	Kept     int64    `json:"kept"`     // blocks that stay on the device
 	Streamed int64    `json:"streamed"` // blocks that are streamed
-	Stored   int64    `json:"stored"`   // the most host memory that streamed blocks take
+	Stored   int64    `json:"stored"`   // maximum host memory of streamed blocks
 	Ring     int64    `json:"ring"`     // device memory for streamed blocks, with two slots
 	Blocks   []string `json:"blocks"`   // names of the streamed blocks, in the order of the tensors
 }
 
-// DeviceBytes is the device memory that weights take, including the ring.
+// DeviceBytes returns the device memory that the weights need, including the ring.
 func (o *Offload) DeviceBytes() int64 { return addSaturating(addSaturating(o.Rest, o.Kept), o.Ring) }
 
-// A module is everything below one name.
+// A module groups all tensors under a name.
 type module struct {
 	name          string
 	bytes, stored int64
@@ -38,14 +38,14 @@ type module struct {
 	byName        map[string]*module
 }
 
-// OffloadOf plans the offload of a model that has these parts, of nbytes each, with at most keep bytes of blocks
-// on the device. A name with only numbered children is a list of modules.
+// OffloadOf plans the offload of a model with these parts. nbytes holds the size of each part, and at most keep bytes
+// of blocks stay on the device. A name with only numbered children is a list of modules.
 func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offload {
 	root := &module{}
 	for i, p := range parts {
 		t := &ix.Tensors[p.Tensor]
 		length := t.Stored
-		if length == 0 { // equal tensors are stored once in a file, but each separately in an offload
+		if length == 0 { // a file stores equal tensors once, an offload stores each
 			length = nbytes[i]
 		}
 		root.addTensor(t.Name, nbytes[i], length)
@@ -71,11 +71,11 @@ func OffloadOf(ix *tensor.Index, parts []Part, nbytes []int64, keep int64) Offlo
 	return o
 }
 
-// KeptBlocks returns the numbers of the blocks that stay on the device, at most keep bytes of them. They are
-// spread evenly, so that other blocks are fetched while they run.
+// KeptBlocks returns the numbers of the blocks that stay on the device, which have at most keep bytes. They are
+// spread evenly, so that the next streamed block can be fetched while one of them runs.
 func KeptBlocks(nbytes []int64, keep int64) []int64 {
 	count, sum := 0, int64(0)
-	for _, n := range slices.Sorted(slices.Values(nbytes)) { // as many as fit, counted by the smallest
+	for _, n := range slices.Sorted(slices.Values(nbytes)) { // upper bound: how many of the smallest blocks fit
 		if sum = addSaturating(sum, n); sum > keep {
 			break
 		}
@@ -94,7 +94,7 @@ func KeptBlocks(nbytes []int64, keep int64) []int64 {
 	return []int64{}
 }
 
-// addTensor counts a tensor in each module on the path of its name.
+// addTensor adds the sizes of a tensor to each module on the path of its name.
 func (m *module) addTensor(name string, nbytes, stored int64) {
 	for at, rest := "", name; ; {
 		m.bytes, m.stored = addSaturating(m.bytes, nbytes), addSaturating(m.stored, stored)
@@ -120,7 +120,7 @@ func (m *module) childOf(key, name string) *module {
 	return c
 }
 
-// isList reports whether all children have numbers as names.
+// isList reports whether the names of all children are numbers.
 func (m *module) isList() bool {
 	for key := range m.byName {
 		if strings.Trim(key, "0123456789") != "" || key == "" {
@@ -130,7 +130,7 @@ func (m *module) isList() bool {
 	return len(m.children) > 0
 }
 
-// cutLists appends the children of a module's lists. Children of more than limit bytes are cut in turn.
+// cutLists appends the children of a module's lists to blocks. It also cuts children of more than limit bytes.
 func (m *module) cutLists(blocks []*module, limit float64) []*module {
 	for _, c := range m.children {
 		if !c.isList() {

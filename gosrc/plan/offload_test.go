@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Blocks are cut where lists cover them. Kept tensors are spread evenly and never exceed the allowance. Every byte is
-// counted once, also for tensors that share bytes in a file.
+// A module is cut into blocks if lists hold most of it. Kept blocks are spread evenly and never exceed the allowance.
+// Every byte is counted once, even if tensors share bytes in a file.
 func TestOffloadOf(t *testing.T) {
 	var ix tensor.Index
 	var nbytes []int64
@@ -31,7 +31,7 @@ func TestOffloadOf(t *testing.T) {
 		add(25, 0, fmt.Sprintf("stages.7.blocks.%d.w", i))
 	}
 	add(10, 10, "stages.7.norm")
-	add(60, 50, "stages.8.lone") // more than a sixteenth, in no list
+	add(60, 50, "stages.8.lone") // more than a sixteenth of the model, but not in a list
 	for _, c := range []struct {
 		keep          int64
 		kept          int64
@@ -53,7 +53,7 @@ func TestOffloadOf(t *testing.T) {
 	if o := OffloadOf(&tensor.Index{}, nil, nil, 5); o.DeviceBytes() != 0 || o.Blocks == nil {
 		t.Errorf("%+v", o)
 	}
-	deep := strings.Repeat("a.0.", 20_000) // no name ends the process
+	deep := strings.Repeat("a.0.", 20_000) // even a name this deep must not crash the process
 	ix.Tensors[0].Name = deep + "w"
 	if o := OffloadOf(&ix, parts[:1], nbytes[:1], 0); o.Rest+o.Streamed != 50 {
 		t.Errorf("%+v", o)

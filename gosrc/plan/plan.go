@@ -1,5 +1,5 @@
-// Package plan turns an index and a list of wanted tensors into read pieces and decode tasks, in reading order.
-// It is pure: no I/O, no clock, no goroutine, no randomness.
+// Package plan computes, from an index and the wanted tensors, which bytes to read and how to decode them. It has no
+// I/O, clock, goroutines or randomness.
 package plan
 
 import (
@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Whole as Hi0 or Hi1 of a Request means to the end.
+// Whole, as Hi0 or Hi1 of a Request, means to the end of the dimension.
 const Whole = -1
 
 // A Request asks for a tensor, or for rows [Lo0, Hi0) of dim 0 and [Lo1, Hi1) of dim 1. Dest, if not 0, is the
@@ -29,31 +29,31 @@ type Request struct {
 type Want struct {
 	Tensor int32   // the requested tensor
 	Data   int32   // the tensor that holds the bytes (Alias followed)
-	Shape  []int64 // bytes at the destination
+	Shape  []int64 // shape at the destination
 	Bytes  int64
 
-	rowBytes               int64 // of the whole tensor, seen as a matrix of dim 0 x rest
+	rowBytes               int64 // bytes of a row of the whole tensor, as a matrix with dim 0 as rows
 	row0, row1, col0, col1 int64 // requested rows and byte columns
 }
 
-// Limits are what the machine and the user allow.
+// Limits are the limits that the machine and the user set.
 type Limits struct {
-	Piece int64 // the most bytes that one read should have
-	Gap   int64 // gaps up to this many bytes are cheaper to read than to skip
-	Share int64 // the least bytes of a piece that are worth a worker of their own; 0 means one worker per piece
-	// Align, if over 1, is a power of two. Pieces begin and end at multiples of it where the file is large
-	// enough, so that sources that read whole blocks need no extra copy.
+	Piece int64 // maximum bytes of one read
+	Gap   int64 // gaps of up to this many bytes are read, because skipping them takes longer
+	Share int64 // minimum bytes of a piece to give a worker; 0 means one worker per piece
+	// Align, if over 1, is a power of two. Pieces begin and end at multiples of it unless the file ends first.
+	// Sources that read whole blocks then need no extra copy.
 	Align int64
-	// InPlace allows raw runs to be read straight to their destination, which must
+	// InPlace allows runs of raw bytes to be read directly to their destination, which must
 	// be host memory.
 	InPlace bool
-	// Cut lets pieces of PlanStored end anywhere in a stored chunk. The caller compares the checksum when all
-	// bytes of the chunk have come together.
+	// Cut allows pieces of PlanStored to end inside a stored chunk. The caller compares the checksum of a chunk
+	// when all of its bytes have been read.
 	Cut bool
 }
 
-// A Piece is one contiguous read. It contains Tasks[First:First+Count]. If InPlace is set, the bytes go straight
-// to their destination; there is at most one task then, and it is raw.
+// A Piece is one contiguous read for Tasks[First:First+Count]. If InPlace is set, the bytes are read directly to
+// their destination. The piece then has one task, and that task is raw.
 type Piece struct {
 	Source       int32
 	First, Count int32
@@ -62,25 +62,25 @@ type Piece struct {
 }
 
 // A Share is one worker's part of a piece. The worker reads bytes [From, To) of the piece and compares the
-// checksums of Tasks[First:First+Count], which are completely inside.
+// checksums of Tasks[First:First+Count], which lie entirely in that range.
 type Share struct {
 	Piece        int32
 	First, Count int32
 	From, To     int64
 }
 
-// A Ref names the want that a decode task serves. N is the chunk's number in its tensor, or -1 for bytes of a
+// A Ref names the want that a decode task serves. N is the chunk's number in its tensor, or -1 for the bytes of a
 // plain tensor, which have no checksum.
 type Ref struct{ Want, N int32 }
 
-// A Plan is what a pipeline runs.
+// A Plan is the input of a pipeline.
 type Plan struct {
 	Pieces []Piece
 	Shares []Share // in the order of the pieces; every byte of a piece is in one share
 	Tasks  []device.DecodeTask
-	Refs   []Ref   // of each task
-	Left   []int32 // per want: its number of tasks; a want without tasks is complete at once
-	Slot   int64   // size of the largest piece that needs a slot
+	Refs   []Ref   // by task
+	Left   []int32 // by want: number of tasks; a want without tasks is already complete
+	Slot   int64   // bytes of the largest piece that needs a slot
 	Read   int64   // bytes of all pieces
 }
 
@@ -105,7 +105,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	w.Tensor, w.Data = n, n
 	if t.Alias >= 0 {
 		w.Data = t.Alias
-		// package unpack presents it as plain
+		// Package unpack presents such aliases as plain tensors
 		if to := &ix.Tensors[w.Data]; to.Parts > 1 && to.RowBits() != t.RowBits() {
 			return errs.New(errs.ErrEngine, "the alias has shape %v, but %q is stored in column parts of shape %v",
 				t.Shape, to.Name, to.Shape)
@@ -126,7 +126,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	}
 	w.Shape = t.Shape
 	w.Bytes = t.Bytes
-	if d0 == 0 || t.Bytes == 0 { // no bytes, but the range of a dim must still be checked
+	if d0 == 0 || t.Bytes == 0 { // empty; the ranges have been checked above
 		w.Shape = sliced(t.Shape, hi0-lo0, hi1-lo1)
 		w.Bytes = 0
 		return nil
@@ -143,7 +143,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	}
 	w.Shape = sliced(t.Shape, hi0-lo0, hi1-lo1)
 	bits := int64(t.DType.Bits())
-	cell := int64(1) // elements of one (dim 0, dim 1) cell
+	cell := int64(1) // elements with the same index in dims 0 and 1
 	for _, d := range t.Shape[min(2, len(t.Shape)):] {
 		cell *= d
 	}
@@ -153,7 +153,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 		w.rowBytes, w.row0, w.row1 = rowBits/8, lo0, hi0
 		w.col0, w.col1 = lo1*cellBits/8, hi1*cellBits/8
 	case lo1 == 0 && hi1 == d1 && lo0*rowBits%8 == 0 && hi0*rowBits%8 == 0:
-		// Rows end inside a byte: treat all rows as one run of bytes.
+		// Rows end within a byte, so treat all of them as one run of bytes.
 		w.rowBytes, w.row0, w.row1, w.col1 = 1, lo0*rowBits/8, hi0*rowBits/8, 1
 	default:
 		return errs.New(errs.ErrArgument, "slice [%d:%d, %d:%d] of %v %v does not begin and end on whole bytes", lo0,
@@ -163,7 +163,7 @@ func (w *Want) set(ix *tensor.Index, n int32, r Request) error {
 	return nil
 }
 
-// checkRange checks one range of a dim.
+// checkRange resolves Whole and reports whether a range of a dimension is valid.
 func checkRange(lo, hi, dim int64) (int64, int64, bool) {
 	if hi == Whole {
 		hi = dim
@@ -182,8 +182,8 @@ func sliced(shape []int64, n0, n1 int64) []int64 {
 	return s
 }
 
-// SourceRange is the byte range [Off, Off+Bytes) in a plain tensor's source that equals the want. ok is false if
-// the want is scattered or stored in chunks.
+// SourceRange returns the byte range [off, off+w.Bytes) of the source that holds the want. ok is false if the want is
+// not contiguous there or is stored in chunks.
 func (w *Want) SourceRange(ix *tensor.Index) (off int64, ok bool) {
 	t := &ix.Tensors[w.Data]
 	if t.Count != 0 || (w.col1-w.col0 != w.rowBytes && w.row1-w.row0 > 1) {
@@ -192,7 +192,7 @@ func (w *Want) SourceRange(ix *tensor.Index) (off int64, ok bool) {
 	return t.Off + w.row0*w.rowBytes + w.col0, true
 }
 
-// Make plans how to read wants into their destinations. It leaves out a want with a nil destination.
+// Make plans how to read the wants to their destinations. It skips wants with a nil destination.
 func Make(ix *tensor.Index, wants []Want, dest []unsafe.Pointer, lim Limits) *Plan {
 	m := newMaker(ix, wants, tasksOf(ix, wants, dest), lim)
 	for i := range wants {
@@ -217,11 +217,11 @@ type maker struct {
 	lim   Limits
 	wants []Want
 	p     *Plan
-	pos   []place // of each task, sorted with it
+	pos   []place // by task; sorted with the tasks
 }
 
-// tasksOf is the number of tasks of the wants that have a destination. It is a lower bound, unless slices leave
-// some out.
+// tasksOf estimates the number of tasks of the wants that have a destination. Slices may need fewer tasks, and plain
+// tensors more.
 func tasksOf(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) int {
 	tasks := 0
 	for i := range wants {
@@ -232,13 +232,13 @@ func tasksOf(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) int {
 	return tasks
 }
 
-// newMaker makes a maker with space for a number of tasks.
+// newMaker returns a maker with space for a number of tasks.
 func newMaker(ix *tensor.Index, wants []Want, tasks int, lim Limits) *maker {
 	p := &Plan{Tasks: make([]device.DecodeTask, 0, tasks), Refs: make([]Ref, 0, tasks), Left: make([]int32, len(wants))}
 	return &maker{ix: ix, lim: lim, wants: wants, p: p, pos: make([]place, 0, tasks)}
 }
 
-// A place is the location of a task's stored bytes.
+// A place is the location of a task's stored bytes in its source.
 type place struct {
 	source   int32
 	task     int32
@@ -254,7 +254,7 @@ func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.Dec
 	m.p.Left[want]++
 }
 
-// addChunkTasks adds the tasks of a tensor that is stored in chunks, one for each chunk that contains wanted
+// addChunkTasks adds the tasks of a tensor that is stored in chunks: one task per chunk that contains wanted
 // bytes.
 func (m *maker) addChunkTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	w.each(m.ix, func(n int32, to int64, v *device.View) {
@@ -268,8 +268,8 @@ func (m *maker) addChunkTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe
 	})
 }
 
-// Tasks is a plan without pieces, for bytes that another plan reads: the decode tasks of wants of tensors that
-// are stored in chunks, in the order of the wants.
+// Tasks returns a plan without pieces, for bytes that another plan reads. It has the decode tasks of wants whose
+// tensors are stored in chunks, in the order of the wants.
 func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	m := newMaker(ix, wants, tasksOf(ix, wants, dest), Limits{})
 	for i := range wants {
@@ -278,14 +278,14 @@ func Tasks(ix *tensor.Index, wants []Want, dest []unsafe.Pointer) *Plan {
 	return m.p
 }
 
-// EachChunk calls do with the number of each chunk that contains wanted bytes. The want's tensor is stored in
+// EachChunk calls do with the number of each chunk that contains wanted bytes. The want's tensor must be stored in
 // chunks.
 func (w *Want) EachChunk(ix *tensor.Index, do func(n int32)) {
 	w.each(ix, func(n int32, _ int64, _ *device.View) { do(n) })
 }
 
-// each calls do for each chunk that contains wanted bytes, with the chunk's number. If all of the chunk is wanted
-// and contiguous at the destination, to is its offset there; else v is a view, which is valid until do returns.
+// each calls do with the number of each chunk that contains wanted bytes. If the whole chunk is wanted and is
+// contiguous at the destination, to is its offset there. Otherwise v is a view that is valid until do returns.
 func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)) {
 	t := &ix.Tensors[w.Data]
 	if w.Bytes == 0 || t.Count == 0 {
@@ -316,11 +316,11 @@ func (w *Want) each(ix *tensor.Index, do func(n int32, to int64, v *device.View)
 	}
 }
 
-// inPlaceMin is the size from which a raw run is read directly to its destination rather than through a slot.
+// inPlaceMin is the minimum size of a raw run that is read directly to its destination and not through a slot.
 const inPlaceMin = 128 << 10
 
-// addPlainTasks adds the tasks of a plain tensor. A contiguous run is cut at the piece size. Scattered columns
-// are read row by row if rows are long, and by whole bands of rows if they are short.
+// addPlainTasks adds the tasks of a plain tensor. A contiguous run is cut at the piece size. Columns are read
+// row by row if rows are long, and in bands of whole rows if rows are short.
 func (m *maker) addPlainTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	raw := func(off, n int64) tensor.Chunk {
 		return tensor.Chunk{Off: off, Stored: uint32(n), Logical: uint32(n), Codec: tensor.CodecRaw}
@@ -354,7 +354,7 @@ func (m *maker) addPlainTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe
 	}
 }
 
-// block is the tensor's block size, unless that is too large for a piece.
+// block returns the tensor's block size, or 0 if blocks are too large for a piece.
 func (m *maker) block(t *tensor.Tensor) int64 {
 	most := m.lim.Piece
 	if m.lim.InPlace { // no slot is needed
@@ -366,8 +366,8 @@ func (m *maker) block(t *tensor.Tensor) int64 {
 	return t.Block
 }
 
-// bytesToCut is how many of a tensor's bytes one piece takes from off on, so that it ends with a block or at a
-// multiple of Align.
+// bytesToCut returns how many bytes of a tensor, from off on, go into one piece. The piece then ends with a block or
+// at a multiple of Align.
 func (m *maker) bytesToCut(off int64, t *tensor.Tensor) int64 {
 	if b := m.block(t); b > 0 {
 		return max(1, m.lim.Piece/b)*b - (off-t.Off)%b
@@ -380,15 +380,14 @@ func (m *maker) bytesToCut(off int64, t *tensor.Tensor) int64 {
 	return m.lim.Piece
 }
 
-// alignDown and alignUp are the multiples of Align around off in source s.
+// alignDown and alignUp return the multiples of Align around off. alignUp stops at the end of source s.
 func (m *maker) alignDown(off int64) int64 { return off &^ (max(1, m.lim.Align) - 1) }
 
 func (m *maker) alignUp(off int64, s int32) int64 {
 	return max(off, min(m.alignDown(off+max(1, m.lim.Align)-1), m.ix.Sources[s].Size))
 }
 
-// order sorts the tasks by the offset of their bytes, unless they are sorted
-// already.
+// order sorts the tasks by source and offset.
 func (m *maker) order() {
 	byPlace := func(a, b place) int {
 		return cmp.Or(cmp.Compare(a.source, b.source), cmp.Compare(a.off, b.off), cmp.Compare(a.task, b.task))
@@ -404,15 +403,15 @@ func (m *maker) order() {
 	m.p.Tasks, m.p.Refs = tasks, refs
 }
 
-// joinIntoPieces joins neighbouring tasks of [from, to) into pieces. Tasks on the same bytes
-// (tied tensors) share a piece.
+// joinIntoPieces joins neighbouring tasks of [from, to) into pieces. Tasks that read the same
+// bytes (tied tensors) share a piece.
 func (m *maker) joinIntoPieces(from, to int) {
 	p := m.p
 	var cur *Piece
 	for i := from; i < to; i++ {
 		at := &m.pos[i]
 		begin, end := m.alignDown(at.off), m.alignUp(at.off+at.len, at.source)
-		if end-begin > m.lim.Piece { // alignment must not require a larger slot
+		if end-begin > m.lim.Piece { // the aligned piece would not fit a slot
 			begin, end = at.off, at.off+at.len
 		}
 		alone := m.lim.InPlace && at.inPlace && !(i > 0 && m.pos[i-1].off == at.off &&
@@ -441,8 +440,8 @@ func (m *maker) joinIntoPieces(from, to int) {
 	}
 }
 
-// splitPieces divides pieces among workers. A share begins with a task, so that one worker computes each
-// checksum. Only bytes without a checksum are cut anywhere.
+// splitPieces divides pieces into shares. A share begins with a task, because one worker must compute a whole
+// checksum. Only bytes without a checksum may be cut anywhere.
 func (m *maker) splitPieces() {
 	p := m.p
 	p.Shares = make([]Share, 0, len(p.Pieces))
@@ -454,7 +453,7 @@ func (m *maker) splitPieces() {
 			p.Shares = append(p.Shares, cur)
 			cur = Share{Piece: int32(k), First: first, From: at}
 		}
-		have := int64(0) // end of the tasks so far
+		have := int64(0) // end of the tasks seen so far
 		for i := piece.First; m.lim.Share > 0 && piece.InPlace == nil && i < piece.First+piece.Count; i++ {
 			j := &p.Tasks[i]
 			at := int64(j.Src)

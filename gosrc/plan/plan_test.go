@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// With Align, every piece begins and ends at a block or the end of its file, no staged piece outgrows its slot for
-// that, and every task is inside its piece. Direct reads begin at a block from a tensor's second piece on.
+// With Align, every staged piece begins at a block and ends at a block or the end of its file, and fits its slot. Every
+// task is inside its piece. From a tensor's second piece on, direct reads begin at a block.
 func TestAlign(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -61,7 +61,7 @@ func TestAlign(t *testing.T) {
 				task := p.Tasks[c.First]
 				landed[p.Refs[c.First].Want] += c.Len
 				if first := task.Dst == dest[0]; c.Count != 1 || c.Off%block != 0 && !first {
-					t.Fatalf("read to its place: %+v", c)
+					t.Fatalf("misaligned direct read: %+v", c)
 				}
 				continue
 			}
@@ -71,7 +71,7 @@ func TestAlign(t *testing.T) {
 			for i := c.First; i < c.First+c.Count; i++ {
 				j := &p.Tasks[i]
 				if c.Off+int64(j.Src) != j.Chunk.Off || int64(j.Src)+int64(j.Chunk.Stored) > c.Len {
-					t.Fatalf("task %+v outside of piece %+v", j, c)
+					t.Fatalf("task %+v is outside piece %+v", j, c)
 				}
 				landed[p.Refs[i].Want] += int64(j.Chunk.Logical)
 			}

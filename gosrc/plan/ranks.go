@@ -1,24 +1,24 @@
 package plan
 
-// This file divides stored chunks among the ranks of a group. From what each rank needs it decides which rank
-// reads which chunk, and in which piece the chunk travels.
+// This file divides stored chunks among the ranks of a group. It decides which rank reads a chunk, and with which
+// piece the chunk is sent.
 
 import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A ChunkOf names a chunk: the tensor that contains it, and its number there.
+// A ChunkOf identifies a chunk by the tensor that contains it and its number there.
 type ChunkOf struct{ Data, N int32 }
 
-// Values that say which ranks need a chunk. Other values are the number of the only rank that needs it.
+// NoRank and Several say how many ranks need a chunk. If exactly one rank needs it, its number is used instead.
 const (
 	NoRank  = -1
 	Several = -2
 )
 
-// NeededBy says of each chunk of an index which rank needs it. needs are the blocks that the ranks need, with the
-// rank's number in place of the address.
+// NeededBy returns, for each chunk of an index, the rank that needs it, NoRank or Several. needs are the slices that
+// the ranks need. Their Dest holds the rank's number.
 func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	by := make([]int32, len(ix.Chunks))
 	for i := range by {
@@ -47,22 +47,22 @@ func NeededBy(ix *tensor.Index, ranks int, needs []Request) ([]int32, error) {
 	return by, nil
 }
 
-// A RankShare is what one rank reads of a piece: first the chunks that several ranks need, then those that only
-// it needs. Bytes is the most that it takes in a buffer.
+// A RankShare lists the chunks of a piece that one rank reads. The first Common ones are needed by several ranks and
+// the others only by this rank. Bytes is the maximum that they take in a buffer.
 type RankShare struct {
 	Chunks []ChunkOf
 	Common int
 	Bytes  int64
 }
 
-// Divide divides chunks, in the order of the files, into pieces in which all ranks read the same amount. A chunk
-// that several ranks need is read by any one of them, a chunk that only one needs by that rank, and a chunk that
-// no rank needs by none. needed says who needs a chunk, and room how many bytes it takes in a share at most. A
-// share has at most full bytes. A sixteenth of it stays free unless a chunk needs it, so that shares fill slots
-// with a power of two as size.
+// Divide divides chunks, in the order of the files, into pieces for which all ranks read about the same amount. A
+// chunk that several ranks need is read by any rank. A chunk that one rank needs is read by that rank, and a chunk
+// that no rank needs is not read. needed returns which rank needs a chunk, and room the maximum bytes that the chunk
+// takes in a share. A share has at most full bytes. A sixteenth of full stays free unless a single chunk needs it, so
+// that shares fit slots of a power-of-two size.
 func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 	room func(ChunkOf) int64) (pieces [][]RankShare, err error) {
-	stacks := make([]stack, ranks+1) // the last one is for any rank
+	stacks := make([]stack, ranks+1) // the last one holds chunks for any rank
 	for _, c := range chunks {
 		k := needed(c)
 		switch n := room(c); {
@@ -70,7 +70,8 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 			continue
 		case n > full:
 			return nil, errs.New(errs.ErrArgument,
-				"relay: buffers have %d bytes for each of %d ranks, too few for a chunk of %d", full, ranks, n)
+				"group load: buffers of %d bytes for each of %d ranks are too small for a chunk of %d bytes",
+				full, ranks, n)
 		case k == Several:
 			k = int32(ranks)
 		}
@@ -86,7 +87,7 @@ func Divide(chunks []ChunkOf, ranks int, full int64, needed func(ChunkOf) int32,
 		if remaining == 0 {
 			return pieces, nil
 		}
-		level := (remaining + int64(ranks) - 1) / int64(ranks) // for each rank, until everything is read
+		level := (remaining + int64(ranks) - 1) / int64(ranks) // what each rank still has to read
 		now := min(level, most)
 		shares, over := make([]RankShare, ranks), int64(0)
 		for rank := range shares {
@@ -108,7 +109,7 @@ type stack struct {
 	bytes  int64
 }
 
-// fill moves chunks to a share until it has `until` bytes. It never exceeds `most`, except for a single chunk.
+// fill moves chunks to a share until it has `until` bytes. Only a single chunk may exceed `most`.
 func (s *RankShare) fill(from *stack, until, most int64) {
 	n := 0
 	for ; n < len(from.chunks) && s.Bytes < until; n++ {

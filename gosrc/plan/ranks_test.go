@@ -11,9 +11,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Whatever the ranks need, each needed chunk is read once, by a rank that needs it if only one does. No share is too
-// large. A rank reads no more than the others, except for one chunk or for what only it needs. Each piece is as in the
-// files.
+// For any needs of the ranks, each needed chunk is read once. If only one rank needs it, that rank reads it. No share
+// exceeds its limit. A rank reads no more than the others, except for one chunk per piece or what only that rank
+// needs. Pieces keep the order of the files.
 func TestDivide(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -77,8 +77,8 @@ func TestDivide(t *testing.T) {
 	}
 }
 
-// A chunk that one rank needs belongs to that rank, and one that two need is shared. A chunk that no rank needs belongs
-// to none, and needs of a rank that does not exist are refused.
+// NeededBy returns the only rank that needs a chunk, Several for a chunk that two ranks need, and NoRank for a chunk
+// that none needs. It refuses needs of a rank that does not exist.
 func TestNeededBy(t *testing.T) {
 	ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}},
 		Tensors: []tensor.Tensor{{DType: tensor.U8, Alias: -1, Shape: []int64{40}, Bytes: 40, Parts: 1, ChunkBytes: 10,
@@ -89,9 +89,9 @@ func TestNeededBy(t *testing.T) {
 	needs := []Request{{0, 0, 0, 15, 0, Whole}, {0, 1, 12, 30, 0, Whole}}
 	by, err := NeededBy(ix, 2, needs)
 	if want := []int32{0, Several, 1, NoRank}; err != nil || !slices.Equal(by, want) {
-		t.Errorf("%v, not %v: %v", by, want, err)
+		t.Errorf("%v, want %v: %v", by, want, err)
 	}
 	if _, err := NeededBy(ix, 1, needs); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("a rank that there is not: %v", err)
+		t.Errorf("a rank that does not exist: %v", err)
 	}
 }

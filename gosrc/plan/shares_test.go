@@ -9,13 +9,13 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Shares cover each piece once and in order, and hold each of its tasks once. They do not cut bytes that have a
-// checksum, nor a block that fits a piece.
+// Shares cover each piece once and in order, and contain each of its tasks once. They do not cut bytes with a
+// checksum or a block that fits a piece.
 func TestParts(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
-	memory := make([]byte, 4096) // nothing is written to it
+	memory := make([]byte, 4096) // never written
 	for range 300 {
 		ix := &tensor.Index{Sources: []tensor.Source{{URI: "a"}}}
 		at := int64(0)
@@ -39,7 +39,7 @@ func TestParts(t *testing.T) {
 		}
 		var reqs []Request
 		for i := range ix.Tensors {
-			for range 1 + r.IntN(2) { // twice: tasks on the same bytes
+			for range 1 + r.IntN(2) { // the second request reads the same bytes
 				reqs = append(reqs, Request{Tensor: int64(i), Hi0: Whole, Hi1: Whole})
 			}
 		}
@@ -62,7 +62,7 @@ func TestParts(t *testing.T) {
 					t.Fatalf("%+v of %+v after %d, task %d", share, piece, at, task)
 				}
 				at, task = share.To, task+share.Count
-				if j := task - 1; j >= piece.First && share.To < piece.Len { // the task at or before the cut
+				if j := task - 1; j >= piece.First && share.To < piece.Len { // the last task before the cut
 					x := &ix.Tensors[wants[p.Refs[j].Want].Data]
 					in := piece.Off + share.To - x.Off
 					if x.Block > 0 && x.Block <= lim.Piece && in < x.Bytes && in%x.Block != 0 {
@@ -81,7 +81,7 @@ func TestParts(t *testing.T) {
 			}
 		}
 		if k != len(p.Shares) {
-			t.Fatalf("%d shares, %d of pieces", len(p.Shares), k)
+			t.Fatalf("%d shares, but pieces have %d", len(p.Shares), k)
 		}
 	}
 }

@@ -1,6 +1,6 @@
 package plan
 
-// This file plans reads of stored bytes.
+// This file plans reads of chunks in stored form.
 
 import (
 	"unsafe"
@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A ChunkRead is a stored chunk to read, and its destination. Data is the tensor that contains it, N its number
-// there. Bare means that it has no checksum. A piece only has reads of one group.
+// A ChunkRead is a stored chunk to read, and its destination. Data is the tensor that contains the chunk, and N the
+// chunk's number there. Bare means that it has no checksum. All reads of a piece are of the same group.
 type ChunkRead struct {
 	Data, N int32
 	Group   int32
@@ -18,9 +18,9 @@ type ChunkRead struct {
 	Dst     unsafe.Pointer
 }
 
-// PlanStored plans how to read chunks to their destinations in stored form: nothing is decoded. Checksums are
-// compared, unless lim.Cut leaves them to the caller. Each read has a want of its own. Reads are ordered by
-// group, then by source and offset.
+// PlanStored plans how to read chunks to their destinations in stored form, without decoding them. The pipeline
+// compares their checksums, except if lim.Cut leaves that to the caller. There is one want per read. Reads must be
+// ordered by group, then by source and offset.
 func PlanStored(ix *tensor.Index, reads []ChunkRead, lim Limits) (*Plan, []Want) {
 	wants := make([]Want, len(reads))
 	m := newMaker(ix, wants, len(reads), lim)
@@ -53,11 +53,11 @@ func PlanStored(ix *tensor.Index, reads []ChunkRead, lim Limits) (*Plan, []Want)
 	return m.p, wants
 }
 
-// Pieces that cut chunks end at multiples of pageBytes, so that the next read begins with a page.
+// pageBytes aligns the ends of pieces that cut chunks, so that the next read begins on a page boundary.
 const pageBytes = 4096
 
 // addCutTasks adds a task for each part of a chunk, which is cut where pieces end. All pieces of a contiguous run
-// except the last have almost lim.Piece bytes. growing is the last piece, as joinIntoPieces will join it.
+// except the last have almost lim.Piece bytes. growing predicts the last piece that joinIntoPieces will make.
 func (m *maker) addCutTasks(growing *Piece, want, number, source int32, task device.DecodeTask) {
 	begin := task.Chunk.Off
 	for off, end := begin, begin+int64(task.Chunk.Stored); off < end; {
@@ -71,8 +71,8 @@ func (m *maker) addCutTasks(growing *Piece, want, number, source int32, task dev
 	}
 }
 
-// endOfPiece is the latest possible end of the piece that will contain the byte at off. That is the growing piece
-// or the next one, which then grows.
+// endOfPiece returns the largest possible end of the piece that will contain the byte at off. If that byte does not
+// fit the growing piece, growing becomes the next piece.
 func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
 	p := growing
 	if p.Len == 0 || p.Source != source || off < p.Off || off-(p.Off+p.Len) > m.lim.Gap || off >= m.endOf(p) {
@@ -81,7 +81,7 @@ func (m *maker) endOfPiece(growing *Piece, source int32, off int64) int64 {
 	return m.endOf(p)
 }
 
-// endOf is the latest possible end of a piece. It may be inside a chunk.
+// endOf returns the largest possible end of a piece. It may be inside a chunk.
 func (m *maker) endOf(p *Piece) int64 {
 	end := p.Off + m.lim.Piece
 	if pages := end &^ (pageBytes - 1); pages > p.Off {

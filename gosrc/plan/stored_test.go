@@ -8,8 +8,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// With Cut every stored byte reaches its destination once, no piece is larger than requested, and pieces of a run
-// without gaps are full, whatever its chunk sizes. Checksums of parts are not compared.
+// With Cut, every stored byte reaches its destination once, no piece is larger than requested, and the pieces of a run
+// without gaps are full for any chunk sizes. Checksums of parts are not compared.
 func TestPiecesThatCutChunks(t *testing.T) {
 	seed := rand.Uint64()
 	r := rand.New(rand.NewPCG(seed, 1))
@@ -46,7 +46,7 @@ func TestPiecesThatCutChunks(t *testing.T) {
 			for k := piece.First; k < piece.First+piece.Count; k++ {
 				task, want := &p.Tasks[k], p.Refs[k].Want
 				s, c := &reads[want], &ix.Chunks[reads[want].N]
-				in := int64(uintptr(task.Dst) - uintptr(s.Dst)) // of the chunk
+				in := int64(uintptr(task.Dst) - uintptr(s.Dst)) // offset in the chunk
 				switch {
 				case task.Summed, task.Chunk.Logical != task.Chunk.Stored, (p.Refs[k].N < 0) != s.Bare,
 					s.Group != group, piece.Off+int64(task.Src) != c.Off+in, task.Chunk.Off != c.Off+in,
@@ -62,12 +62,12 @@ func TestPiecesThatCutChunks(t *testing.T) {
 		}
 		for b, n := range came {
 			if n != 1 {
-				t.Fatalf("seed %d: byte %d came %d times", seed, b, n)
+				t.Fatalf("seed %d: byte %d was read %d times", seed, b, n)
 			}
 		}
 		for i := range left {
 			if left[i] != p.Left[i] {
-				t.Fatalf("seed %d: want %d has %d tasks, not %d", seed, i, left[i], p.Left[i])
+				t.Fatalf("seed %d: want %d has %d tasks, but Left is %d", seed, i, left[i], p.Left[i])
 			}
 		}
 	}

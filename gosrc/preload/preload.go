@@ -1,11 +1,11 @@
-// Package preload runs loads that start automatically when overwire is imported with a preload variable set. They
-// need neither Python nor its lock: they open, read and decode while the interpreter imports other modules.
+// Package preload runs loads that start when overwire is imported with a preload variable set. They use neither Python
+// nor the GIL: they open, read and decode files while the interpreter imports other modules.
 //
-// A load takes over a preload file by file, and only for exactly the bytes that it would read itself. It opens
-// its files and skips reading files with the identity of a preloaded file (device, inode, size and times; for an
-// object of a store its ETag or date). Each tensor is given out once. A preload is dropped if its file was
-// replaced or written to, or if its tensors differ from what the load asks for. A preload that failed is
-// forgotten: the load then gets its own error, or none.
+// A load attaches to a preload file by file, and only if the preloaded bytes are exactly those that it would read. It
+// opens its files, and does not read files with the identity of a preloaded file (device, inode, size and times, or the
+// ETag or date of an object in a store). Each tensor is taken once. A preload is dropped if its file was replaced or
+// modified, or if its tensors differ from what the load needs. A failed preload is removed, so the load reports only
+// its own errors.
 package preload
 
 import (
@@ -33,13 +33,13 @@ import (
 // A Preload is one background load, including the opening of its files.
 type Preload struct {
 	uris    []string
-	reached string // format.Access.Key
-	device  string // as the load's options name it; "" is the host
-	read    string // a value of OVERWIRE_READ
+	reached string // result of format.Access.Key
+	device  string // name of the device, or "" for the host
+	read    string // reading mode, a value of OVERWIRE_READ
 	cancel  context.CancelFunc
 
-	paused chan struct{} // closed when it waits for a file to become old enough
-	pauses sync.Once     // of paused
+	paused chan struct{} // closed when the preload waits for a file to become old enough
+	pauses sync.Once     // guards closing of paused
 	opened chan struct{} // closed when the fields below are set
 	model  *load.Preloaded
 	files  []preloaded
@@ -49,16 +49,16 @@ type Preload struct {
 type preloaded struct {
 	id    source.Identity
 	uri   string
-	names []string // names that stand for it
+	names []string // names of the file
 }
 
 var (
 	mu    sync.Mutex
 	live  []*Preload
-	notes []Note // notes of dropped preloads, until Join reports them
+	notes []Note // notes about dropped preloads that Join has not reported yet
 )
 
-// A Note says why a preload was dropped. Routine means that the program did it on purpose.
+// A Note says why a preload was dropped. Routine means that the program dropped it on purpose.
 type Note struct {
 	Text    string `json:"text"`
 	Routine bool   `json:"routine"`
@@ -66,8 +66,8 @@ type Note struct {
 
 var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
-// Start starts to load everything that spec names. A second Start of the same files to the same device returns
-// the first preload, unless the files were replaced or the tensors taken since.
+// Start starts to load everything that spec names. If the same files are already being preloaded to the same device, it
+// returns that preload, unless files were replaced or tensors taken meanwhile.
 func Start(spec load.Spec, opt load.Options) *Preload {
 	p := &Preload{uris: normalizeURIs(spec.URIs), reached: spec.Storage.Key(), device: deviceName(opt.Device),
 		read:   readingMode(opt.Read),
@@ -103,10 +103,10 @@ func Start(spec load.Spec, opt load.Options) *Preload {
 	return p
 }
 
-// openFiles opens the files and starts to preload their tensors.
+// openFiles opens the files and starts to load their tensors.
 func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Options) error {
 	if at := slices.IndexFunc(spec.URIs, open.Downloaded); at >= 0 {
-		return unknownState(spec.URIs[at], "an external downloader gives")
+		return unknownState(spec.URIs[at], "an external downloader reports")
 	}
 	m, ids, err := p.whenSettled(ctx, spec)
 	if err != nil {
@@ -121,24 +121,24 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 	return err
 }
 
-// unknownState is the error for an object that a later load could not identify. Only the load itself may read it,
-// once.
+// unknownState returns the error for an object that a later load could not identify, so it cannot be
+// preloaded.
 func unknownState(uri, who string) error {
 	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
 		Err: errs.New(errs.ErrNotSupported,
-			"%s neither an ETag nor a date to compare, so only the load itself can read it", who)}
+			"%s neither an ETag nor a date, so the object cannot be preloaded", who)}
 }
 
-// Time stamps of a file system are as coarse as a tick of the kernel's clock, or two seconds if they have no
-// fractions of a second.
+// tick and coarse are the resolutions of file times: a tick of the kernel's clock, or two seconds on file systems
+// without fractions of a second. looks is the maximum number of attempts.
 const (
 	tick   = 40 * time.Millisecond
 	coarse = 2100 * time.Millisecond
 	looks  = 50
 )
 
-// whenSettled opens files after their last change is old enough that another change would show in their times.
-// For a file that was saved just now it waits until then.
+// whenSettled opens files when their last change is old enough that another change would show in their times. If a file
+// has just been saved, it waits until then.
 func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
 	for look := range looks {
@@ -153,7 +153,7 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		where := m.Index().Sources[0].URI
 		m.Close()
 		if !known {
-			return nil, nil, unknownState(where, "its server gives")
+			return nil, nil, unknownState(where, "its server reports")
 		}
 		before = ids
 		if err := p.pauseForClock(ctx, look, ids); err != nil {
@@ -161,11 +161,11 @@ func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model,
 		}
 	}
 	return nil, nil, &errs.At{Verb: "preload", Source: spec.URIs[0], Chunk: -1, Offset: -1,
-		Err: errs.New(errs.ErrIO, "it is being written to")}
+		Err: errs.New(errs.ErrIO, "the file is still being written")}
 }
 
-// pauseForClock waits until a change of the files would show in their times. A later load does not wait for a
-// preload that pauses long or repeatedly.
+// pauseForClock waits until a change of the files would show in their times. If the pause is long or repeated, later
+// loads stop waiting for the preload.
 func (p *Preload) pauseForClock(ctx context.Context, look int, ids []source.Identity) error {
 	pause := tick
 	if slices.ContainsFunc(ids, func(id source.Identity) bool {
@@ -184,14 +184,14 @@ func (p *Preload) pauseForClock(ctx context.Context, look int, ids []source.Iden
 	}
 }
 
-// Drop forgets the preload and cancels it. Loads keep what they have taken over.
+// Drop removes and cancels the preload. Loads keep the tensors that they have taken.
 func (p *Preload) Drop() {
 	mu.Lock()
 	defer mu.Unlock()
 	p.dropWithNote("", true)
 }
 
-// dropWithNote is Drop with a note for Join to report. mu is held.
+// dropWithNote implements Drop with a note for Join to report. The caller holds mu.
 func (p *Preload) dropWithNote(why string, routine bool) {
 	if !slices.Contains(live, p) {
 		return
@@ -209,27 +209,27 @@ func (p *Preload) dropWithNote(why string, routine bool) {
 		}
 	}
 	if job.IsClosed(p.opened) {
-		end() // now, before the load that cannot use it allocates as much again
+		end() // free the memory before the load allocates the same amount again
 	} else {
 		spawn.Go("preload drop", end)
 	}
 }
 
-// pruneEmpty forgets preloads that have given out all their tensors. mu is held.
+// pruneEmpty removes preloads after all their tensors have been taken. The caller holds mu.
 func pruneEmpty() {
 	live = slices.DeleteFunc(live, func(p *Preload) bool {
 		return job.IsClosed(p.opened) && (p.model == nil || p.model.Spent())
 	})
 }
 
-// isWhole reports whether all tensors are still available to a load. mu is held.
+// isWhole reports whether all tensors are still available to a load. The caller holds mu.
 func (p *Preload) isWhole() bool {
 	s, done, err := p.Opened(0)
 	return !done || err == nil && s.Whole() && p.replacedFile() == ""
 }
 
-// replacedFile names a local file of the preload that was replaced or removed; "" if
-// none was, or while the files are not open. mu is held.
+// replacedFile returns a local file of the preload that was replaced or removed. It returns "" if
+// there is none, or if the files are not open yet. The caller holds mu.
 func (p *Preload) replacedFile() string {
 	if !job.IsClosed(p.opened) {
 		return ""
@@ -244,8 +244,8 @@ func (p *Preload) replacedFile() string {
 	return ""
 }
 
-// Sweep drops the preloads of files that a save has just replaced: local files, or objects of a store at or below
-// a URI.
+// Sweep drops preloads of files that a save has just replaced: local files, or objects at or below the URI of a
+// store.
 func Sweep(uri string) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -264,7 +264,7 @@ func Sweep(uri string) {
 	}
 }
 
-// Said returns why preloads were dropped. Each note is returned once.
+// Said returns the notes about dropped preloads. Each note is returned once.
 func Said() []Note {
 	mu.Lock()
 	defer mu.Unlock()
@@ -275,16 +275,16 @@ func Said() []Note {
 
 // An Answer is the result of Join.
 type Answer struct {
-	// Device is where the preloaded tensors for loads of the model are; nil if there are none.
+	// Device is the device of the preloaded tensors for loads of the model, or nil if there are none.
 	Device *string `json:"device"`
-	// Notes say why preloads were dropped, since the last Answer.
+	// Notes are the notes about preloads that were dropped since the last Answer.
 	Notes []Note `json:"notes"`
 }
 
-// Join lets loads of a model to a device take the preloaded tensors of its files. It drops preloads of these
-// files that it cannot use: those of other bytes, on another device, or read in another mode; with alone set, all
-// of them. It waits up to d until preloads that may be of the same files have opened theirs; done is false if d
-// was too short.
+// Join allows loads of a model to a device to take the preloaded tensors of its files. It drops preloads of these files
+// that cannot be used, because their bytes, device or reading mode differ. With alone, it drops all preloads of these
+// files. It waits up to d for preloads that could be of the same files to open them. done is false if d was too
+// short.
 func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answer, done bool) {
 	srcs := m.Index().Sources
 	if !waitForOpened(srcs, d) {
@@ -297,8 +297,8 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	pruneEmpty()
 	for _, p := range slices.Clone(live) {
 		if !job.IsClosed(p.opened) {
-			if p.names(srcs) { // it is paused
-				p.dropWithNote("its file was still being written to", false)
+			if p.names(srcs) { // the preload is paused
+				p.dropWithNote("its file was still being written", false)
 			}
 			continue
 		}
@@ -312,10 +312,10 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 		why, routine := p.reasonUnfit(m, pairs, device, readingMode(opt.Read))
 		switch {
 		case other != "":
-			p.dropWithNote(other+" was replaced since", false)
+			p.dropWithNote(other+" was replaced after it was preloaded", false)
 			continue
 		case alone:
-			p.dropWithNote("this load reads the files itself", false)
+			p.dropWithNote("this load cannot use preloaded tensors", false)
 			continue
 		case a.Device != nil && *a.Device != p.device:
 			p.dropWithNote("other files of the load are on "+cmp.Or(*a.Device, "the host"), false)
@@ -328,7 +328,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 			if m.Attach(at[0], p.model, at[1], p.files[at[1]].id) {
 				a.Device = &p.device
 			} else {
-				p.dropWithNote(errs.RedactURI(srcs[at[0]].URI)+" was written to since", false)
+				p.dropWithNote(errs.RedactURI(srcs[at[0]].URI)+" was modified after it was preloaded", false)
 			}
 		}
 	}
@@ -336,11 +336,11 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 	return a, true
 }
 
-// matchFiles pairs a model's files with the same files of the preload that were not
-// given to a load. other is a file of the preload that was replaced.
+// matchFiles pairs a model's files with the same files of the preload that are still available.
+// other is a file of the preload that was replaced.
 func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
 	for i, id := range ids {
-		if id == (source.Identity{}) { // in memory, or from a server that reports no identity
+		if id == (source.Identity{}) { // in memory, or the server reports no identity
 			continue
 		}
 		k := slices.IndexFunc(p.files, func(f preloaded) bool { return f.id == id })
@@ -360,10 +360,10 @@ func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs
 	return pairs, other
 }
 
-// reasonUnfit says why a preload's tensors do not fit a load of a model to a device, "" if they fit.
+// reasonUnfit returns why a preload's tensors cannot be used for a load of a model to a device, or "" if they can.
 func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string) (why string, routine bool) {
 	if p.device != "" && p.device != device {
-		return "it is on " + p.device + ", and the load goes to " + cmp.Or(device, "the host"), false
+		return "it is on " + p.device + ", but the load is to " + cmp.Or(device, "the host"), false
 	}
 	if p.read != read {
 		return fmt.Sprintf("it was read in mode %q, but the load uses %q", p.read, read), false
@@ -371,16 +371,16 @@ func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string
 	for _, at := range pairs {
 		switch mapped := p.model.Mapped(at[1]); {
 		case mapped && device != "":
-			return "its tensors are mapped files, but a load to a GPU reads them, now from the page cache", true
+			return "its files are memory-mapped, but a load to a GPU reads them, from the page cache", true
 		case device == "" && !m.MapsAs(at[0], p.model.Model(), at[1]):
-			return "one of them maps the file and the other reads it", false
+			return "either the preload or the load memory-maps the file, but not both", false
 		}
 	}
 	return "", false
 }
 
-// waitForOpened waits until every preload has opened its files that may be those of a model: local files, or
-// files of the same server.
+// waitForOpened waits until every preload that could be of a model's files has opened them. These are preloads of local
+// files, or of files on the same server.
 func waitForOpened(srcs []tensor.Source, d time.Duration) bool {
 	mu.Lock()
 	waiting := slices.Clone(live)
@@ -406,7 +406,7 @@ func waitForOpened(srcs []tensor.Source, d time.Duration) bool {
 	return true
 }
 
-// originOf is the server of a URI, "" for this machine.
+// originOf returns the server of a URI, or "" for this machine.
 func originOf(uri string) string {
 	if _, ok := source.Local(uri); ok {
 		return ""
@@ -416,7 +416,7 @@ func originOf(uri string) string {
 	return strings.ToLower(scheme + "://" + server)
 }
 
-// normalizeURIs brings URIs into one form, however their paths were written.
+// normalizeURIs returns URIs in one form, regardless of how their paths were written.
 func normalizeURIs(uris []string) []string {
 	all := make([]string, len(uris))
 	for i, u := range uris {
@@ -426,7 +426,7 @@ func normalizeURIs(uris []string) []string {
 	return all
 }
 
-// namesOf are the names of a file. For a local file these are its absolute path and the path that it resolves to.
+// namesOf returns the names of a file. For a local file, these are its absolute path and the path without symlinks.
 func namesOf(uri string) []string {
 	path, ok := source.Local(uri)
 	if !ok {
@@ -441,8 +441,8 @@ func namesOf(uri string) []string {
 	return []string{path}
 }
 
-// names reports whether the preload was asked for one of a model's files, by its own name, by its folder's, or by
-// that of an index.json in the same folder.
+// names reports whether the preload is of one of a model's files, by the name of the file, of its folder, or of
+// an index.json in the same folder.
 func (p *Preload) names(srcs []tensor.Source) bool {
 	for _, s := range srcs {
 		for _, n := range namesOf(s.URI) {
@@ -457,7 +457,7 @@ func (p *Preload) names(srcs []tensor.Source) bool {
 	return false
 }
 
-// deviceName is a device's name, "" for the host.
+// deviceName returns a device's name, or "" for the host.
 func deviceName(device string) string {
 	switch device {
 	case "cpu":
@@ -468,11 +468,11 @@ func deviceName(device string) string {
 	return device
 }
 
-// readingMode is the reading mode that an option selects.
+// readingMode returns the reading mode that an option selects.
 func readingMode(read string) string { return cmp.Or(read, knob.Read.Get()) }
 
-// Opened waits up to d (without limit if negative) until the files are open and the load runs, and returns what
-// it preloads. done is false if d has passed first.
+// Opened waits up to d (forever if d is negative) until the files are open and the load has started, and returns the
+// preloaded tensors. done is false if d was too short.
 func (p *Preload) Opened(d time.Duration) (s *load.Preloaded, done bool, err error) {
 	if !job.Within(p.opened, d) {
 		return nil, false, nil

@@ -15,7 +15,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// plainFile writes a safetensors file with one tensor of four bytes, or as many as data has.
+// plainFile writes a safetensors file with one tensor, which contains data.
 func plainFile(t *testing.T, path, data string) string {
 	t.Helper()
 	if path == "" {
@@ -50,17 +50,17 @@ func opening(t *testing.T, spec load.Spec) *load.Model {
 	return m
 }
 
-// joins reports whether a load of a model joins a preload, and what was logged about preloads.
+// joins reports whether a load of a model attaches to a preload, and the notes about preloads.
 func joins(t *testing.T, m *load.Model, opt load.Options) (bool, string) {
 	t.Helper()
 	a, done := Join(m, opt, false, time.Minute)
 	if !done {
-		t.Fatal("a minute was not enough")
+		t.Fatal("Join took more than a minute")
 	}
 	return a.Device != nil, fmt.Sprint(a.Notes)
 }
 
-// bytes loads all of a model.
+// bytes loads a whole model.
 func bytes(t *testing.T, m *load.Model) string {
 	t.Helper()
 	l, err := m.Start(nil, load.Options{})
@@ -83,12 +83,13 @@ func bytes(t *testing.T, m *load.Model) string {
 	return string(all)
 }
 
-// A load joins a preload by any name of its file, gets each tensor once, and reads again what it needs again.
+// A load attaches to a preload by any name of its file and takes each tensor once. Another load reads the tensors
+// again.
 func TestJoin(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
 	if Start(load.Spec{URIs: []string{path}}, load.Options{}) != p {
-		t.Error("a second start of the same file")
+		t.Error("a second Start of the same file made another preload")
 	}
 	link := filepath.Join(t.TempDir(), "link")
 	if err := os.Symlink(path, link); err != nil {
@@ -96,7 +97,7 @@ func TestJoin(t *testing.T) {
 	}
 	m := opening(t, load.Spec{URIs: []string{link}})
 	if ok, notes := joins(t, m, load.Options{}); !ok || notes != "[]" {
-		t.Fatal("not joined by another name:", notes)
+		t.Fatal("not attached by another name:", notes)
 	}
 	for range 3 {
 		if got := bytes(t, m); got != "1234" {
@@ -110,42 +111,42 @@ func TestJoin(t *testing.T) {
 	again.Close()
 	m.Close()
 	if !p.model.Spent() {
-		t.Error("tensors that were given are held")
+		t.Error("the preload still holds tensors that were taken")
 	}
 	if ok, notes := joins(t, opening(t, load.Spec{URIs: []string{path}}), load.Options{}); ok || notes != "[]" {
-		t.Error("given twice", notes)
+		t.Error("a tensor was taken twice", notes)
 	}
 }
 
-// Inspecting a file takes nothing, and leaves its preload to a load.
+// Inspecting a file takes no tensors and leaves its preload to a load.
 func TestLook(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
 	m := opening(t, load.Spec{URIs: []string{path}})
 	if ok, _ := joins(t, m, load.Options{}); !ok {
-		t.Fatal("not joined")
+		t.Fatal("not attached")
 	}
 	m.Close()
 	if p.model.Spent() {
-		t.Fatal("a model that took nothing has ended the preload")
+		t.Fatal("a model that took no tensors ended the preload")
 	}
 	m = opening(t, load.Spec{URIs: []string{path}})
 	if ok, _ := joins(t, m, load.Options{}); !ok || bytes(t, m) != "1234" {
-		t.Fatal("not joined afterwards")
+		t.Fatal("not attached afterwards")
 	}
 }
 
-// Whatever happens to a file between its preload and the load, the load has the current bytes, and one note says that
-// the preload was dropped.
+// If a file is changed in any way after its preload, a load returns the current bytes, and one note says that the
+// preload was dropped.
 func TestReplaced(t *testing.T) {
 	for name, change := range map[string]func(path string){
-		"renamed over": func(path string) { _ = os.Rename(plainFile(t, path+".new", "5678"), path) },
+		"replaced by a rename": func(path string) { _ = os.Rename(plainFile(t, path+".new", "5678"), path) },
 		"removed and written": func(path string) {
 			_ = os.Remove(path)
 			plainFile(t, path, "5678")
 		},
 		"written in place": func(path string) { plainFile(t, path, "5678") },
-		"written in place, its date put back": func(path string) {
+		"written in place, with its time restored": func(path string) {
 			st, _ := os.Stat(path)
 			plainFile(t, path, "5678")
 			_ = os.Chtimes(path, st.ModTime(), st.ModTime())
@@ -154,7 +155,7 @@ func TestReplaced(t *testing.T) {
 			_ = os.Truncate(path, 1)
 			plainFile(t, path, "5678")
 		},
-		"a link that leads elsewhere": func(path string) {
+		"a link with another target": func(path string) {
 			_ = os.Remove(path)
 			_ = os.Symlink(plainFile(t, path+".other", "5678"), path)
 		},
@@ -178,21 +179,21 @@ func TestReplaced(t *testing.T) {
 					t.Error("joined:", ok, notes)
 				}
 				if got := bytes(t, m); got != "5678" {
-					t.Errorf("%q: the bytes of before", got)
+					t.Errorf("%q: the old bytes", got)
 				}
 				if !p.model.Spent() {
-					t.Error("tensors that no load can take are held")
+					t.Error("the preload still holds tensors that no load can take")
 				}
 				if _, notes := joins(t, m, load.Options{}); notes != "[]" {
-					t.Error("said twice:", notes)
+					t.Error("a note was returned twice:", notes)
 				}
 			})
 		}
 	}
 }
 
-// A file that is written right after its preload has opened it, in the same clock tick of the file system, counts as
-// another file.
+// A file that is written right after its preload has opened it, in the same clock tick of the file system, is a
+// different file.
 func TestWrittenInTheSameMoment(t *testing.T) {
 	for i := range 30 {
 		path := plainFile(t, "", "1234")
@@ -200,7 +201,7 @@ func TestWrittenInTheSameMoment(t *testing.T) {
 		plainFile(t, path, "5678")
 		m := opening(t, load.Spec{URIs: []string{path}})
 		if ok, _ := joins(t, m, load.Options{}); ok {
-			t.Fatalf("round %d: joined", i)
+			t.Fatalf("round %d: attached", i)
 		}
 		if got := bytes(t, m); got != "5678" {
 			t.Fatalf("round %d: %q", i, got)
@@ -210,8 +211,8 @@ func TestWrittenInTheSameMoment(t *testing.T) {
 	}
 }
 
-// However often a preload pauses for a file that is being written, and however coarse the file's times are, it says so
-// once, and a load no longer waits for it.
+// A preload that pauses for a file that is being written, any number of times, signals that once, and loads no longer
+// wait for it.
 func TestPausesOnce(t *testing.T) {
 	for _, changed := range []int64{5, int64(3 * time.Second)} {
 		synctest.Test(t, func(t *testing.T) {
@@ -226,7 +227,7 @@ func TestPausesOnce(t *testing.T) {
 	}
 }
 
-// later writes a file again, with a time that the file system distinguishes from the previous one.
+// later writes a file again, at a time that the file system distinguishes from the previous one.
 func later(t *testing.T, path, data string) {
 	t.Helper()
 	plainFile(t, path, data)
@@ -235,7 +236,7 @@ func later(t *testing.T, path, data string) {
 	}
 }
 
-// refused loads a model with a file that was written after it was opened.
+// refused loads a model whose file was written after it was opened, and expects an error.
 func refused(t *testing.T, m *load.Model) {
 	t.Helper()
 	l, err := m.Start(nil, load.Options{})
@@ -248,36 +249,36 @@ func refused(t *testing.T, m *load.Model) {
 	}
 }
 
-// A file that was opened and then written joins nothing, neither before the load begins nor through a model that was
-// opened before. That model is refused.
+// A load of a file that was written after the preload opened it attaches to nothing, even through a model opened before
+// the write. That model is refused.
 func TestWrittenAfterItWasOpened(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	begin(t, load.Options{}, path)
 	m := opening(t, load.Spec{URIs: []string{path}})
 	later(t, path, "5678")
-	if ok, notes := joins(t, m, load.Options{}); ok || !strings.Contains(notes, "written to since") {
+	if ok, notes := joins(t, m, load.Options{}); ok || !strings.Contains(notes, "modified after") {
 		t.Error(ok, notes)
 	}
 	refused(t, m)
 }
 
-// A model that has joined is refused if its file was written since.
+// A model that has attached is refused if its file is then written.
 func TestWrittenAfterItWasJoined(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
 	m := opening(t, load.Spec{URIs: []string{path}})
 	if ok, _ := joins(t, m, load.Options{}); !ok {
-		t.Fatal("not joined")
+		t.Fatal("not attached")
 	}
 	later(t, path, "5678")
 	refused(t, m)
 	m.Close()
 	if !p.model.Spent() {
-		t.Error("it is held")
+		t.Error("the preload still holds tensors")
 	}
 }
 
-// Files of one preload are joined one by one; a replaced file drops the whole preload.
+// Loads attach to the files of one preload one by one. A replaced file drops the whole preload.
 func TestShards(t *testing.T) {
 	dir := t.TempDir()
 	var paths []string
@@ -299,11 +300,11 @@ func TestShards(t *testing.T) {
 		m.Close()
 	}
 	if p.model.Spent() {
-		t.Error("a file that was not loaded is gone")
+		t.Error("the tensors of a file that was not loaded are gone")
 	}
 	m := opening(t, load.Spec{URIs: []string{dir}})
 	if ok, _ := joins(t, m, load.Options{}); !ok || bytes(t, m) != "aaaabbbbcccc" {
-		t.Error("the rest")
+		t.Error("the other files do not attach")
 	}
 	m.Close()
 
@@ -316,10 +317,10 @@ func TestShards(t *testing.T) {
 	}
 	m = opening(t, load.Spec{URIs: paths})
 	if ok, notes := joins(t, m, load.Options{}); ok || strings.Count(notes, "dropped") != 1 {
-		t.Error("joined though a shard was replaced:", notes)
+		t.Error("attached although a shard was replaced:", notes)
 	}
 	if bytes(t, m) != "aaaacccccccc" || !p.model.Spent() {
-		t.Error("wrong bytes, or held")
+		t.Error("wrong bytes, or the preload still holds tensors")
 	}
 }
 
@@ -332,8 +333,8 @@ func mustRead(t *testing.T, path string) []byte {
 	return b
 }
 
-// A load with other settings than the preload drops it: another way of mapping or reading, another device, or nothing
-// to load.
+// A load with other settings than the preload drops it: with other mapping, reading mode or device, or with no tensors
+// to take.
 func TestOtherSettings(t *testing.T) {
 	off := false
 	for name, c := range map[string]struct {
@@ -351,28 +352,28 @@ func TestOtherSettings(t *testing.T) {
 		c.spec.URIs = []string{path}
 		m := opening(t, c.spec)
 		if ok, notes := joins(t, m, c.opt); ok || strings.Count(notes, "dropped") != 1 {
-			t.Errorf("%s: joined %v, %s", name, ok, notes)
+			t.Errorf("%s: attached %v, %s", name, ok, notes)
 		}
 		if got := bytes(t, m); got != data || !p.model.Spent() {
-			t.Errorf("%s: other bytes, or some are left", name)
+			t.Errorf("%s: wrong bytes, or the preload still holds tensors", name)
 		}
 	}
 	path := plainFile(t, "", "1234")
 	begin(t, load.Options{}, path)
 	m := opening(t, load.Spec{URIs: []string{path}})
 	if a, _ := Join(m, load.Options{}, true, time.Minute); a.Device != nil || len(a.Notes) != 1 {
-		t.Error("a load that takes nothing:", a)
+		t.Error("a load that takes no tensors:", a)
 	}
 }
 
-// An error of a preload stays its own: no load gets it.
+// No load gets the error of a failed preload.
 func TestFailed(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "later")
 	p := Start(load.Spec{URIs: []string{path}}, load.Options{})
 	if _, done, err := p.Opened(time.Minute); !done || !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v, want ErrNotFound", err)
 	}
-	plainFile(t, path, "12") // half of it
+	plainFile(t, path, "12") // half of the file
 	p = Start(load.Spec{URIs: []string{path}}, load.Options{})
 	if _, done, err := p.Opened(time.Minute); !done || err == nil {
 		t.Error("half a file was preloaded")
@@ -384,34 +385,34 @@ func TestFailed(t *testing.T) {
 	}
 }
 
-// A dropped preload is no longer joined. A load that has joined it keeps it.
+// Loads do not attach to a dropped preload. A load that attached before keeps its tensors.
 func TestDrop(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	m := opening(t, load.Spec{URIs: []string{path}})
 	p := begin(t, load.Options{}, path)
 	if ok, _ := joins(t, m, load.Options{}); !ok {
-		t.Fatal("not joined")
+		t.Fatal("not attached")
 	}
 	p.Drop()
 	if ok, _ := joins(t, opening(t, load.Spec{URIs: []string{path}}), load.Options{}); ok {
-		t.Error("a dropped preload is joined")
+		t.Error("attached to a dropped preload")
 	}
 	if bytes(t, m) != "1234" {
 		t.Error("wrong bytes")
 	}
 	m.Close()
 	if !p.model.Spent() {
-		t.Error("it is held")
+		t.Error("the preload still holds tensors")
 	}
 }
 
-// A save drops the preload of what it replaced, also of stores by name, and no other.
+// Sweep drops only preloads of files that were replaced, and for stores compares names.
 func TestSweep(t *testing.T) {
 	path, other := plainFile(t, "", "1234"), plainFile(t, "", "1234")
 	p, q := begin(t, load.Options{}, path), begin(t, load.Options{}, other)
 	Sweep(path)
 	if ok, _ := joins(t, opening(t, load.Spec{URIs: []string{path}}), load.Options{}); !ok {
-		t.Error("a file that was not written to was swept")
+		t.Error("the preload of an unchanged file was dropped")
 	}
 	plainFile(t, path, "5678")
 	Sweep(path)

@@ -1,6 +1,6 @@
 package relay
 
-// This file decodes the pieces of a relay into the destinations of this rank's requests.
+// This file decodes the pieces of a relay to the destinations of this rank's requests.
 
 import (
 	"context"
@@ -27,20 +27,20 @@ type decoder struct {
 	prog     *progress
 	counts   *profile
 	queue    *queue.Queue // nil if the host decodes
-	threads  int          // of the host
+	threads  int          // of the host's decoder
 	landings *job.Landings
 
 	aimed  chan struct{}       // closed by setRequests, when the fields below are set
 	tasks  []device.DecodeTask // by piece, and within a piece by the rank that reads the chunk
-	refs   []plan.Ref          // of each task
+	refs   []plan.Ref          // by task
 	wants  []plan.Want
-	coming []int32 // by request: decode tasks that have not finished
+	coming []int32 // by request: unfinished decode tasks
 }
 
-// noTask is the task number of a chunk that is not decoded here.
+// noTask is the task number of a placeholder that decodes nothing.
 const noTask = -1
 
-// setRequests sets what is decoded and its destinations. progress.mu is held.
+// setRequests sets the decode tasks and their wants. The caller holds progress.mu.
 func (d *decoder) setRequests(p *plan.Plan, wants []plan.Want) {
 	d.tasks, d.refs, d.coming, d.wants = p.Tasks, p.Refs, p.Left, wants
 	for i, n := range p.Left {
@@ -61,7 +61,7 @@ func (d *decoder) tasksOf(of shares) (first, end int) {
 	return d.lay.partOf(of.piece, of.firstRank).firstTask, d.lay.partOf(of.piece, of.endRank-1).endTask
 }
 
-// decodeOnHost decodes shares on this rank's cores, and waits.
+// decodeOnHost decodes shares on this rank's cores and returns when they are decoded.
 func (d *decoder) decodeOnHost(of shares) error {
 	first, end := d.tasksOf(of)
 	tasks, base := d.tasks[first:end], d.lay.ringOf(of.piece, of.firstRank).base
@@ -82,12 +82,12 @@ func (d *decoder) decodeOnHost(of shares) error {
 	return nil
 }
 
-// queueDecoding queues the decoding of a batch of shares that are in one memory, after the work that is on the
-// streams now. It takes the slot.
+// queueDecoding queues the decoding of a batch of shares that are in the same memory, after the work that is now on
+// the streams. It owns the slot.
 func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uintptr) error {
 	isSubmitted := false
 	defer func() {
-		if !isSubmitted { // after a panic: Close waits for every slot
+		if !isSubmitted { // after a panic, because Close waits for every slot
 			d.queue.Put(slot)
 		}
 	}()
@@ -95,7 +95,7 @@ func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uint
 	ring := d.lay.ringOf(batch[0].piece, batch[0].firstRank)
 	slot.ViewDevice(uintptr(ring.base), ring.bytes)
 	var tasks []device.DecodeTask
-	var numbers []int // of the tasks
+	var numbers []int // index in d.tasks of each task
 	for _, of := range batch {
 		first, end := d.tasksOf(of)
 		tasks = append(tasks, d.tasks[first:end]...)
@@ -103,7 +103,7 @@ func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uint
 			numbers = append(numbers, n)
 		}
 	}
-	if len(tasks) == 0 { // this rank needs nothing of the batch: its buffer is free after the exchange
+	if len(tasks) == 0 { // this rank needs nothing from the batch, but must free its buffers after the exchange
 		tasks, numbers = []device.DecodeTask{{Chunk: tensor.Chunk{Codec: tensor.CodecRaw}}}, []int{noTask}
 	}
 	left := len(tasks)
@@ -132,7 +132,7 @@ func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uint
 	return nil
 }
 
-// countTask counts a decode task that has finished. A request lands with its last task.
+// countTask counts a finished decode task. A request has landed after its last task.
 func (d *decoder) countTask(task int) {
 	if task == noTask {
 		return
@@ -159,7 +159,7 @@ func (d *decoder) locateError(task int, err error) error {
 	return errorAt(d.model, "decode", w.Tensor, n, d.tasks[task].Chunk.Off, err)
 }
 
-// errorAt is an error of a tensor's chunk. chunk -1 means the tensor's bytes.
+// errorAt returns an error with the location of a tensor's chunk. chunk -1 means the bytes of a plain tensor.
 func errorAt(m *load.Model, verb string, tensor int32, chunk, off int64, err error) error {
 	t := &m.Seen().Tensors[tensor]
 	return &errs.At{Verb: verb, Source: m.Seen().Sources[t.Source].URI, Tensor: t.Name, Chunk: chunk,

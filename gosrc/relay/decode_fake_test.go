@@ -14,8 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// startOnFake starts a group load of one rank on the fake driver, with a tensor of that many bytes and its first piece
-// read. end waits for the job to end with an error of a class, and checks that nothing leaks.
+// startOnFake starts a group load of one rank on the fake driver, with a tensor of size bytes, and waits until its
+// first piece has been read. end waits for the job to end with an error of a class, and checks that nothing leaks.
 func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 	t.Helper()
 	endFake := cuda.Fake(64 << 20)
@@ -48,7 +48,7 @@ func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 			memory[i].Release()
 		}
 		if left := endFake(); left != "" {
-			t.Errorf("left: %s", left)
+			t.Errorf("leaked: %s", left)
 		}
 		if left := spawn.Left(); len(left) != 0 {
 			t.Errorf("still running: %v", left)
@@ -56,12 +56,12 @@ func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 	}
 }
 
-// A DecodePiece call that waits for a slot ends with the job: nothing finishes slots then, and the job waits for the
-// call.
+// A DecodePiece call that waits for a slot returns when the job is cancelled. Otherwise both would wait forever:
+// cancelled jobs finish no slots, and the job waits for the call.
 func TestDecodePieceEndsWithJob(t *testing.T) {
 	r, end := startOnFake(t, 4<<20)
 	var slots []*queue.Slot
-	if err := r.dec.queue.Drain(t.Context()); err != nil { // slots of sums may be on their way back
+	if err := r.dec.queue.Drain(t.Context()); err != nil { // slots that compare checksums may still be in use
 		t.Fatal(err)
 	}
 	for s := r.dec.queue.TryGet(); s != nil; s = r.dec.queue.TryGet() {
@@ -72,7 +72,7 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	select {
 	case err := <-decoded:
 		t.Fatalf("decoded without a slot: %v", err)
-	case <-time.After(50 * time.Millisecond): // it is most likely waiting by now
+	case <-time.After(50 * time.Millisecond): // the call is most likely waiting by now
 	}
 	r.job.Cancel()
 	select {
@@ -81,7 +81,7 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 			t.Error(err)
 		}
 	case <-time.After(time.Minute):
-		t.Error("DecodePiece waits for a slot of a job that is cancelled")
+		t.Error("DecodePiece still waits for a slot after the job was cancelled")
 	}
 	for _, s := range slots {
 		r.dec.queue.Put(s)
@@ -89,8 +89,8 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 	end(errs.ErrCancelled)
 }
 
-// While the goroutine of movePieces is stopped, for example because the system gave its core away, readers that wait
-// for slots do its work: a piece that is decoded meanwhile is counted.
+// While the goroutine of movePieces is blocked, readers that wait for slots do its work. A piece that is decoded
+// meanwhile is counted.
 func TestReadersMovePieces(t *testing.T) {
 	r, end := startOnFake(t, 40<<20)
 	var slot *queue.Slot
@@ -109,7 +109,7 @@ func TestReadersMovePieces(t *testing.T) {
 	}
 	for until := time.Now().Add(time.Minute); r.job.Bytes.Load() == 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
-			t.Error("no reader has counted the piece")
+			t.Error("no reader counted the piece")
 			break
 		}
 	}
@@ -118,23 +118,23 @@ func TestReadersMovePieces(t *testing.T) {
 	end(errs.ErrCancelled)
 }
 
-// Once the job has failed, a reader that was about to move takes no further step.
+// After the job has failed, a reader that calls moveOnce runs no further step.
 func TestNoStepAfterFailure(t *testing.T) {
 	r, end := startOnFake(t, 4<<20)
 	r.prog.mu.Lock()
-	r.busy.Add(1) // the queues stay open
+	r.busy.Add(1) // keeps the queues open
 	r.prog.mu.Unlock()
 	r.job.Cancel()
 	r.move.running.Wait()
 	r.sums.arrivals <- 0
 	if r.move.moveOnce() || len(r.sums.arrivals) != 1 {
-		t.Error("a share was summed after the end")
+		t.Error("a share was summed after the job failed")
 	}
 	r.busy.Done()
 	end(errs.ErrCancelled)
 }
 
-// After a panic in a step of moveOnce the job ends after waiting for every slot, and nothing is left.
+// After a panic in a step of moveOnce, the job waits for every slot and ends, and nothing leaks.
 func TestPanicsWhileMoving(t *testing.T) {
 	for _, panics := range map[string]func(r *Relay, slot *queue.Slot, done func(int, error)) error{
 		"a sum": func(r *Relay, slot *queue.Slot, _ func(int, error)) error {
@@ -153,7 +153,7 @@ func TestPanicsWhileMoving(t *testing.T) {
 		r, end := startOnFake(t, 4<<20)
 		slot := r.move.feed.TryGet()
 		if slot == nil {
-			t.Fatal("no slot is free")
+			t.Fatal("expected a free slot")
 		}
 		if err := panics(r, slot, func(int, error) {}); err != nil {
 			t.Fatal(err)
@@ -163,8 +163,8 @@ func TestPanicsWhileMoving(t *testing.T) {
 	}
 }
 
-// A caller that waits a while for its share gets an answer while the queues are being made. A job that is cancelled
-// then ends once they are made.
+// AwaitOwnShare returns after its timeout while the queues are being made. A job that is cancelled meanwhile ends when
+// the queues have been made.
 func TestAwaitWhileQueuesAreMade(t *testing.T) {
 	end := cuda.Fake(64 << 20)
 	m := plain(t, []int64{1 << 20})
@@ -196,6 +196,6 @@ func TestAwaitWhileQueuesAreMade(t *testing.T) {
 	}
 	ring[0].Release()
 	if left := end(); left != "" {
-		t.Errorf("left: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 }

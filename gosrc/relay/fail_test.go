@@ -13,14 +13,14 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// callAll makes the calls that wait for the layout, and returns their errors.
+// callAll makes all calls that wait for the layout, and returns their errors.
 func callAll(r *Relay) []error {
 	_, shares := r.ShareSizes()
 	_, await := r.AwaitOwnShare(0, time.Minute)
 	return []error{r.Aim(nil), shares, await, r.DecodePiece(0, 0)}
 }
 
-// If the layout fails or panics, all its waiters get that error, however early they ask, and nothing is left.
+// If the layout fails or panics, all calls that wait for it return that error, even very early ones, and nothing leaks.
 func TestLayoutFails(t *testing.T) {
 	ring := make([]byte, 4<<20)
 	m := plain(t, []int64{1 << 20})
@@ -30,7 +30,7 @@ func TestLayoutFails(t *testing.T) {
 			Ranks: 1}
 		if errors.Is(want, errs.ErrEngine) {
 			t := &m.Index().Tensors[0]
-			s.Tensors[0], t.First, t.Count = 0, 1<<20, 1 // it panics
+			s.Tensors[0], t.First, t.Count = 0, 1<<20, 1 // makes the layout panic
 		}
 		r, err := Start(m, s)
 		if err != nil {
@@ -42,13 +42,13 @@ func TestLayoutFails(t *testing.T) {
 				hasEnded = job.IsClosed(r.layoutEnd)
 			}
 			if hasEnded && r.prog.err == nil {
-				t.Error("the layout has ended without its error")
+				t.Error("the layout ended before its error was set")
 			}
 			r.prog.mu.Unlock()
 		}
 		for i, err := range callAll(r) {
 			if !errors.Is(err, want) {
-				t.Errorf("call %d: %v, and not %v", i, err, want)
+				t.Errorf("call %d: %v, want %v", i, err, want)
 			}
 		}
 		if done, err := r.Job().Wait(time.Minute); !done || !errors.Is(err, want) {
@@ -60,7 +60,7 @@ func TestLayoutFails(t *testing.T) {
 	}
 }
 
-// A piece is not decoded before this rank has read its share of it.
+// DecodePiece refuses a piece before this rank has read its share.
 func TestDecodeBeforeShare(t *testing.T) {
 	const mib = 1 << 20
 	m, release := openHeld(t, plain(t, []int64{4 * mib}).Index().Sources[0].URI)
@@ -74,7 +74,7 @@ func TestDecodeBeforeShare(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := r.DecodePiece(0, 0); !errors.Is(err, errs.ErrArgument) {
-		t.Errorf("decoded what was not read: %v", err)
+		t.Errorf("DecodePiece before the share was read: %v", err)
 	}
 	release()
 	if landed, err := r.AwaitOwnShare(0, time.Minute); !landed || err != nil {
@@ -85,11 +85,11 @@ func TestDecodeBeforeShare(t *testing.T) {
 	}
 }
 
-// Bytes that only one rank needs are not sent to the others.
+// Aim refuses a request for bytes that only another rank needs, because they are not sent.
 func TestAimAtAnothersOwn(t *testing.T) {
 	m := plain(t, []int64{1000}, []int64{1000})
 	var needs []plan.Request
-	for rank := range 2 { // each needs one
+	for rank := range 2 { // each rank needs one tensor
 		needs = append(needs, plan.Request{Tensor: int64(rank), Dest: uintptr(rank), Hi0: plan.Whole, Hi1: plan.Whole})
 	}
 	var got [1000]byte
@@ -111,8 +111,8 @@ func TestAimAtAnothersOwn(t *testing.T) {
 	}
 }
 
-// ErrNotSupported of a group load that failed by itself does not say that the ranks cannot reach each other. The error
-// for an offer without a process does.
+// If Join fails because an offer's process does not exist, Unmapped is set. It is not set if the group load failed
+// before with another ErrNotSupported.
 func TestUnmappedIsOfJoin(t *testing.T) {
 	m := plain(t, []int64{7})
 	for _, earlier := range []bool{false, true} {

@@ -16,27 +16,27 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// mostGroups is how many groups of slots are on their way to the GPU at a time. Slots that readers fill meanwhile
-// go in the next group. A group costs the driver little more than a slot, and with two groups the link always has
-// one to copy.
+// mostGroups is the maximum number of groups of slots in flight to the GPU. Slots that readers fill meanwhile form the
+// next group. A group costs the driver little more than a single slot, and with two groups the link always has one
+// to copy.
 const mostGroups = 2
 
-// A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU. Each copy waits for
-// the decoding of the piece that had the buffer before. The readers do not wait for the driver, which serves one
-// thread at a time: moveOnce submits all waiting slots as one group and polls for its end.
+// A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU. Each copy waits until the
+// piece that used the buffer before has been decoded. Readers do not wait for the driver, which serves one thread at a
+// time: moveOnce submits all waiting slots as one group and polls for its end.
 type feedQueue struct {
 	*queue.Queue
 	lay     *layout
 	prog    *progress
 	counts  *profile
 	ask     func(ctx context.Context, ready func() bool) error // mover.askUntil
-	todo    chan submission                                    // has space for all slots, so no reader waits
+	todo    chan submission                                    // has space for all slots, so readers never wait
 	waiting atomic.Int64                                       // filled slots not yet submitted to the driver
 	mu      sync.Mutex                                         // held in submitAndFinish
-	all     []submission                                       // what submitAndFinish submits; guarded by mu
+	all     []submission                                       // slots that submitAndFinish submits; guarded by mu
 }
 
-// A submission is a filled slot and the piece that now has its buffer.
+// A submission is a filled slot and the piece that it belongs to.
 type submission struct {
 	queue.FilledSlot
 	piece int
@@ -55,15 +55,15 @@ func (q *feedQueue) GetFor(ctx context.Context, reader int) (device.Slot, error)
 	return slot, nil
 }
 
-// submitAndFinish submits the waiting slots unless mostGroups are on their way, and finishes those that the GPU
-// has copied. It reports whether it did either. It does nothing while another goroutine runs it.
+// submitAndFinish submits the waiting slots unless mostGroups are in flight, and finishes the slots that the GPU has
+// copied. It reports whether it did either. It returns immediately if another goroutine is running it.
 func (q *feedQueue) submitAndFinish() bool {
 	if !q.mu.TryLock() {
 		return false
 	}
 	defer q.mu.Unlock()
 	q.all = q.all[:0]
-	for q.CountFlying() < mostGroups && len(q.todo) > 0 { // only the holder of mu takes from todo
+	for q.CountFlying() < mostGroups && len(q.todo) > 0 { // only the holder of mu receives from todo
 		q.all = append(q.all, <-q.todo)
 	}
 	if len(q.all) > 0 {
@@ -72,8 +72,8 @@ func (q *feedQueue) submitAndFinish() bool {
 	return q.FinishEnded() || len(q.all) > 0
 }
 
-// submitSafely submits slots together. After a panic each of their tasks gets its error, even one that has
-// finished: only the first error counts.
+// submitSafely submits slots together. After a panic, each of their tasks is reported with its error. That may include
+// tasks that have finished, because only the first error counts.
 func (q *feedQueue) submitSafely(all []submission) {
 	defer q.waiting.Add(int64(-len(all)))
 	err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })
@@ -84,14 +84,14 @@ func (q *feedQueue) submitSafely(all []submission) {
 	}
 }
 
-// Submit hands a filled slot to moveOnce and returns at once. Later failures become errors of each task. tasks is
-// a subslice of lay.fetch.Tasks, so its position there tells which piece it is of.
+// Submit hands a filled slot to moveOnce and returns immediately. Later failures are reported for each task. tasks is
+// a subslice of lay.fetch.Tasks, whose position there determines the piece.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	all := q.lay.fetch.Tasks
-	first := cap(all) - cap(tasks) // position in all
+	first := cap(all) - cap(tasks) // position of tasks in all
 	if len(tasks) == 0 || first < 0 || first >= len(all) || &all[first] != &tasks[0] {
 		q.Put(s)
-		return errs.New(errs.ErrEngine, "relay: these are not tasks of the fetch")
+		return errs.New(errs.ErrEngine, "group load: the submitted tasks are not part of the fetch plan")
 	}
 	q.waiting.Add(1)
 	q.counts.countFlight(n)
@@ -107,19 +107,19 @@ func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, do
 	return nil
 }
 
-// submitSlots submits slots together, those of the first pieces first, because the other ranks wait for them.
+// submitSlots submits slots together. The slots of the first pieces come first, because other ranks wait for them.
 func (q *feedQueue) submitSlots(all []submission) {
 	isSubmitted := false
 	defer q.counts.countDriverTime(time.Now())
 	defer func() {
-		for i := 0; i < len(all) && !isSubmitted; i++ { // after a panic: Close waits for every slot
+		for i := 0; i < len(all) && !isSubmitted; i++ { // after a panic, because Close waits for every slot
 			q.Put(all[i].Slot)
 		}
 	}()
 	for i := range all {
 		s := &all[i]
 		s.Slot.FollowEvent(q.prog.eventBeforeFill(s.piece, q.lay.spec.Rank))
-		s.Slot.AllowGapWrites() // chunks lie in a share as in the file, and the bytes between them belong to no rank
+		s.Slot.AllowGapWrites() // a share has the same gaps as the file, and no rank needs the bytes in them
 	}
 	slices.SortStableFunc(all, func(a, b submission) int { return cmp.Compare(a.piece, b.piece) })
 	slots := make([]queue.FilledSlot, len(all))
@@ -130,7 +130,7 @@ func (q *feedQueue) submitSlots(all []submission) {
 	q.SubmitAll(slots)
 }
 
-// Drain submits the waiting slots, and waits until all have finished.
+// Drain submits the waiting slots and waits until all slots have finished.
 func (q *feedQueue) Drain(ctx context.Context) error {
 	var pace pacer
 	for q.waiting.Load() > 0 || q.CountFlying() > 0 {

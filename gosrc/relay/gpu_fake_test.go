@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Whichever driver call fails during a group load, it ends with a typed error and leaves nothing.
+// If any driver call fails during a group load, the load ends with a typed error and nothing leaks.
 func TestRelayEveryCallFails(t *testing.T) {
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 1<<20)
 	travel := filled(m)
@@ -49,7 +49,7 @@ func TestRelayEveryCallFails(t *testing.T) {
 			ring.free()
 			what := fmt.Sprintf("call %d fails, sticky %v: %v", nth, sticky, err)
 			if left := end(); left != "" {
-				t.Fatalf("%s; left: %s", what, left)
+				t.Fatalf("%s; leaked: %s", what, left)
 			}
 			if err != nil {
 				failed++
@@ -66,17 +66,17 @@ func TestRelayEveryCallFails(t *testing.T) {
 				break
 			}
 		}
-		t.Logf("sticky %v: %d relays failed, %d of them on the way of a tensor", sticky, failed, moving)
+		t.Logf("sticky %v: %d relays failed, %d of them with the name of a tensor", sticky, failed, moving)
 		if failed < 120/int(step) || moving == 0 {
-			t.Error("too few relays were seen to fail")
+			t.Error("too few relays failed")
 		}
 	}
 	loadtest.CheckQuiet(t)
 }
 
-// Everything that a group's first load needs of a GPU is made while the headers are read: its context, its kernels, the
-// slots and the streams. A group load that maps memory then makes its handle and streams before the first byte arrives,
-// and compiles and pins only a small queue's tables.
+// The context, kernels, slots and streams of a group's first load are made while the headers are read. A group load
+// that maps memory then makes its handle and streams before the first byte is copied, compiles nothing, and pins only
+// a small queue's tables.
 func TestRelayPrepared(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	cudatest.TakeHistory()
@@ -119,7 +119,7 @@ func TestRelayPrepared(t *testing.T) {
 	}
 	rep, is := r.Job().Value().(relay.Report)
 	if !is || rep.Driver <= 0 || rep.Flight <= 0 || rep.Flight > rep.Stages.RingBytes {
-		t.Errorf("the report has %v s of the driver, and %d bytes in flight", rep.Driver, rep.Flight)
+		t.Errorf("the report has %v s of driver time and %d bytes in flight", rep.Driver, rep.Flight)
 	}
 	calls, pins := cudatest.TakeHistory(), 0
 	first := slices.Index(calls, "copy_in")
@@ -135,16 +135,16 @@ func TestRelayPrepared(t *testing.T) {
 		}
 	}
 	if first < 0 || pins > 1 || !slices.Contains(calls[:first], "ipc_get") {
-		t.Errorf("the first copy is call %d, and %d pins: %v", first, pins, calls)
+		t.Errorf("the first copy is call %d, with %d pins: %v", first, pins, calls)
 	}
 	got.free()
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 }
 
-// While two groups of slots wait for the GPU, the driver does not get a third: what readers fill meanwhile goes
-// together.
+// While two groups of slots wait for the GPU, no third group is submitted. Slots that readers fill meanwhile are
+// submitted together.
 func TestSlotsGoInGroups(t *testing.T) {
 	end := cuda.Fake(512 << 20)
 	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "", 24<<20)
@@ -179,13 +179,13 @@ func TestSlotsGoInGroups(t *testing.T) {
 			switch call {
 			case "copy_in":
 				copies++
-			case "event_record": // one for that stream, one for each group
+			case "event_record": // one for that stream and one per group
 				records++
 			}
 		}
 	}
 	if records > 3 {
-		t.Errorf("%d groups were submitted, of %d slots", records-1, copies)
+		t.Errorf("%d groups of slots were submitted, with %d slots", records-1, copies)
 	}
 	letGo()
 	offer, err := r.Offer()
@@ -204,14 +204,14 @@ func TestSlotsGoInGroups(t *testing.T) {
 	gpu.SyncAndFreeStream(stream)
 	got.free()
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 }
 
-// passed runs a group load of one rank to its end.
+// passed runs a group load of one rank and returns its error.
 func passed(r *relay.Relay) error {
 	shares, err := r.ShareSizes()
-	for k := range shares { // none after an error, which the job reports
+	for k := range shares { // no shares after an error, which the job reports
 		if landed, err := r.AwaitOwnShare(k, time.Minute); !landed || err != nil {
 			break
 		}
@@ -222,5 +222,5 @@ func passed(r *relay.Relay) error {
 	if done, e := r.Job().Wait(time.Minute); done {
 		return e
 	}
-	return cmp.Or(err, errors.New("it does not end"))
+	return cmp.Or(err, errors.New("the job does not end"))
 }

@@ -22,7 +22,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// memory allocates some on a device or on the host.
+// memory is memory on a device or on the host.
 type memory struct {
 	at   []uint64
 	read func(i int) []byte
@@ -76,7 +76,7 @@ func memoryOn(t *testing.T, where string, sizes []int64) memory {
 	return m
 }
 
-// filled returns the tensors of a model that are sent: those with bytes.
+// filled returns the tensors of a model that are not empty. These are sent.
 func filled(m *load.Model) (travel []int64) {
 	for i := range m.Index().Tensors {
 		if m.Index().Tensors[i].Bytes > 0 {
@@ -86,11 +86,11 @@ func filled(m *load.Model) (travel []int64) {
 	return travel
 }
 
-// Bytes of a buffer: for several ranks or chunks of 1 MiB, and for one rank.
+// Sizes of a buffer for several ranks or chunks of 1 MiB, and for a single rank.
 const relayed, alone = 3 << 20, 320 << 10
 
-// Ranks that each read a share, into buffers that the others also see, decode all tensors, or their part of them, to
-// what was saved, on a GPU and on the host. One rank by itself uses a ring of two.
+// Several ranks read their shares into the same buffers. Each decodes whole tensors or its parts of them to the bytes
+// that were saved, on a GPU and on the host. A single rank uses a ring of two buffers.
 func TestRelay(t *testing.T) {
 	loadtest.UseEngine(t)
 	all, err := driver.Info()
@@ -108,7 +108,7 @@ func TestRelay(t *testing.T) {
 		travel := filled(m)
 		where := []string{"cuda:0", "cpu"}
 		if len(all) > 1 && c.compress {
-			where = append(where, "cuda:1") // coherent on the fake driver
+			where = append(where, "cuda:1") // on the fake driver, a device with coherent memory
 		}
 		for _, where := range where {
 			for _, ranks := range c.ranks {
@@ -120,7 +120,7 @@ func TestRelay(t *testing.T) {
 	}
 }
 
-// asked returns a rank's requests: whole tensors, rows and columns, in turn.
+// asked returns a rank's requests, which alternate between whole tensors, rows and columns.
 func asked(m *load.Model, travel []int64, rank int) (reqs []load.Request) {
 	for i, at := range travel {
 		x := &m.Index().Tensors[at]
@@ -138,7 +138,7 @@ func asked(m *load.Model, travel []int64, rank int) (reqs []load.Request) {
 	return reqs
 }
 
-// sliced returns what a load on the host gives for the requests.
+// sliced returns the bytes that a load to the host returns for the requests.
 func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 	t.Helper()
 	l, err := m.Start(reqs, load.Options{})
@@ -159,7 +159,7 @@ func sliced(t *testing.T, m *load.Model, reqs []load.Request) (all [][]byte) {
 
 func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks int) {
 	buffers := make([]int64, 32)
-	if ranks == 1 { // no other rank reads them, so they are reused
+	if ranks == 1 { // no other rank reads the buffers, so they can be reused
 		buffers = buffers[:2]
 	}
 	for i := range buffers {
@@ -193,7 +193,7 @@ func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks 
 	for k := range pieces {
 		for _, r := range relays {
 			if own, err := r.ShareSizes(); err != nil || !slices.Equal(own, shares) {
-				t.Fatal("the ranks do not agree where the shares are")
+				t.Fatal("the ranks do not agree on the sizes of shares")
 			}
 			if landed, err := r.AwaitOwnShare(k, time.Minute); !landed || err != nil {
 				t.Fatalf("piece %d: %v, %v", k, landed, err)
@@ -204,7 +204,7 @@ func ranksLoad(t *testing.T, m *load.Model, travel []int64, where string, ranks 
 				t.Fatalf("piece %d: %v", k, err)
 			}
 			if err := r.DecodePiece(k, 0); err == nil {
-				t.Fatal("decoded twice")
+				t.Fatal("a piece was decoded twice")
 			}
 		}
 	}
@@ -227,7 +227,7 @@ func streamOf(where string) uintptr {
 	return 1
 }
 
-// begun is a group load that has its requests.
+// begun starts a group load and sets its requests.
 func begun(m *load.Model, spec *relay.Spec, requests []load.Request) (*relay.Relay, error) {
 	r, err := relay.Start(m, spec)
 	if err != nil {
@@ -235,7 +235,7 @@ func begun(m *load.Model, spec *relay.Spec, requests []load.Request) (*relay.Rel
 	}
 	if err = r.Aim(requests); err != nil {
 		r.Job().Cancel()
-		_, _ = r.Job().Wait(time.Minute) // cancelled
+		_, _ = r.Job().Wait(time.Minute) // it returns the cancellation
 		return nil, err
 	}
 	return r, nil
@@ -255,8 +255,8 @@ func specOf(travel []int64, ring memory, where string, rank, ranks int, size int
 	return spec
 }
 
-// A group load that is cancelled or abandoned halfway ends and releases the device. One with invalid requests does not
-// begin.
+// A group load that is cancelled before or while it decodes ends and releases the device. A group load with invalid
+// requests does not start.
 func TestRelayEnds(t *testing.T) {
 	loadtest.UseEngine(t)
 	_, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 2<<20)
@@ -290,11 +290,11 @@ func TestRelayEnds(t *testing.T) {
 				t.Fatal(err)
 			}
 			if err := r.DecodePiece(0, 0); !errors.Is(err, errs.ErrArgument) {
-				t.Errorf("decoded without requests: %v", err)
+				t.Errorf("DecodePiece without requests: %v", err)
 			}
 			for _, want := range []error{nil, errs.ErrArgument} {
 				if err := r.Aim(requests(reqs, got)); !errors.Is(err, want) {
-					t.Fatalf("%v, not %v", err, want)
+					t.Fatalf("Aim returned %v, want %v", err, want)
 				}
 			}
 			for k := range decodes {

@@ -20,8 +20,8 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// sparse opens a plain model of n tensors of one chunk each. All from `at` on have the bytes that it returns, and the
-// others zeros.
+// sparse opens a plain model of n tensors of one chunk each. The tensors from `at` on contain the bytes that sparse
+// returns, and the others zeros.
 func sparse(t *testing.T, n, at int64) (*load.Model, []byte) {
 	t.Helper()
 	const each = plainChunkBytes
@@ -50,8 +50,8 @@ func sparse(t *testing.T, n, at int64) (*load.Model, []byte) {
 	return m, want
 }
 
-// A group of a thousand ranks on several hosts loads through buffers that are limited by the offsets of decode tasks.
-// Larger ones, and those without a share for each rank, are refused before anything is read.
+// A group of a thousand ranks on several hosts loads through the largest possible buffers. Larger buffers, and buffers
+// without space for each rank's share, are refused before anything is read.
 func TestManyRanks(t *testing.T) {
 	const ranks, rank, n = 1000, 997, 2800
 	m, want := sparse(t, n, n-12)
@@ -100,6 +100,6 @@ func TestManyRanks(t *testing.T) {
 		t.Errorf("wrong bytes, %v", err)
 	}
 	if j := r.dec.tasks[0]; int64(j.Src) < 1<<31 {
-		t.Errorf("the chunk lies at %d", j.Src)
+		t.Errorf("the chunk is at offset %d, want at least 2 GiB", j.Src)
 	}
 }

@@ -1,6 +1,6 @@
 package relay
 
-// This file lays out a group's load in buffers.
+// This file divides a group load into pieces and shares, and gives each chunk an offset in a buffer.
 
 import (
 	"cmp"
@@ -15,26 +15,25 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A layout says which chunks travel in which piece, and where in its buffer. After it is made, only its arrivals
-// and decodings change.
+// A layout says which piece each chunk belongs to, and its offset in a buffer. Once made, only its arrivals
 type layout struct {
 	spec      *Spec
-	seen      *tensor.Index // the model's
+	seen      *tensor.Index // index of the model
 	onGPU     bool
 	transport *transport // nil if the caller exchanges the shares
 
 	ix         *tensor.Index // the index with chunks for all shared tensors
 	bare       []bool        // by tensor: its chunks exist only in ix, without checksums
-	offsets    []chunkOffset // by number of a chunk in ix
+	offsets    []chunkOffset // by chunk of ix
 	pieces     []loadPiece
 	parts      []rankPart       // by piece, and within a piece by rank
-	reads      []plan.ChunkRead // this rank's reads: chunks, and their offsets in its buffers; by piece
-	fetch      *plan.Plan       // plan of these reads
-	fetchWants []plan.Want      // wants of fetch, one for each read
+	reads      []plan.ChunkRead // chunks that this rank reads, with their destinations; by piece
+	fetch      *plan.Plan       // plan of reads
+	fetchWants []plan.Want      // wants of fetch, one per read
 }
 
-// A loadPiece consists of one share for each rank, which the ranks read at about the same time. In this package a
-// piece is a loadPiece. A plan's pieces are smaller: each fills one slot, with bytes of one loadPiece.
+// A loadPiece consists of one share per rank. The ranks read these shares at about the same time. In this package,
+// piece means a loadPiece. The pieces of a plan are smaller: each fills one slot with bytes of one loadPiece.
 type loadPiece struct {
 	share              int64 // space in a buffer for each rank's share
 	firstRead, endRead int   // this rank's reads: reads[firstRead:endRead]
@@ -43,35 +42,35 @@ type loadPiece struct {
 
 // An arrival is the progress of reading this rank's share of a piece. The relay's mu guards it.
 type arrival struct {
-	chunksLeft int32         // that have not arrived
-	checked    chan struct{} // closed when the share has arrived and was checked, so the others may read it
+	chunksLeft int32         // chunks that have not arrived
+	checked    chan struct{} // closed when the share has been read and verified, so others may read it
 }
 
-// A rankPart is a rank's share of a piece, and this rank's decode tasks for it: tasks[firstTask:endTask].
+// A rankPart is a rank's share of a piece. This rank's decode tasks for it are tasks[firstTask:endTask].
 type rankPart struct {
 	firstTask, endTask int
-	used               int64 // bytes that other ranks copy; only the share's reader needs those after them
+	used               int64 // bytes that other ranks copy; only the share's reader needs the rest
 	decoding
 }
 
 // A decoding is the progress of decoding a share on this rank. The relay's mu guards it.
 type decoding struct {
-	isQueued  bool         // also true if nothing is to be decoded
-	decodeEnd *queue.Event // set once it is queued; nil if there is nothing to wait for
+	isQueued  bool         // also true if there is nothing to decode
+	decodeEnd *queue.Event // set when it is queued; nil if there is nothing to wait for
 	isDecoded bool
 }
 
-// partOf is a rank's share of a piece.
+// partOf returns a rank's share of a piece.
 func (l *layout) partOf(piece, rank int) *rankPart { return &l.parts[piece*l.spec.Ranks+rank] }
 
-// A chunkOffset is the location of a chunk: the number of its part, -1 if it is not shared, and its offset in the
-// part.
+// A chunkOffset is the location of a chunk: the number of its part, or -1 if the chunk is not shared, and its offset in
+// the part.
 type chunkOffset struct {
 	part int
 	off  int64
 }
 
-// RoomForChunk is the most space that one chunk of a model takes in a rank's share. A smaller share cannot hold
+// RoomForChunk returns the maximum space that a chunk of a model takes in a rank's share. A smaller share cannot hold
 // every chunk.
 func RoomForChunk(m *load.Model) int64 {
 	most := int64(plainChunkBytes)
@@ -83,7 +82,7 @@ func RoomForChunk(m *load.Model) int64 {
 	return most + 2*chunkAlign + shareAlign
 }
 
-// indexWithPlainChunks is the model's index with added chunks for plain tensors: raw ones without a checksum.
+// indexWithPlainChunks returns the model's index with added raw chunks, without checksums, for plain tensors.
 func (l *layout) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	ix := l.seen
 	out := &tensor.Index{Sources: ix.Sources, Tensors: slices.Clone(ix.Tensors)}
@@ -104,8 +103,8 @@ func (l *layout) indexWithPlainChunks(wants []plan.Want) *tensor.Index {
 	return out
 }
 
-// layOut divides the stored chunks of the tensors into pieces and shares, in the order of the files. All ranks of
-// an exchange compute the same pieces and shares.
+// layOut divides the stored chunks of the tensors into pieces and shares, in the order of the files. All ranks
+// compute the same pieces and shares.
 func (l *layout) layOut(limits plan.Limits) error {
 	spec := l.spec
 	reqs := make([]plan.Request, len(spec.Tensors))
@@ -138,7 +137,7 @@ func (l *layout) layOut(limits plan.Limits) error {
 		needed = func(c plan.ChunkOf) int32 { return by[l.ix.Tensors[c.Data].First+c.N] }
 	}
 	pieces, err := plan.Divide(all, spec.Ranks, l.spec.shareSpace()-shareAlign, needed, func(c plan.ChunkOf) int64 {
-		return int64(l.chunkAt(c).Stored) + 2*chunkAlign // the most space that it takes in a share
+		return int64(l.chunkAt(c).Stored) + 2*chunkAlign // maximum space in a share
 	})
 	if err != nil {
 		return err
@@ -166,8 +165,8 @@ func (l *layout) offsetInPart(c plan.ChunkOf) *chunkOffset {
 	return &l.offsets[l.ix.Tensors[c.Data].First+c.N]
 }
 
-// gapBefore is the space before a chunk in a share, after the previous chunk, which ends at pos. last is nil for
-// the first chunk.
+// gapBefore returns the space in a share between the previous chunk, which ends at pos, and a chunk. last is the
+// previous chunk, or nil.
 func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 	gap := int64(-1)
 	if last != nil {
@@ -179,10 +178,10 @@ func gapBefore(pos int64, last, chunk *tensor.Chunk) int64 {
 	return gap
 }
 
-// addPiece adds the piece that has these shares. Bytes that are contiguous in the file stay contiguous in the
-// buffer. All shares of a piece have the same space. If the caller exchanges, it is the size of the largest
-// share, so that one collective gathers them; otherwise it is all available space, since shares of several pieces
-// are in the buffers at the same time.
+// addPiece adds a piece with these shares. Bytes that are contiguous in the file stay contiguous in the buffer. All
+// shares of a piece get the same space. If the caller exchanges them, that is the size of the largest share, so that
+// one collective can gather them. Otherwise it is all the available space, because the buffers hold shares of several
+// pieces at the same time.
 func (l *layout) addPiece(rankShares []plan.RankShare) {
 	number, own := len(l.pieces), rankShares[l.spec.Rank].Chunks
 	piece := loadPiece{firstRead: len(l.reads), endRead: len(l.reads) + len(own),
@@ -230,7 +229,7 @@ func chunkPlainTensor(chunks []tensor.Chunk, t *tensor.Tensor) []tensor.Chunk {
 	return chunks
 }
 
-// sortTasksByPart sorts a plan's tasks by their parts. `where` has the part number of each task.
+// sortTasksByPart sorts a plan's tasks by their parts. `where` holds the part number of each task.
 func (l *layout) sortTasksByPart(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
 		return
@@ -250,7 +249,7 @@ func (l *layout) sortTasksByPart(p *plan.Plan, where []int) {
 	}
 }
 
-// A shareRing is memory in which this rank keeps shares of one rank, one for each piece, until they are decoded.
+// A shareRing is memory in which this rank holds shares of one rank, one per piece, until they are decoded.
 type shareRing struct {
 	base  unsafe.Pointer
 	bytes int64
@@ -259,7 +258,7 @@ type shareRing struct {
 	count int   // number of shares
 }
 
-// ringOf is the ring in which this rank finds a rank's share of a piece.
+// ringOf returns the ring that holds a rank's share of a piece on this rank.
 func (l *layout) ringOf(piece, rank int) shareRing {
 	s, share := l.spec, l.spec.shareSpace()
 	switch {
@@ -277,22 +276,22 @@ func (l *layout) ringOf(piece, rank int) shareRing {
 		s.Stages}
 }
 
-// ownersRing is the ring in which a rank itself keeps its shares, if the engine exchanges them.
+// ownersRing returns the ring in which a rank holds the shares that it reads, if there is a transport.
 func (l *layout) ownersRing(rank int) shareRing {
 	share, n := l.spec.shareSpace(), l.spec.Buffers
 	return shareRing{l.transport.Memory(rank), int64(n) * share, 0, share, n}
 }
 
-// offsetOf is the offset of a piece's share, from base.
+// offsetOf returns the offset of a piece's share from base.
 func (b shareRing) offsetOf(piece int) int64 { return b.first + int64(piece%b.count)*b.step }
 
-// addressOf is the address of a piece's share.
+// addressOf returns the address of a piece's share.
 func (b shareRing) addressOf(piece int) unsafe.Pointer { return unsafe.Add(b.base, b.offsetOf(piece)) }
 
-// pieceOfTask is the piece that a task of fetch belongs to.
+// pieceOfTask returns the piece that a task of fetch belongs to.
 func (l *layout) pieceOfTask(task int32) int { return int(l.reads[l.fetch.Refs[task].Want].Group) }
 
-// countBuffers is the number of pieces that have a buffer for this rank's share at the same time.
+// countBuffers returns how many pieces can have a buffer for this rank's share at the same time.
 func (l *layout) countBuffers() int {
 	if l.transport != nil {
 		return l.spec.Buffers
@@ -300,8 +299,8 @@ func (l *layout) countBuffers() int {
 	return len(l.spec.Ring)
 }
 
-// planRequests plans this rank's requests, which are for shared tensors and each have a destination. where has
-// the part of each task.
+// planRequests plans this rank's requests, which must have a destination and be for shared tensors. where holds the
+// part number of each task.
 func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.Want, where []int, err error) {
 	dest := make([]unsafe.Pointer, len(reqs))
 	for i := range reqs {
@@ -314,7 +313,7 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 	for _, t := range l.spec.Tensors {
 		shared[t] = true
 	}
-	for i := range wants { // the chunks of an alias travel in the rows of its tensor
+	for i := range wants { // a name must be shared even if it is an alias of a shared tensor
 		if !shared[wants[i].Tensor] {
 			return nil, nil, nil, errNotShared(i)
 		}
@@ -329,19 +328,19 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 		}
 		piece, rank := at.part/l.spec.Ranks, at.part%l.spec.Ranks
 		stored := int64(p.Tasks[i].Chunk.Stored)
-		if l.transport != nil && rank != l.spec.Rank && at.off+stored > l.parts[at.part].used { // it does not travel
+		if l.transport != nil && rank != l.spec.Rank && at.off+stored > l.parts[at.part].used { // it is not sent
 			return nil, nil, nil, errNotShared(want)
 		}
 		off := l.ringOf(piece, rank).offsetOf(piece) + at.off
 		if off > maxSize-stored {
 			return nil, nil, nil, errs.New(errs.ErrEngine,
-				"relay: request %d has a chunk at offset %d of a buffer, which does not travel", want, off)
+				"group load: request %d has a chunk at offset %d of a buffer, which exceeds 32 bits", want, off)
 		}
 		p.Tasks[i].Src = uint32(off)
 		where[i] = at.part
 	}
 	for i, n := range p.Left {
-		if n == 0 && wants[i].Bytes > 0 { // plain, so it has no chunks
+		if n == 0 && wants[i].Bytes > 0 { // a plain tensor that is not shared, so it has no chunks
 			return nil, nil, nil, errNotShared(i)
 		}
 	}
@@ -349,8 +348,8 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 	return p, wants, where, nil
 }
 
-// assignTasks gives each part its tasks, even if it has none, because pieces are decoded as a whole. progress.mu
-// is held.
+// assignTasks sets the task range of each part. Parts without tasks get an empty range, because pieces are decoded as
+// a whole. The caller holds progress.mu.
 func (l *layout) assignTasks(where []int) {
 	next := 0
 	for k := range l.parts {
@@ -361,5 +360,5 @@ func (l *layout) assignTasks(where []int) {
 }
 
 func errNotShared(request int) error {
-	return errs.New(errs.ErrArgument, "relay: request %d is for a tensor that this group does not share", request)
+	return errs.New(errs.ErrArgument, "group load: request %d is for a tensor that this group does not share", request)
 }

@@ -42,7 +42,8 @@ func plain(t *testing.T, shapes ...[]int64) *load.Model {
 	return m
 }
 
-// needsOf returns the blocks that ranks need of tensors cut along these dimensions; -1 means each needs all.
+// needsOf returns the ranks' needs for tensors that are cut along these dimensions. -1 means that each rank needs all
+// of a tensor.
 func needsOf(m *load.Model, ranks int64, dims ...int64) (needs []plan.Request) {
 	for at, dim := range dims {
 		for rank := range ranks {
@@ -63,7 +64,7 @@ func needsOf(m *load.Model, ranks int64, dims ...int64) (needs []plan.Request) {
 	return needs
 }
 
-// startLaidOut runs Start, waits for the layout, and returns its error.
+// startLaidOut calls Start and waits for the layout.
 func startLaidOut(m *load.Model, spec *Spec) (*Relay, error) {
 	r, err := Start(m, spec)
 	if err == nil {
@@ -75,8 +76,8 @@ func startLaidOut(m *load.Model, spec *Spec) (*Relay, error) {
 	return r, err
 }
 
-// Bytes that only one rank needs are read by that rank and not sent. Bytes that several need are read by one and sent.
-// Nothing is read twice, and each rank reads about as much as every other.
+// Bytes that only one rank needs are read by that rank and not sent. Bytes that several ranks need are read by one of
+// them and sent. Nothing is read twice, and all ranks read about the same amount.
 func TestCuts(t *testing.T) {
 	m := plain(t, []int64{4096, 1024}, []int64{2048, 2048}, []int64{1000, 999}, []int64{7}, []int64{3 << 20})
 	const ranks = 3
@@ -102,12 +103,12 @@ func TestCuts(t *testing.T) {
 			at := r.lay.offsetInPart(c)
 			travels := at.off < r.lay.parts[at.part].used
 			if first := c.Data == 1 || c.Data == 2; first && !travels {
-				t.Errorf("rank %d keeps chunk %v, which all need", rank, c)
+				t.Errorf("rank %d does not send chunk %v, which all ranks need", rank, c)
 			}
-			// A third of tensor 0's rows belongs to each rank; chunks with rows of two ranks are sent.
+			// Each rank needs a third of tensor 0's rows. Only chunks with rows of two ranks are sent.
 			third := 1366 * m.Index().Tensors[0].Bytes / 4096
 			if c.Data == 0 && travels && int64(c.N) != third/plainChunkBytes && int64(c.N) != 2*third/plainChunkBytes {
-				t.Errorf("chunk %v travels", c)
+				t.Errorf("chunk %v is sent", c)
 			}
 		}
 		if all, pieces = len(r.lay.ix.Chunks), r.lay.pieces; len(pieces) < 3 {
@@ -144,8 +145,8 @@ func TestCuts(t *testing.T) {
 	}
 }
 
-// Aliases with other rows are sent with the column parts of their tensor, whole and cut along either dimension. A
-// request for a name that the spec does not share is refused, even if its bytes are sent.
+// Aliases with a different row size are sent with the column parts of their tensor, whole or cut along either
+// dimension. A request for a name that the spec does not share is refused, even if its bytes are sent.
 func TestAliasesTravel(t *testing.T) {
 	const golden = "../../tests/goldens/save/other-rows-1.0/parts.safetensors"
 	m, err := load.Open(t.Context(), load.Spec{URIs: []string{golden}})
@@ -213,8 +214,7 @@ func TestAliasesTravel(t *testing.T) {
 	}
 }
 
-// Requests for bytes that are not sent are refused, for plain tensors and others. A good request still works
-// afterwards.
+// Aim refuses requests for tensors that are not sent. A valid request still works afterwards.
 func TestAimRefuses(t *testing.T) {
 	m := plain(t, []int64{4096, 16}, []int64{4096, 16}, []int64{0, 16})
 	r, err := Start(m, &Spec{Tensors: []int64{1, 2}, Size: 1<<21 + 8192, Ranks: 1, Mapped: true, Buffers: 2})

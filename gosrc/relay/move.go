@@ -24,19 +24,19 @@ type mover struct {
 	dec    *decoder
 	sums   *summer
 	counts *profile
-	feed   *feedQueue // copies this rank's reads to the GPU; nil if the host reads into place
+	feed   *feedQueue // copies what this rank reads to the GPU; nil on the host
 
 	running   sync.WaitGroup // goroutines started by begin
 	lastRound atomic.Int64   // when movePieces began its last round, in nanoseconds; 0 before the first
 
-	turn        sync.Mutex      // held in moveOnce; guards the rest while movePieces and readers run
-	next        []int           // by rank: the next piece to take
+	turn        sync.Mutex      // held in moveOnce; guards the fields below while movePieces and readers run
+	next        []int           // by rank: the next piece to take from it
 	own, others []shares        // shares of this rank and of others that wait for a slot of the decoding queue
-	lastLook    time.Time       // when it last looked for pieces; zero before the first time
-	waits       []time.Duration // by rank: how long no share of it was taken
+	lastLook    time.Time       // time of the last carryShares, or zero
+	waits       []time.Duration // by rank: how long none of its shares was taken
 }
 
-// begin starts work in the background. Its error ends the job.
+// begin starts work in the background. An error from it ends the job.
 func (m *mover) begin(ctx context.Context, work func(context.Context) error) {
 	spawn.GoFor(&m.running, "relay move", func() {
 		err := spawn.Guard("relay move", func() error { return work(ctx) })
@@ -50,11 +50,10 @@ func (m *mover) fail(err error) {
 	m.prog.failWith(m.dec.model.LocateError("stage", err), !errors.Is(err, peers.ErrOther))
 }
 
-// movePieces calls moveOnce repeatedly until this rank has decoded everything and no other rank needs what it has
-// read.
+// movePieces calls moveOnce repeatedly until this rank has decoded everything and no other rank needs its shares.
 func (m *mover) movePieces(ctx context.Context) error {
 	if m.dec.queue != nil {
-		runtime.LockOSThread() // it makes most of the driver's calls, so no other goroutine should take this thread
+		runtime.LockOSThread() // most driver calls are made here, so other goroutines should not use this thread
 		defer runtime.UnlockOSThread()
 	}
 	var pace pacer
@@ -74,17 +73,17 @@ func (m *mover) movePieces(ctx context.Context) error {
 	return nil
 }
 
-// steps are the steps of moveOnce. Each reports whether it did any work.
+// steps lists the steps of moveOnce. Each reports whether it did any work.
 var steps = []func(*mover) (bool, error){
 	func(m *mover) (bool, error) { return m.sums.sumArrived() },
 	(*mover).recycleTakenBuffers, (*mover).carryShares, (*mover).decodeWaiting}
 
 // moveOnce polls the GPU, the readers and the other ranks once. It submits the slots that readers have filled and
-// finishes what the GPU has done. It has this rank's shares summed, copies those of others, and has all of them
-// decoded; on the host it decodes them itself. If the caller exchanges, DecodePiece decodes instead. moveOnce
-// skips what another goroutine is doing, and reports whether it did any work. An error or a panic in it ends the
-// job before another goroutine gets the turn. No step runs after that: what a failed step has decoded would be
-// counted twice.
+// finishes the slots that the GPU has completed. It queues the comparison of checksums of this rank's shares, copies
+// other ranks' shares, and queues the decoding of all of them. On the host it decodes directly. If the caller exchanges
+// the shares, DecodePiece decodes instead. moveOnce skips what another goroutine is doing, and reports whether it did
+// any work. If a step fails or panics, the job ends before moveOnce unlocks turn, and no step runs after that: what the
+// failed step has decoded would be counted twice.
 func (m *mover) moveOnce() bool {
 	hasMoved := m.feed != nil && m.feed.submitAndFinish()
 	if !m.turn.TryLock() {
@@ -113,15 +112,15 @@ func (m *mover) moveOnce() bool {
 	return hasMoved && err == nil
 }
 
-// moveIfLate is moveOnce for waiting readers. It acts only if movePieces has not begun a round for lateAfter:
-// because the system has given its core to something else, it is in a long step, or it rests because there was no
-// work.
+// moveIfLate calls moveOnce for waiting readers, but only if movePieces has not begun a round for lateAfter. That
+// happens if the system has given its core to another thread, if it is in a long step, or if it rests because there
+// was no work.
 func (m *mover) moveIfLate() bool {
 	round := m.lastRound.Load()
 	return round != 0 && time.Now().UnixNano()-round > lateAfter.Nanoseconds() && m.moveOnce()
 }
 
-// askUntil polls ready until it is true or ctx has ended. Meanwhile it moves pieces if movePieces is late.
+// askUntil polls ready until it returns true or ctx has ended. Meanwhile it moves pieces if movePieces is late.
 func (m *mover) askUntil(ctx context.Context, ready func() bool) error {
 	var pace pacer
 	for !ready() {
@@ -138,15 +137,14 @@ func (m *mover) awaitBuffersUpTo(ctx context.Context, pieces int) error {
 	return m.askUntil(ctx, func() bool { return m.prog.recycled.Load() >= int64(pieces) })
 }
 
-// recycleTakenBuffers checks which of this rank's shares no other rank needs any more, and recycles their
-// buffers.
+// recycleTakenBuffers recycles the buffers of this rank's shares that no other rank needs anymore.
 func (m *mover) recycleTakenBuffers() (bool, error) {
 	t := m.lay.transport
 	return t != nil && job.IsClosed(t.joined) && m.prog.recycleTaken(t.Board.CountTaken()), nil
 }
 
-// carryShares takes the next piece of each rank that has a readable share, once the ranks have met and this
-// rank's requests are known.
+// carryShares takes the next piece from each rank whose share can be read. It begins when the ranks have joined and
+// this rank's requests are known.
 func (m *mover) carryShares() (worked bool, err error) {
 	t, spec, now := m.lay.transport, m.lay.spec, time.Now()
 	if t == nil || !job.IsClosed(t.joined) || !job.IsClosed(m.dec.aimed) {
@@ -169,13 +167,13 @@ func (m *mover) carryShares() (worked bool, err error) {
 	return worked, err
 }
 
-// carryShare takes the next piece of a rank if its share can be read and there is space for it. On the host it
-// decodes the share. On a GPU it queues the copy and leaves decoding to decodeWaiting. It also waits for an own
-// share that no request wants, because its buffer may be filled again afterwards.
+// carryShare takes the next piece from a rank if its share can be read and there is space for it. On the host it
+// decodes the share. On a GPU it queues the copy and leaves decoding to decodeWaiting. It waits for a share of this
+// rank even if no request needs it, because its buffer is refilled afterwards.
 func (m *mover) carryShare(from int) (bool, error) {
 	t, own := m.lay.transport, from == m.lay.spec.Rank
 	k := m.next[from]
-	if k == len(m.lay.pieces) || t.Memory(from) == nil { // it is not mapped yet
+	if k == len(m.lay.pieces) || t.Memory(from) == nil { // all taken, or its memory is not mapped yet
 		return false, nil
 	}
 	of, part := shares{k, from, from + 1}, m.lay.partOf(k, from)
@@ -204,8 +202,8 @@ func (m *mover) carryShare(from int) (bool, error) {
 	return true, nil
 }
 
-// decodeWaiting queues the decoding of waiting shares on the GPU, as one batch of this rank's shares and one of
-// the others', if slots are free. It leaves the last slots for sums.
+// decodeWaiting queues the decoding of waiting shares on the GPU if slots are free: one batch of this rank's shares
+// and one of other ranks' shares. It leaves the last slots for checksums.
 func (m *mover) decodeWaiting() (worked bool, err error) {
 	t, q := m.lay.transport, m.dec.queue
 	if t == nil || q == nil {
@@ -231,7 +229,7 @@ func (m *mover) decodeWaiting() (worked bool, err error) {
 	return worked, nil
 }
 
-// pullShare queues the copy of a rank's share to staging, after the decoding of the share that is there.
+// pullShare queues the copy of a rank's share to staging memory, after the decoding of the share that is there now.
 func (m *mover) pullShare(piece, from int) error {
 	t, part := m.lay.transport, m.lay.partOf(piece, from)
 	defer m.counts.countDriverTime(time.Now())

@@ -1,8 +1,8 @@
 package relay
 
-// This file paces goroutines that poll for events that readers, the device and other ranks produce every few
-// microseconds. A goroutine that sleeps until it is woken is some hundred microseconds late in a virtual machine,
-// and waking it costs the waker as much: if movePieces woke the readers, it could not feed the GPU meanwhile.
+// This file paces goroutines that poll for events of readers, the device and other ranks, which occur every few
+// microseconds. In a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking it
+// costs the waker as much. If movePieces woke the readers, it could not feed the GPU meanwhile.
 
 import (
 	"time"
@@ -12,21 +12,21 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 )
 
-// A pacer rests between two polls, longer the longer there was no work. The zero value is ready to use.
-type pacer struct{ idle time.Time } // when work ran out; zero while there is work
+// A pacer rests between two polls. The longer there is no work, the longer it rests. The zero value is ready to use.
+type pacer struct{ idle time.Time } // when the work ran out, or zero while there is work
 
 const (
-	// spinTime is how long a pacer keeps its core without work.
+	// spinTime is how long a pacer spins without work before it sleeps.
 	spinTime = 200 * time.Microsecond
-	// longestRest is the longest sleep between two polls after that.
+	// longestRest is the maximum sleep between two polls.
 	longestRest = time.Millisecond
-	// landingPause is how long Ready waits before it polls again: landed requests do not wake it.
+	// landingPause is how long Ready waits before it polls again.
 	landingPause = time.Millisecond
-	// lateAfter is how long waiting readers rely on movePieces, which usually comes round every few microseconds.
+	// lateAfter is how long waiting readers rely on movePieces, which usually begins a round every few microseconds.
 	lateAfter = 300 * time.Microsecond
 )
 
-// restUnless is called after each poll. worked says that there was work.
+// restUnless is called after each poll. worked means that there was work.
 func (p *pacer) restUnless(worked bool) {
 	if worked {
 		p.idle = time.Time{}

@@ -11,24 +11,24 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 )
 
-// progress is the progress of a relay. mu guards everything except recycled, and also the layout's arrivals and
-// decodings.
+// progress is the progress of a relay. mu guards all fields except recycled, and also the arrivals and decodings of
+// the layout.
 type progress struct {
 	job        *job.Job
 	lay        *layout
 	mu         sync.Mutex
-	recycled   atomic.Int64  // the buffers of the pieces [0, recycled) may be filled again; readers read it without mu
-	queued     []int         // by rank: the decoding of its shares of the pieces [0, queued) is queued
+	recycled   atomic.Int64  // buffers of the pieces [0, recycled) may be refilled; read without mu
+	queued     []int         // by rank: decoding of its shares of the pieces [0, queued) is queued
 	decoded    []int         // by rank: its shares of the pieces [0, decoded) are decoded
-	sharesLeft int           // shares not decoded yet
+	sharesLeft int           // shares that are not decoded yet
 	lastDecode chan struct{} // closed when sharesLeft is 0
 	published  int           // this rank's shares of the pieces [0, published) can be read
 	taken      int           // this rank's shares of the pieces [0, taken) are no longer needed by other ranks
 	err        error         // the first error
-	ours       bool          // err is not about bytes that another rank has read
+	ours       bool          // err does not concern bytes read by another rank
 }
 
-// begin sets the counts for the pieces of the layout.
+// begin initializes the counts for the pieces of the layout.
 func (p *progress) begin() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -39,15 +39,15 @@ func (p *progress) begin() {
 	}
 }
 
-// firstError is the first error.
+// firstError returns the first error.
 func (p *progress) firstError() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.err
 }
 
-// failWith records the first error and ends the job. ours says that the error is not about bytes that another
-// rank has read.
+// failWith records an error if it is the first one, and ends the job. ours means that the error does not concern bytes
+// read by another rank.
 func (p *progress) failWith(err error, ours bool) {
 	p.mu.Lock()
 	if p.err == nil {
@@ -60,7 +60,7 @@ func (p *progress) failWith(err error, ours bool) {
 	p.job.Cancel()
 }
 
-// markJoined records that the ranks are connected, and publishes what they may already read of this one.
+// markJoined records that the ranks are connected, and publishes the pieces that they can already read from this rank.
 func (p *progress) markJoined() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -81,7 +81,7 @@ func (p *progress) countChunk(piece int) bool {
 	return each.chunksLeft == 0
 }
 
-// makeReadable lets the others read this rank's share of a piece.
+// makeReadable allows other ranks to read this rank's share of a piece.
 func (p *progress) makeReadable(piece int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -98,9 +98,8 @@ func (p *progress) makeReadable(piece int) {
 	}
 }
 
-// eventBeforeFill is the event to wait for before a rank's share of a piece may be written to its memory on this
-// rank: the end of the decoding of the share that was there before, which is queued. nil means that there is
-// nothing to wait for.
+// eventBeforeFill returns the event to wait for before a rank's share of a piece may be written to this rank's memory.
+// It marks the end of decoding the share that is there now. nil means that there is nothing to wait for.
 func (p *progress) eventBeforeFill(piece, rank int) *queue.Event {
 	buffers := p.lay.ringOf(piece, rank).count
 	if piece < buffers {
@@ -108,23 +107,22 @@ func (p *progress) eventBeforeFill(piece, rank int) *queue.Event {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if part := p.lay.partOf(piece-buffers, rank); !part.isDecoded { // else its slot may belong to a later batch
+	if part := p.lay.partOf(piece-buffers, rank); !part.isDecoded { // if it is decoded, a later batch may use its slot
 		return part.decodeEnd
 	}
 	return nil
 }
 
-// hasStagingFor reports whether a rank's share of a piece may be pulled. That requires that the decoding of the
-// earlier share in the same staging memory is queued.
+// hasStagingFor reports whether a rank's share of a piece may be pulled. The decoding of the share that is now in the
+// same staging memory must be queued.
 func (p *progress) hasStagingFor(piece, from int) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.queued[from] > piece-p.lay.spec.Stages
 }
 
-// markQueued records that the decoding of shares is queued; it ends with the event. end is nil if there is
-// nothing to wait for. If this rank's share is among them, its buffer may be filled again unless other ranks need
-// it.
+// markQueued records that the decoding of shares is queued and ends with the event end, or nil if there is nothing to
+// wait for. If this rank's share is among them, its buffer may be refilled unless other ranks need it.
 func (p *progress) markQueued(of shares, end *queue.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -138,8 +136,8 @@ func (p *progress) markQueued(of shares, end *queue.Event) {
 	p.recycleOwnBuffers()
 }
 
-// recycleOwnBuffers lets the readers refill this rank's buffers if their decoding is queued and no other rank
-// needs them. p.mu is held.
+// recycleOwnBuffers allows readers to refill this rank's buffers if their decoding is queued and no other rank
+// needs them. The caller holds p.mu.
 func (p *progress) recycleOwnBuffers() {
 	free := p.queued[p.lay.spec.Rank]
 	if p.lay.transport != nil {
@@ -148,8 +146,8 @@ func (p *progress) recycleOwnBuffers() {
 	p.recycled.Store(int64(free))
 }
 
-// recycleTaken records that the other ranks no longer need this rank's shares of the pieces [0, taken), and
-// reports whether that is new.
+// recycleTaken records that other ranks no longer need this rank's shares of the pieces [0, taken), and reports
+// whether that is new.
 func (p *progress) recycleTaken(taken int) bool {
 	taken = min(taken, len(p.lay.pieces))
 	p.mu.Lock()
@@ -162,8 +160,7 @@ func (p *progress) recycleTaken(taken int) bool {
 	return true
 }
 
-// markDecoded records that the decoding of shares has ended, and tells their owners that this rank no longer
-// needs them.
+// markDecoded records that shares have been decoded, and tells their owners that this rank no longer needs them.
 func (p *progress) markDecoded(of shares) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -182,7 +179,7 @@ func (p *progress) markDecoded(of shares) {
 	}
 }
 
-// hasMovedAll reports whether this rank has decoded everything and no other rank needs what it has read.
+// hasMovedAll reports whether this rank has decoded everything and no other rank needs its shares.
 func (p *progress) hasMovedAll() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -190,18 +187,18 @@ func (p *progress) hasMovedAll() bool {
 	return p.sharesLeft == 0 && (t == nil || job.IsClosed(t.joined) && p.taken == len(p.lay.pieces))
 }
 
-// profile counts a relay's own work.
+// profile counts the bytes and times of a relay.
 type profile struct {
 	pulled     atomic.Int64 // bytes copied from other ranks
 	driver     atomic.Int64 // nanoseconds in driver calls that submit fetches, copies and decodes
-	flight     atomic.Int64 // bytes submitted for fetching that have not arrived yet
+	flight     atomic.Int64 // bytes submitted to the GPU that have not arrived yet
 	mostFlight atomic.Int64
 }
 
-// countDriverTime adds the time of driver calls since began.
+// countDriverTime adds the time since began to the time of driver calls.
 func (p *profile) countDriverTime(began time.Time) { p.driver.Add(int64(time.Since(began))) }
 
-// countFlight adds bytes submitted for fetching; a negative n subtracts bytes that have arrived.
+// countFlight adds bytes submitted to the GPU. A negative n subtracts bytes that have arrived.
 func (p *profile) countFlight(n int64) {
 	now := p.flight.Add(n)
 	for most := p.mostFlight.Load(); now > most && !p.mostFlight.CompareAndSwap(most, now); most = p.mostFlight.Load() {

@@ -9,8 +9,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Eight ranks get the bytes of whole tensors, of rows and columns, and of only columns, on GPUs and on the host, from
-// compressed and plain files with tied, empty and odd tensors.
+// Eight ranks load whole tensors, rows and columns, or only columns, to GPUs and to the host. The files are compressed
+// or plain, with tied, empty and unusual tensors.
 func TestEightRanksExchange(t *testing.T) {
 	for _, compress := range []bool{true, false} {
 		path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: compress, ChunkBytes: 64 << 10}, "tied", 1<<20)

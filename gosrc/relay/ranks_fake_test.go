@@ -2,8 +2,8 @@
 
 package relay_test
 
-// Runs the ranks of a group as separate processes. They exchange the pieces of a group load through the fake driver's
-// shared memory, or through the host's.
+// This file runs the ranks of a group as separate processes, which exchange the pieces of a group load through shared
+// memory of the fake driver or of the host.
 
 import (
 	"bufio"
@@ -32,31 +32,31 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// A trial is one group load by all ranks, and what goes wrong in one of them.
+// A trial is one group load by all ranks, in which at most one rank fails.
 type trial struct {
 	Where  string
-	Cut    string // "some": the ranks cut tensors along dimensions 0 and 1, alternating; "columns": all along 1
-	Wrong  string // "": nothing; "call": a driver call; else a step at which the rank dies or cancels
-	Rank   int    // the rank that this is about
+	Cut    string // "some": tensors are whole or cut along dimension 0 or 1; "columns": all along 1
+	Wrong  string // "": nothing; "call": a driver call; otherwise the step at which the rank dies or cancels
+	Rank   int    // the rank that fails
 	Call   int64
 	Sticky bool
-	After  int64 // microseconds from Start until it is cancelled, if Wrong is "soon"
+	After  int64 // microseconds from Start to the cancellation if Wrong is "soon"
 
 	Buffers, Stages int // for the group load; 0 means 3 and 2
 }
 
-// said is what a rank reports at each step; all ranks get all reports.
+// said is what a rank reports after each step. All ranks receive all reports.
 type said struct {
 	Offer *peers.Offer `json:",omitempty"`
 	Error string       `json:",omitempty"`
 	Class string       `json:",omitempty"`
 	Lost  []int        `json:",omitempty"`
 	Left  string       `json:",omitempty"`
-	Wrong string       `json:",omitempty"` // tensors that differ
-	Came  []string     `json:",omitempty"` // tensors that were loaded before an error
+	Wrong string       `json:",omitempty"` // tensors with wrong bytes
+	Came  []string     `json:",omitempty"` // tensors that landed before an error
 	Calls int64        `json:",omitempty"`
 	Pulls int64        `json:",omitempty"` // bytes copied from other ranks
-	Gone  bool         `json:",omitempty"` // it no longer reports
+	Gone  bool         `json:",omitempty"` // the rank's process has ended
 }
 
 func (s *said) failed(err error) *said {
@@ -66,9 +66,9 @@ func (s *said) failed(err error) *said {
 	return s
 }
 
-const rankEnv = "OVERWIRE_TEST_RANK" // rank, ranks and file of a process that is a rank
+const rankEnv = "OVERWIRE_TEST_RANK" // rank, number of ranks, and file, for a process that runs a rank
 
-// A ranked is a group of such processes.
+// A ranked is a group of processes that run ranks.
 type ranked struct {
 	t     *testing.T
 	in    []io.WriteCloser
@@ -101,7 +101,7 @@ func newRanked(t *testing.T, ranks int, path string) *ranked {
 		}
 		g.in, g.out = append(g.in, in), append(g.out, bufio.NewReader(out))
 		g.ended.Add(1)
-		go func() { // waits for a child's end
+		go func() { // waits for the process to end
 			defer g.ended.Done()
 			_ = c.Wait()
 		}()
@@ -109,7 +109,7 @@ func newRanked(t *testing.T, ranks int, path string) *ranked {
 	return g
 }
 
-// step collects the reports of all ranks, and sends them to all.
+// step collects the reports of all ranks and sends all of them to each rank.
 func (g *ranked) step() []said {
 	all := make([]said, len(g.in))
 	for rank, out := range g.out {
@@ -129,7 +129,7 @@ func (g *ranked) step() []said {
 	}
 	text, _ := json.Marshal(all)
 	for _, in := range g.in {
-		_, _ = fmt.Fprintf(in, "%s\n", text) // one may be gone
+		_, _ = fmt.Fprintf(in, "%s\n", text) // a rank may have ended
 	}
 	return all
 }
@@ -145,12 +145,12 @@ func (g *ranked) try(c trial) []said {
 	return g.step()
 }
 
-// TestRank is one rank, in a process that newRanked has started.
+// TestRank runs one rank in a process started by newRanked.
 func TestRank(t *testing.T) {
 	var rank, ranks int
 	var path string
 	if n, _ := fmt.Sscanf(os.Getenv(rankEnv), "%d %d %s", &rank, &ranks, &path); n != 3 {
-		t.Skip("for processes of other tests")
+		t.Skip("runs only in processes that other tests start")
 	}
 	m := loadtest.OpenModel(t, path)
 	in := bufio.NewReader(os.Stdin)
@@ -186,7 +186,7 @@ func TestRank(t *testing.T) {
 		if c.Rank != rank {
 			c.Wrong = ""
 		}
-		// Opened anew: the file may have been damaged since the last trial.
+		// Open the model again, because the file may have been damaged since the last trial.
 		now := loadtest.OpenModel(t, path)
 		end := cuda.Fake(512 << 20)
 		s := ranking(t, now, c, travel, reqs[c.Cut], want[c.Cut], rank, ranks, tell)
@@ -211,7 +211,7 @@ func cutting(m *load.Model, travel []int64, how string) (cuts []int64) {
 	return cuts
 }
 
-// blocks returns a rank's requests for tensors that are cut that way.
+// blocks returns a rank's requests for tensors that are cut along these dimensions.
 func blocks(m *load.Model, travel, cuts []int64, rank, ranks int) (reqs []load.Request) {
 	for i, at := range travel {
 		q := load.Request{Tensor: at, Hi0: plan.Whole, Hi1: plan.Whole}
@@ -231,7 +231,7 @@ func blocks(m *load.Model, travel, cuts []int64, rank, ranks int) (reqs []load.R
 	return reqs
 }
 
-// ranking is a rank's part in a trial.
+// ranking runs a rank's part in a trial.
 func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.Request, want [][]byte, rank, ranks int,
 	tell func(*said) []said) *said {
 	step := func(name string) {
@@ -291,7 +291,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 	if r == nil {
 		return end.failed(err)
 	}
-	step("alone") // without this rank's requests no other rank can end
+	step("alone") // no other rank can end before this rank has set its requests
 	if err == nil && good {
 		err = r.Aim(requests(reqs, got))
 	}
@@ -307,7 +307,7 @@ func ranking(t *testing.T, m *load.Model, c trial, travel []int64, reqs []load.R
 		time.Sleep(time.Millisecond)
 	}
 	if done, e := r.Job().Wait(time.Minute); !done {
-		e = errors.New("it does not end")
+		e = errors.New("the job does not end")
 		end.failed(e)
 	} else if err == nil {
 		err = e
@@ -353,8 +353,8 @@ func (g *ranked) fine(what any, all []said) (most int64) {
 	return most
 }
 
-// Four ranks exchange the pieces of a group load by themselves. Whichever driver call fails in one of them, all end,
-// nothing leaks, and the next group load succeeds.
+// Four ranks load with a transport. If any driver call fails in one of them, all ranks end, nothing leaks, and the next
+// group load succeeds.
 func TestRanksExchange(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	g := newRanked(t, 4, path)
@@ -370,7 +370,7 @@ func TestRanksExchange(t *testing.T) {
 	g.fine("after all", g.try(trial{Where: "cuda:0"}))
 }
 
-// Each rank gets its columns of plain tensors from everyone's shares, also when calls fail, and with eight ranks.
+// Each rank gets its columns of plain tensors from all shares, even after failed calls, and with eight ranks.
 func TestRanksExchangeColumns(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{}, "tied", 6<<20)
 	for _, ranks := range []int{4, 8} {
@@ -380,7 +380,7 @@ func TestRanksExchangeColumns(t *testing.T) {
 		calls := g.fine("GPU", all)
 		for rank, s := range all {
 			if s.Pulls == 0 {
-				t.Errorf("rank %d of %d copied nothing from the others", rank, ranks)
+				t.Errorf("rank %d of %d copied nothing from other ranks", rank, ranks)
 			}
 		}
 		if ranks > 4 {
@@ -392,8 +392,8 @@ func TestRanksExchangeColumns(t *testing.T) {
 	}
 }
 
-// refuse makes every step-th driver call fail in one of the ranks. All end, with or without an error, and nothing
-// leaks. Every third time uses the other cut.
+// refuse makes every step-th driver call fail in one of the ranks. All ranks end, with or without an error, and nothing
+// leaks. Every third trial uses the other cut.
 func (g *ranked) refuse(calls, step int64, cut, other string) {
 	t, failed := g.t, 0
 	t.Helper()
@@ -421,15 +421,14 @@ func (g *ranked) refuse(calls, step int64, cut, other string) {
 			}
 		}
 	}
-	t.Logf("%d calls of a rank, of %d that failed %d ended a relay", calls, (calls+step-1)/step, failed)
+	t.Logf("%d calls per rank: %d failed, and %d of these ended a relay", calls, (calls+step-1)/step, failed)
 	if failed == 0 {
-		t.Error("no relay was seen to fail")
+		t.Error("no relay failed")
 	}
 }
 
-// Sent bytes were compared with their checksum where they were read, before another rank may copy them. If a chunk is
-// damaged, its reader names file, tensor and chunk, the loads of all ranks end with an error, and its tensor is loaded
-// on no rank.
+// A rank compares the checksums of what it reads before other ranks may copy it. If a chunk is damaged, its reader
+// reports file, tensor and chunk, the loads of all ranks end with an error, and the tensor lands on no rank.
 func TestRanksDamaged(t *testing.T) {
 	path, m, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "", 4<<20)
 	g := newRanked(t, 3, path)
@@ -446,7 +445,7 @@ func TestRanksDamaged(t *testing.T) {
 		for _, c := range []trial{{Where: "cuda:0"}, {Where: "cpu"}, {Where: "cuda:0", Cut: "some"}} {
 			named := 0
 			for rank, s := range g.try(c) {
-				// Where the ranks cut it, some do not need the chunk.
+				// If tensors are cut, some ranks do not need the chunk.
 				short := s.Error == "" || slices.Contains(s.Came, x.Name)
 				if s.Gone || s.Left != "" || s.Wrong != "" || short && c.Cut == "" || len(s.Lost) > 0 {
 					t.Fatalf("%+v, chunk %d of %q: rank %d: %+v", c, n, x.Name, rank, s)
@@ -469,12 +468,12 @@ func TestRanksDamaged(t *testing.T) {
 		flip(t, path, off)
 	}
 	if len(readers) < 2 {
-		t.Errorf("all was read by ranks %v", readers)
+		t.Errorf("only ranks %v read damaged chunks, want at least two", readers)
 	}
 	g.fine("after all", g.try(trial{Where: "cuda:0"}))
 }
 
-// flip flips a bit of a file as a damaged disk does: the file's times stay.
+// flip flips a bit of a file without changing its modification time, like a damaged disk.
 func flip(t *testing.T, path string, off int64) {
 	t.Helper()
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
@@ -499,7 +498,7 @@ func flip(t *testing.T, path string, off int64) {
 	}
 }
 
-// A rank that dies or is cancelled, at any step, ends the loads of all ranks, with an error that says so.
+// If a rank dies or is cancelled at any step, the loads of all ranks end with an error that says so.
 func TestRanksDie(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 4<<20)
 	for i, wrong := range []string{"offered", "joined", "alone", "moving", "cancelled"} {
@@ -513,7 +512,7 @@ func TestRanksDie(t *testing.T) {
 		for rank, s := range all {
 			if rank == c.Rank && wrong != "cancelled" {
 				if !s.Gone {
-					t.Fatalf("%+v: it lives", c)
+					t.Fatalf("%+v: the rank still runs", c)
 				}
 				continue
 			}
@@ -521,16 +520,16 @@ func TestRanksDie(t *testing.T) {
 				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
 			}
 			if s.Error == "" && (wrong == "moving" || wrong == "cancelled") {
-				continue // it had done its part before
+				continue // its load had already ended
 			}
 			if s.Error == "" && wrong != "offered" {
-				t.Fatalf("%+v: rank %d: it ended as if all were well", c, rank)
+				t.Fatalf("%+v: rank %d ended without an error", c, rank)
 			}
-			// A rank that joins after the death finds no such process, as if it were in another container.
+			// A rank that joins after the death does not find the process, as if it were in another container.
 			if wrong == "joined" && s.Class == "NotSupportedError" && len(s.Lost) == 0 {
 				continue
 			}
-			// A rank that learned of the death from others cancels.
+			// A rank that learned of the death from other ranks cancels its load.
 			if died := wrong == "alone" || wrong == "moving"; (died ||
 				wrong == "joined") != slices.Equal(s.Lost, []int{c.Rank}) || died && s.Class != "IOFailure" {
 				t.Fatalf("%+v: rank %d: %+v", c, rank, s)
@@ -539,8 +538,8 @@ func TestRanksDie(t *testing.T) {
 	}
 }
 
-// Ranks with one buffer, and space for one share of each other, get everything. So do those that load after one of them
-// was cancelled at any moment, which ends the loads of all ranks and leaves nothing.
+// Ranks with one buffer, and staging for one share of each other rank, load everything. If a rank is cancelled at any
+// time, the loads of all ranks end, nothing leaks, and the next load succeeds.
 func TestRanksWithOneBuffer(t *testing.T) {
 	path, _, _ := loadtest.WriteModel(t, save.Spec{Compress: true, ChunkBytes: 64 << 10}, "tied", 2<<20)
 	for _, ranks := range []int{1, 2, 5} {
@@ -550,7 +549,7 @@ func TestRanksWithOneBuffer(t *testing.T) {
 			g.fine(c, g.try(c))
 			c.Wrong, c.After, c.Rank = "soon", after, i%ranks
 			for rank, s := range g.try(c) {
-				// The others may have joined a load that was closed meanwhile.
+				// Other ranks may have joined a load that was closed meanwhile.
 				if s.Gone || s.Left != "" || s.Wrong != "" || len(s.Lost) > 0 || s.Class == "EngineError" ||
 					s.Error != "" && s.Class != "CancelledError" && s.Class != "IOFailure" && s.Class != "NotSupportedError" {
 					t.Fatalf("%+v: rank %d of %d: %+v", c, rank, ranks, s)

@@ -1,4 +1,4 @@
-// Package relay loads a model on all ranks of a group together: each rank reads a share, and all decode.
+// Package relay loads a model on all ranks of a group together: each rank reads a share, and all ranks decode.
 package relay
 
 import (
@@ -21,18 +21,18 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Relay is one rank's part in a group load. Each rank reads a share of the stored bytes, and the shares travel
-// between the ranks. The bytes are divided into pieces, and each rank has a share of each piece. Reading begins
-// before the destinations are known (Aim). The job ends when every piece was decoded, or with the first error.
-// After that nothing writes to its memory or the destinations.
+// A Relay is one rank's part in a group load. The stored bytes are divided into pieces. Each rank reads a share of
+// each piece and gets the other shares from the other ranks. Reading begins before the destinations are known (Aim).
+// The job ends when all pieces have been decoded, or with the first error. After that nothing writes to its memory or
+// to the destinations.
 //
-// If the ranks are mapped, a transport moves the shares. Otherwise the caller does: a piece occupies one buffer
-// of the ring, which has equal space for each rank's share, in rank order. The caller waits until this rank's
-// share has arrived and was checked (AwaitOwnShare), exchanges it for the others', and has the whole piece
-// decoded to where the requests want it (DecodePiece). On a GPU the decoding is queued after the exchange, and
-// the next fill of the buffer after the decoding.
+// If the ranks map each other's memory, a transport moves the shares. Otherwise the caller exchanges them. A piece then
+// occupies one buffer of the ring, which has equal space for each rank's share, in rank order. The caller waits until
+// this rank's share has been read and verified (AwaitOwnShare), gathers the shares of all ranks in the buffer, and has
+// the piece decoded to the destinations (DecodePiece). On a GPU, decoding is queued after the exchange, and the next
+// fill of the buffer after the decoding.
 //
-// The methods are safe for concurrent use, except DecodePiece.
+// The methods are safe for concurrent use, except for DecodePiece.
 type Relay struct {
 	job       *job.Job
 	model     *load.Model
@@ -50,27 +50,27 @@ type Relay struct {
 	busy      sync.WaitGroup // calls of DecodePiece and Join in progress
 }
 
-// A Report says what a relay did and what it cost.
+// A Report describes what a relay did and its cost.
 type Report struct {
 	load.Report
-	// Ours says that the error is not about another rank's bytes. Otherwise that rank's own error may say more.
+	// Ours means that the error does not concern bytes read by another rank. Otherwise that rank's error says more.
 	Ours   bool      `json:"ours"`
 	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
-	Waited []float64 `json:"waited,omitempty"` // by rank: seconds in which this rank took none of its shares
+	Waited []float64 `json:"waited,omitempty"` // by rank: seconds during which none of its shares was taken
 	Driver float64   `json:"driver,omitempty"` // seconds spent submitting fetches, copies and decoding
-	Flight int64     `json:"flight,omitempty"` // the most bytes that were on their way to the GPU at a time
-	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that are gone
-	// Unmapped says that the error is that this rank cannot map another rank's memory.
+	Flight int64     `json:"flight,omitempty"` // maximum bytes in flight to the GPU
+	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that have exited
+	// Unmapped means that the error is that this rank could not map another rank's memory.
 	Unmapped bool `json:"unmapped,omitempty"`
 }
 
-// Start starts a relay of a model. It lays out the load and begins to read in the background.
+// Start starts a relay. It divides the load into pieces and begins to read in the background.
 func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	if spec.Ranks < 1 || spec.Mapped && spec.Ranks > maxRanks || spec.Rank < 0 || spec.Rank >= spec.Ranks ||
 		len(spec.Ring) == 0 && !spec.Mapped ||
 		slices.ContainsFunc(spec.Ring, func(at uint64) bool { return at == 0 || at%chunkAlign != 0 }) {
 		return nil, errs.New(errs.ErrArgument,
-			"relay: invalid rank %d of %d with %d buffers: expected addresses that are multiples of %d", spec.Rank,
+			"group load: invalid rank %d of %d with %d buffers: expected buffers at multiples of %d bytes", spec.Rank,
 			spec.Ranks, len(spec.Ring), chunkAlign)
 	}
 	tgt, err := load.TargetOf(spec.Device)
@@ -87,7 +87,7 @@ func Start(m *load.Model, spec *Spec) (_ *Relay, err error) {
 	machine.Cores, machine.Ranks = min(machine.Cores, cores), with
 	for _, n := range spec.Needs {
 		if !spec.Mapped || n.Dest >= uintptr(spec.Ranks) {
-			return nil, errs.New(errs.ErrArgument, "relay: invalid rank %d of %d needs a block",
+			return nil, errs.New(errs.ErrArgument, "group load: needs are for invalid rank %d of %d",
 				int64(n.Dest), spec.Ranks)
 		}
 	}
@@ -127,8 +127,8 @@ func newRelay(m *load.Model, tgt load.Target, machine plan.Machine, spec *Spec) 
 	return r
 }
 
-// makeLayoutAndQueues lays out the load and makes its queues while the ranks exchange their offers. An error or a
-// panic in it ends the job before those that wait for the layout continue.
+// makeLayoutAndQueues makes the layout and the queues while the ranks exchange their offers. If it fails or panics,
+// the job ends before callers that wait for the layout continue.
 func (r *Relay) makeLayoutAndQueues() error {
 	defer close(r.layoutEnd)
 	err := spawn.Guard("relay layout", func() error {
@@ -149,22 +149,22 @@ func (r *Relay) makeLayoutAndQueues() error {
 	return err
 }
 
-// awaitLayout waits for makeLayoutAndQueues, and returns the error of a job that has failed.
+// awaitLayout waits for makeLayoutAndQueues and returns the job's error, if any.
 func (r *Relay) awaitLayout() error {
 	<-r.layoutEnd
 	return r.prog.firstError()
 }
 
-// awaitPiece is awaitLayout and also refuses a piece number that is out of range.
+// awaitPiece calls awaitLayout and checks a piece number.
 func (r *Relay) awaitPiece(piece int) error {
 	err := r.awaitLayout()
 	if err == nil && (piece < 0 || piece >= len(r.lay.pieces)) {
-		err = errs.New(errs.ErrArgument, "relay: invalid piece %d of %d", piece, len(r.lay.pieces))
+		err = errs.New(errs.ErrArgument, "group load: invalid piece %d of %d", piece, len(r.lay.pieces))
 	}
 	return err
 }
 
-// makeQueues makes the queues of a GPU: one that copies this rank's reads, and one that sums and decodes.
+// makeQueues makes the queues of a GPU: one copies what this rank reads, and the other checks checksums and decodes.
 func (r *Relay) makeQueues() error {
 	gpu := r.target.GPU
 	if gpu == nil {
@@ -189,7 +189,7 @@ func (r *Relay) makeQueues() error {
 	}
 	q.UsePolling()
 	r.dec.queue, r.sums.queue = q, q
-	if r.lay.spec.Stream != 0 { // the ring may still be in use there
+	if r.lay.spec.Stream != 0 { // work on this stream may still use the ring
 		return feed.FollowStream(uintptr(r.lay.spec.Stream))
 	}
 	return nil
@@ -199,8 +199,8 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	defer r.model.Drop()
 	isLeaving := false
 	defer func() {
-		if !isLeaving { // after a panic: the other ranks wait
-			r.prog.failWith(errs.New(errs.ErrEngine, "relay: the job has ended without a result"), true)
+		if !isLeaving { // after a panic: the other ranks are waiting
+			r.prog.failWith(errs.New(errs.ErrEngine, "group load: the job ended without a result"), true)
 			r.closeExchange(ctx)
 		}
 	}()
@@ -245,7 +245,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	return r.prog.err
 }
 
-// readShares reads this rank's shares and has them copied to the GPU.
+// readShares reads this rank's shares. For a GPU it also submits their copies.
 func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline.Stages, _ error) {
 	files, depth := load.AnnouncePlan(r.model.Sources(), r.lay.fetch, false, cmp.Or(r.lay.spec.Read, knob.Read.Get()))
 	ahead, buffers := r.piecesAhead(), r.lay.countBuffers()
@@ -272,30 +272,30 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 	return files, st, err
 }
 
-// piecesAhead is how many pieces beyond the buffers may be read into slots of the queue, where they wait for a
-// buffer. It leaves one slot free for a piece that has its buffer, since that piece must be read before the
-// others get theirs.
+// piecesAhead returns how many pieces beyond the number of buffers may be read into slots of the queue, where they
+// wait for a buffer. One slot stays free for a piece that has a buffer, because the others only get a buffer after
+// that piece has been read.
 func (r *Relay) piecesAhead() int {
 	slots, size := load.Ring(r.machine)
 	if r.move.feed == nil || r.lay.fetch.Slot > size {
 		return 0
 	}
-	counts := make([]int, len(r.lay.pieces)) // slots that each piece fills
+	counts := make([]int, len(r.lay.pieces)) // by piece: slots that it fills
 	for i := range r.lay.fetch.Pieces {
 		counts[r.lay.pieceOfTask(r.lay.fetch.Pieces[i].First)]++
 	}
 	return min(r.lay.countBuffers(), (slots-1)/slices.Max(append(counts, 1)))
 }
 
-// closeExchange waits until nothing moves any more, and closes the queues and the transport.
+// closeExchange waits until no shares are being moved, and closes the queues and the transport.
 func (r *Relay) closeExchange(ctx context.Context) {
-	r.move.running.Wait() // first: mapOthers may wait for Join, which refuses once shut is set
+	r.move.running.Wait() // before shut is set: mapOthers may wait for Join, which then fails
 	r.prog.mu.Lock()
 	r.shut = true
 	r.prog.mu.Unlock()
 	r.busy.Wait()
 	if r.move.feed != nil {
-		r.move.feed.Close() // first: its copies wait for events of queue's slots
+		r.move.feed.Close() // before dec.queue: its copies wait for events of dec.queue's slots
 	}
 	if r.dec.queue != nil {
 		r.dec.queue.Close()
@@ -303,15 +303,15 @@ func (r *Relay) closeExchange(ctx context.Context) {
 	r.endTransport(ctx)
 }
 
-// endTransport ends the transport, if there is one.
+// endTransport ends the transport, if any.
 func (r *Relay) endTransport(ctx context.Context) {
 	r.lay.transport.end(ctx, func() bool { return r.prog.firstError() == nil }, func(err error) {
 		r.prog.failWith(r.model.LocateError("stage", err), true)
 	})
 }
 
-// Ready returns at most limit requests that have landed since the last call, and whether more may follow. It
-// waits up to d for the first one and polls every landingPause, because landed requests do not wake it.
+// Ready returns up to limit requests that have landed since the last call, and whether more may follow. It waits up to
+// d for the first one. It polls every landingPause, because landing requests do not wake it.
 func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	for until := time.Now().Add(d); ; job.Within(r.job.Done(), landingPause) {
 		reqs, more = r.dec.landings.Next(r.job.Done(), limit, 0)
@@ -321,11 +321,11 @@ func (r *Relay) Ready(limit int, d time.Duration) (reqs []int, more bool) {
 	}
 }
 
-// Job is the relay's job.
+// Job returns the relay's job.
 func (r *Relay) Job() *job.Job { return r.job }
 
-// ShareSizes returns, for each piece, the space of each rank's share in a buffer of the ring. The share of rank r
-// begins at r times this size. It waits for the layout.
+// ShareSizes returns, for each piece, the space of each rank's share in a buffer of the ring. Rank r's share begins at
+// r times this size. ShareSizes waits for the layout.
 func (r *Relay) ShareSizes() ([]int64, error) {
 	if err := r.awaitLayout(); err != nil {
 		return nil, err
@@ -337,8 +337,8 @@ func (r *Relay) ShareSizes() ([]int64, error) {
 	return out, nil
 }
 
-// AwaitOwnShare waits up to d until this rank's share of a piece is in its buffer and was checked. It
-// returns the job's error if there is one.
+// AwaitOwnShare waits up to d until this rank's share of a piece is in its buffer and has been verified. It
+// returns the job's error, if any.
 func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
 	until := time.Now().Add(d)
 	if !job.Within(r.layoutEnd, max(0, d)) {
@@ -352,7 +352,7 @@ func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
 	defer timer.Stop()
 	select {
 	case <-checked:
-	case <-r.job.Done(): // it may have been the last piece
+	case <-r.job.Done(): // possibly after the last piece
 	case <-timer.C:
 	}
 	if job.IsClosed(r.job.Done()) && r.job.Err() != nil {
@@ -361,8 +361,8 @@ func (r *Relay) AwaitOwnShare(piece int, d time.Duration) (bool, error) {
 	return job.IsClosed(checked), nil
 }
 
-// Aim sets this rank's requests. They are like those of a load, for shared tensors, and each has a destination.
-// Aim is called once, before anything is decoded. An error leaves the relay unchanged.
+// Aim sets this rank's requests. They are like those of a load, each with a destination, for tensors that the group
+// shares. Aim is called once, before anything is decoded. If it fails, the relay is unchanged.
 func (r *Relay) Aim(reqs []plan.Request) error {
 	if err := r.awaitLayout(); err != nil {
 		return err
@@ -374,32 +374,32 @@ func (r *Relay) Aim(reqs []plan.Request) error {
 	r.prog.mu.Lock()
 	defer r.prog.mu.Unlock()
 	if job.IsClosed(r.dec.aimed) {
-		return errs.New(errs.ErrArgument, "relay: the requests are set already")
+		return errs.New(errs.ErrArgument, "group load: the requests have already been set")
 	}
 	r.lay.assignTasks(where)
 	r.dec.setRequests(p, wants)
 	return nil
 }
 
-// Offer says how the other ranks reach this one's memory; see Join.
+// Offer returns how the other ranks can map this rank's memory. See Join.
 func (r *Relay) Offer() (peers.Offer, error) {
 	if r.lay.transport == nil {
 		return peers.Offer{}, errs.New(errs.ErrArgument,
-			"relay: there is no offer, because the caller exchanges the shares")
+			"group load: there is no offer, because the caller exchanges the shares")
 	}
 	return r.lay.transport.Offer(), nil
 }
 
-// Join connects the relay with those of the other ranks, by their offers in rank order. It then maps their memory
-// in the background. An error of either step ends the job. Report.Unmapped says whether the reason is that the
-// ranks cannot reach each other's memory.
+// Join connects the relay to the other ranks, with their offers in rank order. It then maps their memory in the
+// background. If either step fails, the job ends with that error. Report.Unmapped says whether the ranks cannot map
+// each other's memory.
 func (r *Relay) Join(offers []peers.Offer) error {
 	t := r.lay.transport
 	r.prog.mu.Lock()
 	if t == nil || t.asked || r.shut || r.prog.err != nil {
 		defer r.prog.mu.Unlock()
 		return cmp.Or(r.prog.err, errs.New(errs.ErrArgument,
-			"relay: cannot join: the caller exchanges the shares, or the relay has already joined or ended"))
+			"group load: cannot join: the caller exchanges the shares, or the group load has already joined or ended"))
 	}
 	t.asked = true
 	r.busy.Add(1)
@@ -414,10 +414,10 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
-// DecodePiece decodes a piece with every rank's share in its buffer, and then frees the buffer. It serves callers
-// that exchange the shares. On a GPU it queues the decoding after the work that is on a stream now (0 for none).
-// Errors end the job. Each piece is decoded once, in order, and only after AwaitOwnShare has reported this rank's
-// share.
+// DecodePiece decodes a piece whose buffer holds the shares of all ranks, and then releases the buffer. It is for
+// callers that exchange the shares. On a GPU it queues the decoding after the work that is now on a stream (0 for
+// none). Errors end the job. Each piece is decoded once, in order, and only after AwaitOwnShare has reported this
+// rank's share.
 func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if err := r.awaitPiece(piece); err != nil {
 		return err
@@ -430,7 +430,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if r.dec.queue == nil {
 		return r.dec.decodeOnHost(of)
 	}
-	slot, err := r.dec.queue.Get(r.job.RunContext()) // moveOnce returns slots while this context lives
+	slot, err := r.dec.queue.Get(r.job.RunContext()) // moveOnce frees slots until this context ends
 	if err != nil {
 		return err
 	}
@@ -441,7 +441,7 @@ func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	return r.dec.queueDecoding(slot.(*queue.Slot), []shares{of}, behind)
 }
 
-// beginDecoding checks that a piece is the next one, and keeps the relay from ending until busy is done.
+// beginDecoding checks that a piece is the next one, and adds to busy so that the relay does not end.
 func (r *Relay) beginDecoding(piece int) error {
 	p := r.prog
 	p.mu.Lock()
@@ -450,12 +450,13 @@ func (r *Relay) beginDecoding(piece int) error {
 	case p.err != nil:
 		return p.err
 	case r.lay.transport != nil || piece != p.queued[0]:
-		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded now: the next one is %d",
+		return errs.New(errs.ErrArgument, "group load: piece %d cannot be decoded now: the next piece is %d",
 			piece, p.queued[0])
 	case r.shut || !job.IsClosed(r.dec.aimed):
-		return errs.New(errs.ErrArgument, "relay: the job has ended, or has no requests yet")
-	case !job.IsClosed(r.lay.pieces[piece].checked): // its buffer would be read while it is filled
-		return errs.New(errs.ErrArgument, "relay: piece %d cannot be decoded: this rank has not read its share", piece)
+		return errs.New(errs.ErrArgument, "group load: the job has ended, or its requests have not been set")
+	case !job.IsClosed(r.lay.pieces[piece].checked): // the buffer is still being filled
+		return errs.New(errs.ErrArgument,
+			"group load: piece %d cannot be decoded: this rank has not read its share yet", piece)
 	}
 	r.busy.Add(1)
 	return nil

@@ -1,6 +1,6 @@
 package relay
 
-// This file decides how many cores a rank reads on, and counts the ranks that share them.
+// This file determines how many cores a rank reads on, and how many ranks share them.
 
 import (
 	"cmp"
@@ -12,8 +12,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/nodes"
 )
 
-// coresAndRanks returns how many cores this rank reads on, and how many ranks share them. On a host of several
-// NUMA nodes these are cores near its GPU.
+// coresAndRanks returns how many cores this rank reads on, and how many ranks share them. On a host with several
+// NUMA nodes these are the cores of its GPU's node.
 func coresAndRanks(gpu *cuda.Device, spec *Spec) (cores, ranks int) {
 	var may unix.CPUSet
 	var place *nodes.Place
@@ -23,8 +23,8 @@ func coresAndRanks(gpu *cuda.Device, spec *Spec) (cores, ranks int) {
 	return countCores(cmp.Or(spec.Here, spec.Ranks), runtime.NumCPU(), place, &may, nodes.System)
 }
 
-// countCores is coresAndRanks for a given number of ranks. It counts the process's cores, or, if the rank has a
-// place, those of may. root is the folder of the host's tables.
+// countCores implements coresAndRanks for a number of ranks. It counts the process's cores or, if the rank has a
+// place, those of the place that are in may. root is the directory of the host's sysfs.
 func countCores(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root string) (mine, with int) {
 	if near, all := place.Within(may); near.Count() > 0 {
 		return near.Count(), ranksSharing(place.Ranks(ranks), near.Count(), all)
@@ -32,8 +32,8 @@ func countCores(ranks, cores int, place *nodes.Place, may *unix.CPUSet, root str
 	return cores, ranksSharing(ranks, cores, nodes.Online(root))
 }
 
-// ranksSharing is how many ranks share the cores that this process may run on. It is all of them, or 1 if a
-// launcher has given each rank a part of the host's cores.
+// ranksSharing returns how many ranks share the cores that this process may run on: all ranks, or 1 if a launcher has
+// given each rank its own part of the host's cores.
 func ranksSharing(ranks, cores, all int) int {
 	if all >= ranks && cores <= all/ranks {
 		return 1

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// Ranks share the host's cores unless each has its own. They also share if the host does not say how many cores it has.
+// Ranks share the host's cores unless each has its own. They also share if the host's number of cores is unknown.
 func TestSharing(t *testing.T) {
 	for _, c := range []struct{ all, ranks, cores, want int }{
 		{64, 4, 64, 4}, {64, 4, 16, 1}, {64, 4, 17, 4}, {8, 2, 8, 2}, {8, 2, 4, 1}, {1, 2, 1, 2}, {64, 1, 64, 1},
@@ -24,8 +24,8 @@ func TestSharing(t *testing.T) {
 	}
 }
 
-// On a host with two nodes of 32 cores and four GPUs each, readers are near their rank's GPU, and the ranks of a node
-// together have as many as it has cores. A rank that may not run there has as many as on a host with one node.
+// On a host with two nodes of 32 cores and four GPUs each, readers run on the node of their rank's GPU. The ranks of
+// a node together have as many readers as it has cores. A rank that may not run there counts cores as on a single node.
 func TestDivided(t *testing.T) {
 	root := t.TempDir()
 	put := func(name, text string) {
@@ -51,7 +51,7 @@ func TestDivided(t *testing.T) {
 		name    string
 		ranks   int
 		gpu     int
-		may     string // the cores of the rank
+		may     string // cores that the rank may run on
 		cores   int
 		readers int
 	}{
@@ -82,7 +82,7 @@ func TestDivided(t *testing.T) {
 			t.Errorf("%s: %d readers on %d cores, want %d on %d", c.name, readers, cores, c.readers, c.cores)
 		}
 	}
-	// On a host with one node, threads are not moved.
+	// On a host with one node, all cores are counted.
 	if cores, ranks := countCores(4, 64, nil, nil, root); cores != 64 || ranks != 4 {
 		t.Errorf("%d cores, %d ranks", cores, ranks)
 	}

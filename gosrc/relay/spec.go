@@ -1,6 +1,6 @@
 package relay
 
-// This file defines a group's load and the limits of its buffers.
+// This file describes a group load and the limits of its buffers.
 
 import (
 	"math"
@@ -10,25 +10,24 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A Spec says what the ranks of a group load together. Tensors and Size must be equal on all ranks of the
-// exchange.
+// A Spec describes what the ranks of a group load together. Tensors and Size must be equal on all ranks of the
+// group.
 type Spec struct {
 	Tensors []int64 `json:"tensors"` // shared as whole tensors
-	// Buffers of Size bytes on the device. The caller keeps them valid until the job has ended.
+	// Ring has the addresses of buffers of Size bytes on the device. They must stay valid until the job has ended.
 	Ring []uint64 `json:"ring"`
 	Size int64    `json:"size"`
-	// Mapped makes the engine move the pieces between ranks itself, once it has joined the others. It allocates
-	// memory for this number of shares that this rank has read, which the others map, and on a GPU staging for
-	// Stages shares of each other rank. The caller then only sets the requests (Aim).
+	// Mapped makes the engine move the shares between ranks, after Join. It allocates memory for Buffers shares that
+	// this rank has read, which the other ranks map, and on a GPU also staging memory for Stages shares of each other
+	// rank. The caller then only sets the requests (Aim).
 	Mapped  bool `json:"exchange"`
 	Buffers int  `json:"buffers"`
 	Stages  int  `json:"stages"`
-	// Needs, with Mapped, are the blocks that each rank of this host needs: requests with the rank in place of
-	// the address. They may overlap. Without Needs every rank needs everything. If only one rank needs a block,
-	// that rank reads it.
+	// Needs, with Mapped, are the slices that each rank of this host needs. Dest of each request holds the rank. They
+	// may overlap. Without Needs every rank needs everything. If only one rank needs a slice, that rank reads it.
 	Needs []plan.Request `json:"-"`
-	Ranks int            `json:"ranks"` // in the exchange
-	Here  int            `json:"here"`  // how many of them are on this host; 0: all
+	Ranks int            `json:"ranks"` // in the group
+	Here  int            `json:"here"`  // how many of them are on this host; 0 means all
 	Rank  int            `json:"rank"`  // this rank, in [0, Ranks)
 	load.Options
 }
@@ -38,40 +37,40 @@ const (
 	shareAlign = 256
 	// chunkAlign is the alignment of chunks that are aligned in the file. X16 needs it.
 	chunkAlign = 16
-	// plainChunkBytes is the size of the chunks of plain tensors, which have no chunks in the file.
+	// plainChunkBytes is the size of the chunks that plain tensors are cut into.
 	plainChunkBytes = 1<<20 - 8<<10
-	// maxRanks is more GPUs than any host has. If the caller exchanges, there may be more ranks, on several
-	// hosts.
+	// maxRanks exceeds the number of GPUs of any host. If the caller exchanges the shares, there may be more ranks,
+	// on several hosts.
 	maxRanks = 256
-	// slotsForSums is how many slots of the decoding queue are reserved for sums.
+	// slotsForSums is the number of slots of the decoding queue that are reserved for comparing checksums.
 	slotsForSums = 2
-	// mostBatches is how many batches of shares a GPU decodes or waits for at a time. Shares that become ready
-	// meanwhile form the next batch, since decoding a few chunks takes as long as decoding many.
+	// mostBatches is the maximum number of batches of shares that a GPU decodes or waits for. Shares that become ready
+	// meanwhile form the next batch, because decoding a few chunks takes as long as decoding many.
 	mostBatches = load.ExchangeBatches - slotsForSums
-	// mostReads is how many shares a batch may have: a slot can wait for that many streams.
+	// mostReads is the maximum number of shares in a batch. A slot can wait for that many streams.
 	mostReads = 8
-	// maxSize is the largest buffer: a decode task stores its chunk's offset in 32 bits.
+	// maxSize is the maximum size of a buffer. A decode task stores its chunk's offset in 32 bits.
 	maxSize = math.MaxUint32
-	// maxBuffers is more than any ring has.
+	// maxBuffers exceeds the number of buffers of any ring.
 	maxBuffers = 64
 )
 
-// checkSize checks the size of the buffers, which hold a share of each rank, before memory is allocated for them.
+// checkSize checks the size of the buffers before memory is allocated for them. A buffer holds a share of each rank.
 func (s *Spec) checkSize() error {
-	most := s.Size // a decode task finds its chunk within this size
+	most := s.Size // upper bound of a chunk's offset in a decode task
 	if s.Mapped {
 		most = max(s.Size/int64(s.Ranks)*int64(s.Buffers), s.Size*int64(s.Stages))
 	}
 	if s.Size > maxSize || most > maxSize || s.Size/shareAlign < int64(s.Ranks) {
 		return errs.New(errs.ErrArgument,
-			"relay: invalid buffers of %d bytes for %d ranks: expected at least %d each, and at most %d",
+			"group load: invalid buffers of %d bytes for %d ranks: expected at least %d per rank, and at most %d",
 			s.Size, s.Ranks, shareAlign, maxSize)
 	}
 	return nil
 }
 
-// shareSpace is the space in a buffer for each rank's share.
+// shareSpace returns the space for each rank's share in a buffer.
 func (s *Spec) shareSpace() int64 { return s.Size / int64(s.Ranks) &^ (shareAlign - 1) }
 
-// shares are the shares of the ranks [firstRank, endRank) of a piece.
+// shares identifies the shares of the ranks [firstRank, endRank) of a piece.
 type shares struct{ piece, firstRank, endRank int }

@@ -11,19 +11,19 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A summer decides when other ranks may read this rank's shares. If SumsShares of plan.Machine is set, the GPU
-// compares a share's checksums first, since a slot may end within a chunk.
+// A summer decides when other ranks may read this rank's shares. If plan.Machine.SumsShares is set, the GPU first
+// compares the checksums of the whole share, because a slot may end inside a chunk.
 type summer struct {
 	model    *load.Model
 	lay      *layout
 	prog     *progress
 	sums     bool         // SumsShares
-	queue    *queue.Queue // nil: the host
-	arrivals chan int     // pieces with an arrived share of this rank, to be summed
+	queue    *queue.Queue // nil on the host
+	arrivals chan int     // pieces with a share that has arrived and must be summed
 }
 
-// countArrival counts an arrived chunk of this rank's share of a piece. The last one makes the share readable, or
-// hands it to sumArrived first.
+// countArrival counts an arrived chunk of this rank's share of a piece. After the last one, the share becomes readable
+// or, if it must be summed first, goes to sumArrived.
 func (s *summer) countArrival(piece int) {
 	switch {
 	case !s.prog.countChunk(piece):
@@ -34,9 +34,9 @@ func (s *summer) countArrival(piece int) {
 	}
 }
 
-// sumArrived has arrived shares summed as long as slots are free. The mover's turn is held.
+// sumArrived queues the comparison of arrived shares while slots are free. The caller holds the mover's turn.
 func (s *summer) sumArrived() (worked bool, err error) {
-	for len(s.arrivals) > 0 { // only the holder of turn takes from arrivals
+	for len(s.arrivals) > 0 { // only the holder of turn receives from arrivals
 		slot := s.queue.TryGet()
 		if slot == nil {
 			return worked, nil
@@ -49,8 +49,8 @@ func (s *summer) sumArrived() (worked bool, err error) {
 	return worked, nil
 }
 
-// sumShare queues the comparison of this rank's share of a piece with its checksums. The share becomes readable
-// afterwards. sumShare takes the slot.
+// sumShare queues the comparison of this rank's share of a piece with its checksums. If they match, the share becomes
+// readable. sumShare owns the slot.
 func (s *summer) sumShare(piece int, slot *queue.Slot) error {
 	isSubmitted := false
 	defer func() {

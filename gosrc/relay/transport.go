@@ -1,6 +1,6 @@
 package relay
 
-// This file transports shares between ranks, over memory that the processes of a host map of each other.
+// This file moves shares between ranks of a host that map each other's memory.
 
 import (
 	"context"
@@ -13,32 +13,32 @@ import (
 	"github.com/overwire/overwire/gosrc/peers"
 )
 
-// A transport moves the shares of a relay between ranks. No rank decodes a share before its reader has compared
-// it with its checksums.
+// A transport moves the shares of a relay between ranks. No rank decodes a share before the rank that read it has
+// compared its checksums.
 //
-// A rank reads its shares into memory that the other ranks map, one after the other, while the first shares are
-// read. It publishes a piece when its share has arrived there and was checked. Each other rank polls for that,
-// copies the share to memory of its own (staging), on one stream for each rank, and decodes after the copy; on
-// the host it decodes the bytes in place. Then it announces that it no longer needs the share. A rank refills its
-// memory when all others have announced that, independently of shares from other ranks, so a slow reader delays
+// A rank reads its shares into memory that the other ranks map. The ranks map it one after another, while the first
+// shares are being read. A rank publishes a piece when its share has been read and verified. Each other rank polls
+// for that. On a GPU it copies the share to its own memory (staging), on one stream per rank, and then decodes it. On
+// the host it decodes the share in place. Then it announces that it no longer needs the share. A rank refills its
+// memory when all other ranks have announced that, independently of other ranks' shares, so a slow reader delays
 // only what it reads.
 type transport struct {
 	*peers.Peers
-	gpu      *cuda.Device  // nil: the host
-	staging  device.Memory // on a GPU: Spec.Stages shares of each other rank
+	gpu      *cuda.Device  // nil on the host
+	staging  device.Memory // on a GPU: space for Spec.Stages shares of each other rank
 	streams  []uintptr     // on a GPU, by rank; 0 for this rank
 	joined   chan struct{} // closed when the ranks are connected
 	asked    bool          // Join was called; guarded by the relay's mu
-	unmapped atomic.Bool   // the error is that another rank's memory cannot be mapped
+	unmapped atomic.Bool   // another rank's memory could not be mapped
 }
 
-// newTransport makes the transport of a Spec. After an error, close frees what was made.
+// newTransport makes the transport of a Spec. After an error, end frees what was allocated.
 func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	if spec.Buffers < 1 || spec.Buffers > maxBuffers || gpu != nil && spec.Stages < 1 || spec.Stages > maxBuffers ||
 		len(spec.Ring) > 0 {
-		return nil, errs.New(errs.ErrArgument, "relay: invalid exchange of %d and %d shares of %d bytes for %d ranks, "+
-			"with %d buffers: expected 1 to %d shares, and no buffers", spec.Buffers, spec.Stages, spec.Size,
-			spec.Ranks, len(spec.Ring), maxBuffers)
+		return nil, errs.New(errs.ErrArgument, "group load: invalid transport with %d buffers and %d stages "+
+			"of %d bytes for %d ranks, and a ring of %d: expected 1 to %d buffers and stages, and no ring",
+			spec.Buffers, spec.Stages, spec.Size, spec.Ranks, len(spec.Ring), maxBuffers)
 	}
 	p, err := peers.New(gpu, int64(spec.Buffers)*spec.shareSpace(), spec.Rank, spec.Ranks)
 	if err != nil {
@@ -48,7 +48,7 @@ func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	if gpu == nil {
 		return t, nil
 	}
-	staging, err := gpu.Alloc([]int64{int64(spec.Stages*(spec.Ranks-1)) * spec.shareSpace()}) // none for a single rank
+	staging, err := gpu.Alloc([]int64{int64(spec.Stages*(spec.Ranks-1)) * spec.shareSpace()}) // empty for a single rank
 	if err != nil {
 		return t, err
 	}
@@ -62,7 +62,7 @@ func newTransport(spec *Spec, gpu *cuda.Device) (*transport, error) {
 	return t, err
 }
 
-// join connects this rank with the others, by their offers in rank order.
+// join connects this rank to the others, with their offers in rank order.
 func (t *transport) join(offers []peers.Offer) error {
 	err := t.Join(offers)
 	if err != nil {
@@ -71,8 +71,8 @@ func (t *transport) join(offers []peers.Offer) error {
 	return err
 }
 
-// mapOthers maps the other ranks' memory once they are connected and it is this rank's turn. It waits until all
-// ranks have done so.
+// mapOthers maps the other ranks' memory when they are connected and it is this rank's turn. It returns when all ranks
+// have joined.
 func (t *transport) mapOthers(ctx context.Context, rank, ranks int) error {
 	if err := awaitChannel(ctx, t.joined); err != nil {
 		return err
@@ -87,11 +87,11 @@ func (t *transport) mapOthers(ctx context.Context, rank, ranks int) error {
 		}
 	}
 	t.Board.EndMapTurn()
-	return t.Board.AwaitJoined(ctx) // even a relay without pieces must not end before the others have found it
+	return t.Board.AwaitJoined(ctx) // a relay without pieces must also stay until the others have joined
 }
 
-// end waits for the pulls in flight, and for the other ranks to end theirs; after ctx has ended, only briefly.
-// good reports that this rank has no error. end calls fail with the error of another rank.
+// end waits for the pulls in flight and for the other ranks to finish theirs. After ctx has ended, it waits only
+// briefly. good reports whether this rank has no error. end calls fail if another rank has failed.
 func (t *transport) end(ctx context.Context, good func() bool, fail func(error)) {
 	if t == nil {
 		return

@@ -16,8 +16,8 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// Group loads that bring nothing also find each other, in whatever order they join: the first stays until the last has
-// come. Each maps the others' memory when the one before it has.
+// Group loads without tensors also join each other, in any order: the first one stays until the last has joined. The
+// ranks map each other's memory in rank order.
 func TestNothingToBring(t *testing.T) {
 	m := plain(t, []int64{7})
 	const ranks = 3
@@ -38,7 +38,7 @@ func TestNothingToBring(t *testing.T) {
 	for _, rank := range []int{1, 0, 2} {
 		time.Sleep(50 * time.Millisecond)
 		if rank != 2 && relays[1].lay.transport.Memory(2) != nil {
-			t.Error("rank 1 maps before rank 0 has")
+			t.Error("rank 1 mapped memory before rank 0")
 		}
 		if err := relays[rank].Join(offers); err != nil {
 			t.Error(err)
@@ -54,7 +54,7 @@ func TestNothingToBring(t *testing.T) {
 	}
 }
 
-// A heldWriter lets the first bytes of an answer pass, and the rest when `open` is closed.
+// A heldWriter writes the start of a response, and the rest after `open` is closed.
 type heldWriter struct {
 	http.ResponseWriter
 	open chan struct{}
@@ -68,7 +68,7 @@ func (w heldWriter) Write(p []byte) (int, error) {
 	return w.ResponseWriter.Write(p)
 }
 
-// openHeld opens a file over HTTP. No answer brings more than 256 KiB before release.
+// openHeld opens a file over HTTP. Until release is called, no response sends more than 256 KiB.
 func openHeld(t *testing.T, path string) (m *load.Model, release func()) {
 	t.Helper()
 	open := make(chan struct{})
@@ -84,8 +84,8 @@ func openHeld(t *testing.T, path string) (m *load.Model, release func()) {
 	return m, func() { close(open) }
 }
 
-// A rank that reads late delays only its own reads: before it has read anything, all ranks get everything that the
-// others read, however many buffers that takes.
+// A slow reader delays only its own reads. Before it has read anything, all ranks get everything that the others
+// read, even if that needs more pieces than there are buffers.
 func TestLateReader(t *testing.T) {
 	const ranks, late, mib = 3, 1, 1 << 20
 	m := plain(t, []int64{12, mib}, []int64{9 * mib})
@@ -133,8 +133,8 @@ func TestLateReader(t *testing.T) {
 		if done[0] < len(r.lay.pieces) || done[2] < len(r.lay.pieces) {
 			t.Errorf("rank %d has %v of %d pieces", r.lay.spec.Rank, done, len(r.lay.pieces))
 		}
-		if done[late] > 1 { // what comes with the header may be of the first
-			t.Errorf("rank %d has what was not read", r.lay.spec.Rank)
+		if done[late] > 1 { // the response with the header may include the first piece
+			t.Errorf("rank %d decoded pieces that were not read", r.lay.spec.Rank)
 		}
 	}
 	release()

@@ -1,9 +1,9 @@
 """overwire: compresses model weights without loss and loads them back fast.
 
-Importing the package does no work: it loads no engine, no thread, no torch and no numpy.
-Each name below is imported from its module on first use. Two environment variables change
-that: `OVERWIRE_PRELOAD` starts a preload here, on the engine's own threads, and
-`OVERWIRE_PATCH` runs `patch_safetensors`.
+Importing the package does not load the engine, torch or numpy, and starts no thread. Each name
+below is imported from its module on first use. Two environment variables change that:
+`OVERWIRE_PRELOAD` starts a preload on the engine's threads, and `OVERWIRE_PATCH` calls
+`patch_safetensors`.
 
 Files: `load_file`, `save_file`, `compress`, `decompress`. Modules: `load_model`, `save_model`. Other
 objects with tensors: `save_bundle`, `load_bundle`. nyacomp's names (`compress(model, path)`,
@@ -16,13 +16,12 @@ import sys as _sys
 
 from ._imports import lazy_names as _lazy_names
 
-if "t" in _sys.abiflags:  # a free-threaded CPython does not even look for the engine's stable-ABI file
+if "t" in _sys.abiflags:  # a free-threaded CPython cannot find the engine: it looks for no stable-ABI files
     raise ImportError(
-        "overwire does not run in a free-threaded CPython, which has no stable ABI: use the usual build of CPython"
+        "overwire does not support free-threaded CPython, which has no stable ABI: use the standard build of CPython"
     )
 
-# Our own name instead of typing's: importing typing would cost more than everything else here.
-# Type checkers accept both.
+# Defined here because importing typing takes longer than the rest of this module. Type checkers recognize the name.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -157,14 +156,14 @@ _HOMES = {
     "verbs.stream": ("stream",),
 }
 
-# nyacomp's names, which `overwire.compat.nyacomp` has: only scripts that import them from here find them.
+# nyacomp's names. Scripts can still import them from here, but `overwire.compat.nyacomp` exports them.
 _NYACOMP = {"compress_pickle", "load_compressed", "load_compressed_pickle"}
 
 if not TYPE_CHECKING:
     __all__ = sorted({name for names in _HOMES.values() for name in names} - _NYACOMP)
 
     def _nearest_name(name):
-        if name.startswith("_"):  # importing a submodule also asks for such names
+        if name.startswith("_"):  # the import system also looks up such names
             return ""
         from .errors import did_you_mean
 

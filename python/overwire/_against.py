@@ -64,7 +64,8 @@ def main(words: list[str]) -> int:
     """Runs the command; words exclude `verify`. Returns its exit status."""
     parser = argparse.ArgumentParser("overwire verify", description=_DOC, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a safetensors file, or a folder with such files")
-    parser.add_argument("--against", required=True, metavar="PLAIN", help='plain files to compare with, or "safetensors"')
+    against = 'plain files to compare with, or "safetensors"'
+    parser.add_argument("--against", required=True, metavar="PLAIN", help=against)
     parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
     args = parser.parse_args(words)
     model = Path(args.model)

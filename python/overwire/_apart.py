@@ -8,14 +8,14 @@ from typing import Any
 
 from .errors import ArgumentError
 
-Place = Sequence[Any]  # address, number of bytes, then anything
+Place = Sequence[Any]  # address, number of bytes, other values
 
 
 def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
-    """Refuses outputs that overlap one another or a source. Sources may overlap one another.
+    """Raises ArgumentError if an output overlaps another output or a source. Sources may overlap each other.
 
-    Each item is an address and a number of bytes; an empty one overlaps nothing.
-    Raises ArgumentError. Takes O(n log n) steps.
+    Each item is an address and a number of bytes; an empty item overlaps nothing.
+    Takes O(n log n) steps.
     """
     ranges = [(out[0], out[0] + out[1]) for out in outs if out[1] > 0]
     if not ranges:
@@ -30,5 +30,5 @@ def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
         i = bisect_right(ends, at)  # the first output that ends after the source begins
         if nbytes > 0 and i < len(ranges) and ranges[i][0] < at + nbytes:
             raise ArgumentError(
-                f"overwire: out overlaps the source at {at:#x}: it would be overwritten while it is read"
+                f"overwire: out overlaps the source at {at:#x}: the source would be overwritten while it is read"
             )

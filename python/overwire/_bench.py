@@ -1,8 +1,8 @@
 """Implements `overwire bench --ranks N`: several processes load together, compared with the machine's limits.
 
-This process makes a model, starts the ranks (`_bench_rank`) on one GPU each while there are
-enough, and prints their rows. Each transport gets its own ranks, so that its first load
-really is the first. If a rank fails, all end.
+This process makes the model's files, starts one `_bench_rank` process per rank, and prints their
+rows. Ranks share GPUs if there are fewer GPUs than ranks. Each transport runs in new
+processes, because first loads are measured. If a rank fails, all ranks are killed.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from .plumbing import module_command, parse_size
 
 _WAYS = ("mapped", "collective", "none")
 
-_DOC = """Loads a model in several processes of a torch.distributed group: whole on each rank, and
-in tensor-parallel slices, compressed and plain, over each transport of OVERWIRE_EXCHANGE (or only over
-the one that it names). The rows also show the limits of the machine, and other libraries that are
-installed. A row's time is the slowest rank's, for the best of --repeat loads after the first. Its
-processor time is the sum over all ranks. Every tensor of every rank is compared first. It needs torch,
-and twice --size of space in the folder."""
+_DOC = """Loads a model in several processes of a torch.distributed group. Each rank loads the whole model,
+and then a tensor-parallel slice, from a compressed and from a plain file. All transports are measured,
+or only the one in OVERWIRE_EXCHANGE. Other rows show the machine's limits and other installed libraries.
+A row shows the time of the slowest rank, in the best of --repeat loads after the first, and the CPU time
+of all ranks. All tensors are compared with the plain file. The command requires torch, and free
+space in the folder for twice --size."""
 
 
 def _parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "overwire bench", description=_DOC, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", required=True, help="processes, or auto: one for each GPU, two without one")
-    parser.add_argument("--size", help="bytes of the model's tensors (default: 2GB, 256MB without a GPU)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--ranks", required=True, help="number of processes, or auto: one per GPU, two without a GPU")
+    parser.add_argument("--size", help="size of the model's tensors (default: 2GB, 256MB on the CPU)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     parser.add_argument("--repeat", type=int, default=3, help="loads after the first")
-    parser.add_argument("--dir", help="folder for temporary files; one in memory shows what reading allows")
-    parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
+    parser.add_argument("--dir", help="folder for temporary files; a tmpfs folder excludes the disk's speed")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(words)
     try:
         args.bytes = parse_size(args.size, "--size")  # 0: the default
@@ -51,7 +51,7 @@ def _parse_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def run_overwire(*words: str) -> None:
-    """Runs the command line in its own process. Exits if it fails."""
+    """Runs an overwire command in a child process. Exits if it fails."""
     process = subprocess.run(
         module_command("overwire", *words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -60,13 +60,13 @@ def run_overwire(*words: str) -> None:
 
 
 def print_line(line: str) -> None:
-    """Prints a line at once."""
+    """Prints a line and flushes standard output."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def _show_row(row: dict[str, Any]) -> str:
-    units = {"rank": "GB/s a rank", "all": "in all", "first": "first", "cpu": "s of processors"}
+    units = {"rank": "GB/s per rank", "all": "in total", "first": "first load", "cpu": "CPU s"}
     rates = [f"{row[key]:8.2f} {unit}" for key, unit in units.items() if key in row]
     text = f"{row['row']:<58}" + " ".join(rates)
     if "floor" in row:
@@ -77,8 +77,8 @@ def _show_row(row: dict[str, Any]) -> str:
 def _run_ranks(
     ranks: int, folder: Path, way: str, args: argparse.Namespace, floors: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Runs the ranks of one transport, prints their rows as they come, and returns them.
-    floors: the limit in GB/s for each kind of file. If it is empty, this first run measures it."""
+    """Runs the ranks of one transport, prints their rows as they arrive, and returns them.
+    floors: the limit in GB/s for each kind of file; the first run fills it in."""
     task = {"folder": str(folder), "ranks": ranks, "way": way, "device": args.device, "repeat": args.repeat}
     task |= {"first": not floors, "floors": floors}
     environ = {**os.environ, "OVERWIRE_EXCHANGE": way, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -118,10 +118,11 @@ def _run_ranks(
 
 
 def main(words: list[str]) -> None:
-    """Runs the command; words exclude `bench`. Exits with 2 for wrong arguments, 1 if a rank fails."""
+    """Runs the command with the arguments after `bench`. Exits with status 2 for invalid arguments, 1 if a rank fails.
+    """
     args = _parse_arguments(words)
     if importlib.util.find_spec("torch") is None:
-        sys.exit("overwire: bench: --ranks needs torch")
+        sys.exit("overwire: bench: --ranks requires torch: install torch")
     gpus = 0
     if args.device != "cpu":
         import torch
@@ -130,13 +131,13 @@ def main(words: list[str]) -> None:
     if args.device is None:
         args.device = "cuda" if gpus else "cpu"
     if args.device == "cuda" and not gpus:
-        sys.exit("overwire: bench: --device cuda: torch sees no GPU")
+        sys.exit("overwire: bench: --device cuda: torch finds no GPU: use --device cpu")
     args.bytes = args.bytes or (2 * 10**9 if args.device == "cuda" else 256 * 10**6)
     ranks = (gpus or 2) if args.ranks == "auto" else int(args.ranks)
     exchange = os.environ.get("OVERWIRE_EXCHANGE")
     with tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir) as name:
         folder = Path(name)
-        where = f"{min(gpus, ranks)} GPUs" if gpus else "the host's memory"
+        where = f"{min(gpus, ranks)} GPUs" if gpus else "host memory"
         if not args.json:
             print_line(f"{ranks} ranks, {where}, {args.bytes / 1e9:.3g} GB of bf16 weights in {folder.parent}")
         run_overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain.safetensors"))

@@ -1,11 +1,11 @@
 """Implements `overwire bench --device cuda`: the engine's rows, then loads through each entry point, then
 saves (`_bench_saves`).
 
-Each row is a fresh process, forked from one that has only imported torch, which loads twice in a
-row. Modules that a program imports before it loads are imported before; what the first call
-imports counts. Rows run in random order, round after round. All bytes are compared with the plain
-file, read without overwire: those of first loads in the first round, those of second loads in the
-second.
+A row is measured in new processes, each forked from a process that has only imported torch. Each
+loads the file twice. The modules that a program imports itself are imported before the timing
+starts; modules that the first call imports are part of its time. Each round runs the rows in
+random order. The tensors are compared with the plain file, which is read without overwire: the
+first load's in the first round, the second load's in the second round.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _ENGINE = "import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1
 
 
 class _Face(NamedTuple):
-    """One entry point: the module that a program imports for it, its function that loads a file to a
-    device, and the files. package: what must be installed. gpu: it only works on a GPU. into: the load
-    also takes a model, which is built before and not timed."""
+    """One entry point: the module that a program imports, a function that loads a file to a device,
+    and the files to load. package: a package that must be installed. gpu: whether it only works on a
+    GPU. into: whether the load fills a model, which is built before the timing starts."""
 
     module: str
     load: Callable[..., dict[str, Any]]
@@ -52,7 +52,7 @@ class _Face(NamedTuple):
     into: bool = False
 
 
-# -- loads: each takes the module that a program has imported
+# -- loads: `names` is the imported module
 
 
 def _load_file(names: Any, file: str, device: str) -> Any:
@@ -121,7 +121,7 @@ _FACES = {
 
 
 def _build_module(shapes: dict[str, list[int]]) -> Any:
-    """A module on the meta device. Its parameters have the names of a file's tensors."""
+    """Builds a module on the meta device with one parameter for each tensor name."""
     import torch
 
     module = torch.nn.Module()
@@ -138,7 +138,7 @@ def _build_module(shapes: dict[str, list[int]]) -> Any:
 
 
 def _write_files(folder: Path, device: str) -> dict[str, int]:
-    """Makes the other files from the plain one; returns the bytes of the tensors."""
+    """Writes the other files from the plain one. Returns the number of tensor bytes."""
     import overwire as ow
 
     from .compat.tensorizer import TensorSerializer
@@ -157,7 +157,7 @@ def _write_files(folder: Path, device: str) -> dict[str, int]:
 
 
 def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, Any]:
-    """Loads twice in this process. compared: 0 or 1 compares that load's tensors; any other number, none."""
+    """Loads a file twice in this process. compared: the load (0 or 1) to compare; any other number compares none."""
     import torch
 
     gpu, one = device != "cpu", _FACES[face]
@@ -177,7 +177,7 @@ def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, 
         if gpu:
             torch.cuda.synchronize(device)
         row[which] = time.perf_counter() - began
-        if gpu and not number:  # from here on torch caches memory that the comparison used
+        if gpu and not number:  # not in the second load: torch caches memory that the comparison used
             total = sum(tensor.nbytes for tensor in tensors.values())
             row["beside"] = unused - torch.cuda.mem_get_info(device)[0] - total
         if number == compared and (wrong := find_difference(tensors, file.parent / "plain")):
@@ -187,13 +187,13 @@ def _load_twice(face: str, file: Path, device: str, compared: int) -> dict[str, 
 
 
 def _run_in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `work` returns in a fork of this process. If it fails, "failed" says why."""
+    """Runs `work` in a fork of this process and returns its result, or {"failed": the reason}."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             text = json.dumps(work())
-        except BaseException as error:  # a library that fails becomes a row
+        except BaseException as error:  # a failing library gets a row
             text = json.dumps({"failed": f"{type(error).__name__}: {error}"[:300]})
         with os.fdopen(writer, "w") as pipe:
             pipe.write(text)
@@ -202,7 +202,7 @@ def _run_in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     with os.fdopen(reader) as pipe:
         text = pipe.read()
     os.waitpid(child, 0)
-    row: dict[str, Any] = json.loads(text or '{"failed": "its process ended"}')
+    row: dict[str, Any] = json.loads(text or '{"failed": "the process ended early"}')
     return row
 
 
@@ -214,7 +214,7 @@ def _list_cases(device: str, names: str) -> Iterator[Case]:
 
 
 def _sum_up(cases: list[Case], runs: dict[Case, list[dict[str, Any]]], nbytes: int) -> list[dict[str, Any]]:
-    """Medians of the rounds, compared with load_file for the same bytes."""
+    """Computes the medians over all rounds, compared with load_file of the same tensors."""
     rows: dict[Case, dict[str, Any]] = {}
     for case in cases:
         row: dict[str, Any] = {"face": case[0], "file": case[1], "runs": len(runs[case])}
@@ -246,11 +246,11 @@ def _show_row(row: dict[str, Any]) -> str:
 
 
 def _measure_faces(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measures the rows of all entry points. Keeps the plain file."""
+    """Measures all entry points. Leaves the plain file in the folder."""
     run_overwire("bench", "gen", "llama-bf16", "--size", str(args.bytes), "-f", str(folder / "plain"))
-    import torch  # noqa: F401  what the processes below have in common
+    import torch  # noqa: F401  imported once, before the forks
 
-    sys.dont_write_bytecode = False  # compile modules once, as for an installed package
+    sys.dont_write_bytecode = False  # cache compiled modules, as for an installed package
     report = _run_in_fork(lambda: _write_files(folder, args.device))
     if "failed" in report:
         sys.exit(f"overwire: bench: {report['failed']}")
@@ -279,23 +279,23 @@ def _read_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> int:
-    """Runs the command; words exclude `bench`. Returns the engine's exit status, or 1 if bytes are wrong."""
+    """Runs the command with the arguments after `bench`. Returns the engine's exit status, or 1 if tensors differ."""
     as_json = "--json" in words
-    engine = code_command(_ENGINE, "bench", *words)  # the engine's rows, in their own process
+    engine = code_command(_ENGINE, "bench", *words)  # the engine's rows run in their own process
     result = subprocess.run(engine, text=True, stdout=subprocess.PIPE if as_json else None)
     if result.returncode or importlib.util.find_spec("torch") is None or "-h" in words or "--help" in words:
         sys.stdout.write(result.stdout or "")
         return result.returncode
     args = _read_arguments(words)
     if not as_json:
-        print_line("first / second load of a fresh process, by each name")
+        print_line("first / second load in a new process, by entry point")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overwire-bench-", dir=args.dir)))
         rows = _measure_faces(args, folder)
         if not as_json:
             print_line("\n".join(map(_show_row, rows)))
-            print_line(f"first / second save of a fresh process, to {args.dir or folder.parent}")
-        for file in set(folder.iterdir()) - {folder / "plain"}:  # saves need the space
+            print_line(f"first / second save in a new process, to {args.dir or folder.parent}")
+        for file in set(folder.iterdir()) - {folder / "plain"}:  # free space for the saves
             shutil.rmtree(file) if file.is_dir() else file.unlink()
         saves = measure_saves(folder / "plain", args.device, folder, args.faces, _run_in_fork)
     if as_json:

@@ -1,7 +1,7 @@
 """Runs one rank of `overwire bench --ranks`: machine limits, loads over a group, other libraries.
 
-Rank 0 prints a JSON document for each row on standard output. Tensors are compared with
-the bytes of the plain file, which is read here without overwire. A wrong tensor ends all ranks.
+Rank 0 prints one JSON document per row to standard output. Tensors are compared with the plain
+file, which is read without overwire. If one tensor differs, all ranks exit.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ._bench_saves import read_plain
 from .distributed import shard_range
 from .plumbing import read_floor
 
-dist: Any = torch.distributed  # its stubs lack half of its names
+dist: Any = torch.distributed  # the type stubs are incomplete
 
-_SLOTS = 6 << 20  # pinned bytes for each reading thread: SlotsEach steps of gosrc/bench/reading.go
-_THREADS = 16  # least number of reading threads, over all ranks
+_SLOTS = 6 << 20  # pinned bytes per reading thread: SlotsEach steps, as in gosrc/bench/reading.go
+_THREADS = 16  # minimum number of reading threads over all ranks
 
 
 def _cut_of_llama(name: str, shape: tuple[int, ...]) -> int | None:
-    """The dimension in which Megatron slices a Llama tensor: outputs of the first layers, inputs of the second."""
+    """Returns the dimension along which Megatron slices a Llama tensor: 1 for row-parallel layers, else 0."""
     if len(shape) < 2:
         return None
     return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
@@ -54,7 +54,7 @@ def _load_fastsafetensors(file: str, device: str) -> dict[str, Any]:
     loader.add_filenames({rank: [file] if rank == 0 else [] for rank in range(dist.get_world_size())})
     buffer = loader.copy_files_to_device()
     tensors = {name: buffer.get_tensor(name) for name in loader.get_keys()}
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # owned by the caller, as in the other rows
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # memory of the caller, as in other rows
     buffer.close()
     loader.close()
     return tensors
@@ -70,7 +70,7 @@ class _Rank:
         self.floors: dict[str, float] = {}
 
     def join(self) -> None:
-        """Collective: makes the group. Ranks that share a GPU cannot use NCCL, and use gloo."""
+        """Collective: creates the group. NCCL does not support ranks that share a GPU; these use gloo."""
         if self.cuda:
             torch.cuda.set_device(self.device)
         backend = "nccl" if self.cuda and not self.shares_gpus else "gloo"
@@ -88,7 +88,7 @@ class _Rank:
         return max(maxima)
 
     def time_work(self, work: Callable[[], Any]) -> tuple[float, float, Any]:
-        """Collective: the slowest rank's seconds, and the sum of all ranks' processor seconds."""
+        """Collective: runs `work`. Returns the slowest rank's seconds, the CPU seconds of all ranks, and the result."""
         dist.barrier()
         self.wait()
         began, cpu = time.perf_counter(), time.process_time()
@@ -104,8 +104,8 @@ class _Rank:
             sys.stdout.flush()
 
     def load_reference(self) -> None:
-        """Loads the plain file without overwire: its mapped bytes, or a copy of them on the GPU if
-        that takes at most a third of the GPU's memory."""
+        """Maps the plain file without overwire. Copies it to the GPU if it takes less than a third of the
+        free GPU memory."""
         self.whole = read_plain(self.folder / "plain.safetensors")
         self.bytes = sum(plain.numel() for plain, _, _ in self.whole.values())
         if self.cuda:
@@ -114,11 +114,11 @@ class _Rank:
                 self.whole = {name: (plain.to(self.device), *rest) for name, (plain, *rest) in self.whole.items()}
 
     def check_shard(self, title: str, got: dict[str, Any], shard: Any) -> int:
-        """Collective: compares every byte on every rank; returns this rank's bytes."""
+        """Collective: compares all tensors on all ranks. Returns the number of this rank's tensor bytes."""
         wrong = "" if got.keys() == self.whole.keys() else "names"
         for name, (plain, dtype, shape) in self.whole.items() if not wrong else ():
             own_tensor, want = got[name], list(shape)
-            bytes_of = plain.view(*shape[:-1], -1) if shape else plain  # the bytes of each element are contiguous
+            bytes_of = plain.view(*shape[:-1], -1) if shape else plain  # its last dimension counts bytes
             dim = shard(name, tuple(shape)) if shard else None
             if dim is not None:
                 low, high = shard_range(shape[dim], self.ranks, self.rank)
@@ -131,13 +131,14 @@ class _Rank:
                 wrong = name
                 break
         if self.gather_most(bool(wrong)):
-            raise SystemExit(f"{title}: rank {self.rank}: {wrong or 'another rank'} is wrong")
+            where = f"rank {self.rank}, {wrong}" if wrong else "another rank"
+            raise SystemExit(f"{title}: the tensors differ from the plain file: {where}")
         return sum(tensor.nbytes for tensor in got.values())
 
     def read_floor(self, path: Path, mine: bool) -> tuple[float, float, int]:
-        """Collective: threads that know nothing of tensors read a file into pinned memory, and copy it
-        to the GPU as they go. On the host they read into memory that was written before. Every rank reads
-        its part, or rank 0 reads all. Returns the seconds, the processor seconds, and the total bytes."""
+        """Collective: measures how fast threads can read a file as plain bytes. They read into pinned memory
+        and copy it to the GPU; on the host they read into memory that was written before. mine: each rank
+        reads its part; otherwise rank 0 reads all. Returns the seconds, the CPU seconds, and the file's bytes."""
         size = path.stat().st_size
         low, high = (
             (size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
@@ -155,17 +156,17 @@ class _Rank:
         return (*min(self.time_work(read_chunk)[:2] for _ in range(self.repeat + 1)), size)
 
     def measure_floors(self) -> None:
-        """Measures what the machine allows: each rank reads its part, then one rank reads all."""
+        """Measures the machine's limits: each rank reads its part, then rank 0 reads all."""
         for name in ("packed", "plain"):
             for is_own, who in ((True, "each rank reads its part"), (False, "rank 0 reads all")):
                 seconds, cpu, size = self.read_floor(self.folder / f"{name}.safetensors", is_own)
-                # Together the ranks receive the file once. Its tensors have more bytes than the file.
+                # The rate counts tensor bytes. The ranks together read the file once.
                 rate = self.bytes / seconds / 1e9
                 self.say(row=f"floor: {_title_of(name)}, {who}", all=rate, stored=size / seconds / 1e9, cpu=cpu)
-                self.floors.setdefault(name, rate)  # each rank reads its part
+                self.floors.setdefault(name, rate)  # the limit is the first: each rank reads its part
 
     def add_row(self, title: str, load: Callable[[], dict[str, Any]], shard: Any, floor: float) -> None:
-        """Collective: compares a load, then times it."""
+        """Collective: checks a load's tensors, then times it."""
         first, _, tensors = self.time_work(load)
         nbytes = self.check_shard(title, tensors, shard)
         times = []
@@ -181,12 +182,12 @@ class _Rank:
             "row": title, "rank": max(everywhere) / seconds / 1e9, "all": sum(everywhere) / seconds / 1e9
         }
         row["first"], row["cpu"] = max(everywhere) / first / 1e9, cpu
-        if floor:  # reading is the limit: every byte is read once, however many ranks receive it
+        if floor:  # the limit is reading: each byte is read once, however many ranks receive it
             row["floor"] = self.bytes / seconds / 1e9 / floor
         self.say(**row, verified=True)
 
     def ways_to_load(self) -> None:
-        """Collective: overwire's loads over one transport."""
+        """Collective: measures overwire's loads over one transport."""
         for name in ("packed", "plain"):
             path = self.folder / f"{name}.safetensors"
             for mode, shard in (("whole", None), ("tensor-parallel", _cut_of_llama)):
@@ -194,12 +195,13 @@ class _Rank:
                 self.add_row(f"{_title_of(name)}, {mode}, {self.way}", load, shard, self.floors.get(name, 0.0))
 
     def other_libraries(self) -> None:
-        """Collective: libraries that load over a group. One that fails or is missing gets a row that says so."""
+        """Collective: measures other libraries that load over a group. A missing or failing library gets a row with
+        the reason."""
         for name, peer in {"instanttensor": _load_instanttensor, "fastsafetensors": _load_fastsafetensors}.items():
             title = f"{name}, plain, whole"
-            absent = "" if importlib.util.find_spec(name) else "it is not installed"
+            absent = "" if importlib.util.find_spec(name) else "not installed"
             if not self.cuda or self.shares_gpus:
-                absent = "it loads to GPUs, one for each rank"
+                absent = "it requires one GPU per rank"
             if absent:
                 self.say(row=title, left_out=absent)
                 continue
@@ -209,7 +211,7 @@ class _Rank:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
             if self.gather_most(bool(why)):
-                self.say(row=title, left_out=why or "it failed on another rank")
+                self.say(row=title, left_out=why or "failed on another rank")
                 continue
             self.add_row(title, load, None, self.floors.get("plain", 0.0))
 
@@ -220,7 +222,7 @@ def _title_of(name: str) -> str:
 
 def main(task: dict[str, Any]) -> None:
     """Runs one rank's part of one transport."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with the command
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: kill this process if the command ends
     torch.set_num_threads(1)
     rank = _Rank(task)
     rank.join()

@@ -1,8 +1,8 @@
 """Measures saving for `overwire bench --device cuda`, compared with machine limits and other libraries.
 
-Each row is a fork of a process that has only imported torch. It has the model on the
-device, saves it twice, and loads and compares what the first save wrote. The limit of a row is
-the rate at which os.pwrite writes as many bytes into as many files.
+A row is measured in a fork of a process that has only imported torch. The fork loads the model
+to the device, saves it twice, and compares the files of the first save with the model. A row's
+limit is the time that os.pwrite takes for the same number of bytes and files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 Tensors = dict[str, Any]
 Wait = Callable[[], Any]
-Save = Callable[[Tensors, str], Wait | None]  # returns once the tensors may change, with a wait for the rest
+Save = Callable[[Tensors, str], Wait | None]  # returns once the tensors may change; call the result to wait for the end
 Run = Callable[[Callable[[], Any]], Any]
 
 _KINDS = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
@@ -33,7 +33,7 @@ _PIECE = 8 << 20
 _THREADS = 16
 
 
-# -- ways to save: each takes tensors and a folder
+# -- save functions: each takes tensors and a folder
 
 
 def _save_file(tensors: Tensors, folder: str, files: int = 1, wait: bool = True, **how: Any) -> Wait | None:
@@ -83,7 +83,7 @@ def _save_by(module: str, name: str, file: str) -> Save:
 
 
 def _read_back(folder: str) -> Tensors:
-    """The tensors of the files that a save has left in the folder."""
+    """Loads the tensors that a save has written to the folder."""
     import torch
 
     import overwire as ow
@@ -104,7 +104,7 @@ def _read_back(folder: str) -> Tensors:
     return ow.load_file(at / "checkpoint" if (at / "checkpoint").exists() else at)
 
 
-#: By name: the function, its number of files (0: no limit is measured), the package that it needs.
+#: Each save by name: its function, its number of files (0: no limit is measured), the required package.
 _WAYS: dict[str, tuple[Save, int, str]] = {
     "save_file": (_save_file, 1, ""),
     "save_file, 8 files": (partial(_save_file, files=_FILES), _FILES, ""),
@@ -122,7 +122,7 @@ _WAYS: dict[str, tuple[Save, int, str]] = {
 
 
 def read_plain(path: Path) -> dict[str, tuple[Any, Any, list[int]]]:
-    """The tensors of a plain file, read without overwire: mapped bytes, dtype and shape."""
+    """Maps a plain file without overwire. Returns the bytes, dtype and shape of each tensor."""
     import torch
 
     with open(path, "rb") as file:
@@ -138,12 +138,12 @@ def read_plain(path: Path) -> dict[str, tuple[Any, Any, list[int]]]:
 
 
 def find_difference(tensors: Tensors, plain: Path) -> str:
-    """The first name with a tensor that differs from the plain file's; "" if all are equal."""
+    """Returns the name of the first tensor that differs from the plain file, or "" if all are equal."""
     import torch
 
     file = read_plain(plain)
     if tensors.keys() != file.keys():
-        return "the names of its tensors"
+        return "tensor names"
     for name, (data, dtype, shape) in file.items():
         tensor = tensors[name].detach()
         octets = tensor.reshape(-1).view(torch.uint8)
@@ -153,7 +153,7 @@ def find_difference(tensors: Tensors, plain: Path) -> str:
 
 
 def _seconds_of_pwrite(folder: Path, nbytes: int, files: int) -> float:
-    """The seconds that os.pwrite takes for `nbytes` in `files` files, fsync included."""
+    """Returns the seconds that os.pwrite takes to write `nbytes` to `files` files, including fsync."""
     memory = memoryview(mmap.mmap(-1, 16 * _PIECE))
     for at in range(0, len(memory), 4096):
         memory[at] = 1
@@ -178,7 +178,7 @@ def _seconds_of_pwrite(folder: Path, nbytes: int, files: int) -> float:
 
 
 def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, Any]:
-    """Saves a model twice in this process, and compares what the first save wrote."""
+    """Saves a model twice in this process, and checks the files of the first save."""
     import torch
 
     import overwire as ow
@@ -211,7 +211,7 @@ def _save_twice(name: str, plain: Path, device: str, folder: Path) -> dict[str, 
 
 
 def measure_saves(plain: Path, device: str, folder: Path, names: str, run: Run) -> list[dict[str, Any]]:
-    """Measures the rows that match one of `names`, separated by commas. run: runs a function in a fork."""
+    """Measures the saves whose name contains one of the comma-separated `names`. run: runs a function in a fork."""
     rows = []
     for name, (_, _, package) in _WAYS.items():
         if package and importlib.util.find_spec(package) is None:
@@ -224,7 +224,7 @@ def measure_saves(plain: Path, device: str, folder: Path, names: str, run: Run) 
 
 
 def show_save(row: dict[str, Any]) -> str:
-    """Formats a row for people. Its figures are those of the second save."""
+    """Formats a row as text. All figures are from the second save, except the first rate."""
     title = f"  {row['way']:<32}"
     if "second" not in row:
         return title + (f"WRONG: {row['wrong']}" if "wrong" in row else f"left out: {row['failed']}")
@@ -232,5 +232,5 @@ def show_save(row: dict[str, Any]) -> str:
     text = f"{title}{row['bytes'] / row['first']['whole'] / 1e9:6.2f} / {row['bytes'] / second['whole'] / 1e9:.2f} GB/s"
     if second["waits"]:
         text += f", tensors may change after {second['free']:.2f} s"
-    text += f", {second['processor']:.1f} s of processors"
+    text += f", {second['processor']:.1f} CPU s"
     return text + (f", {row['floor'] / second['whole']:.2f} of pwrite" if "floor" in row else "")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import sys
 
-# -c and -m put the working folder first on sys.path, and it may hold someone else's files, such as a model's.
+# -c and -m put the working folder first on sys.path. It may contain untrusted files, such as a downloaded model's.
 _LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
 
 
 def code_command(code: str, *words: str) -> list[str]:
-    """The command that runs code with arguments."""
-    begins_here = "" in sys.path or os.getcwd() in sys.path  # this process imports from there as well
+    """Returns the command that runs Python code with arguments."""
+    begins_here = "" in sys.path or os.getcwd() in sys.path  # this process also imports from it
     return [sys.executable, "-c", code if begins_here else _LEAVE_FOLDER + code, *words]
 
 
 def module_command(name: str, *words: str) -> list[str]:
-    """The command that runs a module as the program, with arguments."""
+    """Returns the command that runs a module as `__main__` with arguments."""
     return code_command(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *words)

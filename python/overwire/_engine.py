@@ -1,13 +1,13 @@
-"""Loads the engine's module `_core` on the first call, refuses it after fork, ends it at
-exit, and owns the handles of its jobs and models. The engine's calls are in `_verbs`.
+"""Loads the engine's extension module `_core` on the first call, refuses calls after a fork, shuts
+the engine down at exit, and owns the handles of jobs and models. `_verbs` has the engine's functions.
 
-Loading starts Go's runtime and its threads; importing this module does not. Every call
-is safe from any thread, releases the GIL while it works or waits, and raises the class of
-`overwire.errors` that belongs to the engine's error.
+Loading the module starts Go's runtime and its threads; importing this file does not. Every call is
+safe from any thread, releases the GIL while it works or waits, and raises the errors of
+`overwire.errors`.
 
-After `fork` in a process that has loaded the engine, every call in the child raises
-`ForkedError` at once; existing tensors stay readable. When the interpreter exits, running
-jobs are cancelled and given a moment to end.
+If a process forks after it has loaded the engine, every call in the child raises `ForkedError`
+immediately; existing tensors stay readable. When the interpreter exits, running jobs are cancelled
+and get up to two seconds to end.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
     from ._requests import Program
 
-# How to take from a job and how to free a handle: see gosrc/bind/binding.
+# Modes of `take` and `free`: see gosrc/bind/binding.
 TAKE_ALL, TAKE_NEXT, TAKE_RAW, TAKE_LAST = 0, 1, 2, 4
 FREE_NOW, FREE_ENDED = 0, 1
 
 _EXIT_MS = 2000  # how long process exit waits for cancelled jobs
 
-# The address space that must be free to load the engine, besides its threads' stacks. Go reserves 1.2 GiB
+# The free address space that the engine needs to start, without its threads' stacks. Go reserves 1.2 GiB
 # for its tables, most of it unused, and grows its heap in steps of 64 MiB.
 _START_SPACE = 1344 << 20
 
-# The C library reserves this much for each thread that allocates, up to a number of threads that the option sets.
+# glibc reserves an arena of this size for each thread that allocates. The mallopt option limits the number of arenas.
 _ARENA, _M_ARENA_MAX = 128 << 20, -8
 
-# A thread limit above this counts as no limit: finding out how many are left takes time.
+# Higher thread limits are not checked, because counting the remaining threads takes time.
 _MANY_THREADS = 16384
 
-# The exit status when no one reads the output any more: cli.ExitPipe.
+# The exit status if the reader of the output has exited: cli.ExitPipe.
 _READER_GONE = 141
 
 # Maps OVERWIRE_LOG to levels of logging.
@@ -53,7 +53,7 @@ _LEVELS = {"debug": 10, "info": 20, "json": 20, "warning": 30, "error": 40, "sil
 
 _lock = new_lock()
 _library: Any = None  # the raw module; its runtime may still be starting
-_loaded: Any = None  # the same module once it has answered, or its stand-in at exit
+_loaded: Any = None  # the same module once its runtime has started; an _Exiting at exit
 
 
 class _Exiting:
@@ -67,8 +67,7 @@ class _Exiting:
 
     def hold_daemon(self) -> None:
         if _thread.get_ident() != self._thread:
-            # An exception would be printed while stderr is torn down, and CPython answers
-            # that with abort. So this thread waits for the end.
+            # CPython aborts if a thread prints an exception while stderr is torn down. Block until the process ends.
             lock = _thread.allocate_lock()
             lock.acquire()
             lock.acquire()
@@ -89,14 +88,13 @@ class _Exiting:
 
 
 def core() -> Any:
-    """The module, loaded when it is first needed."""
+    """Returns the extension module, which the first call loads."""
     return _loaded if _loaded is not None else _load_library()
 
 
 def open_library() -> Any:
-    """Opens the engine's library, for a caller that imports more before its first call: Go's
-    runtime starts on its own threads meanwhile. Functions that do not enter Go also work in
-    forked children and at exit."""
+    """Opens the engine's library without waiting for Go's runtime, which starts on other threads while
+    the caller continues. Functions that do not enter Go also work in forked children and at exit."""
     global _library
     if _library is not None:
         return _library
@@ -105,12 +103,12 @@ def open_library() -> Any:
             import atexit
 
             _refuse_few_descriptors()
-            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the number that the engine starts with, and some spare
+            threads = 2 * len(os.sched_getaffinity(0)) + 8  # the engine's first threads, and some spare
             _refuse_small_address_space(threads)
             _refuse_few_threads(threads)
             from . import _core as raw
 
-            # From here on Go's threads exist.
+            # Go's threads exist from here on.
             atexit.register(_at_exit)
             _library = raw
         return _library
@@ -122,7 +120,7 @@ def _refuse_small_address_space(threads: int) -> None:
 
     try:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    except OSError:  # a sandbox hides it
+    except OSError:  # a sandbox forbids the call
         return
     if limit == resource.RLIM_INFINITY:
         return
@@ -130,7 +128,7 @@ def _refuse_small_address_space(threads: int) -> None:
     asked = _START_SPACE + threads * (stack if 0 < stack < 64 << 20 else 8 << 20)
     if _is_space_free(asked + threads * _ARENA):
         return
-    # The C library gives each thread an arena while there is room, and then no stack fits for the next thread.
+    # With one arena per thread, glibc would leave no space for the stacks of further threads.
     import ctypes
 
     if set_option := getattr(ctypes.CDLL(None), "mallopt", None):  # not every C library has arenas
@@ -139,8 +137,8 @@ def _refuse_small_address_space(threads: int) -> None:
         from . import errors
 
         raise errors.OutOfMemoryError(
-            f"overwire: start the engine: out of memory: host: it reserves {asked} bytes of address space, and "
-            f"this process is limited to {limit}: raise `ulimit -v`",
+            f"overwire: start the engine: out of memory: host: it reserves {asked} bytes of address space, and this "
+            f"process is limited to {limit}: raise `ulimit -v`",
             asked=asked,
             total=limit,
             device="host",
@@ -165,14 +163,14 @@ def _refuse_few_threads(threads: int) -> None:
     try:
         if 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] <= _MANY_THREADS:
             left = _startable_threads(threads)
-    except OSError:  # a sandbox hides it
+    except OSError:  # a sandbox forbids the call
         pass
-    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):  # cgroup v2 and v1, as a container sees its own
+    for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/pids"):  # cgroup v2 and v1, as seen inside a container
         try:
             with open(f"{folder}/pids.max") as most, open(f"{folder}/pids.current") as now:
                 if (room := int(most.read()) - int(now.read())) < left:
                     left, limit = max(0, room), "the process limit (pids) of the container"
-        except (OSError, ValueError):  # no such limit is set
+        except (OSError, ValueError):  # there is no limit
             pass
     if left < threads:
         from . import errors
@@ -185,11 +183,11 @@ def _refuse_few_threads(threads: int) -> None:
 
 
 def _startable_threads(most: int) -> int:
-    """How many threads can be started now, up to `most`."""
+    """Counts how many threads can be started now, up to `most`, by starting them."""
     import time
     from types import BuiltinFunctionType
 
-    if not isinstance(_thread.start_new_thread, BuiltinFunctionType):  # a replacement such as gevent's starts none
+    if not isinstance(_thread.start_new_thread, BuiltinFunctionType):  # gevent's replacement starts no threads
         return most
     gate, started = _thread.allocate_lock(), 0
     ended: list[None] = []
@@ -230,7 +228,7 @@ def _load_library() -> Any:
             return _loaded
         import json
 
-        # Go sees the environment of the process start, not os.environ.
+        # Go has the environment from the start of the process and does not see changes to os.environ.
         facts = json.loads(raw.setup(json.dumps(settings()), JobNumber, ModelNumber)[0])
         if facts["warnings"] or facts["log"]:
             import logging
@@ -246,9 +244,8 @@ def _load_library() -> Any:
 
 
 def _stderr_writer(log: Any, as_json: bool) -> Any:
-    """A handler that writes to stderr if OVERWIRE_LOG is set and the program has not configured
-    logging. Once the program does, the handler is silent. as_json: one JSON object a line; a
-    finished call's counters are in its `report`."""
+    """Makes a log handler that writes to stderr until the program configures logging. as_json: whether to
+    write one JSON object per line, in which `report` has the counters of a finished call."""
     import json
     import logging
 
@@ -280,25 +277,24 @@ def _at_exit() -> None:
 
 
 class HandleOwner:
-    """An owner of an engine handle, which cannot be copied or pickled: a copy would free
-    what the original still uses, and in another process the number means something else."""
+    """An owner of an engine handle. It cannot be copied or pickled: a copy would free the handle while the
+    original still uses it, and the number is meaningless in another process."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"overwire: {type(self).__name__} can be neither copied nor pickled: open or begin another one instead, "
-            "in the process that uses it"
+            f"overwire: {type(self).__name__} cannot be copied or pickled: make another one in the process that uses it"
         )
 
 
 class Freed(int):
-    """The number of something that the engine has freed. It has no `__del__`: Python drops a
-    Ctrl-C that arrives as a finalizer begins."""
+    """A handle number that the engine has freed. It has no `__del__`, because Python discards a Ctrl-C that
+    arrives when a finalizer begins."""
 
 
 class _Number(Freed):
-    """A number that the engine frees when its last reference goes."""
+    """A handle number that is freed with its last reference."""
 
     how = FREE_NOW
     __reduce_ex__ = HandleOwner.__reduce_ex__
@@ -312,20 +308,20 @@ class _Number(Freed):
 
 
 class JobNumber(_Number):
-    """The number of a job. When its last reference goes, the job is cancelled and no
-    longer uses the caller's memory."""
+    """The number of a job. Dropping the last reference cancels the job and waits until it has
+    stopped using the caller's memory."""
 
     how = FREE_ENDED
-    #: Kept alive until then.
+    #: An object that must live until then.
     memory: object = None
 
 
 class ModelNumber(_Number):
-    """The number of an open model, which is closed when its last reference goes."""
+    """The number of an open model. Dropping the last reference closes the model."""
 
 
 def handle(number: int) -> int:
-    """Checks a handle: Go would take True for 1."""
+    """Returns a valid handle number unchanged. Raises ArgumentError for other values; Go would read True as 1."""
     if type(number) in (int, JobNumber, ModelNumber, Freed) and 0 < number < 1 << 63:
         return number
     from . import errors
@@ -340,8 +336,8 @@ def forget(number: int) -> None:
 
 
 def release(number: int) -> None:
-    """Frees what a number names now; a running job is cancelled. Does nothing in a forked
-    child: everything belongs to the parent."""
+    """Frees a handle immediately; a running job is cancelled. In a forked child it only marks the number as freed,
+    because the object belongs to the parent."""
     if not forked():
         core().free(number, FREE_NOW)
     forget(number)
@@ -350,7 +346,7 @@ def release(number: int) -> None:
 def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     """Returns the memory of a C-contiguous buffer: (address, bytes, holder).
 
-    The memory stays while the holder lives. Raises what the object raises: TypeError,
+    The memory is valid as long as the holder is alive. Raises the object's error: TypeError,
     BufferError.
     """
     buffer: tuple[int, int, Any] = open_library().buffer_of(source, writable)
@@ -358,7 +354,8 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
 
 
 def program(argv: Sequence[str], names: dict[str, str] | None = None) -> Program:
-    """Collects what the engine's command line must know about this process. names: what people call some paths."""
+    """Collects the facts about this process that the engine's command line needs. names: maps paths to the names
+    that messages show."""
     version = "%d.%d.%d" % sys.version_info[:3]
     about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
@@ -371,11 +368,11 @@ def program(argv: Sequence[str], names: dict[str, str] | None = None) -> Program
 
 
 def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
-    """Run the command line, without the program's name; return the exit code. names: as for `program`.
+    """Runs a command line and returns its exit status. argv excludes the program's name. names: as for `program`.
 
     The engine writes to descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and a closed output
-    (`| head`) cancel the work and wait for the clean-up, so that no temporary file stays.
-    Ctrl-C returns 130; the others then end the process as they do by default.
+    (`| head`) cancel the work and wait until temporary files are removed. After Ctrl-C it
+    returns 130; the other signals then end the process with their default action.
     """
     import json
     import signal
@@ -389,7 +386,7 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is not None:
             stream.flush()
-        else:  # the output is closed: writes must fail, and must not reach the next file that is opened
+        else:  # the descriptor is closed: writes must fail, and not reach the next file that is opened
             nowhere = os.open(os.devnull, os.O_RDONLY)
             if nowhere != number:
                 os.dup2(nowhere, number)
@@ -420,12 +417,12 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
         core().free(job, FREE_NOW)
 
 
-# The commands that also take files of other libraries.
+# Commands that also accept files of other libraries.
 _READING = ("compress", "convert", "inspect", "verify", "load", "diff")
 
 
 def main() -> None:
-    """Runs the command `overwire`, after the saves in the background of a program that calls it."""
+    """Runs the `overwire` command. If a program calls it, it first waits for the program's background saves."""
     from ._order import await_all
 
     await_all()
@@ -447,28 +444,27 @@ def main() -> None:
     try:
         sys.exit(cli(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(130)  # Ctrl-C while the engine was being loaded
+        sys.exit(130)  # Ctrl-C while the engine is loading
 
 
 def _replace_process(module: str, words: list[str]) -> NoReturn:
-    # Runs another program in place of this one.
     from ._children import module_command
 
     os.execv(sys.executable, module_command(module, *words))
 
 
 def is_loaded() -> bool:
-    """Whether the engine is loaded and the interpreter is not exiting."""
+    """Returns whether the engine is loaded and the interpreter is not exiting."""
     return _loaded is not None and not isinstance(_loaded, _Exiting)
 
 
 def forked() -> bool:
-    """Whether this is a child of a process that had loaded the engine."""
+    """Returns whether this process was forked after the engine was loaded."""
     return _library is not None and bool((_loaded or _library).forked())
 
 
 def refuse_child(what: str) -> None:
-    """Raises ForkedError in a forked child. what: the start of a sentence that says what runs in the parent."""
+    """Raises ForkedError in a forked child. what: the message up to "the process that this one was forked from"."""
     if forked():  # check before taking a lock: a thread of the parent may hold it
         from .errors import ForkedError
 

@@ -11,32 +11,31 @@ _adopted = False
 # Variables that a store may need: whole names, and prefixes of names.
 _NAMES = {name for name in STORES if not name.endswith("*")}
 _NAMES |= {name.lower() for name in _NAMES if name.endswith("_PROXY")}
-# Variables of huggingface_hub in which it expands ~ and $NAME.
+# Variables in which huggingface_hub expands ~ and $NAME.
 _PATHS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")
 _PREFIXES = tuple(name[:-1] for name in STORES if name.endswith("*"))
 
 
 def engine_text(text: str) -> str:
-    """Converts a word of the command line or environment to the engine's encoding: UTF-8,
-    with other bytes as surrogates."""
+    """Converts a command-line word or environment value to the engine's encoding: UTF-8, with
+    surrogates for invalid bytes."""
     return os.fsencode(text).decode("utf-8", "surrogateescape")
 
 
 def adopt_nyacomp() -> None:
-    """Makes nyacomp's variables (DEBUG, NUM_THREADS ...) settings from now on. Other programs
-    use such names for themselves, so only nyacomp's drop-in calls this."""
+    """Treats nyacomp's variables (DEBUG, NUM_THREADS ...) as settings from now on. Only nyacomp's
+    drop-in calls this, because other programs also use these names."""
     global _adopted
     _adopted = True
 
 
 def truth(name: str) -> bool:
-    """Whether a variable says yes, in one of the engine's spellings. Warns about a value that
-    is neither yes nor no."""
+    """Returns whether a variable is set to one of the engine's spellings of yes."""
     return os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t")
 
 
 def settings() -> dict[str, str]:
-    """The variables of `os.environ` that are engine settings, as they are now."""
+    """Returns the engine's settings in the current `os.environ`."""
     return {
         name: engine_text(value)
         for name, value in os.environ.items()
@@ -45,7 +44,7 @@ def settings() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of `os.environ` that stores read, as they are now."""
+    """Returns the variables for stores in the current `os.environ`."""
     variables = {name: value for name, value in os.environ.items() if name in _NAMES or name.startswith(_PREFIXES)}
     for name in _PATHS:
         if name in variables:

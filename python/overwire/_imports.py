@@ -1,5 +1,5 @@
 """Handles imports that another thread or a signal handler may interrupt, pauses the cycle
-collector and signal handlers, and remembers process groups of a forked process's parent.
+collector and signal handlers, and recognizes process groups that were made before a fork.
 
 The package imports this module first, so it only imports modules that Python has already loaded.
 """
@@ -20,9 +20,9 @@ _whole: "dict[str, Any]" = {}
 
 
 def imported(name: str) -> "Any":
-    """Returns a module that the program has fully imported; waits while another thread imports
-    it. None if it was not imported, and in the thread that is importing it, for instance in a
-    signal handler: no object of the module can exist there yet."""
+    """Returns a module if the program has imported it, else None. Waits while another thread
+    imports it. In the thread that is importing it, for instance in a signal handler, it returns
+    None: no object of the module can exist yet."""
     module = sys.modules.get(name)
     if module is None or _whole.get(name) is module:
         return module
@@ -45,8 +45,8 @@ def _is_initializing(module: "Any") -> bool:
 def skip_at_exit(
     finalizer: "Callable[[T], None]", is_exiting: "Callable[[], bool]" = sys.is_finalizing
 ) -> "Callable[[T], None]":
-    """Turns a `__del__` into one that does nothing while the interpreter exits: by then the engine
-    has ended everything, and module globals may already be None."""
+    """Makes a `__del__` do nothing while the interpreter exits. The engine has then ended all work, and
+    module globals may already be None."""
 
     return lambda self: None if is_exiting() else finalizer(self)
 
@@ -55,7 +55,7 @@ _pauses: "list[None]" = []  # one item for each active pause of the cycle collec
 
 
 def pause_collector() -> bool:
-    """Stops Python's cycle collector for all threads. If it ran, returns True: then call `resume_collector`."""
+    """Disables Python's cycle collector. Returns whether it was enabled; if so, call `resume_collector` later."""
     import gc
 
     if not gc.isenabled():
@@ -66,7 +66,7 @@ def pause_collector() -> bool:
 
 
 def resume_collector() -> None:
-    """Ends a pause. In a forked child all pauses have ended, since the threads that would end them are not there."""
+    """Ends a pause."""
     import gc
 
     gc.enable()
@@ -74,7 +74,7 @@ def resume_collector() -> None:
 
 
 def _resume_in_child() -> None:
-    if _pauses:
+    if _pauses:  # the threads that would end the other pauses do not exist in the child
         resume_collector()
 
 
@@ -87,11 +87,11 @@ def lazy_names(
     hint: "Callable[[str], str]" = lambda name: "",
     finish: "Callable[[Any], None]" = lambda function: None,
 ) -> "Callable[[str], Any]":
-    """A module's `__getattr__`, which imports a name from its module in the same package on first use.
+    """Makes a module's `__getattr__` that imports each name on first use from a module of the same package.
 
     homes: maps modules to their names; "" lists names that are modules themselves. names: the
-    module's globals. hint: returns what the error adds for an unknown name. finish: gets
-    each function without a `__signature__` on its first use.
+    globals of the lazy module. hint: returns text to add to the error for an unknown name.
+    finish: called with each function without a `__signature__` on its first use.
     """
     home_of = {name: module for module, own in homes.items() for name in own}
 
@@ -112,7 +112,7 @@ def lazy_names(
     return find_name
 
 
-_groups: "list[_weakref.ReferenceType[Any]]" = []  # process groups of this process's parents, from when they forked
+_groups: "list[_weakref.ReferenceType[Any]]" = []  # process groups that existed when this process was forked
 
 
 def _note_groups() -> None:
@@ -124,22 +124,21 @@ os.register_at_fork(after_in_child=_note_groups)
 
 
 def is_of_parent(group: "Any") -> bool:
-    """Whether a process group was made before this process was forked. Its connections, and the threads
-    that serve them, then belong to the parent."""
+    """Returns whether a process group was made before this process was forked. Then its connections and threads
+    belong to the parent."""
     return any(reference() is group for reference in _groups)
 
 
 class Undisturbed:
     """A context manager that delays the program's signal handlers and the cycle collector.
 
-    Handlers run in the main thread, between any two steps. A handler that calls overwire in the
-    middle of an import, or while the engine is being loaded, would find half a module. Only use
-    it for work that takes milliseconds. Ctrl-C's default handler, which raises
-    KeyboardInterrupt, only waits with `ctrl_c`. Starting a thread needs that: a thread waits
-    for ever if its starter is interrupted. In other threads no signal is delayed.
+    Handlers run in the main thread between any two bytecodes. A handler that calls overwire during
+    an import, or while the engine is loading, would find an incomplete module. Only use this for work
+    that takes milliseconds. Ctrl-C's default handler, which raises KeyboardInterrupt, is only
+    delayed with `ctrl_c`; `start_thread` needs that. In other threads no signal is delayed.
 
-    The cycle collector stops on all threads: it would run finalizers, and scan
-    all of torch's objects because an import has created a thousand.
+    The cycle collector is paused in all threads. It would run finalizers, and an import that
+    creates many objects would make it scan all of torch's objects.
     """
 
     def __init__(self, ctrl_c: bool = False) -> None:
@@ -180,14 +179,14 @@ class Undisturbed:
             try:
                 _signal.raise_signal(self._came.pop(0))
             except BaseException:
-                self.__exit__()  # after the remaining handlers
+                self.__exit__()  # run the remaining handlers first
                 raise
 
 
 def start_thread(start: "Callable[..., Any]", *args: "Any") -> "Any":
     """Calls a function that starts threads (a thread's `start`, a pool's `submit` or `map`), and returns its result.
 
-    Ctrl-C is delayed until the thread runs. If it interrupted Python's own code here, it would leave a thread
-    that waits for ever, and the end of the pool and of the process would wait for that thread."""
+    Ctrl-C is delayed until the thread runs. If it interrupted Python's threading code, the new thread would wait
+    forever, and so would the pool's shutdown and the process exit."""
     with Undisturbed(ctrl_c=True):
         return start(*args)

@@ -1,5 +1,5 @@
-"""Makes locks that the same thread may take again, as a signal handler or a finalizer does, and that are
-free in a forked child, where other threads cannot release them. Also tells whether this process is a fork."""
+"""Makes reentrant locks, for code that signal handlers and finalizers also run. In a forked child, locks that
+other threads held at the fork are free again. Also tells whether this process was forked."""
 
 import _thread
 import _weakref
@@ -9,27 +9,27 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_forks: "list[None]" = []  # one item for each fork between the process that imported this and this one
+_forks: "list[None]" = []  # one item for each fork since the import of this module
 
 _locks: "set[_weakref.ReferenceType[Any]]" = set()
 
 
 def new_lock() -> "Any":
-    """A lock for a module or an object. It lasts as long as its owner."""
+    """Returns a reentrant lock."""
     lock = _thread.RLock()
     _locks.add(_weakref.ref(lock, _locks.discard))
     return lock
 
 
 def is_fork() -> bool:
-    """Whether this process was forked: threads of libraries such as torch may only exist in its parent."""
+    """Returns whether this process was forked. Threads of libraries such as torch may then only exist in its parent."""
     return bool(_forks)
 
 
 def _renew_in_child() -> None:
     _forks.append(None)
     for lock in filter(None, [reference() for reference in list(_locks)]):
-        if not lock._is_owned():  # keep locks of the thread that forked
+        if not lock._is_owned():  # the thread that forked keeps its locks
             lock._at_fork_reinit()
 
 

@@ -1,7 +1,7 @@
-"""Formats reports, plans and opened files for a notebook: a line, and HTML tables.
+"""Formats reports, plans and opened files for notebooks: a line of facts, and HTML tables.
 
-All text from files is escaped here and gets its own element, so that a name cannot
-become mark-up or change the direction of the text around it.
+All text from files is escaped and put in its own element. A tensor name cannot become
+markup or change the direction of the text around it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: Most rows of a table; more would slow the notebook down.
+#: Maximum number of rows in a table; more would slow the notebook down.
 MOST = 200
 
 _MARKUP = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
@@ -38,7 +38,7 @@ def _cell_text(value: object) -> str:
     return f"<bdi>{text.translate(_BAD).translate(_MARKUP)}</bdi>"
 
 
-# Facts that are numbers of bytes.
+# Names of facts that count bytes.
 _SIZES = {"bytes", "stored", "written", "total", "available", "limit", "free", "memory"}
 
 
@@ -61,12 +61,12 @@ def size(number: int) -> str:
 
 
 def largest(rows: Iterable[T], bytes_of: Callable[[T], int]) -> list[T]:
-    """The rows with the most bytes, as many as a table shows. Among equals the first comes first."""
+    """Returns the rows with the most bytes, at most `MOST`, in stable order."""
     return sorted(rows, key=bytes_of, reverse=True)[:MOST]
 
 
 def _class_of(cell: object) -> str:
-    """Long texts wrap and are aligned to the left."""
+    """Returns the class for long texts, which wrap and are aligned to the left."""
     return ' class="text"' if isinstance(cell, str) and len(cell) > 40 else ""
 
 
@@ -80,9 +80,9 @@ def table(
 ) -> str:
     """Makes an HTML table.
 
-    head, rows: texts; the first cell of a row is its name.
-    count: the number of rows, if not all are shown.
-    folded: the table opens on a click.
+    head: column titles. rows: cells; the first cell of a row is its name.
+    count: the total number of rows, if not all are shown.
+    folded: whether the table is closed until it is clicked.
     """
     body = []
     for row in islice(rows, MOST):
@@ -99,7 +99,7 @@ def table(
 
 
 def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]], count: int, *, folded: bool) -> str:
-    """A table of tensors. Each row has its name, dtype, shape, and bytes in memory and in the file."""
+    """Makes a table of tensors. A row has a tensor's name, dtype, shape, and bytes in memory and in the file."""
     cells = ((name, dtype, list(shape), size(nbytes), size(stored)) for name, dtype, shape, nbytes, stored in rows)
     return table(
         f"{count:,} tensor{'' if count == 1 else 's'}, {order}",
@@ -111,7 +111,7 @@ def tensors(order: str, rows: Iterable[tuple[str, str, Iterable[int], int, int]]
 
 
 def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
-    """A title, a line of facts, and tables."""
+    """Formats a title, a line of facts, and tables."""
     line = " \u00b7 ".join(f"{_cell_text(name)} {_cell_text(value)}" for name, value in facts)
     head = f"<style>{_STYLE}</style><strong>{_cell_text(title)}</strong>"
     return f'<div class="overwire">{head}<div>{line}</div>{"".join(tables)}</div>'

@@ -1,7 +1,7 @@
-"""Saves in the background, by the paths that they write: whatever writes there later waits for them.
+"""Tracks background saves by the paths they write. Later writes to these paths wait for them.
 
-Each function of `_verbs` that writes a path asks here before its job starts, so that no later
-save is lost to an earlier one.
+Each function of `_verbs` that writes a path calls this module before its job starts. Otherwise an
+earlier save could end last and replace the files of a later save.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 lock = new_lock()
-_savers: list[Saver] = []  # what runs, or has failed and no one knows
+_savers: list[Saver] = []  # running saves, and failed saves that have not raised their error yet
 
-# The names of a set of shards, without what tells them from those of the single file.
+# The parts of a shard's or index's name that a single file's name does not have.
 _SHARD = re.compile(
     r"(-ow[0-9a-f]{8})?-\d{1,9}-of-\d{1,9}(?=\.[^/]*$)"
     r"|(?<=\.safetensors)(\.[^./]+)?\.index(\.[^./]+)?\.json$"
@@ -31,24 +31,24 @@ _DEFAULT_PORT = ":6379"
 
 
 class Saver:
-    """A save in the background, from `claim_paths` to `forget_saver`: `wait` returns when its files are there."""
+    """A background save, which is tracked from `claim_paths` to `forget_saver`."""
 
     def __init__(self, paths: list[str], is_sharded: bool) -> None:
         self._keys = list(dict.fromkeys(key for path in paths for key in _keys_of(path)))
         self._family = _family_of(self._keys[0]) if is_sharded else ""
-        self._thread = get_ident()  # which works for it; 0: none, its job runs
-        self._is_publishing = False  # that thread runs the save's own code, and no one's callback
+        self._thread = get_ident()  # the thread that works on the save; 0 if only its job runs
+        self._is_publishing = False  # whether that thread runs the save's own code, not a callback
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits for its end, and raises its error."""
+        """Waits until the files are in place, and raises the save's error."""
         raise NotImplementedError
 
     def shown_path(self) -> str:
-        """Its path, as people may see it."""
+        """Returns the path for messages, without secrets."""
         raise NotImplementedError
 
     def claim_paths(self) -> None:
-        """Waits for the savers of the same paths, and is the one of them from now on."""
+        """Waits for earlier savers of the same paths, then registers this one."""
         while True:
             with lock:
                 earlier = _saver_of(self._keys)
@@ -58,7 +58,7 @@ class Saver:
             _follow_saver(earlier)
 
     def forget_saver(self) -> None:
-        """Its end is known: no one waits for it any more."""
+        """Unregisters this saver: its result is known."""
         with lock:
             if self in _savers:
                 _savers.remove(self)
@@ -69,15 +69,14 @@ class Saver:
 
 
 def await_saves(request: Mapping[str, Any]) -> None:
-    """Waits for the save in the background of the path, or in the folder, that a request writes.
-    Raises that save's error, if it has failed and no one knows it. The request of a save in the background has claimed
-    its path already."""
+    """Waits for background saves to the path or folder that a request writes. Raises the error of a failed
+    save unless it was raised before. Ignores requests of background saves, which have claimed their paths already."""
     if _savers and request.get("path") and not request.get("background"):
         await_path(request["path"])
 
 
 def await_path(path: str) -> None:
-    """`await_saves` of a request for a path."""
+    """Does the work of `await_saves` for one path."""
     while _savers:
         with lock:
             earlier = _saver_of(_keys_of(path))
@@ -87,8 +86,8 @@ def await_path(path: str) -> None:
 
 
 def await_all() -> None:
-    """Waits for all saves in the background, before a command whose paths are not known here. Raises
-    the error of one that has failed and that no one knows."""
+    """Waits for all background saves. For commands with paths that are not known here. Raises
+    the error of a failed save unless it was raised before."""
     while _savers:
         with lock:
             earlier = next((one for one in _savers if one._thread != get_ident()), None)
@@ -104,14 +103,14 @@ def _saver_of(keys: list[str]) -> Saver | None:
 def _follow_saver(earlier: Saver) -> None:
     if earlier._thread == get_ident():
         raise ArgumentError(
-            f"overwire: save {earlier.shown_path()}: a signal handler or a callback saves to the path whose save it "
-            "interrupts"
+            f"overwire: save {earlier.shown_path()}: a signal handler or callback saves to the same path as the save "
+            "that it interrupts: use another path"
         )
     earlier.wait()
 
 
 def _keys_of(path: str) -> list[str]:
-    # The file to which a path leads, and the path itself, because it may become a link or stop being one during a save.
+    # The path with all links resolved, and without resolving the last element, which may change during a save.
     if not is_remote(path):
         text = path_of(path) if is_file(path) else path
         folder, name = os.path.split(text.rstrip("/"))

@@ -1,8 +1,8 @@
-"""Implements `overwire run PROGRAM ...`: an unmodified program reads safetensors files through overwire.
+"""Implements `overwire run PROGRAM ...`, which makes an unmodified program read safetensors files through overwire.
 
-The program replaces this process. A folder at the front of PYTHONPATH holds a patched
-package safetensors (see `compat.path`), and processes that the program starts inherit it.
-Nothing is written, and other programs are not affected.
+The program replaces this process. The first folder of PYTHONPATH has a patched safetensors
+package (see `compat.path`). Processes that the program starts inherit PYTHONPATH. Nothing is
+written to disk, and other programs are not affected.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _USAGE, _NOT_FOUND = 2, 3
 
 
 def run(words: list[str]) -> NoReturn:
-    """Replaces this process by a program and its arguments, which may follow "--". Exits with 2 if
-    no program is named or PYTHONPATH cannot reach it, and with 3 if the program does not exist."""
+    """Replaces this process with a program and its arguments, optionally after "--". Exits with status 2 if
+    no program is named or if the program ignores PYTHONPATH, and with 3 if the program cannot be started."""
     if words[:1] == ["--"]:
         words = words[1:]
     elif words and words[0].startswith("-"):
@@ -34,8 +34,7 @@ def run(words: list[str]) -> NoReturn:
             if set(word[1:]) & set("IE"):
                 _exit_with(
                     _USAGE,
-                    f"{words[0]} {word} ignores PYTHONPATH, by which the program would reach overwire: leave that "
-                    f"option out",
+                    f"{words[0]} {word} ignores PYTHONPATH, which overwire run needs: leave that option out",
                 )
     folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "compat", "_path", "safetensors")
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]

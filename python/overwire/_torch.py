@@ -1,6 +1,6 @@
-"""Implements the commands that take files and folders of other libraries.
+"""Implements commands on files and folders of other libraries.
 
-It writes the sources as temporary plain files, and then runs the engine's command on them in
+It converts the sources to temporary plain files, and then runs the engine's command on them in
 another process. The plain files are in a temporary folder for `compress` and `convert`, and in
 memory for other commands.
 """
@@ -84,8 +84,8 @@ def _rewrite(words: list[str]) -> int:
 def _run_engine(
     words: list[str], left: list[str], names: dict[str, str] | None = None, numbers: Sequence[int] = ()
 ) -> int:
-    # names: as people know the plain files. numbers: of those in memory. Ctrl-C reaches both processes: this one
-    # waits while the other cleans up.
+    # names: maps plain files to the names that messages show. numbers: the descriptors of files in memory.
+    # Ctrl-C reaches both processes: this one ignores it and waits while the other cleans up.
     engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}))"
     with subprocess.Popen(code_command(engine, *words), pass_fds=numbers) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Encodes and decodes buffers with open algorithms and X16, on all cores, many at a time.
+"""Encodes and decodes batches of buffers on all cores, with X16 and open algorithms.
 
     from overwire import codecs
 
@@ -7,15 +7,14 @@
     many = codecs.encode([a, b, c], "Zstd", bitstream="raw")
 
 `bitstream` is the framing of a block. "native" is a container of independent chunks
-that names its algorithm and length. "raw" is one block of the algorithm and nothing
-else, as lz4, zstandard, zlib, python-snappy and nvCOMP read it. "with_size" is the
-content length (little-endian in 8 bytes; for LZ4 in 4, as numcodecs writes it) and a
-raw block. Native streams are overwire's own format; nvCOMP 2.2's are also read
-(docs/nvcomp.md).
+that names its algorithm and length. "raw" is a single block without a header, which
+lz4, zstandard, zlib, python-snappy and nvCOMP can read. "with_size" is the content
+length (little-endian in 8 bytes; for LZ4 in 4, as in numcodecs) and a raw block. Native
+streams are overwire's own format; nvCOMP 2.2's are also read (docs/nvcomp.md).
 
-Streams need not be trusted. A stated length is compared with what the stored bytes can
-decode to before memory is allocated for it, and a decoder fills exactly that length or
-raises CorruptError. Work releases the GIL, and Ctrl-C interrupts it.
+Streams may be untrusted. Before memory is allocated for a stated length, it is compared
+with the largest length that the stored bytes can decode to. A decoder fills exactly that
+length or raises CorruptError. Calls release the GIL, and Ctrl-C interrupts them.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ _VERIFY = {False: "", True: "present", "always": "always"}
 
 
 class Span(NamedTuple):
-    """Host memory: `nbytes` bytes at `address`. `keep` owns the memory and must live as long
-    as it is used."""
+    """Host memory: `nbytes` bytes at `address`. `keep` owns the memory: hold it as long as you
+    use the memory."""
 
     address: int
     nbytes: int
@@ -80,8 +79,8 @@ class Coded(NamedTuple):
 
     `memory` is a DLPack capsule of uint8 that owns `nbytes` bytes at `address`. It is None
     if the caller gave an output, if there are no bytes, or if the buffer failed before
-    memory was allocated. `error` is what `encode` or `decode` would raise; if it is set,
-    the bytes are invalid. `summed`: checksums were compared.
+    memory was allocated. `error` is the error that `encode` or `decode` would raise; if it is
+    set, the bytes are invalid. `summed` tells whether checksums were compared.
     """
 
     memory: Any
@@ -105,18 +104,18 @@ class TensorView(NamedTuple):
 
 
 def algorithms() -> tuple[str, ...]:
-    """The algorithm names that `encode` and `decode` take, in any case."""
+    """Returns the algorithm names that `encode` and `decode` accept. Their case does not matter."""
     return tuple(codec_names())
 
 
 def default_chunk(algorithm: str) -> int:
-    """The content bytes of a native chunk if `chunk_size` is not given."""
+    """Returns the default `chunk_size` of `encode`: the content bytes of a native chunk."""
     return 1 << 20 if algorithm == "X16" else 64 << 10
 
 
 def span(source: Any, *, writable: bool = False) -> Span:
-    """Returns the memory of a host buffer without a copy. The source has Python's buffer
-    protocol or DLPack, dense in C order. A Span is returned as it is.
+    """Returns the memory of a host buffer without a copy. The source must support Python's
+    buffer protocol or DLPack, and be dense in C order. A Span is returned unchanged.
 
     Raises ArgumentError for a source that has neither, is not dense, or is read-only
     although `writable` is set; NotSupportedError for GPU memory.
@@ -181,15 +180,15 @@ def dlpack(
 
 
 def exporter() -> type:
-    """Returns a base class with the buffer protocol, on every version of Python. The buffer
-    of an instance is what its method `_buffer()` returns."""
+    """Returns a base class that implements the buffer protocol in all versions of Python. An
+    instance exports the result of its method `_buffer()`."""
     kind: type = _engine.open_library().Exporter
     return kind
 
 
 @lru_cache(64)
 def _spec_text(cascaded: tuple[Any, ...] | None, **spec: Any) -> str:
-    """The JSON of a request (NvcompSpec)."""
+    """Returns the JSON of a request (NvcompSpec)."""
     layers = None if cascaded is None else dict(zip(("rles", "deltas", "pack"), cascaded, strict=True))
     return json.dumps({**spec, "cascaded": layers})
 
@@ -209,12 +208,12 @@ def run(
     out: Sequence[Span | None] | None = None,
     sizes: Sequence[int] = (),
 ) -> list[Coded]:
-    """Does the work of `encode`, `decode`, `content_size` and `max_size`: returns one `Coded`
-    for each source, with its error as a value.
+    """Does the work of `encode`, `decode`, `content_size` and `max_size`. Returns one `Coded`
+    per source, with that source's error.
 
     `op` is "encode", "decode", "size" or "bound". `out` has an output for each source,
-    or None for new memory. "bound" takes `sizes` and no sources. Errors that concern all
-    sources are raised before anything is written: ArgumentError (also if an output
+    or None for new memory. "bound" takes `sizes` and no sources. Errors about the whole
+    call are raised before anything is written: ArgumentError (also if an output
     overlaps another output or a source), OutOfMemoryError.
     """
     if bitstream not in BITSTREAMS:
@@ -258,7 +257,7 @@ def run(
     try:
         return _coded_of(job.result())
     except BaseException:
-        job.cancel()  # then nothing writes to the buffers any more
+        job.cancel()  # nothing writes to the buffers after this
         raise
     finally:
         job.free()
@@ -285,7 +284,7 @@ def _bytes_at(address: int, nbytes: int, keep: Any) -> memoryview:
 
 
 def _written_part(out: Any, place: Span, nbytes: int) -> memoryview:
-    """The written part of an output, which may also be a DLPack tensor or a Span."""
+    """Returns the written part of an output: a buffer, a DLPack tensor or a Span."""
     try:
         return memoryview(out).cast("B")[:nbytes]
     except TypeError:
@@ -347,11 +346,11 @@ def encode(
     `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native chunk in
     bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` applies to Deflate, Gzip
     and GDeflate: 0 (only entropy coding) to 5 (smallest). `dtype` is a safetensors dtype
-    name. It tells X16 what the bytes are ("BF16"; without it X16 finds out), and Cascaded
-    the length and sign of its elements ("I32"; without it they are single bytes).
-    `cascaded` is how many run-length and difference layers Cascaded makes, up to 7, and
-    whether it packs bits; None means (2, 1, True). `checksums` puts CRC-32 sums of the
-    header, the stored bytes and the plain bytes into native streams.
+    name. X16 chooses its transform by it ("BF16"; by default X16 examines the bytes).
+    Cascaded needs it for the size and sign of its elements ("I32"; by default they are
+    single bytes). `cascaded` has the numbers of run-length and difference layers, up to 7,
+    and whether bits are packed; None means (2, 1, True). `checksums` puts CRC-32 sums of
+    the header, the stored bytes and the plain bytes into native streams.
 
     Returns a memoryview that owns its memory. With `out` (a writable buffer, or a list
     with a buffer or None for each source) it returns the written part of `out`. Raises
@@ -398,14 +397,13 @@ def decode(
 
 
 def is_native(source: Any) -> bool:
-    """Whether a stream begins like the native ones that `encode` makes. Raises what `span`
-    raises."""
+    """Returns whether a stream begins like a native stream of `encode`. Raises the errors of `span`."""
     place = span(source)
     return place.nbytes >= 64 and ctypes.string_at(place.address, 4) == b"OWBS"
 
 
 def content_size(source: Any, algorithm: str | None = None, *, bitstream: Bitstream = "native") -> Any:
-    """The number of bytes that a stream, or each stream of a list, decodes to. Raises what `decode` raises."""
+    """Returns the content bytes of a stream, or of each stream of a list. Raises the errors of `decode`."""
     return _results_of(source, None, "size", algorithm=algorithm, bitstream=bitstream)
 
 
@@ -417,8 +415,8 @@ def max_size(
     chunk_size: int | None = None,
     checksums: bool = False,
 ) -> Any:
-    """The most bytes that `encode` can produce for a buffer of `nbytes`, or for each of a
-    list of sizes. Raises ArgumentError."""
+    """Returns the maximum size of `encode`'s output for a buffer of `nbytes`, or for each size of a
+    list. Raises ArgumentError."""
     one = isinstance(nbytes, int)
     sizes = [nbytes] if isinstance(nbytes, int) else list(nbytes)
     if any(n < 0 for n in sizes):

@@ -11,11 +11,11 @@ from typing import Any
 from ._imports import imported
 from ._tables import BITS
 
-# Types with several elements in a byte. No framework can index them by element.
+# Types with several elements per byte. Frameworks cannot index their elements.
 PACKED = frozenset(name for name, bits in BITS.items() if bits < 8)
 
 
-# The names in torch, and in numpy with ml_dtypes. F4 is a name of torch only: ml_dtypes has it unpacked.
+# The names in torch, and in numpy with ml_dtypes. The name of F4 is torch's: ml_dtypes only has it unpacked.
 CALLED = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -39,7 +39,7 @@ CALLED = {
     "U64": "uint64",
 }
 
-# Other names that people use for the types that `dtype=` casts to, besides the safetensors names.
+# Other names that `dtype=` accepts, besides the safetensors names.
 _NAMES = {
     "F16": "float16 half fp16 f16",
     "BF16": "bfloat16 bf16",
@@ -54,8 +54,8 @@ _NAMED = {text: name for name, texts in _NAMES.items() for text in texts.split()
 
 
 def named(dtype: Any) -> Any:
-    """Returns the safetensors name of a floating dtype, given as a name ("bf16",
-    "torch.float16", "BF16") or as a framework's type. Returns others as they are."""
+    """Returns the safetensors name of a floating-point dtype, given as a name ("bf16",
+    "torch.float16", "BF16") or as a framework's type. Returns other values unchanged."""
     numpy = imported("numpy")
     if numpy is not None and isinstance(dtype, (numpy.dtype, type)):
         try:
@@ -71,12 +71,12 @@ def named(dtype: Any) -> Any:
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor. A packed tensor must fill its last byte."""
+    """Returns the number of bytes of a tensor. The elements of a packed tensor must fill its last byte."""
     return BITS[dtype] * math.prod(shape) // 8
 
 
 def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a packed tensor viewed as U8.
+    """Returns the shape of a packed tensor viewed as U8.
 
     The last dimension shrinks to its number of bytes. If its elements do not fill whole
     bytes, the result is one-dimensional.
@@ -87,5 +87,5 @@ def packed_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that torch gives to a file's tensor: `packed_shape` if elements share bytes."""
+    """Returns the shape of a file's tensor in torch, which is `packed_shape` if elements share bytes."""
     return packed_shape(dtype, shape) if dtype in PACKED else shape

@@ -3,8 +3,8 @@
 Every class derives from `OverwireError` and from the built-in that a user would catch
 without knowing overwire (`FileNotFoundError`, `TimeoutError`, `KeyError` ...). Every
 exception has `source`, `tensor`, `chunk`, `offset` and `rule`, which are None if unknown,
-and survives pickling. Those that are an OSError also have `errno` (None if an IOFailure has
-no number of the operating system) and `filename`, which is `source` unless the system named
+and can be pickled. Subclasses of OSError also have `errno` (None for an IOFailure without an
+operating system error) and `filename`, which is `source` unless the system named
 another file. The engine writes the messages and redacts secrets in them.
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # The prefix of the engine's messages.
 _PREFIX = "overwire-fault:"
 
-# Control characters of a terminal, except line ends and tabs, and characters that change the direction
-# of text, with their escapes: as in gosrc/errs.
+# Escapes for terminal control characters, except line ends and tabs, and for characters that change the
+# direction of text. gosrc/errs has the same table.
 _CONTROLS = {
     code: f"\\u{code:04x}"
     for codes in (range(0x20), range(0x7F, 0xA0), (0x61C, 0x200E, 0x200F), range(0x202A, 0x202F), range(0x2066, 0x206A))
@@ -30,7 +30,7 @@ _CONTROLS = {
     if chr(code) not in "\n\t"
 }
 
-# Attributes that programs look at if they do not know overwire's classes.
+# Values of `errno`, for programs that check it instead of overwire's classes.
 _NUMBERS = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES), (TimeoutError, errno.ETIMEDOUT))
 
 
@@ -38,8 +38,8 @@ class OverwireError(Exception):
     """The base class of every error that overwire raises on purpose.
 
     `source` is the file or URI, `tensor` the tensor's name, `chunk` the chunk's number in the
-    tensor, `offset` the byte offset in the source. `rule` says more precisely than the class
-    what went wrong, such as "InvalidOffset" or "Checksum".
+    tensor, `offset` the byte offset in the source. `rule` is a more precise error name than the
+    class, such as "InvalidOffset" or "Checksum".
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class OverwireError(Exception):
         offset: int | None = None,
         rule: str | None = None,
     ) -> None:
-        # A file name may hold bytes that are not text, or terminal control characters. `source`
-        # has it unchanged; the message can always be printed.
+        # A file name may contain invalid text or terminal control characters. They are escaped in the
+        # message, which can always be printed; `source` has the unchanged name.
         super().__init__(message.encode("utf-8", "backslashreplace").decode().translate(_CONTROLS))
         self.source = source
         self.tensor = tensor
@@ -87,10 +87,10 @@ def _set_filename(error: BaseException, name: str | None) -> None:
 
 
 class OutOfMemoryError(OverwireError, MemoryError):
-    """Not enough host or device memory. What had been allocated is freed.
+    """There is not enough host or device memory. All memory of the failed call is freed.
 
-    `asked`, `free` and `total` are bytes: the allocation's size, the memory that was free
-    then, and all memory. `device` is "cuda:0" or "host". They are None if unknown.
+    `asked`, `free` and `total` are bytes: the size of the failed allocation, the free memory at
+    that time, and the total memory. `device` is "cuda:0" or "host". They are None if unknown.
     """
 
     def __init__(
@@ -180,20 +180,20 @@ class IOFailure(OverwireError, OSError):
 
 
 class SliceError(ArgumentError, IndexError):
-    """An index out of range, or of a kind that slices do not take."""
+    """An index is out of range, or has a type that slices do not support."""
 
 
 class ModelMismatchError(OverwireError, RuntimeError):
-    """A module and a file do not fit together. The message names all missing, unexpected and
+    """A module and a file have different tensors. The message names all missing, unexpected and
     misshapen tensors."""
 
 
 class MissingPackageError(OverwireError, ImportError):
-    """A Python package that this needs is not installed. The message names it."""
+    """A required Python package is not installed. The message names it."""
 
 
 class UntrustedPickleError(OverwireError, pickle.UnpicklingError):
-    """A pickle asks for something outside the allow-list; see `trust=True`."""
+    """A pickle uses a class or function that is not on the allow-list; see `trust=True`."""
 
 
 __all__ = sorted(name for name, kind in globals().items() if isinstance(kind, type) and issubclass(kind, OverwireError))
@@ -203,12 +203,12 @@ __all__ = sorted(name for name, kind in globals().items() if isinstance(kind, ty
 
 
 def hold_daemon() -> None:
-    """Does nothing. While the interpreter exits it is replaced by a function that never returns in daemon threads."""
+    """Does nothing. At interpreter exit it is replaced by a function that never returns in daemon threads."""
 
 
 def of_engine(error: BaseException) -> BaseException:
-    """Converts an engine error to the exception that its text names; returns other errors as they are. Does not
-    return in a daemon thread, because interpreter exit has ended that thread's work."""
+    """Converts an engine error to the exception that its text describes; returns other errors unchanged. At
+    interpreter exit it does not return in daemon threads, because their work was cancelled."""
     text = str(error)
     if not text.startswith(_PREFIX):
         return error
@@ -219,7 +219,7 @@ def of_engine(error: BaseException) -> BaseException:
 
 
 def error_of(fields: dict[str, Any]) -> BaseException:
-    """Makes the exception that the engine describes."""
+    """Makes the exception for the engine's description of an error."""
     fields = dict(fields)
     kind, number = globals().get(fields.pop("class"), EngineError), fields.pop("errno", None)
     error: BaseException = kind(fields.pop("message"), **fields)
@@ -228,7 +228,7 @@ def error_of(fields: dict[str, Any]) -> BaseException:
     return error
 
 
-# Maps errno values to classes and to our wording. Others become an IOFailure.
+# Maps errno values to classes and to our wording. Other values become an IOFailure.
 _OF_SYSTEM = {
     errno.ENOENT: (NotFoundError, "not found"),
     errno.EACCES: (AccessError, "permission denied"),
@@ -239,8 +239,8 @@ _OF_SYSTEM = {
 
 
 def error_of_system(error: OSError, verb: str, source: str) -> OverwireError:
-    """Makes the exception for an operating system error of a verb on a source, with its errno. If the system names
-    another file, the text and `filename` name that file."""
+    """Converts an operating system error to our class with the same errno. verb: what the program was doing with
+    `source`. If the error names another file, the message and `filename` name that file."""
     number = error.errno or next((number for kind, number in _NUMBERS if isinstance(error, kind)), 0)
     kind, reason = _OF_SYSTEM.get(number, (IOFailure, ""))
     place = error.filename if isinstance(error.filename, str) else source
@@ -258,22 +258,22 @@ def name_tensor(error: OverwireError, name: str) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns what a message adds if a name resembles a known one."""
-    import difflib  # takes a millisecond, and only errors need it
+    """Returns a suggestion to append to a message if a name resembles a known one, else ""."""
+    import difflib  # the import takes a millisecond, and only errors need it
 
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def not_a_handle(number: object) -> BaseException:
-    """Makes the error for something that is not a handle."""
+    """Makes the error for an invalid handle."""
     return ArgumentError(f"overwire: {number!r} is not a handle")
 
 
 def forked(what: str = "this call") -> BaseException:
-    """Makes the error that calls raise in a child of a process that had loaded the engine. Calls that only read local
-    files do not raise it. what: the call that needs the engine."""
+    """Makes the error for calls that need the engine in a process that was forked after the engine had started. Calls
+    that only read local files do not raise it. what: the call that needs the engine."""
     return ForkedError(
-        f"overwire: this process was forked from one that had started the engine, and cannot use it; {what} needs it: "
-        "use the spawn or forkserver start method, or fork before the first call"
+        f"overwire: {what} needs the engine, and this process cannot use it because it was forked after the engine "
+        "had started: use the spawn or forkserver start method, or fork before the first call"
     )

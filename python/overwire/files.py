@@ -1,9 +1,8 @@
 """Opens and reads regular files, and refuses pipes, sockets and devices.
 
-A pipe, socket or device under a file's name is refused at once instead of waited for: the
-file is opened without waiting and checked by its descriptor, so that nothing can replace it
-in between. All code that reads a file by a name, given or found in another file, uses this
-module or the engine.
+Opening a pipe or a device can block forever. Files are therefore opened with O_NONBLOCK and
+checked by descriptor, so nothing can replace the file between check and use. All code that
+opens a file by name uses this module or the engine.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _STEP = 8 << 20
 
 
 def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXEC) -> int:
-    """Opens a regular file and returns its descriptor. With `opener=regular`, `open` takes only such files.
+    """Opens a regular file for reading and returns its descriptor. Can be the `opener` of `open`.
 
-    flags: as for `os.open`, for reading. Raises ArgumentError if the file is not a regular
-    file, and whatever `os.open` raises.
+    flags: as for `os.open`. Raises ArgumentError if the file is not a regular file, and the
+    errors of `os.open`.
     """
     try:
         number = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
@@ -60,13 +59,13 @@ def _refuse_special(path: str | os.PathLike[str]) -> ArgumentError:
     return ArgumentError(f"overwire: open {name}: not a regular file", source=name)
 
 
-# The errors of the system if files cannot be locked, because of the file system or a sandbox. EACCES is not among
-# them: some servers use it to say that someone else has the lock.
+# Values of errno if the file system or a sandbox does not support locks. EACCES is not included: some file servers
+# return it if another process has the lock.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM)
 
 
 def lock_file(number: int, path: str, kind: int) -> None:
-    """Runs `fcntl.flock`. If locks are not available it logs one line; then the caller must be the only writer."""
+    """Locks a file with `fcntl.flock`. If locks are not supported, logs a warning and continues without a lock."""
     import fcntl
 
     try:
@@ -81,8 +80,8 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
 
 def state_of_file(place: Any) -> tuple[int, ...] | None:
-    """The identity of a local file, given by path or descriptor. It changes if another file takes the name or if
-    the file is written. None if it is not such a file."""
+    """Returns the identity of a local file, given by path or descriptor, or None if there is no such file. The
+    identity changes if the file is replaced or written."""
     try:
         state = os.stat(place)
     except (OSError, TypeError, ValueError):
@@ -91,19 +90,19 @@ def state_of_file(place: Any) -> tuple[int, ...] | None:
 
 
 class AnonymousMemory:
-    """A memory file that closes with its last holder; an open file would warn that no one closed it."""
+    """A memory file that is closed with its last reference, without the warning that file objects give."""
 
     def __init__(self) -> None:
         self.number = os.memfd_create("overwire")
 
     def __del__(self) -> None:
-        if hasattr(self, "number"):  # there may have been no descriptor left
+        if hasattr(self, "number"):  # it is missing if memfd_create failed
             os.close(self.number)
 
 
 def number_of(file: Any) -> int | None:
-    """The descriptor of an open file that reads its bytes unchanged. None for other files, whatever
-    their `fileno` says: it may belong to the compressed or encrypted bytes underneath."""
+    """Returns the descriptor of an open file that reads the descriptor's bytes unchanged, else None. The
+    `fileno` of other file objects may belong to compressed or encrypted data."""
     plain = file.file if type(file).__module__ == "tempfile" and hasattr(file, "file") else file
     raw = (
         getattr(plain, "raw", None)
@@ -116,12 +115,12 @@ def number_of(file: Any) -> int | None:
 
 
 def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:
-    """The whole content of a regular file.
+    """Reads a whole regular file.
 
-    limit: the most bytes to read. A larger file is a FormatError, before anything is read if
-        its size already shows it. None: as much as the machine's memory holds, and
-        OutOfMemoryError above that.
-    name: what errors call it; None: its path.
+    limit: the maximum size in bytes. A larger file raises FormatError, without reading it if
+        its size is known. None: the limit is the machine's memory, and a larger file raises
+        OutOfMemoryError.
+    name: the file's name in errors; by default its path.
 
     Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError if it is not a
     regular file, IOFailure.
@@ -132,12 +131,12 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
             size = os.fstat(file.fileno()).st_size
             most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if limit is None else limit
             content = io.BytesIO()
-            # Read to the end whatever the size says: files in /proc have size 0.
+            # Read to the end of the file, not up to its size: files in /proc have size 0.
             while max(size, content.tell()) <= most:
                 block = file.read(min(_STEP, max(size, content.tell()) - content.tell() + (64 << 10)))
                 if block is None:
                     raise IOFailure(
-                        f"overwire: read {name}: it has nothing to read now, and may never have", source=name
+                        f"overwire: read {name}: it has no data now, and reading it could block forever", source=name
                     )
                 if not block:
                     return content.getvalue()
@@ -154,13 +153,14 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
             f"overwire: read {name}: {size} bytes do not fit into memory", source=name, asked=size
         ) from error
     if limit is None:
-        text = f"overwire: read {name}: {size} bytes are more than the {most} of this machine's memory"
+        text = f"overwire: read {name}: its {size} bytes exceed this machine's memory of {most} bytes"
         raise OutOfMemoryError(text, source=name, asked=size, total=most)
-    raise FormatError(f"overwire: read {name}: more than {limit} bytes", source=name)
+    raise FormatError(f"overwire: read {name}: larger than the limit of {limit} bytes", source=name)
 
 
 class FileKind(NamedTuple):
-    """A row of the engine's table of file kinds. foreign: a folder of other weights may hold such a file."""
+    """A row of the engine's table of file kinds. foreign: whether folders of other libraries' weights have such files.
+    """
 
     what: str
     do: str
@@ -168,7 +168,7 @@ class FileKind(NamedTuple):
 
 
 def kind_of_file(path: str, head: bytes) -> FileKind | None:
-    """The kind of a file from its name and first bytes (HEAD_BYTES of them, if it has as many); None if unknown."""
+    """Determines the kind of a file from its name and its first HEAD_BYTES bytes. Returns None if it is unknown."""
     name = os.path.basename(path)
     for offset, magics, globs, what, do, foreign in FILE_KINDS:
         is_named = not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
@@ -177,17 +177,17 @@ def kind_of_file(path: str, head: bytes) -> FileKind | None:
     return None
 
 
-#: Endings of torch.save file names, and of all files of other libraries that are read.
+#: Name endings of torch.save files, and of all supported files of other libraries.
 TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 FOREIGN_ENDINGS = (*TORCH_ENDINGS, ".nemo", ".npz", ".npy")
 
-# How many levels below a model's folder are searched.
+# Number of folder levels below a model's folder that are searched.
 _DEPTH = 8
 
 
 def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
-    """Yields a folder and the folders in it, except hidden ones and links, each with its relative path.
-    NotSupportedError if folders are nested deeper than the search goes."""
+    """Yields a folder and all folders below it, each with its relative path. Skips hidden folders and links.
+    Raises NotSupportedError if folders are nested more than `depth` levels deep."""
     yield path, ""
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
@@ -199,8 +199,8 @@ def folders_of(path: str, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
 
 
 def may_be_foreign(path: str, is_tree: bool = True) -> bool:
-    """Whether a local path has the name of a file of another library that is read, or is a folder with such names.
-    is_tree: names in its subfolders count as well. Opens no file. Raises for folders that cannot be listed."""
+    """Returns whether a local path is named like a supported file of another library, or is a folder with such files.
+    is_tree: whether to search subfolders. Opens no file. Raises an error for folders that cannot be listed."""
     if os.path.isfile(path):
         return path.endswith(FOREIGN_ENDINGS)
     if not os.path.isdir(path):
@@ -218,5 +218,5 @@ def may_be_foreign(path: str, is_tree: bool = True) -> bool:
 
 
 def has_weights(names: list[str]) -> bool:
-    """Whether some of the names are those of safetensors files; the engine opens no hidden ones."""
+    """Returns whether any name is that of a safetensors file. Hidden files do not count: the engine ignores them."""
     return any(name.endswith(".safetensors") and not name.startswith(".") for name in names)

@@ -4,13 +4,13 @@
 
     memory = gpu.alloc(nbytes, device=0)
     batch = gpu.decode(0, stream, [(address, stored, memory.address, nbytes, chunk)], "X16")
-    ...                                     # more work on that stream, nothing has waited
-    for error in batch.wait(): ...          # the result of each stream
+    ...                                     # queue more work on that stream
+    for error in batch.wait(): ...          # the error of each bitstream, or None
 
 CUDA streams are numbers, as in DLPack and the CUDA array interface: 0 and 1 are the legacy
-default stream, 2 is the per-thread default stream, others are handles. NVIDIA's driver is
-loaded at the first call. Nothing here needs torch, but if torch is imported, memory comes
-from its allocator.
+default stream, 2 is the per-thread default stream, others are handles. The first call loads
+NVIDIA's driver. torch is not required; if the program has imported it, memory comes from
+torch's allocator.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _five = struct.Struct("=5q").pack
 
 
 class Memory(NamedTuple):
-    """`nbytes` bytes at `address` on GPU number `device`. `keep` owns them."""
+    """GPU memory: `nbytes` bytes at `address` on GPU number `device`. `keep` owns the memory."""
 
     address: int
     nbytes: int
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
 
 
 class Glance(NamedTuple):
-    """A stream's description of itself: its content bytes, chunk bytes (native streams) and
+    """The facts in a bitstream's header: its content bytes, chunk bytes (native streams) and
     algorithm, or the error that decoding would raise."""
 
     size: int
@@ -82,13 +82,13 @@ class Glance(NamedTuple):
 
 @cache
 def count() -> int:
-    """The number of GPUs; 0 without a driver. The driver is asked once."""
+    """Returns the number of GPUs; 0 without a driver. The result of the first call is cached."""
     return _verbs.gpu_count()
 
 
 @cache
 def algorithms() -> tuple[str, ...]:
-    """The algorithms that `decode` takes."""
+    """Returns the algorithms that `decode` accepts."""
     return tuple(_verbs.gpu_names())
 
 
@@ -101,7 +101,7 @@ def torch_of() -> Any:
 
 
 def current_stream(device: int) -> int:
-    """torch's current stream on a device if torch is imported; else the default stream, 1."""
+    """Returns torch's current stream on a device if torch is imported, else 1, the default stream."""
     torch = torch_of()
     return 1 if torch is None else int(torch.cuda.current_stream(device).cuda_stream) or 1
 
@@ -128,8 +128,8 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """A context for calls of torch, which then cannot destroy a CUDA graph that another thread
-    captures in torch's default mode. Otherwise growing torch's allocator destroys it."""
+    """A context for torch calls that protects CUDA graphs which other threads capture in torch's
+    default mode. Without it, an allocation that grows torch's memory pool invalidates them."""
     before = _verbs.gpu_mode(_RELAXED)
     try:
         yield
@@ -138,8 +138,8 @@ def beside_captures() -> Iterator[None]:
 
 
 def refuse_capture(torch: Any) -> None:
-    """Raises NotSupportedError if torch's current stream is being captured into a CUDA graph:
-    waiting for that stream would destroy the graph."""
+    """Raises NotSupportedError if torch's current stream is being captured into a CUDA graph.
+    Waiting for that stream would invalidate the capture."""
     if torch.cuda.is_current_stream_capturing():
         raise NotSupportedError(
             "overwire: the current stream is being captured into a CUDA graph, and this call cannot be captured: "
@@ -154,16 +154,19 @@ def _empty_tensor(torch: Any, nbytes: int, device: int) -> Any:
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise OutOfMemoryError(
-                f"overwire: cuda:{device}: {nbytes} bytes: {error}", asked=nbytes, free=free, total=total
+                f"overwire: cuda:{device}: cannot allocate {nbytes} bytes: {error}",
+                asked=nbytes,
+                free=free,
+                total=total,
             ) from error
 
 
 def copy(
     dst: int, src: int, nbytes: int, *, device: int, stream: int = 1, after: Sequence[int] = (), wait: bool = True
 ) -> None:
-    """Copies between host and GPU memory in any direction, on a stream, after the work that is
-    queued now on the streams of `after`. Without `wait` the copy is done when the stream has
-    reached it; but a copy of host memory that is not pinned always waits.
+    """Copies between host and GPU memory in any direction, on a stream. The copy starts after the
+    work that is now queued on the streams of `after`. With `wait=False` the call returns before the
+    copy is done, except for host memory that is not pinned.
 
     Raises ArgumentError if source and destination overlap, DeviceError.
     """
@@ -176,12 +179,12 @@ def _pack_streams(after: Sequence[int]) -> bytes:
 
 
 def device_of(address: int) -> int:
-    """The number of the GPU that an address belongs to; -1 for host memory."""
+    """Returns the number of the GPU that owns an address; -1 for host memory."""
     return _verbs.gpu_of(address)
 
 
 def follow(stream: int, after: int, *, device: int) -> None:
-    """Makes a stream wait for the work that is queued on another now. The caller does not wait."""
+    """Makes a stream wait for the work that is now queued on the stream `after`. The caller does not wait."""
     if (stream or 1) != (after or 1):
         _verbs.gpu_follow(device, stream, after)
 
@@ -220,7 +223,7 @@ class Batch:
         self._keep = keep
 
     def poll(self) -> list[BaseException | int | None] | None:
-        """Returns what `wait` does, or None while the work is running."""
+        """Returns the result of `wait`, or None while the work is running."""
         return self._results_of(False)
 
     def wait(self) -> list[BaseException | int | None]:
@@ -272,18 +275,18 @@ def decode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the decoding of bitstreams on a GPU stream, after the work that is queued now on
-    the streams of `after`. Does not wait.
+    """Queues the decoding of bitstreams on a GPU stream. It starts after the work that is now
+    queued on the streams of `after`. The call does not wait.
 
-    streams: for each bitstream, its address and bytes, the address and exact bytes of its
-        content, and the content bytes of a chunk (for native streams; else of the whole
-        content). Stored bytes are aligned to 8 bytes; for X16 to 16 (raw X16: 8 bytes before
-        a multiple of 16). X16 content is aligned to 16. If you decode the same streams often,
-        pack them once with `pack_streams`.
+    streams: five numbers per bitstream: its address and size, the address and exact size of its
+        content, and the content bytes of a chunk (native) or of the whole content (raw,
+        with_size). Bitstreams must be aligned to 8 bytes; X16 bitstreams to 16 (raw X16: 8 bytes
+        before a multiple of 16). X16 content must be aligned to 16. To decode the same
+        bitstreams often, pack the numbers once with `pack_streams`.
     algorithm: one of `algorithms()`. bitstream: as in `codecs.encode`.
 
-    Streams need not be trusted: one that differs from its description becomes an error in the
-    Batch, and nothing outside source and destination is touched. Checksums are not compared.
+    Bitstreams may be untrusted: if one does not match its numbers, the Batch returns an error for
+    it. Memory outside source and destination is never accessed. Checksums are not compared.
 
     Raises ArgumentError (also if a content overlaps another or a stream), NotSupportedError,
     DeviceError, OutOfMemoryError.
@@ -295,7 +298,7 @@ def decode(
 
 
 def pack_streams(streams: Iterable[tuple[int, int, int, int, int]]) -> bytes:
-    """Checks and packs the streams of `decode`."""
+    """Checks and packs the argument `streams` of `decode`."""
     streams = list(streams)
     apart(streams, [one[2:4] for one in streams])
     return b"".join([_five(*one) for one in streams])
@@ -310,11 +313,11 @@ def glance(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> list[Glance]:
-    """Reads what bitstreams on a GPU, given by address and bytes, say about themselves. Waits
-    for earlier work on the stream.
+    """Reads the headers of bitstreams on a GPU, given by address and size. Waits for earlier work
+    on the stream.
 
-    Raises NotSupportedError if this has no fixed place in the stream: raw blocks of
-    algorithms other than X16 and Snappy.
+    Raises NotSupportedError for raw blocks of algorithms other than X16 and Snappy, which
+    have no header at a fixed offset.
     """
     rows = b"".join([_five(*one, 0, 0, 1) for one in streams])
     text, numbers, _, _, _ = _verbs.gpu_peek(
@@ -330,7 +333,7 @@ def glance(
 
 def transform(dtype: str | None, sample: Any = None) -> int | None:
     """Chooses the X16 transform for contents of a dtype (a safetensors name, or None if unknown).
-    `sample` is a buffer with some of the content. Returns 0 if no transform gains anything,
+    `sample` is a buffer with some of the content. Returns 0 if no transform saves space,
     and None if it needs a sample to decide."""
     from .codecs import span
 
@@ -349,16 +352,16 @@ def encode(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> Batch:
-    """Queues the encoding of GPU contents to X16 streams, on a GPU stream. Does not wait; the
-    Batch returns the lengths.
+    """Queues the encoding of GPU contents to X16 bitstreams, on a GPU stream. The call does not
+    wait; the Batch returns the lengths.
 
-    contents: for each, its address and bytes, the address and bytes of the space for the
-        stream (`codecs.max_size` is enough), the content bytes of a chunk, and the
-        `transform`. Addresses are multiples of 16, and so are chunks if there are several.
+    contents: six numbers each: address and size of the content, address and size of the output
+        space (`codecs.max_size` is enough), content bytes of a chunk, and `transform`. Addresses
+        must be multiples of 16, and so must the chunk size if there are several chunks.
         Bitstreams other than native have one block of at most 16 MiB.
 
-    Needs extra device memory of the size of the contents until it is done.
-    Raises what `decode` raises.
+    Until the work is done it needs extra device memory of the size of the contents.
+    Raises the errors of `decode`.
     """
     apart(contents, [one[2:4] for one in contents])
     slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15

@@ -1,8 +1,8 @@
-"""Runs jobs of the engine: waiting, progress, cancelling, the last report, and steps that threads share.
+"""Runs engine jobs: waits for them, shows progress, cancels them, and keeps the last report.
 
 A `Job` owns one engine job. As a context manager it leaves nothing running: an exception
-inside cancels the job, waits until the engine no longer uses the caller's buffers, and
-frees the job.
+inside the block cancels the job, waits until the engine no longer uses the caller's buffers,
+and frees the job. `Steps` is the base class of iterators over a load's tensors.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ log = logging.getLogger("overwire")
 # Seconds between two progress readings.
 _TICK = 0.1
 
-# A load of a single tensor is logged at INFO from this many bytes on.
+# Smaller loads of a single tensor are logged at DEBUG instead of INFO.
 _LARGE = 256 << 20
 
-# How the log names finished work.
+# The log's words for finished work.
 _DONE = {
     "load": "loaded",
     "stream": "streamed",
@@ -75,26 +75,26 @@ _has_warned = False  # about GPUDirect Storage
 
 
 def _say_once(reason: str) -> None:
-    """Logs once that GPUDirect Storage was asked for and is not available."""
+    """Logs once that GPUDirect Storage was requested but is not available."""
     global _has_warned
     with _lock:
         is_first, _has_warned = not _has_warned, True
     if is_first:
-        log.warning("overwire: read through the host instead: %s", reason)
+        log.warning("overwire: GPUDirect Storage is not available, reading through host memory: %s", reason)
 
 
 class LastReport(TypedDict, total=False):
     """Counters of the last load, save or other call. Each function sets some of them.
 
     bytes: bytes of tensors.
-    mapped, direct, gds: those bytes that were mapped, read by direct I/O, and read by
+    mapped, direct, gds: the parts of `bytes` that were mapped, read by direct I/O, and read by
         GPUDirect Storage.
     bytes_in, bytes_out: bytes of tensors, and of the files written with them.
-    bytes_copied: bytes of other files of a folder, which were copied.
+    bytes_copied: bytes of a folder's other files, which were copied.
     stored: bytes of the files that were verified.
     on_gpu: bytes of tensors that a save encoded on their GPU.
-    staged: seconds until the tensors could change, for a save in the background.
-    stages: where a load or save spent its time, in nanoseconds summed over its threads.
+    staged: for a background save, seconds until the caller could change the tensors.
+    stages: time spent in each stage of a load or save, in nanoseconds summed over its threads.
     """
 
     seconds: float
@@ -117,11 +117,10 @@ class LastReport(TypedDict, total=False):
 
 
 def last_report() -> LastReport | None:
-    """Returns the report of the call that finished last in this process.
+    """Returns the report of the call that finished last in this process, in any thread.
 
-    The report is a dict of the engine's counters (stages with their bytes, seconds and
-    waits), or None before the first call. If several threads make calls, the last one is
-    the one that ended last. Raises nothing.
+    The report is a dict of the engine's counters (see `LastReport`), or None before the first
+    call. Raises nothing.
     """
     with _lock:
         text = _last
@@ -130,8 +129,8 @@ def last_report() -> LastReport | None:
 
 
 def sentence(verb: str, report: dict[str, Any]) -> str:
-    """Describes a report in one line: what was done, how fast, and where the time went.
-    "" if it does not say how long the work took."""
+    """Describes a report in one line: the work, its speed, and its slowest stage. Returns "" for
+    a report without a duration."""
     seconds, nbytes = report.get("seconds"), report.get("bytes", report.get("bytes_in"))
     if seconds is None or nbytes is None:
         return ""
@@ -165,13 +164,13 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
 
 
 def progress_of(number: int) -> Progress:
-    """The progress of a job."""
+    """Returns the progress of a job."""
     return Progress(*memoryview(_verbs.progress(number)[1]).cast("q"))
 
 
 def time_limit(timeout: float | None) -> float | None:
-    """The monotonic time at which a call that begins now must end. ArgumentError unless the
-    timeout is a positive number of seconds."""
+    """Returns the monotonic time when a call that begins now must end, or None for no limit. Raises
+    ArgumentError unless the timeout is a positive number of seconds."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
@@ -180,7 +179,7 @@ def time_limit(timeout: float | None) -> float | None:
 
 
 def check_wait(timeout: float | None) -> None:
-    """Raises ArgumentError unless the timeout is a number of seconds; 0 or less asks without waiting."""
+    """Raises ArgumentError unless the timeout is None or a number of seconds; 0 or less polls without waiting."""
     if timeout is None or not isinstance(timeout, bool) and isinstance(timeout, (int, float)) and timeout == timeout:
         return
     raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, or None to wait for the end")
@@ -189,9 +188,9 @@ def check_wait(timeout: float | None) -> None:
 class Landed:
     """Tensors that have landed, in columns.
 
-    capsules: a "dltensor" each, owned by the caller; None if the tensor has a destination or
-    was returned before. addresses: one each, 0 without memory or bytes. missing: how many
-    addresses are 0. positions: the numbers of the requests, for `next`.
+    capsules: a DLPack capsule ("dltensor") per tensor, owned by the caller; None if the tensor
+    has a destination or was returned before. addresses: 0 for tensors without memory or bytes.
+    missing: the number of addresses that are 0. positions: the request numbers, for `next`.
     """
 
     __slots__ = ("addresses", "capsules", "missing", "positions")
@@ -217,16 +216,16 @@ class Landed:
 
 
 def heed(uris: Iterable[str]) -> None:
-    """Logs what users should know about how the files were opened: for instance that a model came
-    from the cache because its store could not be reached."""
+    """Logs the engine's notices about opened remote files, for instance that a model came from the
+    cache because its store could not be reached."""
     if any(map(is_remote, uris)):
         for text in _verbs.notices():
             log.warning("overwire: %s", text)
 
 
 def shown(uri: str) -> str:
-    """A URI for logs and messages: the engine hides possible secrets. Local paths stay as
-    they are. A forked child has no engine, and only shows the scheme."""
+    """Returns a URI for logs and messages, in which the engine hides possible secrets. Local paths
+    are unchanged. In a forked child, which has no engine, only the scheme is shown."""
     if not is_remote(uri):
         return uri
     return uri.partition("://")[0] + "://***" if forked() else _verbs.shown(uri)
@@ -244,11 +243,11 @@ class Job:
         self.verb = verb
         self._watcher = watcher
         self._freed = False
-        self._report: str | None = None  # kept here once the engine has forgotten the job
+        self._report: str | None = None  # set once the engine has freed the job
 
     def wait(self) -> None:
-        """Waits for the end and raises the job's error. Ctrl-C ends the wait. A time limit cancels
-        the job and raises DeadlineError, unless the job still succeeds."""
+        """Waits for the end and raises the job's error. Ctrl-C ends the wait. When the time limit has
+        passed, it cancels the job and raises DeadlineError, unless the job still succeeds."""
         while True:
             remaining = None if self._end is None else max(0.0, self._end - time.monotonic())
             tick = remaining if self._watcher is None else _TICK if remaining is None else min(remaining, _TICK)
@@ -273,20 +272,21 @@ class Job:
         return over
 
     def settle(self, pairs: Sequence[int], stream: int) -> None:
-        """Binds requests that had no destination yet. pairs: request, address, request, address ...
-        The load writes there after the work that is queued on the stream."""
+        """Sets the destinations of requests that had none. pairs: request, address, request, address ...
+        The load writes to them after the work that is now queued on the stream."""
         _verbs.settle(self.number, stream, array("q", pairs).tobytes())
 
     def next(self, timeout: float | None, raw: bool = False) -> Landed | None:
-        """Returns what has newly landed; it has no tensors at the end. None if time is up."""
+        """Returns the tensors that have landed since the last call; an empty result marks the end. Returns None
+        after the timeout."""
         result = core().take(self.number, timeout, TAKE_NEXT | (TAKE_RAW if raw else 0))
         if self._watcher is not None:
             self._watcher.update(self.progress())
         return None if result is None else Landed(result[1], result[2], True)
 
     def take(self, raw: bool = False) -> Landed:
-        """Waits for the end. Returns the memory of all requests, in their order, and its
-        ownership. After that the engine has forgotten the job."""
+        """Waits for the end. Returns the memory of all requests, in their order. The caller owns it.
+        The engine then frees the job."""
         result = self.result(TAKE_RAW if raw else 0)
         return Landed(result[1], result[2], False)
 
@@ -295,8 +295,8 @@ class Job:
         return json.loads(self.result()[0])
 
     def result(self, how: int = 0) -> Result:
-        """Waits for the end and returns the job's result besides its report. how: TAKE_RAW or 0.
-        After that the engine has forgotten the job."""
+        """Waits for the end and returns the job's result, including its report. how: TAKE_RAW or 0.
+        The engine then frees the job."""
         if self._watcher is not None or self._end is not None:
             self.wait()
         result: Result = core().take(self.number, None, TAKE_LAST | how)
@@ -308,7 +308,7 @@ class Job:
         return result
 
     def progress(self) -> Progress:
-        """The progress of the job."""
+        """Returns the progress of the job."""
         return progress_of(self.number)
 
     def report(self) -> Any:
@@ -319,29 +319,29 @@ class Job:
         return self._report if self._report is not None else _verbs.report(self.number)[0]
 
     def keep_memory(self, memory: object) -> None:
-        """Keeps the memory that the job writes to until the job has ended, even if the job is dropped before."""
+        """Keeps `memory`, to which the job writes, alive until the job has ended, even if this object is dropped."""
         self.number.memory = memory
 
     def cancel(self) -> None:
-        """Asks the job to stop and waits for its end. After that it does not use the caller's
-        memory. Does nothing in a forked child: the parent owns the job."""
+        """Cancels the job and waits for its end. It then no longer uses the caller's memory.
+        Does nothing in a forked child: the parent owns the job."""
         if self._freed or forked():
             return
         try:
             _verbs.cancel(self.number)
         except ArgumentError:
-            return  # the result was taken and the job forgotten; an interrupt came before we noted it
+            return  # the engine has freed the job, and an interrupt came before we noted that
         while True:
             try:
                 if core().wait(self.number, 1.0):
                     return
             except KeyboardInterrupt:
-                continue  # the buffers only become ours again when the job ends
+                continue  # the job may use the caller's buffers until it ends
             except BaseException:
                 return  # the job has ended with an error
 
     def free(self) -> None:
-        """Lets the engine forget the job, and releases memory that no one took."""
+        """Frees the job, and its memory that was not taken."""
         if not self._freed:
             self._freed = True
             if self._watcher is not None:
@@ -359,7 +359,7 @@ class Job:
             self.abandon()
 
     def abandon(self) -> None:
-        """Cancels and frees the job. After that it does not use the caller's memory."""
+        """Cancels and frees the job. It then no longer uses the caller's memory."""
         try:
             self.cancel()
         finally:
@@ -383,7 +383,7 @@ class Job:
         if log.isEnabledFor(logging.INFO):
             report = json.loads(text)
             if isinstance(report, dict) and (report_text := sentence(self.verb, report)):
-                # Logging every small tensor would write a line for each.
+                # Loads of single small tensors are frequent.
                 small = report.get("tensors") == 1 and report.get("bytes", 0) < _LARGE
                 log.log(
                     logging.DEBUG if small else logging.INFO,
@@ -397,18 +397,18 @@ class Job:
 
 
 class Steps(HandleOwner, Iterator[tuple[str, Any]]):
-    """An iterator over (name, tensor) of a load. Several threads may take from it, one at a time.
+    """An iterator over (name, tensor) of a load. Several threads may share it.
 
-    A subclass takes the next tensor in `_take_next`, frees the rest in `_free_rest` (which may be
-    called again), and wakes waiting threads in `_end_waits`. Its constructor calls this one
-    once there is something to close.
+    A subclass returns the next tensor from `_take_next`, frees the rest in `_free_rest` (which may
+    be called several times), and wakes waiting threads in `_end_waits`. Its constructor calls
+    this one after it has started the load.
 
-    It is not a generator: a generator that was never started would not run its `finally`, and
-    the load has already begun.
+    It is not a generator: the load starts immediately, and a generator that was never advanced
+    would not run its `finally` block.
     """
 
     def __init__(self) -> None:
-        # The lock lets the same thread in again, from a signal handler. `_taking` refuses that.
+        # The lock is reentrant, so a signal handler can acquire it again. `_taking` refuses that.
         self._lock = new_lock()
         self._taking = False
 
@@ -423,10 +423,9 @@ class Steps(HandleOwner, Iterator[tuple[str, Any]]):
                 self._taking = False
 
     def _refuse_within(self, step: str) -> None:
-        # A refused call leaves the stream unchanged.
         if self._taking:
             raise ArgumentError(
-                f"overwire: stream: {step}() within next(): a signal handler called it while it interrupted next()"
+                f"overwire: stream: {step}() within next(): a signal handler that interrupted next() called it"
             )
 
     @abstractmethod
@@ -439,7 +438,8 @@ class Steps(HandleOwner, Iterator[tuple[str, Any]]):
         pass
 
     def close(self) -> None:
-        """Ends the stream: cancels the load and frees the rest. Does nothing in a forked child: the parent owns it."""
+        """Cancels the load and frees the remaining tensors. Does nothing in a forked child: the parent owns the load.
+        """
         if forked():
             return
         if not self._lock.acquire(blocking=False):

@@ -1,7 +1,7 @@
-"""Counts what this process has loaded and saved, for operators.
+"""Counts the loads, saves and other calls of this process, for monitoring.
 
-Each finished call is noted as a text and two numbers, and added up when someone asks.
-If the program has imported OpenTelemetry's API, the call also becomes a span.
+Finished calls are queued, and added up when the counters are read. If the program has imported
+OpenTelemetry's API, each call also becomes a span.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STAGES = {
     f"{stage}_ns": stage
     for stage in "read answer permit check decode wait plan encode hash write publish".split()
 }
-_KEPT = 256  # most reports that wait to be added up
+_KEPT = 256  # maximum number of queued calls
 
 _lock = new_lock()
 _noted: deque[tuple[str, str, str]] = deque()
@@ -48,12 +48,13 @@ class VerbMetrics:
     """The counters of one function, such as "load", in this process.
 
     runs: calls that succeeded. errors: failed calls, by error class.
-    tensors, bytes: what the calls returned or wrote. mapped, direct: bytes that were mapped,
-        and bytes that were read by direct I/O. written: bytes of written files.
+    tensors, bytes: tensors that the calls returned or wrote, and their bytes. mapped, direct:
+        bytes that were mapped, and bytes that were read by direct I/O. written: bytes of
+        written files.
     seconds: total duration of the calls.
-    stages: seconds of workers, by activity: "read" reads bytes, "answer" waits for the first
-        byte of an answer, "permit" for a connection, and "wait" for the device; "check" and
-        "decode" check and decode. Saves have the stages of `Report.stages`.
+    stages: seconds summed over workers, by activity: "read" (reading), "answer" (waiting for
+        the first byte of a response), "permit" (waiting for a connection), "check" (verifying),
+        "decode" (decoding), "wait" (waiting for the device). For saves see `Report.stages`.
     """
 
     __module__ = "overwire"
@@ -74,9 +75,9 @@ class CacheMetrics:
     """The counters of the caches of remote objects (OVERWIRE_CACHE, or the option "cache") in
     this process.
 
-    hits, hit_bytes: objects that were in the folder, and their bytes. fetches, fetch_bytes:
-        objects that came from their store. away: hits while the store could not be reached.
-    evictions: objects that were removed because of the limit.
+    hits, hit_bytes: objects that were in the cache, and their bytes. fetches, fetch_bytes:
+        objects that were read from their store, and their bytes. away: hits while the store
+        could not be reached. evictions: objects that were removed because of the size limit.
     """
 
     __module__ = "overwire"
@@ -100,39 +101,39 @@ class Metrics(dict[str, VerbMetrics]):
         self.cache = cache
 
     def prometheus(self) -> str:
-        """The counters in Prometheus' text format, version 0.0.4."""
+        """Returns the counters in Prometheus' text format, version 0.0.4."""
         lines: list[str] = []
         for name, kind, text in (
             ("runs", int, "Calls that succeeded."),
             ("tensors", int, "Tensors that were loaded or written."),
-            ("bytes", int, "Bytes of these tensors."),
-            ("mapped", int, "Bytes of these that were mapped instead of read."),
-            ("direct", int, "Bytes of these that were read by direct I/O."),
+            ("bytes", int, "Bytes of loaded or written tensors."),
+            ("mapped", int, "Bytes of tensors that were mapped instead of read."),
+            ("direct", int, "Bytes of tensors that were read by direct I/O."),
             ("written", int, "Bytes of files that were written."),
-            ("seconds", float, "Seconds of the calls."),
+            ("seconds", float, "Total duration of the calls in seconds."),
         ):
             lines += _counter_lines(
                 name, text, [({"verb": verb}, kind(getattr(one, name))) for verb, one in self.items()]
             )
         for name, key, text, field_name in (
             ("errors", "error", "Calls that failed.", "errors"),
-            ("stage_seconds", "stage", "Seconds of workers, by activity.", "stages"),
+            ("stage_seconds", "stage", "Seconds summed over workers, by activity.", "stages"),
         ):
             counts = [(verb, label, n) for verb, one in self.items() for label, n in getattr(one, field_name).items()]
             lines += _counter_lines(name, text, [({"verb": verb, key: label}, n) for verb, label, n in counts])
         one = self.cache
         for name, text, rows in (
-            ("cache_objects", "Remote objects, by where they came from.", _rows_by_origin(one.hits, one.fetches)),
-            ("cache_bytes", "Bytes of these objects.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
+            ("cache_objects", "Remote objects, by origin.", _rows_by_origin(one.hits, one.fetches)),
+            ("cache_bytes", "Bytes of remote objects, by origin.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
             ("cache_away", "Cached objects used while their store could not be reached.", [({}, one.away)]),
-            ("cache_evictions", "Objects removed from the cache because of its limit.", [({}, one.evictions)]),
+            ("cache_evictions", "Objects removed from the cache because of its size limit.", [({}, one.evictions)]),
         ):
             lines += _counter_lines(name, text, rows)
         return "\n".join(lines) + "\n"
 
 
 def metrics() -> Metrics:
-    """Returns what this process has loaded, saved and otherwise done since it began. Raises nothing.
+    """Returns the counters of this process's loads, saves and other calls since it began. Raises nothing.
 
         nbytes = overwire.metrics()["load"].bytes
         text = overwire.metrics().prometheus()
@@ -145,7 +146,7 @@ def metrics() -> Metrics:
 
 def _cache_metrics() -> CacheMetrics:
     if not is_loaded() or forked():
-        return CacheMetrics()  # the engine counts, and it is not loaded
+        return CacheMetrics()  # the engine has these counters, and it is not loaded
     return CacheMetrics(**_verbs.cache_counts())
 
 
@@ -154,7 +155,7 @@ def _rows_by_origin(cache: int, store: int) -> list[tuple[dict[str, str], float]
 
 
 def note(verb: str, report: str, error: str = "") -> None:
-    """Notes a finished call. report: its JSON. error: its error class."""
+    """Queues a finished call to be counted. report: its report as JSON. error: the name of its error's class, or ""."""
     with _lock:
         _noted.append((verb, report, error))
         if len(_noted) > _KEPT:
@@ -163,12 +164,12 @@ def note(verb: str, report: str, error: str = "") -> None:
         try:
             _trace_span(verb, report, error)
         except Exception as failure:  # a failing tracer must not change the result of the call
-            log.warning("overwire: metrics: OpenTelemetry took no span of %s: %r", verb, failure)
+            log.warning("overwire: metrics: OpenTelemetry did not accept the span of %s: %r", verb, failure)
 
 
 def _add_up() -> None:
     notes: list[tuple[str, str, str]] = []
-    with suppress(IndexError):  # meanwhile a signal handler may note a call, or add up all of them
+    with suppress(IndexError):  # a signal handler may queue a call, or empty the queue
         while True:
             notes.append(_noted.popleft())
     reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")
@@ -199,7 +200,7 @@ def _number_of(report: Mapping[str, Any], name: str) -> Any:
 
 
 def _trace_span(verb: str, text: str, error: str) -> None:
-    # The span has already ended; its parent is the caller's current span.
+    # The call has already ended. The span's parent is the caller's current span.
     trace: Any = sys.modules["opentelemetry.trace"]
     report = json.loads(text) if text else None
     facts = report if isinstance(report, dict) else {}

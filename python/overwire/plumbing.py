@@ -1,7 +1,6 @@
-"""Gathers internal functions for drop-ins, integrations and benchmarks.
+"""Collects internal functions for drop-ins, integrations and benchmarks.
 
-The names of `overwire` itself are for users; these are for code that stands in for another
-library. Each is imported on first use.
+They are not part of the public interface. Each is imported on first use.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from .verbs.preload import honour_nyacomp
     from .verbs.save import bytes_of_plain, save_bytes
 
-# Maps each module to its names above; a test compares them.
+# Maps each module to its names above; a test compares both lists.
 _HOMES = {
     "_apart": ("apart",),
     "_children": ("code_command", "module_command"),

@@ -33,7 +33,7 @@ ProgressLike = None | bool | Callable[[Progress], Any]
 
 
 class Watcher:
-    """Passes readings on. `close` is called once, after the last reading."""
+    """Passes progress readings to a callable. `close` is called once, after the last reading."""
 
     def __init__(self, call: Callable[[Progress], Any]) -> None:
         self._call = call
@@ -47,9 +47,10 @@ class Watcher:
 
 
 class _Bar(Watcher):
-    """A tqdm bar in tensor bytes, so that its rate is bytes per second. It appears with the first reading.
+    """A tqdm bar that counts tensor bytes. It appears with the first reading.
 
-    In a notebook it is removed at the end: tqdm hides its widget, but a saved notebook keeps the widget's first text.
+    In a notebook it is removed at the end: tqdm hides its widget, but a saved notebook would show the widget's first
+    text.
     """
 
     def __init__(self, make_bar: Callable[..., Any], is_widget: bool) -> None:
@@ -62,7 +63,7 @@ class _Bar(Watcher):
         if self._bar is None:
             self._bar = self._make_bar(display=False) if self._is_widget else self._make_bar()
             if self._is_widget:
-                display = import_module("IPython.display").display  # no part of the package's requirements
+                display = import_module("IPython.display").display  # not a requirement of this package
                 self._shown = display(self._bar.container, display_id=True)
         self._bar.total = now.total_bytes or None
         self._bar.update(now.bytes - self._bar.n)
@@ -102,7 +103,7 @@ class _Line(Watcher):
 
 
 def spell_count(count: int, noun: str) -> str:
-    """A count and its noun, in the plural unless the count is 1."""
+    """Returns a count and its noun, in the plural unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -115,8 +116,8 @@ def check_progress(progress: object) -> None:
 
 
 def watch(progress: ProgressLike, verb: str) -> Watcher | None:
-    """Makes the watcher for a `progress=` argument; None without one. It shows nothing before its first reading, so it
-    can be made before the work starts, and it can serve several jobs in turn."""
+    """Makes the watcher for a `progress=` argument, or None for no display. The watcher shows nothing before its first
+    reading, so it can be made before the work starts. Several jobs can use it, one after another."""
     check_progress(progress)
     if progress is None or progress is False:
         return None

@@ -1,12 +1,12 @@
-"""Rebuilds numpy objects that torch and the container cannot hold: dtypes, scalars, and
-arrays of Python objects. Our pickles call these functions.
+"""Rebuilds numpy objects that cannot be stored as tensors: dtypes, scalars, and arrays of
+Python objects. The pickles of bundles call these functions.
 
 numpy's own pickle functions are not used because they trust their input: a forged dtype
-state can make numpy read bytes as pointers. These functions check theirs, so they are on
-the allow-list of `load_compressed_pickle`. `budget` is that of an untrusted pickle; None
-means that the pickle is trusted.
+state can make numpy read bytes as pointers. These functions check their input, so they are
+on the allow-list of `load_compressed_pickle`. `budget` limits the work for an untrusted
+pickle; it is None for a trusted one.
 
-Files contain the names and arguments of these functions, so they never change.
+Files contain the names and arguments of these functions, so neither may ever change.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .errors import ArgumentError, FormatError
 #: fields (name, spec, shape).
 Spec = str | list[Any]
 
-# numpy's own dtypes with elements that are plain bytes, or Python objects (O), and the names that
-# ml_dtypes adds.
+# Specs of numpy's own dtypes, with elements that are plain bytes or Python objects (O), and names
+# of ml_dtypes.
 _OWN = re.compile(r"[<>=|](?:[?bBiufcmMSUV]\d{0,10}(?:\[[\w/]{1,40}\])?|O)|O", re.ASCII)
 _ADDED = re.compile(r"(?:b?float|u?int)\d+(?:_\w+)?", re.ASCII)
 
-# Deepest nesting of structures, and most dimensions of a field or an array.
+# Maximum nesting of structures, maximum dimensions of a field or an array, and limit of a dimension.
 _DEEPEST = 32
 _DIMS = 64
 _LARGEST = 1 << 62
 
 
 def spec_of(dtype: Any) -> Spec | None:
-    """The spec of a numpy dtype. None if it cannot have one: aligned or overlapping fields,
-    metadata, or its own scalar type such as np.record."""
+    """Returns the spec of a numpy dtype. None if a spec cannot express it: for aligned or overlapping
+    fields, metadata, or a scalar type such as np.record."""
     if dtype.names is not None:
         fields = []
         for name in dtype.names:
@@ -59,7 +59,7 @@ def spec_of(dtype: Any) -> Spec | None:
 
 
 def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any:
-    """The numpy dtype of a spec."""
+    """Returns the numpy dtype of a spec."""
     import numpy as np
 
     if budget is not None:
@@ -84,7 +84,7 @@ def np_dtype(spec: Spec, *, budget: Budget | None = None, depth: int = 0) -> Any
         try:
             return frame_for("np").dtype(spec)
         except ArgumentError:
-            pass  # this ml_dtypes does not have the dtype
+            pass  # the installed ml_dtypes does not have this dtype
     raise FormatError(f"overwire: unpickle: no such dtype: {spec[:100]!r}")
 
 

@@ -1,8 +1,8 @@
-"""Reads the records of tensorizer's .tensors files, and writes such a file tensor by tensor.
+"""Reads the records of tensorizer's .tensors files, and writes such files tensor by tensor.
 
-`load_file`, `safe_open`, `stream`, `verify`, `convert` and `save_file` take .tensors files
-directly. This module is for programs that need more: the modules of tensors, their
-checksums, their encryption. It does not need torch.
+`load_file`, `safe_open`, `stream`, `verify`, `convert` and `save_file` accept .tensors files
+directly. This module is for programs that need the tensors' modules, checksums or encryption.
+It does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class KeyDerivation:
-    """How a key is derived from a password: Argon2id, version 1.3, with one lane.
+    """Parameters for deriving a key from a password with Argon2id, version 1.3, with one lane.
 
     passes: libsodium's opslimit. memory: its memlimit, in bytes. salt: 16 bytes.
     """
@@ -58,13 +58,13 @@ class KeyDerivation:
 class Record:
     """One tensor of a .tensors file.
 
-    name: as in the file. If it is a path, it begins with "\\x1e" and is a JSON list.
+    name: as in the file. A path is stored as "\\x1e" and a JSON list.
     type: 0 parameter, 1 buffer, 2 state dict entry. module: number of its module.
-    dtype: numpy's name. For torch's own types it is one of the same size, NUL, and torch's
-    name. shape: as written. record, data: offsets in the file.
+    dtype: numpy's name. For types that only torch has: the numpy name of a type of the same size,
+    a NUL, and torch's name. shape: as written. record, data: offsets in the file.
     nbytes: bytes of the data; 0 for a tensor with elements means that all are zero.
     prefix: bytes that the checksums cover before the data. crc32, sha256: the checksums, or
-    None. encrypted, derivation: how the data are stored.
+    None. encrypted: whether the data are encrypted. derivation: how the key was derived, or None.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordFile:
-    """The contents of a .tensors file. total: bytes of data, as the file states;
+    """The contents of a .tensors file. total: bytes of data, as stated in the file;
     size: bytes of the file; records: in file order."""
 
     version: int
@@ -109,10 +109,10 @@ def read_records(source: SourceLike, *, storage_options: Mapping[str, object] | 
 
 
 class OpenRecords(HandleOwner):
-    """A .tensors file that stays open after its records are read. Loads take it as a source, and
+    """A .tensors file that stays open after its records are read. Loads accept it as a source and
     do not open or index it again. `storage_options` may change until the first load."""
 
-    has_bytes = False  # loads attach preloaded tensors of it
+    has_bytes = False  # loads may use preloaded tensors of the file
     _number: int = 0
     _model: Model | None = None
 
@@ -120,10 +120,10 @@ class OpenRecords(HandleOwner):
         self.storage_options = storage_options
         self._uris, keep = resolve(source)
         if len(self._uris) != 1:
-            raise ArgumentError(f"overwire: {len(self._uris)} files where one was expected")
+            raise ArgumentError(f"overwire: records: expected one .tensors file, got {len(self._uris)}")
         access = storage(storage_options, self._uris)
         answer = _verbs.records({"uri": self._uris[0], "storage": access})
-        # An interrupt between here and the model that takes over closes the file.
+        # If an interrupt comes before a Model owns the handle, this object's finalizer closes the file.
         self._number = ModelNumber(answer["handle"])
         del keep
         self.about = RecordFile(
@@ -135,7 +135,7 @@ class OpenRecords(HandleOwner):
         )
 
     def shared_model(self) -> Model:
-        """The model of the file, shared by its loads."""
+        """Returns the model of the file, shared by its loads."""
         if self._model is None:
             number, self._number = self._number, 0
             self._model = Model(self._uris[0], storage_options=self.storage_options, opened=number)
@@ -176,16 +176,16 @@ def _make_record(entry: Mapping[str, Any]) -> Record:
 
 
 def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
-    """Derives a 32-byte key. Takes `derivation.memory` bytes of memory, and about a second for
-    256 MiB. CryptographyError for parameters that libsodium refuses, NotSupportedError above
+    """Derives a 32-byte key. Uses `derivation.memory` bytes of memory; 256 MiB take about a second.
+    Raises CryptographyError for parameters that libsodium refuses, and NotSupportedError above
     4 GiB or 1,024 passes."""
     return bytes.fromhex(_verbs.key({"password": password.hex(), **derivation.spec()}))
 
 
 def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
-    """Computes CRC32 and SHA-256 as records have them, for each item: a prefix, and memory by
-    address and bytes. The memory must not change meanwhile. Uses all cores, without the GIL.
-    For many items of one size, one call is faster than one by one."""
+    """Computes the CRC32 and SHA-256 checksums of records. Each item is a prefix, and an address and
+    number of bytes of memory. The memory must not change during the call. Uses all cores and
+    releases the GIL. One call with many items is faster than a call per item."""
     rows = list(items)
     numbers = array("q", [n for _, pointer, nbytes in rows for n in (pointer, nbytes)]).tobytes()
     return [
@@ -196,8 +196,8 @@ def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True)
 class NewRecord:
-    """A tensor to be written. Fields are as in `Record`; `pointer` is the host address of its
-    nbytes of data."""
+    """A tensor to be written. The fields are as in `Record`; `pointer` is the host address of its
+    data."""
 
     name: str
     type: int
@@ -221,13 +221,13 @@ def write_records(
     """Writes records and their data consecutively from an offset of a file, and returns the
     records as written. It does not write the head and the index: see `make_front`.
 
-    file: a file descriptor open for writing, which can be written at any offset (without
-    O_APPEND). key: 32 bytes. The data are encrypted with it, using nonces that were never
-    used before; `derivation` says how the key was made. The memory must not change meanwhile.
-    threads: 0 means one per core. path: the name in errors. Releases the GIL.
+    file: a descriptor open for writing at any offset (without O_APPEND). key: 32 bytes, to
+    encrypt the data with new nonces; `derivation` tells readers how the key was derived.
+    The tensors' memory must not change during the call. threads: 0 means one per core.
+    path: the file's name in errors. Releases the GIL.
 
-    Raises ArgumentError for what the format cannot hold, and IOFailure if writing fails; then
-    a part may already be written.
+    Raises ArgumentError for tensors that the format does not support, and IOFailure if writing
+    fails; then some of the data may already be written.
     """
     new = list(records)
     spec: WriteRequest = {
@@ -261,14 +261,14 @@ def _item_of(record: Record | NewRecord) -> RecordItem:
 def make_front(records: Iterable[Record], index_bytes: int, *, encrypted: bool, version: int = 1) -> bytes:
     """Makes the first bytes of a file: the head, and an index of `index_bytes` bytes.
 
-    It uses the name, type, dtype, shape, offsets and nbytes of each record. version: the least
-    version; it is raised to what the records need. ArgumentError if they do not fit.
+    It uses the name, type, dtype, shape, offsets and nbytes of each record. version: the minimum
+    version; the records may require a higher one. Raises ArgumentError if the records do not fit.
     """
     items: list[RecordItem] = [
         {**_item_of(r), "record": r.record, "data": r.data, "sealed": encrypted} for r in records
     ]
     if not 0 <= index_bytes <= 1 << 30:
-        raise ArgumentError(f"overwire: an index of {index_bytes} bytes: expected 0 to {1 << 30}")
+        raise ArgumentError(f"overwire: index_bytes {index_bytes}: expected 0 to {1 << 30}")
     return bytes.fromhex(
         _verbs.front({"items": items, "length": index_bytes, "version": max(version, 3 if encrypted else 1)})
     )

@@ -1,4 +1,4 @@
-"""Writes and streams whole files and objects of stores, and makes temporary URLs for them."""
+"""Writes and streams local files and store objects, and makes temporary URLs for objects."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from .paths import is_there, local
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
 
-# This process's descriptors. A file without a name gets one through them.
+# This process's descriptors. Unnamed files get their name through this folder.
 _OWN_FILES = "/proc/self/fd"
 
-# Longest time in milliseconds that a read may delay Ctrl-C.
+# Maximum time in milliseconds that a read delays Ctrl-C.
 _SLICE_MS = 50
 
 
@@ -47,11 +47,11 @@ def write_bytes(
     *,
     once: bool = False,
 ) -> None:
-    """Replaces one file or object in one step, and then removes files that this makes
-    stale. A local file keeps its mode, owner and ACL; a symbolic link is followed.
+    """Replaces a file or object atomically, and then removes the `stale` files. A local file
+    keeps its mode, owner and ACL; a symbolic link is followed.
 
-    once: does not replace an S3 object: ArgumentError if it exists. If several writers try at
-    once, one succeeds. (A store without conditional writes keeps the last.)
+    once: raises ArgumentError instead of replacing an existing S3 object. If several writers try
+    simultaneously, one succeeds. (In a store without conditional writes the last one wins.)
 
     Raises NotFoundError if the folder does not exist, AccessError, ArgumentError if the
     target is not a regular file, IOFailure."""
@@ -67,15 +67,15 @@ def write_bytes(
 
 
 def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) -> None:
-    """Removes objects of stores. Missing objects are not an error. Tries all, then raises the
+    """Removes store objects. Missing objects are not an error. Tries all objects, then raises the
     first error."""
     with Job(_verbs.remove({"uris": list(uris), "storage": storage(options, uris)}), "remove") as job:
         job.wait()
 
 
 def publish(made: str, path: str) -> None:
-    """Renames the finished file `made` to `path` in the same folder, with the effect of
-    `write_bytes`. Raises what that raises, and then leaves `made`.
+    """Replaces `path` with the finished file `made` of the same folder, with the guarantees of
+    `write_bytes`. Raises the errors of `write_bytes`, and then leaves `made`.
 
     If `path` exists, create `made` with mode 0600."""
     with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
@@ -83,14 +83,14 @@ def publish(made: str, path: str) -> None:
 
 
 def resolve_links(path: str) -> str:
-    """Resolves a local path to write to: follows symbolic links of its last element. AccessError if
-    another user may have planted a link in any folder on the way."""
+    """Resolves a local path to write to: follows symbolic links of its last element. Raises AccessError
+    if another user may have planted a link in any folder on the way."""
     return _verbs.follow(local(path))
 
 
 def refuse_planted(path: str) -> None:
-    """Raises AccessError if an element of a path, in a folder that everyone may write to, belongs to a user other than
-    this one, root, and the folder's owner."""
+    """Raises AccessError if a path element in a world-writable folder belongs to another user. The current user, root
+    and the folder's owner are trusted."""
     _verbs.refuse_planted(path)
 
 
@@ -106,15 +106,15 @@ def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | N
 
 class ObjectReader(io.RawIOBase):
     """Reads the bytes of a path or URI in order, from `begin` to `end` (exclusive; None: to the
-    end). Several connections read ahead, and resume after they break.
+    end). Several connections read ahead; a broken connection is resumed.
 
-    Several paths or URIs are read in order, as one file. `sizes` gives the bytes of each, so
-    that an external downloader (OVERWIRE_DOWNLOADER) is started only once; an object of
-    another size is CorruptError.
+    Several paths or URIs are read in order, as one file. With `sizes`, the bytes of each, an
+    external downloader (OVERWIRE_DOWNLOADER) is started only once; an object of another size
+    raises CorruptError.
 
-    A reader of a single source can seek. Seeking backwards, or more than 16 MiB forwards, starts
-    reading the same object again. If it was replaced since, with another size, ETag or date,
-    that is CorruptError. Reads raise the store's errors.
+    A reader of a single source can seek. Seeking backwards, or more than 16 MiB forwards, opens the
+    object again, and raises CorruptError if its size, ETag or date has changed. Reads raise the
+    store's errors.
     """
 
     _NEAR = 16 << 20
@@ -134,7 +134,7 @@ class ObjectReader(io.RawIOBase):
         self._uris = [local(one) for one in ([source] if isinstance(source, (str, bytes, os.PathLike)) else source)]
         self._sizes = None if sizes is None else list(sizes)
         self._end, self._at = end, begin
-        # the environment of now, also for later connections
+        # later connections also use the current environment
         self._reach = storage(storage_options, self._uris)
         self._pin: FetchPin | None = None
         self._headers: dict[str, list[str]] = {}
@@ -159,8 +159,8 @@ class ObjectReader(io.RawIOBase):
             os.close(sink)
 
     def found(self) -> tuple[int, str] | None:
-        """Size and identity of a single source, after its first byte or its end was read. The identity
-        is an ETag (in double quotes) or a date, "" if the store gives neither."""
+        """Returns the size and identity of a single source, or None before its first byte or its end was
+        read. The identity is an ETag (in double quotes) or a date, or "" if the store has neither."""
         if self._pin is None and self._job is not None and len(self._uris) == 1:
             report = self._job.report() or {}
             self._pin, self._headers = report.get("pin"), report.get("headers") or {}
@@ -169,13 +169,13 @@ class ObjectReader(io.RawIOBase):
         return self._pin["size"], b64decode(self._pin["identity"] or "").decode("latin-1")
 
     def headers(self) -> dict[str, list[str]]:
-        """The headers of a single source's first answer, once `found` returns a result. Empty if there
-        was no HTTP server."""
+        """Returns the headers of a single source's first HTTP response, once `found` returns a result. Empty
+        for sources without HTTP."""
         return self._headers
 
     def _stop_reading(self) -> None:
         job, self._job = self._job, None
-        if self._pipe >= 0:  # close it first: its writer would not notice a cancel
+        if self._pipe >= 0:  # close the pipe first: a job that writes to it does not notice a cancel
             os.close(self._pipe)
             self._pipe = -1
         if job is not None:
@@ -188,14 +188,14 @@ class ObjectReader(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         if self._job is None or not len(view):
             return 0
-        # Wait in short intervals: otherwise a signal just before a read is only handled after it.
+        # Wait in short intervals: a signal just before a blocking read would only be handled after it.
         waiting = select.poll()
         waiting.register(self._pipe, select.POLLIN)
         while not waiting.poll(_SLICE_MS):
             pass
         count = os.readv(self._pipe, [view])
         if not count:
-            self._job.wait()  # raises an error of the store
+            self._job.wait()  # raises the store's error
         self.found()
         self._at += count
         return count
@@ -208,11 +208,11 @@ class ObjectReader(io.RawIOBase):
         return b"".join(blocks)
 
     def readable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def tell(self) -> int:
@@ -220,7 +220,7 @@ class ObjectReader(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Seeks to an offset. ValueError relative to the end, or before the beginning."""
+        """Seeks to an offset. Raises ValueError for an offset from the end, or before the beginning."""
         if whence == io.SEEK_CUR:
             offset += self._at
         elif whence != io.SEEK_SET:
@@ -239,20 +239,20 @@ class ObjectReader(io.RawIOBase):
         return offset
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Stops reading and closes the file."""
         if not self.closed:
             self._stop_reading()
         super().close()
 
 
 class ObjectWriter(io.BufferedRandom):
-    """A file that becomes an object of a store, or a local file, when it is closed. Until then the
-    bytes are in an unnamed temporary file, and readers see the old object.
+    """A file that is written to a store, or to a local path, when it is closed. Until then the bytes
+    are in an unnamed temporary file, and readers see the old object.
 
-    `drop`, or a `with` block that ends by an exception, leaves the store unchanged. A file that is
-    still open when the process ends is written then, unless an exception ends the process. A file
-    with data is also written when its last reference goes. If several threads close it, one
-    writes and the others wait. In a forked child it is closed and never written.
+    `drop`, or an exception in a `with` block, leaves the store unchanged. A file that is still open
+    at process exit is written then, unless an exception ends the process. A file with data is also
+    written when its last reference is dropped. If several threads close it, one writes and the
+    others wait. In a forked child it is closed and never written.
     """
 
     _hidden_name = ""  # the temporary file's name, if it has one
@@ -283,11 +283,11 @@ class ObjectWriter(io.BufferedRandom):
         self._end_once(self._drop_temporary)
 
     def close(self) -> None:
-        """Writes the object, and returns when it is in place."""
+        """Writes the object and closes the file."""
         self._end_once(self._write_all)
 
     def _end_once(self, end: Callable[[], None]) -> None:
-        # One call at a time. The lock lets the same thread in again, from a signal handler.
+        # One call at a time. The lock is reentrant, so a signal handler can get here during a call.
         with self._lock:
             if self._is_ending:
                 raise ArgumentError(
@@ -295,7 +295,7 @@ class ObjectWriter(io.BufferedRandom):
                 )
             self._is_ending = True
             try:
-                if not self.closed:  # if it is over, an earlier end was interrupted before it was complete
+                if not self.closed:  # if _is_over, an earlier call was interrupted
                     self._drop_temporary() if self._is_over else end()
             finally:
                 self._is_ending = False
@@ -309,11 +309,12 @@ class ObjectWriter(io.BufferedRandom):
             self._drop_temporary()
 
     def _drop_temporary(self) -> None:
-        self.raw.close()  # discards buffered bytes, which a full disk would not take
+        self.raw.close()  # discards buffered bytes: a flush to a full disk would fail
 
     @skip_at_exit
     def __del__(self) -> None:
-        # An interrupt before anything was written keeps the old object. `getattr`: the constructor may be interrupted.
+        # An empty file does not replace the old object: an interrupt may have come before the first write.
+        # `getattr`: the constructor may have been interrupted.
         if getattr(self, "raw", None) is not None and not self.closed:
             is_empty = not self.tell() and not os.fstat(self.fileno()).st_size
             self._end_once(self._drop_temporary if is_empty else self._write_all)
@@ -334,20 +335,20 @@ class ObjectWriter(io.BufferedRandom):
 
 
 class FileWriter(ObjectWriter):
-    """A local file that appears complete when it is closed, in place of an older one; see
-    `ObjectWriter`. Its bytes are in the target's folder, without a name if the file system
-    supports that, so that a killed process leaves nothing."""
+    """A local file that replaces an older one when it is closed; see `ObjectWriter`. Until then
+    its bytes are in the target's folder, in an unnamed file if the file system supports that, so
+    a killed process leaves nothing."""
 
     def __init__(self, path: str) -> None:
-        self._real = resolve_links(path)  # a symbolic link stays
+        self._real = resolve_links(path)  # replace the target of a symbolic link, not the link
         super().__init__(path)
-        # the lock shows later saves, which remove unfinished files of killed processes, that this one is alive
+        # later saves remove unfinished files of killed processes, which they recognize by the missing lock
         with contextlib.suppress(OSError):
             fcntl.flock(self.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
     def name(self) -> str:
-        """The path."""
+        """The path of the file that is replaced."""
         return self._uri
 
     def _open_temporary(self) -> int:
@@ -364,7 +365,7 @@ class FileWriter(ObjectWriter):
         return os.open(self._hidden_name, flags | os.O_CREAT | os.O_EXCL, mode)
 
     def _new_hidden_name(self) -> str:
-        """A name that the engine recognizes as an unfinished file of this path."""
+        """Returns a name that the engine recognizes as an unfinished file of this path."""
         folder, base = os.path.split(self._real)
         return os.path.join(folder, f".{os.fsdecode(os.fsencode(base)[:224])}.overwire-{secrets.token_hex(8)}")
 
@@ -377,8 +378,8 @@ class FileWriter(ObjectWriter):
 
     def _write_object(self) -> None:
         if not self._hidden_name:
-            self._hidden_name = self._new_hidden_name()  # so that an interrupt removes it
-            # src_dir_fd only matters for relative paths, but without it the link in /proc itself would be linked.
+            self._hidden_name = self._new_hidden_name()  # set first, so that an interrupt removes the file
+            # src_dir_fd has no effect on an absolute path, but without it Python links the /proc link, not the file.
             try:
                 os.link(f"{_OWN_FILES}/{self.fileno()}", self._hidden_name, src_dir_fd=self.fileno())
             except OSError:  # a sandbox or file system that forbids links
@@ -411,8 +412,8 @@ def _finish_at_exit() -> None:
 
 
 def _finish_writers() -> None:
-    # an error of the program, not of a line in a console
+    # whether an exception ended the program; in an interactive console it only ended a line
     has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    with contextlib.ExitStack() as stack:  # every writer gets its turn, even if others fail
+    with contextlib.ExitStack() as stack:  # end every writer, even if another fails
         for writer in list(_unfinished):
             stack.callback(writer.drop if has_failed else writer.close)

@@ -126,7 +126,7 @@ def refusals(path: Path, where: tuple[int, int, int]) -> None:
     for words, extra, more in (
         ("--enforce-eager", {"offload": True}, {"enforce_eager": False}),
         ("--cpu-offload-gb", {"offload": True}, {"cpu_offload_gb": 1}),
-        ("exclude each other", {"offload": True, "prepared": True}, {}),
+        ("cannot be combined", {"offload": True, "prepared": True}, {}),
         ("offload must be", {"offload": 5}, {}),
         ("expected bytes", {"offload": "many"}, {}),
     ):

@@ -98,10 +98,10 @@ def starts(
     first, _ = start(path, folder, where, **more)
     if not sum(slices) and where[0] == 1:
         raise SystemExit(f"{name}: not loaded by slices")
-    log.take("prepared state kept")
+    log.take("stored prepared state in")
     same(f"{name}, first", first, (theirs[0], theirs[1] | {"modules": held(first)["modules"]}))
     later, config = start(path, folder, where, **more)
-    log.take("made of prepared state")
+    log.take("restored prepared state")
     same(f"{name}, later", later, (base.state(first), held(first)))
     return theirs[0], later, config
 
@@ -114,7 +114,7 @@ def models(root: Path, log: Log, where: tuple[int, int, int], names: list[str]) 
         if name == "experts" and where[0] > 1 and vllm.__version__.startswith("0.32."):
             theirs = base.state(base.load(root / name / "plain", *where, "safetensors")[0])
             model, _ = start(root / name / "plain", root / "prepared" / name, where)
-            log.take("no prepared state: vLLM 0.32 cannot make a model whose experts are divided")
+            log.take("no prepared state: vLLM 0.32 cannot build a model on the meta device")
             if wrong := base.differences(base.state(model), theirs):
                 raise SystemExit(f"{name}, the usual load differs: {wrong}")
             continue
@@ -154,7 +154,7 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
 
     path, folder = root / "llama/plain", root / "refused"
     first, _ = start(path, folder, where)
-    log.take("prepared state kept")
+    log.take("stored prepared state in")
     file = next(folder.iterdir())
 
     def check(words: str) -> None:
@@ -164,37 +164,37 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
 
     whole = file.read_bytes()
     file.write_bytes(whole[:-2000] + bytes(1000) + whole[-1000:])
-    check("keeps the prepared state anew")
-    check("made of prepared state")
+    check("store its prepared state again")
+    check("restored prepared state")
     file.write_bytes(whole[:100])
     check("is damaged")
-    check("made of prepared state")
+    check("restored prepared state")
     os.environ["VLLM_SOMETHING"] = "1"
-    check("prepared state kept")
+    check("stored prepared state in")
     del os.environ["VLLM_SOMETHING"]
     shards = sorted(path.glob("*.safetensors"))
     os.utime(shards[0], (1, 1))
-    check("prepared state kept")
+    check("stored prepared state in")
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     own = LlamaForCausalLM.load_weights
     LlamaForCausalLM.load_weights = lambda self, weights: own(self, weights)
-    check("does not fit: the function")
+    check("does not match: the function")
     LlamaForCausalLM.load_weights = own
     LlamaForCausalLM.allow_patterns_overrides = ["*.safetensors"]
     check("it has allow_patterns_overrides")
     del LlamaForCausalLM.allow_patterns_overrides
     for name in folder.glob("*.safetensors"):
-        name.unlink()  # among others, the note that the model does not fit
-    check("prepared state kept")
-    check("made of prepared state")
+        name.unlink()  # removes, among others, the note that such a model does not fit
+    check("stored prepared state in")
+    check("restored prepared state")
     check_failed_starts(path, root / "failed", where, log, (base.state(first), held(first)))
     compare = prepared._compare_model
     for error in (MemoryError("passes"), OSError("passes"), torch.AcceleratorError("passes")):
         prepared._compare_model = functools.partial(fail, error)
-        check("does not fit: passes")
+        check("does not match: passes")
         prepared._compare_model = compare
-        check("made of prepared state")  # its file still exists
+        check("restored prepared state")  # its file is still there
     check_hostile_records(path, root / "hostile", where, log)
     if alive := check_refused_memory(path, folder, where, log):
         raise SystemExit(f"vLLM's own load begins while a refused model still has {alive} tensors")
@@ -203,9 +203,9 @@ def refusals(root: Path, log: Log, where: tuple[int, int, int]) -> None:
     for name in ("Arriving", "fingerprint_of_load"):
         call = getattr(prepared, name)
         setattr(prepared, name, lambda *args, name=name, call=call: (steps.append(name), call(*args))[1])
-    check("made of prepared state")
+    check("restored prepared state")
     os.environ["VLLM_SOMETHING"] = "2"
-    check("prepared state kept")
+    check("stored prepared state in")
     if steps != ["Arriving", "fingerprint_of_load"] * 2:
         raise SystemExit(f"reading must begin once, before the fingerprint is known: {steps}")
     print("  reading of the last used file begins immediately, and ends if the file does not match", flush=True)
@@ -234,7 +234,7 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
         setattr(owner, name, functools.partial(fail, RecursionError("too deep")))
         model, _ = start(path, folder, where)
         setattr(owner, name, own)
-        log.take("keeps no prepared state: too deep")
+        log.take("cannot store prepared state: too deep")
         same(f"{name} fails", model, theirs)
 
 
@@ -257,7 +257,7 @@ def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int],
     for text, change in changes.items():
         prepared.prepared.find_file = functools.partial(find_changed, change)
         start(path, folder, where)
-        log.take(f"does not fit: {text}")
+        log.take(f"does not match: {text}")
     prepared.prepared.find_file, prepared.prepared.note_refusal = find, note
 
 
@@ -285,7 +285,7 @@ def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], 
     prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put_tensors, refuse, load_model
     start(path, folder, where)
     prepared.put_tensors, prepared._compare_model, prepared.PreparedStart.load_model = put, compare, load
-    log.take("does not fit: a different model")
+    log.take("does not match: a model that is not the one")
     if not tensors:
         raise SystemExit("no model was made")
     return alive[0]

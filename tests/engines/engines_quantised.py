@@ -344,8 +344,8 @@ def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log:
     named = vllm_config.model_config.quantization
     wrong = [base.differences(one[stage], loads[0][stage]) for one in loads[1:] for stage in (0, 1)]
     if any(wrong) or named != method or any(one[2] != loads[0][2] for one in loads):
-        raise SystemExit(f"{kind}, {case} ({named}): differs from vLLM's own load: {wrong}, {[one[2] for one in loads]}")
-    if (method in COPIED) != ("loaded into their places" in how[1]):
+        raise SystemExit(f"{kind}, {case} ({named}): not as vLLM's own: {wrong}, {[one[2] for one in loads]}")
+    if (method in COPIED) != ("while it ran" in how[1]):
         raise SystemExit(f"{kind}, {case} ({method}): {how[1]}")
     if takes_processed(model) != (f"{kind}, {case}" in PREPARED):
         raise SystemExit(f"{kind}, {case}: prepared state allowed: {takes_processed(model)}")

@@ -84,7 +84,7 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
     file = write_adapter(root / "adapter")
     own, config = base.load(path, *where, "safetensors", **more)
     theirs = add_adapters(own, config, file)
-    for words in ("prepared state kept", "made of prepared state"):
+    for words in ("stored prepared state in", "restored prepared state"):
         model, config = base.load(path, *where, "overwire", {"prepared": str(root / "prepared")}, **more)
         ours = add_adapters(model, config, file)
         prepared.begin_writing()
@@ -94,7 +94,7 @@ def compare_adapters(root: Path, log: kept.Log, where: Where) -> None:
             raise SystemExit(f"with adapters, {words}: {wrong}")
         print(f"  with adapters, {words}: {len(theirs)} tensors equal vLLM's own load", flush=True)
     kept.start(path, root / "prepared", where)
-    log.take("prepared state kept")  # without adapters the state is different
+    log.take("stored prepared state in")  # without adapters it is another state
 
 
 def load_draft(kind: str, config: Any, target: Any) -> Any:
@@ -133,7 +133,7 @@ def compare_drafts(root: Path, log: kept.Log, where: Where) -> None:
         target, config = base.load(root / "llama/plain", *where, "safetensors", speculative_config=speculative)
         own = load_draft(kind, config, target)
         theirs = base.state(own)
-        for words in ("prepared state kept", "made of prepared state"):
+        for words in ("stored prepared state in", "restored prepared state"):
             extra = {"prepared": str(root / "prepared" / kind)}
             target, config = base.load(root / "llama/plain", *where, "overwire", extra, speculative_config=speculative)
             draft = load_draft(kind, config, target)
@@ -221,7 +221,7 @@ def compare_sleep(root: Path, log: kept.Log, where: Where) -> None:
 
     torch.accelerator.synchronize = lambda device: None  # type: ignore[assignment]
     for name in ("llama", "fp8"):
-        for words in ("prepared state kept", "made of prepared state"):
+        for words in ("stored prepared state in", "restored prepared state"):
             extra = {"prepared": str(root / "prepared/slept")}
             model, _ = base.load(root / name / "plain", *where, "overwire", extra)
             before = base.state(model), kept.held(model)

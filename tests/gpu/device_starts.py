@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import device_vllm as base
 
 KINDS = "safetensors,overwire:packed,prepared:packed,instanttensor,overwire:plain,fastsafetensors,runai_streamer"
-RECORDED = re.compile(r"loaded into their places in ([0-9.]+) s and ([0-9.]+) s after it")
+RECORDED = re.compile(r"in ([0-9.]+) s while the model's loader ran and ([0-9.]+) s after it")
 QUESTIONS = [f"cutlass_scaled_mm_supports_{kind}" for kind in ("fp4", "fp8", "block_fp8")]
 QUESTIONS += ["cutlass_group_gemm_supported", "mxfp4_experts_quant_supported"]
 Start = tuple[str, dict[str, float]]  # its name, and seconds by part
@@ -234,7 +234,7 @@ def start_once(
     if found := RECORDED.search(" ".join(lines.lines)):
         seconds["recorded"] = float(found[1])
     parts = parts_of(seconds)
-    later = any("made of prepared state" in line for line in lines.lines)
+    later = any("restored prepared state" in line for line in lines.lines)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     digests = overwire.digest({name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()})
     if not theirs:

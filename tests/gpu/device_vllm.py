@@ -78,10 +78,10 @@ SHAPES["fp8"] = {**SHAPES["8b"], "quantization_config": FP8}
 # Few layers, so that a whole engine starts quickly.
 SHAPES["short"], SHAPES["short-fp8"] = ({**SHAPES[shape], "num_hidden_layers": 4} for shape in ("8b", "fp8"))
 SHAPES["names"].update(moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
-TOOK = re.compile(r"(?:Loading weights took|made of prepared state: \d+ tensors, in) ([0-9.]+) s")
-# Includes the reasons why a method was not used.
+TOOK = re.compile(r"(?:Loading weights took|restored prepared state: \d+ tensors in) ([0-9.]+) s")
+# Also the reasons why they do not.
 SAID = re.compile(
-    r"overwire: (?:\d+ slices|each rank reads|the ranks share|made of|prepared|loads as|keeps no|no prepared).*"
+    r"overwire: (?:loaded \d+ slices|each rank reads|the ranks share|restored|stored|loads |cannot store|no prepared).*"
 )
 
 
@@ -551,7 +551,7 @@ def main() -> None:
                 if args.cold:
                     forget(base / parts(kind)[1])
                 texts = processes(args, kind)
-                name = f"{kind}, later" if any("made of prepared state" in text for text in texts) else kind
+                name = f"{kind}, later" if any("restored prepared state" in text for text in texts) else kind
                 took = [float(found) for text in texts for found in TOOK.findall(text)]
                 rows = [line for text in texts for line in text.splitlines() if line.startswith("{")]
                 if len(took) == args.ranks:

@@ -452,7 +452,7 @@ print(report["gds"], report.get("no_gds", ""))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "read through the host instead" in line]
+    lines = [line for line in done.stderr.splitlines() if "reading through host memory" in line]
     assert len(lines) == (0 if done.stdout.split()[0] != "0" else 1), done.stderr
     if not lines:
         return

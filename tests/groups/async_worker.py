@@ -114,7 +114,7 @@ def failing(folder: Path) -> None:
     dcp.async_save(state, storage_writer=writer).result()
     assert groups() <= before + 1 and ow.load_file(folder)["x"].sum() == 9
     finder, checkpoints.groups._wrapper_of_save = checkpoints.groups._wrapper_of_save, lambda: None
-    with pytest.raises(CheckpointException, match="give a group that training does not use"):
+    with pytest.raises(CheckpointException, match="pass a process_group= that training does not use"):
         dcp.async_save(state, storage_writer=writer).result()
     checkpoints.groups._wrapper_of_save = finder
 

@@ -111,7 +111,7 @@ def closed(folder: Path) -> None:
                     stream.close()  # type: ignore[attr-defined]
                 stream = iter(())
             else:
-                fails(ow.CancelledError, "on rank 0: stream: it was closed before its end", lambda stream=stream: dict(stream))
+                fails(ow.CancelledError, "on rank 0: stream: the stream was closed before its end", lambda stream=stream: dict(stream))
     assert "whole" in ow.load_file(path, group=world)
 
 

@@ -110,8 +110,8 @@ def recorded(folder: Path) -> None:
         assert sliced and None not in read, said
         assert sum(read) <= 1.05 * stored, (file, read, stored)
     slices.APART, recording.EARLY, apart = 1, 1, (slices.APART, recording.EARLY)
-    sliced, mine, said = load(folder / file)  # parts of rows are loaded while the loader runs
-    assert sliced and mine is not None and not any(" 0 of them while the loader ran" in line for line in said), said
+    sliced, mine, said = load(folder / file)  # parts of rows are read while the loader runs
+    assert sliced and mine is not None and not any("; 0 slices were loaded while it ran" in line for line in said), said
     slices.APART, recording.EARLY = apart
     sliced, mine, said = load(folder / file, (lambda tensor: tensor.sum()) if rank == 1 else None)
     assert (sliced, mine) == (rank != 1, None), said

@@ -214,7 +214,7 @@ def subgroup(folder: Path) -> None:
         try:
             ow.load_file(folder / "plain.safetensors", group=group)
         except ow.ArgumentError as error:
-            assert "not in it" in str(error)
+            assert "not in the group" in str(error)
         else:
             raise AssertionError("a group without this process was accepted")
 

@@ -390,5 +390,5 @@ def test_a_file_that_is_written_during_a_save_is_not_lost(
         with pytest.raises(CheckpointException) as caught:
             save(at, 2)
     error = caught.value.failures[0][0]
-    assert isinstance(error, ow.ArgumentError) and f"{path.name!r} was written while this save ran" in str(error)
+    assert isinstance(error, ow.ArgumentError) and f"{path.name!r} was written during this save" in str(error)
     assert list(ow.load_file(path)) == ["later"] and [entry.name for entry in tmp_path.iterdir()] == ["c"]

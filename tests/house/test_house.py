@@ -38,7 +38,7 @@ LAYERS: list[tuple[str, str]] = [
     ("bundles", "bundles bundles.*"),
     ("checkpoints", "checkpoints checkpoints.*"),
     ("plumbing", "plumbing"),
-    ("outside", "compat compat.* integrations integrations.* __main__ _bench _bench_* _torch"),
+    ("outside", "compat compat.* integrations integrations.* __main__ _against _bench _bench_* _torch"),
 ]
 
 # Modules that outside code may import, besides the names in overwire.__all__.
@@ -62,6 +62,7 @@ ALLOWED = {
     ("integrations.vllm", "_core"): "checks sys.modules for a running engine, because a fork would break it; imports nothing",
     ("integrations.vllm", "integrations.modelexpress"): "vLLM's call in each process is the only hook for ModelExpress",
     ("_engine", "_torch"): "runs it as a program; imports nothing",
+    ("_engine", "_against"): "runs it as a program; imports nothing",
     ("_engine", "_bench"): "runs it as a program; imports nothing",
     ("_engine", "_bench_faces"): "runs it as a program; imports nothing",
     ("__main__", "_engine"): "runs the engine's command line",

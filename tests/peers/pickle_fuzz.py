@@ -71,7 +71,7 @@ class Fenced:
         from overwire import FormatError
 
         if not 0 <= blob < len(self._now) or self._now[blob][1] != size or size == 0:
-            raise FormatError("a reference to a tensor does not fit its container")
+            raise FormatError("a reference to a tensor does not match the container")
         start, length = self._now[blob]
         return np.frombuffer(self._map, np.uint8, length, start)
 
@@ -83,7 +83,7 @@ class Fenced:
             self._made[blob] = torch.from_numpy(self._array(blob, size)).untyped_storage()
         found = self._made[blob]
         if not hasattr(found, "untyped") or found.nbytes() != size:
-            raise FormatError("a reference to a tensor does not fit its container")
+            raise FormatError("a reference to a tensor does not match the container")
         return found
 
     def base(self, blob: int, size: int) -> Any:
@@ -93,7 +93,7 @@ class Fenced:
             self._made[blob] = self._array(blob, size)
         found = self._made[blob]
         if hasattr(found, "untyped") or found.nbytes != size:
-            raise FormatError("a reference to a tensor does not fit its container")
+            raise FormatError("a reference to a tensor does not match the container")
         return found
 
 

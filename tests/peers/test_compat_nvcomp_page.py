@@ -115,7 +115,7 @@ def test_outputs_that_overlap_are_refused(name: str) -> None:
         assert sources[1] == source and not any(room)
         for few in (b"few", plain):  # an Array that would be resized, and one that is large enough
             ours = codec.decode(codec.encode(few))
-            with pytest.raises(ow.ArgumentError, match="one Array for two results"):
+            with pytest.raises(ow.ArgumentError, match="two results have the same Array"):
                 work([source, source], out=[ours, ours])
             assert bytes(ours) == few
         two = work([source, source], out=[whole[:need], whole[need:]])

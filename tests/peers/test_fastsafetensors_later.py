@@ -365,7 +365,7 @@ def test_copiers_of_the_engine_have_the_hooks(files: list[str]) -> None:
             one.wait_tensor(names[2])
             assert {name: plain(tensors[name].get_raw()) for name in names} == {name: want[name] for name in names}
             one.finish_io()
-            with pytest.raises(ValueError, match="not among"):
+            with pytest.raises(ValueError, match="not loaded"):
                 one.wait_tensor("nothing")
             with pytest.raises(KeyError):
                 tensors["nothing"]

@@ -263,7 +263,7 @@ def test_a_save_within_a_save_of_the_same_bundle_is_refused(tmp_path: Path) -> N
     thread = threading.Thread(target=both, daemon=True)
     thread.start()
     thread.join(20)
-    assert not thread.is_alive() and "whose save it interrupts" in errors[0] and not list(tmp_path.iterdir())
+    assert not thread.is_alive() and "interrupts a save of this bundle" in errors[0] and not list(tmp_path.iterdir())
 
 
 def test_two_writers_of_one_bundle_take_turns(tmp_path: Path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/bind/binding"
 )
 
-// Setup takes the environment as Python sees it, a JSON object.
+// Setup applies the environment that Python passes as a JSON object.
 func Setup(env string) (uint64, error) {
 	return binding.Guard("setup", func() (uint64, error) { return given(binding.Setup(env)) })
 }
@@ -32,18 +32,18 @@ func Wait(job uint64, ns int) (bool, error) {
 	return binding.Guard("wait", func() (bool, error) { return binding.Wait(job, time.Duration(ns)) })
 }
 
-// Take returns what a job gives, or 0 if there is nothing after ns nanoseconds; how
-// is that of binding.Take.
+// Take returns the result of a job, or 0 if there is none after ns nanoseconds. See
+// binding.Take for how.
 func Take(job uint64, ns, how int) (uint64, error) {
 	return binding.Guard("take", func() (uint64, error) { return given(binding.Take(job, time.Duration(ns), how)) })
 }
 
-// Free frees a handle; how is that of binding.Free.
+// Free frees a handle. See binding.Free for how.
 func Free(handle uint64, how int) (int, error) {
 	return binding.Guard("free", func() (int, error) { binding.Free(handle, how); return 1, nil })
 }
 
-// numbersAt is the caller's memory as a slice.
+// numbersAt returns the caller's memory as a slice.
 func numbersAt(address uint64, n int) []int64 {
 	at := uintptr(address)
 	return unsafe.Slice(*(**int64)(unsafe.Pointer(&at)), n)

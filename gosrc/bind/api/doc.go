@@ -1,6 +1,6 @@
-// Package api is what gopy binds: the functions by which Python reaches the engine. The C files of bind/core call
-// them; package binding says what they do.
+// Package api has the functions with which Python calls the engine. gopy binds them, and the C files of bind/core call
+// them. Package binding implements them.
 //
-// Each takes integers and texts, and returns one integer and an error. A result is a struct in C memory, and its
-// address is returned; bind/core makes Python objects of it and frees it.
+// Each function takes integers and texts, and returns one integer and an error. A result is a struct in C memory, whose
+// address is returned. bind/core converts it to Python objects and frees it.
 package api

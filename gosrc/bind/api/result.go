@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/dlpack"
 )
 
-// given copies a result to C memory and returns its address; 0 for none. After an
-// error nothing of it is left.
+// given copies a result to C memory and returns its address, or 0 if there is none. After an
+// error the result has been freed.
 func given(r *binding.Result, err error) (uint64, error) {
 	if r == nil || err != nil {
 		return 0, err

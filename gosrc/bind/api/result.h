@@ -1,18 +1,18 @@
-// Declares the result of a verb, as Go passes it to C. Its memory comes from malloc and belongs to the receiver.
+// Declares the result of a verb, which Go passes to C. Its memory is from malloc, and the receiver owns it.
 #ifndef OW_RESULT_H
 #define OW_RESULT_H
 
 #include <stdint.h>
 
 struct ow_result {
-	char *text;        // JSON, or NULL: nothing
+	char *text;        // JSON, or NULL
 	int64_t text_len;
 	int64_t *numbers;
 	int64_t count;
-	void **managed;    // a DLManagedTensor each, NULL where there is none
+	void **managed;    // DLManagedTensors; NULL for missing tensors
 	int64_t tensors;
-	char *table;       // binding.PackTable's, or NULL
-	uint64_t model;    // handle of a model that was opened, or 0
+	char *table;       // written by binding.PackTable, or NULL
+	uint64_t model;    // handle of an opened model, or 0
 };
 
 #endif

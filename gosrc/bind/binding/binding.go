@@ -1,9 +1,9 @@
-// Package binding answers Python's calls with a few functions, a table of verbs (Table), and
-// handles. It makes no decisions of its own.
+// Package binding implements the engine's functions for Python: a few functions, a table of verbs (Table), and handles.
+// It contains no logic of the engine.
 //
-// A verb has one request and one result, both JSON. Addresses and large sets of numbers are
-// passed separately as int64. Tensors are returned as memory that the receiver owns. Every
-// call is guarded. Everything here is safe for concurrent use.
+// A verb has a request and a result, both in JSON. Addresses and large sets of numbers are passed separately as int64.
+// Tensors are returned as memory that the receiver owns. Every call is guarded against panics. All functions are safe
+// for concurrent use.
 package binding
 
 import (
@@ -24,10 +24,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Guard runs fn for Python. A panic becomes an error, and every error becomes the text of
-// errs.Text. On return the vector registers are as C leaves them. fn must check
-// spawn.Poisoned itself: after a panic the engine begins nothing new, but running jobs can
-// still be waited for, cancelled and freed.
+// Guard runs fn for Python. It converts a panic to an error, and every error to the text of errs.Text. On return the
+// vector registers are in the state that C expects. fn must check spawn.Poisoned: after a panic the engine starts
+// nothing new, but running jobs can still be waited for, cancelled and freed.
 func Guard[T any](name string, fn func() (T, error)) (T, error) {
 	defer avx.Clear()
 	var out, zero T
@@ -45,16 +44,16 @@ func Guard[T any](name string, fn func() (T, error)) (T, error) {
 // Model.
 type Result struct {
 	Text    string  // JSON, or ""
-	Numbers []int64 // their meaning is in the verb's row of the table
+	Numbers []int64 // the verb's row in the table says what they mean
 	Tensors []Exported
 	Raw     bool          // export Tensors as unsigned integers of their width
-	Table   *tensor.Index // of an opened model
-	Model   uint64        // its handle
-	owned   uint64        // the handle in Text, which the receiver owns; 0: none
+	Table   *tensor.Index // index of an opened model
+	Model   uint64        // handle of the opened model
+	owned   uint64        // handle in Text that the receiver owns, or 0
 }
 
-// An Exported is a tensor for Python. OK is false if there is none, because it landed in the
-// caller's memory or was already exported.
+// An Exported is a tensor for Python. OK is false if there is none, because it was loaded to the caller's memory or has
+// already been exported.
 type Exported struct {
 	Mem   device.Memory
 	Shape []int64
@@ -62,7 +61,7 @@ type Exported struct {
 	OK    bool
 }
 
-// Drop frees a result that no one receives.
+// Drop frees a result that has no receiver.
 func (r *Result) Drop() {
 	for _, t := range r.Tensors {
 		if t.OK {
@@ -81,11 +80,11 @@ func (r *Result) Drop() {
 type setup struct {
 	// Warnings are messages about ignored values and unknown names.
 	Warnings []string `json:"warnings"`
-	// Log is the value of OVERWIRE_LOG, "" if it is not set.
+	// Log is the value of OVERWIRE_LOG, or "" if it is not set.
 	Log string `json:"log"`
 }
 
-// Setup takes the environment as Python sees it, as a JSON object.
+// Setup applies the environment that Python passes as a JSON object.
 func Setup(env string) (*Result, error) {
 	if err := spawn.Poisoned(); err != nil {
 		return nil, err
@@ -121,8 +120,8 @@ func Call(name, request string, numbers []int64) (*Result, error) {
 	return given(r)
 }
 
-// Start starts a verb and returns its job. It copies numbers. The memory that they point to
-// must stay unchanged until the job has ended.
+// Start starts a verb and returns its job. It copies numbers. The memory at the addresses among them must stay
+// unchanged until the job has ended.
 func Start(name, request string, numbers []int64) (uint64, error) {
 	v, q, err := asked(name, request, numbers, true)
 	if err != nil {
@@ -135,7 +134,7 @@ func Start(name, request string, numbers []int64) (uint64, error) {
 	return keep(e), nil
 }
 
-// Wait waits up to d for the end of a job, and returns the job's error once it has ended.
+// Wait waits up to d for the end of a job. If the job has ended, it returns the job's error.
 // After any panic it returns the panic's error instead.
 func Wait(job uint64, d time.Duration) (done bool, err error) {
 	e, err := get[*entry](job)
@@ -148,18 +147,18 @@ func Wait(job uint64, d time.Duration) (done bool, err error) {
 	return done && err == nil, err
 }
 
-// The values of how for Take.
+// The values of `how` for Take.
 const (
-	TakeAll  = 0      // takes everything, once the job has ended
-	TakeNext = 1 << 0 // takes what a load has landed since the last call
+	TakeAll  = 0      // takes everything after the job has ended
+	TakeNext = 1 << 0 // takes the tensors that a load has landed since the last call
 	TakeRaw  = 1 << 1 // takes tensors as unsigned integers of the same width
 	TakeLast = 1 << 2 // takes everything and the report, and frees the job
 )
 
-// Take waits up to d for a job's result; nil: there is none yet. For a load the numbers are
-// how many tensors have no memory or no bytes, and then the address of each tensor (0 for
-// those). With TakeNext each address follows the tensor's position. A result without tensors is
-// the last. After a panic Take waits for the job's end and returns nothing.
+// Take waits up to d for a job's result, and returns nil if there is none. For a load, the numbers are how many tensors
+// have no memory or no bytes, and then the address of each tensor (0 for those). With TakeNext, the tensor's position
+// precedes each address. A result without tensors is the last one. After a panic, Take waits for the job's end and
+// returns nothing.
 func Take(job uint64, d time.Duration, how int) (*Result, error) {
 	if spawn.Poisoned() != nil {
 		_, err := Wait(job, d)
@@ -173,7 +172,7 @@ func Take(job uint64, d time.Duration, how int) (*Result, error) {
 		return e.next(d, how&TakeRaw != 0)
 	}
 	if e.pre != nil {
-		return nil, errs.New(errs.ErrArgument, "job %d is a preload: its tensors can only be taken by loads", job)
+		return nil, errs.New(errs.ErrArgument, "job %d is a preload: only loads can take its tensors", job)
 	}
 	if hasEnded, err := e.wait(d); err != nil || !hasEnded {
 		return nil, err
@@ -189,15 +188,15 @@ func Take(job uint64, d time.Duration, how int) (*Result, error) {
 	return r, err
 }
 
-// The values of how for Free.
+// The values of `how` for Free.
 const (
-	FreeNow    = 0 // a running job is cancelled
-	FreeEnded  = 1 // it is also waited for: the caller's memory is not in use any more
-	FreeCalled = 2 // the same for a verb that the caller waited for; see abandonWait
+	FreeNow    = 0 // cancels a running job
+	FreeEnded  = 1 // also waits until the caller's memory is no longer in use
+	FreeCalled = 2 // like FreeEnded, for a verb that the caller waited for; see abandonWait
 )
 
-// Free frees the handle of a job, a model or a batch. Preloads, batches and loads of the model
-// continue. Freeing a handle that no longer exists is not an error.
+// Free frees the handle of a job, a model or a batch. Preloads, batches and loads of the model continue. Freeing a
+// handle that does not exist is not an error.
 func Free(handle uint64, how int) {
 	object, _ := handles.Load(handle)
 	if e, ok := object.(*entry); ok && how != FreeNow {
@@ -213,7 +212,7 @@ func Free(handle uint64, how int) {
 	}
 }
 
-// parse reads JSON from Python into *v.
+// parse decodes JSON from Python to *v.
 func parse(text string, v any) error {
 	if err := rawjson.Unmarshal(text, v); err != nil {
 		return unfit(err)
@@ -221,13 +220,13 @@ func parse(text string, v any) error {
 	return nil
 }
 
-// inPython maps JSON and Go types to their names in Python.
+// inPython maps JSON and Go types to their Python names.
 var inPython = map[string]string{
 	"string": "str", "object": "dict", "array": "list", "struct": "dict", "map": "dict", "slice": "list",
 	"float64": "float", "bool": "bool",
 }
 
-// unfit names an argument of the wrong type, in Python's terms.
+// unfit returns an error that describes an argument of the wrong type with Python types.
 func unfit(err error) error {
 	var of *json.UnmarshalTypeError
 	if !errors.As(err, &of) {

@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Whatever a call does, its thread returns to C with cleared vector registers.
+// Guard returns to C with cleared vector registers.
 func TestGuardClears(t *testing.T) {
 	avxtest.Need(t)
 	avxtest.Clear(t, "Guard", func() {
@@ -29,7 +29,7 @@ func TestGuardClears(t *testing.T) {
 	})
 }
 
-// Each panic becomes an error, however many there are.
+// Guard converts every panic to an error.
 func TestGuard(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -50,7 +50,7 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// A panic anywhere cancels every job. Jobs can still be waited for and freed, but no new one begins.
+// A panic anywhere cancels all jobs. Jobs can still be waited for and freed, but no new job starts.
 func TestPanicEndsJobs(t *testing.T) {
 	defer spawn.Heal()
 	stderr := os.Stderr
@@ -68,17 +68,17 @@ func TestPanicEndsJobs(t *testing.T) {
 	<-stopping
 	engine := func(err error) bool { return errors.Is(err, errs.ErrEngine) && strings.Contains(err.Error(), "ouch") }
 	if done, err := Wait(writes, 0); done || err != nil {
-		t.Error("it still writes:", done, err)
+		t.Error("Wait before the job has ended:", done, err)
 	}
 	if r, err := Take(writes, 0, TakeNext); r != nil || err != nil {
-		t.Error("it still writes:", r, err)
+		t.Error("Take before the job has ended:", r, err)
 	}
 	for _, verb := range []string{"cancel", "progress", "report"} {
 		if _, err := Call(verb, "", []int64{int64(writes)}); err != nil {
 			t.Error(verb, err)
 		}
 	}
-	if _, err := Call("cache_counts", "", nil); err != nil { // overwire.metrics raises nothing
+	if _, err := Call("cache_counts", "", nil); err != nil { // overwire.metrics must not raise
 		t.Error(err)
 	}
 	close(stop)
@@ -90,7 +90,7 @@ func TestPanicEndsJobs(t *testing.T) {
 	}
 	Free(writes, FreeEnded)
 	if _, err := get[*entry](writes); err == nil {
-		t.Error("its handle is still there")
+		t.Error("the job's handle still exists")
 	}
 	if _, err := Wait(writes, 0); !engine(err) {
 		t.Error(err)
@@ -113,13 +113,13 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 			for i := range 1000 {
 				h := keep(i)
 				if _, twice := seen.LoadOrStore(h, true); twice || h == 0 {
-					t.Errorf("handle %d twice", h)
+					t.Errorf("handle %d was used twice", h)
 				}
 				if v, err := get[int](h); v != i || err != nil {
 					t.Error(v, err)
 				}
 				if _, err := get[*entry](h); !errors.Is(err, errs.ErrArgument) {
-					t.Error("an int is no job:", err)
+					t.Error("an int was accepted as a job:", err)
 				}
 				if v := drop(h); v != i {
 					t.Error(v)
@@ -133,7 +133,7 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 	wg.Wait()
 }
 
-// The buffer has the layout that table.c reads.
+// PackTable writes the layout that table.c reads.
 func TestPackTable(t *testing.T) {
 	ix := &tensor.Index{Tensors: []tensor.Tensor{
 		{Name: "näme", DType: tensor.BF16, Shape: []int64{3, 1 << 40}, Bytes: 6 << 40, Stored: 5, Source: 2, Alias: -1},
@@ -182,7 +182,7 @@ func TestRequests(t *testing.T) {
 		t.Error(err)
 	}
 	if r, err := requests(nil); len(r) != 0 || r == nil || err != nil {
-		t.Error("no request is not every tensor:", r, err)
+		t.Error("an empty list of requests became all tensors:", r, err)
 	}
 	r, err := requests([]int64{7, 4096, 1, 2, 3, -1})
 	if err != nil || len(r) != 1 {
@@ -216,7 +216,7 @@ func spec(t *testing.T, paths ...string) string {
 	return string(b)
 }
 
-// idle waits until no goroutine of the engine runs.
+// idle fails the test if a goroutine of the engine does not end.
 func idle(t *testing.T) {
 	t.Helper()
 	if n := spawn.Left(); len(n) != 0 {
@@ -234,7 +234,7 @@ func all(t *testing.T, m uint64) uint64 {
 	return h
 }
 
-// A job that has ended says so even to a wait with a timeout of zero.
+// Wait with a timeout of zero reports a job that has ended.
 func TestWaitOfNoTime(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -247,7 +247,7 @@ func TestWaitOfNoTime(t *testing.T) {
 			t.Fatal(done, err)
 		}
 		if done, err := Wait(h, 0); !done || err != nil {
-			t.Fatal("not done after all:", err)
+			t.Fatal("Wait(0) does not report the end:", err)
 		}
 		r, err := Take(h, 0, TakeAll)
 		if err != nil || len(r.Tensors) != 1 || !r.Tensors[0].OK || len(r.Numbers) != 2 || r.Numbers[0] != 0 ||
@@ -260,7 +260,7 @@ func TestWaitOfNoTime(t *testing.T) {
 	idle(t)
 }
 
-// The last results come with the report, and the job is then forgotten.
+// TakeLast returns the results and the report, and frees the job.
 func TestTakeLast(t *testing.T) {
 	m, err := openedModel(spec(t, plain(t, 1000)))
 	if err != nil {
@@ -274,12 +274,12 @@ func TestTakeLast(t *testing.T) {
 	}
 	r.Drop()
 	if _, err := Take(h, 0, TakeAll); !errors.Is(err, errs.ErrArgument) {
-		t.Error("the job is still there:", err)
+		t.Error("the job still exists:", err)
 	}
 	idle(t)
 }
 
-// Every function refuses numbers that it has no use for, and names the bad one.
+// Every verb refuses a wrong count of numbers with an error that says so.
 func TestTable(t *testing.T) {
 	for _, v := range Table() {
 		if v.Doc == "" || !strings.HasSuffix(v.Doc, ".") {
@@ -302,7 +302,7 @@ func TestTable(t *testing.T) {
 	}
 }
 
-// A preload is joined by one load, also while it opens. Nothing is left if either is freed at any moment.
+// One load attaches to a preload, even while the preload opens its files. Nothing leaks if either is freed at any time.
 func TestPreloadHandOver(t *testing.T) {
 	path := plain(t, 1<<20)
 	missing := path + ".missing"
@@ -312,7 +312,7 @@ func TestPreloadHandOver(t *testing.T) {
 			t.Fatal(err)
 		}
 		if _, err := Take(h, 0, TakeAll); !errors.Is(err, errs.ErrArgument) {
-			t.Fatal("tensors for one who has not joined it:", err)
+			t.Fatal("Take of a preload:", err)
 		}
 		m, err := openedModel(spec(t, path))
 		if err != nil || m == 0 {
@@ -323,7 +323,7 @@ func TestPreloadHandOver(t *testing.T) {
 			t.Fatal(answer, err)
 		}
 		load := all(t, m)
-		if round%2 == 1 { // the caller gives up, at any moment
+		if round%2 == 1 { // the caller gives up at some point
 			Free(load, FreeNow)
 			Free(m, FreeNow)
 			Free(h, FreeNow)
@@ -356,17 +356,17 @@ func TestPreloadHandOver(t *testing.T) {
 			break
 		}
 		if time.Now().After(end) {
-			t.Fatal("a preload of nothing goes on")
+			t.Fatal("a preload of a missing file does not end")
 		}
 	}
 	idle(t)
 }
 
-// Every verb whose request names a path to write is a replacer: Python's function of it waits for saves in the
-// background, and preloads of what was there are dropped.
+// Every verb whose request has a path to write must be a replacer. Its Python function then waits for background saves,
+// and preloads of the replaced file are dropped.
 func TestRequestsWithAPathReplaceIt(t *testing.T) {
 	others := map[string]string{
-		"write": "the path is a name for errors: the file is open, and gets its place by the verb rename",
+		"write": "the path is only for errors: the file is already open, and the verb rename replaces the path",
 	}
 	var hasPath func(of reflect.Type) bool
 	hasPath = func(of reflect.Type) bool {
@@ -389,14 +389,14 @@ func TestRequestsWithAPathReplaceIt(t *testing.T) {
 		}
 		switch _, isOther := others[v.Name]; {
 		case hasPath(v.Request) && !isOther && !v.WritesPath():
-			t.Errorf("%s: its request has a path, and no replacedPath", v.Name)
+			t.Errorf("%s: its request has a path but no replacedPath", v.Name)
 		case isOther && v.WritesPath():
-			t.Errorf("%s: it is a replacer", v.Name)
+			t.Errorf("%s: its request must not be a replacer", v.Name)
 		case v.WritesPath():
 			writes++
 		}
 	}
 	if writes < 8 {
-		t.Errorf("%d verbs replace a path", writes)
+		t.Errorf("%d verbs replace a path, want at least 8", writes)
 	}
 }

@@ -21,7 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// result runs a function to its end.
+// result runs a verb and returns its result.
 func result(name, text string, numbers ...int64) (*Result, error) {
 	h, err := Start(name, text, numbers)
 	if err != nil {
@@ -50,7 +50,7 @@ func openedModel(spec string) (uint64, error) {
 	return r.Model, nil
 }
 
-// openModels counts the models that are open.
+// openModels counts the open models.
 func openModels() (n int) {
 	for _, v := range handles.Range {
 		if _, ok := v.(*load.Model); ok {
@@ -60,7 +60,7 @@ func openModels() (n int) {
 	return n
 }
 
-// A result has one receiver; a result without a receiver is freed.
+// A result has one receiver. A result without a receiver is freed.
 func TestResultIsTakenOnce(t *testing.T) {
 	before := openModels()
 	open := spec(t, plain(t, 1000))
@@ -69,7 +69,7 @@ func TestResultIsTakenOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if round%2 == 0 { // else it is given up wherever it stands
+		if round%2 == 0 { // otherwise the call is given up at some point
 			if done, err := Wait(h, time.Minute); !done || err != nil {
 				t.Fatal(done, err)
 			}
@@ -80,16 +80,16 @@ func TestResultIsTakenOnce(t *testing.T) {
 			Free(h, FreeCalled)
 		}
 		if _, err := Take(h, 0, TakeAll); !errors.Is(err, errs.ErrArgument) {
-			t.Fatal("a result of a call that was given up:", err)
+			t.Fatal("Take of a call that was given up:", err)
 		}
 	}
 	idle(t)
 	if n := openModels(); n != before {
-		t.Errorf("%d models are open that were %d", n, before)
+		t.Errorf("%d models are open, want %d", n, before)
 	}
 }
 
-// A delta that no one takes is freed; one that was taken stays until its owner frees it.
+// A delta that is not taken is freed with its job. A delta that was taken stays until its owner frees it.
 func TestDeltasHaveOneReceiver(t *testing.T) {
 	deltas := func() (n int) {
 		for _, v := range handles.Range {
@@ -118,7 +118,7 @@ func TestDeltasHaveOneReceiver(t *testing.T) {
 		}
 		Free(h, how)
 		if n := deltas(); n != before {
-			t.Errorf("%d deltas are kept", n-before)
+			t.Errorf("%d deltas leaked", n-before)
 		}
 	}
 	r, err := Take(encode(), time.Minute, TakeLast)
@@ -134,13 +134,13 @@ func TestDeltasHaveOneReceiver(t *testing.T) {
 	}
 	Free(part.Handle, FreeNow)
 	if n := deltas(); n != before {
-		t.Errorf("%d deltas are kept", n-before)
+		t.Errorf("%d deltas leaked", n-before)
 	}
 	runtime.KeepAlive(now)
 	runtime.KeepAlive(base)
 }
 
-// A call that waits for a server that never answers ends when it is given up, and leaves neither a connection nor a
+// If a call that waits for a silent server is given up, it ends and leaves no connection and no
 // goroutine.
 func TestAbandonedCallsEnd(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -174,19 +174,19 @@ func TestAbandonedCallsEnd(t *testing.T) {
 		}
 		server := <-accepted
 		Free(h, FreeCalled)
-		// The server sees its connection end after the request.
+		// The server detects that its connection is closed after the request.
 		_ = server.SetReadDeadline(time.Now().Add(20 * time.Second))
 		for b := make([]byte, 4096); ; {
 			if _, err := server.Read(b); err != nil {
 				if e, ok := err.(net.Error); ok && e.Timeout() {
-					t.Errorf("%s %s: its connection stayed", c.verb, c.uri)
+					t.Errorf("%s %s: the connection is still open", c.verb, c.uri)
 				}
 				break
 			}
 		}
 		_ = server.Close()
 		if _, err := Wait(h, 0); !errors.Is(err, errs.ErrArgument) {
-			t.Errorf("%s: the job is still there: %v", c.verb, err)
+			t.Errorf("%s: the job still exists: %v", c.verb, err)
 		}
 	}
 	_ = l.Close()
@@ -204,7 +204,7 @@ func TestCallOfNoVerb(t *testing.T) {
 	}
 }
 
-// Numbers that do not describe a tensor are refused.
+// Numbers that do not describe tensors are refused.
 func TestTensorsInMemoryAreChecked(t *testing.T) {
 	for _, bad := range []struct {
 		contiguous int64
@@ -237,7 +237,7 @@ func TestTensorsInMemoryAreChecked(t *testing.T) {
 	}
 }
 
-// The records of a .tensors file that were read are opened by their handle once. The end of the last handle or model
+// The handle that `records` returns for a .tensors file can be opened once. Freeing the last handle or model
 // closes the file.
 func TestRecordsStayOpen(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.tensors")
@@ -270,13 +270,13 @@ func TestRecordsStayOpen(t *testing.T) {
 				t.Fatal(err, descriptors())
 			}
 			if _, err := openedModel(open); !errors.Is(err, errs.ErrArgument) {
-				t.Errorf("the same handle again: %v", err)
+				t.Errorf("opened the same handle twice: %v", err)
 			}
 			file.Handle = m
 		}
 		Free(file.Handle, FreeNow)
 		if n := descriptors(); n != 0 {
-			t.Errorf("opens %v: %d descriptors stay", opens, n)
+			t.Errorf("opens %v: %d descriptors leaked", opens, n)
 		}
 	}
 }

@@ -1,6 +1,6 @@
 package binding
 
-// Verbs that encode and decode buffers.
+// This file defines the verbs that encode and decode buffers.
 
 import (
 	"context"
@@ -17,19 +17,19 @@ type codecRequest = Dumped[nvcomp.Spec]
 // bufferWords is the number of numbers that describe a buffer.
 const bufferWords = 5
 
-const buffers = "for each buffer its address and bytes, whether it has an output, and that output's address and bytes"
+const buffers = "for each buffer its address and size, whether it has an output, and the output's address and size"
 
 func codecVerbs() []*Verb {
 	return []*Verb{
-		answered("codec_names", "The algorithms that codec takes.", func(none, []int64) ([]string, error) {
+		answered("codec_names", "Return the algorithms that codec supports.", func(none, []int64) ([]string, error) {
 			return nvcomp.Names(), nil
 		}),
 		begun[codecRequest, *Result]("codec",
-			"Encode, decode or measure buffers, which must not change until the job has ended. For each buffer the "+
-				"result has an address, a length, and whether checksums were compared; memory if the caller gave no "+
-				"output; and errors by the buffer's number.",
+			"Encode, decode or measure buffers, which must not change until the job has ended. For each buffer, the "+
+				"result has an address, a length, and whether checksums were compared; memory, if the caller passed "+
+				"no output; and errors by buffer number.",
 			startCodec).tail(buffers).onCallersMemory(),
-		answered("codec_now", "Do the same in one call. No numbers in the result: it may take long, and was not done.",
+		answered("codec_now", "Run codec in one call if it is fast. Otherwise do nothing and return no numbers.",
 			func(q codecRequest, n []int64) (*Result, error) {
 				in, err := buffersOf(n)
 				if err != nil || !nvcomp.Quick(&q.Value, in) {
@@ -78,7 +78,7 @@ func startCodec(v *Verb, q codecRequest, n []int64) (*entry, error) {
 	}), nil
 }
 
-// failures are errors by the buffer's number, for the text of a result.
+// failures maps buffer numbers to errors, for the text of a result.
 type failures map[int]errs.Description
 
 func (f failures) text() (string, error) {
@@ -89,7 +89,7 @@ func (f failures) text() (string, error) {
 	return string(b), err
 }
 
-// coded makes a result. Its first number, 1, means that the work was done.
+// coded converts results. The first number of the Result is 1, which means that the work was done.
 func coded(results []nvcomp.Result) (*Result, error) {
 	r, texts := &Result{Numbers: make([]int64, 1, 1+3*len(results)), Tensors: make([]Exported, len(results))},
 		failures{}

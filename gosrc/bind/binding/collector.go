@@ -1,7 +1,7 @@
 package binding
 
-// The schedule of the garbage collector: it does not run while the engine starts, and seldom
-// while the heap is small.
+// This file schedules the garbage collector: it does not run while the engine starts, and rarely while the heap is
+// small.
 
 import (
 	"runtime"
@@ -10,20 +10,20 @@ import (
 	"sync/atomic"
 )
 
-// By default Go collects when the heap has doubled, or grown by 4 MiB. This happened two or three
-// times while a group load was planned, and took half of that time.
+// By default, Go collects when the heap has doubled or grown by 4 MiB. This happened two or three times while a group
+// load was planned, and took half of that time.
 const (
 	usualPercent = 100
-	firstPercent = 4 * usualPercent // the first collection comes at 16 MiB
+	firstPercent = 4 * usualPercent // the first collection is at 16 MiB
 	ballastBytes = 8 << 20
 )
 
-// ballast is counted by the collector. It is never touched, so it takes no host memory.
+// ballast counts as heap for the collector. It is never touched, so it takes no host memory.
 var ballast atomic.Pointer[[ballastBytes]byte]
 
-// putOffCollections is called once, at the start. Allocating ballast then would itself start a
-// collection. So a high percentage replaces it until the first collection; a large heap must not
-// keep that percentage. If the process sets GOGC, nothing is changed.
+// putOffCollections is called once, at the start. Allocating the ballast then would trigger a collection, so it sets a
+// high percentage instead. The first collection allocates the ballast and restores the usual percentage, which a large
+// heap needs. If the process sets GOGC, nothing is changed.
 var putOffCollections = sync.OnceFunc(func() {
 	if usual := debug.SetGCPercent(firstPercent); usual != usualPercent {
 		debug.SetGCPercent(usual)

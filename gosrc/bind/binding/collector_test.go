@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// The first collection restores the usual collection percentage and puts ballast in the heap.
+// The first collection restores the usual percentage and allocates the ballast.
 func TestFirstCollectionBringsBallast(t *testing.T) {
 	before := debug.SetGCPercent(usualPercent)
 	defer debug.SetGCPercent(before)
@@ -21,5 +21,5 @@ func TestFirstCollectionBringsBallast(t *testing.T) {
 		}
 		debug.SetGCPercent(percent)
 	}
-	t.Fatal("the first collections left another percentage, or no ballast")
+	t.Fatal("the first collections did not restore the percentage or allocate the ballast")
 }

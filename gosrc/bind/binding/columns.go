@@ -1,6 +1,6 @@
 package binding
 
-// Reads tensors that Python describes in columns.
+// This file reads tensors that Python describes in columns.
 
 import (
 	"slices"
@@ -11,17 +11,17 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// columns describe tensors. The tensors' addresses are among the verb's numbers.
+// columns describes tensors. Their addresses are among the verb's numbers.
 type columns struct {
 	Names  []string  `json:"names"`
 	DTypes []string  `json:"dtypes"`
 	Shapes [][]int64 `json:"shapes"`
 }
 
-// types returns the dtypes of the tensors, and checks that each has `each` of the numbers.
+// types returns the dtypes of the tensors. It checks that there are `each` numbers per tensor.
 func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 	if len(c.DTypes) != len(c.Names) || len(c.Shapes) != len(c.Names) || numbers != each*len(c.Names) {
-		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes do not fit %d numbers", len(c.Names),
+		return nil, errs.New(errs.ErrArgument, "%d names, %d dtypes, %d shapes do not match %d numbers", len(c.Names),
 			len(c.DTypes), len(c.Shapes), numbers)
 	}
 	types := make([]tensor.DType, len(c.Names))
@@ -35,21 +35,21 @@ func (c *columns) types(numbers, each int) ([]tensor.DType, error) {
 	return types, nil
 }
 
-// named does the same as types, and also refuses names that a header cannot hold.
+// named calls types and also refuses names that a header cannot contain.
 func (c *columns) named(numbers, each int) ([]tensor.DType, error) {
 	types, err := c.types(numbers, each)
 	if i := slices.IndexFunc(c.Names, func(name string) bool {
 		return strings.ContainsRune(name, 0)
 	}); err == nil && i >= 0 {
-		err = errs.New(errs.ErrArgument, "tensor %q: the name has a NUL", c.Names[i])
+		err = errs.New(errs.ErrArgument, "tensor %q: the name contains a NUL character", c.Names[i])
 	}
 	return types, err
 }
 
-// dataAt returns the memory at an address that the caller gave.
+// dataAt returns the caller's memory at an address.
 func dataAt(addr uint64, n int64) ([]byte, error) {
 	if n < 0 || n > 0 && addr == 0 {
-		return nil, errs.New(errs.ErrArgument, "%d bytes at %#x", n, addr)
+		return nil, errs.New(errs.ErrArgument, "invalid memory: %d bytes at address %#x", n, addr)
 	}
 	return device.Bytes(addr, n), nil
 }

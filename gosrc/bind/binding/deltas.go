@@ -1,6 +1,6 @@
 package binding
 
-// Verbs that save, open, apply, merge and compare deltas.
+// This file defines the verbs that save, open, apply, merge and compare deltas.
 
 import (
 	"bytes"
@@ -22,7 +22,7 @@ type deltaSave struct {
 	deltaTensors
 	deltaTarget
 	Metadata map[string]string `json:"metadata"`
-	Encoded  []uint64          `json:"encoded"` // handles of delta_encode, for other tensors
+	Encoded  []uint64          `json:"encoded"` // handles of delta_encode with other tensors
 }
 
 // deltaPart is the result of delta_encode.
@@ -33,18 +33,18 @@ type deltaPart struct {
 
 func (p deltaPart) owns() uint64 { return p.Handle }
 
-// deltaTarget says where a delta is written.
+// deltaTarget is the destination of a delta.
 type deltaTarget struct {
 	Path    string        `json:"path"`
-	Shard   int64         `json:"shard"`  // as in save.Spec, in stored bytes
-	Beside  string        `json:"beside"` // folder of the new model; "": none
+	Shard   int64         `json:"shard"`  // like save.Spec.Shard, in stored bytes
+	Beside  string        `json:"beside"` // folder of the new model, or ""
 	Storage format.Access `json:"storage"`
 }
 
 func (q deltaTarget) replacedPath() string { return q.Path }
 
 type deltaOpen struct {
-	URI     string        `json:"uri"` // the name of the bytes in errors
+	URI     string        `json:"uri"` // also the name in errors if the delta is in memory
 	Storage format.Access `json:"storage"`
 }
 
@@ -55,23 +55,23 @@ type deltaFile struct {
 	Metadata map[string]string `json:"metadata"`
 	Bases    []string          `json:"bases"` // digests
 	News     []string          `json:"news"`
-	Stored   []int64           `json:"stored"` // bytes; 0: the tensor did not change, or shares another's chunks
+	Stored   []int64           `json:"stored"` // bytes; 0 if unchanged, or if the chunks are another tensor's
 	Changed  int               `json:"changed"`
-	Bytes    int64             `json:"bytes"` // of the tensors
-	Size     int64             `json:"size"`  // of the file
+	Bytes    int64             `json:"bytes"` // bytes of the tensors
+	Size     int64             `json:"size"`  // bytes of the file
 }
 
 func (f deltaFile) owns() uint64 { return f.Handle }
 
-// deltaApply describes tensors in columns of the verb's numbers. DTypes and Shapes list the
-// kinds of tensors (a model has few), and Streams the GPUs' streams.
+// deltaApply describes tensors. Their columns are the verb's numbers. DTypes and Shapes list the distinct dtypes and
+// shapes, of which a model has few, and Streams lists the streams of the GPUs.
 type deltaApply struct {
 	Files   []uint64  `json:"files"`
 	Missing bool      `json:"missing"`
 	DTypes  []string  `json:"dtypes"`
 	Shapes  [][]int64 `json:"shapes"`
-	Streams []int64   `json:"streams"` // by 1 + the GPU; 0: the host
-	Part    string    `json:"part"`    // part of the work: check, change or undo; empty: all
+	Streams []int64   `json:"streams"` // index 0 is the host, index 1 + n is GPU n
+	Part    string    `json:"part"`    // part of the work: check, change or undo; "" means all
 }
 
 type deltaMerge struct {
@@ -82,15 +82,16 @@ type deltaMerge struct {
 const (
 	deltaPair    = 4
 	deltaColumns = 5
-	pairsOf      = "for each tensor the addresses after and before, 1 + the GPU of both (0: the host), and the " +
-		"GPU's stream"
+	pairsOf      = "for each tensor its new address and its base address, 1 + the GPU of both (0 for the host), and " +
+		"the GPU's stream"
 )
 
 func deltaVerbs() []*Verb {
 	return []*Verb{
-		started("delta_save", "Write the changes between two models, which must not change until the end.", saveDelta).
+		started("delta_save",
+			"Write a delta between two models, which must not change until the job has ended.", saveDelta).
 			tail(pairsOf).onCallersMemory(),
-		started("delta_encode", "Encode for delta_save the changes of tensors, which must not change meanwhile.",
+		started("delta_encode", "Encode the deltas of tensors for delta_save. The tensors must not change meanwhile.",
 			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) (deltaPart, error) {
 				pairs, err := q.pairs(n, j)
 				if err != nil {
@@ -103,7 +104,7 @@ func deltaVerbs() []*Verb {
 				}
 				return deltaPart{keep(f), time.Since(start).Seconds()}, nil
 			}).tail(pairsOf).onCallersMemory(),
-		started("delta_open", "Read and check a whole delta from a URI, or from memory, which is copied.",
+		started("delta_open", "Read and check a whole delta from a URI or from memory. The memory is copied.",
 			func(ctx context.Context, _ *job.Job, q deltaOpen, n []int64) (deltaFile, error) {
 				f, err := openDelta(ctx, q, n)
 				if err != nil {
@@ -111,7 +112,7 @@ func deltaVerbs() []*Verb {
 				}
 				return describe(f), nil
 			}).awaited().ints("address", "nbytes").onCallersMemory(),
-		started("delta_apply", "Apply deltas, one after the other, to tensors in place.",
+		started("delta_apply", "Apply a chain of deltas to tensors in place.",
 			func(ctx context.Context, j *job.Job, q deltaApply, n []int64) (delta.Report, error) {
 				chain, err := getAll[*delta.File](q.Files)
 				if err != nil {
@@ -122,9 +123,9 @@ func deltaVerbs() []*Verb {
 					return delta.Report{}, err
 				}
 				return delta.Apply(ctx, chain, targets, q.Missing, knob.Workers(0), delta.Part(q.Part))
-			}).tail("columns, each for all tensors: the file, and the tensor of the same name in it; the kind; " +
-			"1 + the GPU (0: the host); the address").onCallersMemory(),
-		started("delta_merge", "Write a chain of deltas as one.",
+			}).tail("columns, each with a value per tensor: the file; the number of the tensor in it; the kind; " +
+			"1 + the GPU (0 for the host); the address").onCallersMemory(),
+		started("delta_merge", "Write a chain of deltas as one delta.",
 			func(ctx context.Context, j *job.Job, q deltaMerge, _ []int64) (delta.Report, error) {
 				chain, err := getAll[*delta.File](q.Files)
 				if err != nil {
@@ -147,7 +148,7 @@ func deltaVerbs() []*Verb {
 	}
 }
 
-// saveDelta encodes the tensors, and writes them together with those that are already encoded.
+// saveDelta encodes the tensors and writes them together with those that have already been encoded.
 func saveDelta(ctx context.Context, j *job.Job, q deltaSave, n []int64) (delta.Report, error) {
 	pairs, err := q.pairs(n, j)
 	if err != nil {
@@ -179,7 +180,7 @@ func (q *deltaTarget) write(ctx context.Context, j *job.Job, f *delta.File) (del
 	return r, errs.Ended(ctx, err)
 }
 
-// targets reads the columns of the tensors to which a chain is applied.
+// targets reads the columns of the tensors that a chain is applied to.
 func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, error) {
 	kinds := columns{Names: make([]string, len(q.DTypes)), DTypes: q.DTypes, Shapes: q.Shapes}
 	types, err := kinds.types(0, 0)
@@ -188,7 +189,7 @@ func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, er
 	}
 	count := len(n) / deltaColumns
 	if len(n)%deltaColumns != 0 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers do not describe whole tensors", len(n))
+		return nil, errs.New(errs.ErrArgument, "expected a multiple of 5 numbers, got %d", len(n))
 	}
 	column := func(k int) []int64 { return n[k*count : (k+1)*count] }
 	files, tensors, kind, gpu, at := column(0), column(1), column(2), column(3), column(4)
@@ -197,7 +198,7 @@ func (q *deltaApply) targets(chain []*delta.File, n []int64) ([]delta.Target, er
 	for i := range targets {
 		if !inside(files[i], len(chain)) || !inside(tensors[i], len(chain[files[i]].Tensors)) ||
 			!inside(kind[i], len(types)) || !inside(gpu[i], len(q.Streams)) {
-			return nil, errs.New(errs.ErrArgument, "invalid numbers for the tensor after the first %d, in %d numbers",
+			return nil, errs.New(errs.ErrArgument, "invalid numbers for tensor %d, in %d numbers",
 				i, len(n))
 		}
 		targets[i] = delta.Target{Name: chain[files[i]].Tensors[tensors[i]].Name, DType: types[kind[i]],

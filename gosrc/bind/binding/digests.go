@@ -1,6 +1,6 @@
 package binding
 
-// Verbs that compute digests.
+// This file defines the verbs that compute digests.
 
 import (
 	"context"
@@ -20,16 +20,16 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-const tensorViews = "the addresses of the contiguous tensors, then their bytes; for each other tensor its address, " +
-	"bytes of an element, number of dimensions, their sizes, and their strides in bytes"
+const tensorViews = "the addresses of the contiguous tensors, then their sizes in bytes; for each other tensor its " +
+	"address, element size, number of dimensions, their sizes, and their strides in bytes"
 
 func digestVerbs() []*Verb {
 	return []*Verb{
-		started("digest", "Compute digests of tensors, 16 bytes each: in host memory (device -1), or on a GPU after "+
+		started("digest", "Compute digests of tensors, 16 bytes each, in host memory (device -1) or on a GPU after "+
 			"the work queued on a stream.", digestMemory).
 			ints("device", "stream", "contiguous").tail(tensorViews).onCallersMemory(),
-		started("digests", "Return the digests of files' tensors. on: by name, the GPU that decodes the tensor, if "+
-			"it has enough memory.", digestsOf),
+		started("digests", "Return the digests of files' tensors. `on` maps tensor names to the GPU that decodes "+
+			"them, if it has enough memory.", digestsOf),
 	}
 }
 
@@ -38,14 +38,14 @@ type digestsRequest struct {
 	On map[string]int `json:"on"`
 }
 
-// digestsOf computes digests that no file stores: on the GPUs of q.On, and on the host for the
-// rest and for tensors that do not fit there.
+// digestsOf computes digests that no file stores. It uses the GPUs of q.On, and the host for other tensors and for
+// tensors that do not fit on a GPU.
 func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (verify.DigestReport, error) {
 	rep, err := verify.Digests(ctx, j, q.URIs, q.Storage, func(name string) bool { _, ok := q.On[name]; return ok })
 	if err != nil {
 		return rep, err
 	}
-	rows := map[string]*verify.TensorDigest{} // rows without a digest; nil for names in several files
+	rows := map[string]*verify.TensorDigest{} // rows without a digest; nil for a name in several files
 	for i := range rep.Tensors {
 		if t := &rep.Tensors[i]; t.Digest == "" {
 			if _, twice := rows[t.Name]; !twice {
@@ -72,7 +72,7 @@ func digestsOf(ctx context.Context, j *job.Job, q digestsRequest, _ []int64) (ve
 	return rep, err
 }
 
-// onGPUs fills in the digests that GPUs can compute.
+// onGPUs computes digests on GPUs and adds them to the rows.
 func (q *digestsRequest) onGPUs(ctx context.Context, j *job.Job, rows map[string]*verify.TensorDigest,
 	rep *verify.DigestReport) error {
 	if len(rows) == 0 {
@@ -129,17 +129,17 @@ func digestMemory(ctx context.Context, _ *job.Job, _ none, n []int64) (*Result, 
 		return nil, err
 	}
 	r := &Result{Numbers: make([]int64, 0, 2*len(at))}
-	for _, k := range at { // big-endian, so that the bytes are in the order of the hex digits
+	for _, k := range at { // big-endian, so that the bytes are in the order of hex digits
 		r.Numbers = append(r.Numbers, int64(bits.ReverseBytes64(sums[k].High)), int64(bits.ReverseBytes64(sums[k].Low)))
 	}
 	return r, nil
 }
 
-// viewsOf reads tensors in memory. The first ones are contiguous.
+// viewsOf reads tensors in memory from numbers. The first tensors are contiguous.
 func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	const head = 3
 	if contiguous < 0 || contiguous > int64(len(flat))/2 {
-		return nil, errs.New(errs.ErrArgument, "%d numbers do not fit %d contiguous tensors", len(flat), contiguous)
+		return nil, errs.New(errs.ErrArgument, "%d numbers do not match %d contiguous tensors", len(flat), contiguous)
 	}
 	views := make([]digest.View, contiguous)
 	bytes, one := flat[contiguous:2*contiguous], []int64{1}
@@ -159,8 +159,8 @@ func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	return views, nil
 }
 
-// distinct returns each contiguous tensor once, and the index of each given tensor in the result,
-// so that tied tensors are read once.
+// distinct returns each contiguous tensor once, and the index in the result of each given tensor, so that tied tensors
+// are read once.
 func distinct(all []digest.View) (views []digest.View, at []int) {
 	type memory struct{ address, bytes uint64 }
 	first := make(map[memory]int, len(all))

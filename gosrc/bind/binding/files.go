@@ -1,6 +1,6 @@
 package binding
 
-// Verbs that read and write files, control jobs, and control the engine itself.
+// This file defines the verbs that read and write files, control jobs, and control the engine.
 
 import (
 	"context"
@@ -36,12 +36,12 @@ import (
 type saveRequest struct {
 	save.Spec
 	columns
-	// Places has, for tensors in several pieces, the address and bytes of each piece, by the
-	// tensor's name.
+	// Places has, by tensor name, the address and size of each piece of tensors that are in several
+	// pieces.
 	Places map[string][]int64 `json:"places,omitempty"`
-	// Background lets the tensors change once Next has answered, before the job ends.
+	// Background allows the tensors to change after Next has returned, before the job ends.
 	Background bool `json:"background,omitempty"`
-	// MaxMemory limits the host memory of stored bytes in that case; 0: all free memory.
+	// MaxMemory limits the host memory of stored bytes for Background. 0 means all free memory.
 	MaxMemory int64 `json:"max_memory,omitempty"`
 
 	brief bool
@@ -56,7 +56,7 @@ type sleepRequest struct {
 
 type prepareRequest struct {
 	sleepRequest
-	Bytes int64 `json:"bytes"` // of host memory, without tensors
+	Bytes int64 `json:"bytes"` // host memory without tensors
 }
 
 // prepared is the expected host memory of a sleep.
@@ -64,11 +64,11 @@ type prepared struct {
 	Bytes int64 `json:"bytes"`
 }
 
-// putRequest describes bytes that become a file or object unchanged.
+// putRequest describes bytes that become a file or object.
 type putRequest struct {
 	Path    string        `json:"path"`
-	Stale   []string      `json:"stale"` // URIs to remove afterwards
-	Once    bool          `json:"once"`  // see open.PutOnce; then nothing is stale
+	Stale   []string      `json:"stale"` // URIs to remove after the write
+	Once    bool          `json:"once"`  // use open.PutOnce and ignore stale
 	Storage format.Access `json:"storage"`
 }
 
@@ -92,7 +92,7 @@ type convertRequest struct {
 	save.Spec
 }
 
-// The paths that requests replace.
+// replacedPath returns the path that a request replaces.
 func (q saveRequest) replacedPath() string    { return q.Path }
 func (q sleepRequest) replacedPath() string   { return q.Path }
 func (q putRequest) replacedPath() string     { return q.Path }
@@ -112,7 +112,7 @@ type verifyRequest struct {
 
 type fetchRequest struct {
 	fetch.Spec
-	FD uintptr `json:"fd"` // a duplicate is used
+	FD uintptr `json:"fd"` // descriptor of an open file, which is duplicated
 }
 
 type besideRequest struct {
@@ -122,7 +122,7 @@ type besideRequest struct {
 
 type besides struct {
 	Name string   `json:"name"`
-	Path string   `json:"path"` // without a query and the revision of hf://
+	Path string   `json:"path"` // without a query and without an hf:// revision
 	URIs []string `json:"uris"`
 }
 
@@ -142,10 +142,10 @@ type program struct {
 	Argv    []string       `json:"argv"`
 	Python  string         `json:"python"`
 	Version string         `json:"version"`
-	Storage source.Options `json:"storage"` // the environment for stores
-	// Secrets are the environment variables that the command line names.
+	Storage source.Options `json:"storage"` // environment variables for stores
+	// Secrets are the values of environment variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
-	// Names are the names that people use for some of the paths.
+	// Names are names for some of the paths in messages.
 	Names   map[string]string `json:"names"`
 	Measure bool              `json:"measure"` // for doctor
 }
@@ -154,25 +154,25 @@ func (p program) env() cli.Env {
 	return cli.Env{Python: p.Python, PythonVersion: p.Version, Storage: p.Storage, Secrets: p.Secrets}
 }
 
-// nameVerbs write, rename and remove complete files and objects.
+// nameVerbs returns the verbs that write, rename and remove complete files and objects.
 func nameVerbs() []*Verb {
 	return []*Verb{
-		started("put", "Replace a file or object by bytes, which must not change until the job has ended.", put).
+		started("put", "Replace a file or object with bytes, which must not change until the job has ended.", put).
 			ints("address", "nbytes").onCallersMemory(),
-		started("remove", "Remove objects of stores. Missing objects are not an error.", removeObjects),
-		started("rename", "Rename a finished file over another one in its folder.",
+		started("remove", "Remove objects from stores. Missing objects are not an error.", removeObjects),
+		started("rename", "Rename a complete file to replace another file in its folder.",
 			func(_ context.Context, _ *job.Job, q renameRequest, _ []int64) (save.Report, error) {
 				return save.Report{}, atomicfile.Rename(q.Made, q.Path)
 			}),
-		answered("rename_folder", "Rename a folder to a free name, or exchange it with the one there, in one step.",
+		answered("rename_folder", "Rename a folder to a free name, or exchange it with another folder, atomically.",
 			func(q renameFolderRequest, _ []int64) (none, error) {
 				return none{}, atomicfile.RenameFolder(q.Made, q.Path, q.Exchange)
 			}),
-		started("sync_names", "Wait until the names in a path's folder are on the disk.",
+		started("sync_names", "Wait until the folder of a path has been written to disk.",
 			func(_ context.Context, _ *job.Job, path string, _ []int64) (none, error) {
 				return none{}, atomicfile.Failed(path, -1, atomicfile.Disk{}.SyncNames(path))
 			}).awaited(),
-		answered("follow", "Resolve a path to write to, refusing links of other users.",
+		answered("follow", "Resolve a path to write to. Links of other users are refused.",
 			func(path string, _ []int64) (string, error) {
 				place, err := atomicfile.Follow(path)
 				if err != nil {
@@ -180,7 +180,7 @@ func nameVerbs() []*Verb {
 				}
 				return place.Path, nil
 			}),
-		answered("refuse_planted", "Refuse a path if another user may have planted a part of it.",
+		answered("refuse_planted", "Refuse a path if another user could have created a part of it.",
 			func(path string, _ []int64) (none, error) {
 				return none{}, errs.In("save", path, regular.RefusePlanted(path))
 			}),
@@ -190,29 +190,31 @@ func nameVerbs() []*Verb {
 func fileVerbs() []*Verb {
 	return []*Verb{
 		begun[saveRequest, save.Report]("save", "Write tensors, which must not change until the job ends.", startSave).
-			tail("for each tensor its address, bytes, and 1 + its GPU (0: the host)").
+			tail("for each tensor its address, size, and 1 + its GPU (0 for the host)").
 			onCallersMemory(),
-		answered("plain_front", "Return a plain file's header without its length, and the tensors' order. Host only.",
+		answered("plain_front",
+			"Return a plain file's header without its length, and the tensors' order. For tensors on the host.",
 			func(q saveRequest, n []int64) (save.Front, error) {
 				in, err := inputs(&q, n)
 				if err != nil {
 					return save.Front{}, err
 				}
 				return save.FrontOf(q.Path, q.Metadata, in)
-			}).tail("for each tensor its address, bytes, and 0"),
+			}).tail("for each tensor its address, its size, and 0"),
 		begun[prepareRequest, prepared]("sleep_prepare",
-			"Get host memory for a sleep of one device's tensors, which are read before this returns.", startPrepare).
-			tail("for each tensor its address and bytes"),
-		answered("sleep_return", "Free the host memory that is kept for sleeps of a device.",
+			"Allocate host memory for a sleep of one device's tensors, which are read before this returns.",
+			startPrepare).
+			tail("for each tensor its address and size"),
+		answered("sleep_return", "Free the host memory that is cached for sleeps of a device.",
 			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
-			"Compress one device's tensors, which must not change meanwhile, into host memory; return a model.",
-			startSleep).tail("for each tensor its address and bytes").onCallersMemory(),
+			"Compress one device's tensors to host memory and return a model. The tensors must not change meanwhile.",
+			startSleep).tail("for each tensor its address and size").onCallersMemory(),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
 				return convert.Convert(ctx, j, q.URIs, q.Path, q.Spec)
 			}),
-		started("verify", "Compare every checksum of files.",
+		started("verify", "Verify every checksum of files.",
 			func(ctx context.Context, j *job.Job, q verifyRequest, _ []int64) (verify.Report, error) {
 				return verify.Verify(ctx, j, q.URIs, q.Storage, q.Original)
 			}),
@@ -221,9 +223,9 @@ func fileVerbs() []*Verb {
 			func(ctx context.Context, _ *job.Job, q filesRequest, _ []int64) (any, error) {
 				return verify.Inspect(ctx, q.URIs, q.Storage)
 			}).awaited(),
-		answered("shown", "Return a URI without its credentials, for messages.",
+		answered("shown", "Return a URI without credentials, for messages.",
 			func(uri string, _ []int64) (string, error) { return errs.RedactURI(uri), nil }),
-		answered("notices", "Return, once, messages about how files of stores were opened.",
+		answered("notices", "Return new messages about how files in stores were opened. Each message is returned once.",
 			func(none, []int64) ([]string, error) { return append([]string{}, source.Notices()...), nil }),
 		answered("cache_counts", "Return the counters of the caches of remote objects in this process.",
 			func(none, []int64) (cache.Counts, error) { return cache.CountedObjects(), nil }).afterPanics(),
@@ -235,32 +237,33 @@ func fileVerbs() []*Verb {
 				}
 				return b, nil
 			}),
-		started("occupied", "Return what a path to be written holds: a file, a folder with files, or nothing.",
+		started("occupied", "Return what exists at a path to be written: a file, a folder with files, or nothing.",
 			func(ctx context.Context, _ *job.Job, q occupiedRequest, _ []int64) (open.Occupant, error) {
 				return open.Occupied(ctx, q.URI, q.Storage.Options)
 			}).awaited(),
-		started("presign", "Return a secret URL that reads an S3 object without credentials for some seconds.",
+		started("presign",
+			"Return a secret URL with which an S3 object can be read without credentials for some seconds.",
 			func(ctx context.Context, _ *job.Job, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
 			}).awaited(),
-		started("read_floor", "Read bytes [begin, end) of a file to a GPU (-1: the host) through pinned slots.",
+		started("read_floor", "Read bytes [begin, end) of a file to a GPU (-1 means the host) through pinned slots.",
 			func(ctx context.Context, _ *job.Job, path Text, n []int64) (none, error) {
 				r := bench.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]),
 					Slots: uint64(n[4]), Threads: int(n[5])}
 				return none{}, r.Run(ctx)
 			}).awaited().ints("begin", "end", "device", "to", "slots", "threads").onCallersMemory(),
-		started("doctor", "Describe the machine. measure: also measure the links of its GPUs.",
+		started("doctor", "Describe the machine. With `measure`, also measure the links of its GPUs.",
 			func(_ context.Context, _ *job.Job, q program, _ []int64) (any, error) {
 				return cli.Diagnose(q.env(), q.Measure), nil
 			}).awaited(),
-		started("cli", "Run a command line. Its report is the exit status.",
+		started("cli", "Run a command line. The job's report is the exit status.",
 			func(ctx context.Context, j *job.Job, q program, _ []int64) (int, error) {
 				for path, name := range q.Names {
 					errs.CallPath(path, name)
 				}
 				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, q.env()), nil
 			}),
-		answered("knobs", "Return the settings with their present values.",
+		answered("knobs", "Return the settings with their current values.",
 			func(none, []int64) ([]knob.Row, error) { return knob.Table(), nil }),
 	}
 }
@@ -283,7 +286,7 @@ func startSave(v *Verb, q saveRequest, n []int64) (*entry, error) {
 	return e, nil
 }
 
-// inputs returns the tensors of a request. Those on a GPU are copied from there.
+// inputs returns the tensors of a request. Tensors on a GPU are copied from the GPU.
 func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	types, err := q.named(len(n), 3)
 	if err != nil {
@@ -320,7 +323,7 @@ func inputs(q *saveRequest, n []int64) ([]save.Input, error) {
 	return in, nil
 }
 
-// piecesAt returns the memory of a tensor in several pieces.
+// piecesAt returns the memory of a tensor that is in several pieces.
 func piecesAt(name string, places []int64) (all [][]byte, err error) {
 	for k := 0; k+1 < len(places); k += 2 {
 		piece, err := dataAt(uint64(places[k]), places[k+1])
@@ -348,7 +351,7 @@ func (q *sleepRequest) tensors(n []int64) ([]sleep.Tensor, error) {
 	return in, nil
 }
 
-// startPrepare reads the tensors before it returns, and never after.
+// startPrepare reads the tensors before it returns, and not afterwards.
 func startPrepare(v *Verb, q prepareRequest, n []int64) (*entry, error) {
 	in, err := q.tensors(n)
 	if err != nil {
@@ -389,7 +392,7 @@ func put(ctx context.Context, j *job.Job, q putRequest, n []int64) (save.Report,
 	if !source.Remote(q.Path) {
 		return save.Report{}, atomicfile.Write(ctx, q.Path, data)
 	}
-	failed := func(err error) { j.Failed(err, func() {}) } // the sent bytes are copies
+	failed := func(err error) { j.Failed(err, func() {}) } // does nothing: the bytes being sent are copies
 	if q.Once {
 		return save.Report{}, open.PutOnce(ctx, q.Path, q.Storage.Options, data, failed)
 	}
@@ -417,28 +420,31 @@ func startFetch(v *Verb, q fetchRequest, _ []int64) (*entry, error) {
 	}), nil
 }
 
-// jobVerbs control jobs and the engine itself.
+// jobVerbs returns the verbs that control jobs and the engine.
 func jobVerbs() []*Verb {
 	return []*Verb{
-		answered("progress", "Return the bytes and tensors that a job has done, each with its total.", ofNumbered(jobOf,
-			func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil })).
+		answered("progress",
+			"Return the bytes and tensors that a job has processed, each with its total.", ofNumbered(jobOf,
+				func(e *entry, _ none, _ []int64) (*Result, error) { return &Result{Numbers: e.progress()}, nil })).
 			ints("job").afterPanics(),
-		answered("report", "Return a job's report, or null before there is one.", ofNumbered(jobOf,
+		answered("report", "Return a job's report, or null if there is none yet.", ofNumbered(jobOf,
 			func(e *entry, _ none, _ []int64) (*Result, error) {
 				text, err := e.report()
 				return &Result{Text: text}, err
 			})).ints("job").afterPanics(),
-		answered("cancel", "Ask a job to stop. It still uses its memory until it has ended.", ofNumbered(jobOf,
-			func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil })).
+		answered("cancel",
+			"Cancel a job without waiting. Until it has ended, it still uses its memory.", ofNumbered(jobOf,
+				func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil })).
 			ints("job").afterPanics(),
 		answered("empty_cache", "Free cached device and pinned memory.",
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
-		answered("shutdown", "Cancel everything at exit, and wait up to ms for the end. 1: ended; 0: still running.",
+		answered("shutdown",
+			"Cancel all jobs at exit and wait up to `ms` for them. Return 1 if they have ended, otherwise 0.",
 			func(_ none, n []int64) (int64, error) {
 				haveEnded := job.CancelAll(time.Duration(n[0]) * time.Millisecond)
 				if haveEnded && spawn.Poisoned() == nil {
 					load.AwaitPreparations()
-					_ = cuda.Trim() // before the driver's own exit handlers
+					_ = cuda.Trim() // before the driver's exit handlers
 				}
 				return truth(haveEnded), nil
 			}).ints("ms").afterPanics(),

@@ -1,6 +1,6 @@
 package binding
 
-// Verbs that use GPUs.
+// This file defines the verbs that use GPUs.
 
 import (
 	"slices"
@@ -14,11 +14,11 @@ import (
 )
 
 const (
-	afters  = "afters streams to wait for"
-	streams = afters + "; then for each bitstream address and bytes, address and bytes of the content, chunk bytes"
+	afters  = "streams to wait for, as many as `afters` says"
+	streams = afters + "; then for each bitstream its address and size, those of its content, and the chunk size"
 )
 
-// How many numbers describe a bitstream of a batch.
+// streamWords and contentWords are how many numbers describe a bitstream, and a content to encode.
 const (
 	streamWords  = 5
 	contentWords = 6
@@ -32,7 +32,7 @@ func onDevice[R any](name, doc string, run func(d *cuda.Device, n []int64) (R, e
 
 func gpuVerbs() []*Verb {
 	return []*Verb{
-		answered("gpu_count", "Return the number of GPUs; 0 without a driver.", func(none, []int64) (int64, error) {
+		answered("gpu_count", "Return the number of GPUs, or 0 without a driver.", func(none, []int64) (int64, error) {
 			if driver.Available() != nil {
 				return 0, nil
 			}
@@ -41,16 +41,17 @@ func gpuVerbs() []*Verb {
 		}),
 		answered("gpu_names", "Return the algorithms that GPUs can decode.",
 			func(none, []int64) ([]string, error) { return nvcomp.GPUNames(), nil }),
-		answered("gpu_of", "Return the GPU that an address belongs to; -1: none.",
+		answered("gpu_of", "Return the GPU that an address belongs to, or -1.",
 			func(_ none, n []int64) (int64, error) { return int64(driver.DeviceOf(uint64(n[0]))), nil },
 		).ints("address"),
-		answered("gpu_mode", "Set this thread's CUstreamCaptureMode (-1: keep); return the old one; -1: no driver.",
+		answered("gpu_mode",
+			"Set this thread's CUstreamCaptureMode and return the old one, or -1. A mode of -1 does nothing.",
 			func(_ none, n []int64) (int64, error) { return int64(driver.SwapCaptureMode(int(n[0]))), nil },
 		).ints("mode"),
-		onDevice("gpu_used", "Register a stream that uses the engine's memory and lives as long as the process.",
+		onDevice("gpu_used", "Register a stream that uses memory of the engine and lives as long as the process.",
 			func(d *cuda.Device, n []int64) (none, error) { d.NoteStream(uintptr(n[0])); return none{}, nil }).
 			ints("device", "stream"),
-		onDevice("gpu_follow", "Make a stream wait for the work that is queued on another now.",
+		onDevice("gpu_follow", "Make a stream wait for the work that is now queued on another stream.",
 			func(d *cuda.Device, n []int64) (none, error) {
 				return none{}, d.MakeStreamWait(uintptr(n[0]), uintptr(n[1]))
 			}).
@@ -59,16 +60,17 @@ func gpuVerbs() []*Verb {
 			s, err := d.NewStream()
 			return int64(s), err
 		}).ints("device"),
-		onDevice("gpu_stream_free", "Free a stream when its work is done, without waiting for it.",
+		onDevice("gpu_stream_free", "Free a stream after its work has ended, without waiting.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.FreeStream(uintptr(n[0])) }).
 			ints("device", "stream").afterPanics(),
 		onDevice("gpu_stream_sync", "Wait for the work that is queued on a stream.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.SyncStream(uintptr(n[0])) }).
 			ints("device", "stream").afterPanics(),
-		onDevice("gpu_stream_check", "Refuse a stream of another GPU.",
+		onDevice("gpu_stream_check", "Raise an error for a stream of another GPU.",
 			func(d *cuda.Device, n []int64) (none, error) { return none{}, d.CheckStream(uintptr(n[0])) }).
 			ints("device", "stream"),
-		answered("gpu_transform", "Return the X16 transform for a dtype, or for a host sample; -1: it needs a sample.",
+		answered("gpu_transform",
+			"Return the X16 transform for a dtype or a sample in host memory, or -1 if it needs a sample.",
 			func(dtype Text, n []int64) (int64, error) {
 				sample, err := dataAt(uint64(n[0]), n[1])
 				if err != nil {
@@ -77,7 +79,8 @@ func gpuVerbs() []*Verb {
 				t, err := nvcomp.GPUTransform(string(dtype), sample)
 				return int64(t), err
 			}).ints("sample", "nbytes"),
-		onDevice("gpu_alloc", "Allocate GPU memory: one tensor, and its address.", gpuAlloc).ints("device", "nbytes"),
+		onDevice("gpu_alloc",
+			"Allocate GPU memory and return it as a tensor, with its address.", gpuAlloc).ints("device", "nbytes"),
 		onDevice("gpu_copy", "Queue a copy between any two addresses.",
 			func(d *cuda.Device, n []int64) (none, error) {
 				on, _, err := queueOf(n[0], n[5], n[6:])
@@ -86,7 +89,7 @@ func gpuVerbs() []*Verb {
 				}
 				return none{}, d.Copy(on, uint64(n[1]), uint64(n[2]), n[3], n[4] != 0)
 			}).ints("device", "stream", "dst", "src", "nbytes", "wait", "afters").tail(afters),
-		answered("gpu_decode", "Queue the decoding of bitstreams without waiting; return the batch.",
+		answered("gpu_decode", "Queue the decoding of bitstreams and return the batch, without waiting.",
 			func(name Text, n []int64) (int64, error) {
 				on, list, err := streamsOf(n)
 				if err != nil {
@@ -95,12 +98,14 @@ func gpuVerbs() []*Verb {
 				b, err := nvcomp.GPUDecode(int(n[0]), on, string(name), list)
 				return keepBatch(b, err)
 			}).ints("device", "stream", "kind", "afters").tail(streams),
-		answered("gpu_peek", "Inspect bitstreams; return content and chunk bytes, and names and errors by number.",
+		answered("gpu_peek", "Return the content size, chunk size and algorithm of bitstreams, and errors by number.",
 			gpuPeek).ints("device", "stream", "kind", "afters").tail(streams),
-		answered("gpu_encode", "Queue the encoding to X16 bitstreams; return the batch.", gpuEncode).
+		answered("gpu_encode",
+			"Queue the encoding to X16 bitstreams and return the batch, without waiting.", gpuEncode).
 			ints("device", "stream", "kind", "scratch", "room", "afters").
-			tail(afters + "; then for each content its address and bytes, the output's, chunk bytes, transform"),
-		answered("gpu_wait", "Return a batch's results, once: 1, encoded lengths, errors by number; empty: not done.",
+			tail(afters + "; then for each content its address and size, those of the output, chunk size, transform"),
+		answered("gpu_wait",
+			"Free a batch and return 1, encoded lengths, and errors by number; or nothing if it has not ended.",
 			gpuWait).ints("batch", "wait").afterPanics(),
 	}
 }
@@ -112,11 +117,11 @@ func keepBatch(b *stream.Batch, err error) (int64, error) {
 	return int64(keep(b)), nil
 }
 
-// queueOf reads a stream's order: the stream, and the streams at the start of rest that it follows.
-// It also returns the numbers after these.
+// queueOf reads an Order: the stream, and the first `after` numbers of rest, which are the streams to wait for. It
+// returns the numbers after these.
 func queueOf(stream, after int64, rest []int64) (q stream.Order, follows []int64, err error) {
 	if after < 0 || after > int64(len(rest)) {
-		return q, nil, errs.New(errs.ErrArgument, "%d streams to wait for do not fit into %d numbers", after, len(rest))
+		return q, nil, errs.New(errs.ErrArgument, "%d streams to wait for do not fit in %d numbers", after, len(rest))
 	}
 	q.Stream = uintptr(stream)
 	for _, s := range rest[:after] {
@@ -125,13 +130,13 @@ func queueOf(stream, after int64, rest []int64) (q stream.Order, follows []int64
 	return q, rest[after:], nil
 }
 
-// streamRows returns the words of each bitstream. They follow a verb's fixed numbers: device, stream,
+// streamRows returns the numbers of each bitstream. They follow a verb's fixed numbers, which are device, stream,
 // kind, ..., and the number of streams to wait for.
 func streamRows(n []int64, fixed, words int) (stream.Order, [][]int64, error) {
 	kind := n[2]
 	on, flat, err := queueOf(n[1], n[fixed-1], n[fixed:])
 	if err == nil && (kind < 0 || kind > int64(nvcomp.WithSize) || len(flat)%words != 0) {
-		err, flat = errs.New(errs.ErrArgument, "%d numbers do not fit bitstreams of kind %d", len(flat), kind), nil
+		err, flat = errs.New(errs.ErrArgument, "%d numbers do not match bitstreams of kind %d", len(flat), kind), nil
 	}
 	return on, slices.Collect(slices.Chunk(flat, words)), err
 }
@@ -209,7 +214,7 @@ func gpuWait(_ none, n []int64) (*Result, error) {
 		return &Result{}, nil
 	}
 	each, err := b.Wait()
-	if err != nil && !b.Done() { // the driver has not answered, and may be asked again
+	if err != nil && !b.Done() { // the state is unknown, so the caller may wait again
 		return nil, err
 	}
 	drop(h)

@@ -1,6 +1,6 @@
 package binding
 
-// Handles, by which Python refers to the engine's objects.
+// This file defines handles, with which Python refers to the engine's objects.
 
 import (
 	"sync"
@@ -13,9 +13,9 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// handles maps numbers to the objects that Python holds: *load.Model, *entry (a job), *stream.Batch,
-// *delta.File and *tensorizer.Opened. A number is never used twice, so a stale one is an error and
-// never another object.
+// handles maps numbers to the objects that Python holds: *load.Model, *entry (a job), *stream.Batch, *delta.File and
+// *tensorizer.Opened. A number is never reused, so a stale handle is an error and never refers to another
+// object.
 var (
 	handles    sync.Map
 	lastHandle atomic.Uint64
@@ -46,7 +46,7 @@ func get[T any](h uint64) (T, error) {
 	case *tensorizer.Opened:
 		kind = "open .tensors file"
 	}
-	return v, errs.New(errs.ErrArgument, "handle %d is not a %s: it was closed, or never opened", h, kind)
+	return v, errs.New(errs.ErrArgument, "handle %d is not an existing %s: it was closed or never opened", h, kind)
 }
 
 func getAll[T any](handles []uint64) ([]T, error) {
@@ -64,7 +64,7 @@ func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) 
 
 func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
 
-// drop removes a handle and returns its object; nil if there was none.
+// drop removes a handle and returns its object, or nil if there was none.
 func drop(h uint64) any {
 	v, _ := handles.LoadAndDelete(h)
 	return v

@@ -1,6 +1,6 @@
 package binding
 
-// Runs verbs as jobs, and returns their results to Python.
+// This file runs verbs as jobs and returns their results to Python.
 
 import (
 	"context"
@@ -16,24 +16,24 @@ import (
 	"github.com/overwire/overwire/gosrc/relay"
 )
 
-// An owner is a result with a handle in its JSON. The handle is freed if no one takes the result.
+// An owner is a result with a handle in its JSON. The handle is freed if the result is not taken.
 type owner interface{ owns() uint64 }
 
-// An entry is a job with a handle: of any verb, or a preload. No handle owns a preload's tensors.
+// An entry is a job with a handle, either of a verb or a preload. No handle owns a preload's tensors.
 type entry struct {
-	job   *job.Job         // nil: a preload
-	load  *load.Loading    // nil: not a load
-	relay *relay.Relay     // nil: not a relay
-	pre   *preload.Preload // nil: not a preload
-	// staged is closed when a background save no longer needs the caller's memory; nil for other
+	job   *job.Job         // nil for a preload
+	load  *load.Loading    // nil if it is not a load
+	relay *relay.Relay     // nil if it is not a group load
+	pre   *preload.Preload // nil if it is not a preload
+	// staged is closed when a background save no longer needs the caller's memory. It is nil for other
 	// jobs.
 	staged <-chan struct{}
-	// usesMemory: the job uses the caller's memory, which must stay valid until the job has ended.
+	// usesMemory means that the job uses the caller's memory, which must stay valid until the job has ended.
 	usesMemory bool
 
 	mu     sync.Mutex
-	result *Result // for verbs that return more than a report; nil: not yet, or already taken
-	gone   bool    // the handle was freed, so no one will take the result
+	result *Result // for verbs that return more than a report; nil if not set yet or already taken
+	gone   bool    // the handle was freed, so the result will not be taken
 }
 
 // A replacer is a request that replaces the file at a path or URI.
@@ -46,12 +46,12 @@ func (v *Verb) WritesPath() bool {
 	return ok
 }
 
-// A brief is a request that may be answered on the caller's thread, because it takes less time than waking
+// A brief is a request that may be run on the caller's thread, because it takes less time than waking
 // another thread.
 type brief interface{ isBrief() bool }
 
-// background runs a verb as a job. At the job's end it drops the preloads of a file that the job has
-// replaced. run returns the job's report, even with an error, or a *Result to be taken.
+// background runs a verb as a job. If the job replaced a file, it drops the file's preloads when it ends. run returns
+// the job's report, even with an error, or a *Result that can be taken.
 func (v *Verb) background(q any, run func(ctx context.Context, j *job.Job) (any, error)) *entry {
 	e := &entry{usesMemory: v.usesMemory}
 	e.job = job.New(v.Name)
@@ -92,8 +92,8 @@ func (e *entry) give(r *Result) {
 	e.result = r
 }
 
-// running returns the job. While a preload is opening its files it waits up to d; after that it
-// returns nil.
+// running returns the job. For a preload it waits up to d until the files are open, and returns nil if they are
+// not.
 func (e *entry) running(d time.Duration) (*job.Job, error) {
 	if e.pre == nil {
 		return e.job, nil
@@ -113,8 +113,8 @@ func (e *entry) wait(d time.Duration) (bool, error) {
 	return j.Wait(d)
 }
 
-// batch is the most tensors of one TakeNext: enough that calls are cheap, and few enough that the caller
-// works while the rest arrives.
+// batch is the maximum number of tensors of one TakeNext: enough to make calls cheap, and few enough that the caller
+// can process them while the next ones are loaded.
 const batch = 1024
 
 func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
@@ -150,7 +150,7 @@ func (e *entry) next(d time.Duration, raw bool) (*Result, error) {
 	return export(e.load, at, numbers, raw), nil
 }
 
-// nextStaged waits until the caller's memory is free, up to d (negative: without limit).
+// nextStaged waits up to d until the caller's memory is no longer needed. A negative d means no limit.
 func (e *entry) nextStaged(d time.Duration) (*Result, error) {
 	var late <-chan time.Time
 	if d >= 0 {
@@ -160,7 +160,7 @@ func (e *entry) nextStaged(d time.Duration) (*Result, error) {
 	case <-e.staged:
 	case <-e.job.Done():
 		select {
-		case <-e.staged: // later errors go to the caller that waits for the end
+		case <-e.staged: // callers that wait for the job's end get later errors
 		default:
 			_, err := e.job.Wait(-1)
 			return &Result{Numbers: []int64{0}}, err
@@ -171,7 +171,7 @@ func (e *entry) nextStaged(d time.Duration) (*Result, error) {
 	return &Result{Numbers: []int64{0}}, nil
 }
 
-// all returns all results of an ended job.
+// all returns all results of a job that has ended.
 func (e *entry) all(raw bool) (*Result, error) {
 	if e.load != nil {
 		at := make([]int, e.load.Len())
@@ -190,7 +190,7 @@ func (e *entry) all(raw bool) (*Result, error) {
 	return r, nil
 }
 
-// export takes landed requests of a load. It writes into numbers how many have no memory, and then the
+// export takes landed requests of a load. It sets the first number to how many have no memory, and appends the
 // addresses.
 func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
 	r := &Result{Tensors: make([]Exported, len(at)), Raw: raw}
@@ -206,7 +206,7 @@ func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
 	return r
 }
 
-// report returns the job's report as JSON, "null" before there is one.
+// report returns the job's report as JSON, or "null" if there is none yet.
 func (e *entry) report() (string, error) {
 	j, err := e.running(0)
 	if err != nil || j == nil {
@@ -216,7 +216,7 @@ func (e *entry) report() (string, error) {
 	return string(b), err
 }
 
-// progress returns bytes and tensors done, each with its total.
+// progress returns the processed bytes and tensors, each with its total.
 func (e *entry) progress() []int64 {
 	j, err := e.running(0)
 	if err != nil || j == nil {
@@ -226,7 +226,7 @@ func (e *entry) progress() []int64 {
 	return []int64{b, tb, t, tt}
 }
 
-// cancel asks the job to stop, without waiting for it.
+// cancel cancels the job without waiting for it.
 func (e *entry) cancel() {
 	if e.pre != nil {
 		e.pre.Drop()
@@ -235,13 +235,13 @@ func (e *entry) cancel() {
 	e.job.Cancel()
 }
 
-// abandonWait is how long to wait for a cancelled verb that does not use the caller's memory. Most
-// end within it and leave nothing running. A verb that hangs in the system (a file system that
-// does not answer) ends when the system call returns.
+// abandonWait is how long to wait for a cancelled verb that does not use the caller's memory. Most verbs end within
+// this time. A verb that hangs in a system call, for example on an unresponsive file system, ends when the system call
+// returns.
 const abandonWait = 50 * time.Millisecond
 
-// rest cancels the job and waits until the caller's memory is not in use. A preload, which does not
-// use it, continues.
+// rest cancels the job and waits until the caller's memory is no longer in use. A preload does not use it and
+// continues.
 func (e *entry) rest(how int) {
 	if e.pre != nil {
 		return
@@ -254,8 +254,8 @@ func (e *entry) rest(how int) {
 	_, _ = e.job.Wait(wait)
 }
 
-// close cancels a running job. Tensors that were not taken are freed once nothing writes to them. A
-// preload continues.
+// close cancels a running job. Tensors that were not taken are freed when nothing writes to them. A preload
+// continues.
 func (e *entry) close() {
 	switch {
 	case e.pre != nil:

@@ -1,6 +1,6 @@
 package binding
 
-// Verbs that open, load, pin and preload models.
+// This file defines the verbs that open, load, pin and preload models.
 
 import (
 	"context"
@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// opened is the result of opening a model, besides its handle and its table.
+// opened is the result of opening a model, apart from its handle and its table.
 type opened struct {
 	Sources []openedSource `json:"sources"`
 	Room    int64          `json:"room"` // see relay.RoomForChunk
@@ -28,11 +28,11 @@ type openedSource struct {
 	Size     int64             `json:"size"`
 	Metadata map[string]string `json:"metadata"`
 	Overwire bool              `json:"overwire"`
-	Remote   bool              `json:"remote"` // its bytes cross a network, also on a network file system
+	Remote   bool              `json:"remote"` // read over a network, including network file systems
 }
 
-// openRequest says what to open. opened is the handle of a .tensors file that is already open (see the
-// verb records) and that the model takes over; 0: none.
+// openRequest describes what to open. opened is 0 or the handle of a .tensors file that the verb `records` has opened.
+// The model takes it over.
 type openRequest struct {
 	load.Spec
 	Opened uint64 `json:"opened"`
@@ -40,7 +40,7 @@ type openRequest struct {
 
 func (q *openRequest) isBrief() bool { return q.Opened == 0 && load.IsBrief(q.URIs, q.Storage) }
 
-// preloadRequest says what to preload: what to open, and how to load it.
+// preloadRequest describes what to preload: what to open, and how to load it.
 type preloadRequest struct {
 	load.Spec
 	load.Options
@@ -48,14 +48,14 @@ type preloadRequest struct {
 
 type joinRequest struct {
 	load.Options
-	// Alone says that the loads take nothing from other preloads, and preloads of these files are dropped.
+	// Alone means that loads take no preloaded tensors, and preloads of these files are dropped.
 	Alone bool `json:"alone"`
 }
 
 func modelVerbs() []*Verb {
 	return []*Verb{
-		started("open", "Open and index files; return the model and its table.", openModel).awaited(),
-		started("names", "Return the tensors that a model's index.json files list; null if a file has no index.",
+		started("open", "Open and index files, and return the model and its table.", openModel).awaited(),
+		started("names", "Return the tensors that a model's index.json files list, or null if a file has no index.",
 			func(ctx context.Context, _ *job.Job, q load.Spec, _ []int64) (*[]string, error) {
 				names, ok, err := load.Names(ctx, q)
 				if !ok {
@@ -64,27 +64,29 @@ func modelVerbs() []*Verb {
 				return &names, err
 			}).awaited(),
 		begun[loadRequest, load.Report]("load",
-			"Load tensors of a model. whole: load every tensor completely. Destinations must stay valid until the "+
+			"Load tensors of a model. `whole` loads every tensor completely. Destinations must stay valid until the "+
 				"job has ended.", startLoad).
-			ints("model", "whole").tail("for each request tensor, destination (0: allocate, 1: see settle), " +
-			"and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1: to the end)"),
-		answered("outlook", "Estimate what loading tensors of a model takes. OutOfMemoryError above max_memory.",
+			ints("model", "whole").tail("for each request the tensor, the destination (0 allocates it, 1 leaves it " +
+			"to settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means to the end)"),
+		answered("outlook",
+			"Estimate the memory that a load of tensors needs. Raises OutOfMemoryError above max_memory.",
 			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Estimate, error) {
 				parts, err := partsOf(n)
 				if err != nil {
 					return load.Estimate{}, err
 				}
 				return m.Estimate(parts, q)
-			})).ints("model").tail("pairs of a tensor and its number of elements (-1: all); none: all tensors"),
+			})).ints("model").
+			tail("pairs of a tensor and its number of elements (-1 means all), or nothing for all tensors"),
 		answered("kept_blocks", "Return the numbers of the blocks that an offload keeps on the device.",
 			func(_ none, n []int64) ([]int64, error) { return load.KeptBlocks(n[1:], n[0]), nil }).
-			ints("keep").tail("the bytes of each block"),
+			ints("keep").tail("the size of each block"),
 		answered("states", "Return the identities and states of a model's files.",
 			ofNumbered(modelOf, func(m *load.Model, _ none, _ []int64) ([]load.State, error) {
 				return m.FileStates(), nil
 			})).ints("model"),
 		answered("settle", "Bind destinations for a load's requests that had destination 1. The load writes there "+
-			"after the work that is queued on the stream now.", ofNumbered(jobOf,
+			"after the work that is now queued on the stream.", ofNumbered(jobOf,
 			func(e *entry, _ none, n []int64) (none, error) {
 				if e.load == nil {
 					return none{}, errs.New(errs.ErrArgument, "settle: the job is not a load")
@@ -101,20 +103,21 @@ func modelVerbs() []*Verb {
 				j, err := m.Pin(q)
 				return &entry{job: j}, err
 			}).ints("model"),
-		answered("device", "Return a device's number from torch's name: -1: a GPU without a number; -2: the host.",
+		answered("device",
+			"Return the number of a device with a torch name: -1 for a GPU without a number, -2 for the host.",
 			func(name string, _ []int64) (int64, error) { return device.Number(name) }),
 		answered("prepare", "Start to prepare a GPU for a load, without waiting.",
 			func(device Text, n []int64) (none, error) {
 				load.Prepare(string(device), n[0] != 0)
 				return none{}, nil
 			}).ints("exchange"),
-		begun[preloadRequest, none]("preload", "Preload files. Their tensors go to loads that attach.",
+		begun[preloadRequest, none]("preload", "Preload files. Loads that attach take their tensors.",
 			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
 				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil
 			}),
-		started("join", "Let loads of a model take preloaded tensors of its files.", joinPreload).awaited().
+		started("join", "Allow loads of a model to take preloaded tensors of its files.", joinPreload).awaited().
 			ints("model"),
-		answered("sweep", "Drop the preloads of a file or object that was just replaced.",
+		answered("sweep", "Drop the preloads of a file or object that has just been replaced.",
 			func(uri string, _ []int64) (preload.Answer, error) {
 				preload.Sweep(uri)
 				return preload.Answer{Notes: preload.Said()}, nil
@@ -157,11 +160,11 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 	return r, nil
 }
 
-// requestWords is the number of numbers in a load request, in the order of the fields of
+// requestWords is the number of numbers in a load request, which are in the order of the fields of
 // load.Request.
 const requestWords = 6
 
-// requests unpacks what Python packed.
+// requests converts numbers from Python to load requests.
 func requests(n []int64) ([]load.Request, error) {
 	if len(n)%requestWords != 0 {
 		return nil, errs.New(errs.ErrArgument, "expected a multiple of 6 numbers, got %d", len(n))
@@ -174,7 +177,7 @@ func requests(n []int64) ([]load.Request, error) {
 	return reqs, nil
 }
 
-// partsOf unpacks what Python packed; nil if there are no numbers.
+// partsOf converts numbers from Python to parts, or returns nil if there are none.
 func partsOf(n []int64) ([]load.Part, error) {
 	if len(n)%2 != 0 {
 		return nil, errs.New(errs.ErrArgument, "expected pairs of numbers, got %d", len(n))
@@ -186,7 +189,7 @@ func partsOf(n []int64) ([]load.Part, error) {
 	return parts, nil
 }
 
-// A loadRequest has the options of a load. after: the job of the load that it follows; 0: none.
+// A loadRequest has the options of a load. after is the job of the load that it follows, or 0.
 type loadRequest struct {
 	load.Options
 	After int64 `json:"after"`
@@ -203,10 +206,10 @@ func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 			return nil, err
 		}
 		if q.Options.After = first.load; first.load == nil {
-			return nil, errs.New(errs.ErrArgument, "job %d is not a load that another can follow", q.After)
+			return nil, errs.New(errs.ErrArgument, "job %d is not a load, so no other load can follow it", q.After)
 		}
 	}
-	var reqs []load.Request // nil: every tensor, complete
+	var reqs []load.Request // nil means every tensor, completely
 	if n[1] == 0 {
 		if reqs, err = requests(n[2:]); err != nil {
 			return nil, err
@@ -219,7 +222,7 @@ func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 	return &entry{job: l.Job(), load: l}, nil
 }
 
-// joinSlice is how long a cancelled call may still wait for a preload that is opening its
+// joinSlice is how long a cancelled call may keep waiting for a preload that is opening its
 // files.
 const joinSlice = 50 * time.Millisecond
 
@@ -236,8 +239,8 @@ func joinPreload(ctx context.Context, _ *job.Job, q joinRequest, n []int64) (pre
 	}
 }
 
-// PackTable puts the tensors of a model into one buffer, which C converts to Python tuples at
-// once. All integers are little-endian:
+// PackTable writes the tensors of a model to one buffer, which C converts to Python tuples.
+// All integers are little-endian:
 //
 //	u64 tensors, u64 dtype names
 //	each dtype name, by code:  u64 length, bytes

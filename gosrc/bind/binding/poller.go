@@ -1,6 +1,6 @@
 package binding
 
-// Starts the runtime's poller early, where a failure can still be reported as an error.
+// This file starts the runtime's poller early, when a failure can still be reported as an error.
 
 import (
 	"errors"
@@ -11,13 +11,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// startPoller makes Go's runtime start its poller, which waits for files, sockets and timers. If the
-// process has no descriptors left, the runtime ends the process, so startPoller tries the same calls
-// first. Another thread may still take the last descriptors in between.
+// startPoller makes Go's runtime start its poller, which waits for files, sockets and timers. If the process has no
+// descriptors left, the runtime would end the process, so startPoller first tries the same calls. Another thread may
+// still take the last descriptors in between.
 func startPoller() error {
 	err := tryPoller()
 	if errors.Is(err, unix.EMFILE) {
-		err = errs.New(errs.ErrIO, "%v: the engine needs two descriptors: close some, or raise `ulimit -n`", err)
+		err = errs.New(errs.ErrIO, "%v: the engine needs two file descriptors: close files, or raise `ulimit -n`", err)
 	}
 	if err != nil {
 		return errs.Place("start", "the engine", "", -1, errs.FromOS(err))

@@ -1,6 +1,6 @@
 package binding
 
-// Verbs of loads by the ranks of a group.
+// This file defines the verbs of group loads.
 
 import (
 	"time"
@@ -11,46 +11,47 @@ import (
 	"github.com/overwire/overwire/gosrc/relay"
 )
 
-// relayRequest says what to load together, and from which models.
+// relayRequest describes what to load together, and from which models.
 type relayRequest struct {
 	relay.Spec
-	// More has further models. The tensor numbers of each model follow those of the one before.
+	// More lists further models. The tensor numbers of each model follow those of the previous model.
 	More []uint64 `json:"more"`
 }
 
-// relayVerbs run one rank's part of such a load.
+// relayVerbs returns the verbs that run one rank's part of a group load.
 func relayVerbs() []*Verb {
 	return []*Verb{
 		begun[relayRequest, relay.Report]("relay",
-			"Run this rank's part of a group load, of one model or of several as one.",
+			"Run this rank's part of a group load of one or several models.",
 			startRelay).ints("model").
-			tail("the needs of each rank of the host, as requests with the rank instead of an address; none: all"),
-		answered("relay_shares", "Return the bytes of each rank's share of each piece in its buffer.",
+			tail("the needs of each rank of the host, as requests with the rank as the address; default: everything"),
+		answered("relay_shares", "Return, for each piece, the size of each rank's share in its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) {
 				return r.ShareSizes()
 			})).
 			ints("job"),
-		answered("relay_aim", "Set what this rank wants, before the first decode.",
+		answered("relay_aim", "Set this rank's requests, before the first decode.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
 				reqs, err := requests(n)
 				if err != nil {
 					return none{}, err
 				}
 				return none{}, r.Aim(reqs)
-			})).ints("job").tail("requests as for a load"),
-		answered("relay_offer", "Return how the host's ranks reach the ring of a relay that transports by itself.",
+			})).ints("job").tail("requests like those of a load"),
+		answered("relay_offer", "Return the offer with which the host's other ranks map this rank's memory.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) (peers.Offer, error) { return r.Offer() })).
 			ints("job"),
-		answered("relay_join", "Connect such a relay with those of the other ranks, given their offers in order.",
+		answered("relay_join", "Connect this rank to the other ranks, with the offers of all ranks in rank order.",
 			ofNumbered(relayOf, func(r *relay.Relay, q []peers.Offer, _ []int64) (none, error) {
 				return none{}, r.Join(q)
 			})).ints("job"),
-		answered("relay_wait", "Wait up to ms for this rank's checked share of a piece. 1: it is ready; 0: not yet.",
+		answered("relay_wait",
+			"Wait up to `ms` for this rank's verified share of a piece. Return 1 if it is ready, otherwise 0.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (int64, error) {
 				there, err := r.AwaitOwnShare(int(n[0]), time.Duration(n[1])*time.Millisecond)
 				return truth(there), err
 			})).ints("job", "piece", "ms"),
-		answered("relay_decode", "Decode a piece after the work on a stream (0: none), and free its buffer.",
+		answered("relay_decode", "Decode a piece after the work on a stream (0 means none), and free its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, n []int64) (none, error) {
 				return none{}, r.DecodePiece(int(n[0]), uintptr(n[1]))
 			})).ints("job", "piece", "stream"),
@@ -88,7 +89,7 @@ func relayOf(h int64) (*relay.Relay, error) {
 		return nil, err
 	}
 	if e.relay == nil {
-		return nil, errs.New(errs.ErrArgument, "job %d is not a relay", h)
+		return nil, errs.New(errs.ErrArgument, "job %d is not a group load", h)
 	}
 	return e.relay, nil
 }

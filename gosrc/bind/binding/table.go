@@ -1,6 +1,6 @@
 package binding
 
-// The table of verbs, and the reading of their requests.
+// This file defines the table of verbs, and reads their requests.
 
 import (
 	"context"
@@ -17,31 +17,31 @@ import (
 type Kind int
 
 const (
-	Answered Kind = iota // Call: it does not wait
+	Answered Kind = iota // runs in Call and does not wait
 	Awaited              // a job: the caller waits from its start to its end
 	Started              // a job that the caller watches
 )
 
-// A Verb is a row of the table: a request, a result, and what to do. `make gen`
-// writes the Python function of each, overwire/_verbs.py.
+// A Verb is a row of the table: the types of its request and result, and its function. `make gen`
+// writes the Python functions to overwire/_verbs.py.
 type Verb struct {
 	Name string
 	Kind Kind
-	Doc  string // one sentence, and the meaning of its numbers
+	Doc  string // sentences for the docstring
 	Ints []string
-	// Tail explains the numbers after Ints; "": there are none.
+	// Tail explains the numbers after Ints. "" means that there are none.
 	Tail string
-	// Types of the JSON; nil: none. A Text request is a word, not JSON. A Dumped[T] is the JSON of
-	// a T that Python keeps and sends repeatedly.
+	// Types of the JSON, or nil. A Text request is a word, not JSON. A Dumped[T] is the JSON of
+	// a T that Python caches and sends repeatedly.
 	Request, Result reflect.Type
 
-	// usesMemory: the verb uses the caller's memory, which must stay valid until it has ended.
-	// ends: the verb begins nothing, so it is also answered after a panic.
+	// usesMemory means that the verb uses the caller's memory, which must stay valid until the verb has ended.
+	// ends means that the verb starts nothing, so it also works after a panic.
 	usesMemory, ends bool
 
-	// The functions, which get a pointer to the request: call for an answered verb, start for the
-	// others. run is the job of a verb without its own start function.
-	asks  reflect.Type // type of the request, also for none
+	// The functions get a pointer to the request: call for an answered verb, and start for other verbs.
+	// run is the job of a verb without a special start function.
+	asks  reflect.Type // type of the request, even if it is none
 	call  func(q any, numbers []int64) (any, error)
 	start func(v *Verb, q any, numbers []int64) (*entry, error)
 	run   func(ctx context.Context, j *job.Job, q any, numbers []int64) (any, error)
@@ -52,7 +52,7 @@ type (
 	// A Text is a request of one word.
 	Text string
 	// A Dumped is a request that is parsed once and cached by its text, because programs send the
-	// same text again and again.
+	// same text repeatedly.
 	Dumped[T any] struct{ Value T }
 )
 
@@ -91,13 +91,13 @@ func (t *Text) read(text string) error { *t = Text(text); return nil }
 
 func (*none) read(string) error { return nil }
 
-// read returns a pointer to a request.
+// read decodes a request and returns a pointer to it.
 func (v *Verb) read(text string) (any, error) {
 	q := reflect.New(v.asks).Interface()
 	if r, ok := q.(reader); ok {
 		return q, r.read(text)
 	}
-	if text == "" { // only defaults
+	if text == "" { // all fields have their zero values
 		return q, nil
 	}
 	return q, parse(text, q)
@@ -116,8 +116,8 @@ func given(v any) (*Result, error) {
 	return encode(v)
 }
 
-// row makes a verb with the types that q and r point to. The generic functions below do little
-// else, because they are compiled for each of some seventy verbs.
+// row makes a verb with the types that q and r point to. The generic functions below do little more, because they are
+// compiled for each of about seventy verbs.
 func row(name, doc string, kind Kind, q, r any) *Verb {
 	v := &Verb{Name: name, Kind: kind, Doc: doc, asks: reflect.TypeOf(q).Elem()}
 	if _, ok := q.(*none); !ok {
@@ -136,7 +136,7 @@ func (v *Verb) counted(numbers []int64) error {
 	return nil
 }
 
-// ints names the numbers of a row; tail describes those after them.
+// ints names the numbers of a row. tail describes the numbers after them.
 func (v *Verb) ints(names ...string) *Verb { v.Ints = names; return v }
 
 func (v *Verb) tail(doc string) *Verb { v.Tail = doc; return v }
@@ -148,7 +148,8 @@ func answered[Q, R any](name, doc string, run func(q Q, n []int64) (R, error)) *
 	return v
 }
 
-// ofNumbered makes the function of a verb that has an object as its first number. run gets the object and the others.
+// ofNumbered makes the function of a verb with a number that identifies an object. run gets the object and the other
+// numbers.
 func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	run func(thing T, q Q, n []int64) (R, error)) func(q Q, n []int64) (R, error) {
 	return func(q Q, n []int64) (r R, err error) {
@@ -160,7 +161,7 @@ func ofNumbered[T, Q, R any](find func(number int64) (T, error),
 	}
 }
 
-// started makes a verb that the caller watches.
+// started makes a verb that starts a job for the caller to watch.
 func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Job, q Q, n []int64) (R, error)) *Verb {
 	v := row(name, doc, Started, (*Q)(nil), (*R)(nil))
 	v.start = (*Verb).startRun
@@ -168,13 +169,13 @@ func started[Q, R any](name, doc string, run func(ctx context.Context, j *job.Jo
 	return v
 }
 
-// startRun starts the job of such a verb.
+// startRun starts the job of a verb made by started.
 func (v *Verb) startRun(q any, n []int64) (*entry, error) {
 	n = slices.Clone(n)
 	return v.background(q, func(ctx context.Context, j *job.Job) (any, error) { return v.run(ctx, j, q, n) }), nil
 }
 
-// awaited marks a verb that the caller waits for: for a server, a disk, a key derivation.
+// awaited marks a verb that the caller waits for, because it uses a server or a disk or derives a key.
 func (v *Verb) awaited() *Verb { v.Kind = Awaited; return v }
 
 // begun makes a verb with its own start function.
@@ -188,14 +189,14 @@ func (v *Verb) onCallersMemory() *Verb { v.usesMemory = true; return v }
 
 func (v *Verb) afterPanics() *Verb { v.ends = true; return v }
 
-// Table lists the verbs.
+// Table returns the verbs.
 func Table() []*Verb {
 	return slices.Concat(modelVerbs(), relayVerbs(), jobVerbs(), fileVerbs(), nameVerbs(), tensorsVerbs(), deltaVerbs(),
 		codecVerbs(), gpuVerbs(), digestVerbs())
 }
 
-// verbs has the verbs of the table, and one that panics, so that tests can see this engine's guard.
-// Python has no function for it.
+// verbs has the verbs of the table, and a verb that panics, with which tests check Guard. Python has no function
+// for it.
 var verbs = func() map[string]*Verb {
 	all := map[string]*Verb{"panic": answered("panic", "", func(none, []int64) (none, error) { panic("asked for") })}
 	for _, v := range Table() {
@@ -210,9 +211,9 @@ func asked(name, request string, numbers []int64, job bool) (v *Verb, q any, err
 	case v == nil:
 		err = errs.New(errs.ErrArgument, "there is no verb %q", name)
 	case !job && v.call == nil:
-		err = errs.New(errs.ErrArgument, "the verb %q is a job", name)
+		err = errs.New(errs.ErrArgument, "the verb %q must be started as a job", name)
 	case job && v.start == nil:
-		err = errs.New(errs.ErrArgument, "the verb %q is not a job", name)
+		err = errs.New(errs.ErrArgument, "the verb %q cannot be started as a job", name)
 	default:
 		err = v.counted(numbers)
 	}

@@ -1,6 +1,6 @@
 package binding
 
-// Verbs that read and write tensorizer's files.
+// This file defines the verbs that read and write tensorizer's files.
 
 import (
 	"context"
@@ -19,7 +19,7 @@ type recordsRequest struct {
 	Storage format.Access `json:"storage"`
 }
 
-// recordsAnswer has the handle of the file, which stays open.
+// recordsAnswer describes a file and has its handle. The file stays open.
 type recordsAnswer struct {
 	tensorizer.Description
 	Handle uint64 `json:"handle"`
@@ -29,29 +29,29 @@ type recordsAnswer struct {
 type writeRequest struct {
 	Items   []record `json:"items"`
 	FD      int      `json:"fd"`
-	Path    string   `json:"path"` // the file's name in errors
+	Path    string   `json:"path"` // file name in errors
 	Offset  int64    `json:"offset"`
 	Threads int      `json:"threads"`
-	// Key, in hex digits, encrypts the tensors; Derive says how it was derived.
+	// Key, in hex digits, encrypts the tensors. Derive says how it was derived.
 	Key    string                 `json:"key"`
 	Derive *tensorizer.Derivation `json:"derive"`
 }
 
-// written has the offsets of each tensor's record and data, and the end of the last one.
+// written has the offsets of each tensor's record and data, and the end of the last record.
 type written struct {
 	Places [][2]int64 `json:"places"`
 	End    int64      `json:"end"`
 }
 
 type frontRequest struct {
-	Items   []record `json:"items"` // as they were written
+	Items   []record `json:"items"` // the items that were written
 	Length  int64    `json:"length"`
 	Version uint32   `json:"version"`
 }
 
 type keyRequest struct {
 	tensorizer.Derivation
-	Password string `json:"password"` // in hex digits
+	Password string `json:"password"` // hex digits
 }
 
 func tensorsVerbs() []*Verb {
@@ -60,11 +60,11 @@ func tensorsVerbs() []*Verb {
 			readRecords).awaited(),
 		started("write", "Write tensors to an open .tensors file, encrypted with a key.",
 			tensorsWrite).awaited().tail("the address of each tensor").onCallersMemory(),
-		started("front", "Return the head and the index of a .tensors file, in hex digits.", tensorsFront).awaited(),
-		started("sums", "Compute CRC32 and SHA-256 of byte sequences, which begin with a prefix (hex digits); "+
-			"in hex digits.", tensorsSums).awaited().
-			tail("the address and bytes of each sequence").onCallersMemory(),
-		started("key", "Derive a key from a password; in hex digits.", tensorsKey).awaited(),
+		started("front", "Return the head and the index of a .tensors file in hex digits.", tensorsFront).awaited(),
+		started("sums", "Compute CRC32 and SHA-256 of byte sequences, each after a prefix in hex digits. The results "+
+			"are in hex digits.", tensorsSums).awaited().
+			tail("the address and size of each sequence").onCallersMemory(),
+		started("key", "Derive a key from a password, both in hex digits.", tensorsKey).awaited(),
 	}
 }
 
@@ -81,7 +81,7 @@ func readRecords(ctx context.Context, _ *job.Job, q recordsRequest, _ []int64) (
 	return recordsAnswer{*f.Describe(), keep(&tensorizer.Opened{Source: src, File: f})}, nil
 }
 
-// A record is a tensor of a .tensors file that is being written, with the place of its data.
+// A record is a tensor of a .tensors file that is being written, with the offset of its data.
 type record struct {
 	tensorizer.Item
 	Data int64 `json:"data"`
@@ -89,14 +89,15 @@ type record struct {
 
 func tensorsWrite(ctx context.Context, _ *job.Job, q writeRequest, n []int64) (written, error) {
 	if len(n) != len(q.Items) || q.FD < 0 || q.Offset < 0 {
-		return written{}, errs.New(errs.ErrArgument, "%d tensors, %d addresses, descriptor %d and offset %d do not fit",
+		return written{}, errs.New(errs.ErrArgument,
+			"%d tensors do not match %d addresses, or descriptor %d or offset %d is invalid",
 			len(q.Items), len(n), q.FD, q.Offset)
 	}
 	var key *tensorizer.Key
 	if q.Key != "" {
 		b, err := hex.DecodeString(q.Key)
 		if err != nil || len(b) != 32 {
-			return written{}, errs.New(errs.ErrArgument, "a key must have 32 bytes")
+			return written{}, errs.New(errs.ErrArgument, "invalid key: expected 32 bytes in hex digits")
 		}
 		key = &tensorizer.Key{Bytes: (*[32]byte)(b), Derive: q.Derive}
 	}
@@ -133,7 +134,7 @@ func tensorsFront(_ context.Context, _ *job.Job, q frontRequest, _ []int64) (str
 		items[i].Pad = q.Items[i].Data - items[i].Data()
 	}
 	if q.Length < 0 || q.Length > 1<<30 {
-		return "", errs.New(errs.ErrArgument, "an index of %d bytes: expected 0 to 1 GiB", q.Length)
+		return "", errs.New(errs.ErrArgument, "invalid index size %d: expected 0 to 1 GiB", q.Length)
 	}
 	b, err := tensorizer.Front(items, q.Version, q.Length)
 	return hex.EncodeToString(b), err
@@ -141,7 +142,7 @@ func tensorsFront(_ context.Context, _ *job.Job, q frontRequest, _ []int64) (str
 
 func tensorsSums(ctx context.Context, _ *job.Job, prefixes []string, n []int64) ([][2]string, error) {
 	if len(n) != 2*len(prefixes) {
-		return nil, errs.New(errs.ErrArgument, "expected 2 numbers a prefix, for %d, got %d", len(prefixes), len(n))
+		return nil, errs.New(errs.ErrArgument, "expected 2 numbers per prefix, for %d, got %d", len(prefixes), len(n))
 	}
 	flows := make([]tensorizer.Flow, len(prefixes))
 	for i, prefix := range prefixes {
@@ -168,7 +169,7 @@ func tensorsSums(ctx context.Context, _ *job.Job, prefixes []string, n []int64) 
 func tensorsKey(ctx context.Context, _ *job.Job, q keyRequest, _ []int64) (string, error) {
 	password, err := hex.DecodeString(q.Password)
 	if err != nil || len(password) == 0 {
-		return "", errs.New(errs.ErrArgument, "the password is empty")
+		return "", errs.New(errs.ErrArgument, "the password is empty or is not in hex digits")
 	}
 	key, err := q.Derivation.Key(ctx, password)
 	return hex.EncodeToString(key), err

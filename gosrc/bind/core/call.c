@@ -1,5 +1,5 @@
-// Verbs: a request goes to Go, and a result or a job comes back. A request is a
-// text and numbers, native int64 packed in bytes.
+// Passes requests to Go, and returns results or jobs. A request is a text, and numbers that are native int64 values
+// packed in bytes.
 #include "ow.h"
 
 #include <string.h>
@@ -23,14 +23,14 @@ void ow_forget(uint64_t handle, int how)
 
 	PyErr_Fetch(&kind, &value, &trace);
 	api_Free(handle, how);
-	PyErr_Clear(); // the exception of an engine that has failed
+	PyErr_Clear(); // ignore the exception of an engine that has failed
 	PyErr_Restore(kind, value, trace);
 }
 
 PyObject *ow_handle_of(int kind, uint64_t handle)
 {
-	// The class runs no Python code, so that no signal handler runs between the
-	// number and its owner.
+	// The class runs no Python code, so that no signal handler can run before the number
+	// has an owner.
 	PyObject *number = PyLong_FromUnsignedLongLong(handle), *o = NULL;
 	if (number != NULL)
 		o = PyObject_CallFunctionObjArgs(kinds[kind], number, NULL);
@@ -56,7 +56,7 @@ static const char *text_of(PyObject *o)
 	return s;
 }
 
-// request_of reads (verb, text, numbers), which the tuple keeps alive.
+// request_of reads (verb, text, numbers). The tuple keeps them alive.
 static int request_of(PyObject *args, const char *name, struct request *r)
 {
 	PyObject *verb, *text, *numbers;
@@ -81,8 +81,8 @@ static uint64_t started(struct request *r)
 	return api_Start((char *)r->verb, (char *)r->text, (uintptr_t)r->numbers, r->count);
 }
 
-// setup(environment, Job, Model): the Result of the settings. The classes are those
-// of the numbers that own a job and a model.
+// setup(environment, Job, Model) returns a Result with the settings. Job and Model are the classes of
+// numbers that own a job and a model.
 PyObject *ow_setup(PyObject *self, PyObject *args)
 {
 	PyObject *text, *job, *model;
@@ -101,7 +101,7 @@ PyObject *ow_setup(PyObject *self, PyObject *args)
 	return made != 0 ? ow_result(made) : ow_raised();
 }
 
-// call(verb, text, numbers): the Result of a verb that does not wait.
+// call(verb, text, numbers) returns the Result of a verb that does not wait.
 PyObject *ow_call(PyObject *self, PyObject *args)
 {
 	struct request r;
@@ -113,7 +113,7 @@ PyObject *ow_call(PyObject *self, PyObject *args)
 	return made != 0 ? ow_result(made) : ow_raised();
 }
 
-// start(verb, text, numbers): the Job of a verb that waits.
+// start(verb, text, numbers) returns the Job of a verb that waits.
 PyObject *ow_start(PyObject *self, PyObject *args)
 {
 	struct request r;
@@ -125,8 +125,8 @@ PyObject *ow_start(PyObject *self, PyObject *args)
 	return job != 0 ? ow_handle_of(kind_job, job) : ow_raised();
 }
 
-// ended waits in slices; 0: the job has ended without an error. -1: an exception is
-// set, the verb's or a signal handler's.
+// ended waits in slices. It returns 0 if the job has ended without an error, or -1 with an exception of the verb or a
+// signal handler.
 static int ended(uint64_t job)
 {
 	for (;;) {
@@ -135,8 +135,8 @@ static int ended(uint64_t job)
 			ow_raised();
 			return -1;
 		}
-		// Check signals even when it is done: otherwise the exception could come
-		// when Python has the result, perhaps a handle, in no variable yet.
+		// Check signals even if the job has ended. Otherwise the exception could be raised when
+		// Python has not yet stored the result, which may own a handle, in a variable.
 		if (PyErr_CheckSignals())
 			return -1;
 		if (done)
@@ -144,9 +144,8 @@ static int ended(uint64_t job)
 	}
 }
 
-// run(verb, text, numbers): the Result of a verb that waits, from its start to its
-// end. After an exception nothing of it is left, and no memory of the caller's is
-// in use.
+// run(verb, text, numbers) waits for a verb and returns its Result. After an exception its result has been freed, and
+// the caller's memory is not in use.
 PyObject *ow_run(PyObject *self, PyObject *args)
 {
 	enum { last = 4 }; // binding.TakeLast
@@ -166,7 +165,7 @@ PyObject *ow_run(PyObject *self, PyObject *args)
 	return made != 0 ? ow_result(made) : ow_raised();
 }
 
-// free(handle, how): as binding.Free has it.
+// free(handle, how) frees a handle. See binding.Free.
 PyObject *ow_free(PyObject *self, PyObject *args)
 {
 	PyObject *handle, *how;

@@ -2,10 +2,10 @@
 
 //go:build pyext
 
-// Package main is the library that Python imports as overwire._core. This file is
-// written by `make gen`: the functions of bind/api, called without Python's lock.
-// The C files, by hand, are the functions that Python sees: waits that obey Ctrl-C,
-// capsules, tables, and the refusal in forked children.
+// Package main is the library that Python imports as overwire._core. `make gen` writes
+// this file: the functions of bind/api, called without the GIL. The C files are
+// written by hand and define the functions that Python calls: waits that Ctrl-C
+// interrupts, capsules, tables, and errors in forked children.
 package main
 
 /*

@@ -1,8 +1,8 @@
-// Errors: texts from Go become the exceptions of overwire.errors; and the refusal in
+// Converts error texts from Go to the exceptions of overwire.errors, and raises an exception in
 // forked children.
 #include "ow.h"
 
-// ow_raise_by raises what a function of overwire.errors makes.
+// ow_raise_by raises the exception that a function of overwire.errors returns.
 void ow_raise_by(const char *function, PyObject *argument)
 {
 	PyObject *errors = PyImport_ImportModule("overwire.errors");

@@ -1,6 +1,5 @@
-// Memory shared with other Python objects, without a copy: buffers and DLPack
-// capsules that come in, and capsules and buffers that go out. No Go runs here, so
-// that all of it works in forked children and while the interpreter exits.
+// Shares memory with other Python objects without copying it, as buffers and DLPack capsules. No Go code runs here, so
+// that everything works in forked children and while the interpreter exits.
 #include "ow.h"
 #include "../../dlpack/managed.h"
 
@@ -8,7 +7,7 @@
 #include <string.h>
 
 // The limited API of 3.10 does not declare the buffer protocol, which is in the stable
-// ABI from 3.11 on; 3.10 has it with the same layout and functions.
+// ABI from 3.11 on. Version 3.10 has the same layout and functions.
 struct ow_view {
 	void *buf;
 	PyObject *obj;
@@ -32,8 +31,8 @@ static void release_view(PyObject *capsule)
 	free(v);
 }
 
-// buffer_of(object, writable): (address, bytes, holder). The memory is valid while
-// the holder lives. The object raises BufferError and TypeError.
+// buffer_of(object, writable) returns (address, bytes, holder). The memory is valid while
+// the holder lives. Objects without a suitable buffer raise BufferError or TypeError.
 PyObject *ow_buffer_of(PyObject *self, PyObject *args)
 {
 	PyObject *o, *writable;
@@ -77,7 +76,7 @@ static int getbuffer(PyObject *self, struct ow_view *view, int flags)
 
 static PyType_Slot exporter_slots[] = {
 	{slot_getbuffer, getbuffer},
-	{Py_tp_doc, "A base class of buffers. Their memory is the buffer that their method _buffer() returns."},
+	{Py_tp_doc, "A base class of buffers. Its memory is the buffer that the method _buffer() returns."},
 	{0, NULL},
 };
 
@@ -93,12 +92,12 @@ int ow_add_exporter(PyObject *module)
 	return r;
 }
 
-// DLPack, as in gosrc/dlpack/managed.h.
+// The DLPack structures are in gosrc/dlpack/managed.h.
 
 static const char fresh[] = "dltensor", used[] = "used_dltensor";
 
-// A consumer renames the capsule when it takes the tensor; only one that was not
-// taken still has the first name and frees its tensor.
+// A consumer renames the capsule when it takes the tensor. A capsule that still has the first name was
+// not consumed and frees its tensor.
 static void destroy(PyObject *capsule)
 {
 	if (PyCapsule_IsValid(capsule, fresh))
@@ -116,18 +115,18 @@ PyObject *ow_capsule(void *managed)
 static void release_managed(PyObject *capsule)
 {
 	struct ow_managed *m = PyCapsule_GetPointer(capsule, held);
-	if (m->deleter != NULL) // the protocol lets others leave it out
+	if (m->deleter != NULL) // the protocol allows a missing deleter
 		m->deleter(m);
 }
 
-// dlpack_take(capsule): (address, shape, strides in elements or None, (code, bits,
-// lanes), (device type, device), holder). It consumes the capsule; the tensor is
+// dlpack_take(capsule) returns (address, shape, strides in elements or None, (code, bits,
+// lanes), (device type, device), holder). It consumes the capsule. The tensor is
 // valid while the holder lives.
 PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule)
 {
 	(void)self;
 	if (!PyCapsule_IsValid(capsule, fresh)) {
-		PyErr_SetString(PyExc_ValueError, "expected a DLPack capsule that was not consumed yet");
+		PyErr_SetString(PyExc_ValueError, "expected a DLPack capsule that has not been consumed");
 		return NULL;
 	}
 	struct ow_managed *m = PyCapsule_GetPointer(capsule, fresh);
@@ -151,7 +150,7 @@ PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule)
 	                     (int)m->t.device.id, holder);
 }
 
-// A tensor that is a view of a Python object's memory.
+// view is a tensor that is a view of a Python object's memory.
 struct view {
 	struct ow_managed m;
 	int64_t dims[]; // shape, then strides
@@ -159,7 +158,7 @@ struct view {
 
 static void give_back(struct ow_managed *m)
 {
-	// The last consumer may release it on any thread, or after the interpreter has
+	// The last consumer may release the tensor on any thread, or after the interpreter has
 	// ended.
 	if (Py_IsInitialized()) {
 		PyGILState_STATE s = PyGILState_Ensure();
@@ -170,7 +169,7 @@ static void give_back(struct ow_managed *m)
 }
 
 // dlpack_give(owner, address, shape, strides in elements, (code, bits, lanes),
-// (device type, device)): a new capsule that keeps owner alive.
+// (device type, device)) returns a new capsule that keeps owner alive.
 PyObject *ow_dlpack_give(PyObject *self, PyObject *args)
 {
 	PyObject *owner, *shape, *strides;

@@ -1,4 +1,4 @@
-// Declares what the C files of this package share.
+// Declares the functions that the C files of this package share.
 #ifndef OW_H
 #define OW_H
 
@@ -12,41 +12,41 @@ void ow_managed_delete(void *managed);
 int ow_fork_watch(void);
 int ow_fork_flag(void);
 
-// errs.c. ow_raised makes the exception that is set, an error from Go, the one that
-// its text names, and returns NULL.
+// errs.c. ow_raised replaces the current exception, an error from Go, with the exception that its text names, and
+// returns NULL.
 PyObject *ow_raised(void);
-// ow_raise_by raises what a function of overwire.errors makes of an argument.
+// ow_raise_by raises the exception that a function of overwire.errors returns for an argument.
 void ow_raise_by(const char *function, PyObject *argument);
 // ow_child raises ForkedError and returns 1 in a forked child of the process
-// that loaded the engine, where Go must not be entered.
+// that loaded the engine, where Go code must not run.
 int ow_child(void);
 
-// wait.c. A deadline is on the monotonic clock; ow_slice is the part of what is
-// left that one sleep may take, in nanoseconds, 0 when it has passed.
+// wait.c. A deadline is a time of the monotonic clock. ow_slice returns how many nanoseconds to sleep before checking
+// signals again, or 0 if the deadline has passed.
 int ow_deadline(PyObject *timeout, int64_t *deadline);
 int64_t ow_slice(int64_t deadline);
 
-// call.c. ow_forget forgets a handle, and keeps the exception that is set.
-enum { free_now, free_ended, free_called }; // as binding.Free has them
+// call.c. ow_forget frees a handle without changing the current exception.
+enum { free_now, free_ended, free_called }; // the same values as in package binding
 void ow_forget(uint64_t handle, int how);
 int ow_handle(PyObject *o, uint64_t *h);
-// ow_handle_of makes the object that owns a handle: of the class Job or Model that
-// setup was given. Without memory the handle is freed.
+// ow_handle_of makes the object that owns a handle, of the class Job or Model that was passed to
+// setup. If memory runs out, it frees the handle.
 enum { kind_job, kind_model };
 PyObject *ow_handle_of(int kind, uint64_t handle);
 
-// result.c. ow_result makes a Result out of a struct ow_result at an address.
+// result.c. ow_result converts the struct ow_result at an address to a Result.
 PyObject *ow_result(uint64_t address);
 
-// table.c: the rows of a model's table, and a tuple of n int64, aligned or not.
+// table.c. ow_rows returns the rows of a model's table. ow_tuple returns a tuple of n int64, which may be unaligned.
 PyObject *ow_rows(const char *buffer);
 PyObject *ow_tuple(const void *numbers, int64_t n);
 
-// memory.c. A new "dltensor" capsule that owns managed, or NULL (managed is
-// then freed).
+// memory.c. ow_capsule returns a new "dltensor" capsule that owns managed. After an error it returns NULL and has freed
+// managed.
 PyObject *ow_capsule(void *managed);
 
-// The functions of the module.
+// Functions of the module.
 PyObject *ow_forked(PyObject *self, PyObject *none);
 PyObject *ow_setup(PyObject *self, PyObject *args);
 PyObject *ow_call(PyObject *self, PyObject *args);

@@ -1,16 +1,16 @@
-// Results: (text, numbers, capsules, rows, model), made from what Go returns, which
-// is freed.
+// Converts a result from Go to a tuple (text, numbers, capsules, rows, model), and frees
+// the original.
 #include "ow.h"
 #include "../api/result.h"
 
 #include <stdlib.h>
 
-// capsules_of takes over the tensors: a list of capsules, None where there is none.
+// capsules_of takes over the tensors and returns a list of capsules, with None for missing tensors.
 static PyObject *capsules_of(struct ow_result *r)
 {
 	PyObject *list = PyList_New((Py_ssize_t)r->tensors);
 	for (int64_t i = 0; i < r->tensors; i++) {
-		if (list == NULL) { // out of memory: free the rest here
+		if (list == NULL) { // out of memory: free the remaining tensors
 			if (r->managed[i] != NULL)
 				ow_managed_delete(r->managed[i]);
 			continue;

@@ -1,8 +1,7 @@
-// Included before everything that is compiled for the wheel: binds the symbols
-// that moved into libc.so.6 with glibc 2.34 to their old versions, so that the
-// library runs from glibc 2.17 on.
+// Binds symbols that moved to libc.so.6 in glibc 2.34 to their old versions, so that the library runs on glibc 2.17 and
+// later. It is included before everything that is compiled for the wheel.
 //
-// They are those of each machine's first glibc.
+// The old versions are those of the first glibc for each architecture.
 #if !defined(__ASSEMBLER__) && defined(__linux__)
 #if defined(__x86_64__)
 #define OW_OLD(name) __asm__(".symver " #name "," #name "@GLIBC_2.2.5")

@@ -1,5 +1,5 @@
-// The table of a model's tensors: one list of tuples out of the buffer that
-// binding.PackTable lays out.
+// Converts the buffer of binding.PackTable, a model's table of tensors, to a list of
+// tuples.
 #include "ow.h"
 
 #include <string.h>
@@ -12,12 +12,12 @@ static int64_t next(const char **p)
 	return v;
 }
 
-// Parts that rows have in common are made once: most of a model's thousands of tensors share their shapes and
+// common caches objects that rows share. Most of a model's thousands of tensors have the same shapes and
 // dtypes.
 struct common {
-	const char *dims; // in the buffer
+	const char *dims; // points into the buffer
 	int64_t rank, bytes;
-	PyObject *shape, *count; // owned; NULL: not used yet
+	PyObject *shape, *count; // owned; NULL if not used yet
 };
 
 enum { commons = 16 };
@@ -72,12 +72,12 @@ static PyObject *row(const char **p, PyObject *const *dtypes, struct common *kno
 	PyTuple_SetItem(t, 4, stored == bytes ? Py_NewRef(c->count) : PyLong_FromLongLong(stored));
 	PyTuple_SetItem(t, 5, PyLong_FromLongLong(source));
 	PyTuple_SetItem(t, 6, PyLong_FromLongLong(alias));
-	if (PyErr_Occurred()) // no memory, or a name that is not UTF-8: a field is NULL
+	if (PyErr_Occurred()) // out of memory, or a name that is not UTF-8
 		Py_CLEAR(t);
 	return t;
 }
 
-// ow_rows: [(name, dtype, shape, bytes, stored, source, alias)].
+// ow_rows returns [(name, dtype, shape, bytes, stored, source, alias)].
 PyObject *ow_rows(const char *buffer)
 {
 	enum { most = 64 };
@@ -87,7 +87,7 @@ PyObject *ow_rows(const char *buffer)
 	int64_t n = next(&p), names = next(&p);
 
 	if (names > most) {
-		PyErr_SetString(PyExc_SystemError, "overwire: more dtypes than the table builder has room for");
+		PyErr_SetString(PyExc_SystemError, "overwire: the table has more dtypes than the engine supports");
 		goto out;
 	}
 	for (int64_t i = 0; i < names; i++) {

@@ -1,5 +1,5 @@
-// Waiting for jobs: asleep in slices without the GIL, so that other threads
-// run and Ctrl-C is obeyed after at most one slice.
+// Waits for jobs, in slices without the GIL, so that other threads can run and Ctrl-C takes effect after at most one
+// slice.
 #include "ow.h"
 
 #include <math.h>
@@ -26,7 +26,7 @@ int ow_deadline(PyObject *timeout, int64_t *deadline)
 		PyErr_SetString(PyExc_ValueError, "timeout is not a number");
 		return -1;
 	}
-	if (s < 1e9) // longer than 31 years is for ever
+	if (s < 1e9) // more than 31 years means no limit
 		*deadline = now() + (s > 0 ? (int64_t)(s * 1e9) : 0);
 	return 0;
 }
@@ -37,7 +37,7 @@ int64_t ow_slice(int64_t deadline)
 	return left < 0 ? 0 : left < slice ? left : slice;
 }
 
-// wait(job, timeout): True when the job has ended, False when time is up.
+// wait(job, timeout) returns True if the job has ended, and False on timeout.
 PyObject *ow_wait(PyObject *self, PyObject *args)
 {
 	PyObject *job, *timeout;
@@ -61,8 +61,8 @@ PyObject *ow_wait(PyObject *self, PyObject *args)
 	}
 }
 
-// take(job, timeout, how): the Result of a job as binding.Take has it, None when
-// time is up.
+// take(job, timeout, how) returns the Result of a job, or None on timeout. See
+// binding.Take.
 PyObject *ow_take(PyObject *self, PyObject *args)
 {
 	PyObject *job, *timeout, *how;

@@ -1,6 +1,6 @@
 package main
 
-// Writes the types of the results of inspect, verify and doctor.
+// This file writes the types of the results of inspect, verify and doctor.
 
 import (
 	"reflect"
@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pythonNames has the names that users see, for types with the package in their Go names.
+// pythonNames maps types, with the package in their Go names, to the names that users see.
 var pythonNames = map[string]string{
 	"VerifyInspection": "Inspection", "VerifyInspectedFile": "InspectedFile",
 	"VerifyInspectedTensor": "InspectedTensor", "StoredTotal": "Total", "VerifyReport": "Verification",
@@ -20,63 +20,63 @@ var pythonNames = map[string]string{
 	"CliPreload": "PreloadSetting", "GdsReport": "DirectStorage", "KnobRow": "Setting",
 }
 
-// fieldTypes has more precise types than Go's for some fields; "" leaves a field out.
+// fieldTypes has more precise types than Go for some fields. "" omits a field.
 var fieldTypes = map[string]string{
 	"InspectedFile.format": "Format", "VerifiedFile.format": "Format",
 	"VerifiedFile.checked": `Literal["contents", "structure"]`, "Verification.ok": "Literal[True]",
 	"Inspection.totals": "dict[str, Total]", "VerifiedFile.original": "NotRequired[VerifiedOriginal]",
-	"Diagnosis.model": "", // only for a command line that names one
+	"Diagnosis.model": "", // only set for a command line with a model
 }
 
-// docs are the docstrings of the classes.
+// docs has the docstrings of the classes.
 var docs = map[string]string{
 	"InspectedTensor": `One tensor.
 
-bytes, stored: its bytes in memory, and in the file.
+bytes, stored: size in memory, and in the file.
 ratio: stored / bytes.
-alias_of: the tensor with which it shares its bytes.`,
+alias_of: tensor whose bytes it shares.`,
 	"InspectedFile": `One file.
 
-header: bytes before the data section.`,
+header: number of bytes before the data section.`,
 	"Total": "Sums over tensors.",
 	"Inspection": "The result of `inspect`." + `
 
-totals: by dtype; "all" is the sum.`,
+totals: sums by dtype; "all" is the sum of all.`,
 	"VerifiedOriginal": `The plain file that a compressed one was made from.
 
-file: the compressed file. sha256: of the plain file, in hex. compared: True if it equals
-the sum stored in the compressed file; False if none is stored there.`,
+file: compressed file. sha256: SHA-256 of the plain file, in hex. compared: True if it equals
+the hash stored in the compressed file, False if the file stores none.`,
 	"VerifiedFile": `One file.
 
-checked: every byte of its contents, or only its structure.
-sha256: the Hugging Face Hub's SHA-256 of the file, if the download recorded it; the file has it.
-original: with ` + "`verify(original=True)`" + `, for a file that can restore its plain file.`,
+checked: whether every byte of the contents or only the structure was checked.
+sha256: SHA-256 of the Hugging Face Hub, which the file matches, if the download recorded it.
+original: set by ` + "`verify(original=True)`" + ` if the file can restore its plain file.`,
 	"Verification": "The result of `verify`." + `
 
-note: what could not be verified.`,
+note: parts that could not be verified.`,
 	"Machine": "The host.",
 	"HostMemory": `Bytes of host memory.
 
-limit: of the control group; 0: none.`,
-	"HostNode": "One NUMA node with cores, and the cores' numbers.",
+limit: limit of the control group, or 0.`,
+	"HostNode": "One NUMA node that has cores, and the numbers of its cores.",
 	"Device": `One GPU.
 
-memory: bytes.
-node: its NUMA-local node; -1 if the system does not tell. unplaced: on a host with
-    several nodes, why slots and readers cannot be placed there.
-coherent: it reads host memory in place, as on Grace, and so do loads to it.
-kernels, unusable: the kernels that it runs, or why it cannot run any.
-wire: GB/s of pinned copies to it, if measured.`,
+memory: size in bytes.
+node: NUMA-local node, or -1 if the system does not report it. unplaced: on a host with
+    several nodes, why slots and readers cannot be placed on that node.
+coherent: whether kernels, and loads to the device, read host memory in place, as on Grace.
+kernels, unusable: kernels that the device runs, or why it cannot run any.
+wire: GB/s of pinned copies to the device, if measured.`,
 	"Gpu":            "NVIDIA's driver and its devices, or why there is no driver.",
-	"PreloadSetting": "The preload that the environment asks for. from: the variable that names it.",
-	"DirectStorage":  "Whether GPUDirect Storage works here, and the reason.",
-	"Setting":        "One setting. from: the variable that set it.",
+	"PreloadSetting": "The preload set by the environment. from: environment variable that sets it.",
+	"DirectStorage":  "Whether GPUDirect Storage works on this machine, and why or why not.",
+	"Setting":        "One setting. from: environment variable that sets it.",
 	"Diagnosis": "The result of `doctor`." + `
 
-engine: "ok", or what failed.`,
+engine: "ok", or the error.`,
 }
 
-// resultTypes writes the module of these types, which users find in overwire.
+// resultTypes writes the module of these types, which the package overwire exports.
 func resultTypes() string {
 	c := &classes{texts: map[string]string{}, names: pythonNames, kinds: fieldTypes, docs: docs, flat: true}
 	for _, t := range []reflect.Type{
@@ -100,6 +100,6 @@ Format = Literal["overwire", "safetensors", "tensors", "gguf"]
 		b.WriteString(c.texts[name])
 	}
 	b.WriteString("\n\nfor _kind in (Diagnosis, Inspection, Verification):\n" +
-		"    _kind.__module__ = \"overwire\"  # where users find them\n")
+		"    _kind.__module__ = \"overwire\"  # exported there\n")
 	return b.String()
 }

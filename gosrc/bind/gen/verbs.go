@@ -1,6 +1,6 @@
 package main
 
-// Writes the Python functions of the verbs, and the types of their requests.
+// This file writes the Python functions of the verbs, and the types of their requests.
 
 import (
 	"fmt"
@@ -13,17 +13,17 @@ import (
 	"github.com/overwire/overwire/gosrc/bind/binding"
 )
 
-// classes are the TypedDicts that the verbs need. A class that is first used in a request has no
-// required fields, since a request may leave out any field.
+// classes collects the TypedDicts that the verbs need. A class that is first used in a request has no required fields,
+// because a request may omit any field.
 type classes struct {
 	texts map[string]string // by name
-	order []string          // names; a class comes after its parts
+	order []string          // names in order; a class comes after the classes that it uses
 
-	names, kinds, docs map[string]string // differences from Go: names, types of fields, docstrings
+	names, kinds, docs map[string]string // overrides: class names, field types, docstrings
 	flat               bool              // embedded structs do not become base classes
 }
 
-// of returns a type in Python's notation.
+// of returns the Python notation of a type.
 func (c *classes) of(t reflect.Type, asked bool) string {
 	switch t.Kind() {
 	case reflect.String:
@@ -61,14 +61,14 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 	if _, isKnown := c.texts[name]; isKnown {
 		return name
 	}
-	c.texts[name] = "" // it may contain itself
+	c.texts[name] = "" // the struct may contain itself
 	bases, fields, keyword := c.fieldsOf(name, t, asked)
 	c.texts[name] = writeClass(name, c.docs[name], bases, fields, asked, keyword)
 	c.order = append(c.order, name)
 	return name
 }
 
-// fieldsOf returns the base classes and the fields of a struct, and whether a field has the name of
+// fieldsOf returns the base classes and the fields of a struct, and whether the name of a field is
 // a Python keyword.
 func (c *classes) fieldsOf(name string, t reflect.Type, asked bool) (bases, fields []string, keyword bool) {
 	for i := range t.NumField() {
@@ -103,7 +103,7 @@ func (c *classes) fieldsOf(name string, t reflect.Type, asked bool) (bases, fiel
 	return bases, fields, keyword
 }
 
-// writeClass writes a TypedDict. keyword: a field has the name of a Python keyword.
+// writeClass writes a TypedDict. keyword means that the name of a field is a Python keyword.
 func writeClass(name, doc string, bases, fields []string, asked, keyword bool) string {
 	var b strings.Builder
 	if keyword {
@@ -146,7 +146,7 @@ func table() (*classes, string) {
 	var functions strings.Builder
 	for _, v := range binding.Table() {
 		functions.WriteString(function(c, v))
-		if v.Name == "load" { // users see the stages of its report: jobs.LastReport
+		if v.Name == "load" { // part of the public jobs.LastReport
 			stages, _ := v.Result.FieldByName("Stages")
 			c.of(stages.Type, false)
 		}
@@ -154,12 +154,12 @@ func table() (*classes, string) {
 	return c, functions.String()
 }
 
-// types writes the module of requests and results, which only type checkers read.
+// types writes the module of requests and results, which only type checkers use.
 func types() string {
 	c, _ := table()
 	var b strings.Builder
 	b.WriteString(head + `"""Requests and results of the engine's verbs: Go structs as JSON. Fields that a request
-leaves out have their zero value."""
+omits have their zero value."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ func verbs() string {
 named numbers, has int64 values packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
 An answered verb does not wait. A verb that waits can be interrupted: after Ctrl-C it is
-cancelled and no longer uses the caller's memory. A JobNumber identifies a running verb; see
+cancelled and no longer uses the caller's memory. A JobNumber identifies a running verb. See
 jobs.py.
 """
 
@@ -210,7 +210,7 @@ def _encode_request(request: Any) -> str:
 ` + functions
 }
 
-// function writes the Python function of a verb.
+// function returns the Python function of a verb.
 func function(c *classes, v *binding.Verb) string {
 	var params []string
 	text := `""`
@@ -278,7 +278,7 @@ func result(c *classes, v *binding.Verb, call string) (kind, line string) {
 	}
 }
 
-// named returns a type's name in the module of the verbs.
+// named returns the name of a type in the module of the verbs.
 func (c *classes) named(kind string) string {
 	return regexp.MustCompile(`\w+`).ReplaceAllStringFunc(kind, func(word string) string {
 		if c.texts[word] != "" {

@@ -148,7 +148,7 @@ func (w *walker) readElements(p []byte) {
 	}
 }
 
-// gatherElements copies elements whose addresses differ by stride.
+// gatherElements copies elements that are stride bytes apart.
 func gatherElements(p []byte, at uint64, stride, item int64) {
 	switch item {
 	case 1:

@@ -1,8 +1,8 @@
 package cpu
 
-// This file keeps small arenas that tensors have left for later ones. Mapping and unmapping memory takes longer
-// than reading its contents, and slows down the thread afterwards, since the processor's page translations are
-// lost.
+// This file reuses small arenas after their tensors have been freed. Mapping and unmapping an arena takes longer than
+// reading its contents, and it slows the thread down afterwards, because the processor loses its address
+// translations.
 
 import (
 	"math/bits"
@@ -13,19 +13,19 @@ import (
 )
 
 const (
-	// Arenas have 2^k bytes, from leastArena to mostArena. Up to mostArena bytes of each size are kept.
+	// Arenas have 2^k bytes, from leastArena to mostArena. Of each size, up to mostArena bytes are cached.
 	leastArena, mostArena = 8 << 10, 512 << 10
 	arenaSizes            = 7
 )
 
-// free holds the arenas without a tensor, by size. The lists are in memory that is never unmapped, since tensors
-// may outlive everything else. Taking an arena needs the lock; leaving one does not.
+// free holds unused arenas, by size. The lists are in memory that is never unmapped, because tensors may outlive
+// everything else. Taking an arena needs the lock, but returning one does not.
 var free struct {
 	sync.Mutex
 	lists *[arenaSizes]device.FreeList // nil before the first use
 }
 
-// allocateBlock returns n zeroed bytes and the block that owns them, which is of the given kind or an arena.
+// allocateBlock returns n zeroed bytes and the block that owns them, which has the given kind or is an arena.
 func allocateBlock(n, holders, kind int64) (unsafe.Pointer, *device.Block, error) {
 	if kind != device.KindMap || n+Align > mostArena {
 		base, length, err := Map(n + Align)
@@ -52,7 +52,7 @@ func allocateBlock(n, holders, kind int64) (unsafe.Pointer, *device.Block, error
 	return base, &arena.Block, nil
 }
 
-// takeArena returns the list of arenas of a length, and the memory of one of them, or nil if the list is empty.
+// takeArena returns the list of arenas of a length, and the memory of one of its arenas, or nil if the list is empty.
 func takeArena(length int64) (*device.FreeList, unsafe.Pointer, error) {
 	free.Lock()
 	defer free.Unlock()

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// Small tensors reuse arenas that others have left, zeroed, and never one that has a holder. Only as many stay as are
-// worth keeping.
+// Small tensors reuse arenas that have been freed. The arenas are zeroed and have no other holder. Only a limited
+// number is cached.
 func TestArenas(t *testing.T) {
 	sizes := []int64{1, 100, 4096, leastArena - Align, leastArena - Align + 1, mostArena/2 + 5, small - 1}
 	held := map[unsafe.Pointer]device.Memory{}
@@ -61,7 +61,7 @@ func TestArenas(t *testing.T) {
 	}
 }
 
-// Arenas that threads take and leave at the same time have one holder each.
+// Each arena has one holder even if threads allocate and free at the same time.
 func TestArenasOfThreads(t *testing.T) {
 	failed := make(chan error, 4)
 	end := time.Now().Add(200 * time.Millisecond)
@@ -79,7 +79,7 @@ func TestArenasOfThreads(t *testing.T) {
 				}
 				for _, x := range b {
 					if x != byte(g) {
-						t.Error("two holders")
+						t.Error("an arena has two holders")
 					}
 				}
 				mem[0].Release()

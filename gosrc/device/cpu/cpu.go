@@ -1,5 +1,5 @@
-// Package cpu implements the host as a device: tensors land in anonymous memory on huge pages, and the calling
-// goroutine decodes chunks.
+// Package cpu implements the host as a device. Tensors are in anonymous memory on huge pages, and chunks are decoded on
+// the calling goroutine.
 package cpu
 
 import (
@@ -13,21 +13,21 @@ import (
 )
 
 const (
-	// Align is the alignment of every tensor: a cache line.
+	// Align is the alignment of every tensor, which is a cache line.
 	Align = 64
 
 	huge = 2 << 20
 	page = 4096
-	// Fresh memory on 4 KiB pages costs eight times as much as on huge pages, so tensors share regions that are
+	// Faulting in memory on 4 KiB pages takes eight times as long as on huge pages, so tensors share regions that are
 	// large enough for huge pages. Each tensor returns its own pages when it is freed. Smaller tensors share
-	// small arenas, so that one that stays alive keeps little memory.
+	// small arenas, so that a single tensor keeps little memory alive.
 	regionBytes = 1 << 30
 	small       = 256 << 10
 	arenaBytes  = 4 << 20
 )
 
-// Alloc returns zeroed memory for tensors of the given sizes, or none of it if it fails. Each is aligned to Align
-// and has one holder, the caller.
+// Alloc returns zeroed memory for tensors of the given sizes. If it fails, it allocates nothing. Each tensor is aligned
+// to Align and has one holder, the caller.
 func Alloc(sizes []int64) ([]device.Memory, error) {
 	mem := make([]device.Memory, len(sizes))
 	if err := pack(mem, sizes); err != nil {
@@ -37,14 +37,14 @@ func Alloc(sizes []int64) ([]device.Memory, error) {
 	return mem, nil
 }
 
-// pack sets the memory of tensors: large ones share regions, and small ones share arenas.
+// pack sets the memory of tensors. Large ones share regions, and small ones share arenas.
 func pack(mem []device.Memory, sizes []int64) error {
 	big, little := packer{limit: regionBytes}, packer{limit: arenaBytes}
 	for i, n := range sizes {
 		var err error
 		switch {
 		case n < 0:
-			err = errs.New(errs.ErrArgument, "size %d", n)
+			err = errs.New(errs.ErrArgument, "invalid tensor size %d: expected 0 or more bytes", n)
 		case n == 0:
 		case n < small:
 			err = little.add(mem, sizes, i)
@@ -78,7 +78,7 @@ type packer struct {
 func (p *packer) add(mem []device.Memory, sizes []int64, i int) error {
 	n := (sizes[i] + Align - 1) &^ (Align - 1)
 	if n < sizes[i] {
-		return errs.New(errs.ErrMemory, "invalid tensor size: %d bytes", sizes[i])
+		return errs.New(errs.ErrMemory, "a tensor of %d bytes is too large", sizes[i])
 	}
 	if p.used > 0 && p.used+n > p.limit {
 		if err := p.flush(mem, sizes); err != nil {
@@ -113,7 +113,7 @@ func (p *packer) flush(mem []device.Memory, sizes []int64) error {
 	return nil
 }
 
-// Map returns fresh anonymous memory of at least n bytes and its true length, on huge pages if it is large
+// Map returns anonymous memory of at least n bytes and its actual length, on huge pages if it is large
 // enough. The caller frees it with Unmap or makes it a Block.
 func Map(n int64) (unsafe.Pointer, int64, error) {
 	if n <= 0 || n > 1<<46 {
@@ -130,8 +130,8 @@ func Map(n int64) (unsafe.Pointer, int64, error) {
 	return p, length, nil
 }
 
-// reserve maps length bytes of anonymous memory, in whole pages. If it has room for a huge page, it begins at the
-// boundary of one.
+// reserve maps length bytes of anonymous memory, in whole pages. If the memory can contain a huge page, it begins at
+// a huge page boundary.
 func reserve(length int64) (unsafe.Pointer, error) {
 	slack := int64(0)
 	if length >= huge {
@@ -153,14 +153,14 @@ func reserve(length int64) (unsafe.Pointer, error) {
 	return p, nil
 }
 
-// Unmap frees memory of Map.
+// Unmap frees memory returned by Map.
 func Unmap(p unsafe.Pointer, length int64) { _ = unix.MunmapPtr(p, uintptr(length)) }
 
 // A Decoder runs decode tasks for one goroutine. The zero value is ready to use. It keeps scratch memory for
-// chunks that do not land contiguously.
+// chunks that are not contiguous at the destination.
 type Decoder struct{ scratch []byte }
 
-// Run decodes the chunk of one task from its stored bytes.
+// Run decodes the chunk of a task from its stored bytes.
 func (d *Decoder) Run(t *device.DecodeTask, stored []byte) error {
 	n := int64(t.Chunk.Logical)
 	if t.View == nil {

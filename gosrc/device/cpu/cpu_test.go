@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// present counts how many of n bytes at base are in memory. Unmapped addresses are not.
+// present counts how many of n bytes at base are resident. Unmapped addresses are not.
 func present(base unsafe.Pointer, n int64) (bytes int64) {
 	const step = 1 << 20
 	vec := make([]byte, step/page)
@@ -33,7 +33,7 @@ func present(base unsafe.Pointer, n int64) (bytes int64) {
 	return bytes
 }
 
-// Every tensor has memory of its own size: zeroed, aligned, separate.
+// Every tensor gets memory of its size that is zeroed, aligned and separate.
 func TestAlloc(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -46,27 +46,27 @@ func TestAlloc(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Slices are filled and compared as a whole, because the race detector looks at every access.
+	// Fill and compare whole slices, because the race detector checks every single access.
 	ones := bytes.Repeat([]byte{0xff}, int(slices.Max(sizes)))
 	for i, m := range mem {
 		if m.Bytes != sizes[i] || uintptr(m.Ptr)%Align != 0 || (m.Ptr == nil) != (sizes[i] == 0) {
 			t.Fatalf("size %d: %+v", sizes[i], m)
 		}
 		if bytes.Count(m.Slice(), []byte{0}) != len(m.Slice()) {
-			t.Fatal("not zeroed, or not apart")
+			t.Fatal("memory is not zeroed or overlaps other memory")
 		}
 		copy(m.Slice(), ones)
 	}
-	// Release in any order; the rest stays as it was.
+	// Release in any order. The other tensors must not change.
 	for _, i := range r.Perm(len(mem)) {
 		if !bytes.Equal(mem[i].Slice(), ones[:len(mem[i].Slice())]) {
-			t.Fatal("changed by the release of another")
+			t.Fatal("releasing a tensor changed another one")
 		}
 		mem[i].Release()
 	}
 }
 
-// Freeing one large tensor returns its memory, even if it shares a region.
+// Freeing a large tensor returns its memory to the system, even if it shares a region.
 func TestReleaseReturnsMemory(t *testing.T) {
 	const n = 64 << 20
 	mem, err := Alloc([]int64{n, n, n})
@@ -77,17 +77,17 @@ func TestReleaseReturnsMemory(t *testing.T) {
 		for i := int64(0); i < n; i += page {
 			m.Slice()[i] = 1
 		}
-		t.Logf("%d bytes of %d are in memory", present(m.Ptr, n), n)
+		t.Logf("%d bytes of %d are resident", present(m.Ptr, n), n)
 	}
 	mem[1].Release()
 	if left := present(mem[1].Ptr, n); left > n/10 {
-		t.Errorf("one of three freed: %d bytes of %d are left", left, n)
+		t.Errorf("after freeing one of three: %d bytes of %d are still resident", left, n)
 	}
 	mem[0].Release()
 	mem[2].Release()
 	for i, m := range mem {
 		if left := present(m.Ptr, n); left > n/10 {
-			t.Errorf("all freed: %d bytes of %d are left of number %d", left, n, i)
+			t.Errorf("after freeing all: %d bytes of %d are still resident in tensor %d", left, n, i)
 		}
 	}
 }
@@ -103,7 +103,7 @@ func TestAllocRefuses(t *testing.T) {
 	}
 }
 
-// A mapped file can be changed in memory and stays as it is on disk. It outlives its name and its descriptor.
+// Writes to a mapped file change only memory. The mapping outlives the file's name and descriptor.
 func TestMapFile(t *testing.T) {
 	want := bytes.Repeat([]byte("0123456789abcdef"), 1000)
 	path := filepath.Join(t.TempDir(), "x")
@@ -136,7 +136,7 @@ func TestMapFile(t *testing.T) {
 	m.Release()
 }
 
-// A large enough file is mapped at an address that allows huge pages; its first and last bytes are the file's.
+// A file of at least a huge page is mapped at a huge page boundary. Its first and last bytes are correct.
 func TestMapFileAligned(t *testing.T) {
 	for _, size := range []int64{1, page, huge - page, huge - 1, huge, huge + 1, 3*huge + 5} {
 		path := filepath.Join(t.TempDir(), "x")
@@ -157,13 +157,13 @@ func TestMapFileAligned(t *testing.T) {
 		}
 		m := device.Memory{Ptr: base, Bytes: size, Block: block}
 		if s := m.Slice(); s[0] != 7 || s[size-1] != 7 {
-			t.Errorf("%d bytes: they differ", size)
+			t.Errorf("%d bytes: wrong contents", size)
 		}
 		m.Release()
 	}
 }
 
-// Populating a truncated mapping gives an error.
+// Populate returns an error for a truncated mapping.
 func TestPopulateTruncated(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x")
 	if err := os.WriteFile(path, make([]byte, 100_000), 0o600); err != nil {

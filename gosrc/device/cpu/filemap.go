@@ -12,22 +12,22 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// MapFile maps a whole file of the given size, private and writable: writes stay in memory and never reach the
-// file. The mapping has n holders; Memory of parts of it refers to the returned block. It survives closing and
-// unlinking the file. If another program truncates the file, reading the lost pages is fatal (SIGBUS), as with
-// any mapping.
+// MapFile maps a whole file of the given size as private and writable memory: writes never reach the file. The mapping
+// has n holders, and Memory for parts of it must refer to the returned block. The mapping stays valid after the file is
+// closed or unlinked. If another program truncates the file, reading the lost pages is fatal (SIGBUS), as for any
+// mapping.
 //
-// The mapping of a file of at least a huge page begins at the boundary of one, so that the kernel maps large
-// folios of the page cache as a whole. That takes a tenth of the page faults.
+// The mapping of a file of at least a huge page begins at a huge page boundary, so that the kernel can map large
+// folios of the page cache as a whole. That reduces page faults to a tenth.
 //
-// If alone is set, every byte has at most one holder, and a holder that goes drops its pages, including changed
+// If alone is set, every byte has at most one holder, and releasing a holder drops its pages, including modified
 // ones.
 func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.Block, error) {
 	if err := StillHas(fd, size); err != nil {
 		return nil, nil, err
 	}
 	length := (size + page - 1) &^ (page - 1)
-	// Reserve one more page, for the block, then map the file over the front.
+	// Reserve an additional page for the block, then map the file over the pages before it.
 	base, err := reserve(length + page)
 	if err != nil {
 		return nil, nil, errs.New(errs.ErrMemory, "cannot map %d bytes: %v", size, err)
@@ -52,8 +52,8 @@ func Announce(p unsafe.Pointer, n int64) {
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, -head)), n+head), unix.MADV_WILLNEED)
 }
 
-// StillHas refuses a file that has become shorter than size. The error is an errs.At with the offset of the
-// present end.
+// StillHas returns an error if a file is now shorter than size. The error is an errs.At with the offset of the
+// current end.
 func StillHas(fd int, size int64) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
@@ -61,15 +61,15 @@ func StillHas(fd int, size int64) error {
 	}
 	if st.Size < size {
 		return &errs.At{Verb: "map", Chunk: -1, Offset: st.Size,
-			Err: errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened, now %d", size,
+			Err: errs.New(errs.ErrCorrupt, "truncated: the file had %d bytes when it was opened, and now has %d", size,
 				st.Size)}
 	}
 	return nil
 }
 
-// Populate reads the pages of [p, p+n) of a mapped file; a failing disk is an error
-// here. On kernels before 5.14, and in sandboxes that refuse it, it does nothing, and pages
-// are read on first access.
+// Populate reads the pages of [p, p+n) of a mapped file, and reports a failing disk as an
+// error. On kernels before 5.14, and in sandboxes that forbid the call, it does nothing, and
+// pages are read on first access.
 func Populate(p unsafe.Pointer, n int64) error {
 	const populateRead = 22 // MADV_POPULATE_READ
 	head := int64(uintptr(p) & (page - 1))
@@ -81,7 +81,7 @@ func Populate(p unsafe.Pointer, n int64) error {
 			return nil
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.EFAULT):
-			return errs.New(errs.ErrIO, "the file cannot be read, or has been truncated")
+			return errs.New(errs.ErrIO, "the file cannot be read or was truncated")
 		default:
 			return errs.FromOS(err)
 		}

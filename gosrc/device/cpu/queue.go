@@ -11,15 +11,15 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// A Queue is the host's queue; see device.Queue. The worker that read a piece decodes it while its bytes are in
+// A Queue is the device.Queue of the host. The worker that read a piece also decodes it, while its bytes are in
 // that core's cache. The memory is allocated once and never grows.
 type Queue struct {
 	free   chan *slot
-	memory device.Memory // of all slots; zero if they have no bytes of their own
+	memory device.Memory // of all slots; zero if there are no slots
 }
 
 type slot struct {
-	bytes, view []byte // if not nil, used in place of bytes
+	bytes, view []byte // view, if not nil, replaces bytes
 	owned       atomic.Bool
 }
 
@@ -36,11 +36,11 @@ func (s *slot) ViewMirror() unsafe.Pointer { return nil }
 
 func (s *slot) CheckOnSubmit() {}
 
-// decoders serve all queues: a pool per queue would keep its decoders until the
+// decoders is shared by all queues, because a pool per queue would keep its decoders until the
 // second garbage collection.
 var decoders = sync.Pool{New: func() any { return new(Decoder) }}
 
-// NewQueue makes a queue with slots of at least size bytes. If size is 0 the slots have no memory.
+// NewQueue returns a queue with slots of at least size bytes. If size is 0, it has no slots.
 func NewQueue(slots int, size int64) (*Queue, error) {
 	if size == 0 {
 		slots = 0
@@ -62,7 +62,7 @@ func NewQueue(slots int, size int64) (*Queue, error) {
 	return q, nil
 }
 
-// Get waits for a free slot or the end of ctx.
+// Get waits for a free slot, or until ctx ends.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	select {
 	case s := <-q.free:
@@ -73,7 +73,7 @@ func (q *Queue) Get(ctx context.Context) (device.Slot, error) {
 	}
 }
 
-// GetFor is Get.
+// GetFor calls Get.
 func (q *Queue) GetFor(ctx context.Context, _ int) (device.Slot, error) { return q.Get(ctx) }
 
 // Put returns a slot.
@@ -103,29 +103,29 @@ func (q *Queue) Submit(s device.Slot, _ int64, tasks []device.DecodeTask, done f
 	return nil
 }
 
-// Decode decodes the chunk of one task from its stored bytes.
+// Decode decodes the chunk of a task from its stored bytes.
 func Decode(t *device.DecodeTask, stored []byte) error {
 	dec := decoders.Get().(*Decoder)
 	defer decoders.Put(dec)
 	return dec.Run(t, stored)
 }
 
-// Drain has nothing to wait for.
+// Drain returns immediately: Submit does all the work.
 func (q *Queue) Drain(context.Context) error { return nil }
 
-// Asynchronous is false: workers do the decoding.
+// Asynchronous returns false: workers do the decoding.
 func (q *Queue) Asynchronous() bool { return false }
 
 // CanCheck returns false: the worker that read a chunk compares its checksum.
 func (q *Queue) CanCheck() bool { return false }
 
-// TraceTimes has nothing to report.
+// TraceTimes does nothing: workers record the times.
 func (q *Queue) TraceTimes(device.TraceFunc) error { return nil }
 
-// PinnedBytes is the memory of all slots.
+// PinnedBytes returns the memory of all slots.
 func (q *Queue) PinnedBytes() int64 { return q.memory.Bytes }
 
-// Close waits until every slot is back and frees the memory.
+// Close waits until every slot has been returned, and frees the memory.
 func (q *Queue) Close() {
 	for range cap(q.free) {
 		<-q.free

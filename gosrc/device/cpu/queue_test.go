@@ -16,7 +16,7 @@ import (
 
 var _ device.Queue = (*Queue)(nil)
 
-// A slot has one owner at a time, slots do not overlap, and Close waits for all of them and releases the memory.
+// A slot has one owner at a time and slots do not overlap. Close waits for all slots and releases the memory.
 func TestQueueSlots(t *testing.T) {
 	q, err := NewQueue(4, 100)
 	if err != nil {
@@ -42,7 +42,7 @@ func TestQueueSlots(t *testing.T) {
 				}
 				for _, x := range b {
 					if x != byte(g) {
-						t.Error("two owners")
+						t.Error("a slot has two owners")
 					}
 				}
 				q.Put(s)
@@ -54,7 +54,7 @@ func TestQueueSlots(t *testing.T) {
 		t.Errorf("%d bytes, asynchronous: %v", q.PinnedBytes(), q.Asynchronous())
 	}
 	q.Close()
-	// So large that no other mapping fills the whole gap afterwards.
+	// The slots are so large that no other mapping will fill the whole gap afterwards.
 	if q, err = NewQueue(4, 64<<20); err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +66,7 @@ func TestQueueSlots(t *testing.T) {
 	go func() { defer close(closed); q.Close() }()
 	select {
 	case <-closed:
-		t.Fatal("closed while a slot is in use")
+		t.Fatal("Close returned while a slot was in use")
 	case <-time.After(20 * time.Millisecond):
 	}
 	last.Memory()[0] = 1
@@ -88,19 +88,19 @@ func TestQueueGetEndsWithItsContext(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	time.AfterFunc(10*time.Millisecond, func() { cancel(cause) })
 	if _, err := q.Get(ctx); !errors.Is(err, cause) {
-		t.Errorf("%v, want the cause", err)
+		t.Errorf("Get returned %v, want the cause", err)
 	}
 	q.Put(s)
 	defer func() {
 		if recover() == nil {
-			t.Error("a slot given back twice passes")
+			t.Error("a slot was returned twice without a panic")
 		}
 	}()
 	q.Put(s)
 }
 
-// Tasks of a piece reach their destinations from the slot or from a view, which ends with Submit. The first error is
-// the error of all later tasks, and the slot comes back in every case.
+// Tasks of a piece are decoded from the slot or from a view, which ends with Submit. After the first error, all later
+// tasks get that error. The slot is always returned.
 func TestQueueSubmit(t *testing.T) {
 	q, err := NewQueue(1, 64)
 	if err != nil {
@@ -122,7 +122,7 @@ func TestQueueSubmit(t *testing.T) {
 		}
 		if err := q.Submit(s, 10, tasks, func(i int, err error) {
 			if i != len(failures) {
-				t.Errorf("task %d is reported after %d", i, len(failures))
+				t.Errorf("task %d was reported as number %d", i, len(failures))
 			}
 			failures = append(failures, err)
 		}); err != nil {
@@ -136,7 +136,7 @@ func TestQueueSubmit(t *testing.T) {
 		t.Errorf("%v, %q", failures, mem)
 	}
 	if failures := submit([]byte("abcdefghij"), raw(2, 3, &mem[0])); failures[0] != nil || string(mem[:3]) != "cde" {
-		t.Errorf("of a view: %v, %q", failures, mem)
+		t.Errorf("from a view: %v, %q", failures, mem)
 	}
 	bad := raw(0, 3, &mem[0])
 	bad.Chunk.Logical = 4

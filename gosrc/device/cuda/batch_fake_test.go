@@ -17,7 +17,8 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
-// A batch reads what an earlier stream wrote, and a copy after the batch sees what it wrote, without a wait in between.
+// A batch reads the output of an earlier stream, and a copy after the batch reads the batch's output, without a wait
+// between them.
 func TestBatchOrder(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
@@ -42,7 +43,7 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	if b.Done() {
-		t.Error("a batch is done before any wait: the test shows nothing")
+		t.Error("the batch ended before any wait, so this test is inconclusive")
 	}
 	if err := g.MakeStreamWait(first, second); err != nil {
 		t.Fatal(err)
@@ -53,7 +54,7 @@ func TestBatchOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, in[0]) {
-		t.Error("the batch read before it was written, or was read before it wrote")
+		t.Error("the batch read its input too early, or its output was read too early")
 	}
 	if failures, err := b.Wait(); err != nil || failures[0] != nil {
 		t.Error(failures, err)
@@ -63,7 +64,7 @@ func TestBatchOrder(t *testing.T) {
 	}
 }
 
-// A stream of another device is refused; an address identifies its device.
+// CheckStream rejects a stream of another device. DeviceOf returns the device of an address.
 func TestOtherDevice(t *testing.T) {
 	g := newGPU(t)
 	other, err := cuda.Open(1)
@@ -83,12 +84,12 @@ func TestOtherDevice(t *testing.T) {
 	host := make([]byte, 8)
 	if at := g.room(8, 0); driver.DeviceOf(at) != 0 ||
 		driver.DeviceOf(uint64(uintptr(unsafe.Pointer(&host[0])))) != -1 {
-		t.Error("addresses of other devices than theirs")
+		t.Error("addresses were assigned to wrong devices")
 	}
 }
 
-// If the driver refuses to enter the context, a batch still runs but its state is unknown: its pad is not reused and
-// its memory does not count as done. Its result is available later.
+// If the driver denies entry to the context, a batch still runs but its state is unknown. Its pad is not reused, and
+// Done returns false. Its result is available later.
 func TestBatchOfASilentDriver(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 8)))[5:6]
@@ -101,7 +102,7 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	decode := func() (*stream.Batch, error) {
 		return g.Decode(stream.Order{Stream: on}, stream.FormatX16, streams)
 	}
-	first, err := decode() // allocations, which wait for other work, are over
+	first, err := decode() // after this, no allocation waits for other work
 	if err == nil {
 		_, err = first.Wait()
 	}
@@ -115,23 +116,23 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	}
 	cudatest.RefuseContext(2)
 	if b.Done() {
-		t.Error("a batch is done, though the driver has not said so")
+		t.Error("Done is true although the driver did not report the state")
 	}
 	cudatest.RefuseContext(2)
 	if _, err := b.Wait(); !errors.Is(err, errs.ErrDevice) {
 		t.Errorf("Wait: %v", err)
 	}
 	if b.Done() {
-		t.Error("a batch that still runs is done after a wait that the driver has refused")
+		t.Error("Done is true after a failed Wait, but the batch is still running")
 	}
-	for range 127 { // the next one takes b's memory
+	for range 127 { // afterwards, the next batch would use b's memory
 		if _, err := decode(); err != nil {
 			t.Fatal(err)
 		}
 	}
 	cudatest.RefuseContext(2)
 	if _, err := decode(); !errors.Is(err, errs.ErrDevice) || cudatest.CountWaits() != 0 {
-		t.Errorf("the memory of a batch that runs is used again: %v, %d waits", err, cudatest.CountWaits())
+		t.Errorf("memory of a running batch was reused: %v, %d waits", err, cudatest.CountWaits())
 	}
 	cudatest.RefuseContext(0)
 	idle()
@@ -141,14 +142,14 @@ func TestBatchOfASilentDriver(t *testing.T) {
 	got := make([]byte, len(in[0]))
 	if err := g.Copy(stream.Order{Stream: on}, uint64(uintptr(unsafe.Pointer(&got[0]))), streams[0].Dst,
 		streams[0].Size, true); err != nil || !bytes.Equal(got, in[0]) {
-		t.Errorf("%v, or other bytes", err)
+		t.Errorf("%v, or wrong bytes", err)
 	}
 	if err := g.FreeStream(on); err != nil {
 		t.Error(err)
 	}
 }
 
-// Whichever driver call fails, a batch ends with a typed error, and nothing leaks.
+// If any driver call fails, a batch ends with a typed error and nothing leaks.
 func TestBatchEveryCallFails(t *testing.T) {
 	in := contents(rand.New(rand.NewPCG(5, 9)))[3:5]
 	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 4096}
@@ -188,7 +189,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 			err = d.Copy(stream.Order{}, uint64(uintptr(unsafe.Pointer(&got[0]))), s[0].Dst, s[0].Size, true)
 		}
 		if err == nil && !bytes.Equal(got, in[0]) {
-			t.Error("other bytes")
+			t.Error("wrong bytes")
 		}
 		return err
 	}
@@ -196,7 +197,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 		code   int
 		sticky bool
 		class  error
-		first  int64 // each takes every third call
+		first  int64 // each case fails every third call
 	}{{999, false, errs.ErrDevice, 1}, {999, true, errs.ErrDevice, 2}, {2, false, errs.ErrMemory, 3}} {
 		failed := 0
 		for nth := c.first; ; nth += 3 {
@@ -206,7 +207,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 			cudatest.FailCall(0, 0, false)
 			calls := cudatest.CountCalls()
 			if left := end(); left != "" {
-				t.Fatalf("call %d fails with %d: %v; left: %s", nth, c.code, err, left)
+				t.Fatalf("call %d fails with %d: %v; leaked: %s", nth, c.code, err, left)
 			}
 			if err != nil {
 				failed++
@@ -220,7 +221,7 @@ func TestBatchEveryCallFails(t *testing.T) {
 		}
 		t.Logf("code %d, sticky %v: %d failed", c.code, c.sticky, failed)
 		if failed < 20 {
-			t.Error("too few calls were seen to fail")
+			t.Error("too few calls failed")
 		}
 	}
 }

@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp"
 )
 
-// contents has every special length and both kinds: chunks that X16 packs, and chunks that it stores as they are.
+// contents returns contents of every special length, both compressible and incompressible with X16.
 func contents(r *rand.Rand) [][]byte {
 	var all [][]byte
 	for _, n := range []int{0, 1, 7, 511, 4096, 65535, 65536, 65537, 150_000} {
@@ -33,7 +33,7 @@ func contents(r *rand.Rand) [][]byte {
 	return all
 }
 
-// encoded is contents in overwire's encoding.
+// encoded returns contents encoded by package nvcomp.
 func encoded(t *testing.T, spec nvcomp.Spec, in [][]byte) [][]byte {
 	t.Helper()
 	spec.Op = nvcomp.OpEncode
@@ -56,7 +56,7 @@ func encoded(t *testing.T, spec nvcomp.Spec, in [][]byte) [][]byte {
 	return out
 }
 
-// A gpu is a device with memory that the test gives back.
+// A gpu is a device with memory that drop frees.
 type gpu struct {
 	t *testing.T
 	*cuda.Device
@@ -113,12 +113,12 @@ func (g *gpu) get(at uint64, n int64) []byte {
 	return b
 }
 
-// streams puts encoded contents on the device, each with room for its decoded content.
+// streams copies encoded contents to the device and allocates space for their decoded contents.
 func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []stream.Bitstream {
 	var all []stream.Bitstream
 	off := 0
 	if spec.Kind == nvcomp.Raw {
-		off = 8 // so that the bytes after the head are at a multiple of 16
+		off = 8 // puts the bytes after the head at a multiple of 16
 	}
 	for i := range in {
 		s := stream.Bitstream{Kind: stream.Kind(spec.Kind), Stored: int64(len(stored[i])), Size: int64(len(in[i])),
@@ -132,7 +132,7 @@ func (g *gpu) streams(spec nvcomp.Spec, in, stored [][]byte) []stream.Bitstream 
 	return all
 }
 
-// X16 streams of every kind and length decode on the device in one batch, and report their lengths there.
+// X16 streams of every kind and length decode on the device in one batch, and Peek returns their lengths.
 func TestBatchX16(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 5)))
@@ -163,14 +163,14 @@ func TestBatchX16(t *testing.T) {
 		}
 		for i, s := range streams {
 			if failures[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
-				t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, failures[i])
+				t.Errorf("%+v: stream %d of %d bytes: %v, or wrong bytes", spec, i, s.Size, failures[i])
 			}
 		}
 		g.drop()
 	}
 }
 
-// The same holds for the algorithms with a kernel of items.
+// Streams of the algorithms with a kernel of items also decode in one batch.
 func TestBatchItems(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 11)))
@@ -194,18 +194,18 @@ func TestBatchItems(t *testing.T) {
 			}
 			for i, s := range streams {
 				if failures[i] != nil || !bytes.Equal(g.get(s.Dst, s.Size), in[i]) {
-					t.Errorf("%+v: stream %d of %d bytes: %v, or other bytes", spec, i, s.Size, failures[i])
+					t.Errorf("%+v: stream %d of %d bytes: %v, or wrong bytes", spec, i, s.Size, failures[i])
 				}
 			}
 			if !errors.Is(failures[len(streams)], errs.ErrCorrupt) {
-				t.Errorf("%+v: a stream cut short: %v", spec, failures[len(streams)])
+				t.Errorf("%+v: a truncated stream: %v", spec, failures[len(streams)])
 			}
 			g.drop()
 		}
 	}
 }
 
-// X16 streams made on the device equal the host's byte for byte where the host chooses the same transform.
+// X16 streams encoded on the device equal those of the host if the host chooses the same transform.
 func TestBatchEncode(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 12)))
@@ -244,18 +244,19 @@ func TestBatchEncode(t *testing.T) {
 				for at < min(len(got), len(want[i])) && got[at] == want[i][at] {
 					at++
 				}
-				t.Errorf("%+v: content of %d bytes: %v, %d bytes for %d, other from %d", spec, len(in[i]), failures[i], n, len(want[i]), at)
+				t.Errorf("%+v: content of %d bytes: %v, %d bytes, want %d, first difference at %d",
+					spec, len(in[i]), failures[i], n, len(want[i]), at)
 			}
 		}
 		if failures[len(in)] == nil {
-			t.Errorf("%+v: a room too small was enough", spec)
+			t.Errorf("%+v: Encode accepted a destination that is too small", spec)
 		}
 		g.drop()
 	}
 }
 
-// Only a bad stream of a batch is reported, and nothing is written outside its destination (checked by the fake
-// driver's guard zones, and by compute-sanitizer on a device).
+// Only the invalid streams of a batch are reported, and nothing is written outside their destinations. The fake
+// driver's guard zones check that, and compute-sanitizer on a device.
 func TestBatchHostile(t *testing.T) {
 	g := newGPU(t)
 	seed := uint64(time.Now().UnixNano())
@@ -273,7 +274,7 @@ func TestBatchHostile(t *testing.T) {
 			bad := bytes.Clone(good)
 			at := r.IntN(len(bad))
 			if r.IntN(2) == 0 {
-				at = r.IntN(160) // the header, the tables, the first block's head
+				at = r.IntN(160) // in the header, the tables, or the head of the first block
 			}
 			bad[at] ^= 1 << r.IntN(8)
 			if r.IntN(4) == 0 {
@@ -282,7 +283,7 @@ func TestBatchHostile(t *testing.T) {
 			in, stored = append(in, content), append(stored, bad)
 		}
 		streams := g.streams(spec, in, stored)
-		streams = append(streams, streams[0]) // another length and chunk size than it says
+		streams = append(streams, streams[0]) // with a wrong length and chunk size
 		last := &streams[len(streams)-1]
 		last.Size, last.Dst = 100, g.room(100, 0)
 		b, err := g.Decode(stream.Order{}, stream.FormatX16, streams)
@@ -303,16 +304,16 @@ func TestBatchHostile(t *testing.T) {
 			}
 		}
 		if failures[0] != nil || !bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
-			t.Errorf("the good one: %v", failures[0])
+			t.Errorf("the valid stream: %v", failures[0])
 		}
 		if failures[len(failures)-1] == nil || refused < count/8 {
-			t.Errorf("%d of %d were refused; another length: %v", refused, count, failures[len(failures)-1])
+			t.Errorf("%d of %d were rejected; wrong length: %v", refused, count, failures[len(failures)-1])
 		}
 		g.drop()
 	}
 }
 
-// Misaligned blocks, not at multiples of 16, are refused with that reason.
+// Blocks that are not at multiples of 16 are rejected for that reason.
 func TestBatchMisplaced(t *testing.T) {
 	g := newGPU(t)
 	in := contents(rand.New(rand.NewPCG(5, 6)))[5:6]
@@ -328,11 +329,11 @@ func TestBatchMisplaced(t *testing.T) {
 		t.Error(failures, err)
 	}
 	if _, err := g.Decode(stream.Order{}, 99, streams); !errors.Is(err, errs.ErrNotSupported) {
-		t.Errorf("no such decoder: %v", err)
+		t.Errorf("an unknown format: %v", err)
 	}
 }
 
-// More batches than there is memory for run at once, on several streams and from several goroutines; each gets its own
+// More batches than there are pads run concurrently, on several streams and from several goroutines. Each gets its own
 // results.
 func TestBatchMany(t *testing.T) {
 	g := newGPU(t)
@@ -340,7 +341,7 @@ func TestBatchMany(t *testing.T) {
 	spec := nvcomp.Spec{Algorithm: "X16", Chunk: 4096}
 	stored := encoded(t, spec, in)
 	bad := bytes.Clone(stored[1])
-	bad[17] ^= 1 // the length
+	bad[17] ^= 1 // in the length
 	good, hurt := g.streams(spec, in, stored), g.streams(spec, in, [][]byte{stored[0], bad})
 	var wg sync.WaitGroup
 	for range 3 {
@@ -381,7 +382,7 @@ func TestBatchMany(t *testing.T) {
 	wg.Wait()
 }
 
-// A batch of very many chunks takes its own memory, which Trim gives back.
+// A batch of very many chunks gets separate memory, which Trim frees.
 func TestBatchLarge(t *testing.T) {
 	g := newGPU(t)
 	content := bytes.Repeat([]byte{1, 2, 3, 0}, 100_000)
@@ -395,7 +396,7 @@ func TestBatchLarge(t *testing.T) {
 		}
 		if failures, err := b.Wait(); err != nil || failures[0] != nil ||
 			!bytes.Equal(g.get(streams[0].Dst, streams[0].Size), content) {
-			t.Errorf("%v, %v, or other bytes", failures, err)
+			t.Errorf("%v, %v, or wrong bytes", failures, err)
 		}
 		g.drop()
 	}

@@ -24,14 +24,14 @@ import (
 )
 
 var (
-	benchFlag = flag.Bool("cuda.bench", false, "measure; alone: -test.run TestBench")
-	benchDir  = flag.String("cuda.dir", os.TempDir(), "where the bench writes its file")
-	benchMB   = flag.Int("cuda.mb", 16000, "MB of tensor bytes a measured run moves")
-	benchRuns = flag.Int("cuda.runs", 5, "measured runs of each; the median is reported")
-	fuzzFlag  = flag.Int("cuda.corrupt", 0, "how many corrupt chunks TestManyCorrupt decodes")
+	benchFlag = flag.Bool("cuda.bench", false, "run the benchmark; use with -test.run TestBench")
+	benchDir  = flag.String("cuda.dir", os.TempDir(), "directory for the benchmark's file")
+	benchMB   = flag.Int("cuda.mb", 16000, "MB of tensor bytes per measured run")
+	benchRuns = flag.Int("cuda.runs", 5, "measured runs per case; the median is reported")
+	fuzzFlag  = flag.Int("cuda.corrupt", 0, "number of corrupt chunks that TestManyCorrupt decodes")
 )
 
-// gb is bytes in a time as GB/s.
+// gb returns a rate in GB/s.
 func gb(n int64, d time.Duration) float64 { return float64(n) / 1e9 / d.Seconds() }
 
 // repeat measures fn several times and prints the median and the range.
@@ -45,7 +45,7 @@ func repeat(t *testing.T, what string, fn func() (int64, time.Duration)) {
 	t.Logf("%-64s %7.2f GB/s (%.2f to %.2f)", what, all[len(all)/2], all[0], all[len(all)-1])
 }
 
-// full is a piece of about n stored bytes of bf16 weights in chunks of 1 MiB.
+// full returns a piece of about n stored bytes of bf16 weights, in chunks of 1 MiB.
 func full(r *rand.Rand, n int) *piece {
 	var p piece
 	data := weights(r, x16.BF16, 1<<20)
@@ -61,8 +61,8 @@ func full(r *rand.Rand, n int) *piece {
 	return &p
 }
 
-// flood submits a piece from that many workers until total logical bytes went to dst; before is what a worker first
-// does with its slot.
+// flood submits a piece from several workers until total logical bytes have been written to dst. before is called with
+// each slot before it is submitted.
 func flood(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, workers int,
 	before func(i int64, s *queue.Slot)) (int64, time.Duration) {
 	each := int64(0)
@@ -110,7 +110,7 @@ func flood(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory,
 		t.Fatalf("%v, %d bad jobs", err, bad.Load())
 	}
 	took := time.Since(start)
-	// Checks the last bytes that arrived before the figure counts.
+	// Check the last bytes before reporting the rate.
 	n := min(room, pieces)
 	got := make([]byte, n*each)
 	if err := d.Read(got, device.Memory{Ptr: dst.Ptr, Bytes: n * each}); err != nil {
@@ -119,7 +119,7 @@ func flood(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory,
 	for at := int64(0); at < n*each; {
 		for k := range p.want {
 			if !bytes.Equal(got[at:at+int64(len(p.want[k]))], p.want[k]) {
-				t.Fatal("what landed is not what was sent")
+				t.Fatal("the bytes at the destination are wrong")
 			}
 			at += int64(len(p.want[k]))
 		}
@@ -127,7 +127,7 @@ func flood(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory,
 	return pieces * each, took
 }
 
-// fill puts a piece into every slot of a queue.
+// fill copies a piece to every slot of a queue.
 func fill(t *testing.T, l *queue.Queue, p *piece) {
 	var all []device.Slot
 	for range l.CountFree() {
@@ -143,7 +143,7 @@ func fill(t *testing.T, l *queue.Queue, p *piece) {
 	}
 }
 
-// TestBench measures the queue next to its baseline in the same run.
+// TestBench measures the queue and its baseline in the same run.
 func TestBench(t *testing.T) {
 	if !*benchFlag {
 		t.Skip("-cuda.bench")
@@ -169,7 +169,7 @@ func TestBench(t *testing.T) {
 			if err := d.Trim(); err != nil {
 				t.Fatal(err)
 			}
-			t.Logf("trimmed in %v; the next is made anew", time.Since(start))
+			t.Logf("trimmed in %v; the next queue is a new one", time.Since(start))
 		}
 	}
 	benchAlloc(t, d, total)
@@ -188,7 +188,7 @@ func TestBench(t *testing.T) {
 			t.Fatal(err)
 		}
 		name := fmt.Sprintf("%d x %.1f MiB: ", g.slots, float64(g.bytes)/(1<<20))
-		repeat(t, name+"floor, pinned copies", func() (int64, time.Duration) {
+		repeat(t, name+"baseline, pinned copies", func() (int64, time.Duration) {
 			count := max(1, int(total/g.bytes/2))
 			took, err := l.MeasureLink(g.bytes, count)
 			if err != nil {
@@ -212,7 +212,7 @@ func TestBench(t *testing.T) {
 			smalls.raw(rawp.bytes[len(smalls.bytes) : len(smalls.bytes)+1_000+2*r.IntN(9_000)])
 		}
 		fill(t, l, &smalls)
-		repeat(t, fmt.Sprintf("%s%d small raw a piece, 2 workers", name, len(smalls.jobs)), func() (int64, time.Duration) {
+		repeat(t, fmt.Sprintf("%s%d small raw, 2 workers", name, len(smalls.jobs)), func() (int64, time.Duration) {
 			return flood(t, d, l, &smalls, mem[0], total/4, 2, nil)
 		})
 		benchRead(t, d, l, p, mem[0], total, name, min(4, cores), min(8, cores), min(12, cores), cores)
@@ -220,7 +220,7 @@ func TestBench(t *testing.T) {
 	}
 }
 
-// benchRead adds a loader's work: pieces come from the page cache, and their checksums are compared.
+// benchRead adds the work of a load: pieces are read from the page cache, and their checksums are compared.
 func benchRead(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Memory, total int64, name string,
 	workers ...int) {
 	const copies = 64
@@ -257,7 +257,7 @@ func benchRead(t *testing.T, d *Device, l *queue.Queue, p *piece, dst device.Mem
 	}
 }
 
-// benchAlloc times the allocation of models.
+// benchAlloc measures the time to allocate whole models.
 func benchAlloc(t *testing.T, d *Device, total int64) {
 	models := map[string][]int64{"291 tensors": nil, "18867 tensors": nil}
 	for i := range 291 {
@@ -292,17 +292,17 @@ func benchAlloc(t *testing.T, d *Device, total int64) {
 			if err := d.Reap(true); err != nil {
 				t.Fatal(err)
 			}
-			t.Logf("%s, %.2f GB: allocated in %v, %.1f MB more than they hold; freed in %v", name, float64(sum)/1e9, took,
+			t.Logf("%s, %.2f GB: allocated in %v with %.1f MB overhead; freed in %v", name, float64(sum)/1e9, took,
 				float64(before-after-sum)/1e6, time.Since(start))
 		}
 	}
 }
 
-// TestManyCorrupt decodes very many corrupt chunks, several to a piece, each between good ones whose bytes must not
+// TestManyCorrupt decodes very many corrupt chunks, several per piece, between valid chunks whose bytes must not
 // change.
 func TestManyCorrupt(t *testing.T) {
 	if *fuzzFlag == 0 {
-		t.Skip("-cuda.corrupt N")
+		t.Skip("set -cuda.corrupt N to run this test")
 	}
 	r := random(t)
 	d, l := open(t, 2, 4<<20)
@@ -340,11 +340,11 @@ func TestManyCorrupt(t *testing.T) {
 			return
 		}
 	}
-	t.Logf("%d refused, %d passed (good ones, or bits that only the checksum covers)", refused, passed)
+	t.Logf("%d rejected, %d passed (valid, or with changed bits that only the checksum covers)", refused, passed)
 }
 
-// TestManyLoads opens and closes queues and memory a thousand times. In the end the device has as much free as after
-// the first time.
+// TestManyLoads opens and closes queues and memory a thousand times. At the end, the device must have as much free
+// memory as after the first ten times.
 func TestManyLoads(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -380,7 +380,7 @@ func TestManyLoads(t *testing.T) {
 		}
 		if i == 9 {
 			first = unused
-		} else if first-unused > 8<<20 { // the device may serve others too
+		} else if first-unused > 8<<20 { // other processes may use the device
 			t.Errorf("%d bytes were free after 10 loads, %d after %d", first, unused, rounds)
 		}
 	}

@@ -17,15 +17,15 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// The driver may wait for other work wherever something is given back, and all but a few calls destroy a graph capture
-// that is under way on any thread. A call that breaks a rule of the fake driver fails these tests at their end.
+// The driver may wait for other work whenever a resource is freed, and most calls destroy a graph capture in progress
+// on any thread. If a call breaks a rule of the fake driver, these tests fail at their end.
 
-// alone keeps the reaper out, so that the test takes its steps.
+// alone stops the reaper, so that the test can run its steps.
 func (d *Device) alone(t *testing.T) {
 	t.Cleanup(memory.FakeWithoutReaper(d.Memory)) // runs before the device is closed
 }
 
-// dict is the memory of many small tensors, as a load allocates it.
+// dict allocates many small tensors, as a load does.
 func dict(t *testing.T, d *Device) (drop func()) {
 	t.Helper()
 	mem, err := d.Alloc([]int64{16 << 10, 1 << 20, 300, 5 << 20, 16 << 10})
@@ -39,7 +39,7 @@ func dict(t *testing.T, d *Device) (drop func()) {
 	}
 }
 
-// held counts allocations without those kept for the next load.
+// held counts the live allocations, without cached blocks.
 func held(d *Device) int64 {
 	_, kept, _ := memory.CountBlocks(d.Memory)
 	return cudatest.ReadState().Blocks - int64(kept)
@@ -54,10 +54,10 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// A graph capture by another thread or another library survives everything this package does, and everything works.
+// A graph capture by another thread or library survives all functions of this package, which still work.
 func TestCaptureLivesOn(t *testing.T) {
-	t.Run("beside other streams", func(t *testing.T) { captureLivesOn(t, false) })
-	t.Run("which the default stream waits for", func(t *testing.T) { captureLivesOn(t, true) })
+	t.Run("on other streams", func(t *testing.T) { captureLivesOn(t, false) })
+	t.Run("on a stream that the default stream waits for", func(t *testing.T) { captureLivesOn(t, true) })
 }
 
 func captureLivesOn(t *testing.T, blocking bool) {
@@ -67,7 +67,7 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
 	p.raw(weights(r, x16.BF16, 30_000))
 	life := func() {
-		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // queues are created, kept and given back
+		for i, size := range []int64{64 << 10, 256 << 10, 64 << 10} { // queues are created, cached and freed
 			l, err := d.Queue(3+i, size)
 			if err != nil {
 				t.Fatal(err)
@@ -111,18 +111,18 @@ func captureLivesOn(t *testing.T, blocking bool) {
 	end := cudatest.CaptureStream(0, blocking)
 	before()
 	life()
-	if !blocking { // else the default stream, where the memory may be used, is out of reach
-		eventually(t, "nothing was freed during the capture", func() bool { return held(d) == 0 })
+	if !blocking { // otherwise the default stream, which may use the memory, cannot be queried
+		eventually(t, "memory was not freed during the capture", func() bool { return held(d) == 0 })
 	}
 	if s := cudatest.ReadState(); s.Broken > 0 {
 		t.Error(s.What)
 	}
 	end()
-	eventually(t, "not all was freed after the capture", func() bool { return held(d) == 0 })
+	eventually(t, "memory was not freed after the capture", func() bool { return held(d) == 0 })
 	life()
 }
 
-// Work on a stream that is being captured is refused before it harms the capture, and the error says what to do.
+// Work on a stream that is being captured is rejected before it affects the capture. The error says what to do.
 func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	d, l := open(t, 2, 64<<10)
 	on, err := d.NewStream()
@@ -182,8 +182,8 @@ func TestWorkOnACapturedStreamIsRefused(t *testing.T) {
 	}
 }
 
-// A load does not wait for work that others have queued, even if an earlier load's memory was dropped, its queue does
-// not fit, and another load ends at the same time.
+// A load does not wait for other users' work, even if an earlier load's memory was released, the cached queue does not
+// fit, and another load ends at the same time.
 func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -200,7 +200,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p.run(t, d, l, 0) // and drops what it loaded
+		p.run(t, d, l, 0) // also releases the loaded memory
 		p.run(t, d, second, 0)
 		l.Close()
 		second.Close()
@@ -226,7 +226,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	}
 	d.Unregister(b, mine.Free)
 	if n := cudatest.CountWaits(); n != 0 {
-		t.Errorf("%d calls waited for work of others", n)
+		t.Errorf("%d calls waited for other users' work", n)
 	}
 	idle()
 	if err := d.FreeStream(side); err != nil {
@@ -234,7 +234,7 @@ func TestLoadDoesNotWaitForOthers(t *testing.T) {
 	}
 }
 
-// Memory is not freed while a user's stream (Used) has work, and the reaper checks without waiting.
+// Memory is not freed while a stream of its users (NoteStream) has work, and the reaper checks that without waiting.
 func TestMemoryOutlivesItsUsers(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -250,7 +250,7 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 			t.Fatal(err)
 		}
 		idle := cudatest.OccupyStream(stream)
-		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // queued after the other work: uses the memory
+		cudatest.QueueFill(mem[0].Ptr, mem[0].Bytes, 7, stream) // uses the memory after the other work
 		mem[0].Release()
 		for range 5 {
 			if err := d.Reap(false); err != nil {
@@ -261,23 +261,23 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 			t.Errorf("stream %#x: %+v", stream, s)
 		}
 		idle()
-		eventually(t, "not freed when its users were done", func() bool {
+		eventually(t, "memory was not freed after its users' work", func() bool {
 			if err := d.Reap(false); err != nil {
 				t.Fatal(err)
 			}
 			return held(d) == 0
 		})
 	}
-	// A user's stream cannot be queried while it is captured.
+	// A user's stream cannot be queried while it is being captured.
 	dict(t, d)()
 	end := cudatest.CaptureStream(side, false)
 	for range 3 {
-		if err := d.Reap(true); err != nil { // which does not wait for the capture's end
+		if err := d.Reap(true); err != nil { // does not wait until the capture ends
 			t.Fatal(err)
 		}
 	}
 	if held(d) == 0 {
-		t.Error("freed while its user was captured")
+		t.Error("memory was freed while its user's stream was being captured")
 	}
 	end()
 	if err := d.FreeUnused(); err != nil || cudatest.ReadState().Blocks != 0 {
@@ -286,11 +286,11 @@ func TestMemoryOutlivesItsUsers(t *testing.T) {
 	if err := d.FreeStream(side); err != nil {
 		t.Error(err)
 	}
-	memory.FakeForgetStreams(d.Memory) // this stream does not live as long as the process
+	memory.FakeForgetStreams(d.Memory) // the stream is freed before the process ends
 }
 
-// Memory that the driver refuses to free is kept with its header, and freed once when the driver allows it: tensors, a
-// queue, a batch, registered memory, and what was allocated before an error.
+// If the driver fails to free a resource, it is retained and freed exactly once when the driver allows it. This covers
+// tensors, a queue, a batch, registered memory, and resources allocated before an error.
 func TestRefusedIsTriedAgain(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -301,20 +301,20 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		reached := cudatest.ReadState()
 		cudatest.FailCall(0, 0, false)
 		if err == nil && reached.Blocks != 0 {
-			t.Fatalf("call %d refused: %+v without an error", nth, reached)
+			t.Fatalf("call %d failed: %+v without an error", nth, reached)
 		}
 		if err := d.FreeUnused(); err != nil {
-			t.Fatalf("call %d was refused: then %v", nth, err)
+			t.Fatalf("call %d failed: then %v", nth, err)
 		}
 		d.FreeDeferred()
 		if s := cudatest.ReadState(); s.Blocks != 0 || s.Broken > 0 || s.Relaxed != 0 {
-			t.Fatalf("call %d was refused: %+v", nth, s)
+			t.Fatalf("call %d failed: %+v", nth, s)
 		}
 	}
 	if live := d.CountLive(); live != 0 {
-		t.Errorf("%d blocks are said to live", live)
+		t.Errorf("%d blocks are counted as live", live)
 	}
-	// A queue with scratch and marks, and its replacement while it fails.
+	// A queue with scratch memory and marks, and its replacement, while calls fail.
 	for nth := int64(1); nth < 120; nth += 3 {
 		l, err := d.Queue(2, 64<<10)
 		if err != nil {
@@ -322,7 +322,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 		}
 		l.Close()
 		cudatest.FailCall(nth, 900, false)
-		_ = d.Trim() // with or without an error, it belongs to the reaper then
+		_ = d.Trim() // with or without an error, the reaper then frees the queue
 		cudatest.FailCall(0, 0, false)
 		d.FreeDeferred()
 		if s := cudatest.ReadState(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
@@ -346,13 +346,13 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		if s := cudatest.ReadState(); s.Blocks != 0 || s.Pins != 0 || s.Broken > 0 {
-			t.Fatalf("making fails at call %d: %+v", nth, s)
+			t.Fatalf("making a queue failed at call %d: %+v", nth, s)
 		}
 	}
 }
 
-// When a device is lost, everything that could not be given back to it is dropped: nothing is retried forever, and
-// nothing is freed twice.
+// When a device is lost, all resources that could not be freed are dropped. Nothing is retried forever or freed
+// twice.
 func TestLostDeviceTakesAll(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -362,7 +362,7 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	}
 	l.Close()
 	dict(t, d)()
-	if err := d.Reap(true); err != nil { // and is kept
+	if err := d.Reap(true); err != nil { // moves the blocks to the cache
 		t.Fatal(err)
 	}
 	drop := dict(t, d)
@@ -375,12 +375,12 @@ func TestLostDeviceTakesAll(t *testing.T) {
 	live, kept, deferred := memory.CountBlocks(d.Memory)
 	cudatest.FailCall(0, 0, false)
 	if s := cudatest.ReadState(); live+deferred+kept != 0 || s.Blocks+s.Pins != 0 || s.Broken > 0 {
-		t.Errorf("%d blocks, %d deferred, %d kept: %+v", live, deferred, kept, s)
+		t.Errorf("%d blocks, %d deferred, %d cached: %+v", live, deferred, kept, s)
 	}
 }
 
-// Dropped memory serves the next load without a driver call. The engine gives back what exceeds its reserve, and
-// everything when memory is short.
+// Released memory is reused by the next load without a driver call. Memory beyond the permanent cache is freed later,
+// and all of it when memory is short.
 func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	d := begun(t)
 	d.alone(t)
@@ -392,12 +392,12 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 		}
 	}
 	if n := cudatest.ReadState().Blocks; n != 1 {
-		t.Errorf("%d allocations for the same three times", n)
+		t.Errorf("%d allocations for the same sizes three times", n)
 	}
 	calls := cudatest.CountCalls()
 	drop := dict(t, d)
 	if n := cudatest.CountCalls() - calls; n != 0 || held(d) != 1 {
-		t.Errorf("%d calls of the driver for what is kept", n)
+		t.Errorf("%d driver calls for cached memory", n)
 	}
 	drop()
 	mem, err := d.Alloc(big)
@@ -412,13 +412,13 @@ func TestDroppedMemoryServesTheNextLoad(t *testing.T) {
 	}
 	_, young, _ := memory.CountBlocks(d.Memory)
 	if held(d) != 0 || young == 0 {
-		t.Error("what was dropped just now is not kept for the next load")
+		t.Error("memory that was just released is not cached for the next load")
 	}
-	eventually(t, "too much is kept for too long", func() bool {
+	eventually(t, "too much memory stayed cached", func() bool {
 		memory.FakeFreeSurplus(d.Memory)
 		return cudatest.ReadState().Bytes <= memory.KeepBytes
 	})
-	mem, err = d.Alloc([]int64{250 << 20}) // nearly all there is
+	mem, err = d.Alloc([]int64{250 << 20}) // almost all device memory
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// upload brings bytes to the device.
+// upload copies bytes to the device.
 func upload(t *testing.T, d *Device, l *queue.Queue, b []byte) device.Memory {
 	t.Helper()
 	mem, err := d.Alloc([]int64{int64(len(b))})
@@ -80,7 +80,7 @@ func value(d tensor.DType, v uint32) float64 {
 	return small(v, 5, 2, false)
 }
 
-// nearest reports whether got is x rounded to a 16-bit type, ties to even.
+// nearest reports whether got is x rounded to a 16-bit type, with ties to even.
 func nearest(d tensor.DType, x float64, got uint32) bool {
 	g := value(d, got)
 	if math.IsNaN(x) || math.IsNaN(g) {
@@ -96,7 +96,7 @@ func nearest(d tensor.DType, x float64, got uint32) bool {
 		return false
 	}
 	a := math.Abs(x)
-	at := func(bits uint32) float64 { // infinity counts as the next step up
+	at := func(bits uint32) float64 { // infinity is the next larger value
 		v := value(d, bits)
 		if !math.IsInf(v, 0) {
 			return v
@@ -119,7 +119,7 @@ func nearest(d tensor.DType, x float64, got uint32) bool {
 	return true
 }
 
-// Every value of the small types, and many of float32, rounds correctly.
+// Every value of the small types, and many float32 values, are rounded correctly.
 func TestCast(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 1, 1<<20)
@@ -144,7 +144,7 @@ func TestCast(t *testing.T) {
 			default:
 				v := r.Uint32()
 				switch i % 4 {
-				case 1: // ties of both 16-bit types, and their neighbours
+				case 1: // ties of both 16-bit types, and neighbouring values
 					v = v&^0xffff | 0x8000 + uint32(r.IntN(3)) - 1
 				case 2:
 					v = v&^0x1fff | 0x1000 + uint32(r.IntN(3)) - 1
@@ -178,7 +178,7 @@ func TestCast(t *testing.T) {
 					good = x == y && math.Signbit(x) == math.Signbit(y) || math.IsNaN(x) && math.IsNaN(y)
 				}
 				if !good {
-					t.Fatalf("%v %#x (%g) became %v %#x (%g)", from, in, x, to, out, value(to, out))
+					t.Fatalf("%v %#x (%g) was cast to %v %#x (%g)", from, in, x, to, out, value(to, out))
 				}
 			}
 		}

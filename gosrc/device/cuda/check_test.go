@@ -16,19 +16,19 @@ import (
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// sum gives each task the checksum of its stored bytes.
+// sum sets the checksum of each task's stored bytes.
 func (p *piece) sum() {
 	for i := range p.jobs {
 		j := &p.jobs[i]
 		if int(j.Src)+int(j.Chunk.Stored) > len(p.bytes) {
-			continue // expected to be refused
+			continue // the queue must refuse this task
 		}
 		j.Summed, j.Chunk.Sum = true, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored], castagnoli)
 	}
 }
 
-// The device finds one changed bit in any chunk, of any size, at any offset in the slot and at the destination, and
-// reports the actual checksum. The other chunks are loaded, and unchanged ones pass.
+// The device detects one changed bit in any chunk, of any size, at any offset in the slot and at the destination, and
+// reports the actual checksum. The other chunks are loaded without an error.
 func TestChecksums(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 12<<20)
@@ -83,7 +83,7 @@ func TestChecksums(t *testing.T) {
 					switch {
 					case !damaged || i != bad:
 						if err != nil {
-							t.Errorf("%s: task %d of good bytes: %v", name, i, err)
+							t.Errorf("%s: undamaged task %d: %v", name, i, err)
 						}
 					case errs.RuleOf(err) != errs.RuleChecksum || !errors.Is(err, errs.ErrCorrupt):
 						t.Errorf("%s: task %d of %d bytes: %v", name, i, p.jobs[i].Chunk.Stored, err)
@@ -92,7 +92,7 @@ func TestChecksums(t *testing.T) {
 						want := errs.NewMismatch(j.Chunk.Sum, crc32.Checksum(p.bytes[j.Src:][:j.Chunk.Stored],
 							castagnoli))
 						if err.Error() != want.Error() {
-							t.Errorf("%s: task %d: %v, not %v", name, i, err, want)
+							t.Errorf("%s: task %d: %v, want %v", name, i, err, want)
 						}
 					}
 				}
@@ -101,7 +101,7 @@ func TestChecksums(t *testing.T) {
 	}
 }
 
-// Without CheckOnSubmit nothing is compared, and neither are bytes without a checksum.
+// The device compares no checksums without CheckOnSubmit, and none of bytes that have no checksum.
 func TestUnchecked(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -129,7 +129,7 @@ func TestUnchecked(t *testing.T) {
 	}
 }
 
-// SumOnly finds one changed bit of a chunk of any size in device memory, and writes nothing.
+// SumOnly detects one changed bit in a chunk of any size in device memory, and writes nothing.
 func TestSumOnly(t *testing.T) {
 	r := random(t)
 	d, q := open(t, 2, 1<<20)
@@ -159,7 +159,7 @@ func TestSumOnly(t *testing.T) {
 			copy(s.Memory(), p.bytes)
 			if &tasks[0] == &p.jobs[0] {
 				for i := range tasks {
-					tasks[i].Dst = mem[0].Ptr // nothing is written there
+					tasks[i].Dst = mem[0].Ptr // never written
 				}
 				s.(*queue.Slot).ViewDevice(uintptr(mem[0].Ptr), int64(len(p.bytes)))
 				s.(*queue.Slot).SumOnly()
@@ -171,12 +171,12 @@ func TestSumOnly(t *testing.T) {
 		}
 		for i, err := range failures {
 			if wrong := errs.RuleOf(err) == errs.RuleChecksum; wrong != (i == bad) || err != nil && i != bad {
-				t.Errorf("task %d, where that of %d has changed: %v", i, bad, err)
+				t.Errorf("task %d, with changed bytes in task %d: %v", i, bad, err)
 			}
 		}
 		got := make([]byte, len(p.bytes))
 		if err := d.Read(got, mem[0]); err != nil || !bytes.Equal(got, p.bytes) {
-			t.Errorf("the bytes have changed: %v", err)
+			t.Errorf("the bytes were changed: %v", err)
 		}
 		if bad >= 0 {
 			c := &p.jobs[bad]

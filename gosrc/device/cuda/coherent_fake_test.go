@@ -14,15 +14,15 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// coherent makes tests that open a device open cuda:1, which is coherent.
+// coherent makes tests open cuda:1, which is coherent, in place of cuda:0.
 func coherent(t *testing.T) {
 	t.Helper()
 	ordinal = 1
 	t.Cleanup(func() { ordinal = 0 })
 }
 
-// The queue suite passes on a coherent device, which has no staging and has kernels that read chunks in pinned memory.
-// Kernels of the other device read none there.
+// The queue suite passes on a coherent device, which has no staging memory and whose kernels read chunks in pinned
+// memory. Kernels of the other device never read it.
 func TestCoherent(t *testing.T) {
 	for name, test := range map[string]func(*testing.T){
 		"goldens": TestGoldens, "round trips": TestRoundTrips, "views": TestViews, "rounds": TestRounds, "corrupt": TestCorrupt,
@@ -32,7 +32,7 @@ func TestCoherent(t *testing.T) {
 			coherent(t)
 			test(t)
 			if cudatest.BytesReadInPlace() == 0 {
-				t.Error("no kernel read in pinned memory")
+				t.Error("no kernel has read pinned memory")
 			}
 		})
 	}
@@ -47,13 +47,13 @@ func TestCoherent(t *testing.T) {
 	t.Run("another device", func(t *testing.T) {
 		TestRoundTrips(t)
 		if n := cudatest.BytesReadInPlace(); n != 0 {
-			t.Errorf("kernels read %d bytes in pinned memory", n)
+			t.Errorf("kernels have read %d bytes of pinned memory", n)
 		}
 	})
 }
 
-// A coherent device allocates only what is asked for: a queue's staging comes with the first call that needs it, and is
-// freed with the queue.
+// A coherent device allocates no staging memory for a queue until StagingMemory is called. The memory is freed with the
+// queue.
 func TestCoherentStaging(t *testing.T) {
 	coherent(t)
 	d, l := open(t, 2, 1<<20)
@@ -65,7 +65,7 @@ func TestCoherentStaging(t *testing.T) {
 		t.Fatal(err)
 	}
 	if s.ViewMirror() != nil {
-		t.Error("a slot has a mirror")
+		t.Error("a slot has a mirror without staging memory")
 	}
 	l.Put(s)
 	if _, err := l.MeasureLink(1<<20, 3); err != nil {
@@ -79,19 +79,20 @@ func TestCoherentStaging(t *testing.T) {
 		t.Fatal(err)
 	}
 	if m := s.ViewMirror(); uintptr(m) < uintptr(base) || uintptr(m)+1<<20 > uintptr(base)+uintptr(n) {
-		t.Errorf("a mirror at %p, outside of %p", m, base)
+		t.Errorf("the mirror at %p is outside the staging memory at %p", m, base)
 	}
 	l.Put(s)
 	r := random(t)
 	var p piece
 	p.coded(weights(r, x16.BF16, 30_000), x16.BF16)
-	p.run(t, d, l, 0) // in place as before
+	p.run(t, d, l, 0) // still in place
 	if cudatest.BytesReadInPlace() == 0 {
-		t.Error("no kernel read in pinned memory")
+		t.Error("no kernel has read pinned memory")
 	}
 }
 
-// A slot that views registered memory is read in place, at any offset: unaligned elements are not cast there.
+// Kernels read a slot that views registered memory in place, at any offset. Unaligned elements are cast from scratch
+// memory.
 func TestCoherentView(t *testing.T) {
 	r := random(t)
 	for _, index := range []int{0, 1} {
@@ -116,7 +117,7 @@ func TestCoherentView(t *testing.T) {
 				for n := range 12 {
 					p.raw(weights(r, x16.Bytes, 1+r.IntN(4000*(n%2)+9)))
 				}
-				// Elements of F16 become F32, at odd and even addresses.
+				// F16 elements become F32, at odd and even addresses.
 				var half, single []byte
 				for range 1 + r.IntN(5000) {
 					half, single = append(half, 0, 0x3c), append(single, 0, 0, 0x80, 0x3f) // 1

@@ -16,8 +16,8 @@ type deltaCase struct {
 	width, bytes, at int
 }
 
-// deltaCases lays out chunks of every width and length in one buffer, and changes some of their elements: a share of
-// all, or (below 0) nearly all of the first such part.
+// deltaCases fills one buffer with chunks of every width and length, and changes a share of the elements of each. If
+// the share is negative, it changes almost all elements of only the first part of that size.
 func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	now = bytes.Clone(base)
 	at := 0
@@ -44,7 +44,7 @@ func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	return now, cases
 }
 
-// The GPU's deltas equal the CPU's byte for byte. Applied on the GPU, they turn each chunk into the other, forward and
+// The GPU's deltas equal the CPU's byte for byte. Applied on the GPU, they convert each chunk to the new bytes and
 // back, and change nothing around it.
 func TestDelta(t *testing.T) {
 	t.Run("one batch", func(t *testing.T) { testDelta(t, 0) })
@@ -76,9 +76,10 @@ func testDelta(t *testing.T, batch int) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(chunks[i].Stored, want) {
-			t.Fatalf("%+v: the GPU's delta has %d bytes, the CPU's %d, or others", c, len(chunks[i].Stored), len(want))
+			t.Fatalf("%+v: the GPU's delta has %d bytes, the CPU's %d, or they differ", c,
+				len(chunks[i].Stored), len(want))
 		}
-		chunks[i].Now = chunks[i].Base // what is changed
+		chunks[i].Now = chunks[i].Base // the bytes to change
 	}
 	got := make([]byte, len(base))
 	for _, want := range [][]byte{now, base} {
@@ -92,12 +93,12 @@ func testDelta(t *testing.T, batch int) {
 			t.Fatal(err)
 		}
 		if !bytes.Equal(got, want) {
-			t.Fatal("other bytes")
+			t.Fatal("wrong bytes")
 		}
 	}
 }
 
-// No chunk, whatever it holds, writes outside its tensor.
+// A chunk with any contents writes nothing outside its tensor.
 func TestHostileDelta(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
@@ -119,7 +120,7 @@ func TestHostileDelta(t *testing.T) {
 			p[r.IntN(len(p))] ^= byte(1 << r.IntN(8))
 		}
 		if p[0] == 1 && len(p) != delta.Room(n) {
-			continue // the host refuses a wrong length
+			continue // the host rejects a wrong length
 		}
 		chunks = append(chunks, stream.DeltaChunk{Now: uint64(uintptr(mem.Ptr)) + guard, Bytes: n, Width: width,
 			Stored: p})
@@ -132,7 +133,7 @@ func TestHostileDelta(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(bytes.Trim(got[:guard], "\x00")) != 0 || len(bytes.Trim(got[n+guard:], "\x00")) != 0 {
-		t.Error("bytes beside the tensor were changed")
+		t.Error("bytes next to the tensor were changed")
 	}
 	bad := []stream.DeltaChunk{{Now: chunks[0].Now + 1, Bytes: 8, Width: 4}, {Now: chunks[0].Now, Bytes: 7, Width: 2},
 		{Now: chunks[0].Now, Bytes: 8, Width: 3}}

@@ -1,6 +1,6 @@
 package cuda
 
-// This file opens devices, once each, and trims them together.
+// This file opens each device once, and trims devices.
 
 import (
 	"sync"
@@ -13,8 +13,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Device is one GPU: its context, and the parts that use it. No part knows the Device. A process has one Device
-// for each index.
+// A Device is one GPU: its context, and the parts that use it. The parts do not depend on Device. A process has one
+// Device per index.
 type Device struct {
 	*driver.Context
 	*memory.Memory
@@ -28,17 +28,17 @@ type Device struct {
 	modules  [2]*driver.Module
 }
 
-// opened are the devices of the process, by index.
+// opened holds the devices of the process, by index.
 var opened struct {
 	mu      sync.Mutex
 	devices map[int]*Device
 }
 
-// firstRing is the most pinned memory of a first queue. Tests make it smaller.
+// firstRing is the maximum pinned memory of the first queue. Tests make it smaller.
 var firstRing int64 = queue.MostBytes
 
-// Open returns the device with the given index. The first call makes its context, which takes some 0.2 s unless
-// torch has done so, and prepares the pinned memory of a first queue at the same time.
+// Open returns the device with the given index. The first call makes its context, which takes about 0.2 s unless
+// torch has already done so, and meanwhile prepares the pinned memory of the first queue.
 func Open(index int) (*Device, error) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()
@@ -73,8 +73,8 @@ func Open(index int) (*Device, error) {
 	return d, nil
 }
 
-// Trim frees what the opened devices keep between loads, as Device.Trim does for one. Memory of live tensors
-// stays. It continues after an error and returns the first one.
+// Trim calls Device.Trim for all open devices. Memory of live tensors is not freed. Trim continues after an error and
+// returns the first one.
 func Trim() (err error) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()
@@ -86,9 +86,9 @@ func Trim() (err error) {
 	return err
 }
 
-// Trim frees what is kept between loads: the idle queue with its pinned memory and staging, and tensor memory
-// without a holder. It waits for the work that uses them, and the driver may wait for more. If streams of that
-// memory's users are being captured into a graph, the memory stays until the capture ends.
+// Trim frees memory that is cached between loads: the idle queue with its pinned memory and staging memory, and tensor
+// memory that is no longer held. It waits for the work that uses them, and the driver may also wait for other work. If
+// a user's stream is being captured into a graph, the memory is freed after the capture.
 func (d *Device) Trim() (err error) {
 	for _, trim := range []func() error{d.Pool.Trim, d.Batches.Trim, d.resident.Trim, d.FreeUnused} {
 		if e := trim(); err == nil {
@@ -99,7 +99,7 @@ func (d *Device) Trim() (err error) {
 	return err
 }
 
-// NewPacker makes a Packer. The caller closes it; see stream.NewPacker.
+// NewPacker returns a Packer, which the caller must close. See stream.NewPacker.
 func (d *Device) NewPacker(sums bool) (*stream.Packer, error) {
 	return stream.NewPacker(d.Batches, sums)
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// A digest runs after what is queued on the caller's stream and on the streams that it follows.
+// A digest is computed after the work queued on the caller's stream and on the streams that it waits for.
 func TestDigestOrder(t *testing.T) {
 	d := begun(t)
 	mem, err := d.Alloc([]int64{1 << 16})
@@ -41,7 +41,7 @@ func TestDigestOrder(t *testing.T) {
 			want[i] = v
 		}
 		if got[0] != digest.Of(want) {
-			t.Errorf("%+v: the digest of what was there before", on)
+			t.Errorf("%+v: got the digest of the old bytes", on)
 		}
 	}
 	for _, s := range []uintptr{first, second} {
@@ -51,8 +51,8 @@ func TestDigestOrder(t *testing.T) {
 	}
 }
 
-// Whichever driver call fails, the digest is an error or right, nothing leaks, and the next one is right. Its tables
-// grow and are freed.
+// If any driver call fails, Digest returns an error or the right digest, nothing leaks, and the next digest is right.
+// Its tables grow and are freed.
 func TestDigestFailures(t *testing.T) {
 	d := begun(t)
 	mem, err := d.Alloc([]int64{1 << 12})
@@ -69,7 +69,7 @@ func TestDigestFailures(t *testing.T) {
 		}
 		got, err := d.Digest(stream.Order{Stream: 1}, views)
 		if err == nil && (got[0] != want || got[n-1] != want) {
-			t.Error("a wrong digest, and no error")
+			t.Error("a wrong digest without an error")
 		}
 		return err == nil
 	}
@@ -78,16 +78,16 @@ func TestDigestFailures(t *testing.T) {
 		good = check(1)
 		cudatest.FailCall(0, 0, false)
 		if !check(1) {
-			t.Fatalf("after call %d failed", nth)
+			t.Fatalf("the digest after failed call %d is wrong", nth)
 		}
 		if err := d.Trim(); err != nil {
 			t.Fatal(err)
 		}
 		if nth > 200 {
-			t.Fatal("it always fails")
+			t.Fatal("Digest always fails")
 		}
 	}
 	if many := memory.HugePage / 48; !check(many) || !check(1) {
-		t.Error("many tensors")
+		t.Error("wrong digests of many tensors")
 	}
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// The GPU's digest equals the CPU's for contiguous tensors of every length and alignment and for strided ones, many in
-// one launch. The first digest loads the module.
+// The GPU's digests equal the CPU's, for contiguous tensors of every length and alignment and for strided tensors, many
+// in one launch. The first digest loads the module.
 func TestDigest(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
@@ -59,6 +59,6 @@ func TestDigest(t *testing.T) {
 		t.Error(got, err)
 	}
 	if _, err := d.Digest(stream.Order{Stream: 1}, []digest.View{{Address: views[0].Address, Item: 5}}); err == nil {
-		t.Error("elements of 5 bytes are taken")
+		t.Error("elements of 5 bytes were accepted")
 	}
 }

@@ -1,11 +1,11 @@
-// Package cuda implements the GPU as a device. It consists of parts: package driver calls NVIDIA's driver, memory
-// manages the GPU's memory and pinned host memory, queue does the work of one load, and stream the work on a
-// caller's stream. It only uses the driver, through the table of package driver.
+// Package cuda implements the GPU as a device. It has four parts: package driver calls NVIDIA's driver, memory manages
+// device memory and pinned host memory, queue does the work of one load, and stream does work on a caller's stream.
+// The CUDA runtime is not used.
 //
 // A Device is one GPU's primary context, retained once per process with its flags unchanged.
 //
-// Everything is safe for concurrent use unless it says otherwise. Like the driver, nothing works in a forked
-// child.
+// All functions are safe for concurrent use unless documented otherwise. Like the driver, none of them works in a
+// forked child.
 package cuda
 
 import (
@@ -13,15 +13,15 @@ import (
 	"runtime"
 )
 
-// machineCode lists, for each GOARCH, the architectures with machine code in cuda/built, as compute capability
-// times ten, in ascending order. PTX for ptx serves the rest.
+// machineCode lists, for each GOARCH, the GPU architectures that cuda/built has machine code for, as compute capability
+// times ten, in ascending order. Other architectures use PTX for compute capability ptx.
 var machineCode = map[string][]int{"amd64": {80, 90, 100, 120}, "arm64": {90, 100, 121}}
 
 const ptx = 80
 
-// KernelCodeFor names the code that a GPU of a compute capability ("8.7") runs. It is machine code of the GPU's
-// own generation that is not newer than the GPU ("sm_80"), "PTX", which the driver compiles at first use, or ""
-// if there is none.
+// KernelCodeFor returns the code that a GPU of a compute capability ("8.7") runs: machine code such as "sm_80" for the
+// GPU's generation that is not newer than the GPU, "PTX", which the driver compiles at first use, or "" if there is
+// none.
 func KernelCodeFor(compute string) string {
 	return machineCodeFor(machineCode[runtime.GOARCH], compute)
 }

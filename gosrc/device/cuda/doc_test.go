@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// The list of architectures matches the build, and a GPU runs code of its own generation, or PTX.
+// The list of architectures matches build.sh, and a GPU runs code of its own generation, or PTX.
 func TestKernels(t *testing.T) {
 	b, err := os.ReadFile("../../../cuda/built/build.sh")
 	if err != nil {
@@ -16,7 +16,7 @@ func TestKernels(t *testing.T) {
 	for arch, suffix := range map[string]string{"amd64": "", "arm64": "_aarch64"} {
 		want := "fatbin \"${module%%:*}" + suffix + ".fatbin\" \"${module##*:}\" " + strings.Trim(fmt.Sprint(machineCode[arch]), "[]") + "\n"
 		if !strings.Contains(string(b), want) {
-			t.Errorf("build.sh has no %q", want)
+			t.Errorf("build.sh does not contain %q", want)
 		}
 	}
 	for compute, want := range map[string]string{

@@ -12,9 +12,9 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// Fake replaces the driver by the fake one of package cudatest, with a number of bytes, for tests of other
-// packages. Queues are small. end closes its devices and reports what was leaked or which rule of the driver was
-// broken, "" for nothing.
+// Fake replaces the driver with the fake one of package cudatest, with a number of bytes of device memory, for tests of
+// other packages. Queues are small. end closes the devices and describes what leaked or which rule of the driver was
+// broken. It returns "" if there was nothing.
 func Fake(bytes int64) (end func() string) {
 	useFake(bytes)
 	first := firstRing
@@ -47,7 +47,7 @@ func Fake(bytes int64) (end func() string) {
 	}
 }
 
-// closeDevice frees a device without live memory.
+// closeDevice closes a device that has no live memory.
 func closeDevice(d *Device) error {
 	err := d.Trim()
 	if e := d.Memory.Close(); err == nil {
@@ -66,7 +66,7 @@ func closeDevice(d *Device) error {
 	return err
 }
 
-// useFake replaces the driver by the fake one, with a number of bytes, and forgets its devices.
+// useFake replaces the driver with the fake one, with a number of bytes, and forgets all opened devices.
 func useFake(bytes int64) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()
@@ -74,5 +74,5 @@ func useFake(bytes int64) {
 	opened.devices = nil
 }
 
-// fakes says that this build has the fake driver.
+// fakes reports whether this build has the fake driver.
 const fakes = true

@@ -20,7 +20,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// ordinal is the device that begun opens; device 1 is coherent.
+// ordinal is the device that begun opens. Device 1 is coherent.
 var ordinal int
 
 // begun opens a device of the fake driver, and fails the test if it leaks or breaks a rule of the driver.
@@ -28,7 +28,7 @@ func begun(t testing.TB) *Device {
 	t.Helper()
 	before := cudatest.ReadState()
 	if before.HasLeaks() {
-		t.Fatalf("left by another test: %+v", before)
+		t.Fatalf("leaked by another test: %+v", before)
 	}
 	useFake(256 << 20)
 	firstRing = memory.HugePage
@@ -41,13 +41,13 @@ func begun(t testing.TB) *Device {
 			t.Error(err)
 		}
 		if s := cudatest.ReadState(); s.HasLeaks() || s.Broken > 0 {
-			t.Errorf("left behind or broken: %+v", s)
+			t.Errorf("leaks or broken rules: %+v", s)
 		}
 	})
 	return d
 }
 
-// faked returns a queue on its own fake device. end closes both and reports what is left.
+// faked returns a queue on a separate fake device. end closes both and describes leaks.
 func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *queue.Queue, end func() string) {
 	t.Helper()
 	ended := Fake(64 << 20)
@@ -64,7 +64,7 @@ func faked(t *testing.T, slots int, slotBytes int64) (d *Device, q *queue.Queue,
 	}
 }
 
-// In a forked child no call reaches the driver.
+// In a forked child, no call reaches the driver.
 func TestFork(t *testing.T) {
 	d := begun(t)
 	if !cudatest.IsChildRefused(d.Handle()) {
@@ -72,14 +72,14 @@ func TestFork(t *testing.T) {
 	}
 }
 
-// Work that the consumer's stream had queued on the memory comes before the load's bytes, on every stream.
+// The load's bytes are written after work that the consumer's stream had queued on the memory, on every stream.
 func TestFollowStream(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
 	var p piece
 	p.coded(weights(r, x16.BF16, 8000), x16.BF16)
 	p.raw(weights(r, x16.BF16, 80_000))
-	for range 8 { // every compute stream in turn
+	for range 8 { // uses every compute stream
 		mem, err := d.Alloc([]int64{8000, 80_000})
 		if err != nil {
 			t.Fatal(err)
@@ -109,14 +109,14 @@ func TestFollowStream(t *testing.T) {
 		for i, m := range mem {
 			got := make([]byte, m.Bytes)
 			if err := d.Read(got, m); err != nil || !bytes.Equal(got, p.want[i]) {
-				t.Errorf("job %d: %v, or the fill came last", i, err)
+				t.Errorf("job %d: %v, or the fill ran last", i, err)
 			}
 			m.Release()
 		}
 	}
 }
 
-// life is everything that one load does with a device. The fake driver reports what it left.
+// life does everything that one load does with a device. The fake driver reports leaks.
 func life(p *piece, index int) error {
 	d, err := Open(index)
 	if err != nil {
@@ -166,7 +166,7 @@ func life(p *piece, index int) error {
 	return err
 }
 
-// Whichever driver call fails, and whether or not the driver recovers, a load ends with an error of the right class and
+// If any driver call fails, whether or not the driver recovers, a load ends with an error of the right class and
 // nothing leaks.
 func TestEveryCallFails(t *testing.T) {
 	firstRing = memory.HugePage
@@ -196,7 +196,7 @@ func TestEveryCallFails(t *testing.T) {
 			cudatest.FailCall(0, 0, false)
 			s := cudatest.ReadState()
 			if s.HasLeaks() || s.Broken > 0 {
-				t.Fatalf("call %d fails with %d: %v; left behind: %+v", nth, c.code, err, s)
+				t.Fatalf("call %d fails with %d: %v; leaked: %+v", nth, c.code, err, s)
 			}
 			if cudatest.CountCalls() < nth {
 				break
@@ -210,9 +210,9 @@ func TestEveryCallFails(t *testing.T) {
 				failed++
 			}
 		}
-		t.Logf("cuda:%d, code %d, sticky %v: %d lives ended in an error, %d went on", c.index, c.code, c.sticky, failed, swallowed)
+		t.Logf("cuda:%d, code %d, sticky %v: %d loads failed, %d did not", c.index, c.code, c.sticky, failed, swallowed)
 		if failed*int(step) < 100 {
-			t.Error("too few calls were seen to fail")
+			t.Error("too few calls failed")
 		}
 	}
 	useFake(64 << 20)

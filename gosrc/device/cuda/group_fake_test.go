@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Loose slots that wait for the same event share the cost of a submission: one event and no kernel. Slots that wait for
-// another event do not.
+// Loose slots that wait for the same event are submitted together, with one event and no kernel. Slots that wait for
+// different events are not.
 func TestSubmitAllShares(t *testing.T) {
 	r := random(t)
 	d, q := open(t, queue.GroupSlots+6, 192<<10)
@@ -45,7 +45,7 @@ func TestSubmitAllShares(t *testing.T) {
 	}
 }
 
-// Whichever driver call fails, every task either gets the error once or is loaded, and all slots come back.
+// If any driver call fails, every task gets the error once or is loaded, and all slots are freed.
 func TestSubmitAllFails(t *testing.T) {
 	r := random(t)
 	for nth, reached := int64(1), true; reached; nth++ {
@@ -73,16 +73,16 @@ func TestSubmitAllFails(t *testing.T) {
 			p.mem.Release()
 		}
 		if failed && !some {
-			t.Errorf("call %d failed, and no task heard of it", nth)
+			t.Errorf("call %d failed, but no task got the error", nth)
 		}
 		if left := end(); left != "" {
-			t.Errorf("call %d: left: %s", nth, left)
+			t.Errorf("call %d: leaked: %s", nth, left)
 		}
 	}
 }
 
-// After a panic in a submission, also of a piece that is larger than its slot, every slot comes back: Close, which
-// waits for them, returns.
+// After a panic in a submission, for example because a piece is larger than its slot, every slot is freed, and Close
+// returns.
 func TestSubmitPanics(t *testing.T) {
 	for i := range 4 {
 		together, tooLarge := i%2 == 1, int64(i/2)
@@ -91,7 +91,7 @@ func TestSubmitPanics(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		const n = tensor.MaxChunkBytes + 1<<20 // larger than any chunk in a file: the tables of checksums are shorter
+		const n = tensor.MaxChunkBytes + 1<<20 // larger than any chunk in a file, so the checksum tables are too short
 		tasks := []device.DecodeTask{{Dst: mem[0].Ptr, Chunk: tensor.Chunk{Stored: n, Logical: n}}}
 		var pieces []queue.FilledSlot
 		for range 2 {
@@ -104,7 +104,7 @@ func TestSubmitPanics(t *testing.T) {
 		func() {
 			defer func() {
 				if recover() == nil {
-					t.Error("it does not panic")
+					t.Error("the submission did not panic")
 				}
 			}()
 			if together {
@@ -119,7 +119,7 @@ func TestSubmitPanics(t *testing.T) {
 		}
 		mem[0].Release()
 		if left := end(); left != "" {
-			t.Errorf("left: %s", left)
+			t.Errorf("leaked: %s", left)
 		}
 	}
 }

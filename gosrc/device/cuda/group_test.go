@@ -12,13 +12,13 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A parcel is a piece for SubmitAll, with its destination and what done was called with.
+// A parcel is a piece for SubmitAll, with its destination and the arguments that done was called with.
 type parcel struct {
 	piece
 	mem      device.Memory
 	failures []error
 	calls    []int
-	bad      int // the task with the changed bytes; -1 if none
+	bad      int // the task with changed bytes, or -1
 }
 
 // Kinds of parcels: raw tasks in the same order in the slot and at the destination, in reverse order, or with a coded
@@ -29,14 +29,14 @@ const (
 	encoded
 )
 
-// twoEvents returns the ends of two slots.
+// endOf returns the end event of a slot.
 func endOf(q *queue.Queue) *queue.Event {
 	s := q.TryGet()
 	defer q.Put(s)
 	return s.EndEvent()
 }
 
-// twoEvents gives the ends of two slots.
+// twoEvents returns the end events of two slots.
 func twoEvents(q *queue.Queue) [2]*queue.Event {
 	s := q.TryGet()
 	defer q.Put(s)
@@ -88,8 +88,8 @@ func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
 		Done: func(i int, err error) { p.failures[i] = err; p.calls[i]++ }}
 }
 
-// Pieces submitted together give the same as each one separately: every byte, and the error of a changed bit at its
-// task. The other tasks of all pieces are loaded, and all slots come back.
+// Pieces that are submitted together are loaded like separate pieces. A changed bit is an error of its task, the other
+// tasks of all pieces are loaded, and all slots are freed.
 func TestSubmitAll(t *testing.T) {
 	r := random(t)
 	d, q := open(t, queue.GroupSlots+6, 192<<10)
@@ -117,7 +117,7 @@ func TestSubmitAll(t *testing.T) {
 					t.Fatal(err)
 				}
 				if i != p.bad && !bytes.Equal(got, p.want[i]) {
-					t.Errorf("piece %d, task %d: other bytes", n, i)
+					t.Errorf("piece %d, task %d: wrong bytes", n, i)
 				}
 			}
 			p.mem.Release()

@@ -17,24 +17,24 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A looseCase is the raw tasks of a piece: how many bytes come before each in the slot, and at its destination.
+// A looseCase is the raw tasks of a piece: the bytes before each task in the slot, and at its destination.
 type looseCase struct {
 	name  string
 	gaps  [][2]int
-	short bool // in few copies, without a kernel
+	short bool // needs few copies and no kernel
 }
 
 var looseCases = []looseCase{
 	{"neighbours", [][2]int{{0, 0}, {0, 0}, {0, 0}, {0, 0}}, true},
 	{"small gaps", [][2]int{{0, 0}, {15, 15}, {1, 1}, {8, 8}, {0, 0}}, true},
-	{"a gap that Loose does not speak of", [][2]int{{0, 0}, {16, 16}, {0, 0}, {0, 0}}, true},
-	{"gaps that differ", [][2]int{{3, 0}, {4, 8}, {0, 0}, {0, 0}}, true},
-	{"as many runs as are few", slices.Repeat([][2]int{{0, 100}}, queue.FewRuns), true},
-	{"a run too many", slices.Repeat([][2]int{{0, 100}}, queue.FewRuns+1), false},
+	{"a gap of GapLimit bytes", [][2]int{{0, 0}, {16, 16}, {0, 0}, {0, 0}}, true},
+	{"different gaps", [][2]int{{3, 0}, {4, 8}, {0, 0}, {0, 0}}, true},
+	{"FewRuns runs", slices.Repeat([][2]int{{0, 100}}, queue.FewRuns), true},
+	{"FewRuns + 1 runs", slices.Repeat([][2]int{{0, 100}}, queue.FewRuns+1), false},
 }
 
-// A loose piece is loaded like any other. It writes every byte of its tasks and no others, except in gaps of fewer than
-// 16 bytes between neighbours. It takes one copy per run and no kernel, unless there are many runs.
+// A loose piece is loaded like any other piece. It writes only the bytes of its tasks, and gaps of fewer than 16 bytes
+// between neighbouring tasks. It needs one copy per run and no kernel, unless there are many runs.
 func TestLoose(t *testing.T) {
 	r := random(t)
 	for _, c := range looseCases {
@@ -92,22 +92,22 @@ func TestLoose(t *testing.T) {
 		if err := d.Read(got, mem[0]); err != nil {
 			t.Fatal(err)
 		}
-		for i, gap := range c.gaps { // gaps between neighbours belong to no one
+		for i, gap := range c.gaps { // gaps may be overwritten
 			if i > 0 && gap[0] == gap[1] && gap[0] < 16 {
 				copy(got[at[i]-gap[1]:at[i]], want[at[i]-gap[1]:])
 			}
 		}
 		if !bytes.Equal(got, want) {
-			t.Errorf("%s: other bytes", c.name)
+			t.Errorf("%s: wrong bytes", c.name)
 		}
 		mem[0].Release()
 		if left := end(); left != "" {
-			t.Errorf("%s: left: %s", c.name, left)
+			t.Errorf("%s: leaked: %s", c.name, left)
 		}
 	}
 }
 
-// A slot's writes wait for its event, also without a kernel, and no other calls are made.
+// A slot waits for its event before it writes, even without a kernel, and makes no other calls.
 func TestFollowEvent(t *testing.T) {
 	d, q, end := faked(t, 4, 1<<20)
 	mem, err := d.Alloc([]int64{4096})
@@ -127,7 +127,7 @@ func TestFollowEvent(t *testing.T) {
 			own.AllowGapWrites()
 		}
 		var tasks []device.DecodeTask
-		for i := range 4 { // more than fewRaw: a kernel if AllowGapWrites is not set
+		for i := range 4 { // more than fewRaw, so a kernel is needed without AllowGapWrites
 			c := tensor.Chunk{Codec: tensor.CodecRaw, Stored: 1024, Logical: 1024}
 			tasks = append(tasks, device.DecodeTask{Chunk: c, Src: uint32(1024 * i),
 				Dst: unsafe.Add(mem[0].Ptr, 1024*i)})
@@ -139,7 +139,7 @@ func TestFollowEvent(t *testing.T) {
 		}
 		for deadline := time.Now().Add(time.Minute); !q.FinishEnded(); {
 			if time.Now().After(deadline) {
-				t.Fatal("its work does not end")
+				t.Fatal("the slot's work did not end")
 			}
 		}
 		if err := q.Drain(t.Context()); err != nil {
@@ -151,22 +151,22 @@ func TestFollowEvent(t *testing.T) {
 			writes = slices.Index(calls, "launch")
 		}
 		if waits < 0 || writes < waits {
-			t.Errorf("submit %d does not wait before it writes: %v", n, calls)
+			t.Errorf("submission %d does not wait before it writes: %v", n, calls)
 		}
 		if !slices.Contains(calls, "event_query") {
-			t.Errorf("submit %d: a polled queue does not ask: %v", n, calls)
+			t.Errorf("submission %d: the queue did not query its event: %v", n, calls)
 		}
 		count := map[string]int{}
 		for _, call := range calls {
 			count[call]++
 		}
-		// With a kernel: its stream waits for the copies, and for the event.
+		// With a kernel, the kernel's stream waits for the copies and for the event.
 		if kernel := count["launch"]; count["event_record"] != 1+kernel || count["stream_wait"] != 1+kernel {
 			t.Errorf("submit %d: %v", n, calls)
 		}
 		got := make([]byte, 4096)
 		if err := d.Read(got, mem[0]); err != nil || !bytes.Equal(got, bytes.Repeat([]byte{byte(n + 1)}, 4096)) {
-			t.Errorf("submit %d: %v, or other bytes", n, err)
+			t.Errorf("submit %d: %v, or wrong bytes", n, err)
 		}
 	}
 	mem[0].Release()
@@ -175,7 +175,7 @@ func TestFollowEvent(t *testing.T) {
 	}
 }
 
-// Work on a view of device memory waits for the streams that it follows, and for nothing else.
+// Work on a view of device memory waits only for the streams of DelayKernels.
 func TestFollowStreams(t *testing.T) {
 	d, q, end := faked(t, 2, 1<<20)
 	mem, err := d.Alloc([]int64{4096, 4096})
@@ -214,11 +214,11 @@ func TestFollowStreams(t *testing.T) {
 			count[call]++
 		}
 		if count["launch"] != 1 || count["copy_in"] != 0 || count["stream_wait"] != n || count["event_record"] != 1+n {
-			t.Errorf("behind %d streams: %v", n, count)
+			t.Errorf("after %d streams: %v", n, count)
 		}
 		got := make([]byte, 4096)
 		if err := d.Read(got, mem[1]); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("behind %d streams: %v, or other bytes", n, err)
+			t.Errorf("after %d streams: %v, or wrong bytes", n, err)
 		}
 		for _, s := range streams {
 			d.SyncAndFreeStream(s)
@@ -231,8 +231,8 @@ func TestFollowStreams(t *testing.T) {
 	}
 }
 
-// A slot of a polled queue with kernels that wait for another stream does not hold up slots on other streams. Close
-// waits for it.
+// In a polled queue, a slot whose kernels wait for another stream does not delay slots on other streams. Close waits
+// for it.
 func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
 	ended := Fake(64 << 20)
 	d, err := Open(0)
@@ -257,7 +257,7 @@ func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
 	for n := range 2 {
 		s := q.TryGet()
 		if s == nil {
-			t.Fatal("no slot is free")
+			t.Fatal("expected a free slot")
 		}
 		if n == 0 {
 			s.DelayKernels(stream)
@@ -278,19 +278,19 @@ func TestPolledQueueFinishesWhatHasEnded(t *testing.T) {
 	}
 	for deadline := time.Now().Add(time.Minute); !q.FinishEnded(); {
 		if time.Now().After(deadline) {
-			t.Fatal("nothing ends")
+			t.Fatal("no slot has ended")
 		}
 	}
 	if !slices.Equal(landed, []int{1}) {
-		t.Errorf("%v has landed, not the second", landed)
+		t.Errorf("%v has landed, want only the second", landed)
 	}
 	q.Close()
 	if !slices.Equal(landed, []int{1, 0}) {
-		t.Errorf("%v has landed, and the queue is closed", landed)
+		t.Errorf("%v has landed, but Close has returned", landed)
 	}
 	d.SyncAndFreeStream(stream)
 	mem[0].Release()
 	if left := ended(); left != "" {
-		t.Errorf("left: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 }

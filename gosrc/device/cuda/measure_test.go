@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// sent submits a piece and waits until it has arrived in fresh memory, which the caller releases.
+// sent submits a piece and waits until it is in new memory, which the caller releases.
 func sent(t *testing.T, d *Device, l *queue.Queue, p *piece) []device.Memory {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
@@ -44,7 +44,7 @@ func sent(t *testing.T, d *Device, l *queue.Queue, p *piece) []device.Memory {
 	return mem
 }
 
-// The link's baseline has a time, and copies that do not fit a slot are refused.
+// MeasureLink returns a time, and rejects copies that do not fit a slot.
 func TestFloor(t *testing.T) {
 	_, l := open(t, 2, 1<<20)
 	if took, err := l.MeasureLink(1<<20, 5); err != nil || took <= 0 {
@@ -60,8 +60,8 @@ func TestFloor(t *testing.T) {
 	}
 }
 
-// A timed queue reports each piece's copy and then its decoding, in order and with their bytes. After Time(nil) it
-// reports nothing.
+// With TraceTimes, a queue reports each piece's copy and then its decoding, in order and with their bytes. After
+// TraceTimes(nil) it reports nothing.
 func TestTime(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)
@@ -84,7 +84,7 @@ func TestTime(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	// Time compares two clocks, and the host may be interrupted in between.
+	// The times compare two clocks, and the host may be interrupted in between.
 	apart := 50*time.Millisecond + time.Since(before)
 	send := func(p *piece) {
 		for _, m := range sent(t, d, l, p) {
@@ -110,7 +110,7 @@ func TestTime(t *testing.T) {
 	}
 	for _, s := range all {
 		if s.end.Before(s.begin) || s.begin.Before(before.Add(-apart)) || s.end.After(time.Now().Add(apart)) {
-			t.Errorf("%+v lies outside of its time", s)
+			t.Errorf("%+v is outside its time range", s)
 		}
 	}
 }

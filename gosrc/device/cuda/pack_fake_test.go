@@ -15,8 +15,8 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// The kernel's sums and tails give the hash of any tensor while its bytes are encoded, in chunks with a last one that
-// may be shorter than a stripe.
+// The kernel's sums and tails give the hash of any tensor while its bytes are encoded in chunks, even if the last chunk
+// is shorter than a stripe.
 func TestSumFake(t *testing.T) {
 	end := Fake(64 << 20)
 	d, err := Open(0)
@@ -74,12 +74,12 @@ func TestSumFake(t *testing.T) {
 	}
 	p.Close()
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 }
 
-// A driver that refuses the context several times is asked again. When Wait returns, also with an error, the slot's
-// work has ended.
+// If the driver denies access to the context several times, Wait tries again. When Wait returns, even with an error,
+// the slot's work has ended.
 func TestPackerOfASilentDriver(t *testing.T) {
 	end := Fake(64 << 20)
 	d, err := Open(0)
@@ -96,15 +96,15 @@ func TestPackerOfASilentDriver(t *testing.T) {
 	}
 	rows := []stream.PackedRange{{Src: uint64(uintptr(mem[0].Ptr)), N: 8192, Transform: 1, Hash: true}}
 	if err := p.QueueSums(0, rows); err != nil || cudatest.ReadState().Pending == 0 {
-		t.Fatalf("nothing is under way: the test shows nothing (%v)", err)
+		t.Fatalf("no work is queued, so this test is inconclusive (%v)", err)
 	}
 	cudatest.RefuseContext(20)
 	if err := p.Wait(0); !errors.Is(err, errs.ErrDevice) || cudatest.ReadState().Pending != 0 {
-		t.Errorf("%v, and %d calls are pending", err, cudatest.ReadState().Pending)
+		t.Errorf("%v, with %d pending operations", err, cudatest.ReadState().Pending)
 	}
 	mem[0].Release()
 	p.Close()
 	if left := end(); left != "" {
-		t.Errorf("left behind: %s", left)
+		t.Errorf("leaked: %s", left)
 	}
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// Many workers share a queue; everything is loaded, and every slot comes back.
+// Many workers share a queue. Everything is loaded, and every slot is freed.
 func TestWorkers(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 3, 256<<10)
@@ -61,7 +61,7 @@ func TestWorkers(t *testing.T) {
 				for i, m := range mem {
 					got := make([]byte, m.Bytes)
 					if err := d.Read(got, m); err != nil || !bytes.Equal(got, p.want[i]) {
-						t.Errorf("worker %d, job %d: error %v, or other bytes", w, i, err)
+						t.Errorf("worker %d, job %d: error %v, or wrong bytes", w, i, err)
 					}
 					m.Release()
 				}
@@ -71,7 +71,7 @@ func TestWorkers(t *testing.T) {
 	wg.Wait()
 }
 
-// One queue serves loads that divide its memory differently, one after another; slots never overlap.
+// One queue is reused for loads that divide its memory differently. Its slots never overlap.
 func TestQueueIsReshaped(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -93,10 +93,10 @@ func TestQueueIsReshaped(t *testing.T) {
 		if i == 0 {
 			first = l
 		} else if l != first {
-			t.Errorf("%d slots of %d bytes: another queue", cut.slots, cut.size)
+			t.Errorf("%d slots of %d bytes: the queue was not reused", cut.slots, cut.size)
 		}
 		if l.CountFree() != cut.slots {
-			t.Errorf("%d slots, not %d", l.CountFree(), cut.slots)
+			t.Errorf("%d slots, want %d", l.CountFree(), cut.slots)
 		}
 		all := make([]device.Slot, cut.slots)
 		for k := range all {
@@ -110,7 +110,7 @@ func TestQueueIsReshaped(t *testing.T) {
 		for k, s := range all {
 			if int64(len(s.Memory())) < cut.size || s.Memory()[0] != byte(k) ||
 				s.Memory()[len(s.Memory())-1] != byte(k) {
-				t.Errorf("slot %d of %d bytes is not its own", k, len(s.Memory()))
+				t.Errorf("slot %d of %d bytes overlaps another slot", k, len(s.Memory()))
 			}
 			l.Put(s)
 		}
@@ -121,7 +121,7 @@ func TestQueueIsReshaped(t *testing.T) {
 	}
 }
 
-// A queue that ranks used for an exchange then serves a load from files.
+// A queue for ranks that exchange shares can be reused for a load from files.
 func TestFinestQueueServesFiles(t *testing.T) {
 	d := begun(t)
 	first, err := d.Queue(queue.ExchangeRing(11))
@@ -134,12 +134,12 @@ func TestFinestQueueServesFiles(t *testing.T) {
 		t.Fatal(err)
 	}
 	if second != first {
-		t.Error("another queue")
+		t.Error("the queue was not reused")
 	}
 	second.Close()
 }
 
-// A cancelled wait for a slot ends. Drain with a cancelled context says so, and Close waits for the rest.
+// Get and Drain return when their context is cancelled, and Close waits for the remaining work.
 func TestCancel(t *testing.T) {
 	d := begun(t)
 	l, err := d.Queue(1, 1<<20)
@@ -175,7 +175,7 @@ func TestCancel(t *testing.T) {
 	}
 	again, err := d.Queue(1, 1<<20)
 	if err != nil || again != l {
-		t.Errorf("the idle queue was not used again: %v", err)
+		t.Errorf("the idle queue was not reused: %v", err)
 	}
 	again.Close()
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/driver"
 )
 
-// begun opens the first GPU. Without one the test is skipped; the same suite runs on the fake driver under the tag
+// begun opens the first GPU, or skips the test if there is none. The same suite runs on the fake driver with the tag
 // owfake.
 func begun(t testing.TB) *Device {
 	t.Helper()
@@ -22,5 +22,5 @@ func begun(t testing.TB) *Device {
 	return d
 }
 
-// fakes reports that this build has the fake driver.
+// fakes reports whether this build has the fake driver.
 const fakes = false

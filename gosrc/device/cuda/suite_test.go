@@ -24,7 +24,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-var seedFlag = flag.Uint64("cuda.seed", 0, "seed of random tests; 0: the clock")
+var seedFlag = flag.Uint64("cuda.seed", 0, "seed of random tests; 0 means the clock")
 
 func random(t testing.TB) *rand.Rand {
 	seed := *seedFlag
@@ -35,11 +35,11 @@ func random(t testing.TB) *rand.Rand {
 	return rand.New(rand.NewPCG(seed, 0))
 }
 
-// A piece is the content of a slot under construction: chunks, and what they must decode to.
+// A piece is the content of a slot under construction: chunks, and the bytes that they must decode to.
 type piece struct {
 	bytes []byte
 	jobs  []device.DecodeTask
-	want  [][]byte // for each job's destination; nil if an error is expected
+	want  [][]byte // by job; nil if an error is expected
 }
 
 func (p *piece) add(stored []byte, c tensor.Chunk, v *device.View, want []byte) {
@@ -56,7 +56,7 @@ func (p *piece) raw(b []byte) {
 	p.add(b, tensor.Chunk{Codec: tensor.CodecRaw, Logical: uint32(len(b))}, nil, b)
 }
 
-// coded adds data as an X16 chunk, and reports whether it could.
+// coded adds data as an X16 chunk if it compresses, and reports whether it did.
 func (p *piece) coded(data []byte, transform uint8) bool {
 	var e x16.Encoder
 	stored, tiles, ok := e.Encode(nil, data, transform)
@@ -80,8 +80,8 @@ func size(j *device.DecodeTask) int64 {
 	return int64(j.Chunk.Logical)
 }
 
-// run sends a piece through a queue into fresh memory and compares checksums and the result; shift misaligns every
-// destination. It returns the errors.
+// run submits a piece to a queue, with new memory as its destination, and compares the result. shift misaligns every
+// destination. It returns the errors by job.
 func (p *piece) run(t testing.TB, d *Device, l *queue.Queue, shift int64) []error {
 	t.Helper()
 	p.sum()
@@ -91,7 +91,7 @@ func (p *piece) run(t testing.TB, d *Device, l *queue.Queue, shift int64) []erro
 	})
 }
 
-// send is run with a slot that fill fills with the piece's bytes.
+// send is like run, but fill fills the slot with the piece's bytes.
 func (p *piece) send(t testing.TB, d *Device, l *queue.Queue, shift int64, fill func(device.Slot)) []error {
 	t.Helper()
 	sizes := make([]int64, len(p.jobs))
@@ -142,7 +142,7 @@ func (p *piece) send(t testing.TB, d *Device, l *queue.Queue, shift int64, fill 
 			t.Fatal(err)
 		}
 		if !bytes.Equal(got[shift:], p.want[i]) {
-			t.Errorf("job %d %+v %+v: other bytes", i, p.jobs[i].Chunk, p.jobs[i].View)
+			t.Errorf("job %d %+v %+v: wrong bytes", i, p.jobs[i].Chunk, p.jobs[i].View)
 		}
 	}
 	return failures
@@ -160,7 +160,7 @@ func open(t testing.TB, slots int, slotBytes int64) (*Device, *queue.Queue) {
 	return d, l
 }
 
-// Goldens of every version, in one piece, decode to the bytes that their index promises.
+// Goldens of every version, in one piece, decode to the expected bytes.
 func TestGoldens(t *testing.T) {
 	const dir = "../../../tests/goldens/x16"
 	index, err := os.ReadFile(filepath.Join(dir, "index.txt"))
@@ -182,7 +182,7 @@ func TestGoldens(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.Codec = tensor.CodecX16
-		want := make([]byte, c.Logical) // the Go decoder's own tests check the sums
+		want := make([]byte, c.Logical) // tests of the Go decoder check the checksums
 		if err := x16.Decode(want, chunk, c.Transform, c.SegTiles); err != nil {
 			t.Fatal(err)
 		}
@@ -190,10 +190,10 @@ func TestGoldens(t *testing.T) {
 	}
 	d, l := open(t, 2, 1<<20)
 	p.run(t, d, l, 0)
-	p.run(t, d, l, 1) // nothing is aligned: all go through scratch memory
+	p.run(t, d, l, 1) // all chunks are unaligned and are decoded to scratch memory
 }
 
-// Every transform, sizes with and without tails, and large, small and many raw chunks between them come back.
+// Chunks of every transform, with and without tails, and raw chunks of every size between them, are loaded correctly.
 func TestRoundTrips(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 2<<20)
@@ -219,7 +219,7 @@ func TestRoundTrips(t *testing.T) {
 	many.run(t, d, l, 3)
 }
 
-// Slices of rows and columns, of coded and of raw chunks, arrive packed.
+// Slices of rows and columns, of coded and raw chunks, are packed at the destination.
 func TestViews(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -234,7 +234,7 @@ func TestViews(t *testing.T) {
 		}
 		rows := 1 + r.Int64N(1+150_000/row)
 		part := weights(r, x16.BF16, int(row*rows))
-		col := r.Int64N(3) * row // of this column part, in the tensor's rows
+		col := r.Int64N(3) * row // first column of this column part in the tensor's rows
 		var p piece
 		for range 3 {
 			at := r.Int64N(int64(len(part)))
@@ -248,7 +248,7 @@ func TestViews(t *testing.T) {
 			v.Runs(n, func(_, _, n int64) { kept += int(n) })
 			want := make([]byte, (v.Row1-v.Row0)*(v.Col1-v.Col0))
 			if kept != len(want) {
-				want = nil // other chunks would fill the rest; only the run counts
+				want = nil // other chunks would fill the rest, so only errors are checked
 			}
 			v.Runs(n, func(dst, src, n int64) {
 				if want != nil {
@@ -269,8 +269,8 @@ func TestViews(t *testing.T) {
 	}
 }
 
-// A piece with more jobs than the tables hold is processed in rounds. One of them is a tiny chunk that asks for very
-// many work items.
+// A piece with more jobs than the tables hold is processed in rounds. One of the jobs is a tiny chunk with very many
+// work items.
 func TestRounds(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -279,7 +279,7 @@ func TestRounds(t *testing.T) {
 		p.raw(weights(r, x16.Bytes, 1+r.IntN(9)))
 	}
 	p.coded(weights(r, x16.BF16, 10_000), x16.BF16)
-	// Only one symbol: 1 MiB from 96 bytes, with a segment for each tile.
+	// With only one symbol, 96 bytes decode to 1 MiB, in one segment per tile.
 	var e x16.Encoder
 	zeros := make([]byte, 1<<20)
 	stored, _, ok := e.Encode(nil, zeros, x16.E5M2)
@@ -302,7 +302,7 @@ func TestRounds(t *testing.T) {
 	p.run(t, d, l, 0)
 }
 
-// Corrupt chunks are errors only of their own jobs. Good chunks next to them are exact, and so is the next piece.
+// A corrupt chunk is an error of its job only. Valid chunks next to it and in the next piece are decoded correctly.
 func TestCorrupt(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)
@@ -329,7 +329,7 @@ func TestCorrupt(t *testing.T) {
 			}
 			want := make([]byte, len(data))
 			if x16.Decode(want, b, tr, j.Chunk.SegTiles) != nil {
-				want = nil // the kernel finds it, or gives other bytes, which the checksum finds
+				want = nil // the kernel reports an error or wrong bytes, which the checksum would detect
 			}
 			p.want[len(p.want)-1] = want
 		}
@@ -344,14 +344,14 @@ func TestCorrupt(t *testing.T) {
 		}
 	}
 	if found == 0 {
-		t.Error("no corruption was found")
+		t.Error("no corruption was detected")
 	}
 	var p piece
 	p.coded(good, x16.BF16)
 	p.run(t, d, l, 0)
 }
 
-// Invalid jobs are refused one by one.
+// Invalid jobs get separate errors.
 func TestRefused(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 1, 1<<20)
@@ -380,8 +380,8 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// Memory is exact, aligned and separate. Tensors that would waste it share arenas, and released memory returns to the
-// device.
+// Tensors have memory of exactly their size, aligned and separate. Small tensors share allocations, and released memory
+// is returned to the device.
 func TestAlloc(t *testing.T) {
 	r := random(t)
 	d := begun(t)
@@ -401,7 +401,7 @@ func TestAlloc(t *testing.T) {
 		seen[uintptr(m.Ptr)] += sizes[i]
 	}
 	if len(seen) != len(mem) && len(seen) < 300 {
-		t.Error("tensors share addresses")
+		t.Error("tensors overlap")
 	}
 	for _, i := range r.Perm(len(mem)) {
 		mem[i].Release()
@@ -426,11 +426,11 @@ func TestAlloc(t *testing.T) {
 	}
 	_, err = d.Alloc([]int64{5 << 20, total + 1<<20, 7})
 	if !errors.Is(err, errs.ErrMemory) || !strings.Contains(err.Error(), "are free") {
-		t.Errorf("more than there is: %v", err)
+		t.Errorf("an allocation larger than the device: %v", err)
 	}
 }
 
-// Indexes out of range are device errors with a clear text.
+// Open returns a device error with a clear message for an index that is out of range.
 func TestOpenRefuses(t *testing.T) {
 	begun(t)
 	for _, i := range []int{-1, 1000} {

@@ -11,7 +11,7 @@ package gds
 // From cufile.h. Its ABI has been stable since its first version.
 struct status { int err, cu_err; }; // CUfileError_t
 struct descr {                      // CUfileDescr_t
-	int type; // 1: a descriptor
+	int type; // 1 means a file descriptor
 	union { int fd; void *handle; } handle;
 	const void *ops;
 };
@@ -25,11 +25,11 @@ static struct {
 	ssize_t (*read)(void *, void *, size_t, off_t, off_t);
 } cufile;
 
-static void *lib; // that ow_cufile opened last
+static void *lib; // the library that ow_cufile opened last
 
-// ow_cufile opens a library and asks for its version: 0 and *version (0 if it is
-// too old to say), or -1 and why. The library stays loaded: such libraries are not
-// reliable when they are unloaded.
+// ow_cufile opens a library and gets its version. It returns 0 and *version (0 if the library
+// is too old to report it), or -1 and the reason. The library stays loaded, because such
+// libraries cannot be unloaded safely.
 static int ow_cufile(const char *name, int *version, char *why, size_t n)
 {
 	*version = 0;
@@ -40,7 +40,7 @@ static int ow_cufile(const char *name, int *version, char *why, size_t n)
 		return -1;
 	}
 	if (dlsym(lib, "cuFileRead") == NULL || dlsym(lib, "cuFileDriverOpen") == NULL) {
-		snprintf(why, n, "%s: no cuFileRead in it", name);
+		snprintf(why, n, "%s: cuFileRead or cuFileDriverOpen is missing", name);
 		return -1;
 	}
 	struct status (*get)(int *) = (struct status (*)(int *))dlsym(lib, "cuFileGetVersion");
@@ -49,7 +49,7 @@ static int ow_cufile(const char *name, int *version, char *why, size_t n)
 	return 0;
 }
 
-// ow_cufile_begin fills the table from that library and opens the driver.
+// ow_cufile_begin looks up the functions of that library and opens the driver.
 static int ow_cufile_begin(char *why, size_t n)
 {
 	struct { void **to; const char *symbol; } all[] = {
@@ -62,12 +62,12 @@ static int ow_cufile_begin(char *why, size_t n)
 	};
 	for (size_t i = 0; i < sizeof all / sizeof *all; i++)
 		if ((*all[i].to = dlsym(lib, all[i].symbol)) == NULL) {
-			snprintf(why, n, "no %s in it", all[i].symbol);
+			snprintf(why, n, "%s is missing", all[i].symbol);
 			return -1;
 		}
 	struct status s = cufile.driver_open();
 	if (s.err != 0) {
-		snprintf(why, n, "cuFileDriverOpen failed: error %d, CUDA's %d", s.err, s.cu_err);
+		snprintf(why, n, "cuFileDriverOpen failed: error %d, CUDA error %d", s.err, s.cu_err);
 		return -1;
 	}
 	return 0;
@@ -108,8 +108,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// library loads a libcufile and returns its version, 1130 for 1.13; 0 if it
-// does not say.
+// library loads a libcufile and returns its version (1130 for 1.13), or 0 if it
+// does not report one.
 func library(name string) (int, error) {
 	why := make([]C.char, 512)
 	c := C.CString(name)
@@ -130,14 +130,14 @@ func openDriver() error {
 	return nil
 }
 
-// A File can be read straight into GPU memory.
+// A File can be read directly into GPU memory.
 type File struct {
 	fd     int
 	handle unsafe.Pointer // libcufile's
 }
 
-// Open prepares the file of fd. The caller keeps fd. An errs.ErrNotSupported says that GPUDirect Storage is
-// missing here or does not reach this file.
+// Open prepares the file of fd. The caller still owns fd. The error is errs.ErrNotSupported if GPUDirect Storage is not
+// available or does not support this file.
 func Open(fd int) (*File, error) {
 	if err := begin(); err != nil {
 		return nil, err
@@ -151,12 +151,12 @@ func Open(fd int) (*File, error) {
 	if h == nil {
 		_ = unix.Close(own)
 		return nil, errs.New(errs.ErrNotSupported,
-			"GPUDirect Storage: cuFileHandleRegister failed: error %d, CUDA's %d", int(s.err), int(s.cu_err))
+			"GPUDirect Storage: cuFileHandleRegister failed: error %d, CUDA error %d", int(s.err), int(s.cu_err))
 	}
 	return &File{own, h}, nil
 }
 
-// reopen opens that very file again. O_DIRECT is set first, since older versions require it, then not.
+// reopen opens the same file again. It first tries O_DIRECT, which older libcufile versions require.
 func reopen(fd int) (own int, err error) {
 	for _, flag := range []int{unix.O_DIRECT, 0} {
 		for {
@@ -173,7 +173,7 @@ func reopen(fd int) (own int, err error) {
 }
 
 // ReadInto reads up to n bytes from offset off to base+at in GPU memory. Like pread
-// it may read fewer, and returns 0 at the end of the file.
+// it may read fewer, and it returns 0 at the end of the file.
 func (f *File) ReadInto(base unsafe.Pointer, at, n, off int64) (int64, error) {
 	var system C.int
 	count := int64(C.ow_cufile_read(f.handle, base, C.size_t(n), C.off_t(off), C.off_t(at), &system))
@@ -192,7 +192,7 @@ func (f *File) Close() {
 	_ = unix.Close(f.fd)
 }
 
-// Register registers GPU memory with libcufile as a target of reads, which saves a copy. undo must run before the
+// Register registers GPU memory with libcufile as a target of reads, which saves a copy. undo must be called before the
 // memory is freed. If registering fails, reads still work and undo does nothing.
 func Register(p unsafe.Pointer, n int64) (undo func()) {
 	if begin() != nil || C.ow_cufile_register(p, C.size_t(n)).err != 0 {

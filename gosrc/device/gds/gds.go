@@ -1,12 +1,12 @@
-// Package gds reads files by GPUDirect Storage: NVIDIA's library libcufile reads a file straight into a GPU's
-// memory, with the kernel module nvidia-fs. Without the module the library silently goes through host memory, so
-// Probe says whether GPUDirect Storage really works on this machine.
+// Package gds reads files with GPUDirect Storage: NVIDIA's library libcufile reads a file directly into a GPU's memory,
+// with the kernel module nvidia-fs. Without the module the library silently copies through host memory. Probe reports
+// whether GPUDirect Storage really works on this machine.
 //
-// Probe loads libcufile, if there is one, and only calls its version function. The first Open opens its driver.
-// That may take seconds, makes a CUDA context on each GPU and leaves a log file in the working directory, so
+// Probe loads libcufile, if it is installed, and only calls its version function. The first Open opens its driver,
+// which may take seconds, creates a CUDA context on each GPU and leaves a log file in the working directory. Therefore
 // GPUDirect Storage is only used on request.
 //
-// Everything is safe for concurrent use. Open, Register and ReadInto need the GPU's context to be current on
+// All functions are safe for concurrent use. Open, Register and ReadInto need the GPU's context to be current on
 // their thread.
 package gds
 
@@ -24,9 +24,9 @@ import (
 type Report struct {
 	Usable  bool   `json:"usable"`  // library and kernel module are present
 	Why     string `json:"why"`     // why it cannot be used, or how it is used
-	Library string `json:"library"` // name of the libcufile that was found; "" if none
-	Version string `json:"version"` // version of the library, "1.13"; "" if it does not say
-	Module  string `json:"module"`  // version of the kernel module nvidia-fs; "" if it is not loaded
+	Library string `json:"library"` // name of the libcufile that was found, or ""
+	Version string `json:"version"` // version of the library such as "1.13", or "" if it does not report one
+	Module  string `json:"module"`  // version of the kernel module nvidia-fs, or "" if it is not loaded
 }
 
 // found caches what is known about this machine.
@@ -34,11 +34,11 @@ var found struct {
 	mu      sync.Mutex
 	places  places
 	report  *Report // nil before Probe has run
-	opened  bool    // opening libcufile's driver was tried
-	refused error   // why it failed, if it did
+	opened  bool    // there was an attempt to open libcufile's driver
+	refused error   // error of that attempt, if any
 }
 
-// places are the names to search for.
+// places holds the names to search for.
 type places struct {
 	libraries []string
 	module    string // file that contains the module's version
@@ -46,8 +46,8 @@ type places struct {
 
 var usual = places{[]string{"libcufile.so.0", "libcufile.so"}, "/proc/driver/nvidia-fs/version"}
 
-// Use makes Probe look for another library and module, for tests of other packages,
-// until end is called. Files must be closed before end.
+// Use makes Probe search for another library and module until end is called, for tests of other packages.
+// Files must be closed before end.
 func Use(library, module string) (end func()) {
 	set := func(p places) {
 		found.mu.Lock()
@@ -58,14 +58,14 @@ func Use(library, module string) (end func()) {
 	return func() { set(places{}) }
 }
 
-// Probe looks once and caches the answer.
+// Probe searches once and caches the result.
 func Probe() Report {
 	found.mu.Lock()
 	defer found.mu.Unlock()
 	return look()
 }
 
-// look is Probe. found.mu is held.
+// look implements Probe. The caller holds found.mu.
 func look() (r Report) {
 	if found.report != nil {
 		return *found.report
@@ -85,7 +85,7 @@ func look() (r Report) {
 	return r
 }
 
-// begin opens libcufile's driver once. An error is errs.ErrNotSupported and names what is missing.
+// begin opens libcufile's driver once. An error is errs.ErrNotSupported and says what is missing.
 func begin() error {
 	found.mu.Lock()
 	defer found.mu.Unlock()
@@ -104,7 +104,7 @@ func begin() error {
 
 // probe searches for the first of the libraries and for the file with the module's version.
 func probe(libraries []string, module string) (r Report) {
-	why := "no libcufile"
+	why := "libcufile was not found"
 	for _, name := range libraries {
 		version, err := library(name)
 		if err == nil {
@@ -127,7 +127,7 @@ func probe(libraries []string, module string) (r Report) {
 	}
 	switch {
 	case r.Library == "" && r.Module == "":
-		r.Why = "neither libcufile nor the kernel module nvidia-fs"
+		r.Why = "neither libcufile nor the kernel module nvidia-fs was found"
 	case r.Library == "":
 		r.Why = why
 	case r.Module == "":
@@ -135,8 +135,8 @@ func probe(libraries []string, module string) (r Report) {
 			"compatibility mode)"
 	default:
 		r.Usable = true
-		r.Why = "libcufile and the kernel module nvidia-fs are there; which file systems take part is for gdscheck " +
-			"to say"
+		r.Why = "libcufile and the kernel module nvidia-fs are present; run gdscheck -p to see which file systems " +
+			"support GPUDirect Storage"
 	}
 	return r
 }

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// compile makes a shared library of C source.
+// compile compiles C source to a shared library.
 func compile(t *testing.T, name, source string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), name)
@@ -27,7 +27,8 @@ status cuFileDriverOpen(void) { opened++; status s = {0, 0}; return s; }
 long cuFileRead(void *h, void *p, unsigned long n, long at, long off) { return -1; }
 `
 
-// Only a library with all the calls, and a loaded module, counts. The report names what is missing.
+// GPUDirect Storage is usable only with a library that has all functions, and a loaded module. The report names what is
+// missing.
 func TestProbe(t *testing.T) {
 	dir := t.TempDir()
 	loaded, none := filepath.Join(dir, "version"), filepath.Join(dir, "none")
@@ -38,7 +39,7 @@ func TestProbe(t *testing.T) {
 	if err := os.WriteFile(empty, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	// cuFileGetVersion returns a struct of two ints; the first is the error.
+	// cuFileGetVersion returns a struct of two ints, and the first one is the error.
 	full := compile(t, "libfull.so", calls+`status cuFileGetVersion(int *v) { *v = 1130; status s = {0, 0}; return s; }`)
 	failing := compile(t, "libfailing.so", calls+`status cuFileGetVersion(int *v) { *v = 99; status s = {5011, 0}; return s; }`)
 	old := compile(t, "libold.so", calls)
@@ -53,7 +54,7 @@ func TestProbe(t *testing.T) {
 		{full, none, Report{Library: full, Version: "1.13"}, "nvidia-fs is not loaded"},
 		{failing, loaded, Report{Usable: true, Library: failing, Module: "2.25.7"}, "gdscheck"},
 		{old, none, Report{Library: old}, "nvidia-fs is not loaded"},
-		{other, loaded, Report{Module: "2.25.7"}, "no cuFileRead"},
+		{other, loaded, Report{Module: "2.25.7"}, "cuFileRead or cuFileDriverOpen is missing"},
 		{filepath.Join(dir, "libnone.so"), loaded, Report{Module: "2.25.7"}, "libnone.so"},
 		{filepath.Join(dir, "libnone.so"), none, Report{}, "neither"},
 	} {

@@ -1,6 +1,6 @@
-// Package pinned manages host memory that a GPU copies to and from at the full rate of its link. Memory is
-// reserved as address space and made ready part by part, while earlier parts are in use. Memory of a GPU's last
-// user is kept for the next one until Trim. Prepare makes memory ready before anyone uses it.
+// Package pinned manages pinned host memory, which a GPU copies to and from at the full rate of its link. Memory is
+// reserved as address space and becomes ready part by part, while earlier parts are already in use. When a user of a
+// GPU's memory is done, the memory is cached for the next user until Trim. Prepare makes memory ready in advance.
 package pinned
 
 import (
@@ -25,40 +25,40 @@ const (
 	page = 4096
 	huge = 2 << 20
 
-	// mostUnits is how many units of memory.RegisterAlignment a part has at most. The first part has one, so that
-	// copies begin soon. Larger parts are touched and registered faster: on a machine with an H200, 37 GB/s in
-	// parts of 256 MiB and 21 in parts of 32.
+	// mostUnits is the maximum size of a part, in units of memory.RegisterAlignment. The first part is one unit, so
+	// that copies begin early. Larger parts are faulted in and registered faster: on a machine with an H200, at 37 GB/s
+	// in parts of 256 MiB and at 21 GB/s in parts of 32 MiB.
 	mostUnits = 8
 )
 
-// A Memory is such memory; without a GPU it is ordinary memory. Its user calls Keep or Free once, when nothing
-// uses it any more. Several goroutines may call Await.
+// A Memory is pinned host memory, or ordinary memory without a GPU. Its user calls Keep or Free once, when it is no
+// longer used. Several goroutines may call Await.
 type Memory struct {
 	gpu    *cuda.Device // nil if not registered
 	raw    unsafe.Pointer
 	mapped uintptr
 	base   unsafe.Pointer // a multiple of memory.RegisterAlignment
-	room   int64
+	room   int64          // bytes of address space from base
 
 	mu      sync.Mutex
-	limit   int64 // at most this many bytes are made ready
+	limit   int64 // maximum bytes to make ready
 	want    int64
-	ready   int64    // bytes from the base that are usable
+	ready   int64    // bytes from base that are ready
 	parts   [][]byte // registered
 	growing bool
-	gentle  bool // it only grows while a core is idle
+	gentle  bool // grow only while a core is idle
 	ended   bool
-	err     error         // why no more becomes ready
-	moved   chan struct{} // closed and renewed when a field changes
+	err     error         // why growth has stopped
+	moved   chan struct{} // closed and replaced when a field changes
 }
 
-// kept is the unused memory, by GPU.
+// kept caches unused memory, by GPU.
 var kept = struct {
 	mu  sync.Mutex
 	all map[*cuda.Device]*Memory
 }{all: map[*cuda.Device]*Memory{}}
 
-// takeKept takes the memory kept for a GPU, or returns nil.
+// takeKept removes and returns the cached memory of a GPU, or returns nil.
 func takeKept(gpu *cuda.Device) *Memory {
 	kept.mu.Lock()
 	defer kept.mu.Unlock()
@@ -67,11 +67,13 @@ func takeKept(gpu *cuda.Device) *Memory {
 	return m
 }
 
-// Take returns memory for up to room bytes, and makes no more than limit ready. It takes the memory kept for the
-// GPU if that suits, even if that is still being prepared; otherwise new memory. A nil GPU means ordinary memory.
+// Take returns memory for up to room bytes, of which at most limit bytes become ready. It uses the cached memory of the
+// GPU if that is suitable, even if it is still growing. A nil GPU means ordinary memory.
 func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	if room <= 0 || room > 1<<45 || limit <= 0 {
-		return nil, errs.New(errs.ErrArgument, "%d bytes of host memory, at most %d", room, limit)
+		return nil, errs.New(errs.ErrArgument,
+			"invalid host memory of %d bytes with limit %d: expected 1 to 2^45 bytes, and a positive limit",
+			room, limit)
 	}
 	if m := takeKept(gpu); m != nil {
 		if m.takeOver(room, limit) {
@@ -82,10 +84,10 @@ func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	return newMemory(room, limit, gpu)
 }
 
-// takeOver gives kept memory to a new user if it suits.
+// takeOver prepares cached memory for a new user, and reports whether it is suitable.
 func (m *Memory) takeOver(room, limit int64) bool {
 	m.mu.Lock()
-	grows := m.want <= limit && m.growing // but not past the new limit
+	grows := m.want <= limit && m.growing // and does not exceed the new limit
 	m.mu.Unlock()
 	if !grows {
 		m.stopGrowth()
@@ -121,7 +123,7 @@ func newMemory(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	return m, nil
 }
 
-// Ready is how many bytes of the memory kept for a GPU are ready already.
+// Ready returns how many bytes of a GPU's cached memory are ready.
 func Ready(gpu *cuda.Device) int64 {
 	kept.mu.Lock()
 	defer kept.mu.Unlock()
@@ -133,12 +135,12 @@ func Ready(gpu *cuda.Device) int64 {
 	return 0
 }
 
-// Bytes is n bytes from off. Await must have returned for them.
+// Bytes returns n bytes at offset off. Await must have returned for them.
 func (m *Memory) Bytes(off, n int64) []byte {
 	return unsafe.Slice((*byte)(unsafe.Add(m.base, off)), n)
 }
 
-// Want starts to make the first n bytes ready, or as many as the limit allows. It does not wait.
+// Want starts to make the first n bytes ready, up to the limit. It does not wait.
 func (m *Memory) Want(n int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -162,7 +164,7 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 		m.mu.Lock()
 		ready, growing, err, signal := m.ready, m.growing, m.err, m.moved
 		if m.ended && err == nil {
-			err = errs.New(errs.ErrEngine, "the memory was already returned")
+			err = errs.New(errs.ErrEngine, "the pinned memory was already returned")
 		}
 		m.mu.Unlock()
 		switch {
@@ -184,7 +186,7 @@ func (m *Memory) Await(ctx context.Context, n int64) error {
 	}
 }
 
-// growParts makes parts ready until the wanted bytes are. It touches the next part while one is registered.
+// growParts makes parts ready until the wanted bytes are. It faults in the next part while one is being registered.
 func (m *Memory) growParts() {
 	err := spawn.Guard("pinned", func() error {
 		lo, offset := m.ready, m.ready
@@ -229,20 +231,20 @@ func (m *Memory) growParts() {
 	switch {
 	case err != nil:
 		m.err, m.growing = err, false
-	case m.nextPart(m.ready) > m.ready: // more is wanted since
+	case m.nextPart(m.ready) > m.ready: // Want was called meanwhile
 		spawn.Go("pinned", m.growParts)
 	default:
 		m.growing = false
 	}
 }
 
-// wakeWaiters wakes those that wait. m.mu is held.
+// wakeWaiters wakes goroutines that wait for a change. The caller holds m.mu.
 func (m *Memory) wakeWaiters() {
 	close(m.moved)
 	m.moved = make(chan struct{})
 }
 
-// partEnd is the end of the part that begins at lo. It is lo itself if no more is to be made ready.
+// partEnd returns the end of the part that begins at lo, or lo if no more bytes are wanted.
 func (m *Memory) partEnd(lo int64) int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -258,12 +260,12 @@ func (m *Memory) nextPart(lo int64) int64 {
 	}
 	unit := memory.RegisterAlignment()
 	if m.gentle {
-		return min(m.want, lo+unit) // a driver that registers memory does little else
+		return min(m.want, lo+unit) // small parts, because registering memory blocks the driver
 	}
 	return min(m.want, lo+min(max(lo/unit, 1), mostUnits)*unit)
 }
 
-// touchRange makes [lo, hi) accessible and its pages present.
+// touchRange makes [lo, hi) accessible and, with a GPU, faults in its pages.
 func (m *Memory) touchRange(lo, hi int64) error {
 	b := m.Bytes(lo, hi-lo)
 	if err := unix.Mprotect(b, unix.PROT_READ|unix.PROT_WRITE); err != nil {
@@ -271,10 +273,10 @@ func (m *Memory) touchRange(lo, hi int64) error {
 	}
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
 	if m.gpu == nil {
-		return nil // the writers will touch it
+		return nil // writers will fault it in
 	}
 	near := m.gpu.NearNode()
-	_ = near.Bind(b) // if it is refused, pages go near the threads that touch them
+	_ = near.Bind(b) // if it fails, pages are placed near the threads that touch them
 	threads := 0
 	if m.isGentle() {
 		threads = 1
@@ -283,7 +285,7 @@ func (m *Memory) touchRange(lo, hi int64) error {
 	return nil
 }
 
-// pinRange registers [lo, hi) and counts it as ready.
+// pinRange registers [lo, hi) and marks it as ready.
 func (m *Memory) pinRange(lo, hi int64) error {
 	b := m.Bytes(lo, hi-lo)
 	if m.gpu != nil {
@@ -301,7 +303,7 @@ func (m *Memory) pinRange(lo, hi int64) error {
 	return nil
 }
 
-// stopGrowth stops the growth and waits for its end.
+// stopGrowth stops the growth and waits until it has stopped.
 func (m *Memory) stopGrowth() {
 	for {
 		m.mu.Lock()
@@ -315,7 +317,7 @@ func (m *Memory) stopGrowth() {
 	}
 }
 
-// Keep returns the memory. It is kept for the GPU's next user unless more is kept already.
+// Keep returns the memory, which is cached for the GPU's next user unless more is cached already.
 func (m *Memory) Keep() {
 	m.stopGrowth()
 	if m.gpu == nil || m.err != nil || m.ready == 0 {
@@ -333,7 +335,7 @@ func (m *Memory) Keep() {
 	}
 }
 
-// promisedBytes is how much is ready or will be without a new user.
+// promisedBytes returns how many bytes are ready or will become ready without a new user.
 func (m *Memory) promisedBytes() int64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -343,7 +345,7 @@ func (m *Memory) promisedBytes() int64 {
 	return m.ready
 }
 
-// Free gives the memory back to the system.
+// Free returns the memory to the system.
 func (m *Memory) Free() {
 	m.stopGrowth()
 	var remaining atomic.Int64
@@ -360,7 +362,7 @@ func (m *Memory) Free() {
 	finish()
 }
 
-// Trim frees what is kept.
+// Trim frees all cached memory.
 func Trim() {
 	kept.mu.Lock()
 	all := maps.Clone(kept.all)
@@ -371,14 +373,16 @@ func Trim() {
 	}
 }
 
-// Prepare starts to make n bytes ready for a GPU's next Take. That Take may come earlier: it takes over the bytes
-// that are ready, and the rest continues to grow for it. Until then one thread works, while a core of the process
-// is idle. room is the most that Take may ask for. Kept memory counts, so repeating the same call does nothing.
+// Prepare starts to make n bytes ready for a GPU's next Take. If Take is called earlier, it takes over the bytes that
+// are ready, and the rest continues to become ready. Until then one thread works, while a core of the process is idle.
+// room is the maximum that Take may ask for. Cached memory counts, so repeating the same call does nothing.
 func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	if gpu == nil || n <= 0 || room < n || room > 1<<45 {
-		return nil, errs.New(errs.ErrArgument, "%d bytes of pinned memory, %d of address space", n, room)
+		return nil, errs.New(errs.ErrArgument,
+			"invalid pinned memory of %d bytes in %d bytes of address space: expected a GPU and 1 to 2^45 bytes",
+			n, room)
 	}
-	n = sizes.RoundUp(n, memory.RegisterAlignment()) // the next user only takes this size
+	n = sizes.RoundUp(n, memory.RegisterAlignment()) // takeOver only accepts multiples of this
 	kept.mu.Lock()
 	m, old := kept.all[gpu], (*Memory)(nil)
 	if m != nil && !m.extendTo(room, n) {
@@ -402,7 +406,7 @@ func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	return m, err
 }
 
-// extendTo lets kept memory grow to n bytes if it has room for them.
+// extendTo allows cached memory to grow to n bytes if it has enough address space.
 func (m *Memory) extendTo(room, n int64) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -417,8 +421,8 @@ func (m *Memory) extendTo(room, n int64) bool {
 	return true
 }
 
-// Prepared waits until n bytes are ready, or someone has taken or freed the memory, and returns how many are
-// ready. If the context ends first, the growth stops; bytes that are ready stay.
+// Prepared waits until n bytes are ready, or the memory has been taken or freed, and returns how many are ready. If the
+// context ends first, the growth stops. Bytes that are ready stay ready.
 func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 	for {
 		m.mu.Lock()
@@ -435,7 +439,7 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 		case <-signal:
 		case <-ctx.Done():
 			m.mu.Lock()
-			if m.gentle { // no one has taken it
+			if m.gentle { // it has not been taken
 				m.want = m.ready
 			}
 			growing, signal := m.gentle && m.growing, m.moved
@@ -447,7 +451,7 @@ func (m *Memory) Prepared(ctx context.Context, n int64) (int64, error) {
 	}
 }
 
-// Drop frees the memory kept for a GPU.
+// Drop frees the cached memory of a GPU.
 func Drop(gpu *cuda.Device) {
 	if m := takeKept(gpu); m != nil {
 		m.Free()
@@ -460,7 +464,7 @@ func (m *Memory) isGentle() bool {
 	return m.gentle
 }
 
-// waitForIdleCore waits until a core is idle, but at most a second.
+// waitForIdleCore waits until a core is idle, but at most one second.
 func (m *Memory) waitForIdleCore() {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

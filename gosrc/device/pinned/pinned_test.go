@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Ordinary memory grows to the size that a caller waits for, up to its limit, and keeps its contents.
+// Ordinary memory grows to the size that Await asks for, up to its limit, and keeps its contents.
 func TestGrows(t *testing.T) {
 	m, err := Take(64<<20, 20<<20, nil)
 	if err != nil {
@@ -33,7 +33,7 @@ func TestGrows(t *testing.T) {
 	}
 	m.Keep() // this frees ordinary memory
 	if Ready(nil) != 0 {
-		t.Error("ordinary memory is kept")
+		t.Error("ordinary memory was cached")
 	}
 	for end := time.Now().Add(20 * time.Second); len(spawn.Left()) > 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
@@ -42,7 +42,7 @@ func TestGrows(t *testing.T) {
 	}
 }
 
-// Unused memory can be given back, and a wait ends with its context.
+// Unused memory can be freed, and Await ends with its context.
 func TestUnused(t *testing.T) {
 	m, err := Take(1<<20, 1<<20, nil)
 	if err != nil {
@@ -50,7 +50,7 @@ func TestUnused(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	for range 3 { // it may be faster than this test
+	for range 3 { // the memory may become ready before the check
 		if err := m.Await(ctx, 1<<20); err != nil && !errors.Is(err, context.Canceled) {
 			t.Error(err)
 		}

@@ -1,6 +1,6 @@
 package atomicfile
 
-// This file writes files whose content arrives in several runs.
+// This file writes files over several runs.
 
 import (
 	"context"

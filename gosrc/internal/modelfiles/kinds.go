@@ -1,6 +1,6 @@
 package modelfiles
 
-// This file has a table of files and folders that users may pass instead of safetensors weights.
+// This file lists files and folders that users may pass instead of safetensors weights.
 
 import (
 	"path"

@@ -18,7 +18,7 @@ type decoder struct {
 		n    int // number of bits, at least 32
 	}
 	dst  []byte
-	out  int64 // bytes so far, including matches whose distance has not been read yet
+	out  int64 // bytes so far, including matches that still lack their distance
 	want int64 // maximum number of bytes
 
 	lit, dist, lens table
@@ -197,7 +197,7 @@ func (d *decoder) readCodes() error {
 }
 
 func (d *decoder) decodeBlock() error {
-	var due [lanes]int32 // for each lane, the length of a match whose distance comes next
+	var due [lanes]int32 // for each lane, the length of a match that still lacks its distance
 	var to [lanes]int64  // the match's offset in the output
 	for isLast := false; ; {
 		final := isLast // one more round, for the remaining distances

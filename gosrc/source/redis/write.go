@@ -30,7 +30,7 @@ const (
 	// smallValue is the size of values for a server that refused larger ones. Hosted servers limit requests to
 	// a million bytes or more.
 	smallValue = 512 << 10
-	// unpublished is the lifetime of values whose writer has died.
+	// unpublished is the lifetime of values after their writer has died.
 	unpublished = 24 * time.Hour
 	// mostTurns limits how often a writer retries because another writer published first. Only a misbehaving
 	// server reaches it.

@@ -99,7 +99,7 @@ func (c *Client) RoundTrip(r *http.Request) (*http.Response, error) {
 // Do is RoundTrip for libraries that sign requests for one host: it returns a redirect like any other response.
 func (c *Client) Do(r *http.Request) (*http.Response, error) { return c.RoundTrip(r) }
 
-// noProxy stands for a proxy whose URL is invalid.
+// noProxy stands for a proxy with an invalid URL.
 const noProxy = "http://proxy.invalid"
 
 // proxiesOf reads the variables as curl does: lower case takes precedence, and ALL_PROXY applies to both

@@ -1,17 +1,15 @@
-"""Defines what a pickle may name, and do with it, without `trust=True`.
+"""Defines which globals a pickle may name without `trust=True`, and what it may do with them.
 
-The rule: a pickle may only build data and torch's own modules. In addition to the list of globals, these
-checks enforce it:
+A pickle may build only data and torch's own modules. In addition to the list of globals, these checks enforce that:
 
-- A pickle may only call functions that have a guard here. The guard checks exact types, bounds numbers, and
-  charges sizes to the budget. Only calls that honest pickles make are allowed, and only where opcodes do not
-  suffice.
-- Guards replace torch's functions that rebuild tensors (see `tensors`). numpy's own pickle functions are not on the
+- A pickle may call only functions that have a guard in this module. The guard checks exact types, bounds numbers, and
+  charges sizes to the budget. Only calls that ordinary pickles make are allowed, and only if no opcode does the same.
+- Guards replace the torch functions that rebuild tensors (see `tensors`). numpy's own pickle functions are not on the
   list (see `rebuild`).
-- A pickle may set the state only of modules and ordered dicts: their own attributes, without special names, and
-  none that hides a method.
+- A pickle may set the state only of modules and ordered dicts. It may set only their own attributes, none with a
+  special name, and none that hides a method.
 
-Nothing is imported because a pickle names it, except torch and numpy themselves.
+Of the modules that a pickle names, only torch and numpy are imported.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from ..errors import FormatError, UntrustedPickleError
 from .budget import ATTRIBUTE, LONGEST, Budget, attributes
 from .tensors import REBUILDERS, subclassed
 
-# Immutable types (their attributes cannot be set) that run no other code.
+# Types without settable attributes that run no other code.
 _BUILTINS = "bool bytearray bytes complex dict float frozenset int list object range set slice str tuple"
 _TYPES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
@@ -42,7 +40,7 @@ _TYPES: dict[tuple[str, str], Any] = {
         *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     )
 }
-# Values that a pickle may contain, but not call.
+# Values that a pickle may contain but not call.
 _NUMPY_TYPES = frozenset(
     "bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
 )
@@ -51,16 +49,16 @@ _ACTIVATIONS = frozenset(
     "softplus softsign softmax log_softmax logsigmoid normalize".split()
 )
 
-# The attributes in which a module keeps its parts.
+# The attributes of a module that contain its parts.
 _PARTS = ("_parameters", "_buffers", "_modules")
-# Bytes of a module in addition to its own attributes.
+# The bytes that a module takes in addition to its own attributes.
 _MODULE = 4096
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Guard:
-    """Replaces a function that a pickle may call: `call` charges the budget and
-    checks the arguments. tensor: whether it makes a tensor."""
+    """Replaces a function that a pickle may call. call: checks the arguments and charges the budget. tensor: whether
+    the function creates a tensor."""
 
     call: Callable[..., Any]
     tensor: bool = False
@@ -73,7 +71,7 @@ class AllowList:
         self.budget = budget
 
     def wrong(self, verb: str, thing: Any) -> UntrustedPickleError:
-        """Returns the error for a pickle that does something forbidden with an allowed object."""
+        """Returns the error for a pickle that does something forbidden with an allowed object or type."""
         kind = thing if isinstance(thing, type) else type(thing)
         return self._refuse_name(f"it {verb} {kind.__module__}.{kind.__qualname__}")
 
@@ -86,7 +84,7 @@ class AllowList:
         return self.budget.refuse(f"{what}, which is not on the allow-list")
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """Returns the result of a call."""
+        """Calls a function for the pickle and returns its result. Raises UntrustedPickleError if it is not allowed."""
         if type(function) is Guard:
             return function.call(self.budget, *args)
         if isinstance(function, type):
@@ -99,20 +97,20 @@ class AllowList:
         raise self.wrong("calls", function)
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
-        """Makes an empty object of a class."""
+        """Creates an empty object of a class."""
         torch = imported("torch")
         if kind is not object and not (
             torch is not None and isinstance(kind, type) and issubclass(kind, torch.nn.Module)
         ):
-            raise self.wrong("makes an empty", kind)
+            raise self.wrong("creates an empty object of", kind)
         if args:
-            raise FormatError("an empty object takes no arguments")
+            raise FormatError("an empty object has arguments, which are not allowed")
         if kind is not object:
             self.budget.charge_memory(_MODULE)
         return kind.__new__(kind)
 
     def set_state(self, made: Any, state: Any) -> None:
-        """Gives an object its attributes."""
+        """Sets the attributes of an object."""
         if type(made) is collections.OrderedDict:
             made.__dict__.update(attributes(self.budget, made, state))
             return
@@ -128,7 +126,7 @@ class AllowList:
         type(made).__setstate__(made, own)
 
     def find(self, module: str, name: str) -> Any:
-        """Returns what a pickle gets for a global. Raises UntrustedPickleError if it may not name it."""
+        """Returns the object or guard for a global. Raises UntrustedPickleError if the pickle may not name it."""
         allowed_object = _TYPES.get((module, name)) or _GUARDS.get((module, name))
         if allowed_object is None:
             if module == "numpy" and name in _NUMPY_TYPES:
@@ -148,7 +146,7 @@ def _find_in_torch(module: str, name: str) -> Any:
     if module == "torch":
         return _find_top_of_torch(torch, name)
     if module == "torch._utils" and name.startswith("torch."):
-        # Memory formats pickle as a path through any module.
+        # A memory format is pickled as a dotted name in this module.
         member = vars(torch).get(name[6:])
         return member if isinstance(member, torch.memory_format) else None
     if module == "torch.nn.parameter" and name in ("Parameter", "Buffer"):
@@ -165,7 +163,7 @@ def _find_in_torch(module: str, name: str) -> Any:
 
 
 def _find_top_of_torch(torch: Any, name: str) -> Any:
-    # Only names in the dict: torch imports modules on demand for others.
+    # Looks only into the dict, because torch imports modules on demand for other names.
     member = vars(torch).get(name)
     if name in ("Size", "Tensor", "device"):
         return member
@@ -179,7 +177,7 @@ def _find_top_of_torch(torch: Any, name: str) -> Any:
 
 
 def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
-    """Returns a copy of the parts of a module, which nothing else in the pickle can refer to."""
+    """Returns a copy of the parts of a module. Nothing else in the pickle can refer to the copy."""
     if type(parts) is not dict and type(parts) is not collections.OrderedDict:
         raise FormatError("a module's parts are malformed")
     budget.charge_memory(ATTRIBUTE * len(parts))
@@ -192,8 +190,9 @@ def _copy_parts(budget: Budget, parts: Any, kind: Any) -> Any:
 
 
 def _check_rnn(budget: Budget, kind: type, own: dict[str, Any]) -> None:
-    """Checks the attributes that torch collects by these names, none of which may be a method. torch prefers the older
-    of the two keys, and makes rows for `num_layers` if the keys are not names."""
+    """Checks the names of an RNN's weights, because torch reads the attributes with these names. They must not be
+    methods. torch prefers the older key, `all_weights`, and creates names for `num_layers` if its values are not
+    names."""
     layers = own.get("num_layers", 0)
     rows = own.get("_all_weights", own.get("all_weights"))
     if (
@@ -244,7 +243,7 @@ def _make_slice(budget: Budget, *args: Any) -> slice:
 
 def _make_default_dict(budget: Budget, factory: Any = None) -> collections.defaultdict[Any, Any]:
     if factory is not None and not isinstance(factory, type):
-        raise budget.refuse("it makes a defaultdict of other than a class, which is not on the allow-list")
+        raise budget.refuse("it creates a defaultdict whose factory is not a class, which is not on the allow-list")
     return collections.defaultdict(factory)
 
 
@@ -255,7 +254,7 @@ def _make_deque(budget: Budget, items: Any = (), most: Any = None) -> collection
 
 
 def _guard_datetime(kind: Any, size: int, zoned: bool) -> Callable[..., Any]:
-    """Returns a guard for a datetime type that pickles as `size` bytes, and with its time zone if it has one."""
+    """Returns a guard for a datetime type that is pickled as `size` bytes. zoned: whether a time zone may follow."""
 
     def make_moment(budget: Budget, data: Any, *zone: Any) -> Any:
         if (
@@ -289,7 +288,7 @@ def _make_decimal(budget: Budget, text: Any) -> decimal.Decimal:
     return decimal.Decimal(text)
 
 
-#: The guard that makes an object, for each class that may be called.
+#: The guard that creates an object, for each class that a pickle may call.
 CALLS: dict[type, Callable[..., Any]] = {
     complex: _make_complex,
     range: _make_range,

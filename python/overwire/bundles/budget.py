@@ -1,7 +1,7 @@
-"""Limits what one untrusted pickle may cost in memory, work and depth, relative to its size.
+"""Limits the memory, work and nesting depth that one untrusted pickle may cost, relative to its size.
 
-Reading a pickle costs about as much as its length. Making, copying, hashing or comparing objects may cost more,
-because a pickle can refer to one object many times. All of that is charged here before it is done.
+The cost of reading a pickle is proportional to its length. Creating, copying, hashing or comparing objects may cost
+more, because a pickle can refer to one object many times. These operations are charged here before they run.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Any
 
 from ..errors import FormatError, UntrustedPickleError
 
-# Bytes of an attribute in a dict, and letters of a name in a message.
+# The bytes that an attribute takes in a dict, and the most letters of a name in a message.
 ATTRIBUTE = 100
 LONGEST = 200
 
-# Allowances. Bundles stay below them, because their content is written out in the pickle or in a
-# blob. Work is counted in steps of about 100 ns.
+# What a pickle may cost: a base, and an amount for each of its bytes. Bundles stay below this, because everything in
+# them is written out in the pickle or in a blob. A step of work takes about 100 ns.
 _MEMORY_EACH, _MEMORY_BASE = 64, 1 << 24
 _WORK_EACH, _WORK_BASE = 64, 1 << 16
 _COPIES_OF_BLOBS = 4
 
 # Python hashes tuples recursively, without a limit.
 _KEY_DEPTH = 100
-# Keys of one container with the same hash: each is compared with all others.
+# The most keys of one container with the same hash. Each of them is compared with all others.
 _SAME_HASH = 64
-# Texts up to this length are not charged.
+# Texts up to this length are not charged as keys.
 _SHORT = 1 << 10
 # Integers up to this size are their own hash.
 _OWN_HASH = (1 << 61) - 2
-# The depth of nested objects of a kind that Python frees recursively, without a limit.
+# The most levels of nested objects that Python frees recursively, because Python has no limit.
 _NESTED = 50
 
 
 class Budget:
-    """The account of one unpickling. Each method raises UntrustedPickleError if the pickle asks for more than its
-    size allows.
+    """The budget of one unpickling. Each method that charges it raises UntrustedPickleError if the pickle costs more
+    than its size allows.
 
-    size: bytes of the pickle. source: for messages. cure: the advice in messages, if the caller has no `trust`.
+    size: bytes of the pickle. source: the file, for messages. cure: the advice in messages.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Budget:
         self._memory = _MEMORY_BASE + _MEMORY_EACH * size
         self._work = _WORK_BASE + _WORK_EACH * size
         self._growth = _NESTED
-        # By id, together with the object itself, so that no other object gets the id.
+        # By id, together with the object, so that its id stays unique.
         self._depths: dict[int, tuple[int, Any]] = {}
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
-        #: Copies of content that was checked: see `tensors`.
+        #: Copies of content that was checked; see `tensors`.
         self.private: dict[Any, Any] = {}
 
     def refuse(self, what: str) -> UntrustedPickleError:
-        """Returns the error for a pickle that does what only a trusted one may."""
+        """Returns the error for a pickle that does something that only a trusted pickle may do."""
         return UntrustedPickleError(f"overwire: unpickle {self._source}: {what}. {self._cure}", source=self._source)
 
     def add_blob(self, size: int) -> None:
@@ -69,17 +69,17 @@ class Budget:
         """Charges memory that is about to be allocated, in bytes."""
         self._memory -= size
         if self._memory < 0:
-            raise self.refuse("it makes objects that take more memory than its size allows")
+            raise self.refuse("it creates objects that take more memory than its size allows")
 
     def charge_work(self, steps: int) -> None:
-        """Charges work that is about to be done."""
+        """Charges work that is about to be done, in steps."""
         self._work -= steps
         if self._work < 0:
             raise self.refuse("it takes more work than its size allows")
 
     def nest(self, holder: Any, held: Iterable[Any]) -> None:
-        """Records that `holder` is about to hold these objects. Both are freed recursively; other objects in `held`
-        do not count."""
+        """Records that `holder` is about to refer to the objects in `held`. Counts only objects that Python frees
+        recursively."""
         deep = 1
         for part in held:
             if type(part) is defaultdict:
@@ -89,7 +89,7 @@ class Budget:
                 deep = max(deep, depth[0] + 1)
         before = self._depths.get(id(holder))
         if before is not None:
-            # Something may hold it already, and that is now deeper also.
+            # Other objects may already refer to `holder`, and they also become deeper.
             deep = max(deep, before[0])
             self._growth -= deep - before[0]
         self._depths[id(holder)] = (deep, holder)
@@ -97,9 +97,9 @@ class Budget:
             raise self.refuse(f"it nests {type(holder).__name__} objects deeper than {_NESTED}")
 
     def keys(self, container: Any, keys: list[Any]) -> None:
-        """Charges for putting keys into `container`: hashing each one, and comparing it with keys that have the same
-        hash. Raises TypeError for a key that cannot be hashed. If the object is made from its keys,
-        `container` is the list of them."""
+        """Charges for putting keys into `container`: for hashing each key, and for comparing it with keys of the same
+        hash. Raises TypeError for a key that cannot be hashed. container: the container, or the list of keys from which
+        it will be created."""
         same = None
         for key in keys:
             kind = type(key)
@@ -113,10 +113,10 @@ class Budget:
             number = hash(key)
             count = same[number] = same.get(number, 0) + 1
             if count > _SAME_HASH:
-                raise self.refuse("it has keys that are chosen to be slow")
+                raise self.refuse("it has too many keys with the same hash, which would be slow")
 
     def _cost_of_key(self, key: Any) -> int:
-        """Returns the steps to hash a key and to compare it with an equal one."""
+        """Returns the steps for hashing a key and comparing it with an equal one."""
         level = [key]
         cost = depth = 0
         while level:
@@ -136,15 +136,15 @@ class Budget:
                     break
             depth += 1
             if len(below) + cost > self._work or depth > _KEY_DEPTH:
-                raise self.refuse("it has a key that is nested too deeply, or too often")
+                raise self.refuse("it has a key that is too large or nested too deeply")
             level = below
         return cost
 
 
 def attributes(budget: Budget, made: Any, state: Any) -> dict[str, Any]:
-    """Returns a copy of a state, which may only set attributes of `made`."""
+    """Returns a copy of a pickled state. Raises an error if it does more than set attributes of `made`."""
     if type(state) is not dict:
-        raise FormatError("a state is not a dict")
+        raise FormatError("the state of an object is not a dict")
     budget.charge_memory(ATTRIBUTE * len(state))
     own = dict(state)
     kind = type(made)

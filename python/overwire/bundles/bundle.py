@@ -1,10 +1,10 @@
 """Saves any Python object with tensors as a small pickle and a compressed container next to it.
 
-A bundle at `D/x.pkl` is the pickle and `D/tensors/x.safetensors`. nyacomp's functions write
-`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `layout`). The container is written first and the pickle last,
-and each has the pickle's digest. The previous container is kept until the new pickle is in place. So a reader
-gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
-bundle take turns (see `turns`), and the last one's object stays.
+A bundle consists of the pickle `D/x.pkl` and the container `D/tensors/x.safetensors`. nyacomp's functions write
+`D/nya/x.safetensors` and `D/nya/meta.csv` instead of the latter (see `layout`). The container is written before the
+pickle, and contains the pickle's digest. The previous container remains until the new pickle has replaced the old one.
+A reader thus gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of
+one bundle wait for each other (see `turns`). The object of the last writer remains.
 """
 
 from __future__ import annotations
@@ -59,31 +59,32 @@ def save_bundle(
 
 
 def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> Report | Saving:
-    """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's state. The bundle is a
-    pickle, with the object's tensors compressed in a container next to it. `load_bundle` loads it.
+    """Saves any Python object as a bundle: a training checkpoint, a pipeline, an optimizer's state. A bundle is a
+    pickle, and a container next to it with the object's compressed tensors. `load_bundle` loads it.
 
-    Everything that can be pickled is kept, bit for bit: torch tensors with their ties, views of one storage,
+    Everything that can be pickled is saved bit for bit: torch tensors with their ties, views of one storage,
     strides, memory format, requires_grad and subclass; parameters, buffers, modules; bool, complex, fp8, sub-byte,
-    quantised and sparse tensors; numpy arrays with their views and strides. As with torch.save, a view keeps its
-    whole storage, and `.grad` and hooks are not kept. The object is not changed. Tensors on a GPU are encoded
-    there, as by `save_file`, and remember their device.
+    quantised and sparse tensors; numpy arrays with their views and strides. As with torch.save, a view saves its
+    whole storage, and `.grad` and hooks are not saved. The object is not changed. GPU tensors are encoded on the
+    GPU, as by `save_file`, and their device is saved.
 
-    Writes `path`, and `tensors/<stem>.safetensors` in its folder, where tensors have their names in the object
-    ("unet.conv_in.weight"), so that `safe_open` and `inspect` show them. Each is written atomically, the
-    pickle last. Several writers of one path wait for one another, and the last one's object stays. In a store
-    (s3://, redis://) the container alternates between `tensors/<name>.safetensors` and
-    `tensors/<name>.b.safetensors`, so that the old object stays whole until the new one replaces it. A store has no
-    locks: only one writer may write a path there at a time. The container of a replaced bundle in nyacomp's layout is
-    removed.
+    Writes `path`, and `tensors/<stem>.safetensors` in its folder. Tensors in the container have the names that they
+    have in the object ("unet.conv_in.weight"), and `safe_open` and `inspect` show them. Both files are written
+    atomically, the pickle last. Several writers of one path wait for each other, and the object of the last one
+    remains. In a store (s3://, redis://) the container alternates between `tensors/<name>.safetensors` and
+    `tensors/<name>.b.safetensors`, so that the old object stays complete until the new one replaces it. Stores have no
+    locks, so only one writer may write to a path in a store at a time. If the bundle replaces one in nyacomp's layout,
+    the old container is removed.
 
-    options: those of a bundle.
-    wait: False returns a `Saving` as soon as the object may change again: it is pickled, and its tensors' bytes are
-        in host memory.
+    options: the options of a bundle.
+    wait: False returns a `Saving` as soon as the object may change again. It is pickled by then, and the bytes of its
+        tensors are in host memory.
 
     Returns the `Report` of the container or, with wait=False, a `Saving`.
 
-    Raises what pickle raises for objects that cannot be pickled, AccessError, IOFailure, NotSupportedError for
-    storages without bytes (meta), ArgumentError if a signal handler saves the bundle whose save it interrupts.
+    Raises the errors of pickle for objects that cannot be pickled, AccessError, IOFailure, NotSupportedError for
+    storages without bytes (meta), and ArgumentError if a signal handler saves a bundle while it interrupts a save of
+    the same bundle.
     """
     check_options("save_bundle", options, BundleOptions)
     return _save_bundle(obj, path, _How(layout.OWN, _names_of_tensors(obj), wait), options)
@@ -102,19 +103,20 @@ def compress_pickle(
 
 
 def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Saves any Python object, under nyacomp's name: new programs use `save_bundle`.
+    """Saves any Python object under nyacomp's name for this function. New programs use `save_bundle`.
 
-    It works like that, but writes `nya/<stem>.safetensors` and `nya/meta.csv`, and names the tensors by number.
+    It works like `save_bundle`, but writes `nya/<stem>.safetensors` and `nya/meta.csv`, and numbers the tensors.
 
-    Returns stored / original tensor bytes, as nyacomp does: 0.67 means that a third was saved; 1.0 if there are no
-    tensors. With wait=False, returns a `Saving`. Raises what `save_bundle` raises.
+    Returns stored bytes / original tensor bytes, as nyacomp does, or 1.0 if there are no tensors. 0.67 means that a
+    third was saved. With wait=False, returns a `Saving`. Raises the errors of `save_bundle`.
     """
     check_options("compress_pickle", options, BundleOptions)
     return _ratio_of(_save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options))
 
 
 def compress_model(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Does `overwire.compress` for an object, like `compress_pickle`, with the names of tensors in the model."""
+    """Implements `overwire.compress` for an object. Like `compress_pickle`, but tensors get their names in the
+    model."""
     check_options("compress", options, BundleOptions)
     how = _How(layout.NYACOMP, _names_in_model(model, path), wait, _list_container)
     return _ratio_of(_save_bundle(model, path, how, options))
@@ -128,13 +130,14 @@ def _ratio_of(saved: Report | Saving) -> float | Saving:
     return saved if isinstance(saved, Saving) else saved.ratio
 
 
-#: Lists a pickle's container for nyacomp: the pickle, the container, what was written, storage options.
+#: A function that lists a container for nyacomp. Its arguments are the pickle, the container, the report of the save,
+#: and the storage options.
 Lister = Callable[[str, str, Report, StorageOptions | None], None]
 
 
 def save_listed(obj: Any, path: str | os.PathLike[str], compress: bool, is_model: bool, lister: Lister) -> float:
-    """Works like `compress_model`, or like `compress_pickle` if the object is not a model, but lists the container by
-    `lister` instead of in meta.csv. lister runs before the pickle is in place."""
+    """Saves a model like `compress_model`, or any other object like `compress_pickle`, but calls `lister` instead of
+    writing meta.csv. lister is called before the pickle is written."""
     names = _names_in_model(obj, path) if is_model else {}
     report = _save_bundle(obj, path, _How(layout.NYACOMP, names, True, lister), {"compress": compress})
     assert not isinstance(report, Saving)
@@ -150,15 +153,15 @@ def _list_container(target: str, container: str, report: Report, options: Storag
 def _names_in_model(model: Any, path: str | os.PathLike[str]) -> dict[int, str]:
     if isinstance(model, (str, bytes, os.PathLike)):
         raise ArgumentError(
-            "overwire: compress: expected a module, a pipeline or a state dict, got a path; files and folders are "
-            "compressed by "
-            f"overwire.compress({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r})"
+            "overwire: compress: expected a module, a pipeline or a state dict, got a path: compress files and folders "
+            f"with overwire.compress({shown(os.fsdecode(model))!r}, {shown(os.fsdecode(path))!r})"
         )
     return _names_of_tensors(model)
 
 
 class _How(NamedTuple):
-    # The folder of the container, the names of its tensors, whether to wait, and how to list the container.
+    # folder: the container's folder. names: the names of its tensors by id. wait: see `save_bundle`. lister: lists the
+    # container.
     folder: str
     names: Mapping[int, str]
     wait: bool
@@ -166,7 +169,7 @@ class _How(NamedTuple):
 
 
 def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dict[str, Any]) -> Report | Saving:
-    # options: those of `BundleOptions`.
+    # options: see `BundleOptions`.
     with Undisturbed():
         from .pickling import described, dump
 
@@ -175,18 +178,18 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
     target = resolve_pickle(path)
     if target.endswith(".safetensors"):
         raise ArgumentError(
-            f"overwire: compress {shown(target)}: a pickle is not a safetensors file, and could replace another "
-            f"bundle's container: name it .pkl, or save only tensors with overwire.save_file"
+            f"overwire: compress {shown(target)}: the name of a pickle must not end in .safetensors, because it could "
+            f"replace the container of another bundle: name it .pkl, or save only tensors with overwire.save_file"
         )
     access = options.get("storage_options")
-    storage(access, [target])  # invalid options are refused before anything is done
+    storage(access, [target])  # raises for invalid options before anything is done
     if how.wait and max_memory is not None:
-        raise ArgumentError("overwire: max_memory: only saves with wait=False take it")
+        raise ArgumentError("overwire: max_memory: it applies only to saves with wait=False")
     data, blobs = dump(obj, how.names)
     remote = is_remote(target)
     tensors = [(blob.name, described(blob)) for blob in blobs]
     digest = hashlib.sha256(data).hexdigest()
-    # A blob's number is its place in this list, because the container sorts by name.
+    # This list defines the blobs' numbers, because the container sorts tensors by name.
     order = "\n".join(blob.name for blob in blobs)
     metadata = {DIGEST: digest, ORDER: order, DEVICES: devices_of(blobs)} if blobs else {DIGEST: digest}
     await_path(target)
@@ -210,8 +213,7 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
 
 
 class _Place(NamedTuple):
-    # The path of a bundle's container, how to complete the bundle once the container is written, and how to clean up
-    # after an error.
+    # container: its path. publish: completes the bundle after the container is written. undo: cleans up after an error.
     container: str
     like: str | None
     publish: Callable[[Report], None]
@@ -225,10 +227,10 @@ def _local_place(
     container = layout.container_of(target, folder)
     if "\n" in os.path.basename(container):
         raise ArgumentError(
-            f"overwire: compress {target!r}: the name has a line break, and meta.csv lists files by lines"
+            f"overwire: compress {target!r}: the name must not have a line break, because meta.csv has a line per file"
         )
     if len(os.fsencode(os.path.basename(container))) > 255:
-        raise ArgumentError(f"overwire: compress {target!r}: the name is too long for that of its container")
+        raise ArgumentError(f"overwire: compress {target!r}: the name of its container would exceed 255 bytes")
     with classed_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
         for one in layout.FOLDERS:
@@ -237,10 +239,10 @@ def _local_place(
                 continue
             try:
                 turns.append(turn.enter_context(turn_of(lock)))
-            except OSError as error:  # this user cannot write to the folder
+            except OSError as error:  # this user may not be allowed to write to the other folder
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-        container = layout.container_of(target, folder)  # another writer may have chosen one meanwhile
+        container = layout.container_of(target, folder)  # another writer may have created one meanwhile
         rivals = layout.rivals_of(target)
         if _is_anothers(container) or any(_has_digest(container, _digest_of_file(rival)) for rival in rivals):
             container = layout.second_container_of(target, folder)
@@ -259,8 +261,8 @@ def _local_place(
 
 
 def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions | None) -> _Place:
-    # Two names alternate: the current pickle's container is not
-    # touched until the new pickle has replaced the old one.
+    # Two names alternate, so the container of the current pickle does not change until the new pickle has replaced the
+    # old one.
     new, old = layout.store_containers_of(target, how.folder)
     stale = []
     with contextlib.suppress(NotFoundError):
@@ -277,7 +279,7 @@ def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions |
 
 
 def _elsewhere(target: str, folder: str) -> list[str]:
-    # Lists what the old pickle has in the other folders: its container, and a csv that lists nothing else.
+    # Returns the files of the old pickle in the other folders: its container, and the csv if it lists only this.
     if not is_there(target):
         return []
     files = []
@@ -291,24 +293,24 @@ def _elsewhere(target: str, folder: str) -> list[str]:
 
 
 def _keep_previous(target: str, container: str) -> None:
-    # A second name for the old container, kept while the old pickle exists. If an earlier save was killed, the
-    # older copy may be the one that belongs to the pickle.
+    # Gives the old container a second name, for readers of the old pickle. If an earlier save was killed, the container
+    # with the second name may be the one that belongs to the pickle. It is not replaced then.
     previous = layout.previous_of(container)
     if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(previous)
-    with contextlib.suppress(FileNotFoundError):  # there is no old bundle
+    with contextlib.suppress(FileNotFoundError):  # there may be no old bundle
         try:
             os.link(resolve_links(container), previous)
         except FileNotFoundError:
             raise
         except OSError:
-            os.rename(container, previous)  # the file system lacks links
+            os.rename(container, previous)  # the file system may not support links
 
 
 def _take_back(target: str, container: str) -> None:
-    # After a failed save: if the old pickle exists, gives its container its own name again.
+    # Gives the container of the old pickle its first name again after a failed save.
     previous = layout.previous_of(container)
     with contextlib.suppress(OSError, OverwireError):
         if is_there(previous) and _has_digest(previous, _digest_of_file(target)):
@@ -332,12 +334,12 @@ def _has_digest(container: str, digest: str, options: StorageOptions | None = No
         return False
     except OverwireError as error:
         if options is not None or is_remote(container) or isinstance(error, (IOFailure, OutOfMemoryError)):
-            raise  # an unreachable store or failing disk cannot tell which container it is
+            raise  # the container may have the digest, but it cannot be read
         return False
 
 
 def _is_anothers(container: str) -> bool:
-    # Whether the path is a file that does not belong to a bundle.
+    # Returns whether the path is a file that does not belong to a bundle.
     try:
         with Model(container, probe=True) as model:
             return DIGEST not in model.metadata()
@@ -350,7 +352,7 @@ def _is_anothers(container: str) -> bool:
 
 
 def _names_of_tensors(model: Any) -> dict[int, str]:
-    """Returns the names of tensors in a model, by id. The first name of a tensor counts."""
+    """Returns the first name of each tensor in a model, by id."""
     names: dict[int, str] = {}
     torch = imported("torch")
     numpy = imported("numpy")
@@ -373,7 +375,7 @@ def _names_of_tensors(model: Any) -> dict[int, str]:
             for at, part in enumerate(value):
                 name_tensors(part, f"{prefix}{at}.", depth + 1)
         elif isinstance(getattr(value, "config", None), Mapping) and depth < 8:
-            # Only attributes of its own: diffusers warns about other keys.
+            # Reads only instance attributes, because diffusers warns about other keys.
             attributes = getattr(value, "__dict__", {})
             for key in value.config:
                 if not str(key).startswith("_"):

@@ -12,26 +12,25 @@ from ..frameworks.choose import frame_for
 from ..jobs import Job
 from ..model.opened import Model, prepare
 
-# Metadata of a container: the names of its blobs in order, one per line, and their devices, one per line (or a
-# single line for all). Files contain these keys: never change them.
+# Metadata keys of a container: the names of its blobs in order, one per line, and their devices, one per line or a
+# single line for all. Do not change these keys, because existing files contain them.
 ORDER = "overwire.blobs"
 DEVICES = "overwire.devices"
 
-# The note for a numpy array, which has no device.
+# Replaces the device for a numpy array, which has none.
 _ARRAY = "numpy"
 
 
 def devices_of(blobs: Sequence[Any]) -> str:
-    """Returns the note of the blobs' devices, with torch's name of each storage's device."""
+    """Returns the value of the metadata key DEVICES, with torch's name of each storage's device."""
     devices = [str(blob.data.device) if hasattr(blob.data, "untyped") else _ARRAY for blob in blobs]
     return devices[0] if len(set(devices)) == 1 else "\n".join(devices)
 
 
 class Landing:
-    """Implements `unpickling.Blobs` for a container. Use it as a context manager: when that ends, nothing is written
-    any more.
+    """Implements `unpickling.Blobs` for a container. It is a context manager. Nothing is written after its end.
 
-    device: where to put storages; None puts each where it was when it was saved.
+    device: the device for all storages; None puts each on the device that it was saved from.
     """
 
     def __init__(self, model: Model, source: str, device: str | None, watcher: Any) -> None:
@@ -44,12 +43,13 @@ class Landing:
         except KeyError as error:
             raise FormatError(f"overwire: open {source}: its container lacks a tensor", source=source) from error
         self._targets = self._devices_of_blobs(metadata.get(DEVICES, ""), device)
-        # By place: a tensor that waits for its bytes, or that has them.
+        # The allocated tensors, and the capsules and addresses that have landed, by position in the table.
         self._tensors: dict[int, Any] = {}
         self._landed: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
-        self._running: list[Job] = []  # including jobs without tensors
-        # For each place: the job that loads it, and the job's places in the order of requests (None: all in order).
+        self._running: list[Job] = []  # all jobs, including those without tensors
+        # For each position: the job that loads it, and the positions of that job in the order of its requests (None:
+        # all positions in order).
         self._jobs: dict[int, tuple[Job, list[int] | None]] = {}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
@@ -65,13 +65,13 @@ class Landing:
             were *= count
         if len(were) != count:
             raise FormatError(
-                f"overwire: open {self._source}: its container does not say where its tensors were", source=self._source
+                f"overwire: open {self._source}: its container does not list one device per tensor", source=self._source
             )
         if device is None:
             others = sorted(set(were) - {"cpu", _ARRAY})
             for name in others:
                 if name.startswith("cuda:"):
-                    prepare(name)  # while torch initialises itself
+                    prepare(name)  # the engine and torch initialise the GPU at the same time
             for name in others:
                 self._check_device(name)
         return ["cpu" if name == _ARRAY else device or name for name in were]
@@ -81,7 +81,7 @@ class Landing:
 
         if name.partition(":")[0] == "meta":
             raise FormatError(
-                f"overwire: open {self._source}: its container says that its tensors were on {name!r}",
+                f"overwire: open {self._source}: its container lists {name!r} as a device, which has no memory",
                 source=self._source,
             )
         try:
@@ -103,8 +103,8 @@ class Landing:
 
         groups: dict[str, list[int]] = {}
         for place, target in dict(zip(self._places, self._targets, strict=True)).items():
-            # Storages on devices that the engine cannot reach, and blobs that may belong to an array, are loaded to
-            # the host.
+            # Storages for devices that the engine does not support, and blobs that may belong to an array, are loaded
+            # to the host.
             groups.setdefault(target if self._noted and target.startswith("cuda:") else "cpu", []).append(place)
         if groups.keys() <= {"cpu"}:
             begin_load(model.start(None, watcher), None)
@@ -128,7 +128,7 @@ class Landing:
             job.wait()
 
     def _take_blob(self, blob: int, size: int) -> tuple[Any, int]:
-        """Returns the capsule and address of a blob, once. There is no capsule while its tensor waits for bytes."""
+        """Waits for a blob, and returns its capsule and address. Each blob can be taken once."""
         if blob < 0 or blob >= len(self._places):
             raise self._refuse_reference()
         at = self._places[blob]
@@ -139,7 +139,7 @@ class Landing:
             news = job.next(None, True)
             if news is None or not news.capsules:
                 job.wait()
-                raise self._refuse_reference()  # taken already under another number
+                raise self._refuse_reference()  # the blob was already taken under another number
             for place, capsule, pointer in zip(news.positions, news.capsules, news.addresses, strict=True):
                 self._landed[place if order is None else order[place]] = (capsule, pointer)
         return self._landed.pop(at)
@@ -176,6 +176,6 @@ class Landing:
 
     def _refuse_reference(self) -> FormatError:
         return FormatError(
-            f"overwire: unpickle {self._source}: a reference to a tensor does not fit its container",
+            f"overwire: unpickle {self._source}: a reference to a tensor does not match the container",
             source=self._source,
         )

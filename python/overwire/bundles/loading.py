@@ -1,4 +1,4 @@
-"""Loads an object from its pickle and its container, as saved by `bundle`."""
+"""Loads the objects that `bundle` saves as a pickle and a container."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads what `save_bundle` saved. Tensors are read and decoded while the pickle imports and builds objects.
-    If the same bundle is being preloaded, uses that preload. Also loads bundles in nyacomp's layout: in a store the
-    container is looked for in `tensors` first, then in `nya`.
+    """Loads an object that `save_bundle` saved. Tensors are read and decoded while the pickle imports and builds
+    objects. If the same bundle was preloaded, uses that preload. Also loads bundles in nyacomp's layout. In a store,
+    searches for the container in `tensors` first, then in `nya`.
 
-    options: those of a bundle's load.
+    options: the options of a bundle's load.
 
-    Returns the object; its tensors own their memory. Raises UntrustedPickleError,
-    NotFoundError if one of the files is missing, CorruptError, FormatError.
+    Returns the object. Its tensors own their memory. Raises UntrustedPickleError,
+    NotFoundError if one of the files is missing, CorruptError, and FormatError.
     """
     check_options("load_bundle", options, UnpickleOptions)
     return _load_object(path, (layout.OWN, layout.NYACOMP), **options)
 
 
 def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads a bundle, under nyacomp's name: new programs use `load_bundle`, which explains the options and errors. In
-    a store, this one looks for the container in `nya` first."""
+    """Loads a bundle under nyacomp's name for this function. New programs use `load_bundle`; see there for options and
+    errors. In a store, this function searches for the container in `nya` first."""
     check_options("load_compressed_pickle", options, UnpickleOptions)
     return _load_object(path, (layout.NYACOMP, layout.OWN), **options)
 
@@ -63,17 +63,17 @@ def _load_object(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Any:
-    # folders: where to look for the container in a store, in this order.
+    # folders: the folders in which to search for the container in a store, in this order.
     watcher, target = watch(progress, "load"), resolve_pickle(path)
-    open_library()  # the imports below take as long as Go's runtime needs to start
+    open_library()  # the Go runtime starts during the imports below
     where = None if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
     if where is not None:
         prepare(where)
-    storage(storage_options, [target])  # refused for a local path
+    storage(storage_options, [target])  # raises for a local path with options
     data, model = open_pair(target, folders, tensors, storage_options)
     with model, Landing(model, shown(target), where, watcher) as blobs:
-        with Undisturbed():  # these imports take as long as reading about 100 MB, which goes on meanwhile
+        with Undisturbed():  # the load reads about 100 MB during these imports
             from . import unpickling
         content = unpickling.load(data, blobs, shown(target), trust)
-        blobs.wait()  # raises the error of a blob that nothing used
+        blobs.wait()  # raises the errors of unused blobs
     return content

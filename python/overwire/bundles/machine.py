@@ -1,9 +1,8 @@
 """Interprets untrusted pickles.
 
-It knows only the opcodes that pickles of bundles have (protocol 5, and what it shares with 4 and 2). Python's own
-unpickler sets items of any object, calls what an instance names, and believes lengths. Here each
-opcode names the exact types that it works on, lengths are compared with the data, and everything else
-is decided by the allow-list and charged to the budget.
+It supports only the opcodes that occur in bundles and torch.save files (protocols 2, 4 and 5). Python's unpickler sets
+items of any object, calls anything, and trusts lengths. Here each opcode works only on certain exact types, and
+lengths are compared with the data. The allow-list decides about everything else, and the budget is charged for it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _push_constant(value: Any) -> Callable[[Machine], None]:
 
 
 def _push_sized(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], None]:
-    """Returns an opcode that pushes an object made from bytes. Their number comes first, in `width` bytes."""
+    """Returns an opcode that pushes an object made from bytes. A length of `width` bytes precedes them."""
 
     def push_bytes(machine: Machine) -> None:
         machine._stack.append(make(machine._read_blob(machine._read_number(width))))
@@ -49,7 +48,7 @@ def _decode_integer(data: bytes) -> int:
 class Machine:
     """Runs one pickle. The method `op_NAME` implements the opcode NAME of `pickle`.
 
-    data: the pickle; allow: what it may name and do; reference: returns the object for a persistent id.
+    data: the pickle. allow: the rules for it. reference: returns the object for a persistent id.
     """
 
     def __init__(self, data: bytes, allow: AllowList, reference: Callable[[Any], Any]) -> None:
@@ -63,13 +62,13 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Returns the object. Raises UntrustedPickleError for what is not allowed, and any exception for a malformed
-        pickle; `at` is the position then."""
+        """Returns the object. Raises UntrustedPickleError if the pickle does something that is not allowed, and any
+        exception if it is malformed. `at` is the position of the error."""
         data, memo = self._data, self._memo
         while True:
             code = data[self._at]
             self._at += 1
-            # The most frequent opcodes are handled here, because a call costs more.
+            # The most frequent opcodes are handled here, because a function call would be slower.
             if code == _MEMOIZE:
                 memo[len(memo)] = self._stack[-1]
             elif code == _BINGET:
@@ -99,12 +98,12 @@ class Machine:
     def _refuse_opcode(self, code: int) -> Exception:
         if bytes((code,)) in _KNOWN:
             return self._budget.refuse(
-                "it uses an opcode that honest bundles do not have, which is not on the allow-list"
+                "it uses an opcode that save_bundle does not write, which is not on the allow-list"
             )
         return FormatError(f"{code} is not an opcode")
 
     def _skip_bytes(self, count: int) -> int:
-        """Returns the offset of the next `count` bytes, after checking that all of them exist."""
+        """Skips `count` bytes and returns their offset. Raises FormatError if the data ends before."""
         start = self._at
         if count > len(self._data) - start:
             raise self._cut_short()
@@ -127,7 +126,7 @@ class Machine:
         return self._data[start : start + size]
 
     def _pop_items(self) -> list[Any]:
-        """Returns what was pushed since the last mark."""
+        """Returns the objects that were pushed since the last mark."""
         items = self._stack
         self._stack = self._marks.pop()
         return items
@@ -139,7 +138,7 @@ class Machine:
             raise FormatError("the pickle has a newer protocol")
 
     def op_frame(self) -> None:
-        # Frames mean nothing here, but their bytes must exist.
+        # Frames are ignored, but their bytes must exist.
         if self._read_number(8) > len(self._data) - self._at:
             raise self._cut_short()
 
@@ -274,7 +273,7 @@ class Machine:
         self._budget.keys(items, items)
         self._stack.append(frozenset(items))
 
-    # -- what the allow-list decides
+    # -- opcodes that the allow-list decides about
 
     def op_global(self) -> None:
         module = self._read_line()

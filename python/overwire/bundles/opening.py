@@ -1,4 +1,4 @@
-"""Opens the pickle and the container of one bundle together, from the same save."""
+"""Opens the pickle and the container of a bundle, and ensures that both come from the same save."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..model.reading import read_uri
 from ..model.sources import SourceLike
 from ..paths import is_file, is_remote, local_file, path_of
 
-# The metadata key, in a container, for the pickle's SHA-256.
+# The metadata key of a container for the SHA-256 of its pickle.
 DIGEST = "overwire.pickle"
-# The largest pickle in a store, in bytes without its tensors.
+# The largest pickle in a store, in bytes, without its tensors.
 MOST_PICKLE = 1 << 30
-# How often to read again a pickle that another save has replaced meanwhile.
+# The most attempts to read a pickle that other saves keep replacing.
 _TRIES = 100
 
 
@@ -34,9 +34,8 @@ def resolve_pickle(path: str | os.PathLike[str]) -> str:
 def open_pair(
     target: str, folders: Sequence[str], tensors: SourceLike | None, options: StorageOptions | None
 ) -> tuple[bytes, Model]:
-    """Returns a pickle, and the opened container of the same save.
-
-    If a save ends after the pickle has been read, the new pickle is read."""
+    """Returns a pickle and the open container of the same save. Starts again if another save replaces the pickle
+    meanwhile."""
     remote = is_remote(target)
     for attempts in reversed(range(_TRIES)):
         state = None if remote else state_of_file(target)
@@ -48,7 +47,7 @@ def open_pair(
                 candidates = [tensors]
             elif remote:
                 candidates = [*layout.remote_containers_of(target, folders)]
-            else:  # a store keeps no previous container
+            else:  # only local folders may contain a previous container
                 candidates = [name for one in layout.containers_of(target) for name in (one, layout.previous_of(one))]
             return data, _open_container(target, digest, candidates, options if remote or tensors is not None else None)
         except (CorruptError, NotFoundError) as error:
@@ -62,14 +61,14 @@ def open_pair(
 def _open_container(
     target: str, digest: str, candidates: Sequence[SourceLike], options: StorageOptions | None
 ) -> Model:
-    """Opens the container, one of the candidates, that belongs to exactly this pickle."""
+    """Opens the candidate that belongs to exactly this pickle."""
     absent = 0
-    damage: OverwireError | None = None  # from a container that may not be a bundle's
+    damage: OverwireError | None = None  # the error of a candidate that cannot be read
     for at, candidate in enumerate(candidates):
         try:
             model = Model(candidate, storage_options=options, probe=True)
         except NotFoundError:
-            absent += at == absent  # counts only if the candidates before are absent also
+            absent += at == absent  # counts only if all candidates before it are absent
             continue
         except (CorruptError, FormatError) as error:
             damage = damage or error
@@ -84,7 +83,7 @@ def _open_container(
         raise layout.not_beside(target, container)
     if absent == len(candidates):
         raise NotFoundError(
-            f"overwire: open {source}: no tensors at {container}: upload the folder next to the pickle with it",
+            f"overwire: open {source}: there is no container {container}: upload that folder together with the pickle",
             source=source,
         )
     raise CorruptError(f"overwire: open {source}: the pickle and {container} are from different saves", source=source)

@@ -1,10 +1,10 @@
-"""Pickles objects into a small pickle and a list of blobs.
+"""Converts objects to a small pickle and a list of blobs.
 
-Tensors are pickled as torch pickles them, except that their storages become blobs. So torch itself restores
+Tensors are pickled as torch pickles them, except that their storages become blobs. torch itself thus restores
 ties, views of one storage, strides, parameters, requires_grad, subclasses, quantised and sparse tensors.
 numpy arrays become (blob, offset, shape, strides).
 
-Files contain these persistent ids, so they never change:
+Files contain these persistent ids, so they must not change:
 
     ("storage", blob, torch dtype or "", bytes)     "" is an untyped storage
     ("array", blob, spec, shape, strides, offset, writable, array number, bytes)
@@ -29,8 +29,7 @@ from ..frameworks.frame import Bytes
 
 
 class Blob(NamedTuple):
-    """Bytes to store: a torch storage, or the base of numpy arrays; and the best known dtype and shape
-    for them."""
+    """The bytes of a torch storage or of the base of numpy arrays, with the dtype and shape to store them under."""
 
     name: str
     data: Any
@@ -42,7 +41,8 @@ class Blob(NamedTuple):
 _PLAIN = frozenset({str, int, float, bool, bytes, complex, type(None), dict, list, tuple, set, type})
 
 
-# Names that no tensor in a container can have. The blobs' order is stored with one name per line.
+# Names, and characters in names, that a tensor in a container cannot have. Line breaks would also break the list of
+# blobs, which has one name per line.
 _RESERVED = ("overwire.index", "__metadata__")
 _UNFIT = re.compile("[\n\0\ud800-\udfff]")
 
@@ -50,8 +50,8 @@ _UNFIT = re.compile("[\n\0\ud800-\udfff]")
 class TensorPickler(pickle.Pickler):
     """Pickles with protocol 5, without the tensors' bytes.
 
-    `blobs` has them in the order in which they were found. They are the caller's
-    memory, which is kept alive and never changed.
+    `blobs` contains these bytes in the order in which they were found. They are the caller's memory, which is kept
+    alive and not changed.
     """
 
     def __init__(self, file: Any, names: Mapping[int, str]) -> None:
@@ -59,7 +59,7 @@ class TensorPickler(pickle.Pickler):
         self.blobs: list[Blob] = []
         self._torch = imported("torch")
         self._numpy = imported("numpy")
-        self._names = names  # id of a tensor -> the name for its blob
+        self._names = names  # the name for a tensor's blob, by the tensor's id
         self._taken: set[str] = set()
         self._storages: dict[int, int] = {}
         self._hints: dict[int, tuple[Any, str, str, tuple[int, ...]]] = {}
@@ -115,25 +115,25 @@ class TensorPickler(pickle.Pickler):
         return name
 
     def _hint_at(self, tensor: Any) -> None:
-        # A storage has neither dtype nor shape, so they are taken from a dense tensor that covers
-        # it. The tensor is kept with the storage, so that its id is not reused.
+        # Notes the dtype and shape for a tensor's storage. The shape is used only if the tensor is dense and covers the
+        # whole storage. A reference to the storage keeps its id unique.
         from ..frameworks.memory import fits_storage
 
         torch: Any = self._torch
         if tensor.layout is torch._mkldnn:
             raise NotSupportedError(
-                "overwire: compress: a torch._mkldnn tensor has no bytes of its own: save its to_dense()"
+                "overwire: compress: the bytes of a torch._mkldnn tensor cannot be accessed: save its to_dense()"
             )
         if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_nested:
             return
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError, ValueError):
-            return  # a wrapper without a storage, or a parameter of a lazy module
+            return  # the tensor has no storage: a wrapper subclass, or a parameter of a lazy module
         if not fits_storage(tensor):
-            why = "its memory was freed: it sleeps, or its storage was resized to 0"
+            why = "its memory was freed, because it sleeps or its storage was resized to 0"
             if storage.nbytes():
-                why = f"its storage was shortened to {storage.nbytes()} bytes, fewer than it needs"
+                why = f"its storage was resized to {storage.nbytes()} bytes, fewer than it needs"
             text = f"overwire: compress: a tensor of shape {list(tensor.shape)}: {why}"
             raise ArgumentError(text, tensor=self._names.get(id(tensor), ""))
         number = storage._cdata
@@ -193,14 +193,14 @@ class TensorPickler(pickle.Pickler):
         size = end - start
         lo, hi = _bounds_of(array)
         if base.nbytes != size or lo < start or hi > end:
-            return -1, -1, 0  # it has gaps, so it is not one run of bytes
+            return -1, -1, 0  # the base has gaps, so its bytes are not contiguous
         first = array.__array_interface__["data"][0]
         blob = self._bases.get(start)
         if blob is None or self.blobs[blob].data.nbytes != size:
             blob = self._bases[start] = len(self.blobs)
             dtype_name = frame_for("np").name_of(base.dtype)
             if dtype_name == "F4":
-                dtype_name = ""  # unpacked, with one byte per element, which is U8 in a container
+                dtype_name = ""  # numpy uses one byte per element, which is U8 in a container
             shape = base.shape if base.flags.c_contiguous else (base.size,)
             dtype_name, shape = _fitting_layout(dtype_name, shape, size)
             name = self._names.get(id(base)) or self._names.get(id(array)) or ""
@@ -218,8 +218,8 @@ def _bounds_of(array: Any) -> tuple[int, int]:
 
 
 def _base(array: Any) -> Any:
-    """Returns the plain array that owns the bytes, if there is one. A memory map is not followed, because its file
-    may be much larger than its views."""
+    """Returns the array that owns the bytes of a view, if it is a plain array. A memory map is not used as a base,
+    because its file may be much larger than its views."""
     base = array
     while type(base.base) is type(base) and not base.base.dtype.hasobject:
         base = base.base
@@ -227,7 +227,8 @@ def _base(array: Any) -> Any:
 
 
 def _fitting_layout(saved: str, shape: tuple[int, ...], size: int) -> tuple[str, tuple[int, ...]]:
-    """Returns the dtype and shape to store bytes under: U8 unless both fit exactly."""
+    """Returns the dtype and shape to store bytes under. They are U8 and one dimension unless `saved` and `shape` match
+    the size exactly."""
     if saved == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
     if saved and nbytes(saved, shape) == size:
@@ -236,7 +237,7 @@ def _fitting_layout(saved: str, shape: tuple[int, ...], size: int) -> tuple[str,
 
 
 def dump(obj: Any, names: Mapping[int, str]) -> tuple[bytes, list[Blob]]:
-    """Returns the pickle of an object, and its blobs."""
+    """Returns the pickle of an object and its blobs."""
     out = io.BytesIO()
     pickler = TensorPickler(out, names)
     pickler.dump(obj)
@@ -244,7 +245,7 @@ def dump(obj: Any, names: Mapping[int, str]) -> tuple[bytes, list[Blob]]:
 
 
 def described(blob: Blob) -> Bytes:
-    """Returns a blob's bytes, copied to the host unless they are there or on a GPU."""
+    """Returns a blob's bytes. They are copied to the host unless they are on the host or on a GPU."""
     data = blob.data
     if hasattr(data, "untyped"):  # a torch storage
         from ..frameworks.torch import await_writes, on_gpu

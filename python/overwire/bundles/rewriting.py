@@ -32,15 +32,15 @@ def decompress(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Writes compressed files as plain ones, which any safetensors reader reads, like the command `overwire
+    """Converts compressed files to plain files, which any safetensors reader can read, like the command `overwire
     decompress`. A file that `compress` made from one safetensors file is restored byte for byte, and its SHA-256 is
-    compared before it appears.
+    checked before the file appears.
 
-    source: the path or URI of a file, a folder or an index.json, or a list of them.
-    path: the file, or a folder if it ends in a slash, or if the source is a folder or several files and it does not
-        end in .safetensors.
-    overwrite: whether to replace an existing file, or to write into a folder with files in it.
-    metadata, max_shard_size: as for `save_file`; metadata None keeps the source's metadata.
+    source: the path or URI of a file, a folder or an index.json, or a list of these.
+    path: the file to write. It is a folder if it ends in a slash, or if the source is a folder or several files and
+        path does not end in .safetensors.
+    overwrite: whether to replace an existing file, or to write into a folder that is not empty.
+    metadata, max_shard_size: as for `save_file`; metadata None copies the source's metadata.
     progress: as for `load_file`.
     storage_options: as for `convert`.
 
@@ -83,20 +83,20 @@ def compress(source: Any, path: str | os.PathLike[str], **options: Any) -> Repor
     """Compresses a file, a folder or several files without loss, like the command `overwire compress`. `decompress`
     restores them, byte for byte.
 
-    source: the path or URI of a file, a folder or an index.json, a torch.save file or folder, or a list of them.
-    path: the file, or a folder if it ends in a slash, or if the source is a folder or several files and it does not
-        end in .safetensors.
-    overwrite: whether to replace an existing file, or to write into a folder with files in it.
-    level, metadata, max_shard_size: as for `save_file`; metadata None keeps the source's metadata.
+    source: the path or URI of a file, a folder or an index.json, a torch.save file or folder, or a list of these.
+    path: the file to write. It is a folder if it ends in a slash, or if the source is a folder or several files and
+        path does not end in .safetensors.
+    overwrite: whether to replace an existing file, or to write into a folder that is not empty.
+    level, metadata, max_shard_size: as for `save_file`; metadata None copies the source's metadata.
     sha256: as for `convert`.
     progress: as for `load_file`.
     storage_options: as for `convert`.
 
     Returns a `Report`. Raises ArgumentError if path exists and overwrite is not set, and the errors of `convert`.
 
-    If source is an object, this is nyacomp's `compress(model, path)`, for scripts that use that name. It saves a
-    module, a pipeline or a state dict in nyacomp's layout, with the options of `save_bundle`, and returns stored /
-    original tensor bytes. New programs use `save_bundle`, or `save_model` and `save_file`.
+    If source is an object, this function works like nyacomp's `compress(model, path)`. It saves a module, a pipeline or
+    a state dict in nyacomp's layout, with the options of `save_bundle`, and returns stored bytes / original tensor
+    bytes. New programs use `save_bundle`, or `save_model` and `save_file`.
     """
     if not _are_paths(source):
         from .bundle import compress_model
@@ -118,7 +118,7 @@ def _compress_files(
     storage_options: StorageOptions | None = None,
 ) -> Report:
     if local(path).lower().endswith(".tensors"):
-        why = ".tensors files are not compressed; overwire.convert writes them"
+        why = "the .tensors format has no compression: use overwire.convert to write such files"
         raise ArgumentError(f"overwire: compress {shown(local(path))}: {why}")
     return _rewrite(
         "compress", source, path, overwrite, level=level, metadata=metadata, max_shard_size=max_shard_size,
@@ -126,7 +126,7 @@ def _compress_files(
     )  # fmt: skip
 
 
-_compress_files.__qualname__ = "compress"  # for a wrong keyword's error
+_compress_files.__qualname__ = "compress"  # for the error about an unknown keyword
 spell_out(_compress_files)
 compress.__signature__ = inspect.signature(_compress_files)  # type: ignore[attr-defined]
 
@@ -148,7 +148,7 @@ def _rewrite(verb: str, source: Any, path: str | os.PathLike[str], overwrite: bo
     occupant = "" if overwrite else _verbs.occupied({"uri": target, "storage": access})
     if occupant:
         is_file = occupant == "file"
-        why = "it exists" if is_file else "a folder with files in it"
-        way = "replaces it" if is_file else "writes into it and replaces files of the same names"
-        raise ArgumentError(f"overwire: {verb} {shown(target)}: {why}; overwrite=True {way}", source=target)
+        why = "the file exists" if is_file else "the folder is not empty"
+        way = "to replace it" if is_file else "to write into it and replace files of the same names"
+        raise ArgumentError(f"overwire: {verb} {shown(target)}: {why}: pass overwrite=True {way}", source=target)
     return convert(source, path, **options)

@@ -1,10 +1,11 @@
-"""Rebuilds tensors for untrusted pickles, in place of torch's functions.
+"""Rebuilds tensors for untrusted pickles, instead of torch's functions.
 
-They make what torch's own functions make, from checked arguments. Types are exact, and each argument is read once.
-Extents are computed before torch is called, in Python integers. Memory and work are charged to the budget.
+The functions return the same tensors as torch's functions, but check their arguments. Only exact types are accepted,
+and each argument is read once. Extents are computed in Python integers before torch is called. Memory and work are
+charged to the budget.
 
-The indices of a sparse tensor and the parameters of a quantised one are copied before they are checked, so that
-no other tensor of the pickle can change them afterwards.
+The indices of a sparse tensor and the parameters of a quantised tensor are copied before they are checked, so that
+other tensors of the pickle cannot change them afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from ..errors import FormatError
 from .budget import Budget, attributes
 
-# Sizes, strides and offsets in bytes stay below this, wherever torch multiplies them.
+# The limit for sizes, strides and offsets, and for their products in bytes. torch multiplies them.
 _LIMIT = 1 << 62
 _DIMS = 64
 
@@ -27,7 +28,7 @@ def _refuse_malformed(what: str) -> FormatError:
 
 
 def _check_dims(dims: Any) -> tuple[int, ...]:
-    """Returns a size or stride, which is read once. Raises FormatError for anything else."""
+    """Returns a size or stride as a tuple. Raises FormatError for anything else."""
     import torch
 
     if type(dims) is not tuple and type(dims) is not list and type(dims) is not torch.Size or len(dims) > _DIMS:
@@ -42,8 +43,8 @@ def _check_dims(dims: Any) -> tuple[int, ...]:
 def check_extent(
     nbytes: int | None, item: int, offset: Any, size: Any, stride: Any, per: int = 1
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """Returns the size and stride of a view after checking that it lies inside a storage of `nbytes` (None: no
-    storage), or raises FormatError. per: elements in an item."""
+    """Returns the size and stride of a view. Raises FormatError if the view is not inside a storage of `nbytes` (None:
+    no storage). item: the bytes of an item. per: the number of elements per item."""
     size, stride = _check_dims(size), _check_dims(stride)
     if type(offset) is not int or not 0 <= offset < _LIMIT or len(size) != len(stride):
         raise _refuse_malformed("a tensor")
@@ -66,7 +67,7 @@ def _check_flag(flag: Any) -> bool:
 
 
 def _check_metadata(metadata: Any, dtype: Any) -> Any:
-    """Returns the lazy bits of a view. torch only asserts which of them a dtype can have."""
+    """Returns the conj and neg bits of a view. torch only asserts that the dtype allows them."""
     if metadata is None:
         return None
     if type(metadata) is not dict or len(metadata) > 2:
@@ -96,13 +97,13 @@ def _tensor_v2(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any
 
 def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any,
               dtype: Any, metadata: Any = None) -> Any:  # fmt: skip
-    """Implements torch's `_rebuild_tensor_v3` for the untyped storages that bundles have."""
+    """Implements torch's `_rebuild_tensor_v3` for the untyped storages of bundles."""
     import torch
 
     if type(storage) is not torch.UntypedStorage or type(dtype) is not torch.dtype:
         raise _refuse_malformed("a tensor's storage")
     size, stride = check_extent(storage.nbytes(), dtype.itemsize, offset, size, stride)
-    # torch's function needs a typed storage, with any dtype.
+    # torch's function needs a typed storage of any dtype.
     storage_class: Any = torch.storage.TypedStorage
     make: Any = torch._utils._rebuild_tensor_v3
     return make(
@@ -112,7 +113,7 @@ def tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hook
 
 
 def _check_dense(tensor: Any) -> Any:
-    """Returns a plain tensor with memory. Raises FormatError for others."""
+    """Returns the tensor if it is a dense plain tensor with memory. Raises FormatError otherwise."""
     import torch
 
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -121,8 +122,8 @@ def _check_dense(tensor: Any) -> Any:
 
 
 def _private_copy(budget: Budget, tensor: Any) -> Any:
-    """Returns a copy that nothing else in the pickle can refer to. Equal views get the same copy, so that
-    sparse tensors with one mask share it."""
+    """Returns a copy that nothing else in the pickle can refer to. Equal views get the same copy, so sparse tensors
+    with the same mask share it."""
     import torch
 
     view = _check_dense(tensor).detach()
@@ -133,7 +134,7 @@ def _private_copy(budget: Budget, tensor: Any) -> Any:
     owner = budget.private.get(key)
     if owner is None:
         budget.charge_memory(view.numel() * view.element_size())
-        # The view keeps its storage, so that no other storage gets its address.
+        # The view keeps its storage alive, so that no other storage gets its address.
         owner = budget.private[key] = (view.clone(memory_format=torch.contiguous_format), view)
     return owner[0]
 
@@ -149,7 +150,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
     size, stride = check_extent(raw.nbytes(), dtype.itemsize, offset, size, stride, per)
     scheme = params[0] if params else None
     make: Any
-    # Made empty and then attached to the storage, so that no size can allocate memory.
+    # The tensor is created empty and then attached to the storage, so that its size does not allocate memory.
     if scheme is torch.per_tensor_affine and len(params) == 3:
         _, scale, zero = params
         if type(scale) is not float or type(zero) is not int or zero.bit_length() > 63:
@@ -160,7 +161,7 @@ def _qtensor(budget: Budget, storage: Any, offset: Any, size: Any, stride: Any, 
         _, scales, zeros, axis = params
         if type(axis) is not int or not 0 <= axis < len(size):
             raise _refuse_malformed("a quantised tensor")
-        # torch has no kernel for this, and ends the process when one is called.
+        # torch has no kernel for floating-point zero points of qint32, and aborts the process if it needs one.
         floating = () if dtype is torch.qint32 else (torch.float32,)
         for part, kinds in ((scales, (torch.float32, torch.float64)), (zeros, (torch.int32, torch.int64, *floating))):
             if _check_dense(part).dtype not in kinds or tuple(part.shape) != (size[axis],):
@@ -190,7 +191,7 @@ def _rebuild_sparse(budget: Budget, layout: Any, data: Any) -> Any:
             _check_flag(is_coalesced)
         size = _check_shape(size)
         values = _sparse_parts(budget, [indices], values)
-        # Checked in its final form, so that no later use reads outside of the tensor.
+        # torch checks the invariants of the final tensor, so that no later use reads out of bounds.
         return torch.sparse_coo_tensor(
             _private_copy(budget, indices), values, size, check_invariants=True, is_coalesced=is_coalesced
         )
@@ -213,8 +214,8 @@ def _rebuild_sparse(budget: Budget, layout: Any, data: Any) -> Any:
 
 
 def _rows_ascend(rows: Any, count: int) -> bool:
-    """Whether compressed rows ascend from 0 to count. torch's own check reads the plain indices at the positions in
-    the rows before it checks the rows."""
+    """Returns whether compressed row indices ascend from 0 to count. torch's own check uses them as positions of plain
+    indices before it checks them."""
     import torch
 
     if rows.dtype not in (torch.int32, torch.int64) or rows.shape[-1] == 0:
@@ -228,7 +229,7 @@ def _rows_ascend(rows: Any, count: int) -> bool:
 
 
 def _check_shape(size: Any) -> tuple[int, ...]:
-    """Returns the size of a tensor without strides. Raises FormatError if it overflows."""
+    """Returns the size of a tensor without strides. Raises FormatError if its number of elements overflows."""
     dims = _check_dims(size)
     if math.prod(max(d, 1) for d in dims) >= _LIMIT:
         raise _refuse_malformed("a tensor's size")
@@ -236,18 +237,18 @@ def _check_shape(size: Any) -> tuple[int, ...]:
 
 
 def _sparse_parts(budget: Budget, indices: list[Any], values: Any) -> Any:
-    """Checks the parts of a sparse tensor, except for their contents, and returns its values."""
+    """Returns the values of a sparse tensor after checking its parts, but not the contents of the indices."""
     values = _without_gaps(_check_dense(values))
     for part in indices:
         if _check_dense(part).device != values.device or part.dim() == 0:
             raise _refuse_malformed("a sparse tensor")
-        # A check may sort them. Entries of size 0 count also.
+        # torch's check may sort the indices. The second term charges for empty index tensors.
         budget.charge_work(part.numel() + part.shape[-1])
     return values
 
 
 def _without_gaps(values: Any) -> Any:
-    """Returns the same values, with a stride without gaps for dimensions of at most one element: torch's sparse
+    """Returns a view of the same values with dense strides for dimensions of at most one element. torch's sparse
     kernels use the first stride as the length of a row."""
     strides: list[int] = []
     step = 1
@@ -277,7 +278,7 @@ def _parameter(budget: Budget, data: Any, grad: Any, hooks: Any = None, state: A
 
 
 def subclassed(budget: Budget, made: Any, kind: Any, state: Any) -> Any:
-    """Returns a tensor converted to `kind`, with attributes of its own."""
+    """Returns the tensor as a `kind`, with the attributes in `state`."""
     if type(made) is not kind:
         made = made.as_subclass(kind)
     if type(state) is tuple and len(state) == 2 and (state[1] is None or type(state[1]) is dict and not state[1]):

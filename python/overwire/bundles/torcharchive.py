@@ -1,7 +1,7 @@
-"""Tells torch.save archives from other files, and says what the others are.
+"""Distinguishes torch.save archives from other files, and names the kinds of other files in errors.
 
-Reads a file's first bytes and its directory of entries. Deflated entries, which torch.load reads and torch.save does
-not write, are written out once, within bounds, because later code maps an archive's bytes.
+It reads a file's first bytes and its directory of entries. Deflated entries, which torch.load reads although torch.save
+does not write them, are inflated to a temporary file, because later code maps the bytes of an archive.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..errors import CorruptError, FormatError, NotFoundError, NotSupportedError
 from ..files import FileKind, kind_of_file, regular
 from ..foreign.zips import BAD_ZIP, LargeDirectory, Part, Span, entries_of, span_of
 
-#: How many times the bytes of a file its deflated entries may have, beyond the first of them.
+#: The entries of an archive may inflate to at most _TIMES its size plus _SPARE bytes.
 _TIMES, _SPARE = 64, 256 << 20
 _BLOCK = 1 << 20
 
-#: The rule of an error about another library's weights, which a folder may contain.
+#: The `rule` of an error about the weights of another library, which a folder of torch.save files may contain.
 FOREIGN = "Foreign"
-_UNKNOWN = "fetch or copy it again, or move it elsewhere if it holds no weights"
+_UNKNOWN = "fetch or copy it again, or move it elsewhere if it does not contain weights"
 
 
 def _kind_of(path: str, head: bytes) -> FileKind:
@@ -39,16 +39,16 @@ def _kind_of(path: str, head: bytes) -> FileKind:
         if ending == ".bin" and has_sibling:
             return FileKind(what, "leave it unchanged", True)
     if not head.strip(b"\0"):
-        return FileKind("a file that begins with zeros only" if head else "an empty file", _UNKNOWN, False)
+        return FileKind("a file that begins with zeros" if head else "an empty file", _UNKNOWN, False)
     return FileKind("a file of an unknown kind", _UNKNOWN, False)
 
 
 def refusal_of(path: str) -> OverwireError | None:
-    """Returns the error to raise for a file that is not a torch.save archive; None if it is one.
+    """Returns the error to raise for a file that is not a torch.save archive, or None if it is one.
 
-    It is a CorruptError or NotSupportedError for an archive that is damaged or too large, else a FormatError that
-    names the kind of the file. Its rule is FOREIGN if a folder of torch.save files may contain such files. Raises
-    errors of opening and reading."""
+    The error is a CorruptError for a damaged archive, a NotSupportedError for one that is too large, and otherwise a
+    FormatError that names the kind of the file. The `rule` of the error is FOREIGN if a folder of torch.save files may
+    contain such files. Raises errors of opening and reading."""
     try:
         with open(path, "rb", opener=regular) as file:
             try:
@@ -58,7 +58,7 @@ def refusal_of(path: str) -> OverwireError | None:
     except OverwireError:
         raise
     except FileNotFoundError as error:
-        raise NotFoundError(f"overwire: open {path}: it leads to a missing file", source=path) from error
+        raise NotFoundError(f"overwire: open {path}: it is missing or links to a missing file", source=path) from error
     except OSError as error:
         raise error_of_system(error, "open", path) from error
 
@@ -68,35 +68,36 @@ def _has_pickle(entries: list[zipfile.ZipInfo]) -> bool:
 
 
 def not_torch(path: str, file: BinaryIO, error: Exception | None, span: Span | None = None) -> OverwireError:
-    """The error about a file, or a part of one, that is not an archive of torch.save. error: what zipfile said; None:
-    nothing, and it has no pickle of torch.save. Raises what reading raises."""
+    """Returns the error for a file, or a part of one, that is not a torch.save archive. error: the error of zipfile, or
+    None for a valid zip archive without a torch.save pickle. Raises errors of reading."""
     file.seek(span[0] if span else 0)
     head = file.read(HEAD_BYTES)
     where = f"overwire: open {path}: "
     if isinstance(error, LargeDirectory) and head.startswith(b"PK"):
-        return NotSupportedError(f"{where}an archive as torch.save writes: {error}", source=path)
+        return NotSupportedError(f"{where}the torch.save archive is too large: {error}", source=path)
     if head.startswith(b"PK"):
         if error is None:
-            text = "a zip archive without the data.pkl of torch.save: load it with the library that wrote it"
+            text = "this zip archive has no data.pkl, so torch.save did not write it: load it with the library that did"
             return FormatError(where + text, source=path)
         reason = "" if "not a zip file" in str(error) else f" ({error})"
-        text = f"a torch.save archive that is truncated or damaged{reason}: copy or fetch it again"
+        text = f"the torch.save archive is truncated or damaged{reason}: copy or fetch it again"
         return CorruptError(where + text, source=path)
     kind = _kind_of(path, head)
     claim = f" ({error})" if isinstance(error, LargeDirectory) else ""
-    text = f"expected a torch.save file (of torch 1.6 or later), and this is {kind.what}{claim}: {kind.do}"
+    text = f"expected a torch.save file (of torch 1.6 or later), but this is {kind.what}{claim}: {kind.do}"
     return FormatError(where + text, source=path, rule=FOREIGN if kind.foreign else None)
 
 
 def inflate_entries(
     path: str, file: BinaryIO, entries: list[zipfile.ZipInfo], span: Span | None, folder: str | None
 ) -> BinaryIO | None:
-    """A temporary file, without a name, that has the same entries as they are; None where they are so in `file`.
+    """Returns an unnamed temporary file with the inflated entries, or None if no entry of `file` is compressed.
 
-    span: as for `entries_of`. folder: the file is on its disk. Raises CorruptError for entries that do not inflate to
-    what they claim, NotSupportedError for other methods, and for more bytes than an honest file has."""
+    span: as for `entries_of`. folder: the folder for the temporary file. Raises CorruptError if an entry does not
+    inflate to the size that it claims, and NotSupportedError for other compression methods, encryption, or an archive
+    that inflates to too many bytes."""
     is_plain = all(entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1 for entry in entries)
-    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # duplicates are refused by the caller
+    if is_plain or len({entry.filename for entry in entries}) != len(entries):  # the caller refuses duplicates
         return None
     for entry in entries:
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & 1:
@@ -105,7 +106,7 @@ def inflate_entries(
     low, high = span or span_of(file)
     total, size = sum(entry.file_size for entry in entries), high - low
     if total > _TIMES * size + _SPARE:
-        text = f"its entries have {total} bytes, more than {_TIMES} times the bytes of the file"
+        text = f"its entries inflate to {total} bytes, more than {_TIMES} times the size of the file"
         raise NotSupportedError(f"overwire: open {path}: {text}", source=path)
     out = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
     try:

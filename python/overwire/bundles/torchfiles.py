@@ -1,12 +1,12 @@
 """Reads torch.save files (.bin, .pt, .pth, .ckpt) without running any of their code.
 
-Such a file is a zip archive. It has a pickle, `data.pkl`, and the bytes of each storage under `data/`, uncompressed.
-The pickle goes through `machine`. Only names that make tensors from storages have an effect. Everything else
-(a Trainer's arguments, Lightning's hyperparameters) becomes a placeholder, and nothing is imported or called for it.
-The bytes are memory-mapped, so a file takes no memory. torch is not needed. The archive's checksums are compared,
-unlike in torch.load (2.11), because a converted file gets checksums of its own, which must not vouch for wrong bytes.
+A torch.save file is a zip archive with a pickle, `data.pkl`, and the uncompressed bytes of each storage under `data/`.
+`machine` interprets the pickle. Only globals that create tensors from storages have an effect. All others (a Trainer's
+arguments, Lightning's hyperparameters) become placeholders, and nothing is imported or called for them. The bytes are
+memory-mapped, so a file takes no memory. torch is not needed. Unlike torch.load (2.11), this module compares the
+archive's checksums, because a converted file gets new checksums, which must not cover up wrong bytes.
 
-Source: the notes on serialization in torch's documentation, and its pickles.
+Source: the notes on serialization in torch's documentation, and pickles that torch writes.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ from .machine import Machine
 from .torcharchive import inflate_entries, not_torch
 from .unpickling import inside, run_machine
 
-#: The most bytes in a pickle without its tensors.
+#: The most bytes of a pickle without its tensors.
 _MOST = 256 << 20
 
 # The advice if a pickle is refused.
 _CURE = "Nothing in it was run. If it is your own file, save only its state_dict() with torch.save, and use that"
 
-#: The bytes that strided tensors may have in addition to those of the file.
+#: All strided tensors together may have _SPARE bytes more than the file.
 _SPARE = 256 << 20
 
-#: All tensors together may have _SPARE bytes plus _TIMES the bytes of the file, because one storage or tensor may
-#: have many names.
+#: All other tensors together may have at most _TIMES the bytes of the file plus _SPARE. They may have more bytes than
+#: the file, because a storage or tensor may have several names.
 _TIMES = 64
 
 #: The longest name in a pickle, in characters.
 _LONGEST = 1 << 10
 
-#: The most bytes in one read, and in one that only computes a checksum.
+#: The most bytes of one read (_STEP), and of one that only computes a checksum (_BLOCK).
 _STEP, _BLOCK = 64 << 20, 1 << 20
 
-#: Bytes of an entry in the content in addition to its characters, and bits of the longest number.
+#: The bytes that are charged for an entry in addition to its characters, and the most bits of an integer.
 _ENTRY, _BITS = 64, 1 << 10
 
-# Classes of typed storages, with their dtypes.
+# The dtypes of typed storages, by the prefix of the storage class.
 _STORAGES = {
     "Float": "F32",
     "Double": "F64",
@@ -84,7 +84,7 @@ _STORAGES = {
     "ComplexFloat": "C64",
     "Untyped": "U8",
 }
-# Functions that rebuild a tensor, with the position of the argument, if any, for lazy conjugation or negation.
+# Functions that rebuild a tensor, with the position from which on arguments may ask for lazy conjugation or negation.
 _LAZY_BITS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = {called: code for code, called in CALLED.items()}
@@ -97,7 +97,7 @@ class _Named(NamedTuple):
     name: str
 
 
-#: Classes whose objects are tensors and nothing more.
+#: Tensor classes without content other than the tensor.
 _TENSOR_TYPES = (
     _Named("torch", "Tensor"), _Named("torch.nn.parameter", "Parameter"), _Named("torch.nn.parameter", "Buffer"),
 )  # fmt: skip
@@ -123,7 +123,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """The position of a tensor, in bytes."""
+    """A tensor in a storage. Strides and offset count bytes."""
 
     storage: _Storage
     dtype: str
@@ -133,11 +133,11 @@ class _Tensor(NamedTuple):
 
 
 class TorchFile(NamedTuple):
-    """The content of a file while it is open.
+    """The content of an open file.
 
-    tensors: by name, which is the path of keys and positions, joined by dots.
-    values: plain values (numbers, texts, lists of them) by path.
-    left: paths of objects that are not plain data, with their classes.
+    tensors: the tensors with their names. A name is a path of keys and positions, joined by dots.
+    values: plain values (numbers, texts, lists of these) by path.
+    left: paths and classes of objects that are not plain data.
     """
 
     tensors: list[tuple[str, Bytes]]
@@ -146,7 +146,8 @@ class TorchFile(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """Where a saved tensor is in its file, in bytes. `checksum` is that of the whole storage; 0: there is none."""
+    """The position of a saved tensor in its file, in bytes. checksum: the checksum of the whole storage, or 0 if there
+    is none."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -157,10 +158,10 @@ class StoredTensor(NamedTuple):
 
 
 def read_item(path: str, number: int, span: Span, name: str) -> StoredTensor | TorchFile:
-    """What one call of torch.save wrote at `span` of an open file: the place of a tensor, whose checksum the
-    caller compares, or the content of another object, whose paths begin with `name`.
+    """Reads the object that one call of torch.save wrote at `span` of an open file. Returns the position of a tensor,
+    and the content of any other object, with paths that begin with `name`. The caller must compare a tensor's checksum.
 
-    The memory of the content's tensors stays valid. Raises what `opened` raises.
+    The memory of the content's tensors stays valid. Raises the errors of `opened`.
     """
     with open(number, "rb", closefd=False) as file, _classed_errors(path, file, span):
         reader = _Reader(path, entries_of(file, span), number, span)
@@ -170,7 +171,7 @@ def read_item(path: str, number: int, span: Span, name: str) -> StoredTensor | T
 
 @contextlib.contextmanager
 def _classed_errors(path: str, file: BinaryIO, span: Span | None) -> Iterator[None]:
-    # Our classes for what reading an archive raises.
+    # Converts errors of reading an archive to overwire's classes.
     try:
         yield
     except OverwireError:
@@ -185,15 +186,14 @@ def _classed_errors(path: str, file: BinaryIO, span: Span | None) -> Iterator[No
 def opened(
     path: str, span: Span | None = None, compare: bool = True, scratch: str | None = None
 ) -> Iterator[TorchFile]:
-    """The content of a file, or of the archive at `span` in it; its memory is valid in the block.
+    """Yields the content of a file, or of the archive at `span` in it. Its memory is valid inside the context.
 
-    compare: read all tensors for their checksums.
-    scratch: a folder whose disk takes what deflated entries inflate to; None: that of temporary files.
+    compare: whether to read all tensors and compare their checksums.
+    scratch: the folder for inflated entries; None: the default folder for temporary files.
 
     Raises FormatError for a file that torch.save did not write, NotSupportedError for tensors that safetensors lacks
-    (sparse, quantised, complex128) or that are inside objects of other classes, UntrustedPickleError for a pickle
-    that no honest file has, CorruptError for an archive that is truncated or damaged, or if the file changes
-    before the context ends.
+    (sparse, quantised, complex128) or that are inside objects of other classes, UntrustedPickleError for a hostile
+    pickle, and CorruptError for an archive that is truncated or damaged, or that changes before the context ends.
     """
     try:
         file = open(path, "rb", opener=regular)  # noqa: SIM115
@@ -214,7 +214,7 @@ def opened(
         failure = CorruptError(f"overwire: read {path}: changed while it was read", source=path)
         try:
             yield content
-        except IOFailure as error:  # reading mapped memory after the file was shortened
+        except IOFailure as error:  # the file may have been shortened while its memory was read
             if state_of_file(file.fileno()) != before:
                 raise failure from error
             raise
@@ -223,14 +223,14 @@ def opened(
 
 
 class _Names(AllowList):
-    """The rules for torch pickles: all names become placeholders, and calls make tensors or placeholders."""
+    """The rules for torch pickles. All globals become placeholders, and calls create tensors or placeholders."""
 
     def __init__(self, budget: Budget, reader: _Reader) -> None:
         super().__init__(budget)
         self._reader = reader
 
     def find(self, module: str, name: str) -> Any:
-        """Returns plain Python types, and a placeholder for everything else. Raises UntrustedPickleError for a name
+        """Returns a plain Python type, or a placeholder for any other global. Raises UntrustedPickleError for a name
         that is too long."""
         if len(module) + len(name) > _LONGEST:
             raise self.budget.refuse(f"it has a name of {len(module) + len(name)} characters")
@@ -240,8 +240,8 @@ class _Names(AllowList):
         return _Named(module, name)
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """Makes tensors, shapes and containers. All other calls, and calls with placeholders, make a placeholder. A
-        defaultdict becomes a dict if its factory is a placeholder, which is never called."""
+        """Creates tensors, shapes and containers. All other calls, and calls with placeholders, create a placeholder. A
+        defaultdict with a placeholder as its factory becomes a dict, so the factory is never called."""
         if isinstance(function, _Opaque):
             return function
         if isinstance(function, type) and (
@@ -260,15 +260,16 @@ class _Names(AllowList):
         return _Opaque(function)
 
     def _rebuild_of_type(self, function: Any, kind: Any, args: Any) -> Any:
-        # A tensor with attributes, which are ignored. In another class they could be its content.
+        # Returns a tensor without its attributes, or a placeholder for a subclass. A subclass may keep its content in
+        # attributes.
         if type(function) is _Named and kind in _TENSOR_TYPES and type(args) is tuple:
             return self.call(function, args)
         self._reader.count_lost(args if type(args) is tuple else ())
         return _Opaque(kind if isinstance(kind, _Named) else _Named("torch._tensor", "_rebuild_from_type_v2"))
 
     def new(self, kind: Any, args: tuple[Any, ...]) -> Any:
-        """Makes a placeholder for an object of any class."""
-        if isinstance(kind, _Opaque):  # a class returned by a call, as protocol 2 writes nested classes
+        """Creates a placeholder for an object of any class."""
+        if isinstance(kind, _Opaque):  # a class that a call returned; protocol 2 writes nested classes this way
             return kind
         return _Opaque(kind) if isinstance(kind, _Named) else super().new(kind, args)
 
@@ -279,7 +280,7 @@ class _Names(AllowList):
 
 
 class _Machine(Machine):
-    """The machine, with placeholders allowed as containers."""
+    """A machine that allows placeholders as containers."""
 
     def _growing_target(self) -> Any:
         return [] if isinstance(self._stack[-1], _Opaque) else super()._growing_target()
@@ -290,8 +291,8 @@ class _Machine(Machine):
 
 
 class _Reader:
-    """Reads one file once. What Python parses is read, not mapped, because mapping a truncated file would crash the
-    process."""
+    """Reads one file once. Bytes that Python parses are read instead of mapped, because access to the mapping of a
+    truncated file would crash the process."""
 
     def __init__(self, path: str, entries: list[zipfile.ZipInfo], number: int, span: Span | None = None) -> None:
         self._path, self._number = path, number
@@ -299,7 +300,7 @@ class _Reader:
         self._spans: dict[str, tuple[int, int]] = {}
         self._entries = {info.filename: info for info in entries}
         if len(self._entries) != len(entries):
-            raise self._error_of("it has two entries with one name")
+            raise self._error_of("it has two entries with the same name")
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise self._error_of("it has no data.pkl")
@@ -308,17 +309,17 @@ class _Reader:
         self._made = 0
         self._storages: dict[str, _Storage] = {}  # storages that the pickle names, by key
         self._used: set[str] = set()  # keys of storages that a tensor needs
-        self._named = 0  # bytes of mapped tensors, counted for each name
+        self._named = 0  # bytes of mapped tensors, counted once per name
         self._copied = 0  # bytes of strided tensors, which are copied
-        self._odd = ""  # the class of an object that is not plain data
-        self._is_over = False  # remaining checksums need not be computed
+        self._odd = ""  # the class of the first object that is not plain data
+        self._is_over = False  # whether the remaining checksums need not be computed
 
     @functools.cached_property
     def _memory(self) -> mmap.mmap:
-        # Tensors view it until the last of them is gone, which closes it.
+        # Tensors refer to the mapping. It is closed when the last of them is freed.
         try:
             return mmap.mmap(self._number, self._end, access=mmap.ACCESS_READ)
-        except ValueError:  # the file has fewer bytes now
+        except ValueError:  # the file was shortened
             raise self._error_of("changed while it was read", CorruptError) from None
 
     def _error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
@@ -334,14 +335,14 @@ class _Reader:
         while block:
             try:
                 count = os.preadv(self._number, [block], at)
-            except OSError as error:  # otherwise it would look like an error in the pickle
+            except OSError as error:  # must not look like an error in the pickle
                 raise error_of_system(error, "read", self._path) from error
             if not count:
                 raise self._error_of("changed while it was read", CorruptError)
             block, at = block[count:], at + count
 
     def _span_of_entry(self, name: str) -> tuple[int, int]:
-        """Returns where an entry's bytes begin and end."""
+        """Returns the offsets of an entry's first byte and end."""
         if name in self._spans:
             return self._spans[name]
         info = self._entries.get(self._folder + name)
@@ -353,22 +354,22 @@ class _Reader:
             raise self._error_of(f"{name} is compressed or encrypted")
         start += 30 + sum(struct.unpack("<HH", head[26:]))
         if start + info.file_size > self._end:
-            raise self._error_of(f"{name} is cut short")
+            raise self._error_of(f"{name} is truncated")
         self._spans[name] = start, start + info.file_size
         return self._spans[name]
 
     def _stored_sum(self, name: str) -> int:
-        return self._entries[self._folder + name].CRC  # 0: torch.save wrote none, after set_crc32_options(False)
+        return self._entries[self._folder + name].CRC  # 0 if torch.save ran after set_crc32_options(False)
 
     def _compare_sum(self, name: str, total: int) -> None:
-        """Raises CorruptError if an entry's bytes are not those that were written. total: the computed checksum."""
+        """Raises CorruptError if the checksum of an entry does not match. total: the computed checksum."""
         stored_sum = self._stored_sum(name)
         if stored_sum and total != stored_sum:
-            why = f"checksum mismatch of {name}: {stored_sum:08x}, not {total:08x}: copy or fetch it again"
+            why = f"checksum mismatch of {name}: {stored_sum:08x} stored, {total:08x} computed: copy or fetch it again"
             raise self._error_of(why, CorruptError)
 
     def _compare_storage(self, name: str) -> None:
-        # Like `_compare_sum`, but reads the bytes itself, block by block.
+        # Works like `_compare_sum`, but reads the bytes block by block and computes their checksum.
         if not self._stored_sum(name):
             return
         start, end = self._span_of_entry(name)
@@ -382,18 +383,19 @@ class _Reader:
         self._compare_sum(name, total)
 
     def _compare_storages(self, names: list[str]) -> None:
-        """Calls `_compare_storage` for entries that do not overlap. Of entries that share bytes, each is read whole."""
+        """Compares the checksums of storages. Raises FormatError if entries overlap, because each would be read
+        whole."""
         spans = sorted(map(self._span_of_entry, names))
         if any(low[1] > high[0] for low, high in itertools.pairwise(spans)):
             raise self._error_of("its entries overlap")
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
             try:
                 list(start_thread(pool.map, self._compare_storage, names))
-            finally:  # after an error or Ctrl-C the pool still waits for running reads
+            finally:  # after an error or Ctrl-C the pool waits for running reads, which then end early
                 self._is_over = True
 
     def read_root(self) -> Any:
-        """The object of the pickle, whose checksum is compared."""
+        """Returns the object of the pickle, after comparing the pickle's checksum."""
         if self._folder + "byteorder" in self._entries:
             start, end = self._span_of_entry("byteorder")
             if end - start != 6 or self._read_bytes(start, end) != b"little":
@@ -406,7 +408,7 @@ class _Reader:
         return run_machine(_Machine(data, _Names(self._budget, self), self._find_storage), self._path)
 
     def locate(self, tensor: _Tensor) -> StoredTensor:
-        """Where the bytes of a tensor are."""
+        """Returns the position of a tensor's bytes."""
         name = f"data/{tensor.storage.key}"
         start, end = self._span_of_entry(name)
         place = start + tensor.offset
@@ -415,14 +417,14 @@ class _Reader:
         )
 
     def read_content(self, root: Any, at: tuple[str, ...] = (), compare: bool = True) -> TorchFile:
-        """Everything in the file. compare: every checksum is compared."""
+        """Returns the content of the file. compare: whether to compare the checksums of all storages."""
         contents = TorchFile([], {}, [])
         visits: set[int] = set()
         self._walk_value(contents, root, at, visits)
         if orphans := self._made - len(visits) + len(self._storages) - len(self._used):
             what = f"objects of {self._odd}" if self._odd else "objects that are not plain data"
-            why = f"{orphans} tensors are inside {what}: load it with the library that wrote it"
-            raise self._error_of(f"{why}, and save its state_dict()", NotSupportedError)
+            why = f"{orphans} tensors are inside {what}: load the file with the library that wrote it"
+            raise self._error_of(f"{why}, and save the state_dict()", NotSupportedError)
         if compare:
             self._compare_storages([f"data/{key}" for key in self._storages])
         return contents
@@ -437,7 +439,7 @@ class _Reader:
             and type(pid[4]) is int
         ):
             storage = _Storage(pid[2], self._dtype_of(pid[1].name.removesuffix("Storage"), _STORAGES), pid[4])
-            # torch uses the first storage for all of that key: another reader would get other tensors.
+            # torch uses the first storage for all references with its key. Other readers would return other tensors.
             if self._storages.setdefault(storage.key, storage) != storage:
                 raise self._error_of(f"data/{storage.key:.200} is used with two dtypes or lengths")
             start, end = self._span_of_entry(f"data/{storage.key}")
@@ -453,7 +455,7 @@ class _Reader:
         return table[name]
 
     def count_lost(self, args: tuple[Any, ...]) -> None:
-        """Counts the tensor that another class would make of a storage, which other tensors may have as well."""
+        """Counts tensors that a class would create from storages. Other tensors may use the same storages."""
         keys = {arg.key for arg in args if type(arg) is _Storage}
         self._made, self._used = self._made + len(keys), self._used | keys
 
@@ -488,7 +490,7 @@ class _Reader:
         return _Tensor(storage, dtype, shape, strides, first)
 
     def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
-        # One object may have many paths, and one key may occur in many paths.
+        # Charges each path, because one object may have many paths, and one key may occur in many of them.
         self._budget.charge_work(1)
         self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)
@@ -502,10 +504,10 @@ class _Reader:
             found.left.append(f"{name or 'the whole file'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
             for key, part in value.items():
-                if (text := self._text_of_key(key)) is None:  # tensors below it count as missing in the end
+                if (text := self._text_of_key(key)) is None:  # `read_content` reports tensors below this key
                     kind = _kind_of(key)
                     self._budget.charge_memory(len(kind))
-                    found.left.append(f"{name}: an entry that has a key of {kind}".removeprefix(": "))
+                    found.left.append(f"{name}: an entry with a key of type {kind}".removeprefix(": "))
                 else:
                     self._walk_value(found, part, (*at, text), seen)
         elif (size := self._size_of_plain(value)) is not None:
@@ -522,7 +524,7 @@ class _Reader:
             found.left.append(f"{name}: {_kind_of(value)}")
 
     def _text_of_key(self, key: Any) -> str | None:
-        """Returns a key as part of a name, if it is a plain value or a tuple of them; None otherwise."""
+        """Returns a key as part of a name if it is a plain value or a tuple of plain values, otherwise None."""
         parts = key if type(key) is tuple else (key,)
         self._budget.charge_work(len(parts))
         size = 0
@@ -535,7 +537,7 @@ class _Reader:
         return key if type(key) is str else str(key)
 
     def _size_of_plain(self, value: Any) -> int | None:
-        """Returns the approximate bytes of a plain value, or of a list of them; None for other objects."""
+        """Returns the approximate bytes of a plain value or of a list of plain values, or None for other objects."""
         kind = type(value)
         if kind is str:
             return len(value) if value.isascii() or not _SURROGATE.search(value) else None
@@ -567,17 +569,18 @@ class _Reader:
         if dense or not size:
             self._named += size
             if self._named > _TIMES * (self._end - self._base) + _SPARE:
-                why = f"with {name}, its tensors have {self._named} bytes, more than {_TIMES} times those of the file"
+                why = f"with {name}, its tensors have {self._named} bytes, more than {_TIMES} times the file's size"
                 raise self._error_of(why, NotSupportedError)
             data: Any = memoryview(self._memory)[start : start + size]
         else:
             try:
                 import numpy as np
             except ImportError:
-                raise self._error_of(f"{name} is strided, and reading it needs numpy", NotSupportedError) from None
+                why = f"{name} is strided, and reading it needs numpy: install numpy"
+                raise self._error_of(why, NotSupportedError) from None
             self._copied += size
-            if self._copied > self._end - self._base + _SPARE:  # one number may stand for any number of them
-                why = f"with {name}, its strided tensors have {self._copied} bytes, more than the file"
+            if self._copied > self._end - self._base + _SPARE:  # with stride 0, one stored element may become many
+                why = f"with {name}, its strided tensors have {self._copied} bytes, more than the size of the file"
                 raise self._error_of(why, NotSupportedError)
             whole = np.empty(tensor.shape, f"V{item}")
             self._fill_array(whole, start, tensor.strides)

@@ -1,9 +1,9 @@
-"""Models of other libraries, as files and folders that the engine converts.
+"""Converts models of other libraries.
 
-`pytorch_model.bin` becomes `model.safetensors`, its shards and their index likewise;
-another file keeps its stem. What lies with the weights comes along. The plain files
-are temporary: they lie in a folder of their own, next to what is written, and go when the
-conversion has ended.
+Their weights are first written as plain safetensors files, which the engine then converts. `pytorch_model.bin` becomes
+`model.safetensors`, and shards and their index are renamed in the same way. Other files keep their stems. Auxiliary
+files next to the weights are copied. The plain files are in a temporary folder next to the target, which is removed
+after the conversion.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ def convert(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Report:
-    """Rewrites a model: plain to compressed, compressed to plain (compress=False), or into other shards. Memory use
+    """Converts a model: plain to compressed, compressed to plain (compress=False), or into other shards. Memory use
     does not grow with the model.
 
     A plain file that was compressed as a single file is restored byte for byte, including its header. Its SHA-256 is
-    compared before the file appears (`Report.originals`).
+    checked before the file appears (`Report.originals`).
 
     torch.save files (.bin, .pt, .pth, .ckpt), and local folders of them, are read without running any of their
-    code: see the page on folders.
+    code; see the page on folders.
 
     source: anything that `inspect` takes, a torch.save file or folder, or a list of files.
-    path: the file, or a folder if it ends in a slash, or if the source is a folder or
-        several files and it does not end in .safetensors.
-    level, metadata, max_shard_size: as for `save_file`; metadata None keeps the source's metadata.
-    sha256: whether a compressed file keeps the SHA-256 of the local file that it was made from, which proves that
-        it can be restored. One core computes it, at about 1 GB/s for each file. Without it, the header and the
-        hashes of the tensors are the proof.
+    path: the file to write. It is a folder if it ends in a slash, or if the source is a folder or several files and
+        path does not end in .safetensors.
+    level, metadata, max_shard_size: as for `save_file`; metadata None copies the source's metadata.
+    sha256: whether to store the SHA-256 of a local source file in the compressed file, so that a restored file can be
+        checked. One core computes it, at about 1 GB/s for each file. Without it, the header and the hashes of the
+        tensors are checked.
     storage_options: as for `load_file`, for source and path. `decryption_*` applies to the source, and
-        `encryption_*` to the path, as for `save_file`. From .tensors to .tensors, types, modules and every dtype
-        are kept, so files can be encrypted, decrypted, or given another key.
+        `encryption_*` to the path, as for `save_file`. If both are .tensors files, types, modules and all dtypes
+        are preserved, so files can be encrypted, decrypted, or encrypted with another key.
 
     Returns a Report. Raises the errors of loading and saving.
     """
@@ -97,7 +97,7 @@ def convert(
 
 
 def names_of(plain: list[str], sources: list[str]) -> dict[str, str]:
-    """For the paths of plain files and folders, and what is in them: the paths that they were made of."""
+    """Returns the source path of each plain file and folder, and of everything in these folders."""
     names: dict[str, str] = {}
     for own, source in zip(plain, sources, strict=True):
         names[own] = source
@@ -110,8 +110,8 @@ def names_of(plain: list[str], sources: list[str]) -> dict[str, str]:
 
 
 def is_torch_model(path: str) -> bool:
-    """Whether a local path is a file of another library that is read, or a folder with such weights. Raises for
-    weights that are damaged or missing."""
+    """Returns whether a local path is a supported file of another library, or a folder with such weights. Raises errors
+    if weights are damaged or missing."""
     if is_remote(path) or not may_be_foreign(path):
         return False
     with classed_errors(path, "open"):
@@ -124,7 +124,7 @@ def is_torch_model(path: str) -> bool:
 
 
 def _is_sharded_copy(root: str, below: str) -> bool:
-    """Whether a folder has the parts from which torch made the weights of the folder above it."""
+    """Returns whether a folder contains the shards from which the weights in its parent folder were assembled."""
     above, name = os.path.split(below.rstrip("/"))
     return name == "sharded" and has_weights(os.listdir(os.path.join(root, above)))
 
@@ -134,8 +134,8 @@ def _has_safetensors(folder: str) -> bool:
 
 
 def _weights_by_folder(root: str, folders: list[str]) -> dict[str, list[str]]:
-    """The torch.save files that become safetensors files, of each folder: none of folders that have such files, or
-    below a root that has them. Raises for those that are damaged or missing, in any folder."""
+    """Returns the torch.save files to convert, by folder. Omits folders that already contain safetensors files, and all
+    folders if the root does. Raises errors if any weights are damaged or missing."""
     plain = {folder for folder in folders if _has_safetensors(folder)}
     to_read = [folder for folder in folders if root not in plain and folder not in plain and not kind_of(folder)]
     return {folder: weights_of(folder, is_usual=bool(plain)) for folder in to_read}
@@ -143,10 +143,10 @@ def _weights_by_folder(root: str, folders: list[str]) -> dict[str, list[str]]:
 
 @contextlib.contextmanager
 def plain_models(sources: list[str], target: str) -> Iterator[tuple[list[str], list[str]]]:
-    """Yields the sources, with torch.save files and folders replaced by plain ones, and a list of
-    what the plain ones leave out: large files without weights, and objects that are not plain data.
+    """Yields the sources with torch.save files and folders replaced by plain ones, and a list of omitted content: large
+    files without weights, and objects that are not plain data.
 
-    target: the path to be written. If it is local, the temporary files are on its disk."""
+    target: the path to be written. If it is local, the temporary files are on the same disk."""
     parent = os.path.dirname(os.path.abspath(target)) if not is_remote(target) else tempfile.gettempdir()
     if not os.path.isdir(parent):
         raise NotFoundError(f"overwire: save {target}: the folder {parent} does not exist", source=target)
@@ -185,10 +185,10 @@ def _write_plain_models(sources: list[str], top: str, into_file: bool) -> tuple[
 
 
 def _locked_folder(parent: str) -> tuple[str, int]:
-    """Makes a temporary folder. Returns its path, and the descriptor that locks it."""
+    """Creates a temporary folder. Returns its path and the descriptor that locks it."""
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
-        with contextlib.suppress(FileNotFoundError):  # another conversion removed it before it was locked
+        with contextlib.suppress(FileNotFoundError):  # another conversion may remove the folder before it is locked
             lock = -1
             try:
                 lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
@@ -205,7 +205,7 @@ def _locked_folder(parent: str) -> tuple[str, int]:
 
 
 def _sweep_leftovers(parent: str) -> None:
-    """Removes the folders of killed conversions, which no process locks."""
+    """Removes the temporary folders of killed conversions. No process holds their locks."""
     for name in os.listdir(parent):
         if name.startswith(_MARK):
             path = os.path.join(parent, name)
@@ -219,8 +219,8 @@ def _sweep_leftovers(parent: str) -> None:
 
 
 def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False) -> list[str] | None:
-    """Writes the tensors of a file or folder of that kind. Plain values become metadata. Returns what is left out.
-    may_lack: None for a file without tensors, which is not written."""
+    """Writes the tensors of a file or folder of a kind as a plain file. Plain values become metadata. Returns the
+    omitted content. may_lack: if the source has no tensors, write nothing and return None."""
     with open_content(source, kind, scratch=os.path.dirname(path)) as content:
         if may_lack and not content.tensors:
             return None
@@ -233,8 +233,8 @@ def _write_plain_file(source: str, path: str, kind: str, may_lack: bool = False)
 
 
 def _plain_folder(source: str, path: str, into_file: bool) -> list[str]:
-    """Makes a folder like the source, with its weights as plain files. Returns what is left out, with
-    the files next to the weights where all goes into one file."""
+    """Creates a folder like the source with the weights as plain files. Returns the omitted content. into_file: the
+    target is a single file, so the auxiliary files are omitted."""
     remainder: list[str] = []
     is_empty = True
     folders = dict(folders_of(source))
@@ -300,7 +300,7 @@ def _is_companion(root: str, path: str) -> bool:
 
 
 def _is_large(path: str) -> bool:
-    """Whether a file has a format for weights, and is too large to be copied along."""
+    """Returns whether a file has another weight format and is too large to copy."""
     return os.path.splitext(path)[1].lower() in OTHER_WEIGHTS and os.path.getsize(path) > MOST_OTHER
 
 
@@ -308,12 +308,12 @@ def _link_or_copy(path: str, target: str) -> None:
     real = os.path.realpath(path)
     try:
         os.link(real, target)
-    except OSError:  # it is on another file system
+    except OSError:  # the file may be on another file system
         shutil.copy(real, target)
 
 
 def _plain_index(path: str, target: str) -> None:
-    """The index of shards, with their new names."""
+    """Writes an index of shards with their new names."""
     index = read_index(path)
     index["weight_map"] = {name: plain_name(shard) for name, shard in index["weight_map"].items()}
     with open(target, "x", encoding="utf-8") as file:

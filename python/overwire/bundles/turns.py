@@ -1,7 +1,7 @@
-"""Makes writers of one bundle take turns, in all processes that can reach its folder.
+"""Locks a bundle for writing, across all processes that can reach its folder.
 
-A writer locks a hidden file in the folder and removes it at the end. A lock ends
-with its process, so a killed writer's file does not block others.
+A writer locks a hidden file in the folder, and removes it at the end. The system releases the lock when the process
+ends, so the file of a killed writer does not block others.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..files import lock_file
 
 
 class Turn:
-    """A lock file that a thread of this process has, or waits for. `saver` is the background save
-    that has taken it over from the thread."""
+    """A lock that a thread of this process holds or waits for. saver: the background save to which the thread has
+    passed it."""
 
     def __init__(self, device: int, inode: int) -> None:
         self._file, self._thread = (device, inode), threading.get_ident()
         self.saver: Saver | None = None
 
     def is_own(self, device: int, inode: int) -> bool:
-        """Whether it is the lock of that file, and this thread would wait for itself."""
+        """Returns whether this is the lock of that file and this thread holds it or waits for it."""
         owner = self._thread if self.saver is None else self.saver._thread
         return self._file == (device, inode) and owner == threading.get_ident()
 
@@ -36,19 +36,19 @@ _taken: list[Turn] = []
 
 @contextlib.contextmanager
 def turn_of(path: str) -> Iterator[Turn]:
-    """Waits until no one else is in a `turn_of` with the same path. Raises OSError, and
-    ArgumentError if this thread itself is in one, because it would wait for itself.
+    """Holds the lock of a path inside the context. Waits for other threads and processes that hold it. Raises OSError,
+    and ArgumentError if this thread already holds the lock, because it would wait for itself.
 
-    If the file system has no locks, only the caller may write: see `lock_file`.
+    If the file system has no locks, nothing else may write at the same time; see `lock_file`.
     """
     number, turn = _lock_file(path)
     try:
         yield turn
     finally:
-        with contextlib.suppress(OSError):  # another process has removed it
+        with contextlib.suppress(OSError):  # another process may have removed it
             os.unlink(path)
         with contextlib.suppress(OSError):
-            fcntl.flock(number, fcntl.LOCK_UN)  # a forked child may also have the file open
+            fcntl.flock(number, fcntl.LOCK_UN)  # closing is not enough if a forked child also has the file open
         _taken.remove(turn)
         os.close(number)
 
@@ -70,14 +70,14 @@ def _lock_file(path: str) -> tuple[int, Turn]:
             os.close(number)
             raise
         _taken.remove(turn)
-        os.close(number)  # the previous writer has removed it
+        os.close(number)  # the previous writer has removed the file
 
 
 def _note_owner(number: int, path: str) -> Turn:
     state = os.fstat(number)
     if any(turn.is_own(state.st_dev, state.st_ino) for turn in list(_taken)):
         raise ArgumentError(
-            f"overwire: {path}: a signal handler, or a callback, saves the bundle whose save it interrupts"
+            f"overwire: {path}: a signal handler or callback saves a bundle while it interrupts a save of this bundle"
         )
     _taken.append(turn := Turn(state.st_dev, state.st_ino))
     return turn

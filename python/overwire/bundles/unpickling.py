@@ -1,6 +1,6 @@
-"""Unpickles bundles. Blobs are requested while they are still being loaded.
+"""Unpickles bundles while their blobs are loaded.
 
-Python itself unpickles trusted pickles; `machine` interprets all others.
+Python unpickles trusted pickles, and `machine` interprets all others.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Blobs(Protocol):
     """The bytes that belong to a pickle, by blob number."""
 
     def storage(self, blob: int, size: int) -> Any:
-        """Waits for a blob, and returns it as a torch UntypedStorage, the same one each time."""
+        """Waits for a blob. Returns it as a torch UntypedStorage, the same object each time."""
 
     def base(self, blob: int, size: int) -> Any:
-        """Waits for a blob, and returns it as a flat uint8 numpy array, the same one each time."""
+        """Waits for a blob. Returns it as a flat uint8 numpy array, the same object each time."""
 
 
 class _References:
-    """Turns persistent ids into storages and arrays, and trusts none of the ids."""
+    """Converts persistent ids to storages and arrays. The ids are not trusted."""
 
     def __init__(self, blobs: Blobs, source: str, budget: Budget | None) -> None:
         self._blobs = blobs
@@ -41,7 +41,7 @@ class _References:
         """Returns the object for a persistent id. Raises FormatError if it is malformed."""
         if type(pid) is int or type(pid) is str and pid.isdigit():
             raise NotSupportedError(
-                f"overwire: unpickle {self._source}: nyacomp itself wrote it: load it there and compress "
+                f"overwire: unpickle {self._source}: nyacomp itself wrote this file: load it with nyacomp and compress "
                 f"it again with overwire",
                 source=self._source,
             )
@@ -98,7 +98,7 @@ class _References:
             array = np.ndarray(shape, kind, base, offset, strides)
         elif 0 in shape or not kind.itemsize:
             if self._budget is not None:
-                self._budget.charge_memory(kind.itemsize)  # numpy allocates one element even for none
+                self._budget.charge_memory(kind.itemsize)  # numpy allocates one element for an empty array
             array = np.empty(shape, kind)
         else:
             raise self._refuse_reference()
@@ -107,13 +107,13 @@ class _References:
         return array
 
 
-# Limits for arrays, below which numpy's sums do not wrap: dimensions, and sizes in bytes.
+# The most dimensions, and the limit for sizes in bytes. Below these, numpy's arithmetic does not overflow.
 _DIMS, _LIMIT = 64, 1 << 62
 
 
 def inside(shape: Any, strides: Any, offset: int, item: int, size: int) -> bool:
-    """Whether an array lies within `size` bytes, computed in Python integers, because
-    numpy's own check wraps around."""
+    """Returns whether an array is within `size` bytes. Computes in Python integers, because numpy's own check can
+    overflow."""
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides) or len(shape) > _DIMS:
         return False
     low = high = offset
@@ -144,12 +144,12 @@ class _Trusting(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
-            return tensor_v3  # takes the untyped storages that we return
+            return tensor_v3  # accepts the untyped storages that `persistent_load` returns
         return super().find_class(module, name)
 
 
 def load(data: bytes, blobs: Blobs, source: str, trust: bool) -> Any:
-    """Unpickles `data`. Raises UntrustedPickleError as `load_compressed_pickle` describes."""
+    """Unpickles `data`. Raises UntrustedPickleError unless `trust`; see `load_compressed_pickle`."""
     if trust:
         return _Trusting(data, _References(blobs, source, None)).load()
     budget = Budget(source, len(data))
@@ -163,8 +163,8 @@ class _NoNames(AllowList):
 
 
 def load_plain(data: bytes, source: str) -> Any:
-    """Unpickles numbers, texts and containers of them. Raises UntrustedPickleError for pickles that
-    name globals or refer to blobs, and FormatError."""
+    """Unpickles numbers, texts and containers of these. Raises UntrustedPickleError for pickles that
+    name globals or refer to blobs, and FormatError for malformed ones."""
     budget = Budget(source, len(data), "Nothing in it was run")
 
     def refuse_reference(pid: Any) -> Any:
@@ -184,8 +184,8 @@ def run_machine(machine: Machine, source: str) -> Any:
             ) from error
         raise
     except Exception as error:
-        # A hostile or broken pickle can raise anything, but the caller gets one class.
-        # Arguments of the error other than str come from the pickle.
+        # A hostile or broken pickle can raise any exception, but the caller gets a FormatError. Only str arguments are
+        # shown, because objects of the pickle could run code when they are converted.
         reason = type(error).__name__ + "".join(f": {part[:200]}" for part in error.args[:1] if type(part) is str)
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
             raise OutOfMemoryError(f"overwire: unpickle {source}: {reason}", source=source) from error

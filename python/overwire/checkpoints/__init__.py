@@ -7,8 +7,8 @@
     storage_writer=CheckpointWriter("step-100"))
     dcp.load(state, storage_reader=CheckpointReader("step-100"))
 
-The folder is also a model: `load_file("step-100")` returns the tensors below "model", whole, even if the
-ranks had them in shards.
+The folder is also a model. `load_file("step-100")` returns the tensors below "model", each as a whole, even if the
+tensors were sharded over the ranks.
 """
 
 from ..errors import MissingPackageError
@@ -20,7 +20,7 @@ except ImportError as error:
 
     there = next((one.version for one in metadata.distributions(name="torch")), "none")
     raise MissingPackageError(
-        f"overwire: overwire.checkpoints needs torch 2.5 or later, and {there} is installed: pip install -U torch"
+        f"overwire: overwire.checkpoints needs torch 2.5 or later, but found {there}: pip install -U torch"
     ) from error
 
 from .reader import CheckpointReader

@@ -1,8 +1,8 @@
-"""Gives a stager host memory that the other ranks of the host can map. A rank that gathers a tensor
-copies other ranks' blocks from there, and nothing is sent.
+"""Allocates host memory for a stager that the other ranks of the host can map. A rank that gathers a tensor copies the
+blocks of other ranks from there, so they need not be sent.
 
-A buffer is a memory file without a name in any folder. Other processes of the same user open it through /proc,
-and recognise it by a random name.
+A buffer is an anonymous memory file. Other processes of the same user open it through /proc, and recognise it by its
+random name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from .._imports import start_thread
 from ..errors import OutOfMemoryError
 
-# The bytes that one thread allocates at once.
+# The bytes that one thread allocates at a time.
 _STEP = 64 << 20
 
 
@@ -33,29 +33,29 @@ class _Buffer(NamedTuple):
 
 
 class BufferOffset(NamedTuple):
-    """The position of a block in the buffers of an offer."""
+    """The position of a block in one of the buffers of an offer."""
 
     buffer: int
     offset: int
 
 
 class Offer(NamedTuple):
-    """Tells other processes about this one's buffers: the host, the process id, and each buffer's descriptor, name
-    and bytes."""
+    """Describes the buffers of a process to other processes: the host, the process id, and the descriptor, name and
+    size of each buffer."""
 
     host: str
     process: int
     buffers: tuple[tuple[int, str, int], ...]
 
 
-_buffers: dict[int, _Buffer] = {}  # of this process, by address
+_buffers: dict[int, _Buffer] = {}  # the buffers of this process, by address
 
 
 def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Allocates nbytes of zeroed memory, which other processes can map while any tensor uses it.
+    """Allocates zeroed memory, which other processes can map while a tensor uses it.
 
-    pinned: page-locked, for copies from a GPU. Raises OutOfMemoryError. If the system has no memory files,
-    other processes cannot map the memory, and blocks in it are sent."""
+    pinned: whether to page-lock it, for copies from a GPU. Raises OutOfMemoryError. If the system has no memory files,
+    other processes cannot map the memory, and its blocks are sent."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     name = f"overwire-{secrets.token_hex(12)}"
@@ -87,14 +87,14 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
 
 
 def _release(begin: int, pinned: bool, process: int) -> None:
-    # Before the memory is unmapped.
+    # Runs before the memory is unmapped.
     os.close(_buffers.pop(begin).descriptor)
     if pinned and os.getpid() == process:
         torch.cuda.cudart().cudaHostUnregister(begin)  # type: ignore[no-untyped-call]
 
 
 def offer_buffers() -> Offer:
-    """Returns the offer of this process. Its buffers keep their positions in it until the next call."""
+    """Returns the offer of this process. `BufferOffset`s refer to the buffers in one offer."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             host = file.read().strip()
@@ -104,19 +104,19 @@ def offer_buffers() -> Offer:
 
 
 def find_block(tensor: torch.Tensor, offer: Offer) -> BufferOffset | None:
-    """Returns a tensor's position in this process's buffers, or None if it is in none or not contiguous."""
+    """Returns a tensor's position in this process's buffers, or None if it is not contiguous or not in a buffer."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     begin = tensor.data_ptr()
     for one in list(_buffers.values()):
         if one.begin <= begin and begin + tensor.nbytes <= one.begin + one.nbytes:
-            with contextlib.suppress(ValueError):  # the buffer is newer than the offer
+            with contextlib.suppress(ValueError):  # the buffer may be newer than the offer
                 return BufferOffset(offer.buffers.index((one.descriptor, one.name, one.nbytes)), begin - one.begin)
     return None
 
 
 def map_buffers(offer: Offer) -> list[torch.Tensor] | None:
-    """Maps another process's buffers. Returns None if it is on another host, or may not be mapped."""
+    """Maps the buffers of another process. Returns None if it is on another host, or if mapping is not permitted."""
     if not offer.host or offer.host != offer_buffers().host:
         return None
     tensors = []

@@ -1,10 +1,9 @@
-"""Exchanges blocks of tensors between the ranks of a save, and tells every rank whether all is well.
+"""Exchanges blocks of tensors between the ranks of a save, and ends the save on all ranks if one of them fails.
 
-Blocks that a stager has put into host memory are not sent to ranks on the same host. These map the memory
-(see buffers) and copy the blocks.
+Blocks that a stager has copied to host memory are not sent to ranks on the same host. These ranks map the memory
+(see `buffers`) and copy the blocks.
 
-Every rank runs the same rounds. Before each round they tell each other whether the last one succeeded, so that
-an error on one rank ends the save on all.
+Every rank runs the same rounds. After each round the ranks tell each other whether it succeeded.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from ..frameworks.spec import JoinedTensor
 from .buffers import BufferOffset, find_block, map_buffers, offer_buffers
 from .schedule import Block, Duty, Entry, Round
 
-#: A destination in a tensor, and the block to copy there.
+#: A destination in a tensor, and the block to copy to it.
 Copy = tuple[torch.Tensor, torch.Tensor]
 
-#: A tensor that a rank saves.
+#: A whole tensor that a rank saves.
 Gathered = Union["torch.Tensor", JoinedTensor]
 
 
 class Exchange:
-    """The exchange of one save, on this rank. tensor: returns the block with an index."""
+    """The exchange of one save, on this rank. tensor: returns this rank's block with a given index."""
 
     def __init__(self, group: Any, duty: Duty, tensor: Callable[[MetadataIndex], torch.Tensor]) -> None:
         self._duty, self._tensor = duty, tensor
         self._alone = duty.ranks == 1
         self._group = group
-        self._device: torch.device | None = None  # where blocks are sent from and to
-        self._broken = False  # all ranks know of an error
-        #: False after an error during a transfer: messages may be left in the group.
+        self._device: torch.device | None = None  # the device of blocks that are sent and received
+        self._broken = False  # whether all ranks know of an error
+        #: Whether the group can be used again. After an error during a transfer, messages may be left in it.
         self.group_is_usable = True
-        # (rank, index): the rank may copy this block from this process's memory.
+        # (rank, index) for each block that the rank can copy from this process's memory if it can map the memory.
         self._shared: set[tuple[int, MetadataIndex]] = set()
-        self._readers: set[int] = set()  # the ranks that do so
-        # By rank: its mapped memory, and the positions of its blocks there.
+        self._readers: set[int] = set()  # the ranks that have mapped the memory
+        # By rank: the rank's mapped memory, and the positions of its blocks there.
         self._sources: dict[int, tuple[list[torch.Tensor], Iterator[BufferOffset | None]]] = {}
 
     def run(self, work: Callable[[Round], None], finish: Callable[[], None]) -> None:
-        """Runs all rounds, then `finish`. Raises this rank's own error, and CancelledError if another rank
+        """Runs all rounds, then `finish`. Raises this rank's own error, or CancelledError if another rank has
         failed."""
         if self._alone:
             for step in self._duty.rounds:
@@ -59,7 +58,7 @@ class Exchange:
         group = dist.group.WORLD if self._group is None else self._group
         if group is None or dist.get_world_size(group) != self._duty.ranks or dist.get_rank(group) != self._duty.rank:
             raise ArgumentError(
-                "overwire: CheckpointWriter: the save uses another group: give that as process_group="
+                "overwire: CheckpointWriter: torch saves with another group: pass that group as process_group="
             )
         self._group = group
         self._agree_on_ways()
@@ -71,28 +70,29 @@ class Exchange:
 
     @contextlib.contextmanager
     def _ending_together(self) -> Iterator[None]:
-        """Collective: an error inside this context on one rank ends the save on all."""
+        """A context that ends the save on all ranks after an error on one of them. Collective."""
         try:
             yield
         except BaseException as error:
             if not self._broken:
-                self._broken = True  # contexts are nested: the error is reported once
-                with contextlib.suppress(Exception):  # the first error is raised
+                self._broken = True  # contexts are nested, and only the innermost reports the error
+                with contextlib.suppress(Exception):  # the first error is raised instead
                     self._agree_on_error(error)
             raise
         self._agree_on_error(None)
 
     def _agree_on_error(self, error: BaseException | None) -> None:
-        """Collective: raises CancelledError if another rank has failed."""
+        """Raises CancelledError if another rank has failed. Collective."""
         for rank, name in enumerate(self._tell(None if error is None else type(error).__name__)):
             if name is not None and rank != self._duty.rank and error is None:
                 self._broken = True
                 raise CancelledError(f"overwire: the save was cancelled because rank {rank} failed")
 
     def _agree_on_ways(self) -> None:
-        """Collective: decides where blocks are gathered, and which ones are copied from other ranks' memory."""
+        """Chooses the device for gathering blocks, and finds the blocks that can be copied from other ranks' memory.
+        Collective."""
         offer = offer_buffers()
-        offsets: dict[int, list[BufferOffset | None]] = {}  # by rank: positions of the blocks it needs, in order
+        offsets: dict[int, list[BufferOffset | None]] = {}  # by rank: positions of the blocks that it needs, in order
         with self._ending_together():
             here = {self._tensor(block.index).device.type for block in self._own_blocks()}
             for step in self._duty.rounds:
@@ -126,7 +126,7 @@ class Exchange:
                 self._sources[rank] = (memory, iter(answers[rank][1].get(self._duty.rank, ())))
 
     def _tell(self, what: Any) -> list[Any]:
-        """Collective: returns what each rank passed."""
+        """Returns the objects that all ranks passed, by rank. Collective."""
         there: list[Any] = [None] * self._duty.ranks
         with self._mark_failures():
             dist.all_gather_object(there, what, group=self._group)
@@ -147,15 +147,15 @@ class Exchange:
                     yield from (block for block in entry.blocks if block.rank == self._duty.rank)
 
     def gather(self, step: Round) -> tuple[dict[str, Gathered], list[Copy]]:
-        """Returns the round's tensors by name. Tensors that only this rank has are returned as they are. The others
-        are complete after `copy_blocks` has made the copies, which must happen before the save ends."""
+        """Returns the round's tensors by name, and a list of copies. A tensor that only this rank has is unchanged.
+        Other tensors are complete only after `copy_blocks(copies)`, which must be called before the save ends."""
         out: dict[str, Gathered] = {}
         copies: list[Copy] = []
         operations: list[Any] = []
         if self._alone:
             entries = [entry for entry in step.entries if entry.dtype is not None]
             return {entry.name: self._tensor(entry.blocks[0].index) for entry in entries}, []
-        with self._ending_together():  # if one rank runs out of memory, no rank waits for its blocks
+        with self._ending_together():  # if one rank runs out of memory, the others must not wait for its blocks
             for peer, index in step.sends:
                 if peer not in self._readers or (peer, index) not in self._shared:
                     block = _raw_bytes(self._tensor(index).to(self._device))
@@ -173,7 +173,7 @@ class Exchange:
         return dist.P2POp(operation, block, dist.get_global_rank(self._group, rank), self._group)
 
     def _whole_tensor(self, entry: Entry, operations: list[Any], copies: list[Copy]) -> Gathered:
-        # Returns a tensor that this rank writes. The operations and copies bring the other ranks' blocks.
+        # Returns a tensor that this rank writes. Appends the operations and copies that fetch other ranks' blocks.
         if len(entry.blocks) == 1 and entry.blocks[0].rank == self._duty.rank:
             return self._tensor(entry.blocks[0].index)
         rows = all(block.sizes[1:] == entry.shape[1:] for block in entry.blocks)
@@ -195,7 +195,7 @@ class Exchange:
         return whole
 
     def _joined_tensor(self, entry: Entry, operations: list[Any]) -> JoinedTensor:
-        # A tensor in host memory whose blocks are rows: the blocks are saved without being joined.
+        # Returns a tensor in host memory with blocks of whole rows. These blocks are saved without being joined.
         assert entry.dtype is not None
         parts: dict[int, torch.Tensor] = {}
         for block in entry.blocks:
@@ -209,7 +209,7 @@ class Exchange:
         return JoinedTensor([parts[begin] for begin in sorted(parts)])
 
     def _memory_of(self, block: Block, dtype: torch.dtype) -> torch.Tensor | None:
-        # The block in its rank's mapped memory; None if it is sent.
+        # Returns the block in its rank's mapped memory, or None if the block is sent.
         if block.rank not in self._sources:
             return None
         memory, offsets = self._sources[block.rank]
@@ -221,7 +221,7 @@ class Exchange:
 
 
 def copy_blocks(copies: list[Copy]) -> None:
-    """Copies blocks to their destinations, contiguous ones in this thread."""
+    """Copies blocks to their destinations. Contiguous blocks are copied on this thread only."""
     for place, block in copies:
         if place.device.type == block.device.type == "cpu" and place.is_contiguous() and block.is_contiguous():
             ctypes.memmove(place.data_ptr(), block.data_ptr(), place.nbytes)
@@ -230,7 +230,7 @@ def copy_blocks(copies: list[Copy]) -> None:
 
 
 def _devices_of(group: Any) -> set[str]:
-    # gloo registers itself for CUDA also, but can send only tensors in host memory.
+    # gloo also registers itself for CUDA, but can send only tensors in host memory.
     return {
         device.type
         for device in group._device_types
@@ -245,5 +245,5 @@ def _place_of(whole: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Backends do not support every dtype.
+    # Blocks are sent as bytes, because backends do not support every dtype.
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,11 +1,11 @@
-"""Finds the process group of a save, and makes one for saves that run next to training.
+"""Finds the process group of a save, and creates one for saves that run next to training.
 
-`dcp.async_save` saves in a thread. If the program gives torch no group, torch's messages and ours would
-use the default group at the same time as training's messages do. Such a save gets a gloo group
-instead. The thread makes it through the store of the default group, so that training's threads have nothing to call.
+`dcp.async_save` saves on another thread. If the program passes no group to torch, the messages of the save would use
+the default group at the same time as training. Such a save gets a gloo group instead. The saving thread creates it
+through the store of the default group, so the training threads need not call anything.
 
-A writer keeps its group for its later saves, and leaves it to other writers when it goes. Groups are destroyed
-by `dist.destroy_process_group()` only: torch 2.5 may wait forever where a single gloo group is destroyed.
+A writer uses its group for all its saves. When the writer is freed, other writers can use the group. Only
+`dist.destroy_process_group()` destroys these groups, because torch 2.5 may hang if a single gloo group is destroyed.
 """
 
 from __future__ import annotations
@@ -26,41 +26,42 @@ from ..errors import IOFailure
 
 # The most frames between storage_meta and the method of torch's _DistWrapper that calls it.
 _MOST_FRAMES = 12
-# The shortest and the longest pause in which a rank asks the store whether the others have come, in seconds.
+# The shortest and the longest pause between two checks of the store for other ranks, in seconds.
 _PAUSES = (0.005, 0.2)
 
 _lock = new_lock()
-_free_groups: dict[str, OwnGroup] = {}  # of this process, by name
+_free_groups: dict[str, OwnGroup] = {}  # groups of this process without a writer, by name
 
 
 class OwnGroup(NamedTuple):
-    """A gloo group of all ranks. name: the same on all of them. group: torch owns it, and ends it with the others."""
+    """A gloo group of all ranks. name: the same on all ranks. group: owned by torch, which destroys all groups
+    together."""
 
     name: str
     group: weakref.ReferenceType[Any]
 
     def is_there(self) -> bool:
-        """Whether the program has not destroyed its groups since."""
+        """Returns whether the group still exists. The program may have destroyed all groups."""
         return (group := self.group()) is not None and group in c10d._world.pg_map
 
 
 def is_next_to_training() -> bool:
-    """Whether this save runs in a thread of its own, as those of `dcp.async_save` do."""
+    """Returns whether this save runs on its own thread, like saves of `dcp.async_save`."""
     return dist.is_available() and dist.is_initialized() and threading.current_thread() is not threading.main_thread()
 
 
 def free_groups(groups: Iterable[OwnGroup]) -> None:
-    """Leaves groups to other writers."""
+    """Makes groups available to other writers."""
     with _lock:
         _free_groups.update((one.name, one) for one in groups)
 
 
 def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup]) -> Any:
-    """Returns the group of the torch save that calls this in its first step, or None for the default group.
+    """Returns the group of the torch save that calls this in its first step, or None for the default group. Collective.
 
-    A save next to training must not use training's group. If the program gave torch no group, the save gets the
-    writer's group if that has all ranks, or else a gloo group, which is added to own_groups. This is collective.
-    Raises IOFailure, and torch then sends nothing. checkpoint: the path, the same on all ranks."""
+    A save next to training must not use training's group. If the program passed no group to torch, the save gets the
+    writer's group if that has all ranks, otherwise a gloo group, which is added to own_groups. Raises IOFailure if
+    there is no such group; torch then sends no messages. checkpoint: the path, the same on all ranks."""
     wrapper = _wrapper_of_save()
     if wrapper is None:
         return None
@@ -83,26 +84,26 @@ def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup
 
 
 def _meet_at_store(checkpoint: str, own_groups: list[OwnGroup]) -> Any:
-    # The ranks have no group yet, so they count in the store. Each rank takes a number, and the ranks with
-    # consecutive numbers belong to one save. They use a group that all of them have, or make one.
+    # The ranks have no group yet, so they use counters in the store. Each rank takes a number, and each `size`
+    # consecutive numbers belong to one save. The ranks use a group that all of them have, or create one.
     store, size = c10d._get_default_store(), dist.get_world_size()
     key = f"overwire/{hashlib.sha256(checkpoint.encode('utf-8', 'surrogateescape')).hexdigest()}"
     meeting = f"{key}/{(store.add(key, 1) - 1) // size}"
     own_groups[:] = [one for one in own_groups if one.is_there()] or _take_free_groups()
     offers = sorted(own_groups, key=lambda one: one.name)
-    counters = [*(f"{meeting}/{one.name}" for one in offers), f"{meeting}/all"]  # the last counts arrived ranks
+    counters = [*(f"{meeting}/{one.name}" for one in offers), f"{meeting}/all"]  # the last one counts all ranks
     for counter in counters:
         store.add(counter, 1)
     end, pause = time.monotonic() + c10d.default_pg_timeout.total_seconds(), _PAUSES[0]
     while (here := store.add(counters[-1], 0)) < size:
         if time.monotonic() > end:
             for counter in (*counters, key):
-                store.add(counter, -1)  # so that the next save of this path counts from 0
+                store.add(counter, -1)  # the next save of this path must count from 0
             raise IOFailure(
                 f"overwire: CheckpointWriter: only {here} of {size} ranks have begun the save of {checkpoint} in time:"
-                " give each rank the same path"
+                " pass the same path on each rank"
             )
-        # store.wait would block training's use of the store meanwhile.
+        # Polls, because store.wait would block training's use of the store.
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
     for counter, one in zip(counters, offers, strict=False):
@@ -121,7 +122,8 @@ def _take_free_groups() -> list[OwnGroup]:
 
 
 def _make_group(name: str) -> Any:
-    # Makes a gloo group of all ranks. dist.new_group would name it by a count that training changes concurrently.
+    # Creates a gloo group of all ranks. Does not call dist.new_group, because that names the group by a counter that
+    # training may change at the same time.
     ranks = list(range(dist.get_world_size()))
     try:
         new_group: Any = c10d._new_process_group_helper
@@ -132,14 +134,14 @@ def _make_group(name: str) -> Any:
         c10d._world.pg_group_ranks[made] = {rank: rank for rank in ranks}
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise IOFailure(
-            f"overwire: CheckpointWriter: the ranks cannot make a gloo group: {error}: give dcp.async_save a"
+            f"overwire: CheckpointWriter: the ranks cannot create a gloo group: {error}: pass dcp.async_save a"
             " process_group that training does not use"
         ) from error
     return made
 
 
 def _wrapper_of_save() -> Any:
-    # Finds the object through which torch sends the messages of the save that calls this.
+    # Returns the torch object that sends the messages of the calling save, or None.
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     frame = sys._getframe(1)

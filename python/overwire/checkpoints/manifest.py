@@ -1,5 +1,5 @@
-"""Reads and writes checkpoint.json, which describes a checkpoint. It is written after the tensors, so a
-folder that has it is complete.
+"""Reads and writes checkpoint.json, which describes a checkpoint. It is written after the tensors, so a folder with
+this file is complete.
 
     {"format": "overwire checkpoint", "version": 2, "save": "0123456789abcdef0123456789abcdef",
      "parts": [{"prefix": "model.", "files": ["model.safetensors"]},
@@ -7,12 +7,12 @@ folder that has it is complete.
      "bytes": ["optimizer.param_groups"], "dtypes": {"model.phase": "complex128"},
      "paths": {"model.weight": ["model", "weight"], ...} or null}
 
-A tensor's name in the state is its part's prefix plus its name in the files. `bytes` lists the tensors that hold
-the torch.save bytes of an object. `dtypes` lists tensors with a torch dtype that safetensors lacks: they are stored
-as bytes, with an extra last dimension for the bytes of an element. `paths` has the keys that lead to each entry of
-a nested state. `save` is the id of the save, which is also in the metadata of its files (SAVE). Version 1 has
-neither `save` nor `dtypes`. The file may come from an attacker: everything read from it is bounded and checked, and
-it cannot name files outside of the folder.
+The name of a tensor in the state is the prefix of its part plus its name in the files. `bytes` lists the tensors that
+contain the torch.save bytes of an object. `dtypes` lists tensors with a torch dtype that safetensors lacks. They are
+stored as bytes, with an extra last dimension for the bytes of an element. `paths` lists the keys that lead to each
+entry of a nested state. `save` is the id of the save, which is also in the metadata of its files (SAVE). Version 1 has
+neither `save` nor `dtypes`. The file may come from an attacker, so everything in it is checked against limits, and it
+cannot name files outside of the folder.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, FormatError, NotSupportedError
 
-#: The file's name.
+#: The name of the file.
 NAME = "checkpoint.json"
 
-#: The metadata key, in a checkpoint's files, for the id of their save. The engine has the same name.
+#: The metadata key for the id of the save in a checkpoint's files. The engine uses the same key.
 SAVE = "overwire.checkpoint"
 
-#: The folder, inside a checkpoint, for everything that is not the model.
+#: The subfolder of a checkpoint for everything that is not the model.
 TRAINING = "training"
 
 #: The largest size of the file, in bytes.
@@ -45,21 +45,22 @@ _DTYPE = re.compile(r"[a-z][a-z0-9_]{1,40}")
 _KEYS = {1: {"format", "version", "parts", "bytes", "paths"}}
 _KEYS[2] = _KEYS[1] | {"save", "dtypes"}
 
-# The most keys in a path: far more than Python's recursion limit lets torch walk.
+# The most keys in a path. torch fails at fewer, because of Python's recursion limit.
 _DEEP = 1000
 
 Path = tuple[str | int, ...]
 
 
 class Part(NamedTuple):
-    """Files whose tensors have one prefix: the model, or everything else. Paths are relative to the checkpoint."""
+    """The files of the model, or of everything else. Their tensors have a common prefix in the state. Paths are
+    relative to the checkpoint."""
 
     prefix: str
     files: tuple[str, ...]
 
 
 class Manifest(NamedTuple):
-    """The contents of checkpoint.json. save: "" in version 1. dtypes: torch's names of dtypes, by tensor."""
+    """The contents of checkpoint.json. save: "" in version 1. dtypes: torch's names for dtypes, by tensor."""
 
     parts: tuple[Part, ...]
     bytes: frozenset[str]
@@ -69,7 +70,7 @@ class Manifest(NamedTuple):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Returns the text of the file. Raises NotSupportedError if it is more than `decode` accepts."""
+    """Returns the text of the file. Raises NotSupportedError if it is longer than `decode` accepts."""
     text = json.dumps(
         {
             "format": _FORMAT,
@@ -84,12 +85,12 @@ def encode(manifest: Manifest) -> bytes:
         indent=0,
     ).encode()
     if len(text) > LIMIT:
-        raise NotSupportedError(f"overwire: {NAME}: {len(text)} bytes of names: expected {LIMIT} or fewer")
+        raise NotSupportedError(f"overwire: {NAME}: it would have {len(text)} bytes: expected {LIMIT} or fewer")
     return text
 
 
 def paths_of(planner_data: Any) -> dict[str, Path] | None:
-    """Returns the checked paths that torch's planner gives. Raises NotSupportedError for other planner data."""
+    """Returns the paths from torch's planner, after checking them. Raises NotSupportedError for other planner data."""
     if planner_data is None:
         return None
     if not isinstance(planner_data, dict):
@@ -103,7 +104,7 @@ def paths_of(planner_data: Any) -> dict[str, Path] | None:
             )
     if not _are_dense(planner_data):
         raise NotSupportedError(
-            "overwire: the state has lists, or integers as keys, with far more places than entries"
+            "overwire: the state has a list, or integer keys, with far larger indices than it has entries"
         )
     return planner_data
 
@@ -134,9 +135,9 @@ def decode(text: bytes, source: str) -> Manifest:
         raise malformed_error("not an overwire checkpoint")
     version = document.get("version")
     if type(version) is not int or version not in _KEYS:
-        raise malformed_error(f"version {version!r:.20}: expected 1 or 2")
+        raise malformed_error(f"version: expected 1 or 2, got {version!r:.20}")
     if set(document) != _KEYS[version]:
-        raise malformed_error(f"the keys differ from those of version {version}")
+        raise malformed_error(f"expected the keys of version {version}: {', '.join(sorted(_KEYS[version]))}")
     if not isinstance(document["parts"], list) or len(document["parts"]) > 2:
         raise malformed_error("parts: expected two or fewer")
     parts = tuple(_decode_part(one, malformed_error) for one in document["parts"])
@@ -152,7 +153,7 @@ def decode(text: bytes, source: str) -> Manifest:
             raise malformed_error("paths: expected lists of keys")
         paths = {name: tuple(path) for name, path in paths.items()}
         if not _are_dense(paths):
-            raise malformed_error("paths: the lists have more places than there are names")
+            raise malformed_error("paths: the indices are far larger than the number of names")
     save, dtypes = document.get("save", ""), document.get("dtypes", {})
     if version > 1 and not (isinstance(save, str) and _SAVE.fullmatch(save)):
         raise malformed_error("save: expected 32 hexadecimal digits")
@@ -177,9 +178,9 @@ def _decode_part(one: Any, bad: Any) -> Part:
         raise bad("parts: expected files")
     for file in files:
         if not isinstance(file, str) or not _FILE.fullmatch(file):
-            raise bad(f"{file!r:.100} cannot be the name of a checkpoint's file")
+            raise bad(f"{file!r:.100} is not a valid name for a file of a checkpoint")
     if len({file.startswith(TRAINING) for file in files}) != 1:
-        raise bad("a part has files in both folders")
+        raise bad(f"a part has files both inside and outside of {TRAINING}/")
     return Part(one["prefix"], tuple(files))
 
 
@@ -188,10 +189,10 @@ def _is_path(path: Any, kind: type[Any]) -> bool:
 
 
 def _are_dense(paths: dict[str, Path]) -> bool:
-    """Whether lists with all the places that the paths name are no larger than the paths allow.
-    torch allocates such lists."""
+    """Returns whether the lists for all integer keys have a reasonable size for the number of paths. torch allocates
+    these lists."""
     room = (1 << 20) + 16 * len(paths)
-    places: dict[tuple[int, str | int], int] = {}  # by the parent place and the key there; 0 is the root
+    places: dict[tuple[int, str | int], int] = {}  # numbers of containers by parent and key; 0 is the root
     sizes: dict[int, int] = {}
     for path in paths.values():
         place = 0
@@ -207,7 +208,7 @@ def _are_dense(paths: dict[str, Path]) -> bool:
 
 
 def _has_lone_surrogate(text: str) -> bool:
-    """Whether the text has an unpaired surrogate, which UTF-8 cannot encode."""
+    """Returns whether a text has an unpaired surrogate, which UTF-8 cannot encode."""
     return any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

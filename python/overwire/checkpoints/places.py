@@ -1,13 +1,13 @@
 """Writes a checkpoint under a temporary name, and publishes it when it is complete.
 
-Each save has an id, which its coordinator makes. The id is in checkpoint.json, in the metadata of all files,
-and in the temporary name, so that ranks of another save never write to it.
+The coordinator of a save creates an id for it. The id is in checkpoint.json, in the metadata of all files,
+and in the temporary name, so that ranks of another save never write to the same folder.
 
-A local checkpoint is written to a hidden folder next to its own, `.NAME.partial-ID`. When it is complete it is
-renamed in one step: to its own name, or in exchange with the checkpoint that it replaces. In a store,
-checkpoint.json is written after the tensors, and without it there is no checkpoint. The files of each save have
-different names there, and checkpoint.json is written only if there is none. If several saves run at once, one of
-them makes the checkpoint and then its indexes, and the others fail.
+A local checkpoint is written to a hidden folder next to the target, `.NAME.partial-ID`. When it is complete, one rename
+gives it its name, or exchanges it with the checkpoint that it replaces. In a store, checkpoint.json is written after
+the tensors, and a checkpoint does not exist without it. The files of each save have different names in a store, and
+checkpoint.json is written only if it does not exist. If several saves run at the same time, one of them writes
+checkpoint.json and then the indexes, and the others fail.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from ..paths import is_file, is_remote, local, path_of
 from ..stores import ObjectReader, refuse_planted, remove_objects, resolve_links, write_bytes
 from .manifest import LIMIT, NAME, TRAINING, Manifest, decode
 
-#: The index in each of the two folders.
+#: The name of the index, in the checkpoint and in its training folder.
 INDEX = "model.safetensors.index.json"
 
 
 class Located:
-    """Answers torch's questions about the path of a reader or a writer."""
+    """The path of a reader or writer, with the methods that torch calls for it."""
 
     _path: str | None = None
     _schemes: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Located:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it is a path, or a URI with a supported scheme."""
+        """Returns whether this is a path, or a URI with a supported scheme."""
         try:
             uri = local(checkpoint_id)
         except OverwireError:
@@ -64,8 +64,8 @@ class Located:
 
 
 class Place:
-    """The destination of one checkpoint, on every rank. The coordinator calls `begin`, then `publish` or `drop`. The
-    other ranks call `join_save`. All write to `path_of`."""
+    """The destination of one checkpoint. Each rank has one. The coordinator calls `begin`, then `publish` or `drop`.
+    The other ranks call `join_save`. All write to `path_of`."""
 
     def __init__(
         self, path: str | os.PathLike[str], storage_options: Mapping[str, object] | None, overwrite: bool
@@ -73,10 +73,10 @@ class Place:
         self.path = local(path).rstrip("/")
         self.remote = is_remote(self.path)
         self.options = storage_options
-        self._objects: list[str] = []  # written to a store by this save
+        self._objects: list[str] = []  # objects that this save has written to a store
         self._overwrite = overwrite
-        self._unlock: weakref.finalize[..., Any] | None = None  # on the coordinator, while it has the destination
-        self._own_folder: os.stat_result | None = None  # the folder that it made, until it is published
+        self._unlock: weakref.finalize[..., Any] | None = None  # set while the coordinator holds the lock
+        self._own_folder: os.stat_result | None = None  # the folder that the coordinator created, until it is published
         self._remains: list[str] = []  # folders to remove at the end
         self._replaced: dict[str, tuple[int, int, int]] | None = None  # files of the checkpoint to replace
         self._target = self._prefix = self.path
@@ -84,24 +84,24 @@ class Place:
             self._target = resolve_links(path_of(self.path) if is_file(self.path) else self.path)
             folder, name = os.path.split(self._target)
             if name in ("", ".", ".."):
-                raise self._error_at("expected a path that ends in the name of a folder")
+                raise self._error_at("expected a path that ends in a folder name")
             self._prefix = os.path.join(folder, f".{name}.partial")
         self.join_save(secrets.token_hex(16))
 
     def join_save(self, save: str) -> None:
-        """Writes to the save with this id, the coordinator's, from now on."""
+        """Joins the save with the coordinator's id. This rank writes to it from now on."""
         self.save = save
-        #: A part of the files' names; "" if they need none.
+        #: A part of all file names in a store, "" for a local folder.
         self.mark = f"-ow{save[:8]}" if self.remote else ""
         self._partial = self.path if self.remote else f"{self._prefix}-{save[:8]}"
 
     def path_of(self, file: str) -> str:
-        """Returns where a file of the checkpoint is written until it is published."""
+        """Returns the temporary path of a file of the checkpoint."""
         return f"{self._partial}/{file}"
 
     def make(self, file: str) -> str:
-        """Returns `path_of`, and makes its folder. Raises NotFoundError if the save's folder does not exist: the
-        coordinator has ended, or writes to another disk."""
+        """Returns `path_of` a file, and creates its folder. Raises NotFoundError if the save's folder does not exist,
+        because the coordinator has ended or writes to another disk."""
         path = self.path_of(file)
         if self.remote:
             self._objects.append(path)
@@ -127,17 +127,17 @@ class Place:
         except AccessError:
             raise
         except BaseException:
-            if file == NAME:  # it may exist even though the request failed: keep the files that it names
+            if file == NAME:  # the object may exist even though the request failed, so its files must stay
                 self._objects = []
             raise
         self._objects.append(path)
 
     def begin(self) -> None:
-        """Locks the destination, and removes what a killed save left there.
+        """Locks the destination, and removes the remains of killed saves.
 
-        Raises ArgumentError if something other than a checkpoint exists there (without `overwrite`: if anything
-        does) or if another save is running; NotSupportedError if the file system cannot replace a checkpoint in
-        one step. Then nothing has changed.
+        Raises ArgumentError if the destination exists and is not a checkpoint or overwrite is False, or if another save
+        is running. Raises NotSupportedError if the file system cannot replace a checkpoint in one step. Nothing has
+        changed then.
         """
         old = self._has_checkpoint()
         if self.remote:
@@ -145,7 +145,8 @@ class Place:
             return
         with self._naming_failures("make"):
             os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
-            # The lock is next to the folder. It is held until the checkpoint is published and the old one removed.
+            # The lock file is next to the folder. The lock is held until the new checkpoint is published and the old
+            # one is removed.
             lock = _lock_file(f"{self._prefix}.lock")
             if lock is None:
                 raise self._error_at("another save of this checkpoint is running")
@@ -162,17 +163,17 @@ class Place:
                 raise
 
     def hand_over(self) -> None:
-        """Leaves what this rank has written to the coordinator, which publishes or removes it."""
+        """Passes the responsibility for this rank's objects to the coordinator, which publishes or removes them."""
         self._objects = []
 
     def take_over(self, files: Iterable[str]) -> None:
-        """Takes over what all ranks have written, to publish or remove it."""
+        """Takes the responsibility for the objects of all ranks, to publish or remove them."""
         if self.remote:
             self._objects = [self.path_of(file) for file in files]
 
     def publish(self, files: Collection[str]) -> None:
-        """Gives the checkpoint its name if all its files exist. If this raises, the old checkpoint still has the
-        name; after Ctrl-C it may be the new one."""
+        """Gives the checkpoint its name if all its files exist. If this raises, the old checkpoint still has the name.
+        After Ctrl-C, the old or the new checkpoint may have it."""
         if self.remote:
             self._objects = []
             return
@@ -197,7 +198,7 @@ class Place:
             self.drop()
 
     def drop(self) -> None:
-        """Removes what this rank has written and no one published, and unlocks the destination."""
+        """Removes everything that this rank has written and that was not published, and unlocks the destination."""
         objects, self._objects = self._objects, []
         if objects:
             with contextlib.suppress(OverwireError):  # the save raises its own error
@@ -205,7 +206,7 @@ class Place:
         state, self._own_folder = self._own_folder, None
         try:
             if state is not None:
-                with contextlib.suppress(OSError, OverwireError):  # then both checkpoints stay
+                with contextlib.suppress(OSError, OverwireError):  # both checkpoints stay after an error
                     self._take_back(state)
             for folder in self._remains:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -216,16 +217,16 @@ class Place:
                 unlock()
 
     def _refuse_later_files(self, before: dict[str, tuple[int, int, int]]) -> None:
-        # The replaced checkpoint has the hidden name now. If this raises, `drop` gives it its name back.
+        # Raises if the replaced checkpoint, which now has the hidden name, has changed. `drop` then restores its name.
         after = _states_below(self._partial)
         if changed := sorted(file for file in before.keys() | after.keys() if before.get(file) != after.get(file)):
             raise self._error_at(
-                f"{changed[0]!r} was written while this save ran, and would be removed: move it, or save elsewhere"
+                f"{changed[0]!r} was written during this save, and would be removed: move it, or save elsewhere"
             )
 
     def _take_back(self, state: os.stat_result) -> None:
-        # Looks for the folder itself: a rename may have happened although it returned an error. Then the old
-        # checkpoint has the hidden name.
+        # Looks for the folder itself, because a rename may have happened although it returned an error. In that case
+        # the old checkpoint has the hidden name.
         if _is_at(state, self._target):
             _rename_folder(self._target, self._partial, os.path.isdir(self._partial))
         if _is_at(state, self._partial):
@@ -235,11 +236,11 @@ class Place:
         return kind(f"overwire: {self.path}: {why}", source=self.path)
 
     def _has_checkpoint(self) -> bool:
-        # Whether a checkpoint exists. Raises ArgumentError if it must not be replaced.
+        # Returns whether a checkpoint exists. Raises ArgumentError if the destination must not be replaced.
         if self.remote:
             with contextlib.suppress(NotFoundError):
                 read_bytes(f"{self.path}/{NAME}", LIMIT, storage_options=self.options)
-                raise self._error_at("a checkpoint exists, and cannot be replaced in a store: save to another name")
+                raise self._error_at("the checkpoint exists and cannot be replaced in a store: save to another name")
             return False
         with self._naming_failures("list"):
             try:
@@ -251,7 +252,7 @@ class Place:
             if not entries:
                 return False
             if not self._overwrite:
-                raise self._error_at("it exists already (overwrite=False)")
+                raise self._error_at("it exists, and overwrite is False: save to another name")
             if NAME not in entries:
                 raise self._error_at(f"the folder has {entries[0]!r} and is not a checkpoint: save to another name")
             manifest = decode(read_bytes(f"{self._target}/{NAME}", LIMIT), f"{self._target}/{NAME}")
@@ -263,15 +264,15 @@ class Place:
             return True
 
     def _empty_leftovers(self) -> list[str]:
-        # Removes the files of killed saves, because their space is needed now. The folders stay while this save runs:
-        # a rank that outlived its coordinator may still write there, and no one reads it.
+        # Removes the files of killed saves to free their space. The folders stay until this save ends, because a rank
+        # of a killed save may still write to them.
         folder, name = os.path.split(self._prefix)
         leftovers = []
-        with contextlib.suppress(PermissionError):  # the folder can be written but not listed
+        with contextlib.suppress(PermissionError):  # the folder may be writable but not listable
             for entry in os.scandir(folder):
                 is_ours = re.fullmatch(re.escape(name) + "(-[0-9a-f]{8})?", entry.name)
                 if is_ours and entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(AccessError):  # it belongs to another user
+                    with contextlib.suppress(AccessError):  # the folder may belong to another user
                         refuse_planted(entry.path)
                         leftovers.append(entry.path)
         for path in leftovers:
@@ -282,8 +283,8 @@ class Place:
         return leftovers
 
     def _refuse_indexes(self) -> None:
-        # Raises ArgumentError for the index of another model. The index of a killed or running save stays: the
-        # save that makes checkpoint.json overwrites it.
+        # Raises ArgumentError for the index of another model. The index of a killed or running save is allowed, because
+        # the save that writes checkpoint.json overwrites it.
         for file in (INDEX, f"{TRAINING}/{INDEX}"):
             path = self.path_of(file)
             with contextlib.suppress(NotFoundError):
@@ -293,10 +294,12 @@ class Place:
                 except (ValueError, KeyError, TypeError, RecursionError):
                     checkpoint = False
                 if not checkpoint:
-                    raise ArgumentError(f"overwire: {path} is another model's: save to another name", source=self.path)
+                    why = "it belongs to another model: save to another name"
+                    raise ArgumentError(f"overwire: {path}: {why}", source=self.path)
 
     def _try_to_publish(self, replaces: bool) -> None:
-        # Raises NotSupportedError, before anything is written, if the file system lacks what `publish` needs.
+        # Raises NotSupportedError before anything is written if the file system does not support the renames of
+        # `publish`.
         names = [self.path_of(".one"), self.path_of(".two")]
         try:
             for name in names:
@@ -318,7 +321,8 @@ class Place:
 
 
 def read_manifest(path: str, options: Mapping[str, object] | None) -> Manifest:
-    """Returns the manifest of a checkpoint. Raises NotFoundError if no complete checkpoint exists, and FormatError."""
+    """Returns the manifest of a checkpoint. Raises NotFoundError if no complete checkpoint exists, and FormatError if
+    the manifest is invalid."""
     source = f"{path.rstrip('/')}/{NAME}"
     try:
         return decode(read_bytes(source, LIMIT, storage_options=options), source)
@@ -329,7 +333,7 @@ def read_manifest(path: str, options: Mapping[str, object] | None) -> Manifest:
 
 
 def state_of(path: str, options: Mapping[str, object] | None) -> Any:
-    """Returns a value that changes when another save replaces the checkpoint; None if no checkpoint exists."""
+    """Returns a value that changes when another save replaces the checkpoint, or None if no checkpoint exists."""
     source = f"{path.rstrip('/')}/{NAME}"
     if not is_remote(source):
         return state_of_file(path_of(source) if is_file(source) else source)
@@ -341,7 +345,7 @@ def state_of(path: str, options: Mapping[str, object] | None) -> Any:
 
 
 def _entries_below(folder: str, below: str = "") -> Iterator[str]:
-    # Lists files, links, and empty folders (which end with /). Raises if a folder cannot be listed.
+    # Yields files, links, and empty folders (which end with /). Raises OSError if a folder cannot be listed.
     with os.scandir(os.path.join(folder, below)) as entries:
         for entry in entries:
             name = below + entry.name
@@ -354,13 +358,13 @@ def _entries_below(folder: str, below: str = "") -> Iterator[str]:
 
 
 def _states_below(folder: str) -> dict[str, tuple[int, int, int]]:
-    # Identifies the content of each file, or link, of `_entries_below`.
+    # Returns inode, size and modification time of each entry of `_entries_below`.
     states = {file: os.lstat(os.path.join(folder, file)) for file in _entries_below(folder)}
     return {file: (state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states.items()}
 
 
 def _is_at(state: os.stat_result, path: str) -> bool:
-    # Whether this path is the folder with this state. Raises on errors other than that it does not exist.
+    # Returns whether this path is the folder with this state. Raises OSError unless the path does not exist.
     try:
         return os.path.samestat(state, os.lstat(path))
     except FileNotFoundError:
@@ -368,14 +372,14 @@ def _is_at(state: os.stat_result, path: str) -> bool:
 
 
 def _lock_file(path: str) -> int | None:
-    # Locks a file and returns its descriptor; None if another process or Place has the lock.
+    # Locks a file and returns its descriptor, or None if another process or Place holds the lock.
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             lock_file(number, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(number), os.lstat(path)):
                 return number
-        except FileNotFoundError:  # the holder has just ended and removed it
+        except FileNotFoundError:  # the previous holder has just removed the file
             pass
         except BlockingIOError:
             os.close(number)
@@ -387,7 +391,7 @@ def _lock_file(path: str) -> int | None:
 
 
 def _release_lock(number: int, path: str, process: int) -> None:
-    # In a forked child, does not end the lock of its parent.
+    # A forked child does not remove the file, because its parent holds the lock.
     if os.getpid() == process:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -399,5 +403,5 @@ def _rename_folder(made: str, path: str, exchange: bool) -> None:
 
 
 def _sync_folder(folder: str, entry: str = "") -> None:
-    # entry: a file through which to sync a folder that cannot be listed.
+    # entry: a file in the folder, through which a folder that cannot be listed is synced.
     _verbs.sync_names(entry or f"{folder}/{NAME}")

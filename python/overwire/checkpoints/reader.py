@@ -1,4 +1,4 @@
-"""CheckpointReader: loads checkpoints for torch.distributed.checkpoint."""
+"""Defines CheckpointReader, which loads checkpoints for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .schedule import bytes_of, is_bytes
 
 
 class _View(NamedTuple):
-    # Identifies what a rank has opened: the id of the save, or the files of one without an id.
+    # Identifies the checkpoint that a rank has opened: by the id of the save, or by the files if there is no id.
     save: str
     files: OpenFiles | None
 
@@ -56,14 +56,14 @@ class CheckpointReader(Located, StorageReader):
     storage_options: as for `load_file`.
 
     Any number of ranks can load it, with any sharding. Each rank reads the blocks of its own tensors directly
-    into their memory. Other objects are unpickled as by `torch.load(weights_only=True)`. It raises
-    UntrustedPickleError for what that refuses, unless `torch.serialization.add_safe_globals` has allowed it.
+    into their memory. Other objects are unpickled as by `torch.load(weights_only=True)`. Objects that this refuses
+    raise UntrustedPickleError, unless `torch.serialization.add_safe_globals` allows them.
 
-    The checkpoint is opened here, or by `reset`: raises NotFoundError if no complete checkpoint exists,
-    FormatError, CorruptError. A load reads a single save, even while others replace the checkpoint. If it was
-    replaced since, it is opened once again. If ranks have opened different saves, all get CorruptError
-    before any tensor is loaded, and another load opens the checkpoint again. The load raises torch's
-    CheckpointException, and its `failures` has the error of each rank: CorruptError, TensorNotFoundError,
+    The constructor or `reset` opens the checkpoint. Both raise NotFoundError if no complete checkpoint exists,
+    FormatError, and CorruptError. A load reads a single save, even while other saves replace the checkpoint. If the
+    checkpoint was replaced before the load, the load opens it again. If ranks have opened different saves, all raise
+    CorruptError before any tensor is loaded, and the next load opens the checkpoint again. A load raises torch's
+    CheckpointException. Its `failures` contains the error of each rank: CorruptError, TensorNotFoundError,
     UntrustedPickleError, IOFailure.
     """
 
@@ -71,15 +71,15 @@ class CheckpointReader(Located, StorageReader):
 
     def __init__(self, path: Any = None, *, storage_options: StorageOptions | None = None) -> None:
         self._options = storage_options
-        self._files: list[tuple[str, Any]] = []  # for each part: its prefix, and a safe_open
+        self._files: list[tuple[str, Any]] = []  # the prefix and the safe_open of each part
         self._metadata: Metadata | None = None
         self._manifest = Manifest((), frozenset(), None, "", {})
-        self._is_planned = False  # a load has begun, but not read tensors yet
+        self._is_planned = False  # whether a load has begun but not read tensors yet
         if path is not None:
             self.reset(path)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Opens the checkpoint at `checkpoint_id`. None opens the previous one, if it has changed or was closed."""
+        """Opens the checkpoint at `checkpoint_id`. None opens the same path again."""
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
         self.close()
@@ -164,10 +164,10 @@ class CheckpointReader(Located, StorageReader):
             file.close()
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Called by torch. Returns names, dtypes and shapes, with one block per tensor. Raises ArgumentError
-        without a path."""
+        """Returns names, dtypes and shapes, with one block per tensor. torch calls this. Raises ArgumentError if there
+        is no path."""
         if self._path is None:
-            raise ArgumentError("overwire: CheckpointReader: neither a path nor a checkpoint_id was given")
+            raise ArgumentError("overwire: CheckpointReader: expected a path or a checkpoint_id")
         if self._metadata is None or self._is_planned:
             self.reset()
         assert self._metadata is not None
@@ -175,30 +175,30 @@ class CheckpointReader(Located, StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
-        """Called by torch."""
+        """Does nothing. torch calls this."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Called by torch: adds to the plan which save this rank has opened."""
+        """Adds the save that this rank has opened to the plan. torch calls this."""
         self._is_planned = True
         files = None if self._manifest.save else describe_open_files([file._live_model() for _, file in self._files])
         return replace(plan, storage_data=_View(self._manifest.save, files))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called by torch on the coordinator. Raises CorruptError if ranks have opened different saves, before any
-        tensor is loaded. The next load opens the checkpoint again."""
+        """Raises CorruptError if ranks have opened different saves, before any tensor is loaded. The next load opens
+        the checkpoint again. torch calls this on the coordinator."""
         views = [plan.storage_data for plan in plans]
         if not all(isinstance(one, _View) for one in views):
-            raise NotSupportedError("overwire: CheckpointReader: the planner drops the ranks' storage_data")
+            raise NotSupportedError("overwire: CheckpointReader: the planner must not drop the ranks' storage_data")
         other = next((rank for rank, one in enumerate(views) if one.save != views[0].save), 0)
         if other:
-            text = f"ranks 0 and {other} have opened different saves, because one replaced the other: load again"
+            text = f"ranks 0 and {other} have opened different saves, because one save replaced the other: load again"
             raise CorruptError(f"overwire: {self._path}: {text}", source=self._path)
         if error := find_difference({rank: one.files for rank, one in enumerate(views) if one.files is not None}):
             raise error
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Called by torch: loads all blocks of a part's tensors in one pass, into their memory."""
+        """Loads all blocks into their tensors' memory, in one pass per part. torch calls this."""
         self._is_planned = False
         passes: list[list[Any]] = [[] for _ in self._files]
         slow: list[tuple[int, str, ReadItem, torch.Tensor]] = []
@@ -238,7 +238,7 @@ class CheckpointReader(Located, StorageReader):
         return future
 
     def _block_of(self, item: ReadItem, name: str, file: Any) -> list[tuple[int, int]] | None:
-        # Returns the block of a tensor as `load_into` takes it, or None if `load_into` cannot cut it.
+        # Returns the block of a tensor for `load_into`, or None if `load_into` does not support this block.
         assert self._metadata is not None
         entry: Any = self._metadata.state_dict_metadata[item.storage_index.fqn]
         size = entry.size
@@ -266,8 +266,8 @@ class CheckpointReader(Located, StorageReader):
         raise self._error_of(TensorNotFoundError, fqn, f"no tensor {fqn!r}")
 
     def _check_entry(self, at: int, name: str, fqn: str) -> io.BytesIO:
-        """Returns the bytes of an object for a planner, which unpickles everything that it gets. The object is loaded
-        by torch's restricted unpickler and pickled again."""
+        """Returns the bytes of an object for a planner, which unpickles all bytes that it gets. The object is loaded by
+        torch's restricted unpickler and pickled again."""
         if fqn not in self._manifest.bytes:
             why = f"{fqn!r} is a tensor, but the state to load has no tensor there"
             raise self._error_of(NotSupportedError, fqn, why)
@@ -275,7 +275,7 @@ class CheckpointReader(Located, StorageReader):
         try:
             value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         except Exception as error:
-            # torch's text before this names no class, and advises to run the pickle.
+            # Omits the beginning of torch's message, which advises to run the pickle.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2].partition("\n")[0]
             why = f"{fqn!r}: torch.load(weights_only=True) refuses it: {reason:.300}"
             raise self._error_of(UntrustedPickleError, fqn, why) from None
@@ -285,13 +285,14 @@ class CheckpointReader(Located, StorageReader):
             raise self._error_of(UntrustedPickleError, fqn, f"{fqn!r}: {error}") from None
 
 
-# torch's planner unpickles everything that it gets, and a restricted unpickler may set any attribute of the objects
-# that it makes. pickle looks some methods up on the instance instead of its class (`__reduce_ex__`, an OrderedDict's
-# `items`), so the file could choose them. That is why objects are pickled again.
+# Objects are pickled again because torch's planner unpickles all bytes without restrictions. A restricted unpickler may
+# set any attribute of the objects that it creates, and pickle looks up some methods on the instance instead of its
+# class (`__reduce_ex__`, the `items` of an OrderedDict). A file could replace these methods, so `_Pickler` refuses
+# that.
 
 
 class _Pickler(pickle.Pickler):
-    # Refuses objects that have an attribute named as a method of their class.
+    # Refuses objects with an attribute that has the name of a method of their class.
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         for name in () if isinstance(value, type) else getattr(value, "__dict__", ()):
@@ -305,8 +306,8 @@ _module.__dict__.update(vars(pickle), Pickler=_Pickler)
 
 
 def _rewrite_object(value: Any) -> io.BytesIO:
-    """Returns what torch.save writes for an object. Raises pickle.PicklingError if an attribute hides a
-    method of its class, before anything of the object is called."""
+    """Returns the torch.save bytes of an object. Raises pickle.PicklingError if an attribute hides a method of the
+    object's class, before any of its methods is called."""
     out = io.BytesIO()
     torch.save(value, out, pickle_module=_module)
     out.seek(0)

@@ -1,8 +1,8 @@
 """Decides which rank writes which tensors of a checkpoint, and which blocks the ranks send each other.
 
-Files have whole tensors only. If several ranks have blocks of a tensor (FSDP, DTensor), one rank gathers and
-writes all of it. Each rank writes its tensors in rounds, one file per round, so that it gathers at most one file's
-worth at a time.
+Files contain only whole tensors. If several ranks have blocks of a tensor (FSDP, DTensor), one rank gathers and
+writes the whole tensor. Each rank writes its tensors in rounds, one file per round, so that it gathers the tensors of
+only one file at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import CorruptError, NotSupportedError
 from ..frameworks.torch import SAVED
 from .manifest import TRAINING, Manifest, Part, paths_of
 
-# Their elements mean nothing without a scale.
+# Quantised dtypes. Their elements are useless without a scale.
 _SCALE_TYPES = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that a rank writes. dtype: None for the bytes of an object. blocks: together they have all elements."""
+    """A tensor that a rank writes. dtype: None for the bytes of an object. blocks: they cover all elements."""
 
     name: str
     dtype: torch.dtype | None
@@ -46,8 +46,8 @@ class Entry:
 
 @dataclass
 class Round:
-    """One round of a rank: it sends blocks, in the order in which the receivers wait for them, and writes
-    a file. file: the path relative to the checkpoint; "" for none."""
+    """One round of a rank. It sends blocks, in the order in which the receivers wait for them, and writes a file. file:
+    the path relative to the checkpoint, or "" for none."""
 
     file: str = ""
     entries: list[Entry] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Round:
 
 @dataclass
 class Duty:
-    """A rank's part of the save with this id. The coordinator's also has the contents of the manifest."""
+    """The work of one rank in a save. save: the id. manifest: the contents of checkpoint.json, on the coordinator."""
 
     rank: int
     ranks: int
@@ -66,11 +66,11 @@ class Duty:
 
 
 def schedule(plans: Sequence[SavePlan], model: str, most: int, save: str, mark: str) -> list[Duty]:
-    """Returns a duty for each rank, from the plans of all. most: the bytes of a file, unless a single tensor has more.
-    save: the id. mark: a part of all files' names, or "".
+    """Returns a duty for each rank, from the plans of all ranks. most: the most bytes of a file with several tensors.
+    save: the id. mark: a part of all file names, or "".
 
-    Raises CorruptError for a tensor whose blocks do not cover it exactly, NotSupportedError for
-    planner data that the checkpoint cannot keep.
+    Raises CorruptError if the blocks of a tensor do not cover it exactly, and NotSupportedError for planner data that
+    cannot be stored in the checkpoint.
     """
     paths: dict[str, Any] | None = None
     for plan in plans:
@@ -129,14 +129,14 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_bytes(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype are stored as bytes: safetensors lacks it, and an element is just its bytes."""
+    """Returns whether tensors of a dtype are stored as bytes, because safetensors lacks the dtype."""
     return dtype not in SAVED and dtype not in _SCALE_TYPES
 
 
 def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entry]:
     rank, first = items[0]
     if first.type == WriteItemType.BYTE_IO:
-        about = getattr(first, "bytes_io_data", None)  # torch 2.5 lacks it
+        about = getattr(first, "bytes_io_data", None)  # torch 2.5 lacks this attribute
         size = about.nbytes if about is not None else 0
         return size, Entry(fqn, None, (), (Block(rank, first.index, (), ()),))
     assert first.tensor_data is not None
@@ -155,7 +155,7 @@ def _make_entry(fqn: str, items: list[tuple[int, WriteItem]]) -> tuple[int, Entr
     if not math.prod(shape):
         blocks = dict(list(blocks.items())[:1])
     elif sum(math.prod(block.sizes) for block in blocks.values()) != math.prod(shape):
-        raise CorruptError(f"overwire: the ranks lack elements of {fqn!r}, or have some of them twice", tensor=fqn)
+        raise CorruptError(f"overwire: the ranks' blocks of {fqn!r} overlap or do not cover it", tensor=fqn)
     for block in blocks.values():
         if any(at < 0 or at + n > size for at, n, size in zip(block.offsets, block.sizes, shape, strict=True)):
             raise CorruptError(
@@ -177,7 +177,7 @@ def _group_into_files(entries: list[tuple[int, Entry]], most: int) -> list[list[
 
 
 def _fill_rounds(duties: list[Duty]) -> None:
-    """Gives all ranks the same number of rounds, and tells each rank which blocks others wait for."""
+    """Adds rounds so that all ranks have the same number, and adds the blocks to send to each round."""
     most = max(len(duty.rounds) for duty in duties)
     for duty in duties:
         duty.rounds += [Round() for _ in range(most - len(duty.rounds))]

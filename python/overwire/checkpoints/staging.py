@@ -1,4 +1,4 @@
-"""CheckpointStager: copies a state to host memory, so that training goes on while it is saved."""
+"""Defines CheckpointStager, which copies a state to host memory, so that training continues while it is saved."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _ALIGNED = 256
 
 
 class _Staged(dict[str, Any]):
-    """A state whose tensors are in buffers of the stager while anything uses it."""
+    """A copied state. Its tensors are in the stager's buffers, which are in use as long as the state is referenced."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Buffer(NamedTuple):
-    # Memory for staged tensors, and its number of users while no tensor is in it.
+    # Memory for staged tensors. idle: the number of references to it while it contains no tensor.
     memory: torch.Tensor
     idle: int
 
 
 class _Number(int):
-    # The number of a tensor. It takes the tensor's place in a state until the tensor is copied.
+    # The number of a tensor. It replaces the tensor in a state until the tensor is copied.
     pass
 
 
 class CheckpointStager(AsyncStager):
     """Copies tensors into host memory for `dcp.async_save`. The memory is pinned for tensors on a GPU.
 
-    The buffers stay for the next save, which then copies at the speed of the PCIe link. If an earlier save still
-    uses them, more are allocated. Copies are not compressed: the host needs as much memory as the rank's state, or
-    twice that if a save begins before the last one has ended. Ranks on one host map each other's buffers
-    and read the blocks of sharded tensors there.
+    The buffers are reused by the next save, which then copies at the speed of the PCIe link. If an earlier save still
+    uses them, more are allocated. Copies are not compressed. The host needs as much memory as the rank's state, or
+    twice as much if a save begins before the last one has ended. Ranks on one host map each other's buffers
+    and read the blocks of sharded tensors from there.
 
-    Use one object for all saves, and `close` it after the last one. Use it with torch's default, saves in a thread:
-    a save in another process would share the buffers.
+    Use one stager for all saves, and `close` it after the last one. Use it only with saves in a thread, which are
+    torch's default. A save in another process would share the buffers.
     """
 
     _synchronize_after_execute = False
@@ -54,12 +54,12 @@ class CheckpointStager(AsyncStager):
         self._sets: list[tuple[weakref.ref[_Staged], dict[bool, _Buffer]]] = []
 
     def stage(self, state_dict: Any, **kwargs: Any) -> Any:
-        """Returns a copy of the state in host memory. After it returns, the tensors may change.
+        """Returns a copy of the state in host memory. The tensors may change after the call.
 
-        Each value is read once. Raises, before anything is copied, NotSupportedError with the tensor's name for
-        tensors that are not just dense memory: sparse, nested, quantised, on the meta device, from a lazy module,
-        or of a subclass (MaskedTensor, quantised weights) other than DTensor; ArgumentError for memory that was
-        freed (`sleep`) or made shorter; and OutOfMemoryError.
+        Each value is read once. Raises NotSupportedError with the tensor's name for a tensor that is not just dense
+        memory: sparse, nested, quantised, on the meta device, from a lazy module, or of a subclass (MaskedTensor,
+        quantised weights) other than DTensor. Raises ArgumentError for memory that was freed (`sleep`) or shortened,
+        and OutOfMemoryError. Nothing has been copied then.
         """
         sets = [(user() is None and not _is_used(buffers), user, buffers) for user, buffers in self._sets]
         self._sets = [(user, buffers) for is_free, user, buffers in sets if not is_free]
@@ -72,10 +72,10 @@ class CheckpointStager(AsyncStager):
         return copies
 
     def synchronize_staging(self) -> None:
-        """Does nothing: everything is copied when `stage` returns."""
+        """Does nothing, because all tensors are copied when `stage` returns."""
 
     def close(self) -> None:
-        """Frees the buffers; those of running saves when the saves end."""
+        """Frees the buffers. Buffers of running saves are freed when the saves end."""
         self._sets = []
 
 
@@ -85,18 +85,19 @@ def _is_used(buffers: dict[bool, _Buffer]) -> bool:
 
 
 class _Copying:
-    """One stage: call `number_tensors` with each value, then `take_buffers`, `copy_of` for each, and `finish`.
+    """One call of `stage`. Call `number_tensors` with each value, then `take_buffers`, `copy_of` with each, and
+    `finish`.
 
-    buffers: one pinned buffer for GPU tensors, and one for host tensors."""
+    buffers: a pinned buffer for GPU tensors (key True), and a buffer for host tensors (key False)."""
 
     def __init__(self) -> None:
         self.buffers: dict[bool, _Buffer] = {}
         self._sizes = {True: 0, False: 0}
         self._ends = {True: 0, False: 0}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Kept until all are copied, because a mapping may create its tensors when they are read.
+        # Keeps all tensors alive until they are copied, because a mapping may create its tensors when they are read.
         self._tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, _Number] = {}  # by id: tied tensors stay tied
+        self._numbers: dict[int, _Number] = {}  # by id, so that tied tensors stay tied
         self._copies: dict[int, torch.Tensor] = {}
 
     def number_tensors(self, value: Any, name: str) -> Any:
@@ -119,20 +120,20 @@ class _Copying:
         return copy.deepcopy(value)
 
     def take_buffers(self, free: list[dict[bool, _Buffer]]) -> None:
-        """Takes buffers of an earlier stage that are large enough, or allocates new ones."""
+        """Takes free buffers that are large enough, or allocates new ones."""
         for pinned, size in self._sizes.items():
             if not size:
                 continue
             some = [buffers[pinned] for buffers in free if pinned in buffers and buffers[pinned].memory.nbytes >= size]
             if not some:
                 for buffers in free:
-                    buffers.pop(pinned, None)  # too small: freed before the new one is allocated
+                    buffers.pop(pinned, None)  # frees the small buffers before it allocates a new one
                 memory = host_memory(size, pinned)
                 some = [_Buffer(memory, users_of(memory))]
             self.buffers[pinned] = some[0]
 
     def copy_of(self, value: Any) -> Any:
-        """Returns what `number_tensors` made of a value, with copies of its tensors."""
+        """Returns a result of `number_tensors` with copies of the tensors instead of numbers."""
         if type(value) is _Number:
             if (staged := self._copies.get(value)) is None:
                 staged = self._copies[value] = self._copy_tensor(self._tensors[value])
@@ -175,15 +176,15 @@ class _Copying:
 def _check_tensor(tensor: torch.Tensor, name: str) -> None:
     where, why = f"overwire: CheckpointStager: {name!r}", ""
     if isinstance(tensor, LAZY):
-        why = "it is not initialized: run its module once"
+        why = "the tensor is not initialized: run its module once"
     elif tensor.is_meta:
         why = "a tensor on the meta device has no memory"
     elif tensor.is_quantized:
-        why = "a quantised tensor is more than its elements: save its parts, such as its int_repr()"
+        why = "a quantised tensor has more data than its elements: save its parts, such as its int_repr()"
     else:
         check_memory(tensor, where, name)
         if type(tensor) not in PLAIN:
-            why = f"a {type(tensor).__name__} may be more than its memory: save the tensors that it is made of"
+            why = f"a {type(tensor).__name__} may have more data than its elements: save the tensors in it"
     if why:
         raise NotSupportedError(f"{where}: {why}", tensor=name)
 

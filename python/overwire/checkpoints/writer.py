@@ -1,4 +1,4 @@
-"""CheckpointWriter: saves checkpoints for torch.distributed.checkpoint."""
+"""Defines CheckpointWriter, which saves checkpoints for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .manifest import NAME, SAVE, TRAINING, Manifest, check_prefix, encode
 from .places import INDEX, Located, Place
 from .schedule import Duty, Round, bytes_of, is_bytes, schedule
 
-# Files that a rank writes at a time, because file systems allow one writer per file.
+# The number of files that a rank writes at a time. File systems allow only one writer per file.
 _AT_ONCE = 4
 
 
@@ -40,30 +40,30 @@ class CheckpointWriter(Located, StorageWriter):
     """Writes a checkpoint as an overwire folder, for `dcp.save` and `dcp.async_save`.
 
     path: the folder, on a file system that all ranks share, or s3://bucket/prefix; None uses the
-        `checkpoint_id` of the save. The checkpoint appears complete or not at all. An older checkpoint with that
-        name stays complete until then, however the save ends. In a store none is replaced, and if several saves
-        run at once, one of them succeeds.
-    model: the key in the state for the model. The tensors below that key are the folder's own tensors,
-        named without the key, and everything else goes to its subfolder `training`. If the state is not nested
-        or lacks the key, all tensors are the model's.
+        `checkpoint_id` of the save. The checkpoint appears complete or not at all. An older checkpoint with this
+        name stays complete until it is replaced, however the save ends. In a store no checkpoint is replaced, and if
+        several saves run at the same time, one of them succeeds.
+    model: the key of the model in the state. The tensors below this key are stored in the folder itself, named
+        without the key. Everything else is stored in the subfolder `training`. If the state is not nested or lacks
+        the key, all tensors belong to the model.
     compress, level: as for `save_file`.
     max_shard_size: the most tensor bytes in a file. Each rank writes four files at a time. To gather sharded
-        tensors, it needs memory for them on the device where it gathers.
-    overwrite: whether an older checkpoint may be replaced.
-    process_group: the group through which the ranks send one another blocks of tensors. By default it is
-        the group that torch was given for the save. If torch was given none, `dcp.save` uses the default
-        group, and `dcp.async_save` a gloo group that the writer makes and training does not use.
+        tensors, it needs memory for them on the device on which it gathers.
+    overwrite: whether to replace an older checkpoint.
+    process_group: the group through which the ranks send blocks of tensors to each other. By default it is
+        the group that was passed to torch for the save. If there is none, `dcp.save` uses the default
+        group, and `dcp.async_save` a gloo group that the writer creates and training does not use.
     storage_options: as for `load_file`.
 
-    All tensors are stored whole. The blocks of a sharded tensor (FSDP, DTensor) are sent to the rank that writes it
-    by the group's own backend, or copied from a stager's memory on the same host. Objects other than tensors are
+    All tensors are stored whole. The blocks of a sharded tensor (FSDP, DTensor) are sent by the group's backend to the
+    rank that writes the tensor, or copied from a stager's memory on the same host. Objects other than tensors are
     stored as torch.save writes them. A tensor with a dtype that safetensors lacks (complex128, complex32) is stored as
     U8 bytes with an extra last dimension, and is restored with its own dtype.
 
-    The save raises torch's CheckpointException, and its `failures` has the error of each rank:
-    ArgumentError for a folder that is not a checkpoint, NotSupportedError for tensors that are more than their bytes
-    (quantised, sparse), NotFoundError if the coordinator has ended, IOFailure, and the errors of
-    `save_file`. A rank raises IOFailure itself if the others do not begin the save next to training.
+    A save raises torch's CheckpointException. Its `failures` contains the error of each rank: ArgumentError for a
+    folder that is not a checkpoint, NotSupportedError for tensors with more data than their elements (quantised,
+    sparse), NotFoundError if the coordinator has ended, IOFailure, and the errors of `save_file`. In a save next to
+    training, a rank raises IOFailure directly if the other ranks do not begin the save.
     """
 
     _schemes = ("s3",)
@@ -91,41 +91,43 @@ class CheckpointWriter(Located, StorageWriter):
         self._options = storage_options
         self._path = None if path is None else local(path)
         self._place: Place | None = None
-        self._duty: Duty | None = None  # on the coordinator
-        self._plans: list[SavePlan] = []  # the last plans of all ranks, for planners that cache them
+        self._duty: Duty | None = None  # set on the coordinator
+        self._plans: list[SavePlan] = []  # the last plans of all ranks, for planners that cache plans
         self._save = ""
         self._group_of_save: Any = None
         self._own_groups: list[OwnGroup] = []
         weakref.finalize(self, free_groups, self._own_groups).atexit = False
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Begins another checkpoint, at `checkpoint_id` if it is not None."""
+        """Begins another checkpoint, at `checkpoint_id` unless it is None."""
         if checkpoint_id is not None:
             self._path = local(checkpoint_id)
         self._drop_place()
         self._save, self._group_of_save = str(uuid.uuid4()), None
 
     def storage_meta(self) -> StorageMeta:
-        """Describes the save for planners. torch calls it first, before the ranks send anything."""
+        """Returns a description of the save for planners. torch calls this first, before the ranks send anything."""
         self._group_of_save = group_of_save(str(self._path), self._group, self._own_groups)
         return StorageMeta(checkpoint_id=self._path, save_id=self._save)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by torch. Raises ArgumentError without a path, NotSupportedError for saves without collectives."""
+        """Prepares the destination. torch calls this. Raises ArgumentError if there is no path, and NotSupportedError
+        for saves without collectives."""
         if self._path is None:
-            raise ArgumentError("overwire: CheckpointWriter: neither a path nor a checkpoint_id was given")
+            raise ArgumentError("overwire: CheckpointWriter: expected a path or a checkpoint_id")
         if not kwargs.get("use_collectives", True):
             raise NotSupportedError(
-                "overwire: CheckpointWriter: all ranks make one checkpoint: use_collectives=False is not supported"
+                "overwire: CheckpointWriter: use_collectives=False is not supported, because all ranks write one "
+                "checkpoint"
             )
         self._place = Place(self._path, self._options, self._overwrite)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Called by torch."""
+        """Returns the plan unchanged. torch calls this."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Called by torch on the coordinator: decides which rank writes what, and locks the destination."""
+        """Decides which rank writes which tensors, and locks the destination. torch calls this on the coordinator."""
         assert self._place is not None
         plans = self._merge_plans(plans)
         duties = schedule(plans, self._model, self._most, self._place.save, self._place.mark)
@@ -138,14 +140,14 @@ class CheckpointWriter(Located, StorageWriter):
         if any(not getattr(plan, "usable", True) for plan in plans):
             if len(self._plans) != len(plans):
                 raise NotSupportedError(
-                    "overwire: a planner with enable_plan_caching needs one CheckpointWriter for all its saves"
+                    "overwire: a planner with enable_plan_caching needs the same CheckpointWriter for all its saves"
                 )
             plans = [plan if plan.usable else old for plan, old in zip(plans, self._plans, strict=True)]
         self._plans = plans
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Called by torch: writes this rank's files, and sends blocks to the ranks that write them."""
+        """Writes this rank's files, and sends blocks to the ranks that write them. torch calls this."""
         assert self._place is not None
         duty: Duty = plan.storage_data
         self._place.join_save(duty.save)
@@ -186,8 +188,8 @@ class CheckpointWriter(Located, StorageWriter):
         group, self._group_of_save = self._group or self._group_of_save, None
         if group is None and duty.ranks > 1 and is_next_to_training():
             raise NotSupportedError(
-                "overwire: CheckpointWriter: this save runs next to training, and was not started by"
-                " torch.distributed.checkpoint: give a group that training does not use, process_group="
+                "overwire: CheckpointWriter: this save runs next to training, and torch.distributed.checkpoint did not"
+                " start it: pass a process_group= that training does not use"
             )
         return group
 
@@ -208,13 +210,13 @@ class CheckpointWriter(Located, StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called by torch on the coordinator: publishes the checkpoint."""
+        """Publishes the checkpoint. torch calls this on the coordinator."""
         assert self._place is not None and self._duty is not None and self._duty.manifest is not None
         place, manifest = self._place, self._duty.manifest
         files = [file for part in manifest.parts for file in part.files]
         place.take_over(files)
         try:
-            place.write(NAME, encode(manifest))  # in a store, only one of several saves gets past this
+            place.write(NAME, encode(manifest))  # in a store, this succeeds for only one of several saves
             _write_indexes(place, manifest, results)
         except BaseException:
             self._drop_place()

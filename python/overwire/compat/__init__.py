@@ -1,4 +1,4 @@
-"""Offers other libraries' APIs on top of overwire, one module for each library.
+"""Provides other libraries' APIs on top of overwire, one module per library.
 
 The modules only translate names. Import one in place of the library:
 
@@ -45,7 +45,7 @@ _MODULES: dict[str, dict[str, str]] = {
 
 
 def names() -> list[str]:
-    """The names that `install` and `path` take."""
+    """Returns the library names that `install` and `path` accept."""
     return sorted(_MODULES)
 
 
@@ -55,7 +55,7 @@ def install(name: str) -> None:
     "nyacomp_core", which is only nyacomp's extension `_nyacomp`.
 
     "safetensors" remains the installed package, but reads through overwire for the
-    rest of the process: this is `overwire.patch_safetensors()` without an end.
+    rest of the process, as after `overwire.patch_safetensors()`.
 
     Modules that have already imported the original keep it. Raises ArgumentError for
     other names.
@@ -75,8 +75,8 @@ def install(name: str) -> None:
 
 
 def _patch() -> None:
-    # The folder of `path` comes before the package on PYTHONPATH. The module that is being
-    # imported from that folder makes way for the real one.
+    # If the folder of `path` is on PYTHONPATH, the placeholder in it is being imported now.
+    # Replace it with the real package.
     folder = path("safetensors")
     if str(getattr(sys.modules.get("safetensors"), "__file__", "")).startswith(folder):
         del sys.modules["safetensors"]
@@ -90,8 +90,8 @@ def _patch() -> None:
 
 
 class _Alias(MetaPathFinder):
-    # Finds submodules of a package that has its original name, if they were not imported with
-    # it. They map to our modules, so that no file is loaded twice.
+    # Finds submodules of a library that `install` has replaced. They map to our modules, so no
+    # file is loaded twice.
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         top, _, rest = fullname.partition(".")

@@ -1,4 +1,4 @@
-"""Loads models by several ranks of a process group together."""
+"""Loads models on several ranks of a process group that share the reading."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Loads blocks of open files by the ranks of a group together, each rank into its own memory.
+"""Loads blocks of open files on the ranks of a group, which share the reading. Each rank loads into its own memory.
 
-Every rank says which blocks it wants. An engine's plug-in does so after its own loader has
-shown where the blocks go.
+Every rank passes the blocks that it needs. The plug-ins for inference engines do this after the engine's own loader has
+shown the destinations of the blocks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from .meeting import describe_open_files, meet
 
 _WORDS = REQUEST // 8
 
-# The ring of such a load takes less memory than that of a group load (144 MiB with two ranks), because an engine
-# plans with its GPU's memory. The same memory in fewer, larger shares was slower by a seventh on four GPUs.
+# The ring is smaller than in a `GroupLoad` of whole models (144 MiB with two ranks), because an inference engine
+# budgets its GPU memory. The same memory in fewer, larger shares was slower by a seventh on four GPUs.
 _BUFFERS = 6
 SHARE = 16 << 20
 
 
 class Blocks(NamedTuple):
-    """The parts of open files that a rank wants: for each file of a `safe_open`, requests packed
-    as `overwire.plumbing.landing` takes them. device: where they are loaded. tables: identifies the
-    files, equal on all ranks."""
+    """The blocks of open files that a rank needs.
+
+    device: the device to load to. files: the `safe_open` files. requests: for each file, packed requests as for
+    `overwire.plumbing.landing`. tables: digests of the files' tables, equal on all ranks.
+    """
 
     device: str
     files: Sequence[Any]
@@ -39,13 +41,13 @@ class Blocks(NamedTuple):
 
 
 def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = lambda: None) -> bool:
-    """Collective: whether the ranks of a group should share the reading. They should if there are
-    several, some are on one host and can probably map each other's memory, and OVERWIRE_EXCHANGE
-    is mapped, or is auto and it pays.
+    """Returns whether the ranks of a group should share the reading. Collective.
 
-    pays: the ranks load onto GPUs, or from a store; equal on all ranks. open_all: called in
-    between; its exceptions are raised on all ranks. Raises ArgumentError on all ranks if
-    OVERWIRE_EXCHANGE differs.
+    They should if some ranks are on the same host, all can probably map each other's memory, and OVERWIRE_EXCHANGE is
+    "mapped", or is "auto" and `pays` is true.
+
+    pays: whether the ranks load onto GPUs or from a store. It must be equal on all ranks. open_all: opens this rank's
+    files; its exceptions are raised on all ranks. Raises ArgumentError on all ranks if OVERWIRE_EXCHANGE differs.
     """
     if group is None:
         return False
@@ -61,12 +63,11 @@ def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = 
 
 
 def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[BlockLoad | None, str]:
-    """Collective: returns the load of all ranks' blocks, or None and the reason why each rank loads
-    by itself.
+    """Returns the load of all ranks' blocks, or None and the reason why each rank must load by itself. Collective.
 
-    prepare: returns what this rank wants, or None if nothing can be shared. Its exceptions are
-    raised on all ranks. Raises on all ranks ArgumentError if OVERWIRE_EXCHANGE differs, and
-    CorruptError if they have different files open.
+    prepare: returns the blocks that this rank needs, or None if nothing can be shared. Its exceptions are raised on all
+    ranks. Raises on all ranks ArgumentError if OVERWIRE_EXCHANGE differs, and CorruptError if the ranks have opened
+    different files.
     """
     blocks: list[Blocks | None] = []
 
@@ -89,7 +90,7 @@ def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Bloc
 
 
 def _are_comparable(reports: Sequence[dict[str, Any]]) -> bool:
-    # Whether all ranks name the same files, or have equal tables of them. Otherwise each loads by itself.
+    # Returns whether all ranks have opened the same names, or files with equal tables. Otherwise each loads by itself.
     plans = [one for one in reports if one["opened"] is not None]
     return all(one["tables"] == plans[0]["tables"] or one["opened"].uris == plans[0]["opened"].uris for one in plans)
 
@@ -99,25 +100,25 @@ def _describe_blocks(blocks: Blocks | None) -> dict[str, Any]:
         return {"opened": None}
     models = [file._live_model() for file in blocks.files]
     if _engine.forked():
-        raise ForkedError("overwire: the engine cannot run in a forked child", source=models[0].uris[0])
+        raise ForkedError("overwire: group: the engine cannot run in a forked child", source=models[0].uris[0])
     offsets = [hashlib.sha256(array("q", [row[4] for row in model.table]).tobytes()).hexdigest() for model in models]
     requests = []
     for packed in blocks.requests:
         flat = array("q", packed)
-        flat[1::_WORDS] = array("q", bytes(8 * (len(flat) // _WORDS)))  # other ranks need no addresses
+        flat[1::_WORDS] = array("q", bytes(8 * (len(flat) // _WORDS)))  # other ranks do not need the addresses
         requests.append(flat.tobytes())
     device, tables = blocks.device.partition(":")[0], [*blocks.tables, *offsets]
     return {"opened": describe_open_files(models), "requests": requests, "device": device, "tables": tables}
 
 
 class BlockLoad:
-    """The load of all ranks' blocks. Every rank calls `try_land` once; if a rank drops the load
-    instead, the others hear of it."""
+    """The load of all ranks' blocks. Every rank must call `try_land` once. If a rank frees the load instead, the others
+    raise an error."""
 
     def __init__(self, members: Members, blocks: Blocks, requests: Sequence[Sequence[bytes]]) -> None:
-        """requests: by rank, then by file."""
+        """requests: the requests of all ranks, by rank and by file."""
         self._members, self._blocks, self._requests = members, blocks, requests
-        # The files from which some rank wants a block, and how many tensors the files before each have.
+        # The files from which any rank loads a block, each with the total number of tensors in the files before it.
         self._files: dict[int, int] = {}
         before = 0
         for number, file in enumerate(blocks.files):
@@ -125,16 +126,15 @@ class BlockLoad:
                 self._files[number] = before
                 before += len(file._live_model().table)
         self._lands = False
-        #: Stored bytes that this rank has read, and those that it has copied from others.
+        #: The stored bytes that this rank has read, and those that it has copied from other ranks.
         self.read, self.copied = 0, 0
 
     def try_land(self, meanwhile: Callable[[], None]) -> str:
-        """Collective: loads all blocks in one pass over the files. Returns "", or the reason why the
-        ranks cannot reach each other's memory; then no block was loaded.
+        """Loads all blocks in one pass over the files. Collective. Returns "", or the reason why the ranks cannot map
+        each other's memory. No block has been loaded then.
 
-        meanwhile: this rank's other part of the load. It runs while the first bytes are read, and
-        its exceptions are raised on all ranks. If a rank fails or disappears, the others raise
-        an error.
+        meanwhile: loads the rest of this rank's tensors. It runs while the first bytes are read, and its exceptions are
+        raised on all ranks. If a rank fails or disappears, the others raise an error.
         """
         members, device = self._members, self._blocks.device
         with group_verb(members.group, device, False):
@@ -161,11 +161,11 @@ class BlockLoad:
     @skip_at_exit
     def __del__(self) -> None:
         if not getattr(self, "_lands", True):
-            self._members.tell_failure(CancelledError("overwire: group: it did not load its blocks"), -1, False)
+            self._members.tell_failure(CancelledError("overwire: group: this rank did not load its blocks"), -1, False)
 
     def _number_rows(self, requests: Sequence[bytes], rank: int | None = None) -> bytes:
-        # The requests of all files, with the tensor numbers of the files as one model. With a rank
-        # given, it replaces the addresses.
+        # Returns the requests of all files as if the files were one model with consecutive tensor numbers. rank:
+        # replaces the addresses, unless it is None.
         numbered = array("q")
         for number, before in self._files.items():
             rows = array("q", requests[number])

@@ -1,4 +1,4 @@
-"""Computes how the ranks of a group slice tensors, and what each reads of one. It reads no files."""
+"""Computes the slices of tensors for the ranks of a group, and the part of a tensor that each rank reads."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ ALL = (0, WHOLE, 0, WHOLE)
 
 
 def shard_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The block [lo, hi) of a dimension of `size` that `rank` of `ranks` gets. Blocks have
-    ceil(size / ranks) elements, as for torch.chunk and DTensor; the last may be shorter or
-    empty."""
+    """Returns the block [lo, hi) that `rank` of `ranks` gets of a dimension of `size`. Blocks have ceil(size / ranks)
+    elements, as in torch.chunk and DTensor. The last blocks may be shorter or empty."""
     block = -(-size // ranks)
     return min(rank * block, size), min((rank + 1) * block, size)
 
 
 @lru_cache
 def _slice_shape(shape: tuple[int, ...], dim: int, ranks: int, rank: int) -> tuple[int, ...]:
-    # The shape of a rank's block. It is cached, because a model has few shapes.
+    # Returns the shape of a rank's block. The result is cached, because a model has few different shapes.
     lo, hi = shard_range(shape[dim], ranks, rank)
     return (*shape[:dim], hi - lo, *shape[dim + 1 :])
 
 
 class CutTensor(NamedTuple):
-    """One tensor: its position and row, its shape as loaded, and the dimension along which it is
-    sliced (None: whole)."""
+    """One tensor to load. at: its position. row: its row in the table. shape: its shape in torch. dim: the dimension
+    along which it is sliced, or None."""
 
     at: int
     row: Row
@@ -39,8 +38,8 @@ class CutTensor(NamedTuple):
     dim: int | None
 
     def engine_dim(self) -> int:
-        """The dimension along which the engine slices it; -1: the engine reads all. Deeper dimensions
-        and packed types are read whole and sliced afterwards."""
+        """Returns the dimension along which the engine slices the tensor, or -1 if the engine reads all of it. Tensors
+        that are sliced along later dimensions, and packed dtypes, are read whole and sliced afterwards."""
         return -1 if self.dim is None or self.dim > 1 or self.row.dtype in PACKED else self.dim
 
 
@@ -52,7 +51,7 @@ class Cutting(NamedTuple):
     rank: int
 
     def shape(self, task: CutTensor, rank: int | None = None) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor, or another rank's."""
+        """Returns the shape of a rank's slice of a tensor. rank: None means this rank."""
         return (
             task.shape
             if task.dim is None
@@ -60,7 +59,7 @@ class Cutting(NamedTuple):
         )
 
     def block(self, task: CutTensor, rank: int | None = None) -> tuple[int, int, int, int]:
-        """The ranges of dims 0 and 1 that the engine reads of a tensor for this rank, or another."""
+        """Returns the ranges of dims 0 and 1 that the engine reads for a rank. rank: None means this rank."""
         dim, shape = task.engine_dim(), self.shape(task, rank)
         if dim < 0 or shape == task.row.shape:
             return ALL
@@ -68,7 +67,7 @@ class Cutting(NamedTuple):
         return (lo, hi, 0, WHOLE) if dim == 0 else (0, task.row.shape[0], lo, hi)
 
     def row(self, task: CutTensor) -> Row:
-        """The row for the part of a tensor that the engine reads for this rank."""
+        """Returns the table row of a tensor, with shape and size of the part that the engine reads for this rank."""
         if self.block(task) == ALL:
             return task.row
         shape = self.shape(task)
@@ -77,12 +76,12 @@ class Cutting(NamedTuple):
         )
 
     def lands_whole(self, task: CutTensor) -> bool:
-        """Whether the engine reads exactly what this rank gets, so that nothing is sliced afterwards."""
+        """Returns whether the engine reads exactly this rank's slice, so that nothing is sliced afterwards."""
         return self.block(task) != ALL or self.shape(task) == task.shape
 
     def own_slice(self, task: CutTensor, tensor: Any) -> Any:
-        """This rank's block of a tensor that may have been read whole: contiguous, in its own
-        memory."""
+        """Returns this rank's slice of a tensor that may have been read whole. The slice is contiguous and does not
+        share the memory of the whole tensor."""
         if tuple(tensor.shape) == self.shape(task):
             return tensor
         assert task.dim is not None
@@ -94,7 +93,7 @@ class Cutting(NamedTuple):
 
     def _empty_slice(self, task: CutTensor, device: str) -> Any:
         shape = self.shape(task)
-        # `frame.empty` counts elements as the file does; this shape counts torch's.
+        # `frame.empty` takes a shape as in files, but this is a shape as in torch.
         if task.row.dtype in PACKED:
             flat = self.frame.empty("U8", (math.prod(shape),), device)
             return flat.view(self.frame.empty(task.row.dtype, (0,), "cpu").dtype).view(shape)

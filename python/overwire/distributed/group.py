@@ -1,17 +1,15 @@
-"""Lets a process group load together: ranks agree, fail together, and gather data.
+"""Implements the communication of a process group that loads together: agreement, errors, and data.
 
-This module reads no files, and no other module uses collectives. All ranks of the group must
-call a method that says *collective*, in the same order. Nothing here is called unless the user
-passes a group.
+This module reads no files, and no other module uses collectives. All ranks of the group must call the methods that are
+marked as collective, in the same order. Nothing in this module is called unless the user passes a group.
 
-A function with a group runs inside `group_verb`, from the check of its arguments on. A failure on
-one rank reaches the others when the ranks next agree (`gather_results`, `agree`), and is raised on
-all. A rank that is reading checks now and then whether it may stop (`look_for_failure`). An
-interrupt while a rank waits for the others reaches them in the same way. An exception that leaves
-the function in between puts the ranks out of step. It goes to the others through the group's
-store, which waiting ranks poll, and the group serves no more loads.
+A public function with a group runs inside `group_verb`, including the check of its arguments. If one rank fails, the
+others raise the error at the next agreement (`gather_results`, `agree`). A rank that is reading polls for failures of
+the others (`look_for_failure`). An interrupt while a rank waits for the others is passed on in the same way. An
+exception that leaves the function between two agreements puts the ranks out of step. The other ranks get it through the
+group's store, which waiting ranks poll. The group cannot be used for loads after that.
 
-Nothing here keeps a group alive.
+This module keeps no reference to a group.
 """
 
 from __future__ import annotations
@@ -46,41 +44,41 @@ from ..frameworks.choose import device_number
 
 _T = TypeVar("_T")
 
-# Bytes that each rank brings to a meeting, and that all bring together. More takes a second
-# collective.
+# The most bytes that one rank, and all ranks together, contribute to the first collective of `_gather_objects`. Larger
+# objects need a second collective.
 _BLOCK, _BLOCKS = 64 << 10, 4 << 20
 
-# Seconds between two polls of what the others say, for a rank that waits or reads.
+# The seconds between two polls for failures of other ranks, on a rank that waits or reads.
 _LOOK = 0.25
 
-# Seconds that an interrupted rank waits for the others, to tell them in step.
+# The seconds that an interrupted rank waits for the next agreement.
 _GRACE = 0.5
 
-# Seconds by which the clocks of hosts may differ.
+# The seconds by which the clocks of hosts may differ.
 _SKEW = 2.0
 
-# Seconds that ranks have to answer when one asks who is there: four polls.
+# The seconds in which ranks must answer when another rank asks which ranks are alive. It allows four polls.
 _ANSWER = 1.0
 
-# Exceptions of torch if a group's store cannot be reached or is gone.
+# The exceptions that torch raises if a group's store cannot be reached.
 _UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
 
-# Seconds that a rank with another error waits for the others to agree: readers poll in that time.
+# The seconds that a rank with any other error waits for the next agreement. Reading ranks poll in that time.
 _PATIENCE = 4.0
 
-# Seconds for which a rank that waits for a GPU only yields to other threads between two polls.
+# For this many seconds, a rank that waits for a GPU polls without sleeping.
 _SPIN = 0.002
 
 
 class _VerbState:
-    """A rank's state between and inside group calls.
+    """A rank's state inside and between group calls.
 
-    token: prefix of the keys in the group's store; "" before the ranks have met. born: wall
-    clock time when this was made. number: collectives that have begun. agreed: how often the
-    ranks have agreed. depth: nesting of calls. known: an error that all ranks have. halt: what
-    `look_for_failure` raised because of another rank's error. interrupt: it came while this
-    rank waited, and the others must hear of it. failure: the error that the others get when
-    they come; this rank waits for them `until` then. broken: why the ranks are out of step.
+    token: the prefix of the keys in the group's store, or "" before the first agreement. born: the wall-clock time when
+    this object was created. number: how many collectives have begun. agreed: how often the ranks have agreed. depth:
+    the nesting of calls. known: an error that all ranks know. halt: the error that `look_for_failure` raised after
+    another rank had failed. interrupt: an interrupt while this rank waited, which the others do not know yet. failure:
+    the error with which this rank enters an agreement. until: how long it waits for the others then. broken: why the
+    ranks are out of step.
     """
 
     def __init__(self) -> None:
@@ -97,11 +95,11 @@ class _VerbState:
 
 
 class Members:
-    """A process group as a load needs it.
+    """A process group, with the facts and functions that a load needs.
 
-    rank, size: in the group. local: its ranks on this host, in order. most_local: the number of
-    ranks on the fullest host. hosts: the number of hosts. unreachable: why the ranks of a host
-    cannot map each other's memory. reached: whether they have done so.
+    rank, size: of the group. local: the ranks of the group on this host, in order. most_local: the number of ranks on
+    the host with the most ranks. hosts: the number of hosts. unreachable: why the ranks of a host cannot map each
+    other's memory. reached: whether they have mapped it.
     """
 
     def __init__(self, group: Any) -> None:
@@ -121,7 +119,7 @@ class Members:
 
     @property
     def group(self) -> Any:
-        """The process group. IOFailure if it was destroyed, ForkedError in a forked child, because the
+        """The process group. Raises IOFailure if it was destroyed, and ForkedError in a forked child, because its
         parent owns the connections."""
         if forked():
             raise errors.forked()
@@ -131,10 +129,10 @@ class Members:
         return group
 
     def sending_device(self, device: str) -> str:
-        """The device on which tensors must be to be sent: `device`, or "cpu" if the group has no
-        backend for it."""
+        """Returns the device from which tensors are sent: `device`, or "cpu" if the group has no backend for it.
+        Returns "" if host memory cannot be sent."""
         if device == "cpu":
-            # NCCL by itself does not send host memory.
+            # NCCL does not send host memory.
             return "cpu" if "cpu:" in self._backends and "cpu:nccl" not in self._backends else ""
         return device if "cuda:nccl" in self._backends else "cpu"
 
@@ -144,10 +142,10 @@ class Members:
         return self.sending_device("cpu") or f"cuda:{torch.cuda.current_device()}"
 
     def gather_results(self, work: Callable[[], _T]) -> list[_T]:
-        """Collective: runs `work` on each rank and returns the results of all.
+        """Runs `work` on each rank and returns the results of all ranks. Collective.
 
-        If it raises on any rank, all raise: that rank its own error, the others one of the same
-        class that names the rank.
+        If `work` raises an error on a rank, all ranks raise. That rank raises its own error, and the others an error
+        of the same class that names the rank.
         """
         step = self._step
         result: Any = None
@@ -168,8 +166,8 @@ class Members:
         return [result for _, result, _ in every]
 
     def agree(self, error: BaseException | None, ours: bool = True) -> None:
-        """Collective: raises on all ranks if one has an error. ours=False: the error may be a
-        consequence of another rank's, and is only raised if there is no other."""
+        """Raises on all ranks if one of them has an error. Collective. ours: False if the error may be a consequence of
+        another rank's error. It is then raised only if there is no other error."""
         step = self._step
         if step.interrupt is not None:
             error, ours = step.interrupt, True
@@ -187,8 +185,8 @@ class Members:
         raise error
 
     def _raise_heaviest(self, faults: list[tuple[bytes | None, int]], mine: BaseException | None) -> None:
-        # faults: each rank's error and its weight. A rank raises its own error if that is among the
-        # heaviest, otherwise the first of the heaviest.
+        # Raises the error with the highest weight. faults: the error and weight of each rank. A rank raises its own
+        # error if that has the highest weight, otherwise the first such error.
         most = max(weight for _, weight in faults)
         if mine is not None and faults[self.rank][1] == most:
             self.raise_alike(mine)
@@ -197,9 +195,9 @@ class Members:
                 self.raise_alike(_name_rank(rank, pickle.loads(fault)))
 
     def look_for_failure(self) -> None:
-        """Local: raises the error with which another rank has left a call, or CancelledError if a rank
-        waits to tell its error. For ranks that wait for something other than the group. It polls a
-        few times a second."""
+        """Raises the error with which another rank has left a call, or CancelledError if another rank has failed and
+        waits for the next agreement. Not collective. For ranks that wait for something other than the group. It polls a
+        few times per second."""
         now = time.monotonic()
         if now - self._step.looked >= _LOOK:
             self._step.looked = now
@@ -215,7 +213,7 @@ class Members:
         if message is None and step.agreed <= 1:
             message = self._read_store("left")
             if message is not None and pickle.loads(message)[2] < step.born - _SKEW:
-                return  # it belongs to an earlier group of the same name
+                return  # the message belongs to an earlier group of the same name
         if message is not None:
             rank, fault, _ = pickle.loads(message)
             error = _name_rank(rank, pickle.loads(fault))
@@ -223,19 +221,19 @@ class Members:
             self.raise_alike(error)
 
     def _answer_question(self) -> str:
-        # Tells a rank that asks who is there. Returns the question, "" if no rank asks.
+        # Answers a rank that asks which ranks are alive. Returns the key of the question, or "" if no rank asks.
         token = self._step.token
         question = self._read_store(f"{token}/who") or b"0"
         if float(question) < self._step.born - _SKEW:
-            return ""  # there is none, or it belongs to an earlier group of the same name
+            return ""  # there is no question, or it belongs to an earlier group of the same name
         key = f"{token}/who/{question.decode()}"
         if self._read_store(f"{key}/{self.rank}") is None:
             self._write_store(f"{key}/{self.rank}", b"1")
         return key
 
     def _find_silent_ranks(self) -> list[int]:
-        # Local, after a collective has failed: the ranks that do not say that they are there. Empty if
-        # the group's store cannot be reached.
+        # Returns the ranks that do not answer after a collective has failed, or [] if the group's store cannot be
+        # reached. Not collective.
         if not self._answer_question():
             self._write_store(f"{self._step.token}/who", str(time.time()).encode())
         until = time.monotonic() + _ANSWER
@@ -247,18 +245,18 @@ class Members:
             time.sleep(_LOOK / 10)
 
     def _limit_wait(self, error: BaseException | None, seconds: float) -> None:
-        # Sets how long this rank waits for the others with an error: only briefly with an interrupt.
+        # Sets how long this rank waits for the next agreement with an error. After an interrupt the time is short.
         if isinstance(error, (KeyboardInterrupt, SystemExit, TimeoutError)) and not isinstance(error, OverwireError):
             seconds = _GRACE
         self._step.failure, self._step.until = error, time.monotonic() + seconds
 
     def _post_failed(self, error: BaseException | None) -> None:
-        # Tells `look_for_failure` on ranks that are reading, so that they need not finish first.
+        # Reports a failure to `look_for_failure` on the other ranks, so that they stop reading.
         if error is not None and self._step.token:
             self._write_store(f"{self._step.token}/failed/{self._step.agreed}", b"1")
 
     def _use_store(self, use: Callable[[Any], _T]) -> _T | None:
-        # Uses the group's store; None if it cannot be reached.
+        # Calls `use` with the group's store. Returns None if the store cannot be reached.
         with suppress(OverwireError, *_UNREACHABLE):
             return use(self._dist.distributed_c10d._get_process_group_store(self.group))
         return None
@@ -271,21 +269,24 @@ class Members:
         self._use_store(lambda store: store.set(f"overwire/{key}", value))
 
     def begin_verb(self) -> int:
-        """Begins a call and returns what `tell_failure` takes. IOFailure if the ranks are out of step,
-        ForkedError in a forked child."""
+        """Begins a call, and returns the number of collectives so far for `tell_failure`. Raises IOFailure if the ranks
+        are out of step, and ForkedError in a forked child."""
         step = self._step
         if forked():
             raise errors.forked()
         if step.broken:
-            raise IOFailure(f"overwire: group: it serves no more loads, since its ranks are out of step: {step.broken}")
+            raise IOFailure(
+                f"overwire: group: it cannot be used any more, because its ranks are out of step after an error: "
+                f"{step.broken}: create a new group"
+            )
         step.known = step.halt = step.interrupt = None
         step.depth += 1
         return step.number
 
     def tell_failure(self, error: BaseException, first: int, meets: bool) -> None:
-        """Tells the other ranks of an error that ends a call here, unless they know it: in step if the
-        ranks have not met yet. first: the result of `begin_verb`. meets: as for
-        `group_verb`."""
+        """Passes an error that ends a call on this rank to the other ranks, unless they know it. If the ranks have not
+        agreed yet in this call, uses the first agreement for that. Otherwise the ranks are out of step. first: the
+        result of `begin_verb`. meets: as for `group_verb`."""
         step = self._step
         if error is step.known:
             return
@@ -304,8 +305,8 @@ class Members:
         )
 
     def end_verb(self) -> None:
-        """Raises an interrupt that came after the ranks' last meeting. Forgets errors when the outermost
-        call ends, because their frames refer to the group."""
+        """Ends a call. Raises an interrupt that came after the last agreement. Forgets errors when the outermost call
+        ends, because their frames refer to the group."""
         step = self._step
         interrupt, step.interrupt, step.depth = step.interrupt, None, step.depth - 1
         if step.depth == 0:
@@ -314,7 +315,7 @@ class Members:
             raise interrupt
 
     def _is_true_on_any_rank(self, mine: bool) -> bool:
-        # Collective: whether it is true on any rank.
+        # Returns whether `mine` is true on any rank. Collective.
         import torch
 
         flag = torch.tensor([mine], dtype=torch.int32, device=self._flags_device())
@@ -322,7 +323,7 @@ class Members:
         return bool(flag.item())
 
     def _gather_objects(self, mine: Any) -> list[Any]:
-        # Collective: gathers each rank's object, as bytes after their length.
+        # Returns the objects of all ranks. Each is sent as its length and its pickled bytes. Collective.
         payload = pickle.dumps(mine)
         payload = len(payload).to_bytes(8, "little") + payload
         every = self._gather_blocks(payload, max(4 << 10, min(_BLOCK, _BLOCKS // self.size)))
@@ -332,7 +333,7 @@ class Members:
         return [pickle.loads(block[8:size]) for block, size in zip(every, sizes, strict=True)]
 
     def _gather_blocks(self, mine: bytes, size: int) -> list[bytes]:
-        # Collective: gathers `size` bytes of each rank.
+        # Returns `size` bytes of each rank. Collective.
         import torch
 
         device = self._flags_device()
@@ -344,9 +345,9 @@ class Members:
         return [octets[rank * size :][:size] for rank in range(self.size)]
 
     def _run_collective(self, begin: Callable[..., Any], tensor: Any, *args: Any, waits: bool = True) -> None:
-        # Runs a collective that writes a tensor. RuntimeError comes from torch.distributed: a rank has
-        # died, or the group's timeout has passed.
-        self._step.number += 1  # count it before it begins: a second one in its place would end the process
+        # Runs a collective that writes a tensor. torch.distributed raises RuntimeError if a rank has died or the
+        # group's timeout has passed.
+        self._step.number += 1  # counted first, so that after an interrupt no other collective is run instead
         try:
             work = begin(tensor, *args, group=self.group, async_op=waits)
             if waits:
@@ -360,8 +361,8 @@ class Members:
             raise IOFailure(f"overwire: group: {who} cannot be reached: {reason}") from error
 
     def _wait_for(self, work: Any, tensor: Any) -> None:
-        # Waits for a collective. An interrupt is kept until the ranks next agree. If the others do not
-        # come soon, or one has left, it is raised here.
+        # Waits for a collective. An interrupt is stored for the next agreement. It is raised here if the other ranks do
+        # not join the collective soon, or if one of them has left the call.
         step, began = self._step, time.monotonic()
         gloo = not tensor.is_cuda and "cpu:gloo" in self._backends
         if not (gloo or tensor.is_cuda):
@@ -386,7 +387,7 @@ class Members:
                     raise step.failure
 
     def note_hosts(self, hosts: list[str]) -> None:
-        """Local: notes which rank is on which host. Only the first call counts."""
+        """Notes the host of each rank. Does nothing after the first call. Not collective."""
         if self.local:
             return
         self.local = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
@@ -394,30 +395,30 @@ class Members:
         self.hosts = len(set(hosts))
 
     def broadcast(self, tensor: Any, rank: int) -> None:
-        """Collective: copies the contiguous tensor of one rank to all."""
+        """Copies the contiguous tensor of one rank to all ranks. Collective."""
         self._run_collective(self._dist.broadcast, tensor, int(self._dist.get_global_rank(self.group, rank)))
 
     def gather_shares(self, buffer: Any, share: int) -> None:
-        """Collective: rank r has bytes [r * share, (r + 1) * share) of the buffer and receives the
-        others'. On a GPU it is only queued."""
+        """Fills a buffer on all ranks. Collective. Rank r contributes bytes [r * share, (r + 1) * share) of the buffer
+        and receives the others. On a GPU the operation is only queued."""
         whole, part = buffer[: share * self.size], buffer[share * self.rank :][:share]
         self._run_collective(self._dist.all_gather_into_tensor, whole, part, waits=not buffer.is_cuda)
 
 
 def _ends_within(work: Any, seconds: float) -> bool:
-    # Whether a gloo collective ends in time.
+    # Returns whether a gloo collective ends within `seconds`. Raises its error.
     try:
         work.wait(timedelta(seconds=seconds))
         return True
     except RuntimeError:
         if not work.is_completed():
             return False
-    work.wait()  # if it has failed, this raises the reason
+    work.wait()  # raises the reason if the collective has failed
     return True
 
 
 def _is_work_done(work: Any, began: float) -> bool:
-    # The same for NCCL. Its own timeouts would abort the collective.
+    # Returns whether a NCCL collective has ended. Polls, because a timeout of NCCL would abort the collective.
     if work.is_completed():
         work.wait()
         return True
@@ -426,12 +427,12 @@ def _is_work_done(work: Any, began: float) -> bool:
 
 
 class Unmapped(NotSupportedError):
-    """The ranks of a host cannot map each other's memory. This error never leaves the package."""
+    """The ranks of a host cannot map each other's memory. This error is internal to the package."""
 
 
 def _severity_of_error(error: BaseException | None, ours: bool) -> int:
-    # A consequence of another rank's error only counts if there is no other, and so does the error that
-    # ranks cannot reach each other, if no rank has failed.
+    # Returns the weight of an error: 3 for a rank's own error, 2 if ranks cannot map each other's memory, 1 for a
+    # consequence of another rank's error, 0 for none.
     return 0 if error is None else 1 if not ours else 2 if isinstance(error, Unmapped) else 3
 
 
@@ -450,13 +451,13 @@ def _name_rank(rank: int, error: OverwireError) -> OverwireError:
 
 
 def host_identity() -> str:
-    """Identifies this host and its current boot."""
+    """Returns a text that identifies this host and its current boot."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return socket.gethostname() + " " + file.read().strip()
 
 
 def exchange_setting() -> str:
-    """The value of OVERWIRE_EXCHANGE."""
+    """Returns the value of OVERWIRE_EXCHANGE."""
     return next(str(row["value"]) for row in knobs() if row["name"] == "OVERWIRE_EXCHANGE")
 
 
@@ -464,9 +465,9 @@ _members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
 
 
 def members_of(group: Any) -> Members:
-    """The members of a `torch.distributed` process group that includes this process.
+    """Returns the members of a `torch.distributed` process group that includes this process.
 
-    Raises ArgumentError for anything else, ForkedError for a group that was made before this process was forked.
+    Raises ArgumentError for anything else, and ForkedError for a group that was created before this process was forked.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None:
@@ -474,11 +475,11 @@ def members_of(group: Any) -> Members:
     if not dist.is_available():
         raise MissingPackageError("overwire: group: this torch was built without torch.distributed")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ArgumentError("overwire: group: this process is not in it; only call this on its ranks")
+        raise ArgumentError("overwire: group: this process is not in the group: make the call only on its ranks")
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentError(f"overwire: group: expected a torch.distributed process group, got {type(group).__name__}")
     if is_of_parent(group):
-        raise ForkedError("overwire: group: it belongs to the process that this one was forked from: make a new one")
+        raise ForkedError("overwire: group: it belongs to the parent of this forked process: create a new group")
     members = _members.get(group)
     if members is None:
         members = _members[group] = Members(group)
@@ -486,8 +487,8 @@ def members_of(group: Any) -> Members:
 
 
 def on_current_gpu(device: Any) -> AbstractContextManager[Any]:
-    """Makes this rank's GPU the current one, from which NCCL sends flags and objects. A wrong device is
-    refused later, where the error reaches all ranks."""
+    """Returns a context in which this rank's GPU is the current one, because NCCL sends flags and objects from it.
+    Ignores an invalid device. It is refused later, where the error reaches all ranks."""
     import torch
 
     with suppress(OverwireError):
@@ -498,9 +499,9 @@ def on_current_gpu(device: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[Members]:
-    """A context for a whole group call on this rank, including the check of its arguments. An exception
-    that ends it here ends it on every rank. device: of this rank's tensors. meets: the call begins
-    with `gather_results`."""
+    """A context for a whole group call on this rank, including the check of its arguments. An exception that leaves it
+    ends the call on every rank. device: the device of this rank's tensors. meets: whether the call begins with
+    `gather_results`."""
     members = members_of(group)
     first = members.begin_verb()
     try:
@@ -515,6 +516,6 @@ def group_verb(group: Any, device: Any = "cpu", meets: bool = True) -> Iterator[
 
 
 def agree(group: Any, error: BaseException | None) -> None:
-    """Collective: raises on every rank if one has an error: that rank its own, the others one of the
-    same class that names the rank."""
+    """Raises on every rank if one of them has an error. Collective. That rank raises its own error, and the others an
+    error of the same class that names the rank."""
     members_of(group).agree(error)

@@ -1,18 +1,16 @@
-"""Runs one load by the ranks of a group: what several ranks want is read by one and transported.
+"""Runs one load of a group. Each rank reads a share of the stored bytes, and the ranks exchange their shares.
 
-Each rank reads a share of the stored bytes, over its own GPU's PCIe link, and gets the other
-shares from the other ranks. Then every rank decodes what it wants (plain tensors are copied). A
-load proceeds in pieces, each in one of a few buffers. Besides the tensors it only needs the ring of
-these buffers. The engine reads, lays out and decodes (`gosrc/relay`). Two transports move pieces
-between ranks, and all ranks choose by the same rule (`choose_carrier`):
+A rank reads its share over the PCIe link of its own GPU, and gets the other shares from the other ranks. Then every
+rank decodes the tensors that it needs (plain tensors are copied). A load proceeds in pieces. Each piece is in one of a
+few buffers, and a load needs no other memory in addition to the tensors. The engine reads, assembles and decodes
+(`gosrc/relay`). There are two transports, and all ranks choose by the same rule (`choose_carrier`):
 
-    mapped       between ranks of a host that map each other's memory; the engine does it.
+    mapped       between ranks of a host that map each other's memory. The engine copies.
     collective   between all ranks of the group, by torch.distributed. On GPUs this thread
-                 only queues, as far ahead as there are buffers.
+                 only queues operations, as far ahead as there are buffers.
 
-Failure: an error on one rank is raised on all when they next agree. Until then the failed rank
-still takes part in collectives, whatever its buffers contain. So no rank waits for it, and no
-rank uses its bytes.
+An error on one rank is raised on all ranks at the next agreement. Until then the failed rank still takes part in
+collectives with undefined bytes. The other ranks thus do not wait for it, and no rank uses these bytes.
 """
 
 from __future__ import annotations
@@ -32,73 +30,77 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("overwire")
 
-#: Most bytes of a piece that a rank reads: a chunk fits, with the gap to the next one.
-#: If ranks map each other's memory, a rank has `count_own_buffers` buffers that the others map, and on a
-#: GPU also STAGES for each other rank. With collectives, COLLECTIVE_BUFFERS hold the shares of all ranks.
+#: SHARE is the most bytes of a piece that one rank reads. It has room for a chunk and the gap before the next one.
+#: If ranks map each other's memory, a rank has `count_own_buffers` buffers that the others map, and on a GPU also
+#: STAGES buffers for each other rank. For collectives, each of COLLECTIVE_BUFFERS has room for the shares of all ranks.
 SHARE = 32 << 20
 STAGES = 3
 COLLECTIVE_BUFFERS = 2
 
-# The least if ranks map each other's memory: they decode a share after all of it has been read.
+# The smallest share if ranks map each other's memory. They decode a share only after all of it has been read.
 _FINE = 16 << 20
 
-# A buffer stays below 2 GiB for any number of ranks, and what is decoded together below 4 GiB. Shares are
-# multiples of _ALIGN.
+# The limits for a buffer and for all buffers that are decoded together, for any number of ranks. Shares are multiples
+# of _ALIGN.
 _LARGEST, _TOGETHER = (2 << 30) - 1, (4 << 30) - 1
 _ALIGN = 256
 
-#: Bytes of a packed request.
+#: The bytes of a packed request.
 REQUEST = 48
 
 # After this many pieces the ranks check whether any has failed.
 _AGREE = 32
 
-# Seconds between two progress reports, and between two polls of the other ranks.
+# The seconds between two progress reports, and between two polls for failures of the other ranks.
 _TICK = 0.1
 
-# Waits for the engine last at most this many milliseconds, so that Ctrl-C is handled.
+# The longest wait for the engine in one call, in milliseconds, so that Ctrl-C is handled.
 _SLICE_MS = 50
 
 Agree = Callable[[BaseException | None, bool], Any]
 
 
 class Wants(NamedTuple):
-    """The tensors that ranks want of a load. tensors: their positions, equal on all ranks that take
-    part. needs: the blocks that each rank of this host needs, as requests with the rank's number on the
-    host in place of the address; empty: each needs all."""
+    """The tensors of a load. tensors: their positions, equal on all ranks that take part. needs: the blocks that each
+    rank of this host needs, as requests with the rank's number on the host instead of an address, or empty if every
+    rank needs all tensors."""
 
     tensors: Sequence[int]
     needs: bytes = b""
 
 
 def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
-    """The bytes of each rank's share of a buffer: `share`, or less if the buffer, or `buffers` of them
-    that are decoded together, would be too large."""
+    """Returns the bytes of each rank's share of a buffer: `share`, or less if the buffer would be too large, or if
+    `buffers` of them, which are decoded together, would be."""
     return min(share, _LARGEST // ranks, _TOGETHER // buffers // ranks) // _ALIGN * _ALIGN
 
 
 def mapped_share(ranks: int, room: int) -> int:
-    """The same if ranks map each other's memory: room for eight chunks, if that fits. room: see `Model.room`."""
+    """Returns the bytes of each rank's share if ranks map each other's memory: room for eight chunks, within limits.
+    room: see `Model.room`."""
     return share_of_rank(ranks, min(SHARE, max(_FINE, 8 * room)), STAGES)
 
 
 def count_own_buffers(ranks: int) -> int:
-    """The number of a rank's own shares if ranks map each other's memory: it reads that many while it
-    maps the others' one after the other, before any is released."""
+    """Returns the number of a rank's own buffers if ranks map each other's memory. A rank fills them while it waits to
+    map the memory of the other ranks, before any buffer is released."""
     return min(7 + ranks, 16)
 
 
 def do_chunks_fit(ranks: int, room: int, mapped: bool) -> bool:
-    """Whether every chunk of a model fits if this many ranks take part, over mapped memory or by
+    """Returns whether every chunk of a model fits into a share of this many ranks. mapped: by mapped memory instead of
     collectives. room: see `Model.room`."""
     return room <= (mapped_share(ranks, room) if mapped else share_of_rank(ranks, SHARE))
 
 
 class Situation(NamedTuple):
-    """Facts for the choice of the transport. local: ranks on the fullest host. gpu: tensors go to
-    GPUs. remote: the files are in a store, or on a file system of several hosts. sends: the group has
-    a backend for the tensors, and each chunk fits. unreachable: ranks of a host cannot map each other's
-    memory, or a chunk does not fit there."""
+    """Facts for the choice of the transport.
+
+    local: the number of ranks on the host with the most ranks. gpu: whether tensors are loaded to GPUs. remote: whether
+    the files are in a store or on a network file system. sends: whether the group has a backend for the tensors and
+    every chunk fits. unreachable: whether ranks of a host cannot map each other's memory, or a chunk does not fit
+    there.
+    """
 
     ranks: int
     hosts: int
@@ -110,30 +112,30 @@ class Situation(NamedTuple):
 
 
 def choose_carrier(setting: str, now: Situation) -> str:
-    """Chooses the transport: "mapped", "collective" or "none". setting: OVERWIRE_EXCHANGE."""
+    """Returns the transport: "mapped", "collective" or "none". setting: the value of OVERWIRE_EXCHANGE."""
     collective = "collective" if now.sends else "none"
     if setting == "none" or now.ranks == 1:
         return "none"
     if setting == "auto" and not now.gpu and not now.remote:
-        return "none"  # the page cache has each byte once, and plain tensors are mapped from it
+        return "none"  # all ranks of a host share the page cache, and plain tensors are mapped from it
     if setting == "collective" or now.unreachable:
         return collective
     if setting == "auto" and now.sends and now.remote and now.hosts > 1:
-        return "collective"  # otherwise one host would read what another already has
+        return "collective"  # with other transports each host would read all bytes
     return "mapped" if now.local > 1 else "none"
 
 
 class GroupLoad:
-    """The load of open models on one rank. Each model's tensor numbers follow those of the model
-    before it. Call `choose_carrier` once the ranks have met, then `land_requests`, which is collective.
+    """The load of open models on one rank. The tensors of the models are numbered consecutively. Call `choose_carrier`
+    after the first agreement of the ranks, then `land_requests`, which is collective.
 
-    carrier: the transport: "mapped", "collective", or "none" if each rank reads by itself. link: the
-    device from which tensors are sent. report: the engine's, for what has landed last.
+    carrier: the transport: "mapped", "collective", or "none" if each rank reads by itself. link: the device from which
+    tensors are sent. report: the engine's report about the last `land_requests`.
     """
 
     def __init__(self, members: Members, models: Sequence[Model], ring: tuple[int, int] = (0, 0)) -> None:
-        """ring: bytes of a rank's share of a buffer, and the number of buffers, if ranks map each other's
-        memory; 0: as `mapped_share` computes them."""
+        """ring: the bytes of a rank's share of a buffer, and the number of buffers, for ranks that map each other's
+        memory. (0, 0) means the results of `mapped_share` and `count_own_buffers`."""
         self._members, self._models, self._ring = members, models, ring
         self._device = models[0].device
         self._buffers: list[Any] = []  # for collectives
@@ -143,13 +145,13 @@ class GroupLoad:
         self.report: dict[str, Any] = {}
 
     def describe_files(self) -> dict[str, Any]:
-        """Local: what the other ranks must know to choose a transport."""
+        """Returns the facts that all ranks need to choose a transport. Not collective."""
         remote = any(source["remote"] for model in self._models for source in model.info())
         return {"remote": remote, "room": max(model.room() for model in self._models)}
 
     def choose_carrier(self, setting: str, reports: Sequence[dict[str, Any]]) -> None:
-        """Local, with the same result on all ranks, which have met. setting: OVERWIRE_EXCHANGE. reports:
-        the result of `describe_files` on each rank."""
+        """Sets the transport. Not collective, but has the same result on all ranks. setting: the value of
+        OVERWIRE_EXCHANGE. reports: the results of `describe_files` on all ranks."""
         members, remote = self._members, any(one["remote"] for one in reports)
         self._room = max(one["room"] for one in reports)
         sends = bool(self.link) and do_chunks_fit(members.size, self._room, mapped=False)
@@ -158,11 +160,12 @@ class GroupLoad:
         self.carrier = choose_carrier(setting, Situation(*place, self._device != "cpu", remote, sends, not maps))
 
     def fall_back(self, reason: str, setting: str) -> None:
-        """Switches transport, once for a group and on all ranks: they cannot map each other's memory."""
+        """Switches to another transport, because ranks cannot map each other's memory. All ranks call this, at most
+        once per group."""
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
         log.warning(
-            "overwire: the ranks exchange by torch.distributed: they cannot map each other's memory: %s",
+            "overwire: the ranks exchange by torch.distributed, because they cannot map each other's memory: %s",
             self._members.unreachable,
         )
 
@@ -174,14 +177,14 @@ class GroupLoad:
         tell: Callable[[int], None] = lambda _: None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Generator[int, None, None]:
-        """Collective: yields the numbers of this rank's requests as they land. After the last, the ranks
-        agree. A caller that closes this early must agree by itself.
+        """Yields the numbers of this rank's requests as they land. Collective. The ranks agree after the last request.
+        A caller that closes this generator early must call the agreement itself.
 
         make_requests: returns this rank's requests. It and `meanwhile` run while the first bytes are read,
-        and their exceptions are raised on all ranks. tell: called now and then with the bytes of
-        tensors decoded so far.
+        and their exceptions are raised on all ranks. agree: the agreement of the ranks. tell: called regularly with the
+        bytes of tensors that are decoded so far.
 
-        Raises Unmapped on all ranks if some cannot map each other's memory.
+        Raises Unmapped on all ranks if some of them cannot map each other's memory.
         """
         mapped, engine = self.carrier == "mapped", _Relay(self._members, self._buffers)
         try:
@@ -197,7 +200,7 @@ class GroupLoad:
             raise
         if mapped and not self._members.reached:
             self._members.reached = True
-            log.info("the ranks of each host can exchange by memory that they map of each other")
+            log.info("the ranks of each host can map each other's memory")
 
     def _begin_mapped(self, engine: _Relay, wants: Wants) -> None:
         local = len(self._members.local)
@@ -220,7 +223,8 @@ class GroupLoad:
         engine.start_job(request, self._models)
 
     def _relay_request(self, wants: Wants, ranks: Sequence[int], device: str, share: int) -> RelayRequest:
-        # A request for these ranks. Everything runs on torch's current stream, after the work queued there now.
+        # Returns a request for these ranks. The load runs on torch's current stream, after the work that is queued
+        # there.
         stream = 0
         if device != "cpu":
             from ..frameworks.torch import stream_of, used_on
@@ -240,15 +244,15 @@ class GroupLoad:
 
 
 class _Relay:
-    """The engine's part of a load. Its failures are raised when the ranks next meet. ring: the buffers
-    for collectives."""
+    """The engine's part of a load. Its errors are raised at the next agreement of the ranks. ring: the buffers for
+    collectives."""
 
     def __init__(self, members: Members, ring: list[Any]) -> None:
         self._members, self._ring = members, ring
         self._job: Job | None = None
         self._error: BaseException | None = None
         self._ours = True
-        self._stream = self._count = 0  # _count: number of requests
+        self._stream = self._count = 0  # _count: the number of requests
 
     def start_job(self, request: RelayRequest, models: Sequence[Model], needs: bytes = b"") -> None:
         views = [model.on(request["device"]) for model in models]
@@ -259,7 +263,7 @@ class _Relay:
         self._job = Job(relay(request, views[0].handle, needs), "relay")
 
     def set_requests(self, requests: bytes) -> None:
-        """Local: sets what this rank wants, as requests of a load."""
+        """Sets this rank's requests. Not collective."""
         self._count = len(requests) // REQUEST
         relay_aim(self.job.number, requests)
 
@@ -270,8 +274,8 @@ class _Relay:
         return self._job
 
     def try_step(self, step: Callable[[], Any]) -> None:
-        """Local: runs a step unless one has failed. A failure ends the job, and the ranks hear of it when
-        they next meet."""
+        """Runs a step, unless an earlier step has failed. Not collective. A failure ends the job, and is raised on all
+        ranks at the next agreement."""
         if self._error is None:
             try:
                 step()
@@ -281,29 +285,29 @@ class _Relay:
     def _end_with_error(self, error: BaseException) -> None:
         self._error = self._error or error
         if self._job is not None:
-            self._job.cancel()  # after this nothing writes to the ring
+            self._job.cancel()  # nothing writes to the ring after this call
             self._ours = bool(self._read_report().get("ours", True))
 
     def _read_report(self) -> dict[str, Any]:
-        # The engine's report; empty while it runs.
+        # Returns the engine's report, or {} while the job runs.
         return (self._job.report() if self._job is not None else None) or {}
 
     def end_job(self) -> dict[str, Any]:
-        """Local: ends a job that all ranks have agreed on, and returns its report."""
+        """Ends a job that has succeeded on all ranks, and returns its report. Not collective."""
         report: dict[str, Any] = self.job.report()
         self.job.done()
         self._job = None
         return report
 
     def abandon_job(self) -> None:
-        """Local: ends running work. After that nothing writes to its memory."""
+        """Ends a running job. Nothing writes to its memory after this call. Not collective."""
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
 
     def follow_mapped(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
-        """Yields requests while the engines of each host transport by themselves. If a rank is gone, the
-        others of its host raise without a collective, which would never end."""
+        """Yields requests while the engines of a host exchange bytes by themselves. If a rank disappears, the other
+        ranks of its host raise an error without a collective, which would never end."""
         members = self._members
         try:
             if self._error is None:
@@ -325,8 +329,8 @@ class _Relay:
         agree(self._error, self._ours)
 
     def join_engines(self) -> None:
-        """Collective: raises what has failed on a rank. The engines map each other's memory while
-        this rank makes its requests."""
+        """Lets the engines map each other's memory, while this rank creates its requests. Raises the error of a rank
+        that has failed. Collective."""
 
         def offer() -> Any:
             if self._error is not None:
@@ -340,13 +344,13 @@ class _Relay:
             self._end_with_error(error)
 
     def gather_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
-        """All ranks gather piece after piece. The requests land at the end."""
+        """Gathers the pieces one after the other, on all ranks together. All requests land at the end."""
         members, shares = self._members, list[int]()
         self.try_step(lambda: shares.extend(relay_shares(self.job.number)))
-        agree(self._error, True)  # from now on all ranks handle the same pieces
+        agree(self._error, True)  # all ranks have the same pieces after this
         for piece, share in enumerate(shares):
             self.try_step(lambda piece=piece: self._await_share(piece))  # type: ignore[misc]
-            members.gather_shares(self._ring[piece % len(self._ring)], share)  # a failure here is out of step
+            members.gather_shares(self._ring[piece % len(self._ring)], share)  # an error here puts ranks out of step
             self.try_step(lambda piece=piece: relay_decode(self.job.number, piece, self._stream))  # type: ignore[misc]
             if piece % _AGREE == _AGREE - 1:
                 self.try_step(lambda: tell(self.job.progress().bytes))

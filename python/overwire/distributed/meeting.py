@@ -1,11 +1,9 @@
-"""Compares the ranks' arguments and open files when they meet. Differences raise an error that names
-the ranks.
+"""Compares the arguments and the open files of all ranks, and raises an error that names the ranks if they differ.
 
-Each rank opens a path by itself, and the file may be replaced in between. On one host equal files
-have the same inode, size and times (`stat`), and objects of stores have the same version. On
-different hosts the layouts must be equal, including the checksums of a compressed file; one
-host may also have several copies of such a file. On a file system of several hosts inodes may be
-made up, so size and modification time must also be equal.
+Each rank opens a path by itself, and the file may be replaced meanwhile. On one host, the ranks must have opened files
+with the same inode, size and times (`stat`), or objects with the same version. On different hosts, the layouts must be
+equal, including the checksums of a compressed file. Copies of a compressed file on one host are also accepted. On
+network file systems inode numbers are not reliable, so size and modification time must also be equal.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from .group import Members
 
 
 class OpenFiles(NamedTuple):
-    """The files that a rank has open. space: the namespace in which its paths are valid. files: for each
-    model, its files as the engine identifies them. uris: redacted, for messages."""
+    """The files that a rank has opened. space: the host and the mount namespace of its paths. files: the engine's
+    identity of each file. uris: redacted URIs for messages."""
 
     space: tuple[str, str]
     files: list[dict[str, Any]]
@@ -30,7 +28,7 @@ class OpenFiles(NamedTuple):
 
 
 def describe_open_files(models: Sequence[Any]) -> OpenFiles:
-    """Local: what the ranks compare about the files of models."""
+    """Returns the facts about the files of models that ranks compare. Not collective."""
     try:
         space = os.readlink("/proc/self/ns/mnt")
     except OSError:
@@ -45,12 +43,13 @@ def meet(
     reopen: Callable[[], None] | None = None,
     comparable: Callable[[list[dict[str, Any]]], bool] = lambda _: True,
 ) -> list[dict[str, Any]]:
-    """Collective: gathers each rank's report. Its "alike" must be equal on all ranks, and so must
-    OVERWIRE_EXCHANGE. Its "opened", the result of `describe_open_files` or None, must be equal if the
-    reports are `comparable`. reopen: called if files differ, before all report again: the file may
-    have been replaced in between.
+    """Gathers and compares the reports of all ranks. Collective.
 
-    Raises on all ranks what `describe` raises on one, and ArgumentError and CorruptError for differences.
+    describe: returns this rank's report. Its "alike" and OVERWIRE_EXCHANGE must be equal on all ranks. Its "opened",
+    the result of `describe_open_files` or None, must be equal if the reports are `comparable`. reopen: called on all
+    ranks if files differ, because a file may have been replaced meanwhile. All ranks then report again.
+
+    Raises errors of `describe` on all ranks, and ArgumentError and CorruptError for differences.
     """
 
     def report() -> dict[str, Any]:
@@ -81,7 +80,7 @@ def _difference_of(reports: Sequence[Mapping[str, Any]]) -> CorruptError | None:
 
 
 def find_difference(files: Mapping[int, OpenFiles]) -> CorruptError | None:
-    """The error for ranks that have different files open; None if they are equal. files: by rank."""
+    """Returns the error for ranks that have opened different files, or None if all files are equal. files: by rank."""
     nearest: dict[tuple[str, str], int] = {}
     for rank, one in files.items():
         neighbour = nearest.setdefault(one.space, rank)
@@ -92,14 +91,14 @@ def find_difference(files: Mapping[int, OpenFiles]) -> CorruptError | None:
             uris = files[min(files)].uris
             uri = uris[min(at, len(uris) - 1)]
             text = (
-                f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: was it replaced meanwhile?"
+                f"overwire: group: {uri} is not the same file on ranks {other} and {rank}: it may have been replaced"
             )
             return CorruptError(text, source=uri)
     return None
 
 
 def _first_differing_file(one: OpenFiles, two: OpenFiles, same_host: bool) -> int | None:
-    # The number of the first file that differs.
+    # Returns the number of the first file that differs, or None.
     if len(one.files) != len(two.files):
         return min(len(one.files), len(two.files))
     pairs = enumerate(zip(one.files, two.files, strict=True))
@@ -107,7 +106,7 @@ def _first_differing_file(one: OpenFiles, two: OpenFiles, same_host: bool) -> in
 
 
 def _is_same(one: dict[str, Any], two: dict[str, Any], same_host: bool) -> bool:
-    # same_host: both ranks are on one host, where a path means the same file.
+    # same_host: both ranks have the same paths, so a path must lead to the same file.
     if one == two:
         return True
     if one["layout"] != two["layout"]:

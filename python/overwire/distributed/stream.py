@@ -1,4 +1,4 @@
-"""Implements streams over a group, which all ranks iterate together."""
+"""Implements streams of a group. All ranks iterate over a stream together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .tensors import TensorLoad, open_load
 
 
 class GroupStream(Steps):
-    """`stream` over a process group. Creating it is collective, and so is every step. Closing it early is
-    also collective and ends it on all ranks. A forked child takes no part."""
+    """Implements `stream` for a process group. The constructor, every step, and an early `close` are collective.
+    `close` ends the stream on all ranks. Forked children do not take part."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class GroupStream(Steps):
 
     def _end(self, error: BaseException | None) -> None:
         _open.discard(self)
-        # error: the reason. The other ranks hear of it, unless they know it.
+        # Ends the stream. error: the reason, which is passed to the other ranks unless they know it.
         load, self._load, self._early = self._load, None, {}
         try:
             if load is not None:
                 with on_current_gpu(self._device):
                     if inspect.getgeneratorstate(self._tensors) == inspect.GEN_CREATED:
-                        load.close_unbegun()  # the generator has not started and would not tell the others
+                        load.close_unbegun()  # a generator that has not started does not inform the other ranks
                     self._tensors.close()
         finally:
             if error is None:
@@ -92,8 +92,8 @@ _open: weakref.WeakSet[GroupStream] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # Runs while the group still exists: a stream that kept it until process exit would abort there.
+    # Closes streams while the groups still exist. A stream that is closed later aborts the process.
     for stream in list(_open):
         with suppress(Exception):
-            if not stream._taking:  # otherwise a daemon thread is in it, which ends with the process
+            if not stream._taking:  # a daemon thread may be inside a step; it ends with the process
                 stream.close()

@@ -1,14 +1,14 @@
-"""Loads tensors by the ranks of a group, whole or sliced.
+"""Loads whole or sliced tensors on the ranks of a group.
 
     tensors = ow.load_file(path, device="cuda:0", group=pg, shard={"up.weight": 0, "down.weight": 1})
 
-Each rank gets every tensor. A tensor that `shard` names is sliced along that dimension into blocks
-of ceil(size / ranks), and rank r gets the r-th; the last blocks may be shorter or empty. What
-several ranks want is read by one of them and transported in stored form (`load`). Without a
-transport every rank reads what it wants.
+Each rank gets every tensor. A tensor that `shard` names is sliced along the given dimension into blocks of
+ceil(size / ranks), and rank r gets the r-th block. The last blocks may be shorter or empty. Bytes that several ranks
+need are read by one of them and sent to the others in stored form (`load`). Without a transport every rank reads
+everything that it needs.
 
-Failure: an error on one rank is raised on all when the ranks next agree, and what was loaded is
-freed. `group` describes how a rank learns about the others.
+An error on one rank is raised on all ranks at the next agreement, and the loaded tensors are freed. `group` describes
+the agreement.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ from .group import Members, Unmapped, group_verb
 from .load import GroupLoad, Wants
 from .meeting import describe_open_files, meet
 
-# Tensor bytes of a stream's window without a budget, if ranks do not map each other's
-# memory.
+# The tensor bytes of a stream's window if there is no budget and the ranks do not map each other's memory.
 _WINDOW = 1 << 30
 
-_CLOSED = "overwire: stream: it was closed before its end"
+_CLOSED = "overwire: stream: the stream was closed before its end"
 
-# Seconds between two polls of the other ranks while this one reads.
+# The seconds between two polls for failures of the other ranks while this rank reads.
 _TICK = 0.25
 
 
@@ -57,12 +56,14 @@ def open_load(
     choose: Callable[[TensorLoad], Iterable[int]] | None = None,
     **options: Any,
 ) -> Iterator[TensorLoad]:
-    """Collective: opens a load on all ranks, without reading. budget: the max_memory of a stream, which
-    holds a part of its tensors at a time; None: the load holds all. unmapped_budget: the same if ranks
-    do not map each other's memory. choose: called before the ranks meet; returns the positions of the
-    tensors that this rank wants. Its errors reach all ranks."""
+    """Opens a load on all ranks, without reading tensors. Collective.
+
+    budget: the max_memory of a stream, or None for a load of all tensors. unmapped_budget: the same for ranks that do
+    not map each other's memory. choose: returns the positions of the tensors that this rank needs. It is called before
+    the first agreement, and its errors are raised on all ranks.
+    """
     if group is None:
-        raise ArgumentError("overwire: shard: pass group=, the ranks that share the tensors")
+        raise ArgumentError("overwire: shard: it needs group=, the process group of the ranks that share the tensors")
     loads: list[TensorLoad] = []
 
     def close() -> None:
@@ -72,7 +73,7 @@ def open_load(
     def open_and_describe() -> dict[str, Any]:
         if options.get("read") is not None:
             raise ArgumentError(
-                "overwire: read: a group reads as OVERWIRE_READ says, the same on all ranks; leave read= out"
+                "overwire: read: it cannot be combined with group: set OVERWIRE_READ on all ranks instead"
             )
         loads.append(TensorLoad(members, source, shard, device, framework, (budget, unmapped_budget), options))
         if choose is not None:
@@ -89,10 +90,9 @@ def open_load(
 
 
 class TensorLoad:
-    """One load on one rank. Construction is local; other methods are collective unless they say
-    otherwise.
+    """One load on one rank. The constructor is not collective. All methods are, unless their docstrings say otherwise.
 
-    model: the open files. positions: those that this rank wants, in order.
+    model: the open files. positions: the positions of the tensors that this rank needs, in order.
     """
 
     def __init__(
@@ -105,24 +105,24 @@ class TensorLoad:
         budgets: tuple[int | None, int],
         options: Mapping[str, Any],
     ) -> None:
-        # The table is the same on every rank.
+        # Every rank opens the whole model, so that the table is the same on all ranks.
         whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}
         self._members = members
         self._deferred_error: BaseException | None = None
-        self._count = self._bytes = 0  # of tensors that have arrived
+        self._count = self._bytes = 0  # number and bytes of the tensors that have arrived
         self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
-        # after the meeting: the smallest of all ranks; 0: none
+        # 0 means no budget. `apply_reports` replaces these by the smallest budgets of all ranks.
         self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
-        self._bitmaps: list[bytes] = []  # by rank: the tensors that it wants
+        self._bitmaps: list[bytes] = []  # bitmaps of the tensors that each rank needs, by rank
         if self._frame.name != "torch":
-            raise ArgumentError("overwire: group: the ranks exchange torch tensors; use framework='pt'")
+            raise ArgumentError("overwire: group: only torch tensors are supported: use framework='pt'")
         where = check_device(device, self._frame)
         self._dtype = check_dtype(self._frame, options.get("dtype"))
         self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
         link = members.sending_device(where) if self._exchange == "collective" else ""
-        prepare(link or where, self._exchange != "none")  # the device that receives stored bytes
+        prepare(link or where, self._exchange != "none")  # prepares the device that receives stored bytes
         self.model = Model(source, device=where, **whole)
         self._load = GroupLoad(members, [self.model])
         self.model.alone()  # preloaded tensors are not shared with other ranks
@@ -139,15 +139,15 @@ class TensorLoad:
             raise
 
     def close(self) -> None:
-        """Local: closes the load."""
+        """Closes the load. Not collective."""
         if self._watcher is not None:
             self._watcher.close()
             self._watcher = None
         self.model.close()
 
     def _cut_dims(self, shard: ShardLike) -> dict[int, int]:
-        # Maps positions to dimensions for all tensors, not only those chosen here, because the
-        # ranks compare it.
+        # Maps positions to dimensions. Includes tensors that this rank does not load, because the ranks compare the
+        # map.
         model, dims = self.model, {}
         if shard is None:
             return {}
@@ -165,17 +165,17 @@ class TensorLoad:
             row = model.row(at)
             rank = len(torch_shape(*row[1:3]))
             if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < rank:
-                text = f"overwire: shard {row.name!r}: dimension {dim!r} of a tensor with {rank}"
+                text = f"overwire: shard {row.name!r}: dimension {dim!r}: the tensor has {rank} dimensions"
                 raise ArgumentError(text, tensor=row.name)
             if row.dtype.startswith("F6_"):
-                text = f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes, without dimensions"
+                text = f"overwire: shard {row.name!r}: {row.dtype} is loaded as bytes and has no dimensions to cut"
                 raise NotSupportedError(text, tensor=row.name)
             dims[at] = dim % rank
         return dims
 
     def slice_size(self, at: int) -> tuple[int, int]:
-        """Local: this rank's part of a tensor: the number of its elements as the file counts
-        them."""
+        """Returns a position, and the number of elements of this rank's slice as the file counts them. Not
+        collective."""
         if at not in self._dims:
             return at, WHOLE
         task = self.cut_tensor(at)
@@ -183,9 +183,9 @@ class TensorLoad:
         return at, math.prod(task.row.shape) * own // max(whole, 1)
 
     def describe_wants(self) -> dict[str, Any]:
-        """Local: what the ranks compare, and what each must know about the others."""
+        """Returns the facts that the ranks compare, and those that all ranks need. Not collective."""
         self._check_sizes(self.positions, self._budget)
-        table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())  # contents, not offsets
+        table = hashlib.sha256(repr([row[:5] for row in self.model.table]).encode())
         bitmap = bytearray(-(-len(self.model.table) // 8))
         for at in self.positions:
             bitmap[at >> 3] |= 1 << (at & 7)
@@ -203,7 +203,8 @@ class TensorLoad:
         }
 
     def apply_reports(self, reports: list[dict[str, Any]]) -> None:
-        """Local, once, before other steps. All ranks have the same `reports`, so all decide alike."""
+        """Chooses the transport and the budgets. Call it once, before other steps. Not collective. All ranks have the
+        same `reports` and get the same result."""
         self._load.choose_carrier(self._exchange, reports)
         self._bitmaps = [one["wants"] for one in reports]
         budgets = [[one["budgets"][n] for one in reports if one["budgets"][n]] for n in range(2)]
@@ -213,8 +214,8 @@ class TensorLoad:
         return _has_bit(self._bitmaps[rank], at)
 
     def _split_positions(self) -> tuple[list[int], list[int]]:
-        # Splits positions into those that all ranks go through together, equal on all, and those that this
-        # rank then reads by itself. If ranks map each other's memory, the engine does both.
+        # Returns the positions that all ranks load together, which are equal on all ranks, and those that this rank
+        # loads by itself. If ranks map each other's memory, all positions are loaded together.
         once = twice = 0
         for bitmap in self._bitmaps:
             bits = int.from_bytes(bitmap, "little")
@@ -230,14 +231,13 @@ class TensorLoad:
         return {self.model.table[at][0]: tensors[at] for at in self.positions}
 
     def iter_tensors(self, places: Mapping[int, Any] | None = None) -> Generator[tuple[int, Any], None, None]:
-        """Yields (position, tensor) of what this rank wants as it arrives. After the last the ranks agree.
-        If the budget or the transport needs it, the load proceeds in windows.
+        """Yields (position, tensor) for the tensors that this rank needs, as they arrive. The ranks agree after the
+        last one. The load proceeds in windows if the budget or the transport requires that.
 
-        places: by position, this rank's memory for its slice of a tensor, on the model's device, dense
-            and with the file's dtype. The yielded tensor is that memory, or another tensor if the engine
-            cannot write there.
+        places: this rank's memory for its slices, by position. It must be on the model's device, dense and of the
+            file's dtype. The yielded tensor is in this memory, or elsewhere if the engine cannot write to it.
 
-        A rank that closes this early ends it on all ranks.
+        A rank that closes this generator early ends it on all ranks.
         """
         try:
             yield from self._load_windows(self._budget, places or {}, True)
@@ -246,7 +246,7 @@ class TensorLoad:
             raise
 
     def close_unbegun(self) -> None:
-        """Collective: ends on all ranks an `iter_tensors` that has not begun."""
+        """Ends an `iter_tensors` that has not begun, on all ranks. Collective."""
         if self._load.carrier == "mapped" and self._split_positions()[0]:
             with suppress(OverwireError):
                 self._members.gather_results(_refuse_closed)
@@ -258,7 +258,7 @@ class TensorLoad:
             self._agree_or_raise(CancelledError(_CLOSED))
 
     def _load_windows(self, budget: int, places: Mapping[int, Any], streams: bool) -> Iterator[tuple[int, Any]]:
-        # Collective: first the windows that all go through, then those that this rank reads by itself.
+        # Loads the windows that all ranks load together, then those that this rank loads by itself. Collective.
         shared, lone = self._split_positions()
         self._check_sizes(shared, budget)
         windows, arrived, agreed = self._windows_of(shared, budget), set[int](), False
@@ -266,7 +266,7 @@ class TensorLoad:
             window, windows = windows[0], windows[1:]
             mapped = self._load.carrier == "mapped"
             if streams and not mapped:
-                self._agree_or_raise()  # learn whether a rank has closed the stream
+                self._agree_or_raise()  # raises if another rank has closed the stream
                 self._check_sizes(window, self._unmapped_budget)
                 window, *more = self._windows_of(window, budget or self._unmapped_budget or _WINDOW)
                 windows = more + windows
@@ -277,7 +277,7 @@ class TensorLoad:
                             arrived.add(at)
                             yield at, tensor
                 agreed = mapped
-            except Unmapped as reason:  # other ranks restart with all tensors, so this one does too
+            except Unmapped as reason:  # all ranks start again with the remaining tensors
                 self._load.fall_back(str(reason), self._exchange)
                 rest = {at for positions in (window, *windows) for at in positions}
                 shared, lone = self._split_positions()
@@ -291,7 +291,7 @@ class TensorLoad:
         return [self.cut_tensor(at) for at in window if self._is_wanted(self._members.rank, at)]
 
     def _exchange_window(self, window: list[int], places: Mapping[int, Any]) -> Generator[tuple[int, Any], None, None]:
-        # Loads what this rank wants of a window, and reads its share for others.
+        # Loads the tensors of a window that this rank needs, and reads its share for other ranks.
         tasks, tensors, slots, empty = self._own_tensors(window), list[Any](), list[int](), list[tuple[int, Any]]()
         carrier = self._load.carrier
         device = self._load.link if carrier == "collective" else self.model.device
@@ -314,19 +314,19 @@ class TensorLoad:
         with closing(landing):
             for number in landing:
                 slot = slots[number]
-                tensor, tensors[slot] = tensors[slot], None  # the caller owns it now
+                tensor, tensors[slot] = tensors[slot], None  # the caller owns the tensor now
                 yield from self._finish_tensor(tasks[slot], tensor)
         yield from empty
 
     def _needs_of_host(self, window: list[int]) -> Wants:
-        # The needs of this host's ranks.
+        # Returns the blocks that each rank of this host needs.
         local = self._members.local
         if all(self._is_wanted(rank, at) for rank in local for at in window) and not any(
             at in self._dims for at in window
         ):
             return Wants(window)
         tasks = [self.cut_tensor(at) for at in window]
-        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few, since layers are alike
+        kinds = {(task.row.dtype, task.shape, task.dim): task for task in tasks}  # few kinds, because layers are alike
         blocks = {kind: [self._cutting.block(task, rank) for rank in local] for kind, task in kinds.items()}
         needs = [
             (task.at, number, *block)
@@ -337,7 +337,7 @@ class TensorLoad:
         return Wants(sorted({need[0] for need in needs}), pack_requests(needs))
 
     def _read_alone(self, tasks: list[CutTensor]) -> Generator[tuple[int, Any], None, None]:
-        # Local: reads tensors without the other ranks. A failure is raised when the ranks next agree.
+        # Reads tensors without the other ranks. Not collective. An error is raised at the next agreement.
         try:
             if self._deferred_error is None:
                 yield from self._read_tensors(tasks)
@@ -365,16 +365,16 @@ class TensorLoad:
             yield from self._finish_tensor(task, tensor)
 
     def _make_places(self, tasks: list[CutTensor], places: Mapping[int, Any], device: str) -> list[Any]:
-        # Allocates memory for what the engine reads of each tensor, or uses the caller's unless the tensor is
-        # sliced afterwards. This runs while the first bytes are read. Each decode waits for the work that is
-        # queued on the memory.
+        # Returns memory for the part of each tensor that the engine reads: the caller's memory, or new memory if there
+        # is none or the tensor is sliced afterwards. This runs while the first bytes are read. The engine waits for
+        # work that is queued on the memory before it decodes.
         rows = [self._cutting.row(task) for task in tasks]
         own = [places.get(task.at) if self._cutting.lands_whole(task) else None for task in tasks]
         fresh = iter(self._frame.empty_on(device, [row for row, place in zip(rows, own, strict=True) if place is None]))
         return [next(fresh) if place is None else place for place in own]
 
     def _finish_tensor(self, task: CutTensor, tensor: Any) -> Iterator[tuple[int, Any]]:
-        # A failure here is raised when the ranks next agree; until then no more tensors are finished.
+        # An error is raised at the next agreement. Until then no more tensors are finished.
         try:
             if self._deferred_error is None:
                 tensor = self._cutting.own_slice(task, tensor)
@@ -390,14 +390,14 @@ class TensorLoad:
             yield task.at, tensor
 
     def _largest_size(self, at: int) -> int:
-        # The most bytes of any rank's slice of a tensor, also after a cast.
+        # Returns the most bytes of any rank's slice of a tensor, including the result of a cast.
         task = self.cut_tensor(at)
         elements = math.prod(self._cutting.shape(task, 0))
         size = elements * task.row.nbytes // max(math.prod(task.shape), 1)
         return size if self._dtype is None else size + elements * int(getattr(self._dtype, "itemsize", 8))
 
     def _check_sizes(self, positions: list[int], most: int) -> None:
-        # Raises if a single tensor does not fit the budget; 0: there is no budget.
+        # Raises OutOfMemoryError if a single tensor exceeds the budget. most: the budget, or 0 for none.
         for at in positions if most else ():
             if (size := self._largest_size(at)) > most:
                 name = self.model.table[at][0]
@@ -407,8 +407,8 @@ class TensorLoad:
                 raise OutOfMemoryError(text, asked=size, free=most, total=most, tensor=name)
 
     def _windows_of(self, positions: list[int], most: int) -> list[list[int]]:
-        # Divides positions into windows of at most that many bytes, or one tensor; 0: one window. For shared
-        # positions all ranks get the same windows.
+        # Divides positions into windows of at most `most` bytes, or of one larger tensor. most=0 means a single window.
+        # All ranks get the same windows for shared positions.
         windows: list[list[int]] = [positions] if positions and not most else []
         left = 0
         for at in positions if most else ():
@@ -425,18 +425,18 @@ class TensorLoad:
         self._members.agree(late or error, ours or late is not None)
 
     def cut_tensor(self, at: int) -> CutTensor:
-        """Local: a tensor, and how it is sliced."""
+        """Returns a tensor with the dimension along which it is sliced. Not collective."""
         if at not in self._tasks:
             row = self.model.row(at)
             self._tasks[at] = CutTensor(at, row, torch_shape(*row[1:3]), self._dims.get(at))
         return self._tasks[at]
 
     def slice_shape(self, at: int) -> tuple[int, ...]:
-        """Local: the shape of this rank's slice of a tensor."""
+        """Returns the shape of this rank's slice of a tensor. Not collective."""
         return self._cutting.shape(self.cut_tensor(at))
 
     def _tell_progress(self, done: int) -> None:
-        # done: bytes of tensors in transit; bytes of tensors that have arrived are counted separately.
+        # done: the bytes of decoded tensors in the current window. Tensors that have arrived are counted separately.
         if self._watcher is not None:
             total = sum(self.model.table[at][3] for at in self.positions)
             self._watcher.update(Progress(min(max(done, self._bytes), total), total, self._count, len(self.positions)))

@@ -1,1 +1,1 @@
-"""Files of other libraries, read without running any of their code: their tensors become plain safetensors files."""
+"""Converts files of other libraries to plain safetensors files, without running code from them."""

@@ -1,9 +1,9 @@
-"""numpy's files: .npy, an array behind a short header, and .npz, a zip archive of such files.
+"""Reads numpy's files: .npy, an array after a short header, and .npz, a zip archive of .npy files.
 
     "\\x93NUMPY" version(2) length(2, or 4 from version 2 on) header data
-    header: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), } and spaces, to a line's end
+    header: {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), } and spaces up to a newline
 
-Arrays of objects are pickles, and are refused. What a deflated archive gives is bounded.
+Arrays of objects are pickles, and are refused. The decompressed size of an archive is limited.
 
 Source: numpy.lib.format's documentation.
 """
@@ -31,9 +31,9 @@ _HEADER = re.compile(
     rb"\{\s*'descr':\s*(?P<descr>'[^']{1,40}'|\[[^\n]*\]),\s*'fortran_order':\s*(?P<order>True|False),"
     rb"\s*'shape':\s*\((?P<shape>[0-9, L]{0,1000})\),?\s*\}\s*"
 )
-# The most bytes of a header, dimensions, and bytes of a compressed block that is read.
+# Limits: bytes of a header, dimensions, and bytes of each read.
 _MOST, _DIMS, _STEP = 1 << 16, 64, 1 << 20
-# How often arrays may have the bytes of the archive, beyond the first _SPARE.
+# The arrays of an archive may have _SPARE bytes more than _TIMES its size.
 _TIMES, _SPARE = 64, 256 << 20
 
 _DTYPES = {
@@ -43,7 +43,7 @@ _DTYPES = {
 
 
 class _Bytes(NamedTuple):
-    """A file, or an entry of an archive: `stored` bytes from `start` on, `size` when they are inflated."""
+    """A file, or an entry of an archive: `stored` bytes at `start`, or `size` bytes after decompression."""
 
     files: Files
     path: str
@@ -53,13 +53,13 @@ class _Bytes(NamedTuple):
     size: int
     checksum: int | None
     deflated: bool
-    is_array: bool = True  # by the ending of its name
+    is_array: bool = True  # judged by the name's extension
 
     def error_of(self, why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {self.path}: {self.name}: {why}", source=self.path, tensor=self.name)
 
     def read_blocks(self) -> Iterator[bytearray | bytes]:
-        """The content in order, its length and checksum compared. Raises CorruptError."""
+        """Yields the content in order, and checks its length and checksum. Raises CorruptError."""
         inflate = zlib.decompressobj(-15) if self.deflated else None
         total = length = 0
         for at in range(0, self.stored, _STEP):
@@ -77,23 +77,23 @@ class _Bytes(NamedTuple):
                     rest = inflate.unconsumed_tail
                 total, length = zlib.crc32(data, total), length + len(data)
                 if length > self.size:
-                    raise self.error_of(f"more than the {self.size} bytes that its archive gives it", CorruptError)
+                    raise self.error_of(f"more than the {self.size} bytes that its archive states", CorruptError)
                 yield data
         if length != self.size:
-            raise self.error_of(f"{length} bytes of {self.size}: copy or fetch it again", CorruptError)
+            raise self.error_of(f"only {length} of {self.size} bytes: copy or fetch it again", CorruptError)
         if self.checksum not in (None, total):
-            raise self.error_of(f"checksum mismatch: {self.checksum:08x}, not {total:08x}", CorruptError)
+            raise self.error_of(f"checksum mismatch: {self.checksum:08x} stored, {total:08x} computed", CorruptError)
 
 
 class _Array:
-    """An array, whose data follow `skip` bytes of header."""
+    """An array. Its data follow `skip` bytes of header."""
 
     def __init__(self, source: _Bytes, dtype: str, shape: tuple[int, ...], is_fortran: bool, skip: int) -> None:
         self.dtype, self.shape = dtype, shape
         self._source, self._is_fortran, self._skip = source, is_fortran and len(shape) > 1, skip
 
     def read_blocks(self) -> Iterator[memoryview]:
-        """See `content.Stored`. An array in Fortran's order is read at once."""
+        """See `content.Stored`. An array in Fortran order becomes one block."""
         if not self._is_fortran:
             yield from self._read_data()
             return
@@ -111,10 +111,10 @@ class _Array:
 
 @contextlib.contextmanager
 def open_arrays(path: str) -> Iterator[Content]:
-    """The arrays of a .npy file, called by the file's name without its ending, or of a .npz file.
+    """Opens a .npz file, or a .npy file. The array of a .npy file has the file's name without its extension.
 
     Raises UntrustedPickleError for arrays of objects, NotSupportedError for dtypes that
-    safetensors lacks, FormatError, and CorruptError for damage that checksums show.
+    safetensors lacks, FormatError, and CorruptError for wrong checksums and lengths.
     """
     files = Files()
     try:
@@ -141,36 +141,36 @@ def _add_array(content: Content, source: _Bytes) -> None:
             break
     if head[:6] != MAGIC or len(head) < 12:
         if source.is_array:
-            raise source.error_of("it does not begin as an array does: damaged, copy or fetch it again")
+            raise source.error_of("it does not begin like an array, so it is damaged: copy or fetch it again")
         content.left.append(f"{source.name}: not an array")
         return
     version, start = head[6], 10 if head[6] == 1 else 12
     length = struct.unpack_from("<H" if version == 1 else "<I", head, 8)[0]
     match = _HEADER.fullmatch(head, start, start + length) if version in (1, 2, 3) and length <= _MOST else None
     if match is None:
-        raise source.error_of("malformed header of an array")
+        raise source.error_of("malformed header of the array")
     kind = match["descr"].decode("latin-1").strip("'")
     shape = tuple(int(dim.strip(b" L")) for dim in match["shape"].split(b",") if dim.strip())
     if kind.startswith("[") or kind[1:2] in ("U", "S", "M", "m"):
         content.left.append(f"{source.name}: an array of {kind[:100]}")
         return
     if kind[1:2] == "O":
-        why = "a pickled array of objects, which is not loaded: save arrays of numbers"
+        why = "a pickled array of objects is not loaded: save arrays of numbers"
         raise source.error_of(why, UntrustedPickleError)
     if kind not in _DTYPES:
-        void = "; bfloat16 and float8 arrays become such, which numpy does not tell apart" if kind[1:2] == "V" else ""
+        void = " (numpy saves bfloat16 and float8 arrays as such a type)" if kind[1:2] == "V" else ""
         raise source.error_of(f"safetensors has no type {kind}{void}: save it as another dtype", NotSupportedError)
     if len(shape) > _DIMS or any(dim >= 1 << 62 for dim in shape):
         raise source.error_of(f"malformed shape of {len(shape)} dimensions")
     dtype = _DTYPES[kind]
     if (size := bytes_of(dtype, shape)) != source.size - start - length:
-        why = f"{source.size - start - length} bytes of data for shape {list(shape)} of {dtype}, which take {size}"
+        why = f"{source.size - start - length} bytes of data for shape {list(shape)} of {dtype}, expected {size}"
         raise source.error_of(f"{why}: copy or fetch it again", CorruptError)
     content.tensors.append((source.name, _Array(source, dtype, shape, match["order"] == b"True", start + length)))
 
 
 def _read_entries(files: Files, path: str) -> list[_Bytes]:
-    """The entries of an archive, which lie apart and have no more bytes than an honest one's."""
+    """Lists the entries of an archive. Raises an error if they overlap or are too large for a valid archive."""
 
     def make_error(why: str, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {path}: {why}", source=path)
@@ -196,17 +196,17 @@ def _read_entries(files: Files, path: str) -> list[_Bytes]:
             raise make_error(f"{name} is cut short: copy or fetch it again", CorruptError)
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
         if info.flag_bits & 1 or not deflated and info.compress_type != zipfile.ZIP_STORED:
-            raise make_error(f"{name} is encrypted, or compressed by other than deflate", NotSupportedError)
+            raise make_error(f"{name} is encrypted, or compressed with another method than deflate", NotSupportedError)
         if not deflated and info.compress_size != info.file_size:
-            raise make_error(f"{name} has {info.compress_size} bytes and should have {info.file_size}")
+            raise make_error(f"{name} has {info.compress_size} bytes, but should have {info.file_size}")
         place = (start, info.compress_size, info.file_size, info.CRC, deflated)
         sources.append(_Bytes(files, path, name, *place, info.filename.endswith(".npy")))
     if len({source.name for source in sources}) != len(sources):
-        raise make_error("two arrays have one name")
+        raise make_error("two arrays have the same name")
     spans = sorted((source.start, source.stored) for source in sources)
     if any(low + count > high for (low, count), (high, _) in itertools.pairwise(spans)):
         raise make_error("its entries overlap")
     if (total := sum(source.size for source in sources)) > _TIMES * size + _SPARE:
-        why = f"its arrays have {total} bytes, more than {_TIMES} times those of the file"
+        why = f"its arrays have {total} bytes, more than {_TIMES} times the size of the file"
         raise make_error(why, NotSupportedError)
     return sources

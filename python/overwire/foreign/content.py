@@ -1,7 +1,7 @@
-"""What a file of another library holds, and the plain safetensors file that is made of it.
+"""Represents the contents of another library's file, and writes them to a plain safetensors file.
 
-A tensor gives its bytes in blocks, in the order of the plain file, so that memory does
-not grow with the model. Tensors are copied by several threads; the first error ends all.
+Tensors are read in blocks, in the order of the plain file, so memory use does not grow with the
+model. Several threads copy tensors; the first error stops all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..frameworks.frame import Bytes
 if TYPE_CHECKING:
     from .._requests import SaveRequest
 
-#: The most bytes of a block.
+#: Maximum bytes of a block.
 BLOCK = 16 << 20
 
-#: The most bytes of plain values that the metadata of a file keeps.
+#: Maximum letters of plain values in a file's metadata.
 VALUES = 1 << 20
 
 _THREADS = 4
@@ -36,7 +36,7 @@ _THREADS = 4
 class Stored(Protocol):
     """A tensor in a file of another library.
 
-    dtype: a name of safetensors. shape: in elements, as the plain file's header has it.
+    dtype: a safetensors name. shape: in elements, as in the plain file's header.
     """
 
     @property
@@ -46,11 +46,11 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def read_blocks(self) -> Iterator[memoryview]:
-        """Its bytes in order; a block is valid until the next one. Raises CorruptError, IOFailure."""
+        """Yields the bytes in order. A block is valid until the next one. Raises CorruptError, IOFailure."""
 
 
 class Mapped:
-    """A tensor whose bytes are in memory, or mapped."""
+    """A tensor in memory, or in a mapped file."""
 
     def __init__(self, memory: Bytes) -> None:
         self.dtype, self.shape, self._memory = memory.dtype, memory.shape, memory
@@ -63,11 +63,11 @@ class Mapped:
 
 
 class Content(NamedTuple):
-    """What a file or folder holds.
+    """The contents of a file or folder.
 
-    tensors: by name. values: plain values (numbers, texts, lists of them) by their paths.
-    left: what has no place in a plain file, a line each. mode: the permissions that all
-    its files give.
+    tensors: names and tensors. values: plain values (numbers, texts, lists of them) by path.
+    left: a line about each object that a plain file cannot contain. mode: the permission bits
+    that all the files have.
     """
 
     tensors: list[tuple[str, Stored]]
@@ -77,12 +77,13 @@ class Content(NamedTuple):
 
 
 def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor of the shape."""
+    """Returns the number of bytes of a tensor."""
     return math.prod(shape) * BITS[dtype] // 8
 
 
 def text_of(values: dict[str, Any]) -> str | None:
-    """Values as JSON; None where that has more letters than metadata keeps: one value may stand for many."""
+    """Encodes values as JSON. Returns None if the text is longer than `VALUES`: values may contain others many times.
+    """
     parts, letters = [], 0
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
         letters += len(part)
@@ -93,11 +94,11 @@ def text_of(values: dict[str, Any]) -> str | None:
 
 
 def write_plain(content: Content, number: int, source: str, is_header: bool = False) -> list[str]:
-    """Writes a plain safetensors file to an empty file that is open by its number.
+    """Writes a plain safetensors file to an empty file, given by its descriptor.
 
-    source: in errors. is_header: only the header is written, and the tensors are a hole.
-    Returns what is left out. Raises FormatError for names that no safetensors file can
-    have, what reading the tensors raises, and IOFailure.
+    source: the path in errors. is_header: whether to write only the header, and leave a hole for
+    the tensors. Returns a line about each object that is left out. Raises FormatError for names
+    that safetensors files cannot have, the errors of reading the tensors, and IOFailure.
     """
     notes, left = {"format": "pt"}, list(content.left)
     values = text_of(content.values)
@@ -122,8 +123,8 @@ def write_plain(content: Content, number: int, source: str, is_header: bool = Fa
 
 
 def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[bytes, list[int]]:
-    # The header of the file with its length, and the positions of the tensors in their order.
-    # The engine lays a header out by names, dtypes and sizes: it reads none of the bytes.
+    # Returns the header with its length, and the tensors' positions in file order.
+    # The engine makes the header from names, dtypes and sizes. It does not read the tensors.
     anywhere = ctypes.create_string_buffer(1)
     sizes = [bytes_of(tensor.dtype, tensor.shape) for _, tensor in content.tensors]
     spec: SaveRequest = {"path": source, "metadata": notes}
@@ -133,7 +134,7 @@ def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[byte
     numbers = [n for size in sizes for n in (ctypes.addressof(anywhere) if size else 0, size, 0)]
     try:
         front = _verbs.plain_front(spec, array("q", numbers).tobytes())
-    except ArgumentError as error:  # of a name that no file can have
+    except ArgumentError as error:  # a name that files cannot have
         reason = str(error).rpartition("bad argument: ")[2]
         is_named = error.tensor is None or repr(error.tensor)[1:-1] in reason
         name = "" if is_named else f"tensor {error.tensor!r}: "
@@ -143,7 +144,7 @@ def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[byte
 
 
 def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
-    """Writes tensors to their places in the file, several at a time."""
+    """Writes tensors to their offsets in the file, several at a time."""
     failures: list[BaseException] = []
 
     def copy_tensor(one: tuple[Stored, int]) -> None:
@@ -161,7 +162,7 @@ def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool:
         try:
             list(start_thread(pool.map, copy_tensor, tensors))
-        except BaseException as error:  # also Ctrl-C here: the others stop at their next block
+        except BaseException as error:  # also Ctrl-C in this thread: the workers stop at their next block
             failures.append(error)
             pool.shutdown(cancel_futures=True)
             raise failures[0] from None

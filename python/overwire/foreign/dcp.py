@@ -1,12 +1,12 @@
-"""Folders that torch.distributed.checkpoint writes (FSDP, torchtitan, Megatron-core's torch_dist), read without torch.
+"""Reads folders of torch.distributed.checkpoint (FSDP, torchtitan, Megatron-core's torch_dist) without torch.
 
-`.metadata` is a pickle of `Metadata`: for each tensor its dtype, shape and chunks, and for
-each chunk, and each other object, a file of the folder, an offset and a length. There is
-what one call of torch.save wrote. The pickle goes through `machine`: its classes become
-placeholders with their attributes, and nothing is imported or called for it.
+`.metadata` is a pickle of `Metadata`. It lists the dtype, shape and chunks of each tensor. For
+each chunk, and each other object, it gives a file in the folder, an offset and a length. The
+bytes there are the output of one torch.save call. `machine` reads the pickle: its classes become
+placeholders with attributes, and nothing is imported or called.
 
-Everything is checked before the first tensor is read: that the chunks of a tensor have each
-element once, that no two entries share bytes, and what stands at each place.
+These are checked before the first tensor is read: the chunks of a tensor have each element once,
+entries do not share bytes, and the stored objects match the description.
 
 Source: torch.distributed.checkpoint's documentation and public classes, and its files.
 """
@@ -35,28 +35,28 @@ from .image import Part, read_parts
 from .joined import Chunk, Files, Joined, PackedRun, Run, check_cover
 from .links import may_follow
 
-#: The file that describes the others, and how these end.
+#: The name of the description, and the name ending of the other files.
 METADATA, ENDING = ".metadata", ".distcp"
 
-# What ranks write that save without meeting (use_collectives=False).
+# The descriptions of ranks that save independently (use_collectives=False).
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
-# The most bytes of the description, letters of a name, and dimensions.
+# Limits: bytes of the description, letters of a name, and dimensions.
 _MOST, _LONGEST, _DIMS = 1 << 30, 1 << 10, 64
-# What helps where no command of ours reads a checkpoint.
-_TORCH = "`python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt` makes a file that is read"
-_CURE = "Nothing of it was run. If it is your own folder, " + _TORCH
+# Advice for checkpoints that overwire cannot read.
+_TORCH = "convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt`"
+_CURE = "Its code was not run. If you trust the folder, " + _TORCH
 _DTYPES = {called: code for code, called in CALLED.items()}
 
 
 class _Name(NamedTuple):
-    """A global that the pickle names; it is never imported."""
+    """The name of a global in the pickle. It is never imported."""
 
     module: str
     name: str
 
 
 class _Object:
-    """An object of a class, of which only its arguments and state are kept."""
+    """A placeholder for an object of any class, with its arguments and state."""
 
     def __init__(self, kind: _Name, args: tuple[Any, ...]) -> None:
         self.kind, self.args = kind, args
@@ -64,7 +64,7 @@ class _Object:
 
 
 class _Names(AllowList):
-    """What the pickle may do here: names and objects of any class are placeholders."""
+    """The allow-list for the pickle. Names and objects of other classes become placeholders."""
 
     def find(self, module: str, name: str) -> Any:
         if len(module) + len(name) > _LONGEST:
@@ -90,7 +90,7 @@ class _Names(AllowList):
 
 
 class _Place(NamedTuple):
-    """Where an entry is: file, offset and length."""
+    """The location of an entry: file, offset and length."""
 
     path: str
     start: int
@@ -98,7 +98,7 @@ class _Place(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the description; boxes are offsets and sizes."""
+    """A tensor in the description. boxes: offsets and sizes of its chunks."""
 
     name: str
     dtype: str
@@ -107,7 +107,7 @@ class _Tensor(NamedTuple):
 
 
 def is_checkpoint(folder: str, names: list[str]) -> bool:
-    """Whether a folder with files of these names is such a checkpoint."""
+    """Returns whether a folder with these file names is a torch.distributed.checkpoint."""
     if any(name.endswith(ENDING) for name in names):
         return True
     path = os.path.join(folder, METADATA)
@@ -119,18 +119,18 @@ def is_checkpoint(folder: str, names: list[str]) -> bool:
 
 
 def files_of(names: list[str]) -> list[str]:
-    """Those of the names that are parts of a checkpoint."""
+    """Returns the names that are parts of a checkpoint."""
     return [name for name in names if name.endswith(ENDING) or name == METADATA or _OF_RANK.fullmatch(name)]
 
 
 @contextlib.contextmanager
 def open_checkpoint(folder: str, names: list[str]) -> Iterator[Content]:
-    """The content of a checkpoint with files of these names.
+    """Opens a checkpoint with these file names.
 
-    Raises FormatError for chunks that overlap, lack or exceed elements and for places that
-    no honest description gives, NotFoundError for a file that is not there, CorruptError
-    for bytes with another checksum, NotSupportedError for what safetensors lacks,
-    UntrustedPickleError for a pickle that no honest one is like.
+    Raises FormatError for chunks that overlap or do not cover the shape and for invalid
+    locations, NotFoundError for a missing file, CorruptError for a checksum mismatch,
+    NotSupportedError for dtypes that safetensors lacks, and UntrustedPickleError for a
+    suspicious pickle.
     """
     files = Files()
     try:
@@ -149,11 +149,11 @@ class _Reader:
         self._source = os.path.join(folder, self._name_of_description(names))
         data = read_file(self._source, _MOST)
         with files.open_file(self._source):
-            pass  # its permissions count
+            pass  # note its permissions
         budget = Budget(self._source, len(data), _CURE)
 
         def refuse_reference(pid: Any) -> Any:
-            raise budget.refuse("it refers to something outside of it")
+            raise budget.refuse("it refers to an object outside of the pickle")
 
         self._budget = budget
         self._description = run_machine(Machine(data, _Names(budget), refuse_reference), self._source)
@@ -164,15 +164,15 @@ class _Reader:
         of_ranks = sorted(name for name in names if _OF_RANK.fullmatch(name))
         if len(of_ranks) > 1:
             raise NotSupportedError(
-                f"overwire: open {self._folder}: a torch.distributed.checkpoint of ranks that saved apart "
-                f"(use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}), each with entries of its own: load it by "
-                "dcp.load in as many ranks, and save it again by dcp.save",
+                f"overwire: open {self._folder}: the ranks of this torch.distributed.checkpoint saved independently "
+                f"(use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}): load it with dcp.load in the same number "
+                "of ranks, and save it again with dcp.save",
                 source=self._folder,
             )
         if not of_ranks:
             raise NotFoundError(
-                f"overwire: open {self._folder}: a torch.distributed.checkpoint without its .metadata, which alone "
-                "says what the .distcp files hold: the save did not end, or the hidden file was not copied: copy or "
+                f"overwire: open {self._folder}: a torch.distributed.checkpoint without its .metadata file, which "
+                "describes the .distcp files: the save did not finish, or the hidden file was not copied: copy or "
                 "fetch the whole folder again",
                 source=self._folder,
             )
@@ -192,7 +192,7 @@ class _Reader:
         return kind(text, source=self._source, tensor=name, chunk=chunk)
 
     def _attributes(self, thing: Any, *classes: str) -> dict[str, Any]:
-        """The attributes of an object of one of the classes."""
+        """Returns the attributes of an object, which must have one of the classes."""
         if isinstance(thing, _Object) and thing.kind.name in classes:
             if isinstance(thing.state, dict):
                 return thing.state
@@ -201,7 +201,7 @@ class _Reader:
         raise self._error(f"malformed: expected a {classes[0]}")
 
     def _numbers(self, value: Any, what: str, name: str, dims: int | None = None) -> tuple[int, ...]:
-        """A shape, or an offset."""
+        """Checks and returns a shape or an offset."""
         if (
             not isinstance(value, (tuple, list))
             or len(value) > _DIMS
@@ -212,7 +212,7 @@ class _Reader:
         return tuple(value)
 
     def read_content(self) -> Content:
-        """Everything in the folder, but for the tensors' bytes, which are read later."""
+        """Reads everything in the folder except the tensors' bytes, which are read later."""
         meta = self._attributes(self._description, "Metadata", "MCoreMetadata")
         entries, places = meta.get("state_dict_metadata"), meta.get("storage_data")
         if type(entries) is not dict or type(places) is not dict or any(type(name) is not str for name in entries):
@@ -225,7 +225,7 @@ class _Reader:
                 continue
             tensors.append(self._tensor_of(name, entry))
             if isinstance(reshaped, dict) and reshaped.get(name):
-                why = "Megatron-core stored it flat, in parts of an earlier layout: load it there, and save it again"
+                why = "Megatron-core stored it flattened, in an earlier layout: load it there, and save it again"
                 raise self._error(why, NotSupportedError, name)
         stored = self._places_of(places)
         used = {os.path.basename(place.path) for place in stored.values()}
@@ -235,10 +235,10 @@ class _Reader:
         for name in others:
             place = stored.pop((name, None), None)
             if place is None:
-                raise self._error("no place is given for it", name=name)
+                raise self._error("no location is listed for it", name=name)
             self._add_object(content, name, place)
-        for name, offset in stored:  # no writer gives such a place, and the model would lack a tensor
-            why = f"a place is given for offset {None if offset is None else list(offset)}, and nothing describes it"
+        for name, offset in stored:  # no writer lists such a location, and the model may lack a tensor
+            why = f"no entry describes its location for offset {None if offset is None else list(offset)}"
             raise self._error(why, name=name)
         unused = sorted(name for name in self._names - used if name.endswith(ENDING))
         content.left.extend(f"{name}: {METADATA} does not list it" for name in unused)
@@ -265,7 +265,7 @@ class _Reader:
         return _Tensor(name, _DTYPES[kind.name], shape, boxes)
 
     def _places_of(self, places: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-        """Where entries are, by name and offset; none of them shares bytes with another."""
+        """Returns the locations of entries, by name and offset. Raises FormatError if two entries share bytes."""
         stored: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         for index, info in places.items():
             key, about = self._attributes(index, "MetadataIndex"), self._attributes(info, "_StorageInfo")
@@ -275,7 +275,7 @@ class _Reader:
             if offset is not None:
                 offset = self._numbers(offset, "offset", name)
             if (name, offset) in stored:
-                raise self._error(f"two places are given for offset {offset}", name=name)
+                raise self._error(f"two locations are listed for offset {offset}", name=name)
             stored[name, offset] = self._place_of(name, about)
         by_file: dict[str, list[tuple[int, int, str]]] = {}
         for (name, _), place in stored.items():
@@ -292,7 +292,7 @@ class _Reader:
     def _place_of(self, name: str, about: dict[str, Any]) -> _Place:
         file, start, size = about.get("relative_path"), about.get("offset"), about.get("length")
         if type(file) is not str or not file or "/" in file or "\0" in file or file in (".", ".."):
-            raise self._error(f"{file!r:.100} is not the name of a file of the folder", name=name)
+            raise self._error(f"{file!r:.100} is not the name of a file in the folder", name=name)
         if type(start) is not int or type(size) is not int or start < 0 or size < 0:
             raise self._error(f"its bytes in {file} are malformed", name=name)
         if about.get("transform_descriptors"):
@@ -314,7 +314,7 @@ class _Reader:
         return _Place(path, start, size)
 
     def _image_at(self, place: _Place) -> dict[str, Part] | None:
-        """The tensors of a safetensors file that begins there; None where torch.save wrote."""
+        """Returns the tensors of a safetensors file at a location; None if torch.save wrote the bytes."""
         key = place.path, place.start
         if key not in self._images:
             head = bytearray(min(9, self._files.size_of(place.path) - place.start))
@@ -323,16 +323,16 @@ class _Reader:
         return self._images[key]
 
     def _join(self, one: _Tensor, stored: dict[tuple[str, tuple[int, ...] | None], _Place]) -> Stored:
-        """A tensor of its chunks, each of which is what the description says."""
+        """Joins a tensor's chunks. Raises FormatError for a chunk that does not match the description."""
         chunks = []
         for number, (offsets, sizes) in enumerate(one.boxes):
             if 0 in sizes:
                 continue
             place = stored.pop((one.name, offsets), None)
             if place is None:
-                raise self._error(f"no place is given for its chunk at {list(offsets)}", name=one.name, chunk=number)
+                raise self._error(f"no location is listed for chunk {list(offsets)}", name=one.name, chunk=number)
             chunks.append(Chunk(offsets, sizes, self._run_of(one, number, place)))
-        for offsets, _ in one.boxes:  # those without elements may be at the offset of another
+        for offsets, _ in one.boxes:  # an empty chunk may have the offset of another chunk
             stored.pop((one.name, offsets), None)
         spec = TensorSpec(dtype=CALLED[one.dtype], shape=one.shape, data_ptr=0, data_len=0)
         return Joined(one.name, one.dtype, tuple(spec.shape), chunks, one.shape)
@@ -350,13 +350,13 @@ class _Reader:
         if parts is not None:
             part = parts.get(one.name)
             if part is None or (part.dtype, part.shape) != (one.dtype, sizes) or part.offsets != offsets:
-                raise error_at("another chunk, or none, is in the safetensors file")
+                raise error_at("the safetensors file has another chunk, or none,")
             return part.run
         item = self._read_item(place, one.name, number)
         if not isinstance(item, StoredTensor):
-            raise error_at("an object that is not a tensor")
+            raise error_at("there is an object that is not a tensor")
         if item.dtype != one.dtype or item.shape != sizes:
-            raise error_at(f"a tensor of {item.dtype} {list(item.shape)} instead of {one.dtype} {list(sizes)}")
+            raise error_at(f"there is a tensor of {item.dtype} {list(item.shape)} instead of {one.dtype} {list(sizes)}")
         return _run_of_item(self._files, place.path, item)
 
     def _read_item(self, place: _Place, name: str, number: int | None = None) -> StoredTensor | TorchFile:
@@ -370,7 +370,7 @@ class _Reader:
             raise
 
     def _add_object(self, content: Content, name: str, place: _Place) -> None:
-        """Adds what is in an object: its tensors, its plain values, and a line for each other part."""
+        """Adds an object's tensors and plain values, and a line about each other part."""
         head = bytearray(min(4, place.size))
         self._files.fill_block(place.path, memoryview(head), place.start)
         if head != b"PK\3\4":
@@ -389,12 +389,12 @@ class _Reader:
 
 
 def _run_of_item(files: Files, path: str, item: StoredTensor) -> Run:
-    """The bytes of a saved tensor. Raises FormatError for more elements than are stored."""
+    """Returns the bytes of a saved tensor. Raises FormatError if fewer elements are stored."""
     one = BITS[item.dtype] // 8 or 1
     size = math.prod(item.shape) * one
     start, end = item.storage
-    if size > end - start:  # by strides of 0, which torch.save writes, and the checkpoint's writer does not
-        text = f"overwire: open {path}: a tensor of {size} bytes, in {end - start} bytes at {start}"
+    if size > end - start:  # has strides of 0, which a checkpoint's writer never saves
+        text = f"overwire: open {path}: a tensor of {size} bytes has only {end - start} bytes of storage at {start}"
         raise FormatError(text, source=path, offset=start)
     storage = Run(files, path, start, end - start, item.checksum)
     dense, stride = True, one

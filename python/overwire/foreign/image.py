@@ -1,7 +1,7 @@
-"""The header of a safetensors file that is a part of a tensor's parts, or of another file.
+"""Reads the header of a safetensors file with parts of tensors. The file may be inside another file.
 
-torch's HuggingFaceStorageWriter says in the metadata DCP_SHARDING_INFO at which offsets of
-the whole tensors those of the file are: {"name": {"saved_offsets": [0, 4]}, ...}.
+torch's HuggingFaceStorageWriter stores the offset of each part in its whole tensor, in the metadata
+entry DCP_SHARDING_INFO: {"name": {"saved_offsets": [0, 4]}, ...}.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..portable.container import STRICTLY
 from .content import bytes_of
 from .joined import Files, Run
 
-#: The key of the metadata that gives the offsets.
+#: The metadata key of the offsets.
 SHARDING = "DCP_SHARDING_INFO"
 
 _MOST = 100_000_000
@@ -23,7 +23,7 @@ _DIMS = 64
 
 
 class Part(NamedTuple):
-    """A tensor of the file. offsets: of its first element in the whole tensor; None: not said."""
+    """A tensor of the file. offsets: of its first element in the whole tensor; None if they are not stated."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,9 +32,9 @@ class Part(NamedTuple):
 
 
 def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
-    """The tensors of the safetensors file that begins at `start` and ends with its file.
+    """Reads the tensors of a safetensors file that begins at offset `start` of a file and ends at its end.
 
-    Raises FormatError for what no safetensors file is like, CorruptError for one that is cut short.
+    Raises FormatError for an invalid safetensors file, CorruptError for a truncated one.
     """
 
     def make_error(why: str, tensor: str | None = None, kind: type[OverwireError] = FormatError) -> OverwireError:
@@ -44,19 +44,19 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     whole = files.size_of(path) - start
     length = bytearray(8)
     if whole < 8:
-        raise make_error(f"no safetensors header in {whole} bytes")
+        raise make_error(f"expected a safetensors header, but only {whole} bytes follow")
     files.fill_block(path, memoryview(length), start)
     size = int.from_bytes(length, "little")
     if size > _MOST or size > whole - 8:
         kind = FormatError if size > _MOST else CorruptError
-        raise make_error(f"a header of {size} bytes, and {whole - 8} follow", kind=kind)
+        raise make_error(f"its header has {size} bytes, but only {whole - 8} bytes follow", kind=kind)
     text = bytearray(size)
     files.fill_block(path, memoryview(text), start + 8)
     try:
         header = json.loads(text.decode(), **STRICTLY)
         metadata = header.pop("__metadata__", None) or {}
         if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("metadata that are not texts")
+            raise ValueError("its metadata values are not texts")
         sharding = json.loads(metadata[SHARDING], **STRICTLY) if SHARDING in metadata else None
         entries = {name: (one["dtype"], one["shape"], one["data_offsets"]) for name, one in header.items()}
         offsets = None if sharding is None else {name: one["saved_offsets"] for name, one in sharding.items()}
@@ -65,15 +65,15 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     for name, (dtype, shape, span) in entries.items():
         if dtype not in BITS or not _are_numbers(shape) or not _are_numbers(span) or len(span) != 2:
-            raise make_error("malformed", name)
+            raise make_error("its dtype, shape or offsets are malformed", name)
         at = None if offsets is None else offsets.get(name)
         if at is not None and (not _are_numbers(at) or len(at) != len(shape)):
             raise make_error(f"its offsets in {SHARDING} are malformed", name)
         low, high = span
         if high - low != bytes_of(dtype, tuple(shape)):
-            raise make_error(f"{high - low} bytes for shape {shape} of {dtype}", name)
+            raise make_error(f"its {high - low} bytes do not match shape {shape} of {dtype}", name)
         if high > whole - 8 - size:
-            why = f"truncated, it ends at byte {high} of {whole - 8 - size}: copy or fetch it again"
+            why = f"truncated, it ends at byte {high}, but there are {whole - 8 - size}: copy or fetch it again"
             raise make_error(why, name, CorruptError)
         run = Run(files, path, start + 8 + size + low, high - low)
         parts[name] = Part(dtype, tuple(shape), None if at is None else tuple(at), run)
@@ -81,7 +81,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
     end = start + 8 + size
     for low, count, name in spans:
         if low != end:
-            raise make_error("it shares bytes with another tensor" if low < end else "a hole before it", name)
+            raise make_error("it shares bytes with another tensor" if low < end else "there is a gap before it", name)
         end = low + count
     if end != start + whole:
         raise make_error(f"{start + whole - end} bytes after the last tensor")

@@ -1,7 +1,7 @@
-"""A tensor that is stored in parts: boxes of it, each in one run of bytes of some file.
+"""Reads tensors that are stored in parts. A part is a box of the tensor, in consecutive bytes of a file.
 
-Before any of it is read, the parts are checked to have each element once. The tensor is
-then given in bands of rows, so that memory is bounded by a few blocks.
+`check_cover` first checks that the parts have each element once. The tensor is then read in bands
+of rows, which takes only a few blocks of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import CorruptError, NotSupportedError, OverwireError, error_of_sy
 from ..files import regular, state_of_file
 from .content import BLOCK
 
-# How many files are open at once; how often boxes may be divided; with how many an overlap is looked for.
+# Limits: files that are open at the same time, nested divisions of boxes, boxes to search for an overlap.
 _OPEN, _DIVISIONS, _PAIRS = 64, 64, 512
 
 
@@ -30,30 +30,31 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Files:
-    """The files that parts are in; few of them are open at a time. One that changes is a CorruptError."""
+    """The files of parts. Only some are open at a time. A file that changes raises CorruptError."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._states: dict[str, tuple[int, ...] | None] = {}
         self._lock = new_lock()
-        #: The permissions that all of them give.
+        #: The permission bits that all the files have.
         self.mode = 0o666
 
     def close_files(self) -> None:
-        """Closes them."""
+        """Closes all files."""
         with self._lock:
             while self._open:
                 os.close(self._open.popitem()[1])
 
     def compare_files(self) -> None:
-        """Raises CorruptError if one of them is no longer as it was when it was opened."""
+        """Raises CorruptError if a file has changed since it was opened."""
         for path, state in self._states.items():
             if state_of_file(path) != state:
                 raise _changed(path)
 
     @contextlib.contextmanager
     def open_file(self, path: str) -> Iterator[int]:
-        """A descriptor of a file. Raises NotFoundError, AccessError, ArgumentError for what is no regular file."""
+        """Opens a file and yields its descriptor. Raises NotFoundError, AccessError, and ArgumentError if it is not
+        a regular file."""
         with self._lock:
             number = os.dup(self._find(path))
         try:
@@ -80,12 +81,13 @@ class Files:
         return number
 
     def size_of(self, path: str) -> int:
-        """The bytes of a file; raises what `open_file` raises."""
+        """Returns the size of a file in bytes. Raises the errors of `open_file`."""
         with self.open_file(path) as number:
             return os.fstat(number).st_size
 
     def fill_block(self, path: str, out: memoryview, at: int) -> None:
-        """Reads the bytes of a file from `at` on. Raises CorruptError where it ends before, IOFailure."""
+        """Fills `out` with the bytes of a file at offset `at`. Raises CorruptError if the file is too short, IOFailure.
+        """
         with self.open_file(path) as number:
             while out:
                 try:
@@ -102,7 +104,7 @@ def _changed(path: str) -> CorruptError:
 
 
 class Run:
-    """Bytes of a file that are read in order; where they have a checksum, it is compared at their end."""
+    """Consecutive bytes of a file, which are read in order. A checksum, if any, is compared after the last byte."""
 
     def __init__(self, files: Files, path: str, start: int, size: int, checksum: int = 0) -> None:
         self._files, self._checksum = files, checksum
@@ -110,20 +112,21 @@ class Run:
         self._total = 0
 
     def fill_block(self, out: memoryview, at: int) -> None:
-        """Reads from `at` on, counted from the start of the run. Raises CorruptError, IOFailure."""
+        """Fills `out` with the bytes at offset `at` of the run. Raises CorruptError, IOFailure."""
         self._files.fill_block(self.path, out, self.start + at)
         if self._checksum:
             self._total = zlib.crc32(out, self._total if at else 0)
             if at + len(out) == self.size and self._total != self._checksum:
-                why = f"checksum mismatch: {self._checksum:08x}, not {self._total:08x}: copy or fetch it again"
-                text = f"overwire: read {self.path} at byte {self.start}: {why}"
+                why = f"checksum mismatch: {self._checksum:08x} stored, {self._total:08x} computed"
+                text = f"overwire: read {self.path} at byte {self.start}: {why}: copy or fetch it again"
                 raise CorruptError(text, source=self.path, offset=self.start)
 
 
 class PackedRun(Run):
-    """A tensor that is strided in its storage, or not all of it: the storage is read at once and put in order.
+    """A tensor that is strided, or only a part of its storage. The whole storage is read, and the elements are put
+    in row-major order.
 
-    start, strides: in the file, and in bytes. item: the bytes of an element.
+    start: offset in the file. strides: in bytes. item: bytes of an element.
     """
 
     def __init__(self, storage: Run, start: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> None:
@@ -146,17 +149,17 @@ class PackedRun(Run):
 def pack_strided(
     whole: memoryview, at: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int, path: str
 ) -> memoryview:
-    """The bytes of a strided tensor in row-major order. Raises NotSupportedError without numpy."""
+    """Returns the bytes of a strided tensor in row-major order. Raises NotSupportedError without numpy."""
     try:
         import numpy as np
     except ImportError:
-        why = "a strided tensor takes numpy to read"
+        why = "reading a strided tensor needs the package numpy: pip install numpy"
         raise NotSupportedError(f"overwire: read {path}: {why}", source=path) from None
     return memoryview(np.ndarray(shape, f"V{item}", whole, at, strides).tobytes())
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor: the box that it has, and its bytes in row-major order."""
+    """A part of a tensor: its box, and its bytes in row-major order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -166,8 +169,8 @@ class Chunk(NamedTuple):
 class Joined:
     """A tensor of parts that `check_cover` has accepted.
 
-    name: in errors. dtype, shape: see `Stored`. box: the shape in the elements that the
-    parts count, of `item` bytes each; None: the shape itself.
+    name: the tensor's name in errors. dtype, shape: see `Stored`. box: the shape in the units
+    of the parts' offsets and sizes; by default `shape`.
     """
 
     def __init__(
@@ -189,7 +192,8 @@ class Joined:
     def _bands(
         self, box: tuple[int, ...], axis: int, parts: list[tuple[Chunk, int]], memory: tuple[memoryview, memoryview]
     ) -> Iterator[memoryview]:
-        # The elements of one index of each dimension before `axis`; a part's bytes of these begin at its number.
+        # Yields the elements at one index of each dimension before `axis`. parts: each part, and the offset of
+        # these elements in the part's bytes.
         row = math.prod(box[axis + 1 :]) * self._item
         if row > BLOCK:
             for at in range(box[axis]):
@@ -232,11 +236,11 @@ class Joined:
 def _scatter(
     band: memoryview, packed: memoryview, count: int, one: Chunk, box: tuple[int, ...], axis: int, item: int
 ) -> None:
-    """Puts `count` rows of a part, which lie one after the other, to their columns in a band of whole rows."""
+    """Copies `count` packed rows of a part to their columns in a band of whole rows."""
     last = len(box) - 1
     while last > axis + 1 and one.sizes[last] == box[last]:
         last -= 1
-    run = math.prod(one.sizes[last:]) * item  # the bytes that lie together in both
+    run = math.prod(one.sizes[last:]) * item  # bytes that are contiguous in both
     strides = [math.prod(box[dim + 1 :]) * item for dim in range(axis, last)]
     base = sum(one.offsets[dim] * math.prod(box[dim + 1 :]) * item for dim in range(axis + 1, last + 1))
     counts = (count, *one.sizes[axis + 1 : last])
@@ -249,9 +253,9 @@ def _scatter(
 
 
 def check_cover(shape: tuple[int, ...], boxes: list[Box], make_error: Callable[[str, int], Exception]) -> None:
-    """Raises make_error(why, number of a box) unless boxes, of offsets and sizes, have each element of a tensor once.
+    """Raises make_error(why, number of a box) unless the boxes contain each element of a tensor exactly once.
 
-    All have as many dimensions as the shape. Boxes without elements count for nothing.
+    All boxes have as many dimensions as the shape. Boxes without elements are ignored.
     """
     for number, (offsets, sizes) in enumerate(boxes):
         if any(low + size > dim for low, size, dim in zip(offsets, sizes, shape, strict=True)):
@@ -280,7 +284,7 @@ def check_cover(shape: tuple[int, ...], boxes: list[Box], make_error: Callable[[
         else:
             raise make_error(*_overlap(boxes, inside))
         if depth == _DIVISIONS:
-            raise make_error("its chunks are divided into too many parts of parts", inside[0])
+            raise make_error("its chunks are nested too deeply", inside[0])
         at = low[axis]
         for group, start, end in groups:
             if start > at:
@@ -296,7 +300,7 @@ def _with(numbers: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 
 
 def _divide(boxes: list[Box], inside: list[int], axis: int) -> list[tuple[list[int], int, int]]:
-    """The boxes in groups that no box crosses along an axis, each with its begin and end there."""
+    """Divides boxes into groups that do not overlap along an axis. Returns each group with its begin and end there."""
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(inside, key=lambda one: boxes[one][0][axis]):
         start = boxes[number][0][axis]
@@ -311,9 +315,9 @@ def _divide(boxes: list[Box], inside: list[int], axis: int) -> list[tuple[list[i
 
 
 def _overlap(boxes: list[Box], inside: list[int]) -> tuple[str, int]:
-    """Why boxes that cannot be divided are refused, and one of them."""
+    """Returns the error text for boxes that cannot be divided, and the number of one of them."""
     for one, other in itertools.combinations(inside[:_PAIRS], 2):
         (low, size), (start, length) = boxes[one], boxes[other]
         if all(a < c + d and c < a + b for a, b, c, d in zip(low, size, start, length, strict=True)):
             return f"its chunks {one} and {other} overlap, at {list(low)} and at {list(start)}", other
-    return "its chunks overlap, or interlock so that no row or column divides them", inside[0]
+    return "its chunks overlap, or cannot be separated by rows or columns", inside[0]

@@ -1,4 +1,4 @@
-"""The files and folders of other libraries that are read, and by which module; names of weights in a folder."""
+"""Chooses the reader for a file or folder of another library, and finds the weights in a folder by their names."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ..portable.folders import choose_files, refuse_incomplete
 from . import arrays, dcp, shards, tars
 from .content import Content, Mapped
 
-#: Names of weights in a folder, by libraries that save no others with them. A number tells several models apart.
+#: The usual names of weights. Libraries that use them save all their weights so. A number distinguishes models.
 _WEIGHTS = re.compile(
     r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)(_\d+)?([-.].*)?\.bin"
 )
-#: Names of what trainers save with weights.
+#: Names of other files that trainers save next to weights.
 _OTHERS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|trainer_state)(\b|_\d).*|.*_states"
 )
 # Parts of Llama's layout: consolidated.00.pth, consolidated.01.pth and so on.
 _NUMBERED = re.compile(r"consolidated\.(\d{1,4})\.pth")
-#: How the names of indexes of torch's shards end.
+#: The name ending of indexes of torch.save shards.
 INDEX = ".bin.index.json"
 
 
 def kind_of(path: str) -> str:
-    """The kind of a local file, or of the files of a folder itself; "": none that is read here.
+    """Returns the kind of a local file or folder, or "" if it is not a kind of this package.
 
-    "torch", "nemo", "numpy"; for a folder "dcp" (torch.distributed.checkpoint) or "shards"
-    (of torch's HuggingFaceStorageWriter). Raises where the disk fails, and for an archive of
-    torch.save that is damaged.
+    A file is "torch", "nemo" or "numpy". A folder is "dcp" (torch.distributed.checkpoint) or
+    "shards" (torch's HuggingFaceStorageWriter). Raises an error if the disk fails, or for a
+    damaged torch.save archive.
     """
     with classed_errors(path, "open"):
         if os.path.isdir(path):
@@ -48,7 +48,7 @@ def kind_of(path: str) -> str:
         refusal = refusal_of(path)
         if refusal is not None and type(refusal) is not FormatError:
             raise refusal
-        return "" if refusal else "torch"  # the engine says what another file is
+        return "" if refusal else "torch"  # the engine reports the kind of other files
     if not path.endswith(FOREIGN_ENDINGS):
         return ""
     return "nemo" if path.endswith(".nemo") else "numpy"
@@ -56,8 +56,8 @@ def kind_of(path: str) -> str:
 
 @contextlib.contextmanager
 def open_content(path: str, kind: str, compare: bool = True, scratch: str | None = None) -> Iterator[Content]:
-    """The content of a file or folder of that kind. compare, scratch: as for `torchfiles.opened`. Raises what its
-    reader raises."""
+    """Opens a file or folder of a kind. compare, scratch: as for `torchfiles.opened`. Raises the errors of the
+    kind's reader."""
     with contextlib.ExitStack() as stack:
         if kind == "torch":
             mode = os.stat(path).st_mode
@@ -76,13 +76,13 @@ def open_content(path: str, kind: str, compare: bool = True, scratch: str | None
 
 
 def has_usual_name(name: str) -> bool:
-    """Whether a file is called as libraries call weights."""
+    """Returns whether a file name is a usual name of weights."""
     return bool(_WEIGHTS.fullmatch(name))
 
 
 def weights_of(folder: str, is_usual: bool = False) -> list[str]:
-    """The names of the files of weights in a folder. Raises for what has the name or the ending of weights and cannot
-    be read as such, or is missing: without it the model would lack tensors. is_usual: only those with usual names."""
+    """Returns the names of the weights in a folder. Raises an error if a file that is named like weights cannot be
+    read, or is missing: the model would lack tensors. is_usual: whether to include only usual names."""
     entries = sorted(os.listdir(folder))
     names = [
         name
@@ -116,15 +116,15 @@ def weights_of(folder: str, is_usual: bool = False) -> list[str]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a file of weights, or of its index, as safetensors."""
+    """Converts the name of weights, or of their index, to the corresponding safetensors name."""
     stem = name.removesuffix(INDEX) if name.endswith(INDEX) else os.path.splitext(name)[0]
     stem = re.sub(r"^pytorch_model\b", "model", stem)
     return f"{stem}.safetensors.index.json" if name.endswith(INDEX) else f"{stem}.safetensors"
 
 
 def listed_weights(folder: str, is_usual: bool = False) -> dict[str, set[str] | None]:
-    """Those of `weights_of` that are the model's by the rules of safetensors files, with the tensors that an index
-    lists in each; None: all that it has. Raises ArgumentError for several models."""
+    """Selects the weights that are the folder's model, by the rules for safetensors files. Returns for each file the
+    tensors that an index lists, or None for all its tensors. Raises ArgumentError for several models."""
     names = [*weights_of(folder, is_usual), *(name for name in os.listdir(folder) if name.endswith(INDEX))]
     by_plain: dict[str, str] = {}
     for name in names:
@@ -144,7 +144,7 @@ def listed_weights(folder: str, is_usual: bool = False) -> dict[str, set[str] | 
 
 
 def select_listed(content: Content, path: str, listed: set[str] | None) -> None:
-    """Leaves out tensors that the index does not list. FormatError if the file lacks one that it lists."""
+    """Removes tensors that the index does not list. Raises FormatError if the file lacks a listed tensor."""
     if listed is None:
         return
     if lacking := listed - {name for name, _ in content.tensors}:
@@ -154,20 +154,20 @@ def select_listed(content: Content, path: str, listed: set[str] | None) -> None:
 
 
 def read_index(path: str) -> dict[str, Any]:
-    """The index of shards; its weight_map has names of torch.save files only. Raises FormatError."""
+    """Reads an index of shards, and checks that it only lists torch.save files. Raises FormatError."""
     try:
         index: dict[str, Any] = json.loads(read_file(path, 64 << 20).decode(), **STRICTLY)
         if not index["weight_map"]:
             raise ValueError("it lists no tensor")
         if strange := [shard for shard in index["weight_map"].values() if not shard.endswith(TORCH_ENDINGS)]:
-            raise ValueError(f"it lists {strange[0]:.200}, which does not have the ending of a torch.save file")
+            raise ValueError(f"it lists {strange[0]:.200}, which is not the name of a torch.save file")
         return index
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError(f"overwire: open {path}: not an index of shards: {error!s:.300}", source=path) from error
 
 
 def refuse_empty(content: Content, path: str, kind: str) -> None:
-    """Raises FormatError for what has no tensor; a torch.save file of plain values only has these."""
+    """Raises FormatError for content without tensors. A torch.save file may consist of plain values."""
     if not content.tensors and (content.left or kind != "torch"):
         what = f", only {content.left[0]:.200}" if content.left else ""
         raise FormatError(f"overwire: open {path}: it has no tensor{what}", source=path)

@@ -1,4 +1,4 @@
-"""Which links in a folder are followed: a folder from a stranger must not bring in other files of this machine."""
+"""Decides which links in a folder are followed. An untrusted folder must not include other files of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def may_follow(root: str, path: str) -> bool:
-    """Whether a file is one of the folder, or a blob of the Hugging Face cache that it is a snapshot of."""
+    """Returns whether a file is in the folder or, for a snapshot in the Hugging Face cache, a blob of that cache."""
     if not os.path.isfile(path):
         return False
     real, top = os.path.realpath(path), os.path.realpath(root)

@@ -1,6 +1,6 @@
-"""Files of other libraries as plain files in anonymous memory, for the functions that only read a model.
+"""Converts files of other libraries to plain files in anonymous memory, for functions that only read a model.
 
-Every load imports this module. It imports the readers when a path may need one of them.
+Every load imports this module. It imports the readers only for paths that may need them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..paths import classed_errors, is_remote
 
 
 class InMemory(NamedTuple):
-    """A plain file in memory, which the object keeps; name, kind: of the file or folder that it was made of."""
+    """A plain file in memory. memory: its owner. name, kind: path and kind of the file or folder it was made from."""
 
     memory: AnonymousMemory
     name: str
@@ -22,17 +22,17 @@ class InMemory(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """What the engine opens."""
+        """The path that the engine opens."""
         return f"/proc/self/fd/{self.memory.number}"
 
 
 def read_foreign(path: str, is_header: bool = False, is_usual: bool = False) -> list[InMemory]:
-    """The plain files that a local path stands for, which take as much memory as its tensors; none where it is not
-    a file or folder of another library. is_header: the tensors are left out, and take no memory. is_usual: see
-    `kinds.weights_of`.
+    """Converts a local file or folder of another library to plain files, which take as much memory as its tensors.
+    Returns no files for other paths. is_header: whether to leave out the tensors, which then take no memory.
+    is_usual: see `kinds.weights_of`.
 
-    Raises ArgumentError for a checkpoint's folder that also has safetensors files, and what
-    `kinds.open_content` raises.
+    Raises ArgumentError for a checkpoint folder that also has other weights, and the errors of
+    `kinds.open_content`.
     """
     if is_remote(path) or not may_be_foreign(path, is_tree=False):
         return []
@@ -51,9 +51,9 @@ def read_foreign(path: str, is_header: bool = False, is_usual: bool = False) -> 
 
 
 def read_components(path: str) -> tuple[list[InMemory], bool]:
-    """For a local pipeline, whose root has no weights: the plain files of its folders with weights of other
-    libraries, and whether other folders have safetensors files. Otherwise no files, and True. Raises what
-    `read_foreign` raises."""
+    """Converts the weights of a local pipeline, which has weights only in subfolders. Returns the plain files of
+    other libraries' weights, and whether other folders have safetensors files. For other paths it returns no
+    files, and True. Raises the errors of `read_foreign`."""
     if is_remote(path) or not os.path.isdir(path) or not may_be_foreign(path) or may_be_foreign(path, is_tree=False):
         return [], True
     with classed_errors(path, "open"):

@@ -1,11 +1,11 @@
-"""Folders of torch's HuggingFaceStorageWriter(save_distributed=True): safetensors files that hold parts of tensors.
+"""Reads folders of torch's HuggingFaceStorageWriter(save_distributed=True): safetensors files with parts of tensors.
 
     shard-00001-model-00001-of-00001.safetensors    of rank 0: rank, file, files
     shard-00002-model-00001-of-00001.safetensors    of rank 1
 
-The metadata of each file say at which offset of a whole tensor its part is. No file says
-what shape a whole tensor has, or how many ranks there were: it ends where its last part
-ends, as torch has it, and the numbers of the ranks must have no gap.
+The metadata of each file state the offset of each part in its whole tensor. No file states
+the shape of a whole tensor, or the number of ranks. As in torch, a tensor ends where its last
+part ends. The numbers of the ranks must not have gaps.
 
 Source: torch.distributed.checkpoint.HuggingFaceStorageWriter, and its files.
 """
@@ -28,17 +28,17 @@ _SHARD = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors"
 
 
 def shards_in(names: list[str]) -> list[str]:
-    """Those of the names that are shards; none where the folder has other weights."""
+    """Returns the names that are shards. Returns none if the folder has other weights."""
     weights = [name for name in names if name.endswith(".safetensors") and not name.startswith(".")]
     return sorted(weights) if weights and all(map(_SHARD.fullmatch, weights)) else []
 
 
 @contextlib.contextmanager
 def open_shards(folder: str, names: list[str]) -> Iterator[Content]:
-    """The whole tensors of the shards with these names.
+    """Opens shards with these names, and joins the parts of each tensor.
 
-    Raises NotFoundError for a rank that is missing, FormatError for parts that overlap or
-    lack elements, CorruptError for a file that is cut short.
+    Raises NotFoundError for a missing rank, FormatError for parts that overlap or lack
+    elements, CorruptError for a truncated file.
     """
     files = Files()
     try:
@@ -65,7 +65,7 @@ def _read_content(folder: str, names: list[str], files: Files) -> Content:
             raise AccessError(f"overwire: open {path}: a link that leads out of the folder", source=path)
         for tensor, part in read_parts(files, path).items():
             if part.offsets is None:
-                why = f"{SHARDING} does not say at which offset it is"
+                why = f"{SHARDING} does not state its offset"
                 raise FormatError(f"overwire: open {path}: tensor {tensor!r}: {why}", source=path, tensor=tensor)
             found.setdefault(tensor, []).append((path, part))
     return Content([(name, _join(name, parts)) for name, parts in found.items()], {}, [], files.mode)
@@ -82,10 +82,11 @@ def _join(name: str, parts: list[tuple[str, Part]]) -> Joined:
 
     for number, (_, part) in enumerate(parts):
         if part.dtype != first.dtype or len(part.shape) != len(first.shape):
-            raise error_at(f"{part.dtype} {list(part.shape)}, and {first.dtype} {list(first.shape)} in {path}", number)
-    if BITS[first.dtype] % 8:  # torch counts bytes, and the header elements
+            own, other = f"{part.dtype} {list(part.shape)}", f"{first.dtype} {list(first.shape)}"
+            raise error_at(f"it is {own} here, but {other} in {path}", number)
+    if BITS[first.dtype] % 8:  # torch's offsets count bytes, the header's shapes elements
         if len(parts) > 1 or any(first.offsets or ()):
-            why = f"a part of a tensor of {first.dtype}, of which only whole ones are read"
+            why = f"it is a part, and {first.dtype} tensors can only be read whole"
             raise NotSupportedError(f"overwire: open {path}: tensor {name!r}: {why}", source=path, tensor=name)
         return Joined(name, first.dtype, first.shape, [Chunk((0,), (first.run.size,), first.run)], (first.run.size,))
     boxes = [(part.offsets or (), part.shape) for _, part in parts]

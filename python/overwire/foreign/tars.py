@@ -1,11 +1,10 @@
-"""NeMo's .nemo files: a tar archive with model_config.yaml, tokenizers, and model_weights.ckpt, which torch.save wrote.
+"""Reads NeMo's .nemo files: tar archives with model_config.yaml, tokenizers, and a torch.save file model_weights.ckpt.
 
-Headers of 512 bytes, each before its member's bytes: name at 0, size at 124 (octal, or
-binary after a byte of 0x80), checksum at 148, kind at 156, "ustar" at 257, more of the
-name at 345. Members of kind L and x give the next one a longer name, or size.
+A header of 512 bytes precedes each member: name at 0, size at 124 (octal, or binary after
+a byte of 0x80), checksum at 148, kind at 156, "ustar" at 257, the name's prefix at 345.
+Members of kind L and x contain a longer name or size for the next member.
 
-Only headers are read, and the weights at their place; no link is followed, and nothing is
-unpacked.
+Only the headers and the weights are read. Links are not followed, and nothing is unpacked.
 
 Source: POSIX pax, GNU tar's manual; NeMo's documentation.
 """
@@ -26,7 +25,7 @@ from .joined import Files
 WEIGHTS = "model_weights.ckpt"
 
 _BLOCK = 512
-# The most members, and bytes of a long name.
+# Limits: members, and bytes of a long name.
 _MEMBERS, _NAME = 100_000, 1 << 16
 _PAX = re.compile(rb"\d+ (path|size)=([^\n]*)\n")
 _REGULAR = (b"0", b"\0", b"7")
@@ -41,10 +40,10 @@ class _Member(NamedTuple):
 
 @contextlib.contextmanager
 def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> Iterator[Content]:
-    """The weights of a .nemo file; its other members are in `left`. compare, scratch: as for `torchfiles.opened`.
+    """Opens the weights of a .nemo file. `left` lists its other members. compare, scratch: as for `torchfiles.opened`.
 
-    Raises FormatError for a damaged archive or one without weights, CorruptError for one
-    that is cut short, NotSupportedError for weights in parts, and what torch's files raise.
+    Raises FormatError for a damaged archive or one without weights, CorruptError for a
+    truncated one, NotSupportedError for weights in parts, and the errors of torch.save files.
     """
     files = Files()
     try:
@@ -59,10 +58,10 @@ def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> It
     parts = [one for one in members if one.name.endswith((".distcp", "/.metadata"))]
     if parts or len(weights) > 1:
         where = os.path.dirname(parts[0].name) if parts else ", ".join(one.name for one in weights[:4])
-        advice = f"`tar -xf` it, and convert {where}" if parts else "they are parts of tensors: merge them by NeMo"
+        advice = f"unpack it with `tar -xf` and convert {where}" if parts else "merge these parts with NeMo"
         raise make_error(f"its weights are several files ({where}): {advice}", NotSupportedError)
     if not weights:
-        raise make_error(f"a tar archive without {WEIGHTS}: unpack it by `tar -xf`, and name what it holds")
+        raise make_error(f"a tar archive without {WEIGHTS}: unpack it with `tar -xf`, and name a file in it")
     [one] = weights
     if one.kind not in _REGULAR:
         raise make_error(f"its {one.name} is a link, or sparse (kind {one.kind!r})")
@@ -73,7 +72,7 @@ def open_nemo(path: str, compare: bool = True, scratch: str | None = None) -> It
 
 
 def _members(files: Files, path: str) -> Iterator[_Member]:
-    """The members in order. Each lies in the file, behind the one before it."""
+    """Yields the members in order. Each is inside the file, after the previous member."""
 
     def make_error(why: str, at: int, kind: type[OverwireError] = FormatError) -> OverwireError:
         return kind(f"overwire: open {path}: at byte {at}: {why}", source=path, offset=at)
@@ -90,9 +89,9 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
         if not any(head):
             return
         if head[257:262] != b"ustar" and at == 0:
-            raise make_error("not a tar archive, as .nemo files are: gunzip it first, if that is what it is", 0)
+            raise make_error("not a tar archive: if the file is compressed, decompress it with gunzip", 0)
         if _octal(head[148:156]) != sum(head) - sum(head[148:156]) + 8 * 32:
-            raise make_error("the checksum of a header does not fit: copy or fetch it again", at, CorruptError)
+            raise make_error("checksum mismatch in a header: copy or fetch the file again", at, CorruptError)
         kind, size = head[156:157], _octal(head[124:136])
         if kind not in b"Lxg" and b"size" in longer:
             text = longer.pop(b"size")
@@ -107,7 +106,7 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
         at = start + (size + _BLOCK - 1) // _BLOCK * _BLOCK
         if kind in (b"L", b"x"):
             if size > _NAME:
-                raise make_error(f"a name of {size} bytes", start)
+                raise make_error(f"a name of {size} bytes: at most {_NAME} are supported", start)
             text = read(start, size)
             longer |= {b"path": text.rstrip(b"\0")} if kind == b"L" else dict(_PAX.findall(text))
         elif kind not in (b"g", b"K"):
@@ -119,7 +118,7 @@ def _members(files: Files, path: str) -> Iterator[_Member]:
 
 
 def _octal(field: bytes) -> int | None:
-    """A number of a header; None if it is malformed, or negative."""
+    """Parses a number in a header. Returns None if it is malformed or negative."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     text = field.strip(b" \0")

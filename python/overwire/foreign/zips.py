@@ -1,4 +1,4 @@
-"""The directories of zip archives, which may be a part of a file: what they claim is bounded, and no entry is read."""
+"""Reads the directories of zip archives, which may be a part of a file. Sizes are limited, and no entry is read."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import struct
 import zipfile
 from typing import BinaryIO, cast
 
-# The most bytes of an archive's directory.
+# Maximum bytes of an archive's directory.
 _DIRECTORY = 16 << 20
 
-#: Where an archive begins and ends in its file.
+#: The begin and end of an archive in its file.
 Span = tuple[int, int]
 
 
 class LargeDirectory(zipfile.BadZipFile):
-    """A directory that claims more bytes than are read."""
+    """A directory claims to have more bytes than the limit."""
 
 
 class Part:
-    """A part of a file as zipfile reads an archive, whose directory's size and place the file only claims."""
+    """A part of a file, as a file object for zipfile. It limits reads, because the claimed size and offset of the
+    archive's directory are untrusted."""
 
     def __init__(self, file: BinaryIO, span: Span) -> None:
         self._file = file
         self._start, self._end = span
         self.seekable = file.seekable
         file.seek(self._start)
-        #: What the last read that failed raised: zipfile says of it that the file is no archive.
+        #: The error of the last failed read. zipfile replaces it with BadZipFile.
         self.failure: Exception | None = None
 
     def tell(self) -> int:
@@ -35,15 +36,15 @@ class Part:
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: self._start, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
         if not self._start <= base + offset < 1 << 63:
-            if whence != os.SEEK_SET:  # zipfile looks that far back, and takes this for a short file
+            if whence != os.SEEK_SET:  # zipfile seeks back from the end, and treats this as a short file
                 raise OSError(f"{offset} bytes before the end")
-            raise zipfile.BadZipFile(f"its directory is at {offset}")
+            raise zipfile.BadZipFile(f"its directory is at the invalid offset {offset}")
         return self._file.seek(base + offset) - self._start
 
     def read(self, size: int = -1) -> bytes:
         try:
             if size > _DIRECTORY:
-                raise LargeDirectory(f"its directory has {size} bytes, of which {_DIRECTORY} are supported")
+                raise LargeDirectory(f"its directory has {size} bytes; at most {_DIRECTORY} are supported")
             rest = max(self._end - self._file.tell(), 0)
             return self._file.read(min(rest, size if size >= 0 else _DIRECTORY))
         except (OSError, LargeDirectory) as error:
@@ -51,17 +52,17 @@ class Part:
             raise
 
 
-#: What zipfile raises for what is no archive.
+#: The errors of zipfile for invalid archives.
 BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, struct.error, ValueError)
 
 
 def span_of(file: BinaryIO) -> Span:
-    """The whole of a file."""
+    """Returns the span of a whole file."""
     return 0, os.fstat(file.fileno()).st_size
 
 
 def entries_of(file: BinaryIO, span: Span | None = None) -> list[zipfile.ZipInfo]:
-    """The entries of an archive. Raises BAD_ZIP, and what reading raises."""
+    """Returns the entries of an archive. Raises the errors of BAD_ZIP, and of reading."""
     directory = Part(file, span or span_of(file))
     try:
         with zipfile.ZipFile(cast(BinaryIO, directory)) as archive:

@@ -1,1 +1,1 @@
-"""Makes and describes tensors of torch and numpy, and plain bytes."""
+"""Makes and describes torch tensors, numpy arrays and plain bytes."""

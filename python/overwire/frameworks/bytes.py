@@ -11,10 +11,10 @@ from .frame import Frame
 
 
 class BytesFrame(Frame):
-    """The frame of plain bytes; see `frame.Frame`. It casts no tensor and owns no tensor type.
+    """The frame of plain bytes; see `frame.Frame`. It does not cast tensors.
 
-    A tensor is a writable memoryview of its bytes in the file's dtype, one-dimensional with format
-    "B"; `get_slice` returns dtype and shape. Only addresses are used: capsules are never
+    A tensor is a writable one-dimensional memoryview of format "B", with the bytes in the file's
+    dtype; `get_slice` returns dtype and shape. Only addresses are used: capsules are never
     unpacked.
     """
 
@@ -32,7 +32,7 @@ class BytesFrame(Frame):
         return memoryview(bytearray(nbytes(dtype, shape)))
 
     def dtype(self, wanted: Any) -> Any:
-        raise ArgumentError("overwire: dtype: bytes are not cast; load with framework='pt' or 'np'")
+        raise ArgumentError("overwire: dtype: framework='bytes' casts no tensors; load with framework='pt' or 'np'")
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
         raise NotSupportedError(

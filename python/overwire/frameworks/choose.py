@@ -32,7 +32,7 @@ def check_framework(framework: object) -> None:
 
 
 def frame_for(framework: str | None) -> Frame:
-    """The frame of a `framework=` argument. None: torch if it is installed, else
+    """Returns the frame for a `framework=` argument. None selects torch if it is installed, else
     numpy."""
     check_framework(framework)
     if framework is None:
@@ -67,13 +67,13 @@ def _find_frame(name: str) -> Frame:
             return NumpyFrame()
     except ImportError as error:
         raise MissingPackageError(
-            f"overwire: framework {name!r} needs the package {name}: pip install {name}; framework='bytes' of a "
-            "load to the host needs none"
+            f"overwire: framework {name!r} needs the package {name}: pip install {name}; loads to the host with "
+            "framework='bytes' need no package"
         ) from error
 
 
 def frame_of(tensor: Any) -> Frame:
-    """The frame that a tensor belongs to."""
+    """Returns the frame of a tensor."""
     torch = imported("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
         return frame_for("torch")
@@ -81,15 +81,15 @@ def frame_of(tensor: Any) -> Frame:
     if numpy is not None and isinstance(tensor, (numpy.ndarray, numpy.generic)):
         return frame_for("numpy")
     bare = isinstance(tensor, (bytes, bytearray, memoryview))
-    advice = "TensorSpec.of(dtype, shape, data) says what bytes are" if bare else "save_bundle saves other objects"
+    advice = "use TensorSpec.of(dtype, shape, data) for bytes" if bare else "use save_bundle for other objects"
     if isinstance(tensor, (str, PathLike)):
         advice = f"load_file({fspath(tensor)!r}) returns the tensors of a file"
     raise ArgumentError(f"overwire: expected a torch tensor or a numpy array, got {type(tensor).__name__}; {advice}")
 
 
 def columns_of(tensors: Sequence[Any]) -> Columns:
-    """Describes tensors of any kind, with all torch tensors at once. Does not raise for tensors that it
-    cannot describe: they become ODD."""
+    """Describes tensors in columns, in one pass over the torch tensors. Tensors that it cannot describe
+    become ODD."""
     columns = Columns()
     if imported("torch") is not None:
         from .memory import refuse_fakes
@@ -104,8 +104,8 @@ def columns_of(tensors: Sequence[Any]) -> Columns:
 
 
 def check_dtype(frame: Frame, dtype: Any) -> Any:
-    """The frame's own dtype for a `dtype=` argument; None for None. ArgumentError for a dtype that would
-    destroy the values of floating tensors."""
+    """Converts a `dtype=` argument to the frame's dtype; None stays None. Raises ArgumentError for a dtype
+    that is not a floating-point type."""
     if dtype is None:
         return None
     frame_dtype = frame.dtype(dtype)
@@ -118,8 +118,8 @@ def check_dtype(frame: Frame, dtype: Any) -> Any:
 
 
 def device_number(device: Any) -> int:
-    """The number of the GPU that a `device=` argument names, as the engine reads it. -1 if it has no
-    number, -2 for the host. ArgumentError, NotSupportedError."""
+    """Returns the GPU number of a `device=` argument: -1 if it names no number, -2 for the host. Raises
+    ArgumentError and NotSupportedError."""
     if str(device) in ("cpu", "cpu:0"):
         return HOST  # answered here, so that loads to the host work in a forked child
     if isinstance(device, int) and not isinstance(device, bool):
@@ -134,7 +134,7 @@ def device_number(device: Any) -> int:
 def check_device(device: Any, frame: Frame | None = None) -> str:
     """Returns the engine's name for a `device=` argument: "cpu" or "cuda:N".
 
-    Takes "cpu", "cuda" (torch's current GPU if torch is imported, else the first), "cuda:1", a
+    Accepts "cpu", "cuda" (torch's current GPU if torch is imported, else the first), "cuda:1", a
     `torch.device`, or an int (a CUDA number). Only torch tensors can be on a GPU. Without a
     frame, only the host is allowed.
     """
@@ -143,7 +143,7 @@ def check_device(device: Any, frame: Frame | None = None) -> str:
         return "cpu"
     if frame is None:
         raise NotSupportedError(
-            f"overwire: device {device!r}: this only loads to the host; move the tensors with .to()"
+            f"overwire: device {device!r}: this function only loads to the host; move the tensors with .to()"
         )
     if frame.name != "torch":
         raise NotSupportedError(

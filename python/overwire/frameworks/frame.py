@@ -1,8 +1,7 @@
-"""Defines what the package needs of a framework: making tensors from loaded memory, and describing them.
+"""Defines the interface of a framework.
 
-A frame turns loaded memory (a DLPack capsule and its address) into a tensor that owns the
-memory, and describes a tensor's bytes for saving. torch and numpy are both optional, and only
-imported when needed.
+A frame makes a tensor that owns loaded memory (a DLPack capsule and its address), and describes
+the bytes of tensors for saving. torch and numpy are optional, and only imported when needed.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from ..errors import NotSupportedError
 
 
 class Bytes(NamedTuple):
-    """A tensor's bytes as they are saved: contiguous, on the host, or on the CUDA device
-    `cuda` - 1, where all work on them has ended.
+    """A tensor's bytes to be saved: contiguous, on the host, or on the CUDA device `cuda` - 1,
+    where all work on them has finished.
 
     `keep` owns the memory at `pointer` and must outlive its use. `pieces`: if the bytes are in
-    several places on the host, the address and bytes of each, in order.
+    several host buffers, the address and size of each, in order.
     """
 
     dtype: str
@@ -34,12 +33,12 @@ class Bytes(NamedTuple):
 
 
 class View(NamedTuple):
-    """A tensor's bytes in place, strided or not: on the host, or on the CUDA device `cuda` - 1.
+    """A tensor's own memory, strided or not: on the host, or on the CUDA device `cuda` - 1.
 
     dtype, shape: as in `Bytes`; dtype is "" if safetensors lacks it.
     item: bytes of an element. dims: the dimensions in elements. strides: bytes from one element
-    to the next. A contiguous tensor may be described as a row of bytes. `keep` owns the memory
-    and must outlive its use.
+    to the next. A contiguous tensor may be described as one dimension of bytes. `keep` owns the
+    memory and must outlive its use.
     """
 
     dtype: str
@@ -52,19 +51,19 @@ class View(NamedTuple):
     cuda: int = 0
 
 
-#: The kind of a tensor that must be described separately, by its frame.
+#: The kind of a tensor that its frame must describe separately.
 ODD = -1
 
 
 class Columns:
-    """Describes many tensors at once, by position and without an object for each. It describes
-    torch tensors that are dense, contiguous and of a dtype that files have. Others are ODD and
-    have zeros.
+    """Describes many tensors by position, without an object per tensor. It covers torch tensors
+    that are dense, contiguous and of a dtype that safetensors has. Other tensors are ODD, and
+    their other columns are 0.
 
     kinds: indices into `types`, or ODD. types: dtype and shape as in `Bytes`, in the order of
-    their first use. pointers, sizes: address (0 without bytes) and bytes. cuda: 1 + the GPU, 0
-    for the host; queued work has not been waited for. The tensors must outlive the use of
-    their addresses.
+    their first use. pointers, sizes: address (0 without bytes) and number of bytes. cuda: 1 + the
+    GPU's number, 0 for the host; work queued on the GPU may still be running. The tensors must
+    outlive the use of their addresses.
     """
 
     __slots__ = ("cuda", "kinds", "pointers", "sizes", "types")
@@ -77,30 +76,29 @@ class Columns:
         self.types: dict[tuple[str, tuple[int, ...]], int] = {}
 
     def set(self, at: int, one: Bytes) -> None:
-        """Describes an odd tensor."""
+        """Fills in the description of an ODD tensor."""
         self.kinds[at] = self.types.setdefault((one.dtype, one.shape), len(self.types))
         self.pointers[at], self.sizes[at], self.cuda[at] = one.pointer, one.nbytes, one.cuda
 
 
 class Frame:
-    """Everything that the rest of this package needs of a framework. Each framework has a subclass.
+    """The interface of a framework. Each framework has a subclass.
 
-    Dtypes are safetensors' names, and shapes count elements as the file's header does. Every
-    returned tensor is writable and owns its memory. Only torch tensors are made on a
-    GPU.
+    Dtypes are safetensors names, and shapes count elements, as in the file's header. Every
+    returned tensor is writable and owns its memory. Only torch tensors can be on a GPU.
     """
 
     name: str
 
-    #: Makes a tensor from a capsule and takes ownership of it, for dtypes that are exported unchanged
-    #: and tensors with bytes. It is only set if a single C call can do this.
+    #: Makes a tensor from a capsule and takes ownership of the capsule. Only for tensors with bytes and dtypes
+    #: that are exported unchanged. None unless a single C call can do this.
     make: Callable[[Any], Any] | None = None
 
     def refuse_mode(self) -> None:
-        """Raises NotSupportedError if the framework is in a mode in which no bytes move."""
+        """Raises NotSupportedError if the framework is in a mode in which tensors have no data."""
 
     def raw(self, dtypes: Iterable[str]) -> bool:
-        """Whether the engine must export these dtypes as plain integers. Raises for a dtype that the
+        """Returns whether the engine must export these dtypes as plain integers. Raises for a dtype that the
         framework lacks."""
         return False
 
@@ -109,7 +107,7 @@ class Frame:
         raise NotImplementedError
 
     def of_bytes(self, data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-        """Makes a tensor over the bytes of a writable buffer, which it keeps alive."""
+        """Makes a tensor over the bytes of a writable buffer, and keeps the buffer alive."""
         address, _, holder = buffer_of(data, True)
         return self.adopt(holder, address, dtype, shape)
 
@@ -118,42 +116,42 @@ class Frame:
         raise NotImplementedError
 
     def empty_on(self, device: str, rows: Sequence[Any]) -> list[Any]:
-        """Makes tensors on a GPU for rows of the table. If the GPU's memory is full, the memory that the
-        engine caches there is freed first."""
+        """Makes tensors on a GPU for rows of a model's table. If the GPU's memory is full, frees the memory that
+        the engine caches there, and tries again."""
         raise NotImplementedError
 
     def empty_in_batches(self, device: str, rows: Sequence[Any], first: int, most: int) -> Iterator[dict[int, Any]]:
-        """The same by position, in batches: `first` of them, then twice as many each time up to `most`. All at once
-        if the framework has enough cached memory."""
+        """Like `empty_on`, but yields the tensors by position, in batches: `first` tensors, then twice as many each
+        time, up to `most`. There is one batch if the framework has enough cached memory."""
         raise NotImplementedError
 
     def dtype(self, wanted: Any) -> Any:
-        """The framework's own dtype for a `dtype=` argument."""
+        """Converts a `dtype=` argument to the framework's dtype."""
         raise NotImplementedError
 
     def name_of(self, wanted: Any) -> str:
-        """safetensors' name for one of the framework's dtypes; "" if it has none."""
+        """Returns the safetensors name of one of the framework's dtypes; "" if there is none."""
         raise NotImplementedError
 
     def floating(self, wanted: Any) -> bool:
-        """Whether tensors can be cast to one of the framework's dtypes."""
+        """Returns whether tensors can be cast to one of the framework's dtypes."""
         return self.name_of(wanted) in FLOATS
 
     def cast(self, tensor: Any, dtype: str, wanted: Any) -> Any:
-        """The tensor in another dtype, if tensors of `dtype` are cast."""
+        """Casts a tensor if `dtype`, its dtype, is a floating-point type. Returns others unchanged."""
         raise NotImplementedError
 
     def index(self, tensor: Any, index: tuple[Any, ...], dtype: str) -> Any:
-        """`tensor[index]`, including negative steps. The result only owns its own elements."""
+        """Returns `tensor[index]`; steps may be negative. The result's memory has only its own elements."""
         raise NotImplementedError
 
     def describe(self, tensor: Any) -> Bytes:
-        """A tensor's logical bytes. Copies tensors that are not dense or not on the host."""
+        """Describes a tensor's logical bytes. Copies tensors that are not dense or not on the host."""
         raise NotImplementedError
 
     def view(self, tensor: Any) -> View:
-        """A tensor's bytes in place. Only copies tensors without such bytes: lazy conjugates, another
-        byte order, unpacked F4."""
+        """Describes a tensor's own memory. Only copies tensors that have no usable memory: lazy conjugates,
+        another byte order, unpacked F4."""
         raise NotImplementedError
 
 
@@ -165,15 +163,15 @@ def check_empty(dtype: str, shape: tuple[int, ...], name: str | None = None) -> 
     if nbytes(dtype, tuple(d for d in shape if d)) >= 1 << 63:
         what = "" if name is None else f"tensor {name!r}: "
         raise NotSupportedError(
-            f"overwire: {what}shape {list(shape)} of {dtype}: apart from the zero, its dimensions overflow; only "
-            f"framework='bytes' takes it",
+            f"overwire: {what}shape {list(shape)} of {dtype}: the product of its other dimensions overflows; only "
+            f"framework='bytes' supports it",
             tensor=name,
         )
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements of such a tensor share memory, or lie irregularly within each other's reach.
-    Strides count elements."""
+    """Returns whether elements of a strided tensor may share memory. Also true for irregular strides of elements that
+    do not share memory. Strides count elements."""
     end = 0
     for stride, count in sorted(zip(map(abs, strides), shape, strict=True)):
         if count > 1:

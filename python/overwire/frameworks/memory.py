@@ -1,9 +1,8 @@
 """Finds the memory of torch tensors in this process, and checks that it can be read or written.
 
 This process has one block of a DTensor, in a separate tensor. Other subclasses that consist of
-tensors, FakeTensors, nested and sparse tensors have no single memory. A storage that was
-resized to 0 (by `sleep` or FSDP) has no memory: `data_ptr()` is then 0, and nothing can be read
-or written there.
+several tensors, FakeTensors, nested and sparse tensors do not have a single block of memory. A
+storage that was resized to 0 (by `sleep` or FSDP) has no memory, and its `data_ptr()` is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .._locks import is_fork
 from ..errors import ArgumentError, NotSupportedError, OverwireError
 from .frame import overlaps_itself
 
-#: Types that have memory if their address says so. Subclasses may consist of more than the memory.
+#: Types of tensors that have memory if their address is not 0. Subclasses may consist of more than that memory.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 #: Parameters and buffers of lazy modules, which may not have memory yet.
@@ -31,14 +30,14 @@ _UNWRITTEN = (torch.quint4x2, torch.quint2x4)
 
 
 class Part(NamedTuple):
-    """This process's part of a tensor: `tensor` is [low, high) of each dimension."""
+    """This process's part of a tensor. ranges: [low, high) of each dimension of the whole tensor."""
 
     tensor: Any
     ranges: tuple[tuple[int, int], ...]
 
 
 def address_of(tensor: Any) -> int:
-    """The address of a tensor's first element; 0 if it lacks its own memory or a shape."""
+    """Returns the address of a tensor's first element; 0 if the tensor has no memory or no shape."""
     if type(tensor) not in PLAIN and (_is_fake(tensor) or isinstance(tensor, LAZY)):
         return 0
     try:
@@ -48,8 +47,8 @@ def address_of(tensor: Any) -> int:
 
 
 def is_ready(tensor: Any) -> bool:
-    """Whether a tensor is dense and has its own memory, as most do. Then no other check is needed
-    before writing to it."""
+    """Returns whether a tensor is dense and has its own memory. Such a tensor needs no other check before
+    it is written to."""
     return (
         type(tensor) in PLAIN
         and tensor.layout is torch.strided
@@ -61,7 +60,7 @@ def is_ready(tensor: Any) -> bool:
 
 
 def fits_storage(tensor: Any) -> bool:
-    """Whether all elements of a dense tensor are inside its storage, which may have been shortened
+    """Returns whether all elements of a dense tensor are inside its storage, which may have been shortened
     (`untyped_storage().resize_`). Memory after the storage must not be read or written."""
     if not tensor.numel():
         return True
@@ -74,7 +73,7 @@ def fits_storage(tensor: Any) -> bool:
 
 
 def storage_of(tensor: Any) -> int:
-    """The address of a tensor's storage, for a DTensor that of its local part; 0 without memory."""
+    """Returns the address of the storage of a tensor, or of a DTensor's local part; 0 without memory."""
     if is_distributed(tensor):
         with torch.no_grad():
             tensor = tensor.to_local()
@@ -82,17 +81,17 @@ def storage_of(tensor: Any) -> int:
 
 
 def identity_of(tensor: Any) -> Any:
-    """A key that is equal for tensors with the same elements of the same memory. Tensors without memory
-    or elements only equal themselves."""
+    """Returns a key that is equal for tensors with the same elements in the same memory. Each tensor without
+    memory or elements has its own key."""
     if tensor.device.type == "meta" or not (address := address_of(tensor)) or not tensor.numel():
         return id(tensor)
     return address, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises, with `where` as the start of the message, ArgumentError for a tensor with memory that was freed
-    or does not exist yet, NotSupportedError for one without a single memory, and what `check_shape` raises.
-    Tensors without elements pass."""
+    """Raises ArgumentError for a tensor with memory that was freed or not allocated yet, NotSupportedError for a
+    tensor without a single block of memory, and the errors of `check_shape`. Tensors without elements pass.
+    where: the start of the message."""
     kind: type[OverwireError] = NotSupportedError
     if tensor.layout is torch.strided and address_of(tensor):
         if fits_storage(tensor):
@@ -102,37 +101,37 @@ def check_memory(tensor: Any, where: str, name: str | None = None) -> None:
         raise ArgumentError(text, tensor=name)
     check_shape(tensor, where, name)
     if tensor.layout is not torch.strided:
-        why = f"a {tensor.layout} tensor has no bytes of its own: take its parts"
+        why = f"a {tensor.layout} tensor does not have a single block of memory: pass the tensors that it consists of"
     elif tensor.device.type == "meta":
         kind = ArgumentError
-        why = "a tensor is on the meta device: give it memory first, as module.to_empty(device=) does"
+        why = "a tensor is on the meta device: allocate its memory first, for instance by module.to_empty(device=)"
     elif not tensor.numel():
         return
     elif is_distributed(tensor):
-        why = "a DTensor lies on several ranks: take its to_local() or full_tensor()"
+        why = "a DTensor is spread over several ranks: pass its to_local() or full_tensor()"
     elif _is_fake(tensor):
         why = "a FakeTensor has no memory"
     elif _storage_size(tensor) == 0:
-        kind, why = ArgumentError, "its memory was freed: it sleeps, or its storage was resized to 0"
+        kind, why = ArgumentError, "its memory was freed because it sleeps, or because its storage was resized to 0"
     else:
-        why = f"a {type(tensor).__name__} does not have its own memory: take the tensors that it consists of"
+        why = f"a {type(tensor).__name__} does not have its own memory: pass the tensors that it consists of"
         if type(tensor) in PLAIN:
-            why = "it does not have its own memory: leave the function that torch transforms (vmap, grad)"
+            why = "it has no memory inside a function that torch transforms (vmap, grad): call this outside of it"
     raise kind(f"{where}: {why}", tensor=name)
 
 
 def users_of(tensor: Any) -> int:
-    """How many tensors and other objects use a tensor's storage. Compare it with an earlier result."""
+    """Counts the tensors and other objects that use a tensor's storage. Only differences between counts matter."""
     if _count_users is None:
         raise NotSupportedError(
-            f"overwire: torch {torch.__version__} does not tell who uses a storage: install another version"
+            f"overwire: torch {torch.__version__} cannot count the users of a storage: install another version"
         )
     storage = tensor.untyped_storage()
     return int(_count_users(storage._cdata)) + sys.getrefcount(storage)  # users of Python's storage object count as one
 
 
 def _storage_size(tensor: Any) -> int | None:
-    # None: the tensor has no storage, as inside torch's function transforms.
+    # Returns None for a tensor without a storage, for instance inside torch's function transforms.
     try:
         return int(tensor.untyped_storage().nbytes())
     except RuntimeError:
@@ -140,23 +139,23 @@ def _storage_size(tensor: Any) -> int | None:
 
 
 def check_shape(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises, with `where` as the start of the message, ArgumentError for an uninitialized parameter of a
-    lazy module, and NotSupportedError for a nested tensor."""
+    """Raises ArgumentError for an uninitialized parameter of a lazy module, and NotSupportedError for a nested
+    tensor. where: the start of the message."""
     if isinstance(tensor, LAZY):
         raise ArgumentError(f"{where}: it is not initialized: run its module once, or materialize it", tensor=name)
     if tensor.is_nested:
-        raise NotSupportedError(f"{where}: a nested tensor has no single shape: take its parts", tensor=name)
+        raise NotSupportedError(f"{where}: a nested tensor has no single shape: pass its parts", tensor=name)
 
 
 def check_writable(tensor: Any, where: str, name: str | None = None) -> None:
-    """Raises what `check_memory` raises, and ArgumentError for a tensor with elements that share
-    memory and therefore cannot differ."""
+    """Raises the errors of `check_memory`, ArgumentError for a tensor with elements that share memory,
+    and NotSupportedError for a dtype that torch cannot copy."""
     check_memory(tensor, where, name)
     if tensor.dtype in _UNWRITTEN:
         raise NotSupportedError(f"{where}: torch cannot copy into a {tensor.dtype} tensor", tensor=name)
     if not tensor.is_contiguous() and overlaps_itself(tensor.shape, tensor.stride()):
         raise ArgumentError(
-            f"{where}: its elements share memory, as those of `expand` do: take a contiguous copy", tensor=name
+            f"{where}: its elements share memory, as after `expand`: pass a contiguous copy", tensor=name
         )
 
 
@@ -170,19 +169,19 @@ def write(tensor: Any, values: Any) -> None:
 
 
 def cast_tensor(tensor: Any, dtype: torch.dtype) -> Any:
-    """The tensor in a dtype. If it already has that dtype, the tensor itself."""
+    """Casts a tensor. Returns it unchanged if it already has the dtype."""
     return tensor.to(dtype) if tensor.dtype == dtype or not is_fork() else copy_of(tensor, dtype)
 
 
 def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] = ()) -> Any:
-    """A contiguous copy, cast, with the dimensions `flips` reversed."""
+    """Returns a contiguous copy, cast to `dtype`, with the dimensions `flips` reversed."""
     kind = dtype or tensor.dtype
     if not is_fork():
         plain = tensor.flip(flips) if flips else tensor.clone(memory_format=torch.contiguous_format)
         return plain.to(kind).contiguous()
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=kind)
-        # torch.empty would fill the memory if torch is set to be deterministic.
+    # torch.empty would fill the memory in torch's deterministic mode.
     into = torch.frombuffer(bytearray(tensor.numel() * kind.itemsize), dtype=torch.uint8).view(kind).view(tensor.shape)
     if kind == tensor.dtype and tensor.is_contiguous() and not flips:
         ctypes.memmove(into.data_ptr(), tensor.data_ptr(), into.nbytes)
@@ -192,8 +191,8 @@ def copy_of(tensor: Any, dtype: torch.dtype | None = None, flips: Sequence[int] 
     return into
 
 
-# torch uses no threads for fewer elements than this. A forked child lacks the threads that its parent
-# made, and OpenMP would wait for them for ever.
+# torch uses no threads for fewer elements. In a forked child OpenMP would wait forever for threads that
+# only exist in the parent.
 _STEP = 32768
 
 
@@ -211,9 +210,9 @@ def _copy_in_steps(into: Any, values: Any, flips: Sequence[int]) -> None:
 
 
 def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
-    """This rank's part of a DTensor; None for other tensors.
+    """Returns this rank's part of a DTensor; None for other tensors.
 
-    Raises what `check_memory` raises, and NotSupportedError if the part is not a block of the tensor: a
+    Raises the errors of `check_memory`, and NotSupportedError if the part is not a block of the tensor: a
     partial sum, shards in an unknown order, a rank outside of its mesh.
     """
     if type(tensor) in PLAIN or not is_distributed(tensor):
@@ -238,9 +237,8 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
 def _ranges_of_rank(
     shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: list[int], placements: tuple[Any, ...]
 ) -> tuple[tuple[int, int], ...] | None:
-    # Like torch: blocks of ceil(size / ranks); the last ones may be shorter or empty. A strided shard
-    # (FSDP's, of a dimension that tensor parallelism has sliced) slices what the later axes have
-    # left.
+    # As in torch, blocks have ceil(size / ranks) rows, and the last blocks may be shorter or empty. A strided
+    # shard (FSDP of a dimension that tensor parallelism also slices) divides the slices of the later axes.
     kinds = [type(placement).__name__ for placement in placements]
     ranges = [(0, size) for size in shape]
     axes = [axis for axis, kind in enumerate(kinds) if kind == "_StridedShard"]
@@ -263,17 +261,17 @@ def _ranges_of_rank(
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether it is a DTensor."""
-    # Look in sys.modules: if it was not imported, there is no DTensor, and the import takes a second.
+    """Returns whether a tensor is a DTensor."""
+    # Look in sys.modules: the import takes a second, and before it no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor") or sys.modules.get("torch.distributed._tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def refuse_fakes() -> None:
-    """Raises NotSupportedError in a FakeTensorMode, where torch's copies and casts move no bytes."""
+    """Raises NotSupportedError in a FakeTensorMode, in which torch's copies and casts move no data."""
     mode = getattr(torch._C, "_get_dispatch_mode", None)
     if mode is not None and mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-        raise NotSupportedError("overwire: torch's FakeTensorMode is on, which moves no bytes: leave it first")
+        raise NotSupportedError("overwire: torch's FakeTensorMode is active, and tensors have no data: leave it first")
 
 
 def _is_fake(tensor: Any) -> bool:

@@ -1,7 +1,7 @@
 """Implements the frame of numpy arrays. Importing this module imports numpy.
 
-bfloat16, fp8 and fp4 are types of the package ml_dtypes, which is imported when the first of them
-is needed.
+bfloat16, fp8 and fp4 are types of the package ml_dtypes, which is imported on the first use of
+such a type.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..dtypes import CALLED, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
 from .frame import Bytes, Frame, View, check_empty
 
-# ml_dtypes' types, and numpy's own.
+# The types of ml_dtypes; the others are numpy's own.
 _EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {
     "F4": "float4_e2m1fn"
 }
@@ -25,8 +25,7 @@ SAVED = {dtype: name for name, dtype in (_OWN | _EXTRA).items()}
 
 
 class _Holder:
-    # The base of a numpy array. The capsule frees the memory when the last array over it is
-    # gone.
+    # The base of a numpy array. The capsule frees the memory with the last array over it.
     __slots__ = ("__array_interface__", "capsule")
 
     def __init__(self, capsule: Any, pointer: int, kind: str, shape: tuple[int, ...]):
@@ -35,8 +34,7 @@ class _Holder:
 
 
 def hold(capsule: Any, pointer: int, size: int) -> Any:
-    """A writable uint8 array over `size` bytes at `pointer`. It keeps the capsule
-    alive."""
+    """Makes a writable uint8 array over `size` bytes at `pointer`, which keeps the capsule alive."""
     if size == 0:
         return np.empty(0, np.uint8)
     return np.asarray(_Holder(capsule, pointer, "|u1", (size,)))
@@ -52,7 +50,7 @@ def _extra_dtype(name: str) -> np.dtype[Any]:
         ) from error
     if not hasattr(ml_dtypes, _EXTRA[name]):
         raise NotSupportedError(
-            f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; a newer one has: pip install -U ml_dtypes"
+            f"overwire: this version of ml_dtypes has no {_EXTRA[name]}; install a newer one: pip install -U ml_dtypes"
         )
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _EXTRA[name]))
     return dtype
@@ -61,8 +59,8 @@ def _extra_dtype(name: str) -> np.dtype[Any]:
 class NumpyFrame(Frame):
     """The frame of numpy; see `frame.Frame`.
 
-    F4 is unpacked to one element per byte, as in ml_dtypes. numpy has no type for packed F6, so it
-    stays bytes.
+    F4 is unpacked to one element per byte, as in ml_dtypes. numpy has no type for packed F6, so F6
+    tensors are arrays of bytes.
     """
 
     name = "numpy"
@@ -144,7 +142,9 @@ class NumpyFrame(Frame):
             or array.dtype.names
             or array.itemsize not in (1, 2, 4, 8, 16)
         ):
-            raise NotSupportedError(f"overwire: numpy {array.dtype} arrays have no elements of 1, 2, 4, 8 or 16 bytes")
+            raise NotSupportedError(
+                f"overwire: numpy {array.dtype} arrays are not supported: expected numbers of 1, 2, 4, 8 or 16 bytes"
+            )
         if array.dtype.byteorder not in "=|":
             array = array.astype(array.dtype.newbyteorder("="))
         address = array.__array_interface__["data"][0] if array.size else 0
@@ -159,7 +159,7 @@ class NumpyFrame(Frame):
         name = SAVED.get(array.dtype.name)
         if name is None or array.dtype.kind in "OSUMm":
             raise NotSupportedError(
-                f"overwire: safetensors cannot hold numpy {array.dtype} arrays; save_bundle keeps them"
+                f"overwire: safetensors has no type for numpy {array.dtype} arrays; use save_bundle"
             )
         shape = array.shape
         dense = np.asarray(array, order="C")

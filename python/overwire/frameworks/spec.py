@@ -1,4 +1,4 @@
-"""Defines what saves take besides tensors: TensorSpec (bytes by address or in a buffer) and JoinedTensor."""
+"""Defines values that saves accept besides tensors: TensorSpec (bytes by address or in a buffer) and JoinedTensor."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NAMES = {called: name for name, called in CALLED.items()}
 
 
 class TensorSpec:
-    """A dense tensor in host memory. `save_file` takes it as a value.
+    """A dense tensor in host memory. `save_file` accepts it in place of a tensor.
 
-    dtype: a name of safetensors ("BF16") or of torch and numpy ("bfloat16",
+    dtype: a safetensors name ("BF16"), or a name in torch and numpy ("bfloat16",
         "float4_e2m1fn_x2").
     shape: in elements. "float4_e2m1fn_x2" has two elements per byte, as in torch: the last
         dimension counts bytes, and the property `shape` shows it doubled.
-    data_ptr: address of the first byte. data_len: bytes, exactly those of the tensor.
+    data_ptr: address of the first byte. data_len: the tensor's exact number of bytes.
 
-    The caller owns the memory. It must stay valid and unchanged until the call that gets the
-    spec has returned.
+    The caller owns the memory. It must stay valid and unchanged until the call that receives
+    the spec has returned.
 
     Raises NotSupportedError for a dtype that safetensors lacks, OverflowError for a negative
     number. The save checks whether length and shape agree.
@@ -53,7 +53,7 @@ class TensorSpec:
         memoryview, array or mmap. The spec keeps the object alive.
 
         Raises TypeError for an object without a buffer, BufferError if it is not contiguous,
-        and what the constructor raises.
+        and the errors of the constructor.
         """
         address, size, holder = buffer_of(data)
         spec = cls(dtype=dtype, shape=shape, data_ptr=address, data_len=size)
@@ -85,12 +85,12 @@ class TensorSpec:
         return f"TensorSpec(dtype={self._dtype!r}, shape={self._shape}, {memory})"
 
     def describe(self) -> Bytes:
-        """The bytes as they are saved. ArgumentError if length and shape disagree."""
+        """Returns the bytes to be saved. Raises ArgumentError if length and shape disagree."""
         shape = tuple(self._shape)
         size = nbytes(self._dtype, shape)
         if self._data_len != size:
             raise ArgumentError(
-                f"overwire: {self._data_len} bytes for shape {self._shape} of {self._dtype}, which takes {size}"
+                f"overwire: got {self._data_len} bytes for shape {self._shape} of {self._dtype}, expected {size}"
             )
         if size and not self._data_ptr:
             raise ArgumentError(f"overwire: {size} bytes of {self._dtype} at address 0: give the address of the data")
@@ -107,7 +107,7 @@ def _check_unsigned(value: int) -> int:
 
 
 class JoinedTensor:
-    """Host tensors that together have, in order, the rows of the saved tensor.
+    """Host tensors to be saved as one tensor, joined along the first dimension.
 
     They have the same dtype, and the same shape except for the first dimension. Their memory must not
     change until the save has ended."""
@@ -118,8 +118,8 @@ class JoinedTensor:
         self.parts = parts
 
     def describe(self) -> Bytes:
-        """The bytes as they are saved. Raises NotSupportedError for a dtype that safetensors lacks,
-        ArgumentError if the parts cannot be rows of one tensor."""
+        """Returns the bytes to be saved. Raises NotSupportedError for a dtype that safetensors lacks,
+        ArgumentError if the parts do not fit together."""
         all = [frame_of(part).describe(part) for part in self.parts]
         if not all or any(not one.shape for one in all) or len({(one.dtype, one.shape[1:]) for one in all}) > 1:
             parts = ", ".join(f"{one.dtype} {list(one.shape)}" for one in all[:9]) or "none"

@@ -1,7 +1,7 @@
 """Implements the frame of torch tensors. Importing this module imports torch.
 
-The engine's capsules become tensors without a copy. Each tensor has a storage of exactly its
-bytes, backed by the engine's memory until the storage is freed.
+The engine's capsules become tensors without a copy. Each tensor has its own storage of exactly
+its bytes, in the engine's memory, which is freed with the storage.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryE
 from .frame import ODD, Bytes, Columns, Frame, View, check_empty
 from .memory import cast_tensor, check_memory, check_shape, copy_of, is_ready, refuse_fakes
 
-# The C function, if it has this name. torch's wrapper adds nothing that we need and costs a
-# quarter more.
+# The C function, if this torch has it. torch's wrapper takes a quarter longer.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 _to_dlpack: Any = getattr(torch.utils.dlpack, "to_dlpack")  # noqa: B009  typed as private
 
-# The dtypes of this torch; an older one lacks some.
+# The dtypes of the installed torch. Older versions lack some.
 _TYPES: dict[str, torch.dtype] = {
     name: getattr(torch, attribute) for name, attribute in CALLED.items() if hasattr(torch, attribute)
 }
@@ -37,19 +36,19 @@ _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """torch's dtype for a file's dtype name; None if this torch lacks it."""
+    """torch's dtype for a file's dtype name; None if the installed torch lacks it."""
     return _TYPES.get(name)
 
 
 @cache
 def _takes_natively(name: str) -> bool:
-    # Whether this torch accepts such a capsule unchanged. Ask torch itself, because its DLPack
-    # support grew type by type.
+    # Whether torch accepts capsules of this dtype unchanged. Try it, because torch added DLPack
+    # dtypes one at a time.
     if name in PACKED or name not in _TYPES:
         return False
     try:
         probe = torch.empty(0, dtype=torch.uint8).view(_TYPES[name])
-        # Do not use __dlpack__: torch.compile traces it, and fails instead of leaving it out.
+        # Do not use __dlpack__: torch.compile traces it, and fails instead of skipping it.
         return bool(from_dlpack(_to_dlpack(probe)).dtype == _TYPES[name])
     except (RuntimeError, BufferError, TypeError):
         return False
@@ -61,7 +60,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextlib.contextmanager
 def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
-    # Converts torch's errors on a GPU to ours, and keeps its calls from harming another thread's graph capture.
+    # Converts torch's GPU errors to ours, and protects CUDA graphs that other threads are capturing.
     from ..gpu import beside_captures  # loads to the host do not need that module
 
     try:
@@ -71,9 +70,12 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         free, total = _free_memory(device)
-        room = "" if free is None else f"{free} are free of {total}: "
+        room = "" if free is None else f"{free} of {total} are free: "
         raise OutOfMemoryError(
-            f"overwire: {wanted} bytes of tensors on {device}: {room}{error}", asked=wanted, free=free, total=total
+            f"overwire: cannot allocate {wanted} bytes of tensors on {device}: {room}{error}",
+            asked=wanted,
+            free=free,
+            total=total,
         ) from error
     except (RuntimeError, AssertionError) as error:  # no driver, or no such device
         raise DeviceError(f"overwire: device {device!r}: {error}") from error
@@ -90,22 +92,21 @@ def _free_memory(device: str) -> tuple[int | None, int | None]:
         return None, None
 
 
-# torch's allocator asks the driver for 2 MiB at a time, and for 20 MiB if a tensor has 1 to 10. That wastes
-# much of it, and copies pause for 0.1 ms each time. So tensors above `_LEAST` share an allocation of at
-# most `_GROUP`, or `_LARGE_GROUP` if all tensors are made at once: then several processes ask the
-# driver at the same time, which serves one after the other. Each tensor begins at a multiple of
-# `_ROUND`.
+# torch's allocator requests 2 MiB at a time from the driver, or 20 MiB for a tensor of 1 to 10 MiB. That wastes
+# memory, and each request pauses copies for 0.1 ms. So tensors above `_LEAST` share allocations of at most
+# `_GROUP`, or `_LARGE_GROUP` if all tensors are made in one batch: then several processes make requests at the
+# same time, and the driver serves them one by one. Each tensor begins at a multiple of `_ROUND`.
 _ROUND, _LEAST, _GROUP, _LARGE_GROUP = 512, 1 << 20, 1 << 30, 4 << 30
 
 _CONFIGURED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-# GPUs where tensors of an earlier load share allocations, so that torch's cached memory has the sizes of groups.
+# GPUs where an earlier load made shared allocations. torch's cached blocks there have the sizes of groups.
 _gpus_of_groups: set[int | None] = set()
 
 
 def _group_sizes(sizes: Sequence[int], largest: int) -> list[list[int]]:
-    """Positions of tensors in groups of at most `largest` bytes. The tensors of a group share an allocation."""
+    """Divides tensors into groups of at most `largest` bytes, which share an allocation. Returns their positions."""
     groups: list[list[int]] = []
     group: list[int] = []
     nbytes = largest
@@ -124,11 +125,11 @@ def _group_sizes(sizes: Sequence[int], largest: int) -> list[list[int]]:
 def divide_into_batches(
     sizes: Sequence[int], idle: int, gpu: int | None, first: int, most: int
 ) -> Iterator[list[list[int]]]:
-    """Yields the batches of a load's tensors, each of whole groups. If torch's `idle` cached bytes are enough, there is
-    one batch; else `first` tensors, and then twice as many each time, up to `most`. Each tensor is a group by itself
-    without a gpu, and while idle memory is enough and does not come from earlier groups. The smallest group comes
-    first: torch takes the smallest free block that is large enough, so each group of a repeated load gets the block
-    that it had before."""
+    """Yields a load's tensors in batches of groups, by position. If torch's `idle` cached bytes are enough, there is
+    one batch; else the batches have `first` tensors, then twice as many each time, up to `most`. Each tensor is a
+    group by itself if `gpu` is None, and if idle memory is enough and no earlier load made groups on the GPU. The
+    groups of a batch are sorted by size: torch uses the smallest free block that is large enough, so in a repeated
+    load each group gets the block that it had before."""
     groups = _group_sizes(sizes, _GROUP if first < len(sizes) else _LARGE_GROUP)
     batch, count = list[list[int]](), 0
     if idle >= sum(sizes):
@@ -153,7 +154,7 @@ def _round_sizes(sizes: Iterable[int]) -> int:
 
 
 def _divides_memory() -> bool:
-    """Whether torch caches freed memory, and splits it for later allocations."""
+    """Returns whether torch's allocator caches freed memory and splits it for later allocations."""
     confs = filter(None, map(os.environ.get, _CONFIGURED))
     return (
         torch.cuda.get_allocator_backend() == "native"
@@ -163,21 +164,21 @@ def _divides_memory() -> bool:
 
 
 def _idle_memory(device: torch.device) -> int:
-    """The bytes on a GPU that torch's allocator caches and no tensor uses."""
+    """Returns the bytes on a GPU that torch's allocator caches, but no tensor uses."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     sums = [stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes") if stats]
     return int(sums[0] - sums[1]) if sums else 0  # empty before torch has used a GPU
 
 
 def unused(device: str) -> int:
-    """The free bytes of a GPU, without torch's cached memory; 0 if the GPU does not tell."""
+    """Returns the free bytes of a GPU, without torch's cached memory; 0 if they are unknown."""
     return _free_memory(device)[0] or 0
 
 
 def around(device: str) -> tuple[int, bool]:
-    """The state besides its arguments that a tensor depends on: torch's current stream, and whether inference
-    mode is on. It is called for each tensor that was read ahead. Unlike `stream_of` it does not call the engine
-    or change torch's device."""
+    """Returns the state of torch that affects new tensors: its current stream, and whether inference mode is on.
+    It is called for each tensor that was read ahead, so unlike `stream_of` it neither calls the engine nor
+    changes torch's device."""
     index: int = _number_of(device)
     try:
         return torch._C._cuda_getCurrentRawStream(index), torch.is_inference_mode_enabled()
@@ -199,18 +200,18 @@ def give_back(device: str) -> None:
 
 
 def _collect_garbage() -> None:
-    # Loaders that make thousands of modules pause the cycle collector. Memory that only it can free must
-    # not make a load fail.
+    # Loaders that make thousands of modules disable the cycle collector. A load must not fail while the
+    # collector could free memory.
     if not gc.isenabled():
         gc.collect()
 
 
 def stream_of(device: str) -> int:
-    """torch's current stream in DLPack's numbering, where 1 is the default stream.
+    """Returns torch's current stream in DLPack's numbering, in which 1 is the default stream.
 
-    The engine waits for the work queued there before it writes into memory of torch's allocator,
-    which that work may still use. Raises NotSupportedError if the stream is being captured
-    into a CUDA graph.
+    The engine waits for the stream's queued work before it writes to memory of torch's allocator,
+    because the work may still use that memory. Raises NotSupportedError if the stream is being
+    captured into a CUDA graph.
     """
     with _errors_of(device):
         _refuse_capture(device)
@@ -228,8 +229,8 @@ def used_on(device: str) -> None:
     """Registers torch's current stream with the engine before tensors in the engine's memory are used on
     it. The memory then outlives the queued work.
 
-    An external stream (`torch.cuda.ExternalStream`) is not registered: it may end before the
-    process does.
+    An external stream (`torch.cuda.ExternalStream`) is not registered, because its owner may destroy
+    it at any time.
     """
     with _errors_of(device):
         _refuse_capture(device)
@@ -239,7 +240,7 @@ def used_on(device: str) -> None:
 
 
 def on_gpu(data: Any) -> bool:
-    """Whether the engine can read a tensor or storage in place on a GPU."""
+    """Returns whether the engine can read a tensor or storage in place on a GPU."""
     return data.is_cuda and torch.version.cuda is not None
 
 
@@ -258,9 +259,9 @@ def _device_number(device: torch.device) -> int:
 
 
 def await_writes(data: Any) -> int:
-    """Returns 0 for host memory. For GPU memory it waits for the work that is queued on the current stream,
-    because the engine's reads do not wait for streams (as torch's own copies to the host do), and returns
-    1 + the GPU's number."""
+    """Waits for the work that is queued on a GPU tensor's current stream, and returns 1 + the GPU's number.
+    Returns 0 for host memory. The engine's reads, unlike torch's copies to the host, do not wait for
+    streams."""
     if not data.is_cuda:
         return 0
     await_stream(data.device)
@@ -275,8 +276,8 @@ def await_stream(device: Any) -> None:
 
 
 def describe_all(tensors: Iterable[Any], made: Columns) -> None:
-    """Adds tensors to columns. There may be tens of thousands, so it makes no object that lives on,
-    which would start garbage collections, and reads each property once."""
+    """Adds tensors to columns. There may be tens of thousands, so it reads each property once, and makes
+    no lasting objects, which would trigger garbage collections."""
     kinds: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}
     dtype_names, real, layout, kin = SAVED, _REAL, torch.strided, torch.Tensor
     nvidia, pairs = torch.version.cuda is not None, _TYPES.get("F4")
@@ -352,9 +353,9 @@ class TorchFrame(Frame):
         tensors: dict[int, Any] | None = None
         with contextlib.suppress(OutOfMemoryError):
             tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)), {})
-        if tensors is None:  # now the error and the tensors made before it are gone
+        if tensors is None:  # the error, and the tensors made before it, are freed
             _collect_garbage()
-            _verbs.empty_cache()  # the engine's staging memory may make enough room
+            _verbs.empty_cache()  # without the engine's staging memory there may be enough
             tensors = next(self.empty_in_batches(device, rows, len(rows), len(rows)))
         return [tensors[at] for at in range(len(rows))]
 
@@ -369,15 +370,15 @@ class TorchFrame(Frame):
             yield tensors
 
     def _make_batch(self, where: torch.device, rows: Sequence[Any], groups: Iterable[list[int]]) -> dict[int, Any]:
-        # There may be tens of thousands: empty_strided costs half of what empty does, because torch
-        # inspects the arguments of empty in several ways.
+        # There may be tens of thousands of tensors. empty_strided takes half the time of empty, because
+        # torch checks the arguments of empty against several signatures.
         new = torch.empty_strided
         strides: dict[tuple[int, ...], list[int]] = {}
         tensors: dict[int, Any] = {}
         for group in groups:
             if len(group) > 1:
                 with contextlib.suppress(torch.OutOfMemoryError):  # single tensors may still fit
-                    # This block is freed at once, and the allocator splits it for the next tensors.
+                    # This block is freed immediately, and the allocator splits it for the next tensors.
                     new((_round_sizes(rows[at][3] for at in group),), (1,), dtype=torch.uint8, device=where)
             for at in group:
                 _, dtype, shape, *_ = rows[at]
@@ -399,7 +400,7 @@ class TorchFrame(Frame):
             return _TYPES[name]
         except KeyError:
             raise NotSupportedError(
-                f"overwire: torch {torch.__version__} has no dtype for {name}; a newer torch has, or load with "
+                f"overwire: torch {torch.__version__} has no dtype for {name}; install a newer torch, or load with "
                 f"framework='np'"
             ) from None
 
@@ -447,7 +448,7 @@ class TorchFrame(Frame):
         check_shape(tensor, "overwire")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise NotSupportedError(
-                f"overwire: a {tensor.layout} tensor, or a quantized one, does not have its own bytes; take its parts"
+                f"overwire: sparse and quantized tensors are not supported ({tensor.layout}); pass their parts"
             )
         check_memory(tensor, "overwire")
         here = self._plain_tensor(tensor) if tensor.is_conj() or tensor.is_neg() else tensor
@@ -475,7 +476,7 @@ class TorchFrame(Frame):
         name = SAVED.get(tensor.dtype)
         if name is None or tensor.layout != torch.strided or tensor.is_quantized:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
-            raise NotSupportedError(f"overwire: safetensors cannot hold {kind} tensors; save_bundle keeps them")
+            raise NotSupportedError(f"overwire: safetensors has no type for {kind} tensors; use save_bundle")
         if not ready:
             check_memory(tensor, "overwire")
         dense = self._plain_tensor(tensor)
@@ -486,15 +487,15 @@ class TorchFrame(Frame):
         shape = tuple(dense.shape)
         if name == "F4":
             if not shape:
-                raise ArgumentError("overwire: F4 has pairs of elements in its last dimension; this tensor has none")
+                raise ArgumentError("overwire: an F4 tensor needs a dimension of pairs; this one has no dimensions")
             shape = (*shape[:-1], shape[-1] * 2)
         size = dense.numel() * dense.element_size()
         return Bytes(name, shape, dense.data_ptr() if size else 0, size, dense, await_writes(dense))
 
 
 def _rising_slice(entry: slice) -> tuple[slice, bool]:
-    """Converts a normalised falling slice to the rising slice of the same elements, and returns
-    whether the result must be reversed."""
+    """Converts a normalised slice with a negative step to a slice of the same elements with a positive step.
+    Also returns whether the result must be reversed."""
     count = len(range(entry.start, -1 if entry.stop is None else entry.stop, entry.step))
     if count == 0:
         return slice(0, 0, 1), False

@@ -1,14 +1,13 @@
 """Connects overwire to other programs, one module or package each.
 
-For libraries: replaces their functions while `overwire.patch_safetensors` is active. Each
-module has `pair_replacements(found, lazy)`. `found` looks up a name in a loaded module of the
-library, and `lazy` is what the patch offers (`Lazy`). It returns pairs: an object that the
-library's modules have bound, or a class and the name of a member, and its replacement.
-`MODULES` lists the modules that `found` may be asked for. If a version of the library lacks a
-name, that hook is left out: its files are read as before, tensor by tensor.
+The modules for libraries replace functions of a library while `overwire.patch_safetensors` is active. Each
+defines `MODULES`, the library's modules that it uses, and `pair_replacements(found, lazy)`. `found` looks up a
+name in one of these modules, and `lazy` offers the patch's services (`Lazy`). The function returns pairs of an
+object and its replacement. The object is a module's attribute, or a class and the name of a member. If a version
+of the library lacks a name, that pair is omitted, and the library reads its files tensor by tensor.
 
-For engines: plug-ins that the engines' registries find, `vllm` and `sglang`. Both read with
-`iter_weights`. For both kinds: `AfterImport`.
+The packages for inference engines, `vllm` and `sglang`, are plug-ins that the engines' registries find. Both
+read with `iter_weights`. Libraries and engines use `AfterImport`.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ __all__ = ["AfterImport", "Lazy", "missing_names", "refuse_missing", "check_opti
 
 
 class AfterImport:
-    """A finder for sys.meta_path. Python itself finds and runs these modules; then `then` is called with each.
-    A module is left alone if its loader's attributes cannot be set."""
+    """A finder for sys.meta_path. Python finds and runs the named modules as usual, and `then` is called with each
+    afterwards. A module is skipped if its loader's attributes cannot be set."""
 
     def __init__(self, names: Container[str], then: Callable[[ModuleType], None]) -> None:
         self._names, self._then = names, then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Returns the spec of one of the modules; None for others."""
+        """Returns the spec of a named module, or None for other modules."""
         spec = PathFinder.find_spec(name, path, target) if name in self._names else None
         if spec is None or spec.loader is None:
             return spec
@@ -46,15 +45,17 @@ class AfterImport:
 
 
 class Lazy(NamedTuple):
-    """A patch's services for `pair_replacements`.
+    """The services of a patch that `pair_replacements` can use.
 
-    slice: the class that `get_slice` returns while the patch is active: tensors of an open file that are not
-    read yet. ahead: makes one load for many of them, or returns the load that was passed to this thread
-    (`overwire.compat.safetensors._lazy` has both). passed: whether a load was passed to this thread. plan: a
-    context manager for calls that open files themselves. Inside it, slices that this thread opens are loaded
-    ahead if plan(name) returns their device. prepare: begins to prepare the engine for the devices of
-    a device_map, or for one device. offloads: whether weights that a library keeps on the host for a GPU are
-    streamed."""
+    slice: the class of the unread tensors that `get_slice` returns while the patch is active.
+    ahead: creates one load for many such tensors, or returns the load that was passed to this thread. Both classes
+    are in `overwire.compat.safetensors._lazy`.
+    passed: whether a load was passed to this thread.
+    plan: a context manager for calls that open files themselves. Inside it, slices that this thread opens are loaded
+    ahead if plan(name) returns their device.
+    compressed: whether a file is an overwire container. open: opens a file.
+    prepare: starts to prepare the engine for one device, or for the devices of a device_map.
+    offloads: whether weights that a library keeps on the host for a GPU are streamed."""
 
     slice: type[Any]
     ahead: Callable[[], Any]
@@ -67,23 +68,23 @@ class Lazy(NamedTuple):
 
 
 def uses_disk(device_map: Any) -> bool:
-    """Whether a library's device_map, if it has one, leaves weights on disk."""
+    """Returns whether a library's device_map leaves weights on disk."""
     return device_map is not None and "disk" in device_map.values()
 
 
-# Keys of --model-loader-extra-config that every engine's plug-in has: the types that each accepts,
-# and how messages describe them.
+# The keys of --model-loader-extra-config that all plug-ins accept: the types of their values, and how messages
+# describe the values.
 _KEYS: dict[str, tuple[Any, str]] = {
     "source": (str, "a URL of the weights (http, https, s3, hf), or a path"),
     "storage_options": (dict, "a mapping, as for overwire.load_file"),
-    "max_memory": ((str, int), "bytes, or a text as '1GiB'"),
+    "max_memory": ((str, int), "a number of bytes, or a text like '1GiB'"),
 }
 
 
 def check_options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     """Checks an engine's extra configuration and returns it, with max_memory in bytes (default 1 GiB).
 
-    Raises ValueError for an unknown key and for a value of the wrong kind.
+    Raises ValueError for an unknown key or a value of the wrong type.
     """
     from ..plumbing import parse_size
 
@@ -110,17 +111,17 @@ def iter_weights(
     index: str | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[str, Any]]:
-    """Yields name and tensor from safetensors files, plain or compressed, in file order.
+    """Yields names and tensors from plain or compressed safetensors files, in file order.
 
-    Each tensor is on the device, and the caller owns it. At most `max_memory` bytes, or the
-    largest tensor, are loaded ahead.
+    Each tensor is on the device and belongs to the caller. At most `max_memory` bytes are loaded
+    ahead, or the largest tensor if that is larger.
 
     where: as for `overwire.load_file`. chosen: the result of `check_options`. wanted: whether
-    to read a name. unused: whether the model ignores a name; if it ignores all, all are
+    to read a name. unused: whether the model ignores a name; if it ignores all names, all are
     read. index: the index.json of the files.
 
-    Raises ValueError if the index lists names in these files that they lack, and what
-    `overwire.stream` raises.
+    Raises ValueError if a file lacks a name that the index lists for it, and the errors of
+    `overwire.stream`.
     """
     import overwire
 
@@ -144,8 +145,8 @@ def iter_weights(
 
 
 def missing_names(index: str | None, files: Any, held: Container[str]) -> list[tuple[str, str]]:
-    """The names that an index.json lists in these files (paths) and that are not in `held`, each
-    with its file as the index has it."""
+    """Returns the names that an index.json lists for these files (paths) and that are not in `held`, each with the file
+    that the index lists."""
     import json
     import os
 
@@ -164,11 +165,10 @@ def missing_names(index: str | None, files: Any, held: Container[str]) -> list[t
 
 
 def refuse_missing(index: str | None, missing: Iterable[tuple[str, str]], wanted: Callable[[str], bool] | None) -> None:
-    """Raises ValueError if `missing_names` has a wanted name: its parameter would keep its initial
-    value."""
+    """Raises ValueError if one of the `missing_names` is wanted, because its parameter would keep its initial value."""
     lacking = sorted(f"{name} (of {file})" for name, file in missing if wanted is None or wanted(name))
     if lacking:
         raise ValueError(
-            f"Following weights were not initialized from checkpoint: {lacking}: {index} lists them, and the files "
-            f"lack them"
+            f"Following weights were not initialized from checkpoint: {lacking}: {index} lists them, but the files "
+            f"do not contain them"
         )

@@ -1,10 +1,9 @@
 """Patches accelerate for `overwire.patch_safetensors`.
 
-Weights that are offloaded to disk, and therefore stay in compressed files, can still be read
-after the patch ends. With `offload=True`, weights that stay on the CPU are compressed there, and
-the blocks that they belong to fetch them ahead, instead of each module when it runs.
-accelerate's other functions (a state dict of the meta device, `align_module_device`,
-`save_model`, removing its hooks) find every weight through accelerate's own map of weights.
+Weights that are offloaded to disk stay in compressed files, and can still be read after the patch ends. With
+`offload=True`, weights that are offloaded to the CPU are compressed there. accelerate would fetch them when each module
+runs; overwire fetches them ahead, block by block. accelerate's other functions (state dicts of meta tensors,
+`align_module_device`, `save_model`, removing its hooks) find every weight through accelerate's own map of weights.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ log = logging.getLogger("overwire")
 
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
-    """The replaced names, each with its replacement."""
+    """Returns the objects to replace, each with its replacement."""
     pairs: list[tuple[Any, Any]] = []
     loader = found(MODULES[0], "OffloadedWeightsLoader")
     if loader is not None:
@@ -40,7 +39,7 @@ def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tupl
 
 def _wrap_offload_loader(loader: Any, lazy: Lazy) -> Any:
     class OffloadedWeightsLoader(loader):  # type: ignore[misc]
-        # Models keep this loader as long as they live, and read through it whenever they run.
+        # A model keeps this loader and reads through it whenever it runs.
         __doc__ = loader.__doc__
 
         def __getitem__(self, key: str) -> Any:
@@ -69,7 +68,7 @@ def _wrap_dispatch(original: Any, lazy: Lazy) -> Any:
 
 
 class _Weights(Mapping[str, Any]):
-    # accelerate's map of weights on the host. Some of the weights are compressed.
+    # Replaces accelerate's map of weights on the host. Some of the weights are compressed.
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
         self._weights: dict[str, Any] = dict(weights)
@@ -94,7 +93,7 @@ class _Weights(Mapping[str, Any]):
 
 
 def _stream_modules(model: Any) -> None:
-    # Takes over the modules of a model that accelerate has just dispatched.
+    # Streams the weights of a model that accelerate has just dispatched.
     import torch
     from accelerate.hooks import AlignDevicesHook
 
@@ -124,8 +123,8 @@ def _stream_modules(model: Any) -> None:
 
 
 def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
-    # The weights that accelerate brings from host memory when a module runs. Empty if they, or
-    # buffers that it also brings, are not plain parameters.
+    # Returns the weights that accelerate copies from host memory when a module runs. Returns [] if some of them are
+    # not plain parameters.
     from overwire.plumbing import HostedWeight, can_store
 
     weights_map, out = _map_of(hook, maps), []
@@ -144,7 +143,7 @@ def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
 
 
 def _drop_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) -> None:
-    # Leaves modules that share weights to accelerate, which copies such weights once.
+    # Removes modules that share weights. accelerate handles them, and copies a shared weight once.
     values = Counter(weight.values.data_ptr() for own in weights.values() for weight in own)
     holders = Counter(id(one) for module in offloaded for one in module._parameters.values())
     for module, own in list(weights.items()):
@@ -153,7 +152,7 @@ def _drop_shared(weights: dict[Any, list[Any]], offloaded: Mapping[Any, Any]) ->
 
 
 def _blocks_of(listed: list[tuple[str, Any]], weights: dict[Any, list[Any]]) -> Iterator[tuple[str, Any, list[Any]]]:
-    # Yields blocks with their modules: the blocks in the model's lists, and each module outside of them.
+    # Yields each block in the model's lists with its modules, and then each module outside of these blocks.
     inside = Counter(inner for _, block in listed for inner in block.modules())
     for name, block in listed:
         owners = [inner for inner in block.modules() if inner in weights and inside[inner] == 1]
@@ -164,8 +163,8 @@ def _blocks_of(listed: list[tuple[str, Any]], weights: dict[Any, list[Any]]) -> 
 
 
 def _map_of(hook: Any, maps: dict[int, _Weights]) -> Any:
-    # Replaces accelerate's map of weights in host memory by one with weights that can be compressed,
-    # for all hooks that share it. None if the hook has no such map.
+    # Replaces accelerate's map of weights in host memory by a `_Weights`, for all hooks that share it. Returns None if
+    # the hook has no such map.
     from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 
     holder, key = hook.weights_map, "dataset"
@@ -190,7 +189,7 @@ def _device_of(hook: Any) -> Any:
 
 
 def _take_hook(taken: Any, owner: Any, hosted: Any) -> None:
-    # Makes accelerate's hook of a module only bring weights that its block has not brought.
+    # Changes accelerate's hook of a module so that it does not fetch weights while the block's hook fetches them.
     from accelerate.hooks import AlignDevicesHook
 
     hook = taken._hf_hook

@@ -1,10 +1,11 @@
-"""Patches diffusers' loader for `overwire.patch_safetensors`: a model's tensors load in one pass,
-each to the device and dtype of its parameter. In a pipeline, a model loads while it is built,
-and the next one, of diffusers or transformers, loads at the same time.
+"""Patches diffusers' loader for `overwire.patch_safetensors`.
 
-diffusers reads a whole file on the CPU before it has decided about devices. Here it gets
-tensors that are not read yet. `_load_shard_file` loads them; its arguments give the device and
-dtype of each parameter. The loaded tensor is the parameter: nothing copies it again.
+A model's tensors load in one pass, each to the device and dtype of its parameter. In a pipeline, a model loads while
+diffusers builds it, and so does the next model of diffusers or transformers.
+
+diffusers reads a whole file to the CPU before it chooses devices. The patch gives it tensors that are not read yet.
+`_load_shard_file` loads them, because its arguments show the device and dtype of each parameter. The loaded tensor
+becomes the parameter and is not copied again.
 
 Models that are quantised or offloaded to disk are read file by file, because loading ahead would
 need the memory that they save. Plain files for the CPU stay mapped.
@@ -35,17 +36,17 @@ _PIPELINE = "diffusers.pipelines.pipeline_utils"
 #: The modules of diffusers that `pair_replacements` uses.
 MODULES = (_CONFIG, _MODEL, _PIPELINE)
 
-# A larger config.json or shard index is left to diffusers.
+# The largest config.json or shard index that is read here. diffusers reads larger ones.
 _JSON_BYTES = 64 << 20
 
-# From this many bytes on, the engine loads a tensor into memory of torch's allocator.
+# The engine loads tensors of at least this many bytes into memory of torch's allocator.
 _LARGE = 1 << 20
 
 _thread = threading.local()
 
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
-    """The replaced names, each with its replacement."""
+    """Returns the objects to replace, each with its replacement."""
     names = (
         "ModelMixin", "load_state_dict", "_load_shard_file", "_get_checkpoint_shard_files", "_caching_allocator_warmup"
     )
@@ -74,22 +75,22 @@ def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tupl
 
 
 class _Model:
-    # The files of one model. It collects requests with device and dtype, and loads everything that was
-    # requested in one pass when the first tensor is taken. Worker threads may share it.
+    # The files of one model. It collects requests for tensors with device and dtype, and loads them in one pass when
+    # the first tensor is taken. Worker threads may share it.
 
     def __init__(self, paths: list[str], lazy: Lazy) -> None:
         self.paths = paths
         self.begun = False
-        self.whole = new_lock()  # held while the tensors of all files are noted
+        self.whole = new_lock()  # for noting the tensors of all files
         self._ahead, self._slice = lazy.ahead(), lazy.slice
         self._lock = new_lock()
         self._files: dict[str, dict[str, Any]] = {}
-        self._targets: dict[tuple[str, Any], str | None] = {}  # by file and requested device: the engine's device
-        self._large: dict[str, int] = {}  # by GPU: bytes of tensors that torch's allocator makes
+        self._targets: dict[tuple[str, Any], str | None] = {}  # the engine's device, by file and requested device
+        self._large: dict[str, int] = {}  # bytes of tensors from torch's allocator, by GPU
         self._noted: dict[tuple[str, str, str, str], Callable[[], Any]] = {}
 
     def slices_of(self, path: str) -> dict[str, Any]:
-        """The tensors of one of the files by name, in the order of their data."""
+        """Returns the unread tensors of one of the files by name, in the order of their data."""
         with self._lock:
             if path not in self._files:
                 import safetensors
@@ -100,9 +101,9 @@ class _Model:
             return self._files[path]
 
     def note_tensor(self, path: str, name: str, device: Any, dtype: Any) -> tuple[str, str, str, str] | None:
-        """Notes a tensor for `give_tensor`. None if safetensors' own way is as good."""
+        """Notes a tensor to load and returns its key for `give_tensor`, or None if safetensors should read it."""
         tensor = self.slices_of(path)[name]
-        if (path, device) not in self._targets:  # the same for all tensors of a file
+        if (path, device) not in self._targets:  # it is the same for all tensors of a file
             self._targets[path, device] = tensor.device(device) if isinstance(tensor, self._slice) else None
         target = self._targets[path, device]
         if target is None:
@@ -118,7 +119,7 @@ class _Model:
         return key
 
     def begin(self) -> bool:
-        """Begins to load the noted tensors. Returns False if there are none."""
+        """Starts to load the noted tensors. Returns False if there are none."""
         self.begun = bool(self._noted)
         _reserve_memory(self._large)
         self._large = {}
@@ -126,25 +127,25 @@ class _Model:
         return self.begun
 
     def give_tensor(self, key: tuple[str, str, str, str]) -> Any:
-        """Returns a noted tensor, once."""
+        """Returns a noted tensor. Each key can be used once."""
         with self._lock:
             give = self._noted.pop(key)
         return give()
 
     def pass_loads(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which another library's loader in this thread takes these loads."""
+        """Returns a context in which another library's loader on this thread uses these loads."""
         passed: contextlib.AbstractContextManager[None] = self._ahead.pass_on()
         return passed
 
     def close(self) -> None:
-        """Ends its loads, and frees tensors that no one took."""
+        """Ends the loads, and frees tensors that were not taken."""
         self._ahead.close()
         self._noted, self._files = {}, {}
 
 
 @functools.cache
 def _itemsize_of(dtype: str) -> int:
-    # dtype: a file's name of a dtype, or torch's.
+    # dtype: a name as in files or as in torch.
     import torch
 
     torch_dtype = getattr(torch, dtype, None) or _dtype_of_torch(dtype)
@@ -152,12 +153,12 @@ def _itemsize_of(dtype: str) -> int:
 
 
 def _reserve_memory(sizes: Mapping[str, int]) -> None:
-    # Allocates one large block, from which torch's allocator then cuts the tensors: hundreds of
-    # requests to the driver take longer. The libraries' own warm-up does the same, later.
+    # Makes torch's allocator reserve one large block for the tensors, because hundreds of driver calls would take
+    # longer. The warm-ups of the libraries do the same, but later.
     import torch
 
     for device, size in sizes.items():
-        with contextlib.suppress(RuntimeError, AssertionError):  # not enough memory, or no GPU: the load reports it
+        with contextlib.suppress(RuntimeError, AssertionError):  # the load reports missing memory or a missing GPU
             if size:
                 torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -169,11 +170,11 @@ class _Scope:
         self.given = given  # a pipeline's arguments
         self.parts: dict[str, Any] | None = None  # library and class of each component, in loading order
         self.model: _Model | None = None  # the model that is being loaded
-        self.ahead: dict[str, _Model] = {}  # models that began before diffusers asked for them, by name
+        self.ahead: dict[str, _Model] = {}  # models that load before diffusers asks for them, by name
         self._lazy = lazy
 
     def take_model(self, paths: list[str]) -> _Model:
-        """The model of these files: the one that began ahead, or a new one."""
+        """Returns the model of these files: one that loads ahead, or a new one."""
         self.end()
         name_of_model = next((name for name, model in self.ahead.items() if model.paths == paths), None)
         self.model = _Model(paths, self._lazy) if name_of_model is None else self.ahead.pop(name_of_model)
@@ -186,7 +187,7 @@ class _Scope:
         self.model = None
 
     def drop_component(self, name: str) -> None:
-        """Frees what was begun for a component and not taken."""
+        """Frees the tensors that were loaded ahead for a component and not taken."""
         model = self.ahead.pop(name, None)
         if model is not None:
             model.close()
@@ -239,7 +240,7 @@ def _note_components(owner: Any) -> Any:
     def extract_init_dict(cls: Any, *args: Any, **kwargs: Any) -> Any:
         result = original.__get__(None, cls)(*args, **kwargs)
         scope = _current_scope()
-        # the pipeline's own call comes before its models'
+        # The pipeline calls this before its models do.
         if scope is not None and scope.given is not None and scope.parts is None:
             scope.parts = dict(result[0])
         return result
@@ -248,7 +249,7 @@ def _note_components(owner: Any) -> Any:
 
 
 class _Shard(str):
-    # The name of one file of several. Worker threads learn from it which model the file belongs to.
+    # The path of one shard. It tells worker threads which model the file belongs to.
     model: _Model
 
 
@@ -284,7 +285,7 @@ def _wrap_state_reading(original: Any) -> Any:
         tensors = model.slices_of(path)
         kinds = {name: tensor.get_dtype() for name, tensor in tensors.items()}
         dtypes = {kind: torch_dtype(kind) for kind in set(kinds.values())}
-        if None in dtypes.values() or "F4" in dtypes:  # these have another shape in torch
+        if None in dtypes.values() or "F4" in dtypes:  # torch lacks the dtype, or F4 has another shape in torch
             return original(checkpoint_file)
         state = _unread_maker()
         return {
@@ -296,7 +297,7 @@ def _wrap_state_reading(original: Any) -> Any:
 
 
 def _is_pointer(path: str) -> bool:
-    # A git-lfs pointer, as git leaves it without git-lfs: diffusers reports it.
+    # Returns whether a file is a git-lfs pointer, which git checks out without git-lfs. diffusers reports it.
     with open(path, "rb") as file:
         return file.read(7) == b"version"
 
@@ -311,7 +312,8 @@ class _Where(NamedTuple):
 
 @functools.cache
 def _unread_maker() -> Callable[[Any, Any, _Where], Any]:
-    """Returns a function that makes tensors with shape and dtype, which the first operation on them reads."""
+    """Returns a function that creates unread tensors with a shape and a dtype. An operation on such a tensor reads
+    it."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -345,7 +347,7 @@ def _wrap_shard_loading(original: Any, read: Any) -> Any:
             model, path = shard_file.model, os.path.abspath(shard_file)
             notes = {name: _Where(model, path, name, read) for name in model.slices_of(path)}
             if arguments.get("hf_quantizer") is None and not uses_disk(arguments.get("device_map")):
-                with model.whole:  # one pass for all shards: no other worker starts it before all are noted
+                with model.whole:  # no other worker starts the load before the tensors of all shards are noted
                     for other in model.paths if not model.begun else ():
                         _note_targets(
                             arguments, {name: _Where(model, other, name, read) for name in model.slices_of(other)}
@@ -363,7 +365,7 @@ def _wrap_shard_loading(original: Any, read: Any) -> Any:
 
 
 def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, Any]:
-    # Maps each name in the model to the key for `give_tensor`; None if safetensors reads it.
+    # Maps each name in the model to the key for `give_tensor`, or to None if safetensors reads the tensor.
     quantizer, keep, dtype = given.get("hf_quantizer"), given.get("keep_in_fp32_modules"), given.get("dtype")
     keys: dict[str, Any] = {}
     for name, where in held.items():
@@ -372,7 +374,7 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
         goal = given["model_state_dict"].get(name)
         if goal is None and quantizer is None:
             continue  # the model has no such tensor
-        # A quantiser gets the same as without us, on the CPU.
+        # A quantiser gets the same tensors as without the patch, on the CPU.
         device = "cpu" if quantizer is not None else _device_of(given.get("device_map"), name)
         cast = None if quantizer is not None or goal is None else _dtype_for(name, dtype or goal.dtype, keep)
         keys[name] = where.model.note_tensor(where.path, where.name, device, cast)
@@ -380,7 +382,7 @@ def _note_targets(given: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str
 
 
 def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    # Builds the state dict. Tensors that the model lacks stay unread.
+    # Returns the state dict. Tensors that the model lacks stay unread.
     whole: dict[str, Any] = {}  # plain files that safetensors has mapped
     tensors: dict[str, Any] = {}
     for name, where in held.items():
@@ -405,12 +407,12 @@ def _dtype_of_torch(dtype: str) -> Any:
 
 
 def _device_of(device_map: Any, name: str) -> Any:
-    # Like diffusers: the longest module name in the map that contains the tensor.
+    # Returns the device of the longest module name in the map that contains the tensor, as diffusers does.
     if device_map is None:
         return "cpu"
     while name and name not in device_map:
         name = name.rpartition(".")[0]
-    place = device_map.get(name, "cpu")  # if the map has no entry, diffusers reports it
+    place = device_map.get(name, "cpu")  # diffusers reports a missing entry
     return "cpu" if place == "disk" else place
 
 
@@ -424,7 +426,7 @@ def _dtype_for(name: str, dtype: Any, keep: Any) -> Any:
 def _skip_warmup(original: Any) -> Any:
     @functools.wraps(original)
     def _caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        # Our tensors already have their memory; a warm-up would allocate a second model's.
+        # overwire's tensors already have memory; a warm-up would allocate the same amount again.
         scope = _current_scope()
         if scope is None or scope.model is None or not scope.model.begun:
             original(*args, **kwargs)
@@ -453,7 +455,7 @@ def _wrap_component_loading(original: Any, lazy: Lazy) -> Any:
 
 
 def _pass_to_transformers(scope: _Scope, name: str) -> contextlib.AbstractContextManager[None]:
-    # Loads that were begun for a model of transformers go to transformers' own loader.
+    # Passes the loads that began ahead for a transformers model to the loader of transformers.
     model = scope.ahead.get(name)
     if model is None or scope.parts is None or scope.parts[name][0] != "transformers":
         return contextlib.nullcontext()
@@ -461,7 +463,7 @@ def _pass_to_transformers(scope: _Scope, name: str) -> contextlib.AbstractContex
 
 
 def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
-    """If a component of a pipeline is a model, begins to load it, and the next model after it."""
+    """Starts to load a component of a pipeline if it is a model, and also the next model after it."""
     assert scope.given is not None
     device = "cpu" if given.get("device_map") is None else given["device_map"]
     unsure = any(
@@ -477,7 +479,7 @@ def _look_ahead(scope: _Scope, given: Mapping[str, Any], lazy: Lazy) -> None:
 
 
 def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device: str, lazy: Lazy) -> bool:
-    # Begins to load a component. Returns False if it is not a model that can be loaded ahead.
+    # Starts to load a component. Returns False if it is not a model that can be loaded ahead.
     assert scope.given is not None and scope.parts is not None
     about = scope.parts[name]
     if name in scope.given or not isinstance(about, (list, tuple)) or len(about) != 2 or about[0] not in _WEIGHTS:
@@ -493,7 +495,7 @@ def _begin_component(scope: _Scope, name: str, given: Mapping[str, Any], device:
         if model.begin():
             scope.ahead[name] = model
             return True
-    except Exception:  # an error of a later file: its library will raise it in turn
+    except Exception:  # the component's library will raise it when it loads the files
         pass
     model.close()
     return False
@@ -513,7 +515,7 @@ def _note_component(model: _Model, name: str, library: str, kind: str, device: s
         if dtype in (torch.float16, torch.bfloat16):
             keep |= set(getattr(owner, "_keep_in_fp32_modules_strict", None) or ())
         if "transformers.core_model_loading" not in sys.modules:
-            dtype, keep = None, None  # transformers 4 casts after loading
+            dtype, keep = None, None  # transformers 4 casts tensors after loading
     for path in model.paths:
         for tensor in model.slices_of(path):
             model.note_tensor(path, tensor, device, _dtype_for(tensor, dtype, keep))
@@ -524,16 +526,16 @@ def _is_device(name: Any) -> bool:
 
     try:
         return isinstance(name, str) and torch.device(name) is not None
-    except RuntimeError:  # such as "balanced", which becomes known when each model is loaded
+    except RuntimeError:  # a strategy like "balanced", which is resolved when each model is loaded
         return False
 
 
-# How the libraries name their files.
+# The stems of the libraries' weight files.
 _WEIGHTS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 def _weights_files(folder: str, variant: str | None, library: str) -> list[str]:
-    """The weight files of a model, as its library names them; empty if it has none."""
+    """Returns the paths of the weight files that a model's library would read, or [] if there are none."""
     stem = _WEIGHTS[library]
     for kind in ([f".{variant}"] if variant else []) + [""]:
         index = (
@@ -551,7 +553,7 @@ def _weights_files(folder: str, variant: str | None, library: str) -> list[str]:
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    # diffusers reports files that it cannot read either.
+    # Returns {} for an unreadable file, which diffusers reports.
     try:
         with open(path, encoding="utf-8") as file:
             document = json.loads(file.read(_JSON_BYTES))

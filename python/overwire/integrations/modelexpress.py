@@ -1,19 +1,18 @@
-"""ModelExpress's loading strategy `overwire`, for vLLM.
+"""Adds a loading strategy `overwire` to ModelExpress, for vLLM.
 
-ModelExpress tries its strategies in turn: another worker's memory first, the disk last. For a
-model with compressed files only the first strategy can read anything. So for such models this
-one joins the chain before the strategies that read files. It loads like the load format
-`overwire`.
+ModelExpress tries its strategies in order, from another worker's memory to the disk. The strategies that read files
+cannot read compressed ones. For a model with compressed files this strategy is inserted before them. It loads like
+the load format `overwire`.
 
     python -m overwire.integrations.modelexpress > $MX_PLUGIN_DIR/mx_plugin_overwire.py
 
-writes the plug-in for a ModelExpress that takes plug-in files (from 0.8). There
-`MX_LOAD_PLUGIN=overwire` and `MX_LOAD_PLUGIN_BEFORE` choose its place.
+This command writes the plug-in file for ModelExpress 0.8 or later. `MX_LOAD_PLUGIN=overwire` enables it, and
+`MX_LOAD_PLUGIN_BEFORE` sets its position in the chain.
 
-Up to ModelExpress 0.7 a strategy's `load` also processes the weights and registers the
-tensors. From 0.8 the chain does, through `prepare`, `finalize` and `abort` of the strategy's
-base class, and a reload has `load` fill a model layer by layer and each layer is processed on arrival.
-Written for the wheels of 0.7.0 and 0.8.0.dev20261026, and run with both in vLLM's Python code.
+Up to ModelExpress 0.7 a strategy's `load` also processes the weights and registers the tensors. From 0.8 the chain
+does this through `prepare`, `finalize` and `abort` of the strategy's base class. For a reload, `load` then fills the
+model layer by layer, and each layer is processed when it has arrived. Tested with the wheels of 0.7.0 and
+0.8.0.dev20261026 and vLLM's Python code.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def register_plugin():
     return strategy()
 '''
 
-# It goes before these, which read the model's own files.
+# The strategies that read the model's own files. overwire is inserted before the first of them.
 _READERS = ("instant_tensor", "model_streamer", "gds", "default")
 
 
 def join(strategies: Any) -> None:
-    """Adds the strategy to the chains of a ModelExpress; may be called repeatedly. strategies: its
-    module `MODULE`. A version without `execute_load_strategies` is left as it is."""
+    """Adds the strategy to every chain that ModelExpress runs. Does nothing if it was already called, or if this
+    version has no `execute_load_strategies`. strategies: the module `MODULE`."""
     execute = getattr(strategies, "execute_load_strategies", None)
     if execute is not None and not hasattr(execute, "__wrapped__"):
         strategies.execute_load_strategies = _add_to_chain(execute)
@@ -69,12 +68,12 @@ def _add_to_chain(execute: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def strategy() -> type[Any]:
-    """Makes the strategy's class for the installed ModelExpress."""
+    """Returns the class of the strategy for the installed ModelExpress."""
     from modelexpress.adapter import StrategyFailed
     from modelexpress.load_strategy import base
     from modelexpress.load_strategy.context import LoadResult
 
-    # From 0.8 on, its base class processes and registers what `load` has loaded.
+    # From 0.8 on, the base class processes and registers the loaded tensors.
     has_phases = hasattr(base.LoadStrategy, "finalize")
 
     class OverwireStrategy(base.NativeLoadStrategy if has_phases else base.LoadStrategy):  # type: ignore[misc, unused-ignore]
@@ -107,11 +106,10 @@ def strategy() -> type[Any]:
 def _loader_of(ctx: Any) -> Any:
     from vllm.model_executor.model_loader import get_model_loader
 
-    # The extra configuration belongs to ModelExpress.
+    # The extra configuration in ctx is for ModelExpress, not for overwire.
     changes: dict[str, Any] = {"load_format": "overwire", "model_loader_extra_config": {}}
     if getattr(ctx, "is_reload", False):
-        # The parameters are on the meta device. Each layer is created and processed when its
-        # last tensor has arrived.
+        # The parameters are on the meta device. Each layer is created and processed when its last tensor has arrived.
         changes["model_loader_extra_config"] = {"plan": False, "strict": False}
         changes["device"] = ctx.load_config.device or str(ctx.target_device)
     return get_model_loader(replace(ctx.load_config, **changes))

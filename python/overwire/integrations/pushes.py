@@ -1,8 +1,8 @@
 """Pushes new weights from a trainer to engines.
 
-A push is one file: all tensors, compressed, or what changed since the last push. The file is in
-a folder or store that trainer and engines can reach, or a torch process group carries its bytes.
-The trainer passes the push's info, a dict of JSON values, to the engines.
+A push is one file with all tensors, compressed, or with the changes since the last push. The file is in a folder or
+store that trainer and engines can reach, or a torch process group sends its bytes. The trainer passes the info of a
+push, a dict of JSON values, to the engines.
 """
 
 from __future__ import annotations
@@ -21,28 +21,33 @@ import torch
 
 __all__ = ["Group", "Publisher", "Push"]
 
-# Bytes of one broadcast, and seconds between two polls of other ranks' answers.
+# The bytes of one broadcast, and the seconds between two polls of the other ranks' answers.
 _STEP, _TICK = 64 << 20, 0.002
 
 
 class Push:
-    """One push. info: for the engines: kind ("whole" or "delta"), number (from 1), size (bytes of
-    the file), path (None if a group carries it)."""
+    """One push.
+
+    info: a dict for the engines: kind ("whole" or "delta"), number (from 1), size (bytes of the file), path (None if a
+    group sends the file).
+    """
 
     def __init__(self, info: dict[str, Any], file: str, group: Group | None) -> None:
         self.info = info
         self._file, self._group = file, group
 
     def carry(self, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Sends the bytes over the group while the engines receive them. Does nothing without a group. has_ended:
-        whether the engines have answered, which before they have the push means that they failed. ArgumentError if
-        an engine refuses it."""
+        """Sends the file over the group while the engines receive it. Does nothing without a group.
+
+        has_ended: whether the engines have answered. If they answer before they have the push, they have failed.
+        Raises ArgumentError if an engine refuses the push.
+        """
         if self._group is not None:
             self._group.send(self._file, self.info["number"], has_ended)
 
 
 def reason_against_numbers(**numbers: object) -> str:
-    """Describes invalid numbers of a push, in the order in which they are passed; "" if all are valid."""
+    """Describes the invalid numbers of a push, in the order of the arguments. Returns "" if all are valid."""
     return "; ".join(
         f"{name} must be a positive number, got {str(value)[:80]!r}"
         for name, value in numbers.items()
@@ -53,11 +58,11 @@ def reason_against_numbers(**numbers: object) -> str:
 class Publisher:
     """Writes the pushes of a trainer.
 
-    where: a folder or a URI (s3://, redis://) that the engines reach under the same name. Two
-    file names alternate, so engines must have taken a push before the next one begins. With
-    group: a local folder for the file that is sent; None: a temporary one.
-    deltas: keeps a copy of what was pushed, on the tensors' device, and pushes what has changed
-    since. The first push is whole, and so is one after an error or with other tensors.
+    where: a folder or a URI (s3://, redis://) that the engines reach under the same name. Two file names alternate, so
+    all engines must have loaded a push before the next one begins. With group, the local folder for the file that is
+    sent; None uses a temporary folder.
+    deltas: keeps a copy of the pushed tensors on their device, and pushes only changes. The first push, a push after an
+    error, and a push of tensors with other names, dtypes, shapes or devices contain all tensors.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class Publisher:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if where is None and group is None:
-            raise ValueError("overwire: a push needs a folder, a URI or a group")
+            raise ValueError("overwire: Publisher: expected a folder, a URI or group=")
         self._own = tempfile.TemporaryDirectory(prefix="overwire-push-") if where is None else None
         self._where = os.fspath(where) if where is not None else self._own.name  # type: ignore[union-attr]
         self._group, self._compress, self._reach = group, compress, storage_options
@@ -83,12 +88,12 @@ class Publisher:
 
     @contextlib.contextmanager
     def push(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> Iterator[Push]:
-        """A context that writes a push. The engines take it inside the block; an exception inside
+        """Returns a context that writes a push. The engines load it inside the block. An exception inside the block
         means that they did not.
 
-        whole: pushes all tensors, for instance for an engine that has just started.
+        whole: pushes all tensors, for example for an engine that has just started.
 
-        Raises what `overwire.save_file` and `overwire.save_delta` raise. The tensors must not
+        Raises the errors of `overwire.save_file` and `overwire.save_delta`. The tensors must not
         change until the end of the block.
         """
         import overwire
@@ -113,7 +118,7 @@ class Publisher:
             self._last = _copy_tensors(tensors, last)
 
     def close(self) -> None:
-        """Leaves the group and removes a temporary folder."""
+        """Leaves the group and removes the temporary folder."""
         if self._group is not None:
             self._group.close()
         if self._own is not None:
@@ -133,17 +138,18 @@ def _copy_tensors(tensors: Mapping[str, torch.Tensor], into: dict[str, torch.Ten
 
 
 class Group:
-    """A torch process group (gloo) that only carries pushes. The trainer is rank 0.
+    """A torch process group (gloo) only for pushes. The trainer is rank 0.
 
-    Creating it waits for all ranks. Collective steps fail after timeout seconds. Before a broadcast
-    the ranks agree through the group's store, because a rank that refused a broadcast would block the others.
+    The constructor waits for all ranks. Collective steps fail after timeout seconds. Before a broadcast the ranks agree
+    through the group's store, because a rank that did not take part in a broadcast would block the others.
     """
 
     def __init__(
         self, address: str, port: int, rank: int, size: int, timeout: float = 300,
         has_ended: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """has_ended: whether a rank that has not joined will never join; then ArgumentError is raised."""
+        """Joins the group. has_ended: whether ranks that have not joined will never join. ArgumentError is raised
+        then."""
         from ..errors import ArgumentError
 
         dist: Any = importlib.import_module("torch.distributed")
@@ -158,18 +164,19 @@ class Group:
         self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("overwire", self._store), rank, size, limit)
 
     def refuse_push(self, number: object, reason: str) -> None:
-        """Tells the trainer, and through it all ranks, that this rank does not take a push meant for its engine."""
+        """Tells the trainer that this rank refuses a push for its engine. The trainer tells the other ranks."""
         self._store.set(f"{number}/refusal", f"rank {self._rank}: {reason}")
         self._store.add(f"{number}/refusals", 1)
 
     def send(self, path: str, number: int = 1, has_ended: Callable[[], bool] = lambda: False) -> None:
-        """Sends a file to all other ranks. ArgumentError on all ranks if one expects another size or refuses the push.
-        number: the push's number, larger than all before. has_ended: as for `Push.carry`."""
+        """Sends a file to all other ranks. Raises ArgumentError on all ranks if one of them expects another size or
+        refuses the push. number: the number of the push, larger than all earlier ones. has_ended: as for
+        `Push.carry`."""
         from ..errors import ArgumentError
 
-        reason = "the trainer sends nothing"
+        reason = "the trainer failed before it sent the push"
         for key in ("reason", "verdict", "answers", "refusals", "refusal", *range(1, self._size)):
-            self._store.delete_key(f"{number - 2}/{key}")  # no rank reads these any more
+            self._store.delete_key(f"{number - 2}/{key}")  # all ranks are done with that push
         self._store.set("number", str(number))
         self._store.add("begun", 1)
         try:
@@ -186,7 +193,7 @@ class Group:
         return int(self._store.add(key, 0))
 
     def _reason_of_ranks(self, number: int, size: int, has_ended: Callable[[], bool]) -> str:
-        # Says why a rank does not take a push of this size; "" if all take it.
+        # Returns why a rank does not take a push of this size, or "" if all take it.
         def has_all() -> bool:
             return self._read_counter(f"{number}/answers") == self._size - 1
 
@@ -201,8 +208,8 @@ class Group:
 
     @contextlib.contextmanager
     def received(self, size: int, number: int = 1) -> Iterator[str]:
-        """Yields the path of an in-memory file with the `size` bytes of the push with that number. ArgumentError on
-        all ranks, before memory is taken, if the trainer sends another size or another rank refuses it."""
+        """Receives a push of `size` bytes and yields the path of an in-memory file with it. If the trainer sends
+        another size or a rank refuses the push, raises ArgumentError on all ranks before it allocates memory."""
         self._agree_to_take(size, number)
         descriptor = os.memfd_create("overwire-push", os.MFD_CLOEXEC)
         try:
@@ -217,7 +224,7 @@ class Group:
         from ..errors import ArgumentError
 
         def is_ready() -> bool:
-            # Whether the trainer sends this push. Raises if it sends another one.
+            # Returns whether the trainer sends this push. Raises if it sends another one.
             if not self._read_counter("begun"):
                 return False
             current = int(self._store.get("number"))
@@ -227,7 +234,7 @@ class Group:
 
         reason = reason_against_numbers(number=number, size=size)
         if not reason and number <= self._last_number:
-            reason = f"push {number} was taken before"
+            reason = f"push {number} was already received"
         if reason:
             self.refuse_push(number, reason)
             raise ArgumentError(f"overwire: update_info: {reason}")
@@ -258,7 +265,7 @@ class Group:
             for low in range(0, whole.numel(), _STEP):
                 self._group.broadcast(whole[low : low + _STEP], 0).wait()
         finally:
-            del whole  # a mapping cannot be closed while it is referenced
+            del whole  # a referenced mapping cannot be closed
 
     def close(self) -> None:
         """Leaves the group."""

@@ -1,14 +1,14 @@
-"""Patches transformers' loader for `overwire.patch_safetensors`: a model's tensors load in one
-pass, each to the device that `device_map` gives its parameter.
+"""Patches transformers' loader for `overwire.patch_safetensors`.
 
-transformers 5 passes every slice, with its device and dtype, to `spawn_materialize` before it
-takes the first. transformers 4 loads shard by shard in `load_shard_file`; its
-arguments have both. Both get device memory from torch's allocator, out of what transformers' warm-up
-reserved. The loaded tensor is the parameter: nothing copies it again.
+A model's tensors load in one pass, each to the device that `device_map` assigns to its parameter. transformers 5 passes
+every slice, with its device and dtype, to `spawn_materialize` before it uses the first one. transformers 4 loads shard
+by shard in `load_shard_file`, and the arguments of that function show devices and dtypes. In both versions the device
+memory comes from torch's allocator, which transformers' warm-up has filled. The loaded tensor becomes the parameter and
+is not copied again.
 
-Two kinds of models are read tensor by tensor, on request: those with a part offloaded to disk,
-and those that are quantised while they load. Loading ahead would need the memory that they
-save. Slices of a tensor-parallel plan are also read one by one, each directly to its device.
+Models with a part offloaded to disk, and models that are quantised while they load, are read tensor by tensor, because
+loading ahead would need the memory that they save. Slices of a tensor-parallel plan are also read one by one, each
+directly to its device.
 
 While transformers builds the modules, the engine prepares the GPUs of the `device_map`.
 """
@@ -33,8 +33,8 @@ MODULES = ("transformers.core_model_loading", "transformers.modeling_utils")
 
 
 def pair_replacements(found: Callable[[str, str], Any], lazy: Lazy) -> list[tuple[Any, Any]]:
-    """The replaced names, each with its replacement."""
-    # transformers 4 knows the map after it has built the model. So does transformers 5 for "auto".
+    """Returns the objects to replace, each with its replacement."""
+    # transformers 4 knows the device map only after it has built the model, and so does transformers 5 for "auto".
     maps = (found(MODULES[1], name) for name in ("check_and_set_device_map", "_get_device_map"))
     pairs: list[tuple[Any, Any]] = [
         (original, _prepare_devices(original, lazy)) for original in maps if original is not None
@@ -61,8 +61,8 @@ def _prepare_devices(original: Any, lazy: Lazy) -> Any:
 
 
 class _Result(Future[Any]):
-    # transformers uses this as the result of a worker thread. The engine's threads load the
-    # tensor; the first request begins the load.
+    # Replaces the Future of a transformers worker thread. The engine's threads load the tensor, and the first request
+    # starts the load.
 
     def __init__(self, give: Callable[[], Any]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Result(Future[Any]):
 def _skip_warmup(original: Any, lazy: Lazy) -> Any:
     @functools.wraps(original)
     def caching_allocator_warmup(*args: Any, **kwargs: Any) -> Any:
-        # A model that a pipeline began ahead already has its memory; this would allocate a second model's.
+        # A model that a pipeline loads ahead already has its memory. The warm-up would allocate the same amount again.
         if not lazy.passed():
             original(*args, **kwargs)
 
@@ -123,7 +123,7 @@ def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, An
         give = ahead.want(tensor, target, dtype)
 
         def materialize() -> Any:
-            # the same tensor, except for casts that the engine leaves to torch
+            # This does nothing unless the engine cannot do the cast.
             return give().to(device=device, dtype=dtype)
 
         return materialize if thread_pool is None else _Result(materialize)
@@ -134,7 +134,7 @@ def _wrap_conversion(convert: Any, spawn: Any, lazy: Lazy) -> list[tuple[Any, An
 def _wrap_shard_loader(shard: Any, lazy: Lazy) -> Any:
     @functools.wraps(shard)
     def load_shard_file(args: Any) -> Any:
-        # Arguments as in transformers 4.57. Anything else is another version.
+        # The arguments of transformers 4.57. Other versions are not patched.
         if len(args) != 14 or not isinstance(args[6], dict):
             return shard(args)
         device_map, quantizer, names, mesh = args[4], args[5], args[6], args[13]
@@ -148,7 +148,7 @@ def _wrap_shard_loader(shard: Any, lazy: Lazy) -> Any:
 
 
 def _device_of(device_map: Any) -> Callable[[str], Any]:
-    # Like transformers: the longest prefixes come first.
+    # Tries longer prefixes before shorter ones, as transformers does.
     if device_map is None:
         return lambda name: "cpu"
     pattern = re.compile("|".join(re.escape(prefix) for prefix in sorted(device_map, reverse=True)))

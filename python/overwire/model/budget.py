@@ -1,4 +1,4 @@
-"""Memory budgets: asks the engine how much memory a load takes, and checks that it fits."""
+"""Asks the engine how much memory a load takes, and compares that with the budget."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def outlook(
     stream: bool = False,
     keep: int | None = None,
 ) -> LoadEstimate:
-    """Returns the engine's estimate of the memory for a load. parts: parts of the model as (tensor, number of its
-    elements, or -1 for all); None for what the model has chosen.
-
-    keep: bytes of blocks that an offload would keep; the estimate then includes an offload. stream: for one tensor
-    at a time. Raises OutOfMemoryError for more than max_memory.
+    """Returns the engine's estimate of the memory that a load takes. parts: the parts of the model to load, as (tensor,
+    number of elements, or -1 for all). None: the tensors in `model.chosen`. keep: the bytes of blocks that an offload
+    keeps; the estimate then includes an offload. stream: whether tensors are loaded one at a time. Raises
+    OutOfMemoryError if the load takes more than max_memory.
     """
     numbers = array("q")
     if parts is None and model.chosen is not None:

@@ -1,10 +1,9 @@
-"""Reads local files in forked children, which cannot use the engine. `safe_open`, `load_file`, `stream` and
-`load_model` work there.
+"""Reads local files in forked children, which cannot use the engine.
 
-DataLoader workers are such children, on Linux by default up to Python 3.13. Plain files are mapped, and their
-tensors copied. Compressed files are decoded by the reader of `portable`, which is slow and needs numpy. Tensors are
-never copied or cast by torch's threads, which a forked child lacks. URIs, GPUs and everything else
-need the engine and raise ForkedError.
+DataLoader workers are such children, on Linux by default up to Python 3.13. `safe_open`, `load_file`, `stream` and
+`load_model` work there for local files. Plain files are mapped and their tensors copied. The portable reader decodes
+compressed files; it is slow and needs numpy. Copies and casts avoid torch's thread pool, which does not survive a
+fork. URIs, GPUs and all other functions need the engine and raise ForkedError.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from .opened import Model
 from .sources import resolve
 from .storage import storage
 
-# Errors from reading a folder, a pipe or a socket. Each kind has its own reader, which refuses it.
+# Errors from reading a folder, a pipe or a socket. The reader that is chosen for the source reports them.
 _SPECIAL = (errno.EISDIR, errno.ESPIPE, errno.ENXIO)
 
 # The longest header that the format allows.
 _HEADER = 100_000_000
 
-# The names of an index.json, and of a shard that belongs to an index or is numbered.
+# The names of an index.json, and of a numbered shard.
 _INDEX = re.compile(r"[^.].*\.safetensors(\.[^.]+)?\.index(\.[^.]+)?\.json")
 _SHARD = re.compile(r"(.*)-(\d{1,9})-of-(\d{1,9})\.safetensors")
 
@@ -44,9 +43,9 @@ _warnings: list[None] = []
 
 
 def is_compressed(source: Any) -> bool | None:
-    """Whether a local file (a path, an open file, or a file's bytes) is an overwire container. None if it is not a
-    safetensors file or does not exist. Reads only the header, without the engine. Raises if the disk fails: an
-    unrecognised container would be read as a plain file, and its stored bytes taken for tensors."""
+    """Returns whether a local file (a path, an open file, or a file's bytes) is an overwire container, or None if it is
+    not a safetensors file or does not exist. Reads only the header, without the engine. Raises an error if the disk
+    fails, because a caller would read an unrecognised container as a plain file and use stored bytes as tensors."""
     try:
         if isinstance(source, (bytes, bytearray, memoryview)):
             view = memoryview(source)
@@ -61,7 +60,7 @@ def is_compressed(source: Any) -> bool | None:
                 os.close(number)
         if not header.startswith(b"{"):
             return None
-        may_be = b'"overwire"' in header or b"\\u00" in header  # JSON may escape letters as numbers
+        may_be = b'"overwire"' in header or b"\\u00" in header  # JSON may escape letters
         return may_be and "overwire" in json.loads(header).get("__metadata__", ())
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return None
@@ -86,7 +85,7 @@ def _read_all(number: int, size: int, at: int) -> bytes:
 
 
 class _PlainFile:
-    # A plain file, mapped. Writes to the map stay in this process.
+    # A mapped plain file. Writes to the mapping stay in this process.
 
     def __init__(self, path: str) -> None:
         from ..portable.container import parse
@@ -97,7 +96,7 @@ class _PlainFile:
         self.entries, self.metadata, self.is_compressed = parse(self._data, path)
 
     def bytes_of(self, name: str) -> memoryview:
-        """Returns the bytes of a tensor, in the map."""
+        """Returns the bytes of a tensor, in the mapping."""
         entry = self.entries[name]
         return self._data[entry.offset : entry.offset + entry.nbytes]
 
@@ -116,17 +115,17 @@ class _CompressedFile:
         return memoryview(self._file.get_tensor(name))
 
     def read_all(self, names: set[str]) -> Iterator[tuple[str, memoryview]]:
-        """Yields the bytes of several tensors, decoded together."""
+        """Decodes several tensors together, and yields their names and bytes."""
         holders = [holder for holder, own in self._file.holders().items() if not names.isdisjoint(own)]
         return ((name, data) for name, data in self._file.tensors(holders) if name in names)
 
 
 class ForkedModel(Model):
-    """A model of local files, with a table and tensors. Each tensor belongs to the caller.
+    """A model of local files that reads without the engine. It returns tensors that belong to the caller.
 
-    table: the parent's table of the same files, which defines the positions of tensors.
+    table: the parent's table of the same files. If given, it defines the positions of tensors.
 
-    Raises ForkedError for everything that needs the engine, and errors of opening the files.
+    Raises ForkedError for everything that needs the engine, and the errors of opening the files.
     """
 
     def __init__(
@@ -191,8 +190,8 @@ class ForkedModel(Model):
     def iter_tensors(
         self, chosen: Iterable[int], frame: Frame, wanted: Any, in_order: bool
     ) -> Iterator[tuple[str, Any]]:
-        """Yields names and tensors, cast. Tensors of a compressed file are decoded together, unless `in_order`."""
-        frame.raw({self.table[at][1] for at in chosen})  # refuses dtypes that the framework lacks
+        """Yields the names and cast tensors. Decodes the tensors of a compressed file together, unless `in_order`."""
+        frame.raw({self.table[at][1] for at in chosen})  # raises for dtypes that the framework lacks
         groups: dict[int, list[int]] = {}
         for number, at in enumerate(chosen):
             groups.setdefault(number if in_order else self.table[at][5], []).append(at)
@@ -220,7 +219,7 @@ def _open_file(path: str) -> _PlainFile | _CompressedFile:
         plain = _PlainFile(path)
         return _CompressedFile(path) if plain.is_compressed else plain
     except ImportError:
-        raise errors.forked(f"{path}, which is compressed and can only be read here with numpy,") from None
+        raise errors.forked(f"{path}, which is compressed and can be read here only with numpy,") from None
     except OSError as error:
         raise error_of_system(error, "open", path) from error
 
@@ -235,7 +234,7 @@ def _entries_of(file: _PlainFile | _CompressedFile, path: str, names: list[str] 
 
 
 def _files_of(path: str) -> list[tuple[str, list[str] | None]]:
-    # Yields the files of a path, each with the tensors that an index lists (None: all).
+    # Returns the files of a path, each with the tensors that an index lists for it, or None for all its tensors.
     if "://" in path:
         return [(path, None)]
     if _INDEX.fullmatch(os.path.basename(path)) and not os.path.isdir(path):
@@ -256,7 +255,7 @@ def _files_of(path: str) -> list[tuple[str, list[str] | None]]:
     count = int(shards[0][3]) if shards else 1
     whole = len(files) == count and sorted({int(one[2]) for one in shards} or {1}) == list(range(1, count + 1))
     if indexes or not whole or len({(one[1], one[3]) for one in shards}) > 1 or "-ow" in files[0]:
-        raise errors.forked(f"the model among the files of {path}: name its files or its index.json, or choosing")
+        raise errors.forked(f"choosing the model among the files of {path} (name its files or its index.json instead)")
     return [(os.path.join(path, name), None) for name in files]
 
 
@@ -268,7 +267,7 @@ def _files_of_index(path: str) -> list[tuple[str, list[str] | None]]:
         for tensor, name in weights.items():
             names[name].append(tensor)
         if not names or any(os.path.basename(name) != name or name in ("", ".", "..") for name in names):
-            raise ValueError("names of files")
+            raise ValueError("invalid file names")
     except OSError as error:
         raise error_of_system(error, "open", path) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

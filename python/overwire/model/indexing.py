@@ -1,8 +1,7 @@
-"""Index arithmetic for slices: decides which block to read, and what to cut from it.
+"""Decides which block of a tensor to read for an index, and how to index the block.
 
-The engine reads a contiguous range of dim 0 times a contiguous range of dim 1. Any basic index (ints, slices
-with steps, Ellipsis, None) is split into the smallest such block, and an index into the block, which the framework
-applies.
+The engine reads a contiguous range of dim 0 times a contiguous range of dim 1. `plan` splits any basic index (ints,
+slices with steps, Ellipsis, None) into the smallest such block, and an index into the block that the framework applies.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from typing import Any, NamedTuple
 
 from ..errors import SliceError
 
-#: One entry of an index into the block: an int, a normalised slice, or None
-#: for a new dimension.
+#: One entry of an index into the block: an int, a normalised slice, or None for a new dimension.
 Entry = int | slice | None
 
 
 class Plan(NamedTuple):
-    """How to read an index.
+    """The block to read for an index, and the index into it.
 
-    block: the (lo, hi) ranges of the first two dimensions; the whole range if nothing is cut. shape: of the block.
+    block: the (lo, hi) ranges of the first two dimensions. shape: the shape of the block.
     cut: an index into the block; () for the whole block. empty: the result has no elements.
     """
 
@@ -31,14 +29,14 @@ class Plan(NamedTuple):
 
 
 def _expand_index(index: Any, rank: int) -> list[Any]:
-    """Returns the index as a list with one entry per dimension, plus the Nones."""
+    """Returns the index as a list of one entry per dimension, and the Nones between them."""
     entries = list(index) if isinstance(index, tuple) else [index]
     count = sum(1 for e in entries if e is not None and e is not Ellipsis)
     dots = [at for at, e in enumerate(entries) if e is Ellipsis]
     if len(dots) > 1:
         raise SliceError("overwire: slice: an index may have only one '...'")
     if count > rank:
-        raise SliceError(f"overwire: slice: {count} indices for {rank} dimensions")
+        raise SliceError(f"overwire: slice: got {count} indices for {rank} dimensions")
     fill = [slice(None)] * (rank - count)
     at = dots[0] if dots else len(entries)
     return entries[:at] + fill + entries[at + len(dots) :]
@@ -51,15 +49,15 @@ def _check_entry(entry: Any, size: int, dim: int) -> int | range:
         except (TypeError, ValueError) as error:
             raise SliceError(f"overwire: slice of dimension {dim}: {error}") from error
     if isinstance(entry, bool) or str(getattr(entry, "dtype", "")).endswith("bool"):
-            raise SliceError("overwire: slice: masks are not supported: load the tensor and index that")
+            raise SliceError("overwire: slice: masks are not supported: load the tensor and index it")
     try:
-        if getattr(entry, "shape", ()) != ():  # a list with one index, which keeps the dimension
+        if getattr(entry, "shape", ()) != ():  # an array with one index, which would keep the dimension
             raise TypeError
         number = operator.index(entry)
     except TypeError:
         raise SliceError(
             f"overwire: slice of dimension {dim}: expected an int, a slice, '...' or None, "
-            f"got {type(entry).__name__}: load the tensor and index that"
+            f"got {type(entry).__name__}: load the tensor and index it"
         ) from None
     if not -size <= number < size:
         raise SliceError(f"overwire: index {number} is out of range for dimension {dim} of {size}")

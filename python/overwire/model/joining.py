@@ -1,4 +1,4 @@
-"""Lets loads take tensors that were preloaded from their files."""
+"""Lets loads reuse tensors that were preloaded from the same files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _started = False
 
 
 def started() -> None:
-    """Records that there is a preload. Until then no load looks for one."""
+    """Records that a preload was started. Loads look for preloads only after this call."""
     global _started
     _started = True
 
 
 def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
-    """Lets loads of an open model take preloaded tensors. Returns their device, "cpu" or the GPU, or None if there
-    are none. alone: drops the preload instead."""
+    """Lets loads of an open model use preloaded tensors. Returns the device of those tensors ("cpu" or a GPU), or
+    None if there are none. alone: drop the preload instead."""
     if not _started:
         return None
     number = _verbs.join({"device": device, "read": read or "", "alone": alone}, model)
@@ -32,8 +32,7 @@ def join(model: int, device: str, read: str | None, alone: bool) -> str | None:
 
 
 def written(path: str) -> None:
-    """Drops preloads of a path or URI whose file was changed by anything other than the engine's
-    save."""
+    """Drops the preloads of a path or URI. Call it when anything other than an engine save has changed the file."""
     if _started and not forked():
         _log_notes(_verbs.sweep(path))
 

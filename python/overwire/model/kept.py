@@ -1,4 +1,4 @@
-"""Keeps a local file open between reads, because libraries open a file for its metadata first, and again for its
+"""Keeps a local file open between reads, because libraries open a file first for its metadata and then for its
 tensors."""
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from .opened import Model
 
 
 class Kept:
-    """An open file that functions accept as a source. It is closed when its last
-    model is gone and `keep` no longer has it."""
+    """An open file that can be passed as a source. It is closed when no model uses it and `keep` has opened
+    another file."""
 
     has_bytes = False
 
     def __init__(self, path: str) -> None:
         self._model = Model(path)
         sources = self._model.info()
-        #: Whether it is an overwire container.
+        #: Whether the file is an overwire container.
         self.compressed = any(part["overwire"] for part in sources)
-        #: Whether it is only this file. An index.json names others.
+        #: Whether the model has no other files. An index.json names several.
         self.alone = [part["uri"] for part in sources] == [path]
 
     def shared_model(self) -> Model:
@@ -35,18 +35,18 @@ class Kept:
 _State = tuple[int, int, int, int, int]
 _lock = new_lock()
 _open: weakref.WeakValueDictionary[tuple[str, _State], Kept] = weakref.WeakValueDictionary()
-_last: Kept | None = None  # stays open between one reader and the next
+_last: Kept | None = None  # stays open for the next reader
 
 
 def keep(path: str | os.PathLike[str]) -> Kept:
-    """Returns the open file if it has not changed since, else opens it. Raises OSError
-    if it is not a regular file, and errors of opening."""
+    """Opens a local file, or returns it if it is already open and unchanged. Raises OSError if it is not a regular
+    file, and the errors of opening a model."""
     global _last
     name = local(path)
     now = os.stat(name)
     if not stat.S_ISREG(now.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", name)
-    # While it is open, no other file can get its inode number.
+    # While a file is open, no other file can get its inode number.
     state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
     with _lock:
         model = _open.get((name, state))
@@ -60,7 +60,7 @@ def keep(path: str | os.PathLike[str]) -> Kept:
 
 
 def forget() -> None:
-    """Closes the last file."""
+    """Closes the file that `keep` returned last, unless a model uses it."""
     global _last
     with _lock:
         _last = None

@@ -1,14 +1,14 @@
 """Finds the files of a pickled bundle, and reads and writes nyacomp's meta.csv.
 
-`D/x.pkl` is the pickle, and `D/tensors/x.safetensors` has all its tensors. nyacomp's functions write to `D/nya`
-instead, with `D/nya/meta.csv`; readers look into both. The csv has nyacomp's format, so that scripts that upload
-the files it lists, or set PRELOAD_PATH to it, still work:
+`D/x.pkl` is the pickle, and `D/tensors/x.safetensors` contains its tensors. nyacomp's functions write to `D/nya`
+instead, and also write `D/nya/meta.csv`. Readers search both folders. The csv has nyacomp's format, so scripts still
+work that upload the files it lists or set PRELOAD_PATH to it:
 
     line 1        thread bins: commas between threads, semicolons between files
     other lines   filename shape dtype decompressed_size compressed_size
 
-A shape has semicolons between dimensions. Our csv has one line, for the container as a tensor of bytes. This module
-opens no tensor file and imports little.
+A shape has semicolons between dimensions. overwire writes one row, which describes the container as a uint8 tensor.
+This module opens no tensor file and imports little.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class MetaRow(NamedTuple):
 
 
 def container_of(pickle_path: str, folder: str) -> str:
-    """Returns the container of a pickle: D/x.pkl -> D/FOLDER/x.safetensors; or, if that
-    belongs to another pickle (D/x.pth), D/FOLDER/x.pkl.safetensors."""
-    for other in store_containers_of(pickle_path, folder):  # the second choice, or a copy from a store
+    """Returns the container of a pickle: D/x.pkl -> D/FOLDER/x.safetensors. If that belongs to another pickle
+    (D/x.pth), returns D/FOLDER/x.pkl.safetensors."""
+    for other in store_containers_of(pickle_path, folder):  # the second choice, or a file copied from a store
         if is_there(other):
             return other
     parent, name = os.path.split(pickle_path)
@@ -61,13 +61,13 @@ def containers_of(pickle_path: str) -> list[str]:
 
 
 def second_container_of(pickle_path: str, folder: str) -> str:
-    """Returns the container's name if another pickle has the first choice."""
+    """Returns the path of the container if another pickle uses the first choice."""
     parent, name = os.path.split(pickle_path)
     return os.path.join(parent, folder, name + ".safetensors")
 
 
 def rivals_of(pickle_path: str) -> list[str]:
-    """Returns other pickles in the folder that have the same first choice."""
+    """Returns the other pickles in the folder with the same first choice of a container."""
     folder, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
     paths = [os.path.join(folder, other) for other in os.listdir(folder) if other != name]
@@ -75,9 +75,9 @@ def rivals_of(pickle_path: str) -> list[str]:
 
 
 def previous_of(container: str) -> str:
-    """Returns where the previous container is kept while a bundle is replaced."""
+    """Returns the path to which the previous container is moved while a bundle is replaced."""
     folder, name = os.path.split(container)
-    if len(os.fsencode(name)) > 251:  # of the 255 bytes that names have
+    if len(os.fsencode(name)) > 251:  # the limit for names is 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return os.path.join(folder, name + ".old")
 
@@ -87,46 +87,46 @@ def lock_of(pickle_path: str, folder: str) -> str:
     because they may have the same container."""
     parent, name = os.path.split(pickle_path)
     stem = os.path.splitext(name)[0]
-    if len(os.fsencode(stem)) > 240:  # of the 255 bytes that names have
+    if len(os.fsencode(stem)) > 240:  # the limit for names is 255 bytes
         stem = hashlib.sha256(os.fsencode(stem)).hexdigest()
     return os.path.join(parent, folder, f".{stem}.lock")
 
 
 def store_containers_of(uri: str, folder: str) -> tuple[str, str]:
-    """Returns the two names that alternate for a pickle's container in a store.
-    Pickles with another ending never use them."""
+    """Returns the two paths or URIs that alternate for a pickle's container in a store. They include the pickle's
+    ending, so pickles with other endings do not share them."""
     first = second_container_of(uri, folder)
     return first, first.removesuffix(".safetensors") + ".b.safetensors"
 
 
 def meta_of(pickle_path: str) -> str:
-    """Returns the csv for a pickle that nyacomp's functions write: D/x.pkl -> D/nya/meta.csv."""
+    """Returns the csv that nyacomp's functions write for a pickle: D/x.pkl -> D/nya/meta.csv."""
     return os.path.join(os.path.dirname(pickle_path), NYACOMP, META)
 
 
 def meta_text(container: str, size: int) -> str:
-    """Returns the csv for one container of `size` bytes, which is next to the csv. The line includes its folder,
-    unless the folder's name has a line break."""
+    """Returns the text of a csv next to a container of `size` bytes. The row has the container's full path, or only its
+    name if the path has a line break."""
     name = os.path.basename(container) if "\n" in container else container
     return f"0\n{name} {size} uint8 {size} {size}"
 
 
 def read_meta(path: str) -> list[MetaRow]:
-    """Returns the rows of a meta.csv (a path or a URI), ours or nyacomp's. Raises FormatError for
-    other files."""
+    """Returns the rows of a meta.csv (a path or a URI) that overwire or nyacomp wrote. Raises FormatError for other
+    files."""
     return meta_rows(path, os.fsdecode(read_bytes(path, 1 << 24)))  # names may be any bytes
 
 
 def meta_rows(path: str, text: str) -> list[MetaRow]:
-    """Returns the rows in the text of a meta.csv. path: for messages. Raises FormatError; and AccessError for a local
-    csv that names a Redis server, because it may come from an attacker."""
+    """Returns the rows in the text of a meta.csv. path: the csv, for messages. Raises FormatError if the text is
+    invalid, and AccessError if a local csv names a Redis server, because the csv may come from an attacker."""
     rows = []
     for number, line in enumerate(text.split("\n")[1:], start=2):
         line = line.removesuffix("\r")
         if not line.strip():
             continue
         try:
-            # From the right: a filename may have spaces.
+            # Splits from the right, because a filename may contain spaces.
             filename, shape, dtype, plain, stored_size = line.rsplit(" ", 4)
             dims = tuple(int(d) for d in shape.split(";") if d)
             row = MetaRow(filename, dims, dtype, int(plain), int(stored_size))
@@ -142,17 +142,17 @@ def meta_rows(path: str, text: str) -> list[MetaRow]:
         scheme = filename.partition("://")[0].lower()
         if scheme in ("redis", "rediss") and not is_remote(path):
             raise AccessError(
-                f"overwire: open {path} line {number}: it names {shown(filename)}: REDISCLI_AUTH is sent only to "
-                "servers that the program names, not to one that a file names: pass the URI yourself",
+                f"overwire: open {path} line {number}: it names {shown(filename)}, but REDISCLI_AUTH is not sent to "
+                "a server that a file names: pass the URI yourself",
                 source=path,
             )
     return rows
 
 
 def containers_in(path: str) -> list[str]:
-    """Returns the containers that a meta.csv (a path or a URI) lists, even if its
-    folder was moved. Raw entries are not containers and are left out."""
-    # nyacomp used to put D/nya/meta.csv at D/meta.csv.
+    """Returns the paths of the containers that a meta.csv (a path or a URI) lists, even if its folder was moved. Raw
+    entries are not containers and are left out."""
+    # Old versions of nyacomp put the csv at D/meta.csv.
     if not os.path.exists(path) and os.path.basename(path) == META:
         newer = os.path.join(os.path.dirname(path), NYACOMP, META)
         path = newer if os.path.exists(newer) else path
@@ -182,8 +182,8 @@ def _by_nyacomp(meta: str, filename: str) -> NotSupportedError:
 
 
 def remote_containers_of(uri: str, folders: Sequence[str]) -> list[str]:
-    """Returns the possible containers of a pickle behind a URI, folder by folder. As with
-    `container_of`, only opening them tells which one exists."""
+    """Returns the URIs that the container of a remote pickle may have, folder by folder. Only opening them shows which
+    one exists."""
     name = _verbs.beside({"uri": uri})["name"]
     stem = os.path.splitext(name)[0]
     parts = (stem, name, name + ".b")
@@ -192,8 +192,8 @@ def remote_containers_of(uri: str, folders: Sequence[str]) -> list[str]:
 
 
 def remote_containers_in(uri: str, text: str) -> list[str]:
-    """Returns the containers that a meta.csv behind a URI lists. Each is next to the csv or, for a csv at nyacomp's
-    older path, in the folder nya next to it."""
+    """Returns the URIs of the containers that a remote meta.csv lists. Each is next to the csv, or in the folder nya
+    next to the csv if an old version of nyacomp wrote it."""
     folder = _verbs.beside({"uri": uri})["path"].rpartition("/")[0] + "/"
     names = _listed_names(shown(uri), meta_rows(uri, text))
     for name in names:
@@ -210,22 +210,22 @@ def beside(folder: str, filename: str) -> str:
 
 
 def refuse_urls(meta: str) -> None:
-    """Raises AccessError if a local meta.csv names URLs. An import must not request them, because the
-    file may come from an attacker, unless nyacomp's DOWNLOAD allows it."""
+    """Raises AccessError if a local meta.csv names URLs, unless nyacomp's DOWNLOAD allows them. An import must not
+    request them, because the file may come from an attacker."""
     if truth("DOWNLOAD"):
         return
     for place in containers_in(meta):
         if is_remote(place):
             raise AccessError(
-                f"overwire: open {meta}: it names {shown(place)}: a preload at import follows URLs in a local manifest "
-                "only with DOWNLOAD=1: set that, or call preload yourself",
+                f"overwire: open {meta}: it names {shown(place)}, but a preload at import does not follow URLs in a "
+                "local manifest: set DOWNLOAD=1, or call preload yourself",
                 source=meta,
             )
 
 
 def place_of(meta: str, filename: str) -> str:
-    """Returns the current path of a file that a meta.csv lists: next to the csv, or exactly as named.
-    nyacomp's names begin with a slash that may not mean the root."""
+    """Returns the current path of a file that a meta.csv lists: next to the csv, or the listed path. nyacomp's names
+    begin with a slash even if they are relative."""
     folder, name = os.path.split(meta)[0], os.path.basename(filename)
     standing = filename if "://" in filename else os.path.join(folder, filename)
     candidates = [os.path.join(folder, name), os.path.join(folder, NYACOMP, name), standing, filename.lstrip("/")]
@@ -236,8 +236,8 @@ def place_of(meta: str, filename: str) -> str:
 
 
 def preload_uris(path: str) -> list[str]:
-    """Returns what a preload of this path reads: a container, folder or index.json
-    itself; for a pickle or a meta.csv, its containers."""
+    """Returns what a preload of this path reads: the containers of a pickle or a meta.csv, otherwise the path
+    itself."""
     if path.endswith(".csv"):
         return containers_in(path)
     if "://" in path:
@@ -252,30 +252,30 @@ def preload_uris(path: str) -> list[str]:
 
 
 def not_beside(path: str, container: str) -> NotFoundError | FormatError:
-    """Returns the error for a local pickle without a container."""
+    """Returns the error for a local pickle that has no container."""
     kind = kind_of_file(path, _read_head(path, HEAD_BYTES))
     if kind is not None and kind.what != "a pickle":
         return FormatError(f"overwire: open {path}: this is {kind.what}, not a bundle: {kind.do}", source=path)
     return NotFoundError(
-        f"overwire: open {path}: its tensors are not at {container}: copy the folder next to the pickle with it; "
-        "if save_bundle did not write it, use load_file (safetensors), torch.load or pickle",
+        f"overwire: open {path}: there is no container {container}: copy that folder together with the pickle; "
+        "if save_bundle did not write this file, use load_file (safetensors), torch.load or pickle",
         source=path,
     )
 
 
 def is_pickle(path: str) -> bool:
-    """Whether a file begins like a pickle of protocol 2 or later."""
+    """Returns whether a file begins like a pickle of protocol 2 or later."""
     head = _read_head(path)
     return head[:1] == b"\x80" and not _is_header(head)
 
 
 def is_container(path: str) -> bool:
-    """Whether a file begins like a safetensors file, whatever its name."""
+    """Returns whether a file begins like a safetensors file, whatever its name."""
     return _is_header(_read_head(path))
 
 
 def _is_header(head: bytes) -> bool:
-    # The header's length has 8 bytes, and the upper 4 are always 0.
+    # The header length takes 8 bytes, and the upper 4 are always 0.
     return head[4:9] == b"\0\0\0\0{"
 
 

@@ -1,4 +1,4 @@
-"""Makes tensors of the bytes that a running load delivers."""
+"""Creates tensors from the bytes that a running load delivers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from .._imports import pause_collector, resume_collector
 from ..frameworks.frame import Frame
 from ..jobs import Job
 
-# With this many tensors in the engine's memory, they are made while the rest arrives
-# instead of afterwards; and the pause to wait for more, in seconds.
+# From this many tensors in the engine's memory on, tensors are created while the load runs instead of afterwards.
+# _PAUSE is the time between two checks for new tensors, in seconds.
 _CROWD = 2000
 _PAUSE = 0.004
 
 
 class many_objects:
-    """A context manager that pauses the cycle collector while thousands of objects are made.
+    """A context manager that pauses the cycle collector while thousands of objects are created.
 
-    None of them is garbage, but their number would start full collections, which cost more
-    than the objects.
+    So many new objects would trigger full collections, which take longer than creating the objects and free nothing.
     """
 
     __slots__ = ("_pauses",)
@@ -33,12 +32,12 @@ class many_objects:
 
 
 class Load:
-    """The tensors of a load, by request. Take all of them, or each as it arrives.
+    """The tensors of a running load, in the order of its requests. Call `tensors` for all, or `next` repeatedly.
 
-    job: the running job; `tensors` ends it, otherwise the caller does. rows: for each request, as it lands. raw:
-    whether the engine exports plain integers. places: by request, tensors that the engine writes to. device: the
-    device for the tensors. moved: they land elsewhere first, for example in a preload on the host. wanted: the
-    framework's dtype to cast to; None: unchanged.
+    job: the running job. `tensors` ends it; a caller of `next` has to end it. rows: the table row of each request, with
+    the dtype and shape in which it lands. raw: whether the engine exports tensors as plain integers. places: the
+    tensors that the engine writes to directly, by request. device: the device for the tensors. moved: whether tensors
+    land on another device first, for example in a preload on the host. wanted: the framework's dtype to cast to.
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class Load:
         self._frame, self._raw, self._device, self._moved, self._wanted = frame, raw, device, moved, wanted
 
     def next(self) -> list[tuple[int, Any, int]]:
-        """Waits for the next tensors, for `tensor`. Returns request, capsule and address of each; nothing at the
-        end, when it raises the load's error if there is one."""
+        """Waits for the next tensors. Returns the arguments of `tensor` for each: request, capsule and address. At the
+        end of the load it returns an empty list, or raises the load's error."""
         news = self.job.next(None, self._raw)
         if news is None or not news.capsules:
             self.job.wait()
@@ -76,11 +75,11 @@ class Load:
 
     @property
     def crowded(self) -> bool:
-        """Whether `tensors` makes the tensors while the rest arrives."""
+        """Whether `tensors` creates tensors while the load runs."""
         return self._device != "cpu" and len(self.rows) - len(self.places) >= _CROWD
 
     def tensors(self) -> list[Any]:
-        """Waits for the end. Returns the tensors in the order of the requests, and ends the job."""
+        """Waits for the end of the load and ends the job. Returns the tensors in the order of the requests."""
         rows, frame, places = self.rows, self._frame, self.places
         with self.job, many_objects():
             if frame.make is not None and not self._raw:
@@ -93,7 +92,7 @@ class Load:
                         zip(self.job.take(self._raw).pairs(), rows, strict=True)
                     )
                 ]
-        # One at a time, so that only one tensor is in memory twice.
+        # Move one tensor at a time, so that only one is in memory twice.
         if self._moved:
             for at, tensor in enumerate(tensors):
                 tensors[at] = tensor.to(self._device)
@@ -103,8 +102,7 @@ class Load:
         return tensors
 
     def _make_tensors(self, make: Callable[[Any], Any], early: bool) -> list[Any]:
-        # For capsules that need only `make`. early: while the job runs, so that tens of thousands of tensors are made
-        # while bytes still arrive.
+        # Creates the tensors of capsules that need only `make`. early: start while the job still runs.
         tensors: list[Any] = [None] * len(self.rows)
         for at, tensor in self.places.items():
             tensors[at] = tensor

@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     from .._engine import ModelNumber
     from .._requests import LoadRequest, OpenRequest
 
-#: A requested block: (tensor, destination, lo0, hi0, lo1, hi1). With destination 0
-#: the engine allocates the memory.
+#: A block to load: (tensor, destination address, lo0, hi0, lo1, hi1). If the address is 0, the engine allocates the
+#: memory.
 Request = tuple[int, int, int, int, int, int]
 
-#: The end of a range that means "all of it".
+#: The end of a range that covers the whole dimension.
 WHOLE = -1
 
-# The size from which a GPU tensor comes from torch's own allocator, in bytes; how many of them are made before the
-# load has the first; and the most made at a time.
+# torch's allocator provides GPU tensors of at least _LARGE bytes. _FIRST_BATCH of them are allocated first, then at
+# most _BATCH at a time.
 _LARGE = 1 << 20
 _FIRST_BATCH, _BATCH = 4, 32
 
 # The destination of a request that gets its address while the load runs.
 _LATER = 1
 
-# The most names that a missing name is compared with to suggest another.
+# The most names that are compared with a missing name to suggest one of them.
 _NEAR = 500
 
 
 class Row(NamedTuple):
-    """One tensor of the table, as the engine returns it."""
+    """One row of the engine's tensor table."""
 
     name: str
     dtype: str
@@ -70,28 +70,28 @@ class Row(NamedTuple):
     alias: int
 
 
-#: Keywords of `Model` among the functions' options.
+#: The options of public functions that are also keywords of `Model`.
 _OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read")
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a function that `Model` takes."""
+    """Returns those options of a public function that `Model` takes."""
     return {name: options[name] for name in _OPENS if name in options}
 
 
 class Model:
-    """An open model: just a handle and its table. `close` ends it;
-    tensors and running loads stay valid."""
+    """An open model: a handle of the engine and a table of tensors. Tensors and running loads stay valid after
+    `close`."""
 
     read: str | None = None
     chosen: list[int] | None = None  # the positions that keys and filter leave, None for all
     #: The device on which `start` places tensors: `device`, or the host if a load to a GPU joins a preload
-    #: to the host. None: not known yet; see `join`.
+    #: to the host. None before the first call of `join`.
     lands: str | None = None
-    #: Whether loads take preloaded tensors.
+    #: Whether loads use preloaded tensors.
     joined = False
-    handle: ModelNumber  # the engine's number for it
-    _open = False  # whether it has to free the handle
+    handle: ModelNumber  # the engine's number for this model
+    _open = False  # whether `close` has to free the handle
     _places: dict[str, int] | None = None
 
     def __init__(
@@ -108,11 +108,10 @@ class Model:
         opened: int = 0,
         parts: bool = False,
     ):
-        """keys, filter: select what will be loaded; the result is in `chosen`. Of a model
-        with an index.json, only shards with selected tensors are opened.
-        probe: one of several names is tried, so metrics do not count an error.
-        opened: the engine's number for a .tensors file that is open already.
-        parts: accept files whose metadata says that their tensors are parts of tensors."""
+        """Opens a model. keys, filter: select the tensors to load (`chosen`). With an index.json, only shards with
+        selected tensors are opened. probe: the file may not exist, so metrics do not count an error. opened: the
+        engine's number for a .tensors file that is open already. parts: accept files that contain only parts of
+        tensors, according to their metadata."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)
@@ -123,11 +122,11 @@ class Model:
             self.read = read
             self._shared = source
             if getattr(source, "has_bytes", True):
-                self.lands = device  # a preload there has the files' bytes
+                self.lands = device  # needs no preload, because the source has the files' bytes in memory
             self.chosen = self.choose(keys, filter)
             return
         uris, paths, keep, _ = resolve_plain(source)  # keep: until the engine has its own descriptors
-        #: As shown to people.
+        #: The names of the files for messages.
         self.uris = [shown(name) for name in paths]
         spec: OpenRequest = {"uris": uris}
         if access := storage(storage_options, uris):
@@ -155,7 +154,7 @@ class Model:
             if not probe:
                 note("open", "", type(error).__name__)
             if isinstance(error, (CorruptError, FormatError, NotFoundError)):
-                written(uris[0])  # what was preloaded from them is useless also
+                written(uris[0])  # a preload of these files is useless
             raise
         finally:
             heed(uris)
@@ -174,7 +173,7 @@ class Model:
 
     @classmethod
     def held(cls, name: str, table: list[Any], number: ModelNumber, device: str) -> Model:
-        """Returns a model that is in the engine's memory, for loads to the device. name: for errors."""
+        """Returns a model that is in the engine's memory, for loads to the device. name: how errors refer to it."""
         model = object.__new__(cls)
         model.device = model.lands = device
         model.uris, model.table, model._sources = [name], table, '{"sources": []}'
@@ -182,15 +181,14 @@ class Model:
         return model
 
     def close(self) -> None:
-        """Closes the handle. If some tensors of a preload were taken, the rest of it is
-        freed."""
+        """Closes the handle. If loads have used some tensors of a preload, the others are freed."""
         if self._open:
             self._open = False
             release(self.handle)
 
     def join(self) -> str:
-        """Joins a preload of the files if it has what loads of this model to its
-        device return. Returns where `start` lands tensors."""
+        """Joins a preload of the files if it has the tensors that loads of this model return. Returns the device on
+        which `start` places tensors."""
         if self.lands is None:
             number = join(self.handle, self.device, self.read, False)
             self.joined = number is not None
@@ -200,7 +198,7 @@ class Model:
         return self.lands
 
     def alone(self) -> None:
-        """Drops a preload of the files. Used by loads that cannot take from it."""
+        """Drops a preload of the files. For loads that cannot use it."""
         if self.lands is None:
             join(self.handle, self.device, self.read, True)
             self.lands = self.device
@@ -224,7 +222,7 @@ class Model:
             if first != source:
                 uris = [(names or {}).get(part["uri"], part["uri"]) for part in self.info()]
                 raise ArgumentError(
-                    f'overwire: open {uris[source]} tensor "{name}": {uris[first]} has it also: '
+                    f'overwire: open {uris[source]} tensor "{name}": {uris[first]} also contains it: '
                     "open only one of the files, or each separately",
                     source=uris[source],
                     tensor=name,
@@ -232,7 +230,7 @@ class Model:
 
     @property
     def places(self) -> dict[str, int]:
-        """Positions in the table, by name."""
+        """The position of each tensor in the table, by name."""
         if self._places is None:
             self._places = {row[0]: at for at, row in enumerate(self.table)}
         return self._places
@@ -242,7 +240,7 @@ class Model:
         at = self.places.get(name) if isinstance(name, str) else None
         if at is None:
             near = ""
-            if isinstance(name, str):  # compares only a few: programs may ask for many missing names
+            if isinstance(name, str):  # compares few names, because programs may ask for many missing ones
                 near = did_you_mean(name, [other for other in self.places if abs(len(other) - len(name)) <= 3][:_NEAR])
             raise TensorNotFoundError(
                 f"overwire: no tensor {name!r} in {', '.join(self.uris)}{near}", source=self.uris[0], tensor=str(name)
@@ -254,12 +252,12 @@ class Model:
         return Row(*self.table[at])
 
     def info(self) -> list[dict[str, Any]]:
-        """Returns for each source: uri, size, metadata, overwire, remote."""
+        """Returns a dict for each source, with uri, size, metadata, overwire and remote."""
         sources: list[dict[str, Any]] = json.loads(self._sources)["sources"]
         return sources
 
     def room(self) -> int:
-        """Returns the most bytes that one chunk takes of a relay's buffer for each rank."""
+        """Returns the most bytes that one chunk takes in a group load's buffer for each rank."""
         room: int = json.loads(self._sources).get("room", 0)
         return room
 
@@ -268,7 +266,7 @@ class Model:
         return self.info()[0].get("metadata") or {}
 
     def choose(self, keys: Iterable[str] | None, filter: Callable[[str], bool] | None) -> list[int] | None:
-        """Returns the positions that `keys=` and `filter=` leave, None for all."""
+        """Returns the positions of the tensors that `keys=` and `filter=` select, or None for all."""
         if keys is None and filter is None:
             return None
         check_values(keys=keys, filter=filter)
@@ -286,10 +284,12 @@ class Model:
         end: float | None = None,
         after: int = 0,
     ) -> Job:
-        """Starts a load of requests, either unpacked or packed by `pack_wholes`; None for every tensor,
-        whole. cast: see `_cast_rows`. end: from `jobs.time_limit`. after: a load's job that has to end before this
-        one reads; 0: none. Tensors land on the device that `join` returns. Whole tensors without a destination may
-        come from a preload."""
+        """Starts a load of requests to the device that `join` returns. Whole tensors without a destination may come
+        from a preload.
+
+        requests: a sequence, or bytes from `pack_wholes`; None for all tensors, whole. cast: see `_cast_rows`.
+        end: from `jobs.time_limit`. after: the job of another load that has to end before this one reads; 0 for none.
+        """
         lands = self.join()
         rows = requests if isinstance(requests, bytes) else pack_requests(requests or ())
         options: LoadRequest = {}
@@ -311,7 +311,7 @@ class Model:
                 raise
             from ..frameworks.torch import give_back
 
-            # Memory that torch only caches must not make this fail.
+            # torch may hold the missing memory in its cache.
             give_back(lands)
             number = _verbs.load(options, self.handle, requests is None, rows)
         return Job(number, "load", watcher, end)
@@ -322,8 +322,8 @@ class Model:
         """Starts a load of whole tensors. chosen: positions, None for all. wanted: the framework's
         dtype to cast to, None for no cast. after: see `start`.
 
-        Large tensors for a GPU land in tensors of torch's allocator. All others land in the engine's memory on
-        `lands`: small ones, which torch makes more slowly than the engine loads them; all on the host; and all of a
+        Large GPU tensors land in memory from torch's allocator. Small GPU tensors land in the engine's memory, because
+        torch allocates them more slowly than the engine loads them. So do tensors on the host and all tensors of a
         load that has joined a preload.
         """
         rows, cast = self._cast_rows(self.table if chosen is None else [self.table[at] for at in chosen], wanted)
@@ -337,8 +337,8 @@ class Model:
     def begin_blocks(
         self, blocks: Sequence[tuple[int, tuple[int, int, int, int]]], rows: Sequence[Any], frame: Frame, after: int = 0
     ) -> Load:
-        """Works like `begin`, for blocks of tensors: (position, ranges of dims 0 and 1), with
-        rows that have the shape and bytes of the block."""
+        """Starts a load of blocks, each a position and the ranges of dims 0 and 1. rows: table rows with the shapes and
+        sizes of the blocks. See `begin`."""
 
         def requests_of(pointers: list[int]) -> list[Request]:
             return [(at, pointer, *block) for (at, block), pointer in zip(blocks, pointers, strict=True)]
@@ -363,13 +363,13 @@ class Model:
                     check_empty(dtype, shape, name)
         pointers = [0] * len(rows)
         large = [] if self.join() == "cpu" or self.joined else [at for at, row in enumerate(rows) if row[3] >= _LARGE]
-        large.sort(key=numbers.__getitem__)  # in the order in which they are read
+        large.sort(key=numbers.__getitem__)  # the order in which they are read
         for at in large:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
         try:
-            # A load after another one has time, and memory allocated at once has fewer gaps.
+            # A load that waits for another one has time to allocate all tensors in one batch, which leaves fewer gaps.
             first = len(large) if after else _FIRST_BATCH
             places = self._settle_targets(job, large, rows, frame, first) if large else {}
         except OutOfMemoryError:
@@ -377,7 +377,7 @@ class Model:
         except BaseException:
             job.abandon()
             raise
-        if places is None:  # tries again, because the load's own memory is free now
+        if places is None:  # tries again, because the abandoned load has freed its memory
             places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
             for at, tensor in places.items():
                 pointers[at] = tensor.data_ptr()
@@ -387,8 +387,7 @@ class Model:
     def _settle_targets(
         self, job: Job, large: list[int], rows: Sequence[Any], frame: Frame, count: int
     ) -> dict[int, Any]:
-        # The tensors are made while the first bytes are on their way, because growing
-        # torch's allocator takes about 50 us per tensor.
+        # The tensors are allocated while the load reads, because torch's allocator takes about 50 us to grow for each.
         from ..frameworks.torch import stream_of
 
         places: dict[int, Any] = {}
@@ -399,8 +398,8 @@ class Model:
         return places
 
     def _cast_rows(self, rows: Sequence[Any], wanted: Any) -> tuple[Sequence[Any], str]:
-        """Returns the rows as they land, and the engine's name for the dtype to which it casts while loading; "" if
-        it does not cast: on the host, for other dtypes, and from a preload."""
+        """Returns the rows with the dtypes in which tensors land, and the engine's name of the dtype to which it casts
+        them. The name is "" if the engine does not cast: on the host, to other dtypes, and from a preload."""
         if wanted is None or self.join() == "cpu" or self.joined:
             return rows, ""
         from ..frameworks.torch import SAVED
@@ -425,25 +424,24 @@ def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[
 
 
 def start_engine(source: Any) -> None:
-    """Refuses invalid sources before the engine is started, so that a program that catches the error can still fork.
-    Then starts Go's runtime, which takes as long as the imports that follow."""
+    """Starts the Go runtime, so that it starts while the caller imports modules. Raises errors of invalid sources
+    first, so that a program that catches them can still fork."""
     check_source(source)
     open_library()
 
 
 def check_target(source: Any, framework: Any, device: Any, dtype: Any) -> tuple[Frame, str, Any]:
-    """Returns the frame, the device and the dtype for a load's arguments. Refuses invalid sources and frameworks
-    before the engine is started, so that a program that catches the error can still fork."""
+    """Returns the frame, the device and the dtype for a load's arguments. Raises errors of invalid sources and
+    frameworks before it starts the engine, so that a program that catches them can still fork."""
     check_source(source)
     check_framework(framework)
-    open_library()  # the imports below take as long as Go's runtime needs to start
+    open_library()  # the Go runtime starts during the imports below
     frame = frame_for("pt" if framework is None and device_number(device) != HOST else framework)
     return frame, check_device(device, frame), check_dtype(frame, dtype)
 
 
 def prepare(device: str, exchange: bool = False) -> None:
-    """Begins to initialise a GPU, so that a load need not wait for it. exchange: for
-    ranks that exchange what they read."""
+    """Starts to initialise a GPU before a load needs it. exchange: for ranks that exchange the bytes that they read."""
     if device != "cpu":
         _verbs.prepare(device, int(exchange))
 
@@ -454,8 +452,7 @@ def pack_requests(requests: Iterable[Sequence[int]]) -> bytes:
 
 
 def pack_wholes(numbers: Sequence[int], pointers: Sequence[int]) -> bytes:
-    """Packs requests for many whole tensors with few C calls. The engine allocates the memory of
-    those with pointer 0."""
+    """Packs requests for many whole tensors in few C calls. The engine allocates the memory where a pointer is 0."""
     flat = array("q", bytes(6 * 8 * len(numbers)))
     flat[0::6] = array("q", numbers)
     flat[1::6] = array("q", pointers)

@@ -1,4 +1,4 @@
-"""Defines the options of loads, saves, bundles and stores as types, and checks the values that are passed."""
+"""Defines the types of the options of loads, saves, bundles and stores, and checks option values."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Level = Literal["default", "smaller"]
 #: Values of the argument `placement=` of `experts`.
 Placement = Literal["linear", "round_robin"]
 
-#: The dimension to cut each tensor along: a mapping by name, or a callable of
-#: (name, shape) that returns it. None keeps a tensor whole.
+#: The dimension along which to cut each tensor: a mapping by name, or a callable that takes (name, shape) and returns
+#: the dimension. None keeps a tensor whole.
 ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
 
 _Text = Union[str, "PathLike[str]", None]
@@ -51,34 +51,36 @@ _Secret = str | bytes | None
 
 
 class StorageOptions(TypedDict, total=False):
-    """How to reach URIs other than local files, by scheme. None means not given. An option of
-    another scheme is an ArgumentError.
+    """Options for reaching URIs other than local files, by scheme. None means that an option is not set. An option
+    that the scheme of the URI does not have raises ArgumentError.
 
     http, https, hf: headers (a mapping), token (bearer), cacert, capath, insecure; timeout (seconds without
-    progress, 30), connections (at most, 64: connections are added while they make the load faster), retries (8; a
-    server that has never answered is asked 3 times in all). Headers, token, and a URL's user and password are sent
-    only to the scheme, host and port that they were given for, and never to another one after a redirect. A server
-    without ETags and dates is read by a single request, in order. Files of hf:// all come from one commit. `cache`, a
-    folder, or "on" for the user's cache, keeps whole files: they are fetched once, compared with their hash on every
-    use, and used if the store cannot be reached; "" keeps none. Without it OVERWIRE_CACHE decides.
+    progress, default 30), connections (the most connections, default 64; they are added while each makes the load
+    faster), retries (default 8; a server that has never answered gets 3 attempts in all). Headers, token, and a URL's
+    user and password are sent only to the scheme, host and port that they were given for, never to another one after a
+    redirect. A server without ETags and dates is read by a single request, in order. All files of an hf:// URI come
+    from one commit. `cache` is a folder, or "on" for the user's cache, that stores whole files. Each file is fetched
+    once and compared with its hash on every use. It is also used if the store cannot be reached. "" disables the
+    cache. By default OVERWIRE_CACHE decides.
 
     s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon (unsigned); region,
     endpoint_url, path_style, sse_customer_key (32 bytes or their base64), cacert, timeout, connections, retries. The
-    names of boto3 and obstore are accepted also: aws_access_key_id, access_key_id, aws_secret_access_key,
+    names of boto3 and obstore also work: aws_access_key_id, access_key_id, aws_secret_access_key,
     secret_access_key, aws_session_token, session_token, region_name, aws_region, aws_endpoint_url, endpoint,
-    profile_name. By default credentials, region and endpoint are found as AWS's own tools find them: AWS_* in
-    os.environ, shared files, web identity, SSO, processes, containers, machines. If there are no credentials,
-    requests are unsigned. A store without ETags and dates is also read by a single request.
+    profile_name. By default credentials, region and endpoint come from the sources that AWS's own tools use: AWS_* in
+    os.environ, shared files, web identity, SSO, credential processes, containers, instance metadata. If there are no
+    credentials, requests are unsigned. A store without ETags and dates is read by a single request.
 
-    redis, rediss (redis://user:password@host:port/key, everything but host and key optional): username, password
+    redis, rediss (redis://user:password@host:port/key; only host and key are required): username, password
     (default: from the URI, or else REDISCLI_AUTH), db, cacert, timeout, connections, retries. Reads a
     single value, or tensorizer's keys `key:...:offset`.
 
     .tensors files, in any location: decryption_key (32 bytes or 64 hex digits) or decryption_password to read,
-    encryption_key or encryption_password to write; other_dtypes_as_bytes loads tensors with a dtype that
-    safetensors lacks as "U8" with an extra dimension; verify_crc32 checks the CRC32 of plain tensors.
+    encryption_key or encryption_password to write. other_dtypes_as_bytes loads tensors with a dtype that
+    safetensors lacks as "U8" with an extra dimension. verify_crc32 checks the CRC32 of plain tensors.
 
-    If an object is replaced in a store while it is read, the read raises CorruptError and never mixes both.
+    If an object is replaced in a store while it is read, the read raises CorruptError. It never mixes old and new
+    bytes.
     """
 
     headers: Mapping[str, str] | None
@@ -172,33 +174,34 @@ class StreamOptions(PlanOptions, _Together, total=False):
 
 class LoadOptions(StreamOptions, total=False):
     """The options of `load_file` in addition to source, device and framework. All are optional. Other functions take
-    some of them, under the same names.
+    some of them under the same names.
 
-    dtype: casts every floating-point tensor (F16, BF16, F32, F64 and the fp8 dtypes). For common dtypes on a GPU it
-        casts while loading, otherwise afterwards. A torch or numpy dtype, or a name ("bfloat16", "bf16",
-        "torch.bfloat16", "BF16"). Integers, BOOL and packed dtypes are not cast.
-    keys, filter: load only these names; only names for which filter returns true (see `experts`). Of a model with an
-        index.json only shards with such tensors are opened, and filter gets the names in the index.
-    progress: True for a bar, or a callable that gets a `Progress`.
+    dtype: casts every floating-point tensor (F16, BF16, F32, F64 and the fp8 dtypes) to a torch or numpy dtype, or to
+        a dtype's name ("bfloat16", "bf16", "torch.bfloat16", "BF16"). Common dtypes on a GPU are cast while loading,
+        others afterwards. Integers, BOOL and packed dtypes are not cast.
+    keys, filter: load only the names in keys, and only names for which filter returns true (see `experts`). If a model
+        has an index.json, only shards with such tensors are opened, and filter gets the names in the index.
+    progress: True for a progress bar, or a callable that gets a `Progress`.
     mmap: whether plain tensors of local files are mapped copy-on-write instead of read; None means True.
-        Compressed tensors are never mapped, nor is a file for less than 64 KiB. One mapping serves all loads of an
-        opened file. A mapped file must not be truncated while its tensors exist.
-    read: how local files are read; None means OVERWIRE_READ. "auto", "buffered" (through the page cache), "direct"
-        (by direct I/O), "gds": plain tensors go to a GPU by GPUDirect Storage. If that is not available
-        (`doctor()["gpudirect_storage"]`) or does not support a file, a warning is given once, and "auto" is used.
-        Not with group.
+        Compressed tensors are never mapped, and neither is a file from which less than 64 KiB are loaded. All loads of
+        an open file share one mapping. A mapped file must not be truncated while its tensors exist.
+    read: how local files are read: "auto", "buffered" (through the page cache), "direct" (direct I/O) or "gds" (plain
+        tensors go to a GPU by GPUDirect Storage); None means OVERWIRE_READ. If GPUDirect Storage is not available
+        (`doctor()["gpudirect_storage"]`) or does not support a file, overwire warns once and uses "auto".
+        Cannot be combined with group.
     storage_options: how to reach URIs other than local files; see `StorageOptions`.
     lenient: accepts plain files with errors that other readers ignore: bytes after the last tensor, a name or key
-        that appears twice (the last one counts), metadata that is not strings (kept as its JSON text). False
-        enforces the format's rules.
+        that appears twice (the last one counts), metadata values that are not strings (returned as JSON text). False
+        enforces the rules of the format.
     max_memory: the most bytes that tensors may take on the device (int, "20GB", "512MiB"). A load that would
-        take more is refused with the numbers before anything is allocated. `plan` returns them in advance, and the
-        memory that reading takes in addition. The engine counts, so this does not work in a forked child.
-    group: a torch.distributed process group. All its ranks make this call and share the reading, and an error on one
-        rank is raised on all. None: no collective.
-    shard: with group: the dimension to cut a tensor along, by name. This rank gets its block of ceil(size / ranks).
-    base: source is a delta (or a list of deltas, a chain) of this model: a path or URI, or tensors by name or a
-        module, which are copied. See `apply_delta`.
+        take more raises an error with both numbers before it allocates anything. `plan` returns the bytes in advance,
+        and the additional memory for reading. max_memory needs the engine, so it does not work in a forked child.
+    group: a torch.distributed process group. All its ranks make this call and share the reading. An error on one
+        rank is raised on all. None: this process reads everything itself.
+    shard: with group: the dimension along which to cut a tensor, by name. This rank gets its block of
+        ceil(size / ranks).
+    base: the model to which source, a delta or a list of chained deltas, is applied: a path or URI, or tensors by name
+        or a module, which are copied. See `apply_delta`.
     """
 
     base: Any
@@ -207,7 +210,7 @@ class LoadOptions(StreamOptions, total=False):
 class BundleOptions(TypedDict, total=False):
     """The options of `save_bundle`, and of `compress` for objects.
 
-    compress: False stores the tensors' bytes uncompressed, in a container that every safetensors reader reads.
+    compress: False stores the tensors uncompressed, in a container that every safetensors reader can read.
     storage_options: as for `load_file`, for a path that is a URI.
     max_memory: as for `save_file`.
     """
@@ -221,29 +224,24 @@ class BundleOptions(TypedDict, total=False):
 class SaveOptions(BundleOptions, total=False):
     """The options of `save_file` and `save_model`.
 
-    compress: write overwire's container, whose tensors are compressed without loss
-        where that gains at least 1 %; only overwire can read them. False writes a
-        plain file for every safetensors reader.
-    level: "default" decodes at full speed, on a GPU too. "smaller" takes 0.2 to 1.5 % of
-        the original less, but saving is slow, and its tensors are decoded by the CPU
-        alone, some ten times as slowly, on their way to a GPU too; overwire must be as
-        new as format 1.2.
-    digests: keep the digest of each tensor in a compressed file (see `digest`), so that
+    compress: True writes overwire's container, which only overwire can read. It compresses a tensor without loss if
+        that saves at least 1 %. False writes a plain file for every safetensors reader.
+    level: "default" decodes at full speed on CPU and GPU. "smaller" saves another 0.2 to 1.5 % of the original size,
+        but saving is slow. Only the CPU decodes such tensors, about ten times as slowly, even for a GPU. Readers need
+        an overwire that supports format 1.2.
+    digests: stores the digest of each tensor in a compressed file (see `digest`), so that
         `verify(path, tensors=)` need not read the file's tensors.
-    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A
-        larger model becomes model-00001-of-00002.safetensors and so on, with
-        model.safetensors.index.json. Where an earlier set is, or weights that no index
-        lists, the names get a mark (model-ow1f2e3d4c-00001-of-00002.safetensors), so that
-        both sets are whole until the index is replaced; then the old one is removed.
-    storage_options: as for `load_file`, if path is a URI. If several processes write
-        one key at once, one of their files stays.
-        `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
-        encrypts a .tensors file, by tensorizer's XSalsa20-Poly1305: the bytes
-        of tensors, not their names and shapes.
-    max_memory: with wait=False, the most host memory for that ("20GB", int); None: what
-        there is. A save that could need more, were nothing to compress, is refused before
-        it begins. For tensors of a GPU the memory is pinned, and kept for the next save
-        or sleep until `empty_cache`.
+    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A larger model is split into
+        model-00001-of-00002.safetensors and so on, with model.safetensors.index.json. If the folder already contains
+        shards, or weights that no index lists, the new names get a mark (model-ow1f2e3d4c-00001-of-00002.safetensors).
+        Old and new shards are then both complete until the index is replaced. After that the old ones are removed.
+    storage_options: as for `load_file`, if path is a URI. If several processes write to one key at the same time, the
+        file of one of them remains. `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
+        encrypts a .tensors file with tensorizer's XSalsa20-Poly1305. Tensor bytes are encrypted, but names and shapes
+        are not.
+    max_memory: with wait=False, the most host memory for the copy of the tensors ("20GB", int); None: no limit other
+        than the available memory. A save that would need more if nothing compressed is refused before it begins. For
+        GPU tensors the memory is pinned, and cached for the next save or sleep until `empty_cache` is called.
     """
 
     level: Level
@@ -254,12 +252,13 @@ class SaveOptions(BundleOptions, total=False):
 class UnpickleOptions(TypedDict, total=False):
     """The options of `load_bundle`.
 
-    trust: a pickle can run any code. False allows containers, plain data, tensors, parameters, numpy arrays and
-        torch.nn's own modules, and raises UntrustedPickleError, which names the first other global. True allows all.
-    device: where to put torch tensors, wherever they were when saved: "cpu", "cuda", "cuda:1". None puts each where
-        it was; DeviceError if that device is not available. numpy arrays stay on the host. Tensors for a GPU are
-        decoded there.
-    tensors: the container, if it is not in its usual place next to the pickle: a path or URI.
+    trust: whether to allow all globals, because a pickle can run any code. False allows containers, plain data,
+        tensors, parameters, numpy arrays and torch.nn's own modules. The first other global raises
+        UntrustedPickleError, which names it.
+    device: the device for all torch tensors: "cpu", "cuda", "cuda:1". None puts each on the device that it was saved
+        from, and raises DeviceError if that is not available. numpy arrays stay on the host. GPU tensors are decoded
+        on the GPU.
+    tensors: the path or URI of the container, if it is not next to the pickle as `save_bundle` wrote it.
     storage_options: as for `load_file`, for a path that is a URI.
     """
 
@@ -271,13 +270,13 @@ class UnpickleOptions(TypedDict, total=False):
 
 
 for _kind in (LoadOptions, StorageOptions):
-    _kind.__module__ = "overwire"  # where users find them
+    _kind.__module__ = "overwire"  # users import them from there
 
 
 # Options with a default other than False and None.
 _DEFAULTS = {"compress": True, "level": "default"}
 
-# Options of other libraries, for functions that have the named option: the advice what to write instead.
+# Options of other libraries: our option for the same purpose, and what to write instead.
 _INSTEAD = {
     "map_location": ("device", "write device='cpu' or device='cuda'"),
     "device_map": ("device", "write device='cuda', or offload(model) for a model larger than the GPU"),
@@ -287,12 +286,12 @@ _INSTEAD = {
 
 
 class _Source(str):
-    # An annotation as the source has it: `inspect` quotes other texts.
+    # An annotation that `inspect` shows without quotes.
     __repr__ = str.__str__
 
 
 class _Signature(inspect.Signature):
-    """A signature for `help`: a long one has a parameter in each line."""
+    """A signature for `help`. A long one has one parameter per line."""
 
     __slots__ = ()
 
@@ -310,9 +309,9 @@ class _Signature(inspect.Signature):
 
 
 def spell_out(function: Callable[..., Any], kind: Any = None, owner: Any = None) -> None:
-    """Makes `inspect.signature`, and so `help` and a notebook's Tab key, show the types as the source has them, and
-    each option that a function takes as **options: `kind`. The docstring then explains each, with the text of `kind`
-    or else of `LoadOptions`. owner: has the function's docstring; None: the function itself.
+    """Sets the signature that `inspect.signature`, `help` and notebooks show. It has the types as written in the
+    source, and one keyword for each option of `kind`, instead of **options. Also adds the options to the docstring,
+    explained as in `kind` or in `LoadOptions`. owner: the object with the docstring; None for the function itself.
     """
     here = inspect.signature(function)
     named = [one for one in here.parameters.values() if kind is None or one.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -332,13 +331,13 @@ def _as_source(annotation: Any) -> Any:
 
 
 def _fields_of(docstring: str) -> dict[str, str]:
-    """Returns the lines that explain arguments, `name, name: text` and the indented ones after each, by names."""
+    """Returns the parts of a docstring that explain arguments, by the names before the colon."""
     fields = re.finditer(r"^([a-z]\w*(?:, \w+)*): .*(?:\n    .*)*", inspect.cleandoc(docstring), re.M)
     return {found[1]: found[0] for found in fields}
 
 
 def _explain_options(owner: Any, kind: Any) -> None:
-    # In place of the field `options`, or else at the end, unless the docstring explains an option itself.
+    # The text replaces the field `options`, or is added at the end. It omits options that the docstring explains.
     own = _fields_of(owner.__doc__)
     missing = kind.__annotations__.keys() - {name for names in own for name in names.split(", ")}
     fields = _fields_of(kind.__doc__)
@@ -353,7 +352,7 @@ def _explain_options(owner: Any, kind: Any) -> None:
 
 
 def check_choice(value: object, what: str, literal: Any) -> None:
-    """Raises ArgumentError for a value outside of a Literal. what: the name of the argument."""
+    """Raises ArgumentError for a value that is not in a Literal. what: the name of the argument."""
     choices = literal.__args__
     if not isinstance(value, str) or value not in choices:
         names = ", ".join(map(repr, choices[:-1]))
@@ -361,7 +360,7 @@ def check_choice(value: object, what: str, literal: Any) -> None:
 
 
 def check_switches(**switches: object) -> None:
-    """Raises ArgumentError for a value that is not a bool, because "no" would count as true."""
+    """Raises ArgumentError for a value that is not a bool. Without this check "no" would count as true."""
     for what, value in switches.items():
         if not isinstance(value, int) or value not in (0, 1):
             raise ArgumentError(f"overwire: {what} {value!r}: expected True or False")
@@ -372,8 +371,8 @@ _CHOICES = {"level": Level, "read": ReadWay}
 
 
 def check_values(**values: object) -> None:
-    """Raises ArgumentError for a value that no function accepts for an argument with that name. Functions call it
-    before they open or start anything. Names that differ in meaning between functions are not checked."""
+    """Raises ArgumentError for a value that no function accepts for an argument of that name. Functions call it
+    before they open or start anything. Names with different meanings in different functions are not checked."""
     for what, value in values.items():
         if what in _SWITCHES or what in ("lenient", "mmap") and value is not None:
             check_switches(**{what: value})
@@ -395,12 +394,12 @@ def check_values(**values: object) -> None:
 
 
 def check_options(verb: str, options: Mapping[str, object], kind: Any) -> None:
-    """Raises TypeError, like a call with a wrong keyword, for names outside of these options, and
-    ArgumentError for their values: see `check_values`."""
+    """Raises TypeError for names that are not options of this kind, like a call with a wrong keyword, and ArgumentError
+    for invalid values; see `check_values`."""
     names = kind.__optional_keys__
     for name in options:
         if name not in names:
-            # Loads have these as named arguments.
+            # Load functions have these as named arguments.
             own = {"device", "framework"} if "dtype" in names else {"device"} if "lenient" in names else set[str]()
             option, text = _INSTEAD.get(name, ("", ""))
             hint = f"; {text}" if option in names | own else did_you_mean(name, (names | own) - {name})

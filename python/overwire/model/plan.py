@@ -1,4 +1,4 @@
-"""plan: tells how much memory a load takes, without loading anything."""
+"""Provides `plan`, which tells how much memory a load takes without loading anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlannedTensor:
     dtype, shape: as in the file.
     nbytes: bytes in memory, after a cast.
     stored: bytes in the file.
-    file: the file that has it.
+    file: the file that contains the tensor.
     """
 
     __module__ = "overwire"
@@ -37,8 +37,11 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One file that would be read: its selected tensors, their bytes in memory
-    and in the file, and the size of the file."""
+    """One file that would be read.
+
+    tensors: the number of its selected tensors. nbytes: their bytes in memory. stored: their bytes in the file.
+    size: the size of the whole file.
+    """
 
     __module__ = "overwire"
 
@@ -53,9 +56,9 @@ class PlannedFile:
 class PlannedOffload:
     """The memory that `offload` would use for a model, in bytes.
 
-    rest: weights outside of blocks, which stay on the device.
+    rest: weights that belong to no block. They stay on the device.
     kept: blocks that stay on the device.
-    streamed: blocks that are streamed; stored: the most host memory that they take.
+    streamed: blocks that are streamed. stored: the most host memory that they take.
     ring: device memory for streaming, with two slots.
     blocks: names of the streamed blocks, in the order of the file.
     """
@@ -82,10 +85,10 @@ class LoadPlan:
     nbytes: bytes of all tensors after loading.
     peak: the most bytes that tensors take at any time; more than nbytes if `dtype=` casts.
     stored: bytes that are read or mapped.
-    staging: bytes of slots on the device for stored bytes, in addition to the tensors while they load. None if the
-        GPU's link is coherent (see `doctor`), but `plan` does not check that.
-    pinned: bytes of host memory for a load to a GPU.
-    offload: with keep=, what `offload` would keep and stream, a `PlannedOffload`.
+    staging: bytes of device memory for stored bytes while the tensors load, in addition to the tensors. A GPU with a
+        coherent link (see `doctor`) needs none, but `plan` does not check that.
+    pinned: bytes of pinned host memory for a load to a GPU.
+    offload: a `PlannedOffload` if keep= was passed, otherwise None.
 
     Files without selected tensors are not listed.
     """
@@ -140,10 +143,10 @@ def plan(
     keep: int | str | None = None,
     **options: Unpack[PlanOptions],
 ) -> LoadPlan:
-    """Tells what `load_file` with the same arguments would load. Reads only headers.
+    """Returns what `load_file` with the same arguments would load. Reads only headers.
 
-    keep: bytes of device memory as for `offload` ("8GB", int; 0 for none). The plan then includes
-        what that would keep and stream, if the names show the model's blocks.
+    keep: device memory for blocks, as for `offload` ("8GB", int; 0 for none). The plan then includes
+        what `offload` would keep and stream, if the tensor names show the model's blocks.
 
     Returns a `LoadPlan`. Allocates nothing, reads no tensor bytes, and does not use a GPU. Raises
     the errors of opening a model, as `load_file` does.

@@ -1,4 +1,4 @@
-"""Reads small files whole: manifests, indexes, pickles without their tensors."""
+"""Reads small files into memory: manifests, indexes, and pickles without tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from .storage import storage
 
 
 def read_bytes(source: str | os.PathLike[str], limit: int | None = None, *, storage_options: Any = None) -> bytes:
-    """Returns the bytes of one whole file: a path or a URI.
+    """Returns all bytes of a file.
 
-    For small files that belong to models: manifests, indexes, raw tensors.
+    It is meant for the small files of a model: manifests, indexes, raw tensors.
 
+    source: a path or a URI.
     limit: the most bytes to read; a larger file is refused.
     storage_options: as for `load_file`.
-    Raises NotFoundError, AccessError, IOFailure, FormatError above the limit, ArgumentError if it is not a regular
-    file, OutOfMemoryError if it does not fit into memory, NotSupportedError for other schemes.
+    Raises NotFoundError, AccessError, IOFailure, FormatError if the file is larger than the limit, ArgumentError if it
+    is not a regular file, OutOfMemoryError if it does not fit into memory, and NotSupportedError for other schemes.
     """
     uri = local(source)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):

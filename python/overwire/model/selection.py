@@ -1,4 +1,4 @@
-"""experts: the filter for a rank that has some of a model's experts."""
+"""Provides `experts`, the filter for a rank that loads only some of a model's experts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .options import Placement, check_choice
 # Matches `model.layers.3.mlp.experts.17.up_proj.weight`, but not `shared_experts.0`.
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(?:.*\.)?([^.]+)$")
 
-# The names of the tensors that hold an expert's bytes. All other tensors with its number (scales, zero points,
-# g_idx, shapes) are small, and code that computes a common scale needs those of every expert.
+# The last part of the names of an expert's large tensors. Its other tensors (scales, zero points, g_idx, shapes) are
+# small. Every rank loads those of all experts, because code that computes a common scale needs them.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 
 class Experts:
-    """The result of `experts`: returns true for the names that the rank needs."""
+    """The filter that `experts` returns. It is true for the tensor names that the rank needs."""
 
     def __init__(self, rank: int, world: int, count: int | None = None, placement: Placement = "linear") -> None:
         for what, value in (("rank", rank), ("world", world), ("count", count)):
@@ -34,18 +34,18 @@ class Experts:
         return f"experts({self.rank}, {self.world}, {self.count}, {self.placement!r})"
 
     def over(self, names: Iterable[str]) -> Experts:
-        """Returns the filter with the number of experts found in the names; itself if the number was given."""
+        """Returns the filter with the number of experts that the names show, or the filter itself if it has a count."""
         if self.count is not None:
             return self
         numbers = [int(match[1]) for match in map(_EXPERT.search, names) if match]
         return Experts(self.rank, self.world, max(numbers, default=0) + 1, self.placement)
 
     def owner(self, expert: int) -> int:
-        """Returns the rank that has an expert."""
+        """Returns the rank that loads an expert."""
         if self.count is None:
             raise ArgumentError("overwire: experts: the number of experts is unknown: pass count=")
         if not 0 <= expert < self.count:
-            raise ArgumentError(f"overwire: experts: expert {expert}: the number of experts is {self.count}")
+            raise ArgumentError(f"overwire: experts: expert {expert}: expected 0 <= expert < {self.count}")
         if self.placement == "round_robin":
             return expert % self.world
         each, more = divmod(self.count, self.world)
@@ -59,18 +59,18 @@ class Experts:
 
 
 def experts(rank: int, world: int, count: int | None = None, placement: Placement = "linear") -> Experts:
-    """Returns a `filter=` for expert parallelism: it selects the weights of this rank's experts,
-    and everything that is not an expert's weight.
+    """Returns a `filter=` for expert parallelism. It selects the weights of this rank's experts, and every tensor that
+    is not an expert's weight.
 
-    It leaves out only names with an expert's number (`.experts.17.`) that end in `weight`, `weight_packed`,
-    `qweight` or `bias`. Every rank keeps scales, zero points and shared experts, and tensors that hold
-    all experts (`.experts.gate_up_proj`): cut those with `get_slice`.
+    The filter rejects only names that contain another rank's expert (`.experts.17.`) and end in `weight`,
+    `weight_packed`, `qweight` or `bias`. Every rank loads scales, zero points and shared experts. Every rank also loads
+    tensors that hold all experts (`.experts.gate_up_proj`); use `get_slice` to read a part of those.
 
-    rank, world: of the expert-parallel group, 0 <= rank < world.
+    rank, world: the rank and the size of the expert-parallel group, 0 <= rank < world.
     count: the number of experts in a layer; None finds it in the names.
-    placement: "linear" gives rank 0 the first experts, and the first ranks one more each if the number
-        does not divide evenly; "round_robin" deals them out one by one.
+    placement: "linear" gives each rank consecutive experts; if the count does not divide evenly, the first ranks
+        get one more each. "round_robin" gives expert i to rank i % world.
 
-    Of a model with an index.json, only shards with selected tensors are opened. Raises ArgumentError.
+    If the model has an index.json, only shards with selected tensors are opened. Raises ArgumentError.
     """
     return Experts(rank, world, count, placement)

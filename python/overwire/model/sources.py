@@ -1,4 +1,4 @@
-"""Turns what a user passes as a model (a path, a list, a folder, an open file) into URIs that the engine opens."""
+"""Converts a source that a user passes (a path, a list, a folder, an open file) to URIs that the engine opens."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Shared(Protocol):
     def shared_model(self) -> Any: ...
 
 
-#: A path or URI of a file, a folder or an index.json; a list of them; a binary file open for reading (read from its
-#: current position, or, at its end, from its beginning); or a `Pinned` model.
+#: A path or URI of a file, a folder or an index.json; a list of these; a binary file that is open for reading; or a
+#: `Pinned` model. An open file is read from its current position, or from the beginning if it is at its end.
 SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], BinaryFile, Shared]
 
 
 def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
-    """Returns the source of a call that may also pass it by safetensors' name, `filename=`."""
+    """Returns the source of a call that may pass it as `filename=`, as in safetensors."""
     if filename is None:
         return source
     if source is not None:
@@ -42,7 +42,7 @@ def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
 
 
 def check_source(source: Any) -> None:
-    """Refuses invalid sources by their type and text, without opening anything."""
+    """Raises ArgumentError for a source of an invalid type or text. Opens nothing."""
     if isinstance(source, (str, bytes, os.PathLike)):
         local(source)
     elif not hasattr(source, "read") and not hasattr(source, "shared_model"):
@@ -58,7 +58,7 @@ def _source_error(source: Any) -> ArgumentError:
 
 
 def resolve(source: Any) -> tuple[list[str], Any]:
-    """Returns the URIs of a source, and an object to keep alive until they are open."""
+    """Returns the URIs of a source, and an object that must stay alive until the URIs are open."""
     if isinstance(source, (str, bytes, os.PathLike)):
         return [local(source)], None
     if hasattr(source, "read"):
@@ -73,8 +73,8 @@ def resolve(source: Any) -> tuple[list[str], Any]:
 
 
 class Opened(NamedTuple):
-    """uris: for the engine. names: for people, one for each URI. keep: must stay alive until
-    the URIs are open. kinds: the kinds of other libraries' files, by name."""
+    """A source that can be opened. uris: for the engine. names: for messages, one for each URI. keep: must stay alive
+    until the URIs are open. kinds: the formats of other libraries' files, by name."""
 
     uris: list[str]
     names: list[str]
@@ -83,8 +83,8 @@ class Opened(NamedTuple):
 
 
 def resolve_plain(source: Any, is_header: bool = False) -> Opened:
-    """Works like `resolve`, for functions that only read a model: turns local files and folders of other libraries into
-    plain files in memory. is_header: only their headers will be read."""
+    """Resolves a source for functions that only read a model. Local files and folders of other libraries are converted
+    to plain files in memory. is_header: only headers will be read."""
     uris, keep = resolve(source)
     found: dict[str, list[InMemory]] = {}
     if keep is None:
@@ -97,9 +97,9 @@ def resolve_plain(source: Any, is_header: bool = False) -> Opened:
 
 
 def _open_file(file: Any) -> tuple[list[str], Any]:
-    # Reads the rest of the file from its current position. At the end, as for a file that was just written, reads it
-    # from the beginning. A file on disk is opened again through its descriptor, which works for unlinked files. Other
-    # readable objects are copied to anonymous memory first.
+    # Reads the file from its current position to its end. If it is at its end, for example after it was written, it is
+    # read from the beginning. A file on disk is opened again through its descriptor, which works for unlinked files.
+    # Other readable objects are copied to anonymous memory first.
     if isinstance(file, io.TextIOBase):
         raise ArgumentError("overwire: source: the file is not open in binary mode")
     with contextlib.suppress(AttributeError, OSError):
@@ -111,7 +111,7 @@ def _open_file(file: Any) -> tuple[list[str], Any]:
     number = number_of(file)
     if number is not None:
         if stat.S_ISCHR(os.fstat(number).st_mode):
-            raise ArgumentError("overwire: source: the file is a device without an end")
+            raise ArgumentError("overwire: source: the file is a character device, which has no end")
         with contextlib.suppress(OSError, ValueError):
             size = os.fstat(number).st_size
             if size and file.tell() in (0, size):

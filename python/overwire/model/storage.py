@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes: bool = False) -> FormatAccess:
-    """Returns a request's options for reaching its URIs; {} for local paths. options: see
-    `StorageOptions`. Options for encryption are refused unless `writes`.
+    """Returns the fields of an engine request that tell how to reach its URIs, or {} for local paths.
 
-    Values become text, and each header in `headers`, a mapping, becomes one entry. The engine knows the names for
-    each scheme. Raises ArgumentError for values of other types, and for options with local paths only.
+    options: see `StorageOptions`. Encryption options are refused unless `writes` is true. Values are converted to text,
+    and each header becomes one entry. The engine checks the option names for each scheme. Raises ArgumentError for a
+    value of another type, and for store options if all paths are local.
     """
     check_values(storage_options=options)
     is_any_remote = any(map(is_remote, uris))
@@ -45,7 +45,7 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
     if is_any_remote:
         access["storage"], access["env"] = _option_texts(settings), environment()
     elif settings:
-        raise ArgumentError("overwire: storage_options: only URIs take them, not local paths")
+        raise ArgumentError("overwire: storage_options: expected a URI: local paths have no such options")
     return access
 
 
@@ -53,7 +53,7 @@ def _option_texts(options: Mapping[str, object]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name, value in options.items():
         if not isinstance(name, str):
-            raise ArgumentError("overwire: storage_options: a name is not a str")
+            raise ArgumentError(f"overwire: storage_options: expected str names, got {type(name).__name__}")
         if name != "headers":
             texts[name] = _option_text(name, value)
         elif isinstance(value, Mapping):
@@ -74,7 +74,7 @@ def _warn_once() -> None:
 
 
 def _take_key(options: dict[str, object], prefix: str) -> dict[str, str]:
-    """Takes the key or password for .tensors files out of options and returns it for the engine, in hex digits."""
+    """Removes the key or password for .tensors files from the options, and returns it as hex digits for the engine."""
     key, password = options.pop(f"{prefix}_key", None), options.pop(f"{prefix}_password", None)
     if key is not None and password is not None:
         raise ArgumentError(f"overwire: storage_options: pass only one of {prefix}_key and {prefix}_password")

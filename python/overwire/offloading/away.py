@@ -1,8 +1,8 @@
-"""Marks parameters as offloaded: they stay the same objects, but reading their values is an error.
+"""Marks parameters as offloaded. They stay the same objects, but reading their values is an error.
 
-While a block does not run, its parameters have no memory. They get another class, which answers questions
-about metadata (shape, dtype, device) and raises an error that names the parameter for everything else.
-They get their own class back together with their memory, so code that runs meanwhile sees ordinary parameters.
+While a block does not run, its parameters have no memory and another class. This class returns metadata (shape, dtype,
+device) and raises an error that names the parameter for all other operations. Before a block runs, its parameters get
+their memory and their own class back, so its code sees ordinary parameters.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from ..errors import NotSupportedError
 
-_RECORD = "_overwire_away"  # in the parameter's __dict__ while it is offloaded: its Record
+_RECORD = "_overwire_away"  # the key of the Record in the __dict__ of an offloaded parameter
 
-# Attributes and methods that depend on the shape. The empty memory would answer them wrongly.
+# Attributes and methods that depend on the shape. They are read from the meta tensor, because the memory is empty.
 _BY_SHAPE = frozenset(
     "shape size numel nelement dim ndim ndimension stride is_contiguous __len__ nbytes itemsize element_size".split()
 )
-# Attributes and methods that the empty memory answers correctly.
+# Attributes and methods that are correct although the memory is empty.
 _PLAIN = frozenset(
     "dtype device layout requires_grad requires_grad_ grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse "
     "is_quantized is_mkldnn is_nested is_complex is_floating_point is_conj is_neg is_inference is_signed names "
@@ -29,8 +29,8 @@ _PLAIN = frozenset(
 
 
 class Record(NamedTuple):
-    """Describes an offloaded parameter: its name, a twin on the meta device with its shape and strides,
-    and the empty memory that it has meanwhile."""
+    """Describes an offloaded parameter: its name, a meta tensor with its shape and strides, and the empty memory that
+    it has while it is offloaded."""
 
     name: str
     twin: torch.Tensor
@@ -38,14 +38,14 @@ class Record(NamedTuple):
 
 
 def record_of(parameter: torch.Tensor, name: str, device: torch.device) -> Record:
-    """Returns a parameter's record, for a model that runs on `device`."""
+    """Returns the record of a parameter for a model that runs on `device`."""
     twin = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     return Record(name, twin, torch.empty(0, dtype=parameter.dtype, device=device))
 
 
 def send_away(parameter: torch.Tensor, record: Record) -> None:
-    """Takes a parameter's memory until `bring`. Does nothing if the parameter is offloaded already."""
-    # Ctrl-C may come between any two steps here and in `bring`. Each can be done again then.
+    """Removes a parameter's memory until `bring` is called. Does nothing if the parameter is already offloaded."""
+    # Ctrl-C may interrupt this and `bring` between any two steps. All steps can be repeated.
     if type(parameter) not in _KINDS:
         parameter.__dict__[_RECORD] = record
         parameter.data = record.empty
@@ -53,7 +53,7 @@ def send_away(parameter: torch.Tensor, record: Record) -> None:
 
 
 def bring(parameter: torch.Tensor, memory: torch.Tensor) -> None:
-    """Gives an offloaded parameter its class and memory."""
+    """Gives an offloaded parameter its own class and memory."""
     kind = _KINDS.get(type(parameter))
     if kind is not None:
         parameter.__class__ = kind
@@ -62,17 +62,17 @@ def bring(parameter: torch.Tensor, memory: torch.Tensor) -> None:
 
 
 def is_away(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is offloaded, or is being offloaded."""
+    """Returns whether a parameter is offloaded or is being offloaded."""
     return _RECORD in parameter.__dict__
 
 
-# The parameter's own class, by the class that it has while it is offloaded.
+# The own class of a parameter, by its class while it is offloaded.
 _KINDS: dict[type, type] = {}
 
 
 @cache
 def _away_class(kind: type) -> type:
-    # A subclass of the parameter's own class, so that isinstance gives the same answers.
+    # Returns the class for offloaded parameters. It is a subclass of their own class, so that isinstance still works.
     answer: Any = classmethod(_answer_metadata)
     fields = {"__module__": kind.__module__, "__torch_function__": answer, "__repr__": _describe_away}
     away = type(kind)(kind.__name__, (kind,), fields)
@@ -83,8 +83,8 @@ def _away_class(kind: type) -> type:
 def _answer_metadata(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    # torch calls this before it does anything with an offloaded parameter. For an attribute
-    # it passes the __get__ of the descriptor, and the descriptor has the name.
+    # torch calls this for every operation on an offloaded parameter. For an attribute it passes the __get__ of the
+    # attribute's descriptor.
     name = getattr(func, "__name__", "")
     name = func.__self__.__name__ if name == "__get__" or name == "__set__" else name
     records = [one.__dict__[_RECORD] for one in args if isinstance(one, torch.Tensor) and is_away(one)]
@@ -95,7 +95,7 @@ def _answer_metadata(
             return func(records[0].twin, *args[1:], **(kwargs or {}))
     which = repr(records[0].name) if records else "a parameter"
     raise NotSupportedError(
-        f"overwire: offload: {name}: the weights of {which} are offloaded, and are on the device only while "
+        f"overwire: offload: {name}: the weights of {which} are offloaded and are on the device only while "
         "their block runs: call Offloaded.close() to restore them",
         tensor=records[0].name if records else "",
     )

@@ -12,10 +12,10 @@ from ..frameworks.memory import check_memory
 from ..frameworks.torch import SAVED
 from ..verbs.sleeping import _fills_extent
 
-# A module that has more of the model's bytes than this is divided if it has lists of modules.
-# The engine plans from names only, and has the same two numbers.
+# A module with more than this share of the model's bytes is divided if it contains lists of modules. The engine, which
+# plans from names only, uses the same two numbers.
 _LARGEST_SHARE = 1 / 16
-# It is divided only if its lists have this share of its bytes. Weights outside of lists stay on the device.
+# A module is divided only if its lists have this share of its bytes. Weights outside of lists stay on the device.
 _LISTED_SHARE = 0.8
 
 
@@ -24,11 +24,11 @@ class Weight(NamedTuple):
 
     name: str
     parameter: torch.nn.Parameter
-    device: torch.device  # where it was
+    device: torch.device  # the device on which the parameter was
 
 
 class Block(NamedTuple):
-    """A module whose weights are on the device only while it runs."""
+    """A module with weights that are on the device only while it runs."""
 
     name: str
     module: torch.nn.Module
@@ -36,17 +36,18 @@ class Block(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of its weights."""
+        """The bytes of the weights."""
         return sum(weight.parameter.nbytes for weight in self.weights)
 
 
 def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: str = "") -> list[Block]:
-    """Returns the blocks of a model in the order of its modules. The caller may name them: modules, names
-    of modules, or a ModuleList. By default they are the children of the model's lists of modules, and a child
-    with more than a sixteenth of the model is divided further.
+    """Returns the blocks of a model in the order of its modules.
 
-    Raises ArgumentError for modules outside of the model, blocks that contain one another, freed memory, and
-    a model without lists; NotSupportedError for a compiled model and for parameters made of other tensors.
+    blocks: modules, names of modules, or a ModuleList. By default the blocks are the children of the model's lists of
+    modules, and a child with more than a sixteenth of the model is divided further.
+
+    Raises ArgumentError for modules outside of the model, nested blocks, freed memory, and a model without lists.
+    Raises NotSupportedError for a compiled model, and for parameters that consist of other tensors.
     """
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise NotSupportedError(
@@ -58,9 +59,9 @@ def find_blocks(model: torch.nn.Module, blocks: Iterable[Any] | None, prefix: st
     if not modules:
         kind = type(model).__name__
         raise ArgumentError(
-            f"overwire: offload: {kind} has no ModuleList with parameters: name its blocks, blocks=[...]"
+            f"overwire: offload: {kind} has no ModuleList with parameters: pass its blocks as blocks=[...]"
         )
-    modules = list(ones := dict.fromkeys(modules))  # a block may run in several places
+    modules = list(ones := dict.fromkeys(modules))  # a module may be in several lists
     for module in modules:
         for inner in module.modules():
             if inner is not module and inner in ones:
@@ -78,7 +79,7 @@ def weights_of(module: torch.nn.Module, prefix: str, owners: dict[int, int]) -> 
         if hasattr(parameter, "__tensor_flatten__"):
             kind = type(parameter).__name__
             raise NotSupportedError(
-                f"overwire: offload: {prefix}.{name} is a {kind}, which is made of other tensors", tensor=name
+                f"overwire: offload: {prefix}.{name} is a {kind}, which consists of other tensors", tensor=name
             )
         if owners.get(id(parameter)) == 1 and can_store(parameter):
             yield Weight(f"{prefix}.{name}", parameter, parameter.device)
@@ -100,7 +101,7 @@ def _find_modules(
         if not isinstance(module, torch.nn.Module) or module not in names or module is model:
             what = block if isinstance(block, str) else type(block).__name__
             raise ArgumentError(f"overwire: offload: blocks: {what!r} is not part of the model")
-        modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # a list is never called itself
+        modules += module if isinstance(module, torch.nn.ModuleList) else [module]  # the list itself is never called
     return modules
 
 
@@ -127,8 +128,8 @@ def _bytes_of(module: torch.nn.Module) -> int:
 
 
 def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> dict[int, int]:
-    # By id: the number of places that use a parameter or part of its memory. A place is a block, or everything
-    # outside of blocks. Weights that two places use (tied weights) cannot be offloaded with one of them.
+    # Returns the number of blocks that use each parameter or part of its memory, by the parameter's id. Everything
+    # outside of the blocks counts as another block. Weights that two blocks use (tied weights) cannot be offloaded.
     inside: dict[torch.nn.Module, set[int]] = {}
     for at, block in enumerate(blocks):
         for module in block.modules():
@@ -146,7 +147,7 @@ def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> 
         if t.numel() and t.device.type != "meta"
     )
     counts = {key: len(where) for key, where in places.items()}
-    reach: tuple[str, int, int] = ("", 0, 0)  # device, end, and id of the tensor that reaches furthest so far
+    reach: tuple[str, int, int] = ("", 0, 0)  # device, end, and id of the tensor with the highest end so far
     for device, low, high, key in spans:
         if reach[0] == device and low < reach[1]:
             counts[key] += 1
@@ -157,7 +158,7 @@ def _count_places(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> 
 
 
 def _check_memory(model: torch.nn.Module) -> None:
-    # Raises ArgumentError for memory that was freed (a sleeping model's) or never allocated.
+    # Raises ArgumentError for memory that was freed, for example by `sleep`, or was never allocated.
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
             check_memory(tensor, f"overwire: offload: {name!r}", name)
@@ -169,6 +170,6 @@ def _extent_of(tensor: torch.Tensor) -> int:
 
 
 def can_store(tensor: torch.Tensor) -> bool:
-    """Whether a tensor can be offloaded: it is dense, not empty, and files have its dtype."""
+    """Returns whether a tensor can be offloaded. It must be dense and not empty, with a dtype that files support."""
     plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return plain and tensor.numel() > 0 and tensor.dtype in SAVED and _fills_extent(tensor)

@@ -1,8 +1,8 @@
-"""Streams blocks of modules that another library offloads itself.
+"""Streams blocks of modules that another library offloads.
 
-While a block runs, its modules have parameters in a slot. At all other times they have what the library put
-there, for example parameters on the meta device. Everything that the library supports still works: a run with
-gradients, or a read between runs, gets copies of the values from `Hosted.read`.
+While a block runs, its modules have parameters in a slot. At all other times they have the parameters that the library
+has set, for example on the meta device. Everything that the library supports still works. A run with gradients, or a
+read between runs, gets copies of the values from `Hosted.read`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .stored import decode_tensor, encode_block
 
 
 class HostedWeight(NamedTuple):
-    """A parameter, the module that has it, and its values, for which `can_store` is true."""
+    """A parameter to stream. owner: its module. key: its name in the module. values: its values; `can_store` must be
+    true for them."""
 
     name: str
     owner: torch.nn.Module
@@ -30,8 +31,8 @@ class HostedWeight(NamedTuple):
 
 
 class Hosted(Offloaded):
-    """Blocks of a model that run on `device`. Call `add` for each block, then `run`. It lives as long as the
-    modules."""
+    """Blocks of a model that run on `device`. Call `add` for each block, then `run`. The modules refer to this
+    object."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, False)
@@ -40,9 +41,9 @@ class Hosted(Offloaded):
         self._places: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, module: torch.nn.Module, weights: Iterable[HostedWeight]) -> None:
-        """Compresses the weights of a block (at least one) into host memory. `read` returns them from then on.
+        """Compresses the weights of a block (at least one) into host memory. `read` returns them after this call.
 
-        Raises OutOfMemoryError and DeviceError, and changes nothing then.
+        Raises OutOfMemoryError and DeviceError. Nothing has changed then.
         """
         weights, at = list(weights), len(self._away)
         with torch.inference_mode(False), torch.no_grad():
@@ -57,7 +58,7 @@ class Hosted(Offloaded):
         self.stored += block.memory.nbytes
 
     def run(self, slots: int = 2) -> None:
-        """Starts to load the blocks' weights when they are called. Raises OutOfMemoryError."""
+        """Starts streaming: a block's weights are loaded when it is called. Raises OutOfMemoryError."""
         with torch.inference_mode(False):
             self._run_by(slots)
 
@@ -73,12 +74,12 @@ class Hosted(Offloaded):
         return decode_tensor(one.stored, number)
 
     def runs(self, owner: torch.nn.Module) -> bool:
-        """Whether this thread is running the block of a module, so that its parameters are there."""
+        """Returns whether this thread is running the block of a module, so that the module has its parameters."""
         at, ring = self._owners.get(owner), self._ring
         return at is not None and ring is not None and ring.runs(at)
 
     def drop(self, owner: torch.nn.Module) -> None:
-        """Stops streaming a module's block. Its weights can still be read."""
+        """Stops streaming the block of a module. `read` still returns its weights."""
         at = self._owners.get(owner)
         for hook in self._hooks[2 * at : 2 * at + 2] if at is not None else ():
             hook.remove()
@@ -87,7 +88,7 @@ class Hosted(Offloaded):
         one = self._away[at]
         if one.binding is not None:
             for (owner, key, _), parameter in zip(self._parameters[at], one.binding.parameters, strict=True):
-                if _is_placeholder(owner._parameters.get(key)):  # the library has taken the parameter away
+                if _is_placeholder(owner._parameters.get(key)):  # the library has removed the parameter
                     owner._parameters[key] = parameter  # type: ignore[assignment]
             return
         for (owner, key, left), view in zip(self._parameters[at], slot.views[at], strict=True):
@@ -124,6 +125,6 @@ def _is_placeholder(parameter: torch.Tensor | None) -> bool:
 
 
 def listed_blocks(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Returns the blocks that `offload` would choose, by name; none if the model has no lists of modules."""
+    """Returns the names and modules of the blocks that `offload` would choose."""
     names = {module: name for name, module in model.named_modules()}
     return [(names[module], module) for module in dict.fromkeys(cut_model(model))]

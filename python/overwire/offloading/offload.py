@@ -31,30 +31,30 @@ if TYPE_CHECKING:
 
 
 class _Away:
-    # A streamed block: its stored weights, and the records of its parameters while they are offloaded.
+    # A streamed block: its stored weights, and the records for its parameters while they are offloaded.
 
     def __init__(self, block: Block, stored: StoredBlock, records: list[Record]) -> None:
         self.block, self.stored, self.records = block, stored, records
-        self.binding: Binding | None = None  # while its weights are on the device
-        self.was_held = False  # something else used its memory and may have changed it since the last comparison
-        self.is_changed = False  # permanently: its weights differ from the stored ones
+        self.binding: Binding | None = None  # set while the weights are on the device
+        self.was_held = False  # whether something else has used the memory since the last comparison
+        self.is_changed = False  # whether the weights differ from the stored ones, permanently
         self.runs = 0
 
 
 class Offloaded:
-    """A model whose weights are streamed: see `offload`. A context manager that ends with
-    `close`. Threads may run the model at the same time."""
+    """A model with streamed weights; see `offload`. It is a context manager that calls `close`. Several threads may run
+    the model at the same time."""
 
     __module__ = "overwire"
 
     def __init__(self, device: torch.device, inference: bool) -> None:
-        # inference: the tensors were made in inference mode, and stay inference tensors.
+        # inference: whether the tensors were created in inference mode. They stay inference tensors.
         #: Bytes of the streamed weights, and bytes of host memory that they take compressed.
         self.nbytes: int = 0
         self.stored: int = 0
-        #: Bytes of device memory that compressed weights take, with where="device" or "auto".
+        #: Bytes of device memory that the compressed weights take, with where="device" or "auto".
         self.stored_on_device: int = 0
-        #: Bytes of device memory that the ring takes at first, in addition to the weights that stay there.
+        #: Bytes of device memory that the ring takes initially, in addition to the weights that stay on the device.
         self.ring: int = 0
         #: Bytes of the blocks that stay on the device.
         self.kept: int = 0
@@ -69,19 +69,18 @@ class Offloaded:
         self._closed = False
 
     def close(self) -> None:
-        """Puts the weights back where they were, bit for bit, and frees the offload's host and device
-        memory. A second call does nothing. In a forked child it does nothing either, and streamed blocks
-        raise ForkedError there.
+        """Restores the weights on their original devices, bit for bit, and frees the offload's host and device memory.
+        A second call does nothing. A call in a forked child also does nothing; streamed blocks raise ForkedError there.
 
-        Raises NotSupportedError while a block runs, OutOfMemoryError if there is no memory for the weights,
-        CorruptError if stored bytes have changed. Weights that are not back yet stay offloaded, and `close`
+        Raises NotSupportedError while a block runs, OutOfMemoryError if there is no memory for the weights, and
+        CorruptError if stored bytes have changed. Weights that are not restored yet stay offloaded, and `close`
         can be called again.
         """
         import torch
 
         if forked():
             return
-        if (ring := self._ring) is not None:  # it lives until all weights are back
+        if (ring := self._ring) is not None:  # this reference keeps the ring alive until all weights are restored
             ring.close()
         self._ring = None
         with torch.inference_mode(self._inference), torch.no_grad():
@@ -100,7 +99,7 @@ class Offloaded:
 
         while self._away:
             one = self._away[-1]
-            if one.binding is not None:  # keep their current memory: what uses it goes on to share it
+            if one.binding is not None:  # the weights keep their memory if something else uses it
                 is_held = one.binding.compare_states()[0]
                 for parameter, device in ((weight.parameter, weight.device) for weight in one.block.weights):
                     if parameter.device != device or one.binding.has_memory_of(parameter) and not is_held:
@@ -138,7 +137,7 @@ class Offloaded:
         where: Tier = "host",
         room: int = 0,
     ) -> None:
-        # Starts to stream the blocks that are not kept, and moves all other tensors to the device.
+        # Starts to stream blocks, except for `keep` bytes of them, and moves all other tensors to the device.
         from .tiers import Tiers
 
         staying = set(_verbs.kept_blocks(keep, array("q", (block.nbytes for block in blocks)).tobytes()))
@@ -173,7 +172,7 @@ class Offloaded:
                 self.stored += stored.memory.nbytes
             if limit and self.stored > limit:
                 raise OutOfMemoryError(
-                    f"overwire: offload: max_memory is {limit} bytes of host memory, and the weights take more",
+                    f"overwire: offload: the stored weights take more than max_memory, {limit} bytes of host memory",
                     asked=self.stored,
                 )
             self.nbytes += block.nbytes
@@ -221,9 +220,9 @@ class Offloaded:
             return
         one = self._away[at]
         block = one.block
-        if module is not block.module:  # a copy of it, which has our hooks but not our weights
+        if module is not block.module:  # a copy of the module has the hooks, but its weights are not streamed
             return
-        if forked():  # the slots belong to runs of the parent's threads, which never end here
+        if forked():  # runs of the parent's threads hold slots, and never end in this process
             raise errors.forked()
         if torch.is_grad_enabled() and _needs_grad(module, args, kwargs):
             self._meet_gradients(block.name)
@@ -251,8 +250,8 @@ class Offloaded:
             self._meet_gradients(self._away[at].block.name, ran=True)
 
     def _vacate_block(self, at: int) -> bool:
-        # Takes the weights of a block that is not running out of the slot, unless something else uses their
-        # memory or they have changed. Then they stay on the device, as a resident model's would.
+        # Offloads the weights of a block that is not running, and returns True. If something else uses their memory, or
+        # they have changed, they stay on the device, and it returns False.
         one, ring = self._away[at], self._ring
         if one.binding is None or ring is None:
             self._send_away(at)
@@ -267,7 +266,7 @@ class Offloaded:
         if is_changed and not one.is_changed:
             one.is_changed = True
             log.warning(
-                "overwire: offload: the weights of %s change when it runs: they stay on the device", one.block.name
+                "overwire: offload: %s changes its weights when it runs, so they stay on the device", one.block.name
             )
         if not one.is_changed:
             one.was_held = False
@@ -275,13 +274,14 @@ class Offloaded:
         return not one.is_changed
 
     def _compare_states(self, at: int) -> tuple[bool, bool]:
-        # Whether something else uses the weights of a loaded block, and whether they were changed.
+        # Returns whether something else uses the weights of a loaded block, and whether the weights were changed.
         binding = self._away[at].binding
         assert binding is not None
         return binding.compare_states()
 
     def _meet_gradients(self, name: str, ran: bool = False) -> None:
-        # Called for a forward whose backward would need the weights again, before the block runs or after.
+        # Raises an error for a forward with gradients, because its backward would need the weights again. It is called
+        # before or after the block runs.
         raise NotSupportedError(
             f"overwire: offload: {name}: a forward with gradients needs weights again after they are offloaded: "
             "use torch.inference_mode() or torch.no_grad()"
@@ -301,7 +301,7 @@ class Offloaded:
         from .away import send_away
 
         one = self._away[at]
-        one.binding = None  # first: after Ctrl-C between any two, they are sent away again
+        one.binding = None  # set first, so that all weights are offloaded again after Ctrl-C between two of them
         for weight, record in zip(one.block.weights, one.records, strict=True):
             send_away(weight.parameter, record)
 
@@ -324,19 +324,19 @@ class Offloaded:
 
 
 class _Hook:
-    # A hook of one model's block: it is neither copied nor pickled with the model.
+    # A hook of a block. It is neither copied nor pickled with the model.
 
     def __init__(self, call: Callable[..., None]) -> None:
         import torch
 
-        # In a compiled block hooks are compiled also; this one runs as plain Python.
+        # Hooks of a compiled block would be compiled as well, but this one must run as plain Python.
         self._call: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)
 
     def __deepcopy__(self, memo: object) -> _Hook:
-        return self  # it does nothing for a copy of its module
+        return self  # the hook does nothing for a copy of its module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _not_copied()
@@ -354,48 +354,50 @@ def offload(
     max_memory: int | str | None = None,
     slots: int = 2,
 ) -> Offloaded:
-    """Runs a model on a device that its weights do not fit on: they stay compressed in pinned host memory, or in
-    device memory, and the weights of each block are loaded while the block before it runs.
+    """Runs a model on a device that is too small for its weights. They stay compressed in pinned host memory or in
+    device memory, and the weights of each block are loaded while the previous block runs.
 
         with ow.offload(model, "cuda", keep="8GB"), torch.inference_mode():
             model.generate(...)
 
     model: a `torch.nn.Module`, or a diffusers pipeline for all its models. Everything outside of blocks is
         moved to the device, including buffers.
-    device: "cuda", "cuda:1"; or "cpu", where weights take two thirds of the memory.
-    keep: bytes of device memory ("8GB", int) for blocks that stay there, spread evenly; None keeps none.
-    where: where the compressed weights are: "host"; "device", for a model that almost fits; or "auto", as many
-        blocks on the device as `room` allows, spread evenly, and the others on the host.
-    room: the most device memory that compressed weights may take ("40GB", int). For "auto" by default what is
-        free, minus `slots` + 2 times the largest block, minus a fifth of the GPU (on the CPU 0); for "device" all.
-    source: a file or folder, as for `load_file`, with the model's names: the weights are read from it and
-        not from the model, which may be on the meta device.
-    blocks: modules, or their names, that are loaded as one block each. By default they are the children of
-        the model's ModuleLists; one with more than a sixteenth of the model is divided further.
+    device: "cuda", "cuda:1", or "cpu". On the CPU, weights take two thirds of their memory.
+    keep: bytes of device memory ("8GB", int) for blocks that stay on the device, spread evenly over the model; None
+        streams all blocks.
+    where: the memory for compressed weights: "host"; "device", for a model that almost fits; or "auto", which puts as
+        many blocks on the device as `room` allows, spread evenly over the model, and the others on the host.
+    room: the most device memory that compressed weights may take ("40GB", int). The default for "auto" is the free
+        memory, minus `slots` + 2 times the largest block, minus a fifth of the GPU; on the CPU it is 0.
+    source: a file or folder, as for `load_file`, with the model's names. The weights are read from there instead of
+        from the model, which may be on the meta device.
+    blocks: modules, or their names, each of which is loaded as one block. By default the blocks are the children of
+        the model's ModuleLists, and a child with more than a sixteenth of the model is divided further.
     max_memory: the most host memory that the stored weights may take ("12GB", int).
-    slots: the number of blocks with device memory at a time; at least 2 to hide copies and decoding. The ring
-        takes `slots` times the largest block, and twice the largest stored bytes of a block on the host.
+    slots: the number of blocks that are on the device at a time. At least 2 are needed to overlap copies and
+        decoding with computation. The ring takes `slots` times the largest block, and twice the stored bytes of the
+        largest block on the host.
 
-    Inference only. Outputs are bit for bit those of the resident model. Parameters keep their objects, names,
-    dtypes, shapes and ties; values from a source are cast to the parameters' dtypes. While a block does not
+    Only inference is supported. Outputs equal those of the resident model, bit for bit. Parameters keep their objects,
+    names, dtypes, shapes and ties. Values from a source are cast to the parameters' dtypes. While a block does not
     run, reading or writing its parameters raises NotSupportedError, which names the parameter.
 
-    Some weights stay on the device: weights that several modules share, weights with dtypes that files lack,
-    and views of other memory. If something still uses a block's weights after a run (a view that it returned or
-    kept, numpy, DLPack, tensors saved by autograd), the block stays on the device until nothing does. A
-    block that changes its weights in `forward` stays there permanently, and a warning is logged; it never gets
-    the weights of an earlier run. Changes that torch counts are noticed after each run. Others (through
-    `.data`, numpy, kernels) are noticed after each run on the CPU, and on a GPU after a block's 1st, 2nd, 4th,
-    8th ... run.
+    Some weights stay on the device: weights that several modules share, weights with dtypes that files do not support,
+    and views of other memory. If something still uses a block's weights after a run (a view that the block has returned
+    or kept, numpy, DLPack, tensors saved by autograd), the block stays on the device as long as they are used. A
+    block that changes its weights in `forward` stays on the device permanently, and a warning is logged. It never runs
+    with older weights. Changes that torch counts are noticed after each run. Other changes (through `.data`, numpy,
+    kernels) are noticed after each run on the CPU, and on a GPU after a block's 1st, 2nd, 4th, 8th ... run.
 
-    Returns an `Offloaded`. Keep it: the model stays offloaded until its `close`. After an error the model is
-    as it was, except that with a source a model that had weights may have some of both.
-    Raises ArgumentError, also for freed memory and a model that is offloaded already; NotSupportedError for
-    parameters made of other tensors and a model that is compiled as a whole; ModelMismatchError for a source
-    that lacks weights; OutOfMemoryError for max_memory, room, host and device; and the errors of `load_file`. A
-    forward with gradients, or during the capture of a CUDA graph, raises NotSupportedError.
+    Returns an `Offloaded`. Keep a reference to it. The model stays offloaded until its `close` is called. After an
+    error the model is unchanged, but with a source, a model that had weights may have a mix of both.
+    Raises ArgumentError, also for freed memory and for a model that is already offloaded. Raises NotSupportedError
+    for parameters that consist of other tensors, and for a model that is compiled as a whole. Raises
+    ModelMismatchError for a source that lacks weights, OutOfMemoryError for max_memory, room, host and device, and
+    the errors of `load_file`. A forward with gradients, or during the capture of a CUDA graph, raises
+    NotSupportedError.
     """
-    frame = frame_for("torch")  # its error tells how to install torch
+    frame = frame_for("torch")  # raises an error that tells how to install torch
     import torch
 
     from ..frameworks.torch import _errors_of
@@ -407,17 +409,17 @@ def offload(
         raise ArgumentError(f"overwire: offload: slots {slots!r}: expected 1 or more")
     models = _models_of(model)
     if any(is_away(parameter) for part in models.values() for parameter in part.parameters()):
-        raise ArgumentError("overwire: offload: the model is offloaded already: call close() of that offload first")
+        raise ArgumentError("overwire: offload: the model is already offloaded: call Offloaded.close() first")
     if len(models) != 1 and (source is not None or blocks is not None):
         raise ArgumentError("overwire: offload: source= and blocks= need a single model, but got a pipeline")
     inference = any(t.is_inference() for part in models.values() for t in [*part.parameters(), *part.buffers()])
     if inference and not torch.is_inference_mode_enabled():
         raise NotSupportedError(
-            "overwire: offload: a model that was made in inference mode can only be offloaded in inference mode"
+            "overwire: offload: the model was created in inference mode: call offload inside torch.inference_mode()"
         )
     name = check_device(device, frame)
     with _errors_of(name):
-        torch.empty(0, device=name)  # fails before anything changes if the device does not exist
+        torch.empty(0, device=name)  # raises before anything changes if the device does not exist
     handle = Offloaded(torch.device(name), inference)
     weights: Source | None = None
     if source is not None:
@@ -447,10 +449,10 @@ def stream_blocks(
     moved: Iterable[torch.Tensor],
     keep: int = 0,
 ) -> Offloaded:
-    """Streams blocks that another program has chosen. Apart from the blocks, only `moved` goes to the device.
-    Blocks up to `keep` bytes stay there.
+    """Streams blocks that the caller has chosen. In addition to the blocks, only the tensors in `moved` are moved to
+    the device. keep: the bytes of blocks that stay on the device.
 
-    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError, and leaves the model as it was then.
+    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError. The model is unchanged then.
     """
     import torch
 
@@ -500,13 +502,13 @@ def _blocks_of(model: torch.nn.Module, blocks: Iterable[Any] | None, name: str, 
     try:
         return find_blocks(model, blocks, f"{name}." if name else "")
     except ArgumentError:
-        if optional:  # a pipeline's model without lists of modules stays on the device
+        if optional:  # a model of a pipeline stays on the device if it has no lists of modules
             return []
         raise
 
 
 def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[Any, ...], torch.Tensor]) -> torch.Tensor:
-    # Tensors that share memory share it on the device also.
+    # Returns a copy on the device. Tensors that share memory get the same copy.
     key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), device)
     if key not in copies:
         copies[key] = _copy_to(tensor, device)
@@ -546,7 +548,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _frame_of_run(frame: FrameType) -> FrameType:
-    # The frame of the module's call, which lasts until the block has run.
+    # Returns the frame of the module's call, which ends when the block has run.
     one: FrameType | None = frame
     for _ in range(8):
         if one is None or one.f_code.co_name in ("_call_impl", "_wrapped_call_impl"):

@@ -1,16 +1,16 @@
-"""The ring: a few slots of device memory, which a model's blocks take one after another.
+"""Implements the ring: a few slots of device memory that the blocks of a model use in turn.
 
-A block's stored bytes are copied into one of two staging buffers on one stream, and decoded from there into a slot
-on another. Stored bytes that are on the device are decoded where they are. The computing stream waits for the slot
-by an event, on the device. A slot is filled again only after everything that reads it. The host waits for neither.
-While a block runs, the blocks that followed it last time are loaded. On the CPU there is nothing to overlap: a block
+One stream copies a block's stored bytes into one of two staging buffers, and another stream decodes them from there
+into a slot. Stored bytes that are on the device are decoded from where they are. The computing stream waits for the
+slot by an event, on the device. A slot is filled again only after all its readers are done. The host waits for none of
+this. While a block runs, the blocks that followed it the last time are loaded. On the CPU nothing overlaps, and a block
 is decoded when it is needed.
 
-If something still uses a slot's memory after a run, the slot is never written again. It leaves the ring with
-its block, and the ring gets a new slot. It is freed once nothing uses it.
+If something still uses a slot's memory after a run, the slot is never written again. It leaves the ring together with
+its block, and is freed when nothing uses it. The ring gets a new slot instead.
 
-Threads may share a ring. Each holds the slots of the blocks that it is running. A thread that finds all slots
-held waits until one is released.
+Several threads may share a ring. Each holds the slots of the blocks that it is running. If all slots are held, a thread
+waits for one to be released.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .stored import CHUNK, StoredBlock, StoredMemory, decode_on_host
 
 
 class Hold(NamedTuple):
-    """One run of a block: its thread, a frame that stays on that thread's stack while the block runs, and the
-    stream that it computes on."""
+    """One run of a block. thread: its thread. frame: a frame that is on the thread's stack while the block runs.
+    stream: the stream on which the block computes."""
 
     thread: int
     frame: FrameType
@@ -44,18 +44,20 @@ class Slot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.views: dict[int, list[torch.Tensor]] = {}  # by block: its weights, as views of this memory
+        self.views: dict[int, list[torch.Tensor]] = {}  # the weights of each block, as views of this memory
         self.block: int | None = None
-        self.ready: Any = None  # an event: the bytes are there
-        self.readers: list[Any] = []  # events: the slot's readers are done
-        self.streams: set[Any] = set()  # the readers' streams
+        self.ready: Any = None  # an event after which the bytes are valid
+        self.readers: list[Any] = []  # events after which the readers are done
+        self.streams: set[Any] = set()  # the streams of the readers
         self.holds: list[Hold] = []
 
 
 class Ring:
-    """Slots for blocks: `acquire` fills them and `release` gives them back. When the last run of a block ends,
-    the ring calls `vacate` with its number. `vacate` takes the weights out of the slot, or returns False if they
-    have to stay there."""
+    """Slots for blocks. `acquire` fills a slot and holds it, and `release` releases it.
+
+    vacate: called with the number of a block after its last run. It must remove the weights from the slot, or return
+    False if they have to stay there.
+    """
 
     def __init__(
         self,
@@ -67,15 +69,15 @@ class Ring:
         self._blocks = blocks
         self._device = device
         self._vacate = vacate or (lambda at: True)
-        self._inference = torch.is_inference_mode_enabled()  # the ring's tensors are made in this mode
-        #: Held during every change of the ring. Callers may hold it around several changes.
+        self._inference = torch.is_inference_mode_enabled()  # whether to create tensors in inference mode
+        #: The lock for all changes of the ring. Callers may hold it around several changes.
         self.lock = threading.Condition(new_lock())
         self._following = {at: (at + 1) % len(blocks) for at in range(len(blocks))}
-        self._previous: dict[int, int] = {}  # by thread: the block that it ran last
-        self._waiting: dict[int, int] = {}  # by thread: the block that it waits for
+        self._previous: dict[int, int] = {}  # the block that each thread ran last
+        self._waiting: dict[int, int] = {}  # the block that each waiting thread needs
         self._count = count = min(count, len(blocks))
         self._slot_bytes = slot_bytes = max((block.nbytes for block in blocks), default=0)
-        self._left: dict[int, Slot] = {}  # by block: slots that have left the ring
+        self._left: dict[int, Slot] = {}  # slots that have left the ring, by block
         staging_bytes = max((block.memory.nbytes for block in blocks if not block.memory.is_on_device), default=0)
         self._carrier = _carrier_for(device, staging_bytes)
         #: Bytes of device memory that the ring takes.
@@ -84,11 +86,11 @@ class Ring:
         self._carrier.follow_current()
 
     def acquire(self, at: int, frame: FrameType) -> Slot:
-        """Returns a slot that has block `at` and its views, for work that the current stream is given
-        from now until `release`. frame: see `Hold`. Starts to load the blocks that followed it last time.
+        """Returns a slot with block `at` and its views, for work that is queued on the current stream before `release`.
+        Starts to load the blocks that followed this block the last time. frame: see `Hold`.
 
-        Raises CorruptError if stored bytes have changed, NotSupportedError if all slots are held by threads
-        that wait for another one: this thread, or several.
+        Raises CorruptError if stored bytes have changed, and NotSupportedError if all slots are held by threads that
+        wait for another slot.
         """
         thread = threading.get_ident()
         with self.lock:
@@ -100,9 +102,10 @@ class Ring:
                 try:
                     if self._is_stuck():
                         raise NotSupportedError(
-                            f"overwire: offload: {len(self._slots)} blocks run within one another: give more slots="
+                            f"overwire: offload: more than {len(self._slots)} blocks run inside each other: "
+                            "pass a larger slots="
                         )
-                    self.lock.wait(1.0)  # a thread that holds a slot may end without notice
+                    self.lock.wait(1.0)  # a timeout, because a thread that holds a slot may end without a release
                 finally:
                     self._waiting.pop(thread, None)
             before = self._previous.get(thread)
@@ -115,12 +118,12 @@ class Ring:
             if at not in slot.views:
                 with torch.inference_mode(self._inference), torch.no_grad():
                     slot.views[at] = [place.view(slot.memory) for place in self._blocks[at].places]
-            slot.holds.append(Hold(thread, frame, self._carrier.stream()))  # last: nothing runs if anything above fails
+            slot.holds.append(Hold(thread, frame, self._carrier.stream()))  # last, because a step above may fail
         return slot
 
     def release(self, at: int) -> bool:
-        """Ends this thread's run of block `at`. Its slot may be filled again after the current stream's work.
-        Returns whether the slot is free: no other run holds it, and the weights are out of it."""
+        """Ends this thread's run of block `at`. The slot can be filled again after the queued work of the current
+        stream. Returns whether the slot is free: no other run holds it, and the weights were removed from it."""
         thread = threading.get_ident()
         with self.lock:
             slot = self._slot_of(at)
@@ -133,24 +136,23 @@ class Ring:
             return not slot.holds and self._empty_slot(slot)
 
     def runs(self, at: int) -> bool:
-        """Whether this thread is running block `at`."""
+        """Returns whether this thread is running block `at`."""
         slot, thread = self._slot_of(at), threading.get_ident()
         return slot is not None and any(hold.thread == thread for hold in slot.holds)
 
     def compares_bytes(self, runs: int) -> bool:
-        """Whether to compare a block's bytes with the stored ones after this many runs. On the host: always.
-        On a GPU the host has to wait for it: after the 1st, 2nd, 4th, 8th ... run."""
+        """Returns whether to compare a block's bytes with the stored ones after this many runs: on the CPU after every
+        run, and on a GPU, where the host has to wait, after the 1st, 2nd, 4th, 8th ... run."""
         return not self._carrier.ahead or runs & (runs - 1) == 0
 
     def is_as_stored(self, at: int) -> bool:
-        """Whether the slot of block `at` has exactly the stored bytes. Waits for the current stream."""
+        """Returns whether the slot of block `at` contains exactly the stored bytes. Waits for the current stream."""
         slot = self._slot_of(at)
         assert slot is not None
         return self._blocks[at].is_in(slot.memory)
 
     def close(self) -> None:
-        """Waits for running copies. The slots are freed together with the ring. Raises NotSupportedError
-        while a block runs."""
+        """Waits for running copies. The ring frees the slots. Raises NotSupportedError if a block is running."""
         with self.lock:
             self._drop_stale_holds()
             if any(slot.holds for slot in self._slots):
@@ -168,7 +170,8 @@ class Ring:
         return slot
 
     def _empty_slot(self, slot: Slot) -> bool:
-        # Takes a block that is not running out of its slot. If it has to stay, takes the slot out of the ring.
+        # Removes a block that is not running from its slot, and returns whether it did. If the block has to stay,
+        # removes the slot from the ring.
         at = slot.block
         if at is None:
             return True
@@ -189,12 +192,12 @@ class Ring:
                 self._empty_slot(slot)
 
     def _fetch_block(self, at: int, spare: Sequence[int] = ()) -> Slot | None:
-        # Fills a slot that is not held and has none of the blocks in `spare`.
+        # Loads a block into a free slot without a block in `spare`. Returns the slot, or None if there is none.
         self._free_left()
         slot = self._free_slot(spare)
         if slot is None:
             return None
-        slot.block = None  # if anything below fails, the slot is empty
+        slot.block = None  # the slot counts as empty if the next step fails
         self._carrier.fetch(self._blocks[at], slot)
         slot.block = at
         self._slots.append(self._slots.pop(self._slots.index(slot)))  # the slot filled last is replaced last
@@ -219,12 +222,12 @@ class Ring:
                 return
 
     def _is_stuck(self) -> bool:
-        # True if every slot is held by a thread that waits for a block without a slot.
+        # Returns whether every slot is held by a thread that waits for another slot.
         waiting = {thread for thread, at in self._waiting.items() if self._slot_of(at) is None}
         return all(any(hold.thread in waiting for hold in one.holds) for one in self._slots)
 
     def _drop_stale_holds(self) -> bool:
-        # A run that ended by Ctrl-C has called no hook, but its frame has ended.
+        # Releases the slots of runs that Ctrl-C has ended before they called the hook. Their frames have ended.
         any_stale = False
         for slot in [*self._slots, *self._left.values()]:
             stale = [hold for hold in slot.holds if _has_ended(hold.frame)]
@@ -238,10 +241,10 @@ class Ring:
 
 
 def _has_ended(frame: FrameType) -> bool:
-    # Asks the frame itself, because walking the stack of a running thread can crash the process.
+    # Tries to clear the frame, because walking the stack of a running thread can crash the process.
     try:
         frame.clear()
-    except RuntimeError:  # it is running
+    except RuntimeError:  # the frame is running
         return False
     return True
 
@@ -251,7 +254,7 @@ def _carrier_for(device: torch.device, staging_bytes: int) -> _HostCarrier | _GP
 
 
 class _HostCarrier:
-    """Decodes on the host's cores, immediately."""
+    """Decodes blocks on the CPU, when they are fetched."""
 
     ahead = False
     nbytes = 0
@@ -282,7 +285,7 @@ class _HostCarrier:
 
 
 class _GPUCarrier:
-    """Copies and decodes on two streams of a GPU, next to the computation."""
+    """Copies and decodes blocks on two streams of a GPU, concurrently with the computation."""
 
     ahead = True
 
@@ -292,10 +295,10 @@ class _GPUCarrier:
         with _errors_of(str(device), self.nbytes):
             self._copying, self._decoding = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
             self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._decoded: list[Any] = [None, None]  # by staging buffer: an event after which it is free
+        self._decoded: list[Any] = [None, None]  # for each staging buffer, an event after which it is free
         self._turn = 0
         self._tasks: dict[tuple[int, int, int], bytes] = {}  # decoding tasks, by block, staging buffer and slot
-        self._batches: deque[gpu.Batch] = deque()  # batches without known results
+        self._batches: deque[gpu.Batch] = deque()  # batches that may still be running
 
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
         memory = block.memory
@@ -351,12 +354,12 @@ class _GPUCarrier:
         slot.streams.add(stream)
 
     def adopt_slot(self, slot: Slot) -> None:
-        # The allocator returns memory that the current stream may still use.
+        # The allocator may return memory that the current stream still uses.
         slot.readers.append(self.stream().record_event())
         slot.memory.record_stream(self._decoding)
 
     def leave(self, slot: Slot) -> None:
-        # The memory may be freed at any time, but not before the streams that read it are done.
+        # The slot may be freed at any time. The allocator must not reuse its memory before its readers are done.
         for stream in slot.streams:
             slot.memory.record_stream(stream)
         slot.readers, slot.streams = [], set()
@@ -364,7 +367,7 @@ class _GPUCarrier:
         self._tasks = {key: tasks for key, tasks in self._tasks.items() if key[2] != address}
 
     def follow_current(self) -> None:
-        # Work given to the current stream may still use the allocator's memory.
+        # Queued work of the current stream may still use the memory of the staging buffers and slots.
         for stream in (self._copying, self._decoding):
             stream.wait_stream(self.stream())
 

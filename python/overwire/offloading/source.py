@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """A file that has a model's weights under their names."""
+    """A file with a model's weights, under the model's names."""
 
     def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device) -> None:
         self._device = device
@@ -42,13 +42,13 @@ class Source:
             raise ModelMismatchError(f"overwire: offload: {source} lacks {len(missing)} weights of the model: {first}")
 
     def give_memory(self) -> None:
-        """Replaces each tensor on the meta device by one in host memory, under all its names."""
+        """Replaces each meta tensor by a tensor in host memory, under all its names."""
         tensors: dict[int, torch.Tensor] = {}
         for table in self._tables:
             for key, old in table.items():
                 if old is None or old.device.type != "meta":
                     continue
-                if id(old) not in tensors:  # takes no memory until it is written
+                if id(old) not in tensors:  # the new tensor takes no memory before it is written
                     new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
                     if isinstance(old, torch.nn.Parameter):
                         new = torch.nn.Parameter(new, old.requires_grad)
@@ -67,7 +67,7 @@ class Source:
         self._file.load_into([(self._names[id(t)], None, t.data) for t in tensors if id(t) in self._names])
 
     def read_block(self, weights: list[Weight]) -> list[torch.Tensor]:
-        # A GPU encodes its own tensors, so that only stored bytes cross the PCIe link.
+        # The tensors are on the device, because a GPU encodes them there and then sends only stored bytes to the host.
         with _errors_of(str(self._device), sum(weight.parameter.nbytes for weight in weights)):
             tensors = [torch.empty_like(weight.parameter.detach(), device=self._device) for weight in weights]
         self._file.load_into(

@@ -1,7 +1,7 @@
-"""Stores the weights of one block compressed in host or device memory, and their offsets in a slot.
+"""Stores the weights of one block compressed in host or device memory, with their offsets in a slot.
 
-Each tensor becomes one native X16 stream (overwire.codecs), encoded where the tensor is. A GPU encodes its own
-tensors, so that only stored bytes cross its PCIe link. The host's cores encode all others.
+Each tensor becomes one native X16 stream (overwire.codecs). For a GPU, the GPU encodes the tensors, so that only stored
+bytes are copied to the host. Otherwise the CPU encodes them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..frameworks.torch import SAVED, _errors_of
 from ..jobs import Job
 
 _ALIGN = 256
-#: Content bytes of a chunk of a stream.
+#: The tensor bytes of a chunk of a stream.
 CHUNK = 1 << 20
 
 
 class Place(NamedTuple):
-    """A tensor of a block: its bytes in a slot, and how to view them."""
+    """The position of a tensor in a slot, with its dtype, shape and strides."""
 
     offset: int
     nbytes: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     stride: tuple[int, ...]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor in a slot's memory, which has dtype uint8."""
+        """Returns the tensor as a view of a slot's memory. memory: a uint8 tensor."""
         return (
             memory[self.offset : self.offset + self.nbytes]
             .view(self.dtype)
@@ -44,8 +44,8 @@ class Place(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """A stored block. streams: each tensor's stream, as its offset in `memory` and its length.
-    nbytes: bytes of the decoded block in a slot, including gaps. digests: of each tensor's bytes."""
+    """A stored block. streams: the offset in `memory` and the length of each tensor's stream. nbytes: the bytes of the
+    decoded block in a slot, including gaps. digests: the digests of the tensors' bytes."""
 
     places: list[Place]
     streams: list[tuple[int, int]]
@@ -54,37 +54,36 @@ class StoredBlock(NamedTuple):
     digests: bytes
 
     def is_in(self, memory: torch.Tensor) -> bool:
-        """Whether a slot's memory has the bytes of every tensor. Waits for torch's current stream."""
+        """Returns whether a slot's memory contains the bytes of all tensors. Waits for torch's current stream."""
         rows = [(memory.data_ptr() + one.offset, one.nbytes) for one in self.places]
         return _digest_rows(rows, memory) == self.digests
 
 
 class HostMemory:
-    """Host memory that a GPU copies from, page-locked unless `device` is the host.
-    Freed with its last reference."""
+    """Host memory for stored bytes, page-locked if `device` is a GPU. It is freed with its last reference."""
 
     is_on_device = False
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
-        self._pinned_by = 0  # the process in which it is page-locked
+        self._pinned_by = 0  # the id of the process that has page-locked it
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise OutOfMemoryError(
                 f"overwire: offload: cannot allocate {nbytes} bytes of host memory: {error}", asked=nbytes
             ) from error
-        with contextlib.suppress(OSError):  # the kernel lacks huge pages
+        with contextlib.suppress(OSError):  # the kernel may not support huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.tensor: torch.Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address: int = self.tensor.data_ptr()
         if device.type == "cuda" and nbytes:
-            self.tensor.zero_()  # all cores touch its pages, faster than the driver would one by one
+            self.tensor.zero_()  # allocates the pages on all cores, which is faster than in the driver
             with torch.cuda.device(device):
                 status = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 0))  # type: ignore[no-untyped-call]
             if status:
                 raise DeviceError(
-                    f"overwire: offload: {nbytes} bytes of host memory cannot be page-locked: CUDA error {status}"
+                    f"overwire: offload: cannot page-lock {nbytes} bytes of host memory: CUDA error {status}"
                 )
             self._pinned_by = os.getpid()
 
@@ -109,7 +108,7 @@ _Allocate = Callable[[int], StoredMemory]
 
 
 def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
-    """Returns the place of each tensor in a slot, one after the other, and the bytes of all."""
+    """Returns consecutive positions for tensors in a slot, and the total bytes."""
     places, end = [], 0
     for tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
@@ -118,11 +117,9 @@ def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
     return places, end
 
 
-def encode_block(
-    tensors: list[torch.Tensor], device: torch.device, allocate: _Allocate | None = None
-) -> StoredBlock:
+def encode_block(tensors: list[torch.Tensor], device: torch.device, allocate: _Allocate | None = None) -> StoredBlock:
     """Compresses the tensors of a block into the memory that `allocate` returns for their stored bytes, by default
-    host memory. Each tensor is dense, with its dimensions in any order. The tensors are only read.
+    host memory. The tensors must be dense, with their dimensions in any order. They are not changed.
 
     Raises OutOfMemoryError and DeviceError.
     """
@@ -147,7 +144,7 @@ def copy_to_host(block: StoredBlock) -> StoredBlock:
 
 
 def _digest_rows(rows: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
-    # The digests of contiguous bytes on the device of `memory`, given as addresses and lengths.
+    # Returns the digests of byte ranges on the device of `memory`. rows: addresses and lengths.
     number = memory.device.index if memory.is_cuda else -1
     numbers = array("q", [address for address, _ in rows] + [nbytes for _, nbytes in rows])
     stream = gpu.current_stream(number) if memory.is_cuda else 0
@@ -169,8 +166,7 @@ def decode_tensor(block: StoredBlock, number: int) -> torch.Tensor:
 
 
 def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Tensor, base: int = 0) -> None:
-    """Decodes tensors of a block into memory that begins at byte `base` of a slot, on the
-    host's cores. Raises CorruptError."""
+    """Decodes tensors of a block on the CPU. memory: the bytes of a slot from byte `base` on. Raises CorruptError."""
     sources, outs = [], []
     for number in numbers:
         place, (offset, length) = block.places[number], block.streams[number]
@@ -234,7 +230,7 @@ def _place_streams(lengths: list[int]) -> tuple[list[tuple[int, int]], int]:
 def _transform_of(tensor: torch.Tensor, row: torch.Tensor) -> int:
     dtype = SAVED.get(tensor.dtype)
     number = gpu.transform(dtype)
-    if number is None:  # several may fit: the middle of the address tells which
+    if number is None:  # several transforms are possible; a sample from the middle of the tensor decides
         middle = max(0, row.numel() // 2 - (128 << 10)) & ~15
         sample = row[middle : middle + (256 << 10)].cpu()
         number = gpu.transform(dtype, codecs.Span(sample.data_ptr(), sample.numel(), sample))

@@ -63,7 +63,7 @@ class Tiers:
     def _takes_device(self, nbytes: int) -> bool:
         if self._where == "device" and nbytes > self._room:
             raise OutOfMemoryError(
-                f"overwire: offload: room is {self._limit} bytes of device memory, and the weights take more: "
+                f"overwire: offload: the stored weights take more than room, {self._limit} bytes of device memory: "
                 "where='auto' puts the other blocks into host memory",
                 asked=self._limit - self._room + nbytes,
             )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the index of a compressed file needs numpy, a plain file's 
 
     Bytes = NDArray[np.uint8]
 
-# Section 5: names and bits, by code.
+# Section 5: name and bits of each code.
 DTYPES = {
     1: ("BOOL", 8), 2: ("F4", 4), 3: ("F6_E2M3", 6), 4: ("F6_E3M2", 6), 5: ("U8", 8), 6: ("I8", 8), 7: ("F8_E5M2", 8),
     8: ("F8_E4M3", 8), 9: ("F8_E8M0", 8), 10: ("F8_E4M3FNUZ", 8), 11: ("F8_E5M2FNUZ", 8), 12: ("I16", 16),
@@ -57,8 +57,8 @@ class StoredChunk(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor, with the place of its bytes (plain files: `offset`; else `chunks`, in the grid of
-    `parts` column parts), or with the name of the tensor that it is an alias of."""
+    """A tensor. A plain file has its bytes at `offset`, a compressed file in `chunks`, in a grid with
+    `parts` column parts. alias: the name of the tensor that has its bytes, or None."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Tensor(NamedTuple):
 
 
 class Container(NamedTuple):
-    """A file: its tensors in the order of the header, and its metadata without overwire's entry."""
+    """A file. tensors: in the order of the header. metadata: without overwire's entry."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str] | None
@@ -78,7 +78,7 @@ class Container(NamedTuple):
 
 
 def parse(data: Bytes | memoryview, path: str) -> Container:
-    """Parses and checks everything except for the tensors of a file. data: the file's bytes.
+    """Parses and checks a file, except for the tensors' bytes. data: the file's bytes.
 
     Raises FormatError if it is not a safetensors file, CorruptError for a container that
     breaks a rule, NotSupportedError for one that a newer version wrote.
@@ -86,18 +86,18 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
     checks = _Checks(path)
     checks.is_file(len(data) >= 8, "too short")
     size = int.from_bytes(bytes(data[:8]), "little")
-    checks.is_file(size <= _LONGEST_HEADER, f"its header's length is {size} bytes")
-    checks.is_sound(8 + size <= len(data), f"truncated, its header has {size} bytes and the file {len(data)}")
+    checks.is_file(size <= _LONGEST_HEADER, f"its header has {size} bytes, more than {_LONGEST_HEADER}")
+    checks.is_sound(8 + size <= len(data), f"truncated: its header has {size} bytes, but the file has {len(data)}")
     try:
         text = bytes(data[8 : 8 + size]).decode()
         header = json.loads(text, **STRICTLY)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"overwire: {path}: its header: {error}", source=path) from None
+        raise FormatError(f"overwire: {path}: malformed header: {error}", source=path) from None
     checks.is_file(isinstance(header, dict), "its header is not a JSON object")
     base = 8 + size
     metadata = header.pop("__metadata__", None)
     texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    checks.is_file(metadata is None or texts, "its metadata")
+    checks.is_file(metadata is None or texts, "its metadata are not an object of texts")
     entries = _entries_of_header(header, base, len(data), checks)
     note = None if metadata is None else metadata.get(_NOTE)
     if _INDEX not in entries and (note is None or _note_of(note) is None):  # another program may have the same entry
@@ -154,9 +154,9 @@ class _Checks(NamedTuple):
             raise FormatError(f"overwire: {self.path}: {what}", source=self.path)
 
     def is_sound(self, ok: bool, what: str, name: str = "") -> None:
-        """Raises CorruptError unless ok. name: of the tensor."""
+        """Raises CorruptError unless ok. what: "" means the tensor's index entry. name: of the tensor."""
         if not ok:
-            where = f"tensor {name!r}: " if name and what else f"tensor {name!r}" if name else ""
+            where, what = f"tensor {name!r}: " if name else "", what or "its entry in the index"
             raise CorruptError(f"overwire: {self.path}: corrupt data: {where}check failed: {what}", source=self.path)
 
 
@@ -165,23 +165,24 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
     rows = []
     for name, entry in header.items():
         where = f"tensor {name!r}"
-        checks.is_file(isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= set(entry), where)
+        is_entry = isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= set(entry)
+        checks.is_file(is_entry, f"{where}: its entry lacks dtype, shape or data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         is_dtype = isinstance(dtype, str) and dtype in BITS
-        checks.is_file(is_dtype and isinstance(shape, list) and len(shape) <= 64, f"{where}: dtype or shape")
+        checks.is_file(is_dtype and isinstance(shape, list) and len(shape) <= 64, f"{where}: invalid dtype or shape")
         numbers = [*shape, *offsets] if isinstance(offsets, list) and len(offsets) == 2 else [None]
-        checks.is_file(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), f"{where}: a number")
+        checks.is_file(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), f"{where}: invalid shape or offsets")
         products = accumulate((*shape, BITS[dtype]), mul)
         checks.is_file(all(n < 1 << 64 for n in products), f"{where}: its shape is too large")
         nbytes, rest = divmod(prod(shape) * BITS[dtype], 8)
-        checks.is_file(not rest and offsets[1] - offsets[0] == nbytes, f"{where}: its number of bytes")
+        checks.is_file(not rest and offsets[1] - offsets[0] == nbytes, f"{where}: its offsets do not match its shape")
         rows.append((*offsets, name, Tensor(dtype, tuple(shape), nbytes, base + offsets[0], [], 1, None)))
     rows.sort(key=lambda row: row[:3])
     end = 0
     for low, high, name, _ in rows:
         checks.is_file(low == end, f"tensor {name!r}: a gap or an overlap before it")
         end = high
-    checks.is_sound(base + end <= size, f"truncated, the file has {size} bytes of {base + end}")
+    checks.is_sound(base + end <= size, f"truncated: the file has {size} of {base + end} bytes")
     checks.is_file(base + end == size, f"the file has {size - base - end} bytes after the last tensor")
     return {name: tensor for _, _, name, tensor in rows}
 
@@ -203,9 +204,9 @@ def _check_note(text: str, path: str) -> None:
     if max(major, minor) >= 1 << 16:
         raise CorruptError(f"overwire: {path}: corrupt data: its note in the metadata is malformed", source=path)
     if major == 1 and index != _INDEX:
-        raise CorruptError(f"overwire: {path}: corrupt data: its note names no index", source=path)
+        raise CorruptError(f"overwire: {path}: corrupt data: its note does not name the index", source=path)
     if major != 1:
-        raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader supports 1", source=path)
+        raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader supports format 1", source=path)
 
 
 def _read_index(
@@ -221,7 +222,7 @@ def _read_index(
     (major, minor), features = blob[4:8].view("<u2").tolist(), int(blob[8:16].view("<u8")[0])
     is_newer = minor > _MINOR  # newer versions may use the reserved bytes
     if major != 1 or features >> 2:
-        text = f"overwire: {checks.path}: an index of version {major} with features {features:#x}"
+        text = f"overwire: {checks.path}: unsupported index version {major} with features {features:#x}"
         raise NotSupportedError(text, source=checks.path)
     tensors, chunks, dims = (int(n) for n in blob[16:28].view("<u4"))
     length = 64 + 8 * dims + 64 * tensors + 32 * chunks
@@ -250,7 +251,7 @@ def _read_index(
         first, count = (int(n) for n in row[24:32].view("<u4"))
         chunk_bytes, target = int(row[4:8].view("<u4")[0]), int(row[48:52].view("<u4")[0])
         entry = entries[name]
-        begins = first == chunk or not count and first < chunk  # like the engine, which ignores such a number
+        begins = first == chunk or not count and first < chunk  # without chunks the engine also ignores it
         is_sized = nbytes * 8 == prod(shape) * bits and (is_newer or not row[52:].any())
         checks.is_sound(is_sized and begins, "", name)
         checks.is_sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, "", name)
@@ -309,7 +310,7 @@ def _check_grid(tensor: Tensor, chunk_bytes: int, plain: bool, entry: Tensor, ch
     divides = row_bytes * rows == tensor.nbytes and row_bytes % (tensor.parts * element) == 0
     checks.is_sound(tensor.parts == 1 or divides, "its column parts", name)
     part = tensor.nbytes // tensor.parts
-    count = -(-part // chunk_bytes) * tensor.parts  # compared before a list of that length is made
+    count = -(-part // chunk_bytes) * tensor.parts  # checked before a list of this length is made
     checks.is_sound(len(tensor.chunks) == count, "its chunks", name)
     checks.is_sound(plain or entry.nbytes % 64 == 0, "its stored bytes", name)
     sizes = [min(chunk_bytes, part - at) for at in range(0, part, chunk_bytes)] * tensor.parts

@@ -1,9 +1,9 @@
-"""overwire for machines without the engine: macOS, Windows, musl, PyPy and others. In the wheel for all
-machines this file is overwire/__init__.py.
+"""overwire for machines without the engine: macOS, Windows, musl, PyPy and others. In the platform-independent
+wheel this file is overwire/__init__.py.
 
-It reads plain and compressed files of every version of the format, and needs only numpy: `load_file`, `safe_open`,
-`inspect`, and `decompress`, which writes files that any safetensors reader reads. overwire's other names need the
-engine, and raise an error that says so.
+It reads plain and compressed files of every version of the format, and only needs numpy. It has `load_file`,
+`safe_open`, `inspect`, and `decompress`, which writes plain safetensors files. Other names of overwire need the
+engine and raise ImportError.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 def _needs_engine(name: str) -> str:
     return (
-        f"overwire: {name} needs the engine, which exists for Linux with glibc on x86-64 and aarch64: "
+        f"overwire: {name} needs the engine, which is available for Linux with glibc on x86-64 and aarch64: "
         f"this installation of {__version__} only has {', '.join(__all__[-4:])}"
     )
 
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Missing(MetaPathFinder):
-    # The last finder: for modules of the full package, raises an error that says what they need.
+    # The last finder of sys.meta_path. It raises a clear error for modules of the full package.
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name.partition(".")[0] == "overwire":

@@ -1,4 +1,4 @@
-"""Facts about the full package. The build writes this file anew in the wheel for all machines."""
+"""Facts about the full package. In the platform-independent wheel, the build replaces this file."""
 
 from __future__ import annotations
 

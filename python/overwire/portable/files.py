@@ -1,4 +1,4 @@
-"""Lists what is in a file, and writes compressed files as plain ones, without the engine."""
+"""Lists the contents of files, and converts compressed files to plain ones, without the engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .read import local_path, open_model, safe_open
 
 
 def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Lists what is in a file, or in the files of a folder's model: for each the format, metadata and tensors, with
-    their bytes in memory and in the file. Reads no tensors.
+    """Lists the contents of a file, or of the files of the model in a folder: the format, metadata and tensors of
+    each file, with the tensors' bytes in memory and in the file. Reads no tensors.
 
     Raises the errors of `load_file`, and OSError.
     """
@@ -32,8 +32,8 @@ def inspect(source: str | os.PathLike[str]) -> dict[str, Any]:
 class Report(NamedTuple):
     """The result of a decompression, with the field names of the engine's report.
 
-    bytes_in, bytes_out: bytes of the tensors, and of the files that hold them. ratio: out / in, 1.0 without tensors.
-    seconds: wall time. files: absolute paths. copied: those of other files than weights.
+    bytes_in, bytes_out: bytes of the tensors, and of the files with the tensors. ratio: out / in, 1.0 without tensors.
+    seconds: wall time. files: absolute paths of all files. copied: the files that are not weights.
     """
 
     bytes_in: int
@@ -51,15 +51,15 @@ def decompress(
     *,
     overwrite: bool = False,
 ) -> Report:
-    """Writes a compressed file as a plain one that any safetensors reader reads. For a folder, does so for each file
-    of weights in it and its subfolders, and copies all other files. Several files go into a folder, each under its
-    name. Compares every checksum. The result appears whole or not at all, and is synced to the disk.
+    """Converts a compressed file to a plain one that any safetensors reader supports. In a folder it converts all
+    weights, including those in subfolders, and copies all other files. Several files are written to a folder, each
+    under its own name. Compares all checksums. The result appears atomically, and is synced to the disk.
 
     source: a path or file:// URI of a file or a folder, or a list of files. path: the file or folder to write.
 
-    Returns a `Report`. Raises ArgumentError if path is a file and overwrite is not set, if it is a folder with files in
-    it, if it is the source, and for a link to a folder; and errors of reading, also for a folder with an incomplete
-    model.
+    Returns a `Report`. Raises ArgumentError if `path` is a file and `overwrite` is not set, if it is a folder with
+    files in it, if it is the source, and for a link to a folder. Also raises the errors of reading, for instance for
+    a folder with an incomplete model.
     """
     start = time.perf_counter()
     sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
@@ -67,13 +67,13 @@ def decompress(
     into = len(places) > 1 or os.fspath(path).endswith(("/", os.sep)) and not os.path.isdir(places[0])
     if into and (there.suffix == EXTENSION or len({Path(one).name for one in places}) < len(places)):
         raise ArgumentError(f"overwire: decompress: {there} must be a folder, and the files need different names")
-    if order := sys.modules.get("overwire._order"):  # the engine may have a save in the background there
+    if order := sys.modules.get("overwire._order"):  # a background save of the engine may still write there
         order.await_path(str(there))
     weights = set().union(*(_weights_of(one) for one in places))
     _refuse_target(there, [Path(one) for one in places], overwrite)
     work = Path(tempfile.mkdtemp(prefix=".overwire.", dir=there.absolute().parent))
     try:
-        place = work / "made"  # with the mode that the umask allows
+        place = work / "made"  # unlike `work`, it gets the default mode
         if into:
             place.mkdir()
             for one in places:
@@ -104,7 +104,7 @@ def _refuse_target(there: Path, sources: list[Path], overwrite: bool) -> None:
     if there.is_dir() and any(there.iterdir()):
         raise ArgumentError(f"overwire: decompress: {there} is a folder with files in it")
     if there.is_file() and not overwrite:
-        raise ArgumentError(f"overwire: decompress: {there} exists; overwrite=True replaces it")
+        raise ArgumentError(f"overwire: decompress: {there} exists; pass overwrite=True to replace it")
 
 
 def _report_of(there: Path, weights: set[Path], start: float) -> Report:
@@ -117,8 +117,8 @@ def _report_of(there: Path, weights: set[Path], start: float) -> Report:
 
 
 def _weights_of(place: str) -> set[str]:
-    """Returns the files of weights in a folder and its subfolders, or a single file. Raises for a folder with an
-    incomplete model, and if there are none."""
+    """Returns the weights in a folder and its subfolders, or a single file. Raises an error for a folder with an
+    incomplete model, and if there are no weights."""
     if not os.path.isdir(place):
         if model_of(place).index_path is not None:
             raise ArgumentError(f"overwire: decompress: {place} is an index: pass its folder")
@@ -167,7 +167,8 @@ def _sync_file(out: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to the disk. Some file systems cannot, and Windows cannot open folders."""
+    """Syncs the names in a folder to the disk. Some file systems do not support that, and Windows cannot open folders.
+    """
     if os.name != "posix":
         return
     number = os.open(folder, os.O_RDONLY)
@@ -224,7 +225,7 @@ def _write_plain(source: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """The command line: overwire inspect FILE; overwire decompress FILE -o OUT [-f]."""
+    """Runs the command line: overwire inspect FILE; overwire decompress FILE -o OUT [-f]."""
     parser = argparse.ArgumentParser("overwire", description="overwire without its engine: reads compressed weights.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     inspect_parser = verbs.add_parser("inspect", help="list tensors, as JSON")

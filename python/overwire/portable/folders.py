@@ -44,8 +44,8 @@ class _Family(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The files of a model. index_path: the index.json that lists them, and its bytes. tensors: by file, the tensors
-    that it lists; None: all tensors of each file."""
+    """The files of a model. index_path, text: the path and bytes of the index.json that lists them. tensors: the listed
+    tensors of each file; None: all tensors."""
 
     files: list[str]
     index_path: str | None
@@ -96,7 +96,7 @@ def model_of(place: str) -> Model:
 
 
 def choose_files(folder: str, names: list[str]) -> str | list[str]:
-    """Returns the index that lists the model, or the model's files. Raises what `model_of` raises."""
+    """Returns the index that lists the model, or the model's files. Raises the errors of `model_of`."""
     families, leftovers = _families_of(names)
     families = _without_others(families)
     indexes = [one for one in families if one.name.is_index]
@@ -144,7 +144,7 @@ def _families_of(names: list[str]) -> tuple[list[_Family], list[str]]:
             leftovers.append(file)
             continue
         key = name._replace(number=0)
-        if key not in by_name or name.is_index:  # each index is a model of its own
+        if key not in by_name or name.is_index:  # each index is a separate model
             by_name[key] = _Family(name, [], [])
             families.append(by_name[key])
         by_name[key].files.append(file)
@@ -168,7 +168,7 @@ def _without_others(families: list[_Family]) -> list[_Family]:
 
 
 def _lacking_shards(family: _Family) -> str:
-    # Says which shards are missing, for shards without an index; "" if they are complete. Some count from 0.
+    # Describes the missing shards of a set without an index; "" if it is complete. Some sets count from 0.
     first, count = int(0 not in family.numbers), family.name.of
     if count > len(family.numbers):
         have = set(family.numbers)
@@ -209,7 +209,8 @@ def _read_index(path: str) -> Model:
 
 
 def was_replaced(model: Model) -> bool:
-    """Whether the index of a model has changed, because a saver may have published another one."""
+    """Returns whether the index of a model has changed since it was read, for instance because a saver replaced the
+    model."""
     if model.index_path is None:
         return False
     try:
@@ -232,7 +233,7 @@ def select_names(model: Model, path: str, names: Any) -> list[str]:
 
 
 def refuse_mixture(files: Iterable[tuple[str, Mapping[str, str] | None]]) -> None:
-    """Raises CorruptError for files of one checkpoint, by path and metadata, that are from several saves."""
+    """Raises CorruptError if files of one checkpoint, given by path and metadata, are from several saves."""
     first: dict[str, tuple[str, str | None]] = {}
     for path, metadata in files:
         folder, file_name = os.path.split(path)

@@ -78,7 +78,7 @@ def _plane_of(reader: _Reader, count: int) -> Bytes:
 
 
 def _table_of(reader: _Reader) -> tuple[list[int], list[int], list[int]]:
-    # By slot: the value, its frequency, and the slot's position among the value's slots.
+    # Returns for each slot: its value, the value's frequency, and the slot's position among the value's slots.
     values = np.flatnonzero(np.unpackbits(reader.take(32), bitorder="little")).tolist()
     value: list[int] = []
     freq: list[int] = []
@@ -118,7 +118,7 @@ def _decode_plane(reader: _Reader, table: tuple[list[int], list[int], list[int]]
 
 
 def _check_frame(frame: bytes, count: int) -> None:
-    # One frame without a dictionary, which states the size of its content: RFC 8878, 3.1.1.1.
+    # Expects a single frame without a dictionary that states its content size: RFC 8878, 3.1.1.1.
     _check_planes(frame[:4] == b"\x28\xb5\x2f\xfd" and len(frame) > 5, "the start of a frame")
     flags = frame[4]
     is_single, size_bytes = bool(flags & 32), (1 if flags & 32 else 0, 2, 4, 8)[flags >> 6]

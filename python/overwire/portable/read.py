@@ -35,10 +35,10 @@ _TORCH = {name: np.dtype(kind).name for name, kind in _NUMPY.items()} | _ML_DTYP
 
 
 class safe_open:
-    """A plain or compressed file, with tensors to read by name. A context manager.
+    """Opens a plain or compressed file to read tensors by name. It is a context manager.
 
     framework: "np" for numpy arrays, which need ml_dtypes for bf16 and fp8; "pt" for torch tensors on the CPU;
-        "bytes".
+        "bytes" for memoryviews.
 
     Raises FormatError, CorruptError and NotSupportedError, before any tensor is read.
     """
@@ -65,8 +65,8 @@ class safe_open:
         return self._file.metadata
 
     def get_tensor(self, name: str) -> Any:
-        """Returns a tensor after comparing every checksum. Raises TensorNotFoundError and CorruptError, with
-        tensor, chunk and offset."""
+        """Returns a tensor after verifying its checksums. Raises TensorNotFoundError, and CorruptError with tensor,
+        chunk and offset."""
         tensor = self._file.tensors.get(name)
         if tensor is None:
             raise TensorNotFoundError(
@@ -95,26 +95,26 @@ class safe_open:
         return self._file.compressed
 
     def entries(self) -> dict[str, Tensor]:
-        """The file's entry for each tensor."""
+        """Returns the file's entry for each tensor."""
         return self._file.tensors
 
     def holders(self) -> dict[str, list[str]]:
-        """For each tensor with stored bytes, all names that share them."""
+        """Returns for each tensor with stored bytes all names that share them."""
         names: dict[str, list[str]] = {}
         for name, tensor in self._file.tensors.items():
             names.setdefault(tensor.alias or name, []).append(name)
         return names
 
     def tensors(self, holders: Iterable[str] | None = None) -> Iterator[tuple[str, Any]]:
-        """Yields names and tensors, like `get_tensor`, for all tensors or only for those of some holders. Several are
-        decoded at once."""
+        """Yields names and tensors, like `get_tensor`, for all tensors or only for those of some holders. Decodes
+        several together."""
         names = self.holders()
         for holder, data in self._read_tensors(list(names if holders is None else holders)):
             for number, name in enumerate(names[holder]):
                 yield name, self._as_array(self._file.tensors[name], data.copy() if number else data)
 
     def _read_tensors(self, names: list[str]) -> Iterator[tuple[str, Bytes]]:
-        # The bytes of tensors that are not aliases, in order.
+        # Yields the bytes of tensors that are not aliases, in order.
         waiting: list[tuple[str, list[Bytes]]] = []
         batch: list[tuple[str, int]] = []
         size = 0
@@ -223,8 +223,8 @@ def load_file(source: str | os.PathLike[str], device: str = "cpu", *, framework:
 def open_model(
     source: str | os.PathLike[str], framework: str, device: str = "cpu"
 ) -> list[tuple[safe_open, list[str]]]:
-    """Opens the files of a model, each with the names of its tensors that belong to the model. If a saver publishes
-    another model meanwhile, opens them once again, and then raises CorruptError."""
+    """Opens the files of a model, each with the names of its tensors that belong to the model. If a saver replaces
+    the model meanwhile, tries once more, and then raises CorruptError."""
     place = local_path(source)
     for is_last in (False, True):
         model = model_of(place)
@@ -264,7 +264,7 @@ def _as_torch(tensor: Tensor, data: Bytes) -> Any:
     kind = getattr(torch, _TORCH.get(tensor.dtype, ""), None)
     if kind is None:
         raise ArgumentError(f"overwire: torch lacks {tensor.dtype}: use framework='bytes'")
-    if not tensor.nbytes:  # numpy's strides of no bytes are 0, which torch does not view
+    if not tensor.nbytes:  # an empty numpy array has strides of 0, and torch cannot view it
         return torch.empty(tensor.shape, dtype=kind)
     return torch.from_numpy(data).view(kind).reshape(tensor.shape)
 

@@ -1,8 +1,8 @@
 """Computes CRC32C (Castagnoli) with numpy: RFC 3720, appendix B.4.
 
 The register is linear over GF(2): bytes have the same effect at any position, shifted by the
-bytes that follow. So a row of words is shifted past the next row and added to it, all words at
-once, until one row is left.
+bytes that follow. So each row of words is shifted past the next row and added to it, for all
+words in parallel, until one row is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _shift_bit(register: Words) -> Words:
 
 @cache
 def _make_table(bits: int) -> Words:
-    # Returns the effect of that many bits on a register that was zero otherwise.
+    # Returns the register after `bits` zero bits, for each value of its low `bits` bits; its other bits are 0.
     table = np.arange(1 << bits, dtype=np.uint32)
     for _ in range(bits):
         table = _shift_bit(table)
@@ -48,7 +48,7 @@ def crc32c(data: NDArray[np.uint8]) -> int:
 
 
 def _fold_words(words: Words, register: np.uint32) -> Words:
-    # Returns one row of words that is equivalent to all rows, after a register.
+    # Returns one row of words with the same effect as `register` and all the rows.
     width = words.shape[1]
     low_table, high_table = _moves_of_zeros(width)
     row: Words = words[0].astype(np.uint32)
@@ -82,7 +82,7 @@ def _moves_of_zeros(words: int) -> tuple[Words, Words]:
 def _matrix_of_zeros(nbytes: int) -> Words:
     # Returns the effect of that many zero bytes on each bit of the register, as a matrix.
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    power = _shift_bit(bits)  # of one bit
+    power = _shift_bit(bits)  # for one bit
     result: Words = bits
     count = 8 * nbytes
     while count:

@@ -1,7 +1,7 @@
 """Decodes X16 chunks with numpy: docs/format.md, section 3.
 
-The lanes of all segments of several chunks are decoded in parallel: a step is a few
-operations on arrays of them. Every field of a chunk is checked as that page requires.
+The lanes of all segments of several chunks are decoded in parallel: each step is a few numpy
+operations on arrays of lanes. All fields of a chunk are checked as the format requires.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _symbols_of(
     chunks: Sequence[Chunk], heads: Sequence[_Head], numbers: Sequence[int]
 ) -> list[tuple[Bytes, list[int]]]:
     # Returns each chunk's symbols, and where each segment's words end, which is where its escapes begin.
-    # Segments with more tiles come first, so that the active ones are always the first ones.
+    # Segments are sorted by decreasing tiles, so the active segments are always the first ones.
     if not chunks:
         return []
     lengths = [len(chunk.stored) + -len(chunk.stored) % 2 for chunk in chunks]
@@ -210,7 +210,7 @@ def _symbols_of(
         for pair in range(0, 8, 2):
             for step in (pair, pair + 1):
                 np.bitwise_and(lanes, 255, out=slot)
-                out[:live, tile, step] = slot.reshape(live, 32)  # looked up as symbols at the end
+                out[:live, tile, step] = slot.reshape(live, 32)  # slots; replaced by symbols at the end
                 slot += table
                 lanes >>= 8
                 np.take(freq, slot, out=part, mode="clip")  # clip avoids a copy of `out`

@@ -1,7 +1,7 @@
-// The Python.h of this project: the stable ABI of CPython 3.10, so that one
-// library serves 3.10 and later.
+// Selects the stable ABI of CPython 3.10, so that one library works with 3.10 and
+// later.
 //
-// This folder comes first on the include path.
+// This folder must come first on the include path.
 #ifndef OW_SHIM_PYTHON_H
 #define OW_SHIM_PYTHON_H
 

@@ -13,20 +13,20 @@ import (
 	"unsafe"
 )
 
-// Lets tests control the fake driver; driver.UseFake puts it in the place of the real one.
+// This file lets tests control the fake driver. driver.UseFake installs it.
 
-// A State counts what the driver's users hold. Counters that only rise count since the last UseFake.
+// A State counts the resources that users of the driver hold. Broken is counted since UseFake.
 type State struct {
 	// Currently in use.
 	Blocks, Bytes, Pins, Streams, Events, Modules, Contexts, Attached int64
 
-	Pending int64  // operations not done yet
-	Relaxed int64  // threads left in the relaxed capture mode
+	Pending int64  // operations that have not ended
+	Relaxed int64  // threads that are still in the relaxed capture mode
 	Broken  int64  // broken rules
 	What    string // the first broken rule
 }
 
-// HasLeaks reports whether something was not given back.
+// HasLeaks reports whether a resource was not freed.
 func (s State) HasLeaks() bool {
 	return s.Blocks+s.Bytes+s.Pins+s.Streams+s.Events+s.Modules+s.Contexts+s.Pending+s.Relaxed+s.Attached != 0
 }
@@ -47,43 +47,43 @@ func ReadState() State {
 	}
 }
 
-// FailCall makes the nth driver call from now fail with a code; with sticky, also all later ones. 0 means none.
+// FailCall makes the nth driver call from now fail with a code and, with sticky, also all later calls. 0 means none.
 func FailCall(nth int64, code int, sticky bool) {
 	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
 }
 
-// RefuseContext makes the driver refuse the next entries into a context, while its work goes on.
+// RefuseContext makes the driver deny the next entries into a context, while its work continues.
 func RefuseContext(times int) { C.owcu_fake_refuse_context(C.int(times)) }
 
-// LoseDevice loses the device: every call then fails with code.
+// LoseDevice simulates a lost device: every later call fails with code.
 func LoseDevice(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
-// TakeHistory returns the names of up to some thousand driver calls since it was last asked, such as "mem_alloc".
+// TakeHistory returns the names of several thousand driver calls, such as "mem_alloc", since its last call.
 func TakeHistory() []string {
 	text := make([]C.char, 64<<10)
 	C.owcu_fake_history(&text[0], C.size_t(len(text)), 1)
 	return strings.Fields(strings.ReplaceAll("\n"+C.GoString(&text[0]), "\nf_", "\n"))
 }
 
-// CountCalls counts the calls since UseFake.
+// CountCalls returns the number of calls since UseFake.
 func CountCalls() int64 { return int64(readCounters().calls) }
 
-// BytesReadInPlace counts the stored bytes that kernels have read in pinned memory since UseFake. cuda:1 is coherent,
-// cuda:0 is not.
+// BytesReadInPlace returns how many stored bytes kernels have read in pinned memory since UseFake. cuda:1 is coherent,
+// and cuda:0 is not.
 func BytesReadInPlace() int64 { return int64(readCounters().in_place) }
 
 // OccupyStream queues work on a stream that does not end before idle is called. CountWaits counts the calls that wait
-// for it meanwhile.
+// for that work.
 func OccupyStream(stream uintptr) (idle func()) {
 	C.owcu_fake_busy(C.uint64_t(stream))
 	return func() { C.owcu_fake_idle() }
 }
 
-// CountWaits counts the calls since UseFake that waited, or may have waited, for such work.
+// CountWaits returns the number of calls since UseFake that waited, or could have waited, for work of OccupyStream.
 func CountWaits() int64 { return int64(readCounters().waited) }
 
 // CaptureStream begins a graph capture in the global mode on a stream, or on a stream of another library (0). Calls
-// that would destroy it break a rule. blocking: the default stream waits for that stream.
+// that would destroy it break a rule. blocking means that the default stream waits for that stream.
 func CaptureStream(stream uintptr, blocking bool) (end func()) {
 	C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 1)
 	return func() { C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 0) }
@@ -94,7 +94,7 @@ func QueueFill(at unsafe.Pointer, n int64, v byte, stream uintptr) {
 	C.owcu_fake_fill(C.owcu_ptr(uintptr(at)), C.int(v), C.uint64_t(n), C.uint64_t(stream))
 }
 
-// IsChildRefused reports whether a forked child that calls the driver in a context is refused before any call.
+// IsChildRefused reports whether a forked child that uses the driver gets an error before any driver call.
 func IsChildRefused(ctx unsafe.Pointer) bool { return C.owcu_fake_fork(C.owcu_handle(ctx)) == 0 }
 
 func cBool(yes bool) C.int {

@@ -48,7 +48,7 @@ static int f_device_name(char *s, int n, int d)
 static int f_device_attribute(int *v, int a, int d)
 {
 	int rc = enter_queueing(0);
-	*v = a == 75 ? 9 : a == 76 ? 0 : a == 100 ? d == 1 : 132; // the second has a coherent link
+	*v = a == 75 ? 9 : a == 76 ? 0 : a == 100 ? d == 1 : 132; // device 1 has a coherent link
 	return leave_call(rc);
 }
 static int f_device_memory(size_t *n, int d)
@@ -80,7 +80,7 @@ static int f_ctx_release(int d)
 	st.contexts--;
 	return leave_call(rc);
 }
-static int refused_contexts; // how many of the next f_ctx_get fail
+static int refused_contexts; // number of next f_ctx_get calls that fail
 static int f_ctx_get(owcu_handle *c)
 {
 	int rc = enter_queueing(0);
@@ -100,7 +100,7 @@ void owcu_fake_refuse_context(int times)
 static int f_ctx_set(owcu_handle c)
 {
 	int rc = enter_queueing(0);
-	// Putting NULL back is part of cleaning up.
+	// Restoring NULL is part of the cleanup, so it must work after an error.
 	if (rc == 0 || c == NULL)
 		current = c;
 	return leave_call(rc);
@@ -113,7 +113,7 @@ static int f_thread_mode(int *mode)
 	st.relaxed += (*mode == RELAXED) - (before == RELAXED);
 	capture_mode = *mode;
 	*mode = before;
-	return leave_call(0); // it belongs to the thread, not the device
+	return leave_call(0); // the mode belongs to the thread, not to the device
 }
 static int f_stream_capturing(owcu_handle s, int *status)
 {
@@ -163,7 +163,7 @@ static int f_mem_free(owcu_ptr p)
 		*at = b->next;
 		st.blocks--;
 		st.bytes -= (int64_t)b->n;
-		if (b->shared) { // return the heap's own memory to it
+		if (b->shared) { // make it heap memory again
 			close(b->file);
 			mmap(b->raw, b->shared, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		}
@@ -171,7 +171,7 @@ static int f_mem_free(owcu_ptr p)
 		free(b);
 		return leave_call(rc);
 	}
-	note_broken_rule("freed what was not allocated");
+	note_broken_rule("memory was freed that was not allocated");
 	return leave_call(INVALID);
 }
 static int f_mem_info(size_t *unused, size_t *all)
@@ -207,7 +207,7 @@ static int f_host_unregister(void *p)
 			st.pins--;
 			return leave_call(rc);
 		}
-	note_broken_rule("unregistered what was not registered");
+	note_broken_rule("memory was unregistered that was not registered");
 	return leave_call(INVALID);
 }
 static int f_host_pointer(owcu_ptr *p, void *host, unsigned flags)
@@ -242,7 +242,7 @@ static int f_copy_out_async(void *dst, owcu_ptr src, size_t n, owcu_handle s)
 static int f_copy_any(owcu_ptr dst, owcu_ptr src, size_t n, owcu_handle s)
 {
 	int rc = enter_on_stream(s);
-	// Memory that is not pinned is read before the call returns, as the real driver does.
+	// Like the real driver, read memory that is not pinned before the call returns.
 	if (rc == 0 && covers((void *)(uintptr_t)src, n) == 0) {
 		run_ops(stream_of(s), NULL, 0, 1);
 		memcpy((void *)(uintptr_t)dst, (void *)(uintptr_t)src, n);
@@ -294,7 +294,7 @@ static int f_stream_destroy(owcu_handle s)
 	rc = rc ? rc : check_stream(s);
 	if (refuses_free(&rc))
 		return leave_call(rc);
-	run_ops(s, NULL, 0, 1); // the driver does not wait; this work would never end
+	run_ops(s, NULL, 0, 1); // unlike the real driver, because the work would never run later
 	for (int i = 0; i < 256; i++)
 		if (streams[i] == s)
 			streams[i] = NULL;
@@ -314,7 +314,7 @@ static int f_stream_wait(owcu_handle s, owcu_handle e, unsigned flags)
 	int rc = enter_on_stream(s);
 	struct event *ev = e;
 	(void)flags;
-	// Waiting for an event that was never recorded returns at once.
+	// A wait for an event that was never recorded returns immediately.
 	if (rc == 0 && ev->recorded)
 		queue_op(s, (struct op){.kind = WAIT, .event = ev, .recorder = ev->stream, .at = ev->recorded});
 	return leave_call(rc);
@@ -345,7 +345,7 @@ static int f_event_query(owcu_handle e)
 	int rc = enter_call(1);
 	struct event *ev = e;
 	int ready = ev->done >= ev->recorded;
-	if (rc == 0 && !ready) // not yet; and time passes
+	if (rc == 0 && !ready) // not ready yet, but time passes
 		run_ops(ev->stream, ev, ev->recorded, 0);
 	return leave_call(rc ? rc : ready ? 0 : OWCU_NOT_READY);
 }
@@ -362,7 +362,7 @@ static int f_event_elapsed(float *ms, owcu_handle b, owcu_handle a)
 	int rc = enter_call(1);
 	struct event *from = b, *to = a;
 	if (rc == 0 && (from->untimed || to->untimed || !from->recorded || !to->recorded)) {
-		note_broken_rule("the time between events that have none");
+		note_broken_rule("event_elapsed for events without times");
 		rc = INVALID_HANDLE;
 	}
 	if (rc == 0 && (from->done < from->recorded || to->done < to->recorded))
@@ -376,7 +376,7 @@ static int f_event_destroy(owcu_handle e)
 	struct event *ev = e;
 	if (refuses_free(&rc))
 		return leave_call(rc);
-	ev->next = ended; // queued work may refer to it
+	ev->next = ended; // queued work may still refer to it
 	ended = ev;
 	for_each_stream(run_stream, NULL);
 	st.events--;
@@ -442,7 +442,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 		memcpy(&n, args[1], 4);
 		o.n = n;
 		if (n == 0 || gx != ow_batch_blocks(kernel >= K_ENCODE ? 1 : OW_BATCH_WARPS, n) || gy != 1 || gz != 1 || (bx != OW_BATCH_THREADS && kernel < K_ENCODE) || bx % 32 || bx > OW_BATCH_MOST || by != 1 || bz != 1 || shared != 0) {
-			note_broken_rule("a launch of the wrong shape");
+			note_broken_rule("a launch with a wrong shape");
 			return leave_call(INVALID);
 		}
 		queue_op(s, o);
@@ -453,7 +453,7 @@ static int f_launch(owcu_handle f, unsigned gx, unsigned gy, unsigned gz, unsign
 	int loads = n == 0 && kernel < K_OPEN; // owcu_load_kernels
 	if ((n == 0 && !loads) || gx != (loads ? 1 : (n + per - 1) / per) || gy != 1 || gz != 1 || bx != 32 * OW_X16_WARPS || by != 1 ||
 	    bz != 1 || shared != (kernel < OW_BYTES ? OW_X16_SHARED : kernel == K_X16 ? OW_STREAM_SHARED : 0)) {
-		note_broken_rule("a launch of the wrong shape");
+		note_broken_rule("a launch with a wrong shape");
 		return leave_call(INVALID);
 	}
 	if (loads)

@@ -1,5 +1,5 @@
-// The second module's kernels on the fake driver: checks what they may touch, then runs their host twins. Included only
-// by fake.c.
+// Runs the host twins of the second module's kernels on the fake driver, after checking the memory that they use. Only
+// fake.c includes this file.
 #ifndef OWCU_FAKE_RESIDENT_H
 #define OWCU_FAKE_RESIDENT_H
 
@@ -10,7 +10,7 @@
 
 void ow_digest_host(const ow_digest_job *jobs, uint32_t n, uint64_t tiles, const ow_digest_dim *dims, uint64_t *sums, uint32_t warps);
 
-// Reports whether a digest's tensor is entirely in device memory.
+// covers_digest reports whether a digest's tensor is entirely in device memory.
 static int covers_digest(const ow_digest_job *j, const ow_digest_dim *d)
 {
 	uint64_t low = j->src, bytes = j->rank ? j->item : j->bytes;
@@ -88,7 +88,7 @@ static int queue_resident_launch(int kernel, unsigned grid, unsigned block, int 
 	uint32_t n;
 
 	if (!flat || grid == 0 || block != OW_DIGEST_THREADS) {
-		note_broken_rule("a launch of the wrong shape");
+		note_broken_rule("a launch with a wrong shape");
 		return INVALID;
 	}
 	memcpy(&o.a, args[0], 8);

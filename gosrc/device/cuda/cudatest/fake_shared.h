@@ -1,4 +1,4 @@
-// Memory that the fake driver shares between processes. Included only by fake.c.
+// Shares memory of the fake driver between processes. Only fake.c includes this file.
 #ifndef OWCU_FAKE_SHARED_H
 #define OWCU_FAKE_SHARED_H
 
@@ -8,9 +8,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// mapped_size is what a block of n bytes takes: whole pages, with a guard on both sides.
+// mapped_size returns the size of a block of n bytes: whole pages, with a guard zone on both sides.
 static size_t mapped_size(size_t n) { return (n + 3 * GUARD - 1) / GUARD * GUARD; }
-// The contents of a memory handle.
+// shared_memory is the contents of a memory handle.
 struct shared_memory {
 	int pid, file;
 	uint64_t n;
@@ -21,7 +21,7 @@ static int f_ipc_get(struct owcu_ipc *handle, owcu_ptr p)
 	struct block *b = rc ? NULL : block_of((void *)(uintptr_t)p);
 	if (rc || b == NULL || (b->shared && b->file < 0))
 		return leave_call(rc ? rc : INVALID);
-	if (!b->shared) { // move the same bytes to a file at the same address
+	if (!b->shared) { // move the bytes to a file mapped at the same address
 		size_t n = mapped_size(b->n);
 		int file = memfd_create("overwire-fake", MFD_CLOEXEC);
 		if (file < 0 || write(file, b->raw, n) != (ssize_t)n || mmap(b->raw, n, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_SHARED, file, 0) == MAP_FAILED)
@@ -40,7 +40,7 @@ static int f_ipc_open(owcu_ptr *p, struct owcu_ipc handle, unsigned flags)
 	struct shared_memory m;
 	char path[64];
 	memcpy(&m, &handle, sizeof m);
-	if (rc || flags != 1 || m.pid == getpid()) // the driver only maps memory of other processes
+	if (rc || flags != 1 || m.pid == getpid()) // only memory of other processes can be mapped
 		return leave_call(rc ? rc : INVALID_CONTEXT);
 	snprintf(path, sizeof path, "/proc/%d/fd/%d", m.pid, m.file);
 	int file = open(path, O_RDWR | O_CLOEXEC);
@@ -73,7 +73,7 @@ static int f_ipc_close(owcu_ptr p)
 		st.attached--;
 		return leave_call(rc);
 	}
-	note_broken_rule("detached what was not attached");
+	note_broken_rule("memory was unmapped that was not mapped");
 	return leave_call(INVALID);
 }
 #endif

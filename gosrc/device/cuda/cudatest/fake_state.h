@@ -1,4 +1,5 @@
-// The state of the fake driver: memory, pins, streams and queued work. One lock guards it all. Included only by fake.c.
+// Defines the state of the fake driver: memory, pins, streams and queued work. One lock guards all of it. Only fake.c
+// includes this file.
 #ifndef OWCU_FAKE_STATE_H
 #define OWCU_FAKE_STATE_H
 
@@ -34,7 +35,7 @@ void ow_hash_sums_host(ow_batch_item *items, uint32_t n);
 void ow_lz4_decode_host(ow_batch_item *items, uint32_t n);
 void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 
-// Indices into kernel_names.
+// Indices in kernel_names.
 enum { K_CRC = 10, K_OPEN, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_HASH, K_DIGEST, K_DELTA_APPLY, K_DELTA_MEASURE, K_DELTA_WRITE, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
 
 enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // error code and mode of stream capture
@@ -52,8 +53,8 @@ struct block {
 	uint8_t *raw, *p;
 	size_t n;
 	int device;
-	size_t shared; // bytes of the mapping at raw, once other processes may map it; 0 if they may not
-	int file;      // its file; -1 if it belongs to another process
+	size_t shared; // bytes of the shared mapping at raw; 0 if it is not shared
+	int file;      // file of the shared mapping; -1 if it belongs to another process
 };
 static struct block *blocks;
 
@@ -66,7 +67,7 @@ static struct pin *pins;
 
 struct event {
 	int64_t recorded, done; // records requested and reached
-	int64_t when; // when the last one was reached, in nanoseconds
+	int64_t when; // time when the last record was reached, in nanoseconds
 	unsigned untimed;
 	struct stream *stream;  // stream of the last record
 	struct event *next;     // list of destroyed events
@@ -82,10 +83,10 @@ struct op {
 	size_t n;
 	int value, kernel;
 	struct event *event;
-	struct stream *recorder; // a wait refers to the last record at the time it was queued
+	struct stream *recorder; // stream of the record that a wait refers to
 	int64_t at;
 	uint64_t a, b, status;
-	const ow_stream_few *few; // a copy, if a is 0
+	const ow_stream_few *few; // copy of the table, if a is 0
 	uint32_t warps;
 	uint64_t args[3]; // arguments of the second module's kernels, besides a, b and n
 };
@@ -95,8 +96,8 @@ struct stream {
 	struct op *first, **last;
 	int running, capturing;
 };
-// Handles below 16 are not pointers: 0 and 1 are the legacy stream, 2 is the per-thread stream. Here they are one
-// stream.
+// Handles below 16 are not pointers: 0 and 1 are the legacy stream, and 2 is the per-thread stream. Here they are all
+// the same stream.
 static struct stream shared_stream;
 
 static __thread void *current;
@@ -110,13 +111,13 @@ static void note_broken_rule(const char *what)
 		snprintf(st.what, sizeof st.what, "%s", what);
 }
 
-static void lose_device(void); // ends all work with the device
+static void lose_device(void); // ends all work of the device
 
-// The names of the first calls since a reset, each with a newline.
+// Names of the first calls since a reset, each with a newline.
 static char history[64 << 10];
 static size_t recorded;
 
-// enter_queueing counts a call that only queues work, or does not use the device, and returns whether it fails.
+// enter_queueing counts a call that only queues work or does not use the device, and returns its error code.
 static int enter_queueing_as(const char *name, int needs_context)
 {
 	pthread_mutex_lock(&lock);
@@ -161,8 +162,8 @@ void owcu_fake_history(char *to, size_t n, int forget)
 	pthread_mutex_unlock(&lock);
 }
 
-// refuses_free reports whether a call that frees does nothing. A lost device frees everything, so that leaks can be
-// counted, and hides it unless it is to behave like a real one.
+// refuses_free reports whether a call that frees must do nothing. A lost device frees everything, so that leaks can be
+// counted, and reports success unless fail_sticky is 2.
 static int refuses_free(int *rc)
 {
 	if (lost && fail_sticky < 2)
@@ -176,7 +177,7 @@ static int leave_call(int rc)
 	return rc;
 }
 
-// covers reports whether [p, p+n) lies in one allocation, or in pinned memory.
+// covers returns 1 if [p, p+n) is in one allocation, 2 if it is in pinned memory, and otherwise 0.
 static int covers(const void *q, size_t n)
 {
 	const uint8_t *p = q;
@@ -189,8 +190,8 @@ static int covers(const void *q, size_t n)
 	return 0;
 }
 
-// is_readable reports whether a kernel may read [p, p+n), and counts the bytes if they are a pinned chunk's. Neighbours
-// that were pinned one by one may be read across.
+// is_readable reports whether a kernel may read [p, p+n). If the bytes are those of a chunk in pinned memory, it counts
+// them. The range may cross memory that was pinned separately.
 static int is_readable(const void *q, size_t n, int chunk)
 {
 	const uint8_t *p = q, *end = p + n;
@@ -226,7 +227,7 @@ static struct stream *stream_of(owcu_handle h)
 
 static void run_ops(struct stream *s, struct event *until, int64_t at, int wait);
 
-// check_stream checks work for a stream. It destroys a capture that the work would join or wait for.
+// check_stream checks work for a stream. If the work would join or wait for a capture, the capture is destroyed.
 static int check_stream(owcu_handle h)
 {
 	int rc = stream_of(h)->capturing ? UNSUPPORTED : (uintptr_t)h < 16 && blocking_captures ? IMPLICIT : 0;
@@ -235,7 +236,7 @@ static int check_stream(owcu_handle h)
 		note_broken_rule("work for a stream that is being captured");
 	return rc;
 }
-// enter_on_stream is enter_queueing for a call that queues work on a stream.
+// enter_on_stream is like enter_queueing for a call that queues work on a stream.
 static int enter_on_stream_as(const char *name, owcu_handle h)
 {
 	int rc = enter_queueing_as(name, 1);
@@ -244,7 +245,7 @@ static int enter_on_stream_as(const char *name, owcu_handle h)
 }
 #define enter_on_stream(stream) enter_on_stream_as(__func__, stream)
 
-// Runs ow_stream_open and its kin, which use the memory of a batch's streams.
+// run_stream_kernel runs a kernel of bitstreams, such as ow_stream_open.
 static void run_stream_kernel(const struct op *o)
 {
 	const ow_stream_head *head = o->few ? &o->few->head : (const void *)(uintptr_t)o->a;
@@ -280,7 +281,7 @@ static void run_stream_kernel(const struct op *o)
 		ow_stream_x16_host(head, n, status);
 }
 
-// Runs kernels of items, one warp per item.
+// run_item_kernel runs a kernel that processes one item per warp.
 static void run_item_kernel(const struct op *o)
 {
 	ow_batch_item *items = (void *)(uintptr_t)o->b;
@@ -305,7 +306,7 @@ static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST
 
 static void run_launch(const struct op *o)
 {
-	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // both segments and parts
+	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // for segments and parts
 		note_broken_rule("a table outside device memory");
 		return;
 	}
@@ -368,11 +369,11 @@ static void run_launch(const struct op *o)
 	}
 }
 
-// All streams.
+// streams holds all streams.
 static struct stream *streams[256];
 
 // is_record_queued reports whether a stream has not reached a record yet. A later record of the same event on another
-// stream may be reached first. A destroyed stream has reached all.
+// stream may be reached first. A destroyed stream has reached all records.
 static int is_record_queued(const struct stream *s, const struct event *event, int64_t at)
 {
 	int i = 0;
@@ -387,13 +388,13 @@ static int is_record_queued(const struct stream *s, const struct event *event, i
 	return 0;
 }
 
-// do_op reports whether it is done.
+// run_op runs an operation and reports whether it has ended.
 static int run_op(struct op *o, int wait)
 {
 	switch (o->kind) {
 	case COPY:
 		if (!covers(o->dst, o->n) && !covers(o->src, o->n))
-			note_broken_rule("a copy to nowhere");
+			note_broken_rule("a copy between unknown addresses");
 		else
 			memcpy(o->dst, o->src, o->n);
 		break;
@@ -422,7 +423,7 @@ static int run_op(struct op *o, int wait)
 	return 1;
 }
 
-// run_ops does a stream's work, all of it or until an event is reached, because a call waits for it or because time
+// run_ops runs a stream's work, until an event is reached if there is one, because a call waits for it or time
 // passes.
 static void run_ops(struct stream *s, struct event *until, int64_t at, int wait)
 {
@@ -476,8 +477,8 @@ static void finish_stream(struct stream *s, void *arg)
 }
 static void lose_device(void) { for_each_stream(finish_stream, NULL); }
 
-// Describes memory that is about to be freed: whether queued work uses it, and whether there is work that does not end
-// by itself.
+// going describes memory that is about to be freed: whether queued work uses it, and whether there is work of
+// owcu_fake_busy.
 struct going {
 	const uint8_t *p;
 	size_t n;
@@ -496,7 +497,7 @@ static void note_uses(struct stream *s, void *arg)
 	}
 }
 
-// check_free checks the rules for a call that frees memory, after which time passes.
+// check_free checks the rules for a call that frees memory. Time passes after the call.
 static void check_free(const void *p, size_t n)
 {
 	struct going g = {.p = p, .n = n};
@@ -504,7 +505,7 @@ static void check_free(const void *p, size_t n)
 	for_each_stream(note_uses, &g);
 	if (g.used)
 		note_broken_rule("memory was freed that queued work uses");
-	st.waited += g.busy; // the driver may wait for all queued work there
+	st.waited += g.busy; // the driver may wait for all queued work in such a call
 	for_each_stream(run_stream, NULL);
 }
 

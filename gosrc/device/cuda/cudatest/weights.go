@@ -1,6 +1,6 @@
 package cudatest
 
-// This file makes bytes that compress like weights.
+// This file generates bytes that compress like weights.
 
 import (
 	"encoding/binary"
@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec/x16"
 )
 
-// Weights returns n bytes that compress under a transform.
+// Weights returns n bytes that compress with a transform.
 func Weights(r *rand.Rand, transform uint8, n int) []byte {
 	b := make([]byte, n)
 	le := binary.LittleEndian

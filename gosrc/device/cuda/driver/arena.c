@@ -1,4 +1,4 @@
-// Makes and frees memory, streams and events that live together.
+// Allocates and frees arenas: host memory, device memory, streams and events that are used together.
 #include "call.h"
 
 #include <stdlib.h>

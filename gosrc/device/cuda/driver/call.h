@@ -1,5 +1,5 @@
-// Helps every function that calls the driver: it calls through the table, records the first error, and makes the
-// device's context current and restores the previous one.
+// Defines helpers for functions that call the driver. They call through the table, record the first error, make the
+// device's context current, and restore the previous context.
 #ifndef OWCU_CALL_H
 #define OWCU_CALL_H
 
@@ -8,7 +8,7 @@
 #include <stdio.h>
 #include <time.h>
 
-// record_error records the first error of a function.
+// record_error records the first error of a function, and returns -1 for any error.
 static inline int record_error(struct owcu_error *e, const char *call, int code)
 {
 	const char *name = NULL, *text = NULL;
@@ -27,7 +27,7 @@ static inline int record_error(struct owcu_error *e, const char *call, int code)
 	return -1;
 }
 
-// The symbol's name, for messages.
+// name_FIELD is the symbol of a function, for messages.
 #define OWCU_NAME(field, symbol, args) static const char name_##field[] __attribute__((unused)) = symbol;
 OWCU_FUNCTIONS(OWCU_NAME)
 
@@ -35,7 +35,7 @@ OWCU_FUNCTIONS(OWCU_NAME)
 
 enum {
 	NON_BLOCKING = 1,        // CU_STREAM_NON_BLOCKING
-	BLOCKING_SYNC = 1,       // CU_EVENT_BLOCKING_SYNC: waiters sleep
+	BLOCKING_SYNC = 1,       // CU_EVENT_BLOCKING_SYNC: waiting threads sleep
 	NO_TIMING = 2,           // CU_EVENT_DISABLE_TIMING
 	PORTABLE_MAPPED = 1 | 2, // CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
 };
@@ -44,14 +44,14 @@ enum {
 	CAPTURE_RELAXED = 2, // CU_STREAM_CAPTURE_MODE_RELAXED
 	CAPTURE_UNKNOWN = -1,
 	NO_CONTEXT = 201, // CUDA_ERROR_INVALID_CONTEXT
-	WAIT_TRIES = 500, // of enter_to_wait: five seconds
+	WAIT_TRIES = 500, // for enter_to_wait: five seconds
 };
 
-// relax_mode puts the thread into the relaxed mode of stream capture, and restore_mode restores its mode. In the
-// default mode, most calls destroy a capture of torch's on any thread.
+// relax_mode sets the thread's mode of stream capture to relaxed, and restore_mode restores the previous mode. In the
+// default mode, most calls destroy a capture that torch has in progress on any thread.
 static inline void restore_mode(int *mode)
 {
-	// Twice, with the same value: the thread is not ours and must not keep our mode.
+	// Try twice with the same value: the thread belongs to the caller and must not keep our mode.
 	for (int i = 0, put = *mode; i < 2 && put != CAPTURE_UNKNOWN && !owcu_forked(); i++, put = *mode)
 		if (owcu->thread_mode(&put) == 0)
 			break;
@@ -66,7 +66,7 @@ static inline int relax_mode(int *mode, struct owcu_error *e)
 	else if (TRY(thread_mode, (mode)) == 0)
 		return 0;
 	if (*mode == CAPTURE_RELAXED)
-		*mode = CAPTURE_UNKNOWN; // nothing was changed
+		*mode = CAPTURE_UNKNOWN; // the mode was not changed
 	restore_mode(mode);
 	return -1;
 }
@@ -79,7 +79,7 @@ static inline int leave(struct owcu_guard *g, int rc)
 	return rc;
 }
 
-// After an error nothing is changed, and leave does nothing.
+// enter makes the context current. If it fails, it has no effect, and leave does nothing.
 static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
 {
 	g->ctx = g->before = ctx;
@@ -93,7 +93,7 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 	return leave(g, -1);
 }
 
-// WITHIN makes calls, joined by ||, in the context, and is 0 or -1.
+// WITHIN makes calls, joined by ||, in the context. Its value is 0, or -1 after an error.
 #define WITHIN(ctx, calls)                                                                                             \
 	({                                                                                                             \
 		struct owcu_guard guard;                                                                               \
@@ -101,7 +101,7 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 		leave(&guard, result == 0 && (calls) ? -1 : result);                                                   \
 	})
 
-// RELAXED is WITHIN for calls that need no context.
+// RELAXED is like WITHIN for calls that need no context.
 #define RELAXED(calls)                                                                                                 \
 	({                                                                                                             \
 		int mode, result = relax_mode(&mode, e);                                                               \
@@ -114,8 +114,8 @@ static inline int enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error
 
 static inline owcu_handle stream_handle(uint64_t stream) { return (owcu_handle)(uintptr_t)stream; }
 
-// refuse_captured refuses a stream that is being captured: work queued there would
-// become part of a graph, and queries would destroy it.
+// refuse_captured records an error if a stream is being captured. Work queued there
+// would become part of a graph, and queries would destroy the capture.
 static inline int refuse_captured(uint64_t stream, struct owcu_error *e)
 {
 	int status = 0;
@@ -126,18 +126,18 @@ static inline int refuse_captured(uint64_t stream, struct owcu_error *e)
 	return record_error(e, name_stream_capturing, code);
 }
 
-// is_device_lost reports whether the device is lost: it answers no query, and what could not be freed is gone
-// with it.
+// is_device_lost reports whether the device is lost. A lost device fails all queries, and resources that could not be
+// freed no longer exist.
 static inline int is_device_lost(void)
 {
 	size_t a, b;
 	int code = owcu->mem_info(&a, &b);
 
-	return code != 0 && code != NO_CONTEXT; // the thread is at fault, not the device
+	return code != 0 && code != NO_CONTEXT; // NO_CONTEXT is an error of the thread, not of the device
 }
 
-// enter_to_free is enter for calls that free something. It returns 1 if the driver refuses now but may not later.
-// On a lost device, resources count as freed.
+// enter_to_free is like enter, for functions that free resources. It returns 1 if the driver failed but may succeed
+// later, and -1 if the resources count as freed, because the device is lost or the process is a forked child.
 static inline int enter_to_free(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e)
 {
 	if (enter(g, ctx, e) == 0)
@@ -145,10 +145,10 @@ static inline int enter_to_free(struct owcu_guard *g, owcu_handle ctx, struct ow
 	return owcu_forked() ? -1 : !is_device_lost();
 }
 
-// enter_to_wait is enter for calls after which memory is used again, so work on it must have ended. A driver that
-// refuses is asked again a hundred times per second. It returns the first refusal, 0 or -1; the caller waits in
-// any case. *out is not 0 if the thread is not in the context: -1 if the device is lost or the process is a
-// child, and 1 if nothing is known of the work.
+// enter_to_wait is like enter, for functions after which memory is reused, so work on it must have ended. If the driver
+// fails, it tries again a hundred times per second. It returns 0, or -1 if the first try failed; the caller must wait
+// in either case. *out is not 0 if the thread is not in the context: -1 if the device is lost or the process is a
+// forked child, and 1 if the state of the work is unknown.
 static inline int enter_to_wait(struct owcu_guard *g, owcu_handle ctx, int tries, int *out, struct owcu_error *e)
 {
 	int rc = enter(g, ctx, e);
@@ -158,8 +158,8 @@ static inline int enter_to_wait(struct owcu_guard *g, owcu_handle ctx, int tries
 	return rc;
 }
 
-// DROP frees one resource, unless there is none or an earlier try has freed it. `left` records that the driver
-// refused.
+// DROP frees a resource, unless it is 0 or an earlier try has freed it. If the driver fails, DROP sets
+// `left`.
 #define DROP(thing, field)                                                                                             \
 	do {                                                                                                           \
 		if (thing) {                                                                                           \

@@ -1,4 +1,4 @@
-// Makes and frees contexts, memory, events and modules of a device.
+// Implements contexts, memory, events and modules of a device.
 #include "call.h"
 
 #include <stdlib.h>
@@ -17,7 +17,7 @@ void owcu_leave(struct owcu_guard *g) { leave(g, 0); }
 
 int owcu_init_driver(int *version, int *count, struct owcu_error *e)
 {
-	if (owcu_forked() ? record_error(e, "fork", OWCU_FORKED) : TRY(init, (0))) // before init the driver has no modes
+	if (owcu_forked() ? record_error(e, "fork", OWCU_FORKED) : TRY(init, (0))) // capture modes do not exist before init
 		return -1;
 	return RELAXED(TRY(driver_version, (version)) || TRY(device_count, (count)));
 }
@@ -46,7 +46,7 @@ int owcu_ctx_close(int device, struct owcu_error *e)
 {
 	int mode;
 
-	if (relax_mode(&mode, e) && relax_mode(&mode, e)) // a call that fails once may not fail again
+	if (relax_mode(&mode, e) && relax_mode(&mode, e)) // try again once
 		return -1;
 	int rc = TRY(ctx_release, (device));
 	restore_mode(&mode);
@@ -92,8 +92,8 @@ int owcu_try_record_events(owcu_handle ctx, int n, const uint64_t *streams, owcu
 	struct owcu_error not_now = {0};
 	int rc = enter(&g, ctx, e), captured = 0;
 
-	// Check first, so that nothing is recorded into a graph, and again afterwards, in case a capture began in
-	// between: such an event must not be queried.
+	// Check first, so that nothing is recorded into a graph. Check again afterwards, in case a capture began in
+	// between: an event recorded in a capture must not be queried.
 	for (int again = 0; rc == 0 && !captured && again < 2; again++) {
 		for (int i = 0; rc == 0 && !captured && i < n; i++) {
 			if (refuse_captured(streams[i], &not_now)) {
@@ -173,7 +173,7 @@ int owcu_module_open(owcu_handle ctx, const void *image, uint64_t n, const char 
 	struct owcu_guard g;
 	int rc = enter(&g, ctx, e);
 
-	// The driver needs an aligned image and may read it again when a kernel is first launched.
+	// The driver needs an aligned image, and may read it again when a kernel is first launched.
 	if (rc == 0 && m->image == NULL) {
 		if (posix_memalign(&m->image, 64, n)) {
 			m->image = NULL;

@@ -24,7 +24,7 @@ type Handle = unsafe.Pointer
 // A Thing is a kind of object that TryRelease frees.
 type Thing C.int
 
-// The kinds of things.
+// Event, Stream, Pinned and Attached are the kinds of objects.
 const (
 	Event    Thing = C.OWCU_EVENT
 	Stream   Thing = C.OWCU_STREAM
@@ -35,20 +35,20 @@ const (
 // A Context is a GPU's primary context, retained with its flags unchanged.
 type Context struct {
 	index    int
-	number   C.int // the driver's number
+	number   C.int // device number of the driver
 	handle   C.owcu_handle
-	near     *nodes.Place // nil if the host has one node or the near one is not known
-	coherent bool         // the GPU reads host memory through the host's own page tables
+	near     *nodes.Place // nil if the host has only one node, or the GPU's node is unknown
+	coherent bool         // the GPU reads host memory through the host's page tables
 	sms      int
 
-	reading sync.Mutex    // held while stream is used
+	reading sync.Mutex    // held while Read uses stream
 	stream  C.owcu_handle // for Read
 }
 
-// Near is the NUMA node near a device, nil if the host has one node or the near one is not known.
+// Near returns the NUMA node of a device, or nil if the host has only one node or the device's node is unknown.
 func Near(index int) *nodes.Place { return nodes.Near(System, func() string { return Bus(index) }) }
 
-// OpenContext retains the primary context of a device. That takes some 0.2 s unless torch has done it already.
+// OpenContext retains the primary context of a device. This takes about 0.2 s unless torch has already done so.
 func OpenContext(index int, near *nodes.Place) (*Context, error) {
 	c := &Context{index: index, near: near}
 	var e C.struct_owcu_error
@@ -60,27 +60,27 @@ func OpenContext(index int, near *nodes.Place) (*Context, error) {
 	return c, nil
 }
 
-// Index is the number of the device.
+// Index returns the device number.
 func (c *Context) Index() int { return c.index }
 
-// Handle is the driver's context.
+// Handle returns the driver's context.
 func (c *Context) Handle() Handle { return Handle(c.handle) }
 
-// Processors is the number of the GPU's multiprocessors.
+// Processors returns the number of multiprocessors.
 func (c *Context) Processors() int { return c.sms }
 
-// NearNode is the NUMA node near the device, nil if the host has one node or the near one is not known.
+// NearNode returns the NUMA node of the device, or nil if the host has only one node or the device's node is unknown.
 func (c *Context) NearNode() *nodes.Place { return c.near }
 
-// ReadsInPlace reports whether kernels read slots in place. The device compares no checksums then.
+// ReadsInPlace reports whether kernels read slots in place. In that case the device compares no checksums.
 func (c *Context) ReadsInPlace() bool { return c.coherent }
 
-// ErrorOf is the error that C code recorded in a struct owcu_error.
+// ErrorOf returns the error that C code recorded in a struct owcu_error.
 func (c *Context) ErrorOf(noted unsafe.Pointer) error {
 	return errorOf(c.index, (*C.struct_owcu_error)(noted))
 }
 
-// call returns the error of a C function.
+// call calls a C function and returns its error.
 func (c *Context) call(run func(e *C.struct_owcu_error) C.int) error {
 	var e C.struct_owcu_error
 	if run(&e) != 0 {
@@ -96,8 +96,8 @@ func (c *Context) MemoryInfo() (unused, total int64, err error) {
 	return int64(a), int64(b), err
 }
 
-// AddSizes adds to an out-of-memory error how much was requested, for what, and how much there was. Other errors
-// stay unchanged.
+// AddSizes adds to an out-of-memory error the requested size, its purpose, and the free and total memory. It returns
+// other errors unchanged.
 func (c *Context) AddSizes(err error, asked int64, what string) error {
 	var mem *errs.Memory
 	if !errors.As(err, &mem) {
@@ -111,8 +111,8 @@ func (c *Context) AddSizes(err error, asked int64, what string) error {
 	return &full
 }
 
-// Read copies device memory to dst, which has the same length. It waits for the copy, but for no other work. It
-// is slow, since dst is not pinned; use it for tests and small sizes.
+// Read copies device memory to dst, which must have the same length. It waits for the copy but not for other work. It
+// is slow because dst is not pinned. Use it for tests and small sizes.
 func (c *Context) Read(dst []byte, m device.Memory) error {
 	if int64(len(dst)) != m.Bytes {
 		return errs.New(errs.ErrArgument, "cannot read %d bytes of device memory into %d bytes", m.Bytes, len(dst))
@@ -129,7 +129,7 @@ func (c *Context) Read(dst []byte, m device.Memory) error {
 }
 
 // WithContext runs fn on a thread where the device's context is current and calls cannot destroy a graph capture.
-// It serves calls of other libraries and restores the thread's state.
+// It is for calls of other libraries. Afterwards it restores the thread's state.
 func (c *Context) WithContext(fn func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -142,13 +142,13 @@ func (c *Context) WithContext(fn func() error) error {
 	return fn()
 }
 
-// TryRelease frees a thing that nothing uses, and reports whether it is gone. With a lost device it is.
+// TryRelease frees an unused object and reports whether it was freed. With a lost device, it counts as freed.
 func (c *Context) TryRelease(what Thing, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
 	return C.owcu_try_release(c.handle, C.int(what), thing, &e) <= 0
 }
 
-// Close releases the context when nothing uses it any more. Only tests do that.
+// Close releases the context when nothing uses it. Only tests call it.
 func (c *Context) Close() error {
 	for !c.TryRelease(Stream, Handle(c.stream)) {
 	}
@@ -160,7 +160,7 @@ func (c *Context) Close() error {
 	return nil
 }
 
-// A Module is a set of compiled kernels, loaded into a context at the first Kernels.Get.
+// A Module is a set of compiled kernels, which the first Kernels.Get loads into a context.
 type Module struct {
 	ctx   *Context
 	image []byte
@@ -168,19 +168,19 @@ type Module struct {
 	c     *C.struct_owcu_module
 }
 
-// Module is the module of an image. It is not loaded yet.
+// Module returns the module of an image, without loading it.
 func (c *Context) Module(image []byte) *Module {
 	return &Module{ctx: c, image: image, c: new(C.struct_owcu_module)}
 }
 
-// Close unloads the module. Only tests do that.
+// Close unloads the module. Only tests call it.
 func (m *Module) Close() {
 	var e C.struct_owcu_error
 	for C.owcu_module_close(m.ctx.handle, m.c, &e) > 0 {
 	}
 }
 
-// Kernels are some kernels of a module.
+// Kernels is a group of kernels of a module.
 type Kernels struct {
 	module *Module
 	names  string
@@ -190,7 +190,7 @@ type Kernels struct {
 // Kernels returns the kernels with these names, each terminated by NUL.
 func (m *Module) Kernels(names string) *Kernels { return &Kernels{module: m, names: names} }
 
-// Get looks the kernels up once and returns them in the order of their names. The driver loads a kernel when it
+// Get looks up the kernels once and returns them in the order of their names. The driver loads a kernel when it
 // is looked up.
 func (k *Kernels) Get() ([]Handle, error) {
 	m := k.module
@@ -211,8 +211,8 @@ func (k *Kernels) Get() ([]Handle, error) {
 	return all, nil
 }
 
-// statusTexts explain the bits of the status word that a kernel writes for a chunk or a stream: cuda/abi.h and
-// abi_stream.h.
+// statusTexts explain the bits of the status word that a kernel writes for a chunk or a stream. See cuda/abi.h and
+// cuda/abi_stream.h.
 var statusTexts = []struct {
 	bit  uint32
 	text string
@@ -221,13 +221,13 @@ var statusTexts = []struct {
 	{2, "a lane ends in a wrong state"},
 	{4, "words and escapes do not end at the end of their segment"},
 	{8, "an escape is out of order"},
-	{1 << 8, "this is not such a stream, or its header is damaged"},
+	{1 << 8, "the stream is of another kind, or its header is damaged"},
 	{1 << 9, "the algorithm, length or chunk size differs from the expected one"},
 	{1 << 10, "a chunk is outside its payload or has an invalid form"},
 	{1 << 12, "a block cannot be decoded"},
 }
 
-// StatusText says what the bits of a kernel's status word mean.
+// StatusText describes the bits of a kernel's status word.
 func StatusText(word uint32) string {
 	var all []string
 	for _, m := range statusTexts {

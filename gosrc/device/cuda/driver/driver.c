@@ -1,4 +1,4 @@
-// Fills the table of the driver once, and watches for forks of the process.
+// Fills the driver's function table once, and detects forks of the process.
 #include "driver.h"
 
 #include <dlfcn.h>
@@ -23,7 +23,7 @@ void owcu_use_table(const struct owcu_api *api)
 int owcu_load_driver(const char *library, char *why, size_t n)
 {
 	static struct owcu_api api;
-	// It is never closed, because the driver keeps threads and exit handlers of its own.
+	// The library is never closed, because the driver has running threads and exit handlers.
 	void *lib = dlopen(library, RTLD_NOW | RTLD_LOCAL);
 
 	if (lib == NULL) {

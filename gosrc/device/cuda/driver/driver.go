@@ -25,14 +25,14 @@ const (
 	minDriver = 12000
 )
 
-// state is the state of the process's driver.
+// state is the process-wide state of the driver.
 var state struct {
 	mu             sync.Mutex
 	ready          bool // loaded and initialized
 	version, count int
 }
 
-// loadDriver loads and initializes the driver once. After a failure it may be called again. state.mu is held.
+// loadDriver loads and initializes the driver once. It may be called again after a failure. The caller holds state.mu.
 func loadDriver() error {
 	if C.owcu_forked() != 0 {
 		return errForked()
@@ -46,30 +46,30 @@ func loadDriver() error {
 		name := C.CString(library)
 		defer C.free(unsafe.Pointer(name))
 		if C.owcu_load_driver(name, &why[0], C.size_t(len(why))) != 0 {
-			return errs.New(errs.ErrDevice, "no NVIDIA driver: %s", C.GoString(&why[0]))
+			return errs.New(errs.ErrDevice, "cannot load the NVIDIA driver: %s", C.GoString(&why[0]))
 		}
 	}
 	var e C.struct_owcu_error
 	var version, count C.int
 	if C.owcu_init_driver(&version, &count, &e) != 0 {
 		if e.code == 100 { // CUDA_ERROR_NO_DEVICE
-			return errs.New(errs.ErrDevice, "the NVIDIA driver sees no GPU (hidden by CUDA_VISIBLE_DEVICES?)")
+			return errs.New(errs.ErrDevice, "the NVIDIA driver finds no GPU (hidden by CUDA_VISIBLE_DEVICES?)")
 		}
 		return errorOf(-1, &e)
 	}
 	if version < minDriver {
-		return errs.New(errs.ErrDevice, "the NVIDIA driver is for CUDA %s; 12.0 or later is needed",
+		return errs.New(errs.ErrDevice, "the NVIDIA driver supports CUDA %s, but 12.0 or later is needed",
 			versionText(int(version)))
 	}
 	if count == 0 {
-		return errs.New(errs.ErrDevice, "the NVIDIA driver sees no GPU")
+		return errs.New(errs.ErrDevice, "the NVIDIA driver finds no GPU")
 	}
 	state.ready, state.version, state.count = true, int(version), int(count)
 	return nil
 }
 
-// Load loads and initializes the driver once, and returns the number of its devices. After a failure it may be
-// called again.
+// Load loads and initializes the driver once, and returns the number of devices. It may be called again after a
+// failure.
 func Load() (devices int, err error) {
 	state.mu.Lock()
 	defer state.mu.Unlock()
@@ -77,7 +77,7 @@ func Load() (devices int, err error) {
 	return state.count, err
 }
 
-// Available returns nil if there is a GPU, else an errs.ErrDevice with the reason.
+// Available returns nil if there is a GPU, otherwise an errs.ErrDevice with the reason.
 func Available() error {
 	_, err := Load()
 	return err
@@ -108,23 +108,23 @@ func Info() ([]DeviceInfo, error) {
 	return all, nil
 }
 
-// System is the folder of the host's tables. Tests have others.
+// System is the directory of the host's sysfs. Tests replace it.
 var System = nodes.System
 
 func busName(c *C.struct_owcu_info) string { return strings.ToLower(C.GoString(&c.bus[0])) }
 
-// Bus is the PCI address of a device, "" if the driver does not say.
+// Bus returns the PCI address of a device, or "" if the driver does not report it.
 func Bus(index int) string {
 	var c C.struct_owcu_info
 	var e C.struct_owcu_error
 	if C.owcu_get_device_info(C.int(index), &c, &e) != 0 {
-		return "" // Open will report the reason
+		return "" // OpenContext will report the error
 	}
 	return busName(&c)
 }
 
-// readPCILink reads a device's PCI Express link from the system. It returns the maximum, because an idle GPU
-// slows its link down.
+// readPCILink reads the maximum width and generation of a device's PCI Express link from sysfs. The current values are
+// lower while the GPU is idle.
 func readPCILink(bus string) (width, gen int) {
 	dir := System + "/bus/pci/devices/" + bus
 	read := func(name string) string {
@@ -155,8 +155,8 @@ func errorOf(device int, e *C.struct_owcu_error) error {
 	return Error(device, C.GoString(e.call), C.GoString(&e.text[0]), int(e.code))
 }
 
-// Error is the error of a driver call that C code recorded: out of memory, forked, or a device error with the
-// call and the driver's text. device is -1 if the error is not about one device.
+// Error returns the error of a driver call that C code recorded: out of memory, forked, or a device error with the
+// call and the driver's text. device is -1 if the error does not concern a device.
 func Error(device int, call, text string, code int) error {
 	where := "CUDA"
 	if device >= 0 {
@@ -167,16 +167,16 @@ func Error(device int, call, text string, code int) error {
 		return errForked()
 	case C.OWCU_CAPTURED:
 		return errs.New(errs.ErrNotSupported, "%s: the stream is being captured into a CUDA graph, "+
-			"and this cannot be part of it: do it before the capture, or on another stream", where)
+			"which cannot include this operation: do it before the capture, or on another stream", where)
 	case C.OWCU_OUT_OF_MEMORY:
 		return &errs.Memory{Where: where, Asked: -1, Free: -1, Total: -1, Err: call + ": " + text}
 	}
 	return errs.New(errs.ErrDevice, "%s: %s failed: %s (%d)", where, call, text, code)
 }
 
-// SwapCaptureMode sets the calling thread's mode of stream capture, a CUstreamCaptureMode, and returns the
-// previous one. If there is no driver or the mode is unknown, it returns -1 and changes nothing. It is for Python
-// threads that will call torch.
+// SwapCaptureMode sets the calling thread's mode of stream capture, a CUstreamCaptureMode, and returns the previous
+// one. If there is no driver or the mode is unknown, it returns -1 and changes nothing. It is for Python threads that
+// will call torch.
 func SwapCaptureMode(mode int) int {
 	if mode < 0 || Available() != nil {
 		return -1
@@ -184,7 +184,7 @@ func SwapCaptureMode(mode int) int {
 	return int(C.owcu_swap_capture_mode(C.int(mode)))
 }
 
-// DeviceOf is the index of the device that an address belongs to, -1 for host memory.
+// DeviceOf returns the number of the device that an address belongs to, or -1 for host memory.
 func DeviceOf(address uint64) int {
 	if Available() != nil {
 		return -1

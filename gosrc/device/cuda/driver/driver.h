@@ -1,7 +1,7 @@
-// Declares the CUDA driver API as a table of our own.
+// Declares the CUDA driver API as a table of functions.
 //
-// Nothing here is linked against CUDA. The table is filled by dlopen and dlsym at first use, or by the fake
-// driver of cudatest in tests. Types are declared here and not taken from cuda.h, so that the engine builds
+// The engine is not linked against CUDA. The table is filled with dlopen and dlsym at first use, or by the fake
+// driver of cudatest in tests. Types are declared here and not taken from cuda.h, so that the engine can be built
 // everywhere. They are part of the driver's ABI, which has been stable since CUDA 4.
 #ifndef OWCU_DRIVER_H
 #define OWCU_DRIVER_H
@@ -16,19 +16,19 @@ typedef void *owcu_handle; // CUcontext, CUstream, CUevent, CUmodule, CUfunction
 enum {
 	OWCU_OUT_OF_MEMORY = 2,
 	OWCU_NOT_READY = 600,
-	OWCU_IMPLICIT = 906, // the legacy stream, while a stream that it waits for is captured
-	// Our own codes: for a call in a forked child, and for work on a stream that is being captured into a graph.
+	OWCU_IMPLICIT = 906, // the legacy stream, while a stream that it waits for is being captured
+	// Codes of the engine: for a call in a forked child, and for work on a stream that is being captured into a graph.
 	OWCU_FORKED = -2,
 	OWCU_CAPTURED = -3,
 };
 
-// A handle with which another process of this host maps an allocation (CUipcMemHandle).
+// owcu_ipc is a handle with which another process of this host maps an allocation (CUipcMemHandle).
 struct owcu_ipc {
 	char bytes[64];
 };
 
-// X(field, symbol, arguments). Symbols carry the version that has this signature. Calls that synchronize the
-// whole context are excluded, and so are synchronous copies: they destroy any capture of a graph in progress, on
+// X(field, symbol, arguments). Symbols include the version that has this signature. Calls that synchronize the whole
+// context are excluded. Synchronous copies are also excluded, because they destroy any graph capture in progress on
 // any thread, and wait for other work.
 #define OWCU_FUNCTIONS(X)                                                                                              \
 	X(init, "cuInit", (unsigned flags))                                                                            \
@@ -91,11 +91,11 @@ extern const struct owcu_api *owcu;
 // the reason in why. It may be called again after a failure.
 int owcu_load_driver(const char *library, char *why, size_t n);
 
-// owcu_use_table installs another table, such as the fake driver's. NULL removes it.
+// owcu_use_table installs another table, such as that of the fake driver. NULL removes it.
 void owcu_use_table(const struct owcu_api *api);
 
-// owcu_forked reports whether this is a child of the process that loaded the table.
-// The driver cannot be used there, not even to free.
+// owcu_forked reports whether this process is a child of the process that loaded the
+// table. The driver cannot be used there, not even to free resources.
 int owcu_forked(void);
 
 #endif

@@ -9,8 +9,8 @@ import "C"
 
 import _ "github.com/overwire/overwire/gosrc/device/cuda/cudatest" // the fake driver
 
-// UseFake replaces the driver by the fake one, with its version (13000), the number of its devices, and the
-// memory of each in bytes.
+// UseFake replaces the driver with the fake one. It has a version such as 13000, a number of devices, and memory bytes
+// on each device.
 func UseFake(memory int64, version, devices int) {
 	state.mu.Lock()
 	defer state.mu.Unlock()
@@ -20,7 +20,7 @@ func UseFake(memory int64, version, devices int) {
 	C.owcu_use_table(C.owcu_fake_api())
 }
 
-// UseSystemRoot gives the host other tables of nodes and devices until restore is called. cuda:N is at
+// UseSystemRoot replaces the directory of the host's sysfs until restore is called. cuda:N is at
 // ffff:0N:00.0.
 func UseSystemRoot(root string) (restore func()) {
 	tables := System

@@ -7,7 +7,7 @@ package driver
 */
 import "C"
 
-// useFakeDriver replaces the driver by the fake one from the start, in engines built for Python's tests of GPU
+// useFakeDriver replaces the driver with the fake one, in engines built for Python's tests of GPU
 // code.
 func useFakeDriver() {
 	C.owcu_fake_reset(4 << 30)

@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A driver that is too old, or sees no GPU, is refused with the reason.
+// Available refuses a driver that is too old or finds no GPU, and reports the reason.
 func TestAvailable(t *testing.T) {
 	UseFake(1<<20, 13000, 2)
 	if err := Available(); err != nil {

@@ -2,6 +2,6 @@
 
 package driver
 
-// Builds with the real driver.
+// This build uses the real driver.
 
 func useFakeDriver() {}

@@ -1,4 +1,4 @@
-// Copies on streams that the caller names, and orders them.
+// Implements copies on streams that the caller selects, and dependencies between streams.
 #include "call.h"
 
 enum { POINTER_DEVICE = 9 }; // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
@@ -8,7 +8,7 @@ int owcu_copy(owcu_handle ctx, uint64_t stream, owcu_ptr dst, owcu_ptr src, uint
 	return WITHIN(ctx, refuse_captured(stream, e) || TRY(copy_any, (dst, src, n, stream_handle(stream))) || (wait && TRY(stream_sync, (stream_handle(stream)))));
 }
 
-// follow_streams makes a stream wait for what is queued on others now.
+// follow_streams makes a stream wait for the work that is now queued on other streams.
 static int follow_streams(owcu_handle stream, const uint64_t *after, uint64_t n, owcu_handle event, struct owcu_error *e)
 {
 	for (uint64_t i = 0; i < n; i++)

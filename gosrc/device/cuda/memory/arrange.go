@@ -1,6 +1,6 @@
 package memory
 
-// This file arranges tensors in few allocations.
+// This file places tensors in as few allocations as possible.
 
 import "github.com/overwire/overwire/gosrc/errs"
 
@@ -14,7 +14,7 @@ const (
 	arenaBytes = 32 << 20
 )
 
-// needsOwnBlock reports whether a tensor of n bytes gets an allocation of its own.
+// needsOwnBlock reports whether a tensor of n bytes gets a separate allocation.
 func needsOwnBlock(n int64) bool {
 	return n >= arenaBytes || n >= 1<<20 && ((n+unit-1)&^(unit-1)-n)*16 <= n
 }

@@ -1,6 +1,6 @@
-// Package memory manages a GPU's memory and pinned host memory: blocks that tensors share, and blocks that are
-// kept for the next load. It retries frees that the driver has refused. Only package cuda, its parts and
-// device/pinned use it.
+// Package memory manages a GPU's memory and pinned host memory. Tensors share blocks, and free blocks are cached for
+// the next load. Frees that the driver rejects are retried. Only package cuda, its parts and device/pinned use this
+// package.
 //
-// Everything is safe for concurrent use.
+// All functions are safe for concurrent use.
 package memory

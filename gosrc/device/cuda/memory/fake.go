@@ -2,17 +2,17 @@
 
 package memory
 
-// KeepBytes is how many bytes are kept for good, for tests.
+// KeepBytes is the size of the permanent cache, for tests.
 const KeepBytes = keepBytes
 
-// FakeRegisterAlignment makes RegisterAlignment smaller for tests, until end.
+// FakeRegisterAlignment makes RegisterAlignment smaller, for tests, until end is called.
 func FakeRegisterAlignment(n int64) (end func()) {
 	usual := registerAlignment
 	registerAlignment = n
 	return func() { registerAlignment = usual }
 }
 
-// FakeWithoutReaper stops the reaper until end, so that a test can take its steps.
+// FakeWithoutReaper stops the reaper until end is called, so that a test can run its steps.
 func FakeWithoutReaper(m *Memory) (end func()) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -25,17 +25,17 @@ func FakeWithoutReaper(m *Memory) (end func()) {
 	}
 }
 
-// FakeFreeSurplus takes the reaper's step that frees blocks beyond those kept for good.
+// FakeFreeSurplus runs the reaper's step that frees blocks beyond the permanent cache.
 func FakeFreeSurplus(m *Memory) { m.freeOldSurplus() }
 
-// FakeForgetStreams forgets the streams of NoteStream, so that a test can free them.
+// FakeForgetStreams removes the streams of NoteStream, so that a test can free them.
 func FakeForgetStreams(m *Memory) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.users = nil
 }
 
-// CountBlocks returns how many blocks are not yet freed, how many are kept, and how many frees are deferred.
+// CountBlocks returns how many blocks are live, how many are cached, and how many frees are deferred.
 func CountBlocks(m *Memory) (live, kept, deferred int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

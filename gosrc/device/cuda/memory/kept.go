@@ -1,14 +1,15 @@
 package memory
 
-// This file keeps free blocks for the next load.
+// This file caches free blocks for the next load.
 
 import (
 	"slices"
 	"time"
 )
 
-// keepBytes are kept for good: enough for the small tensors of most models. The rest is freed when nothing was
-// added or taken for keepFor, so that a model that replaces another one can still use it.
+// keepBytes and keepPieces limit the permanent cache, which is enough for the small tensors of most models. Blocks
+// beyond it are freed when no block was added or taken for keepFor, so that a model that replaces another can reuse
+// them.
 const (
 	keepBytes  = 128 << 20
 	keepPieces = 64
@@ -21,16 +22,16 @@ type keptBlock struct {
 	bytes uint64
 }
 
-// keptBlocks are kept for the next load, since freeing a block may wait for everything that is queued on the
-// device and stop all other calls meanwhile. The oldest come first. Their owner locks them.
+// keptBlocks caches blocks for the next load, because freeing a block may wait for all work queued on the device and
+// block other calls meanwhile. The oldest blocks come first. The owner of keptBlocks locks it.
 type keptBlocks struct {
 	blocks  []keptBlock
-	touched time.Time // when one was last added or taken
+	touched time.Time // when a block was last added or taken
 }
 
 func (k *keptBlocks) add(at, bytes uint64) { k.blocks = append(k.blocks, keptBlock{at, bytes}) }
 
-// take removes the smallest block that has n bytes and is not much too long.
+// take removes the smallest block that has n bytes and is not much larger.
 func (k *keptBlocks) take(n uint64) (best keptBlock, ok bool) {
 	at := -1
 	for i, b := range k.blocks {
@@ -46,8 +47,8 @@ func (k *keptBlocks) take(n uint64) (best keptBlock, ok bool) {
 	return best, true
 }
 
-// removeSurplus removes blocks beyond those kept for good, the oldest first. later says that it is too early for
-// that.
+// removeSurplus removes blocks beyond the permanent cache, the oldest first. later means that it is too early to do
+// so.
 func (k *keptBlocks) removeSurplus() (old []uint64, later bool) {
 	n, count := uint64(0), len(k.blocks)
 	for _, b := range k.blocks {

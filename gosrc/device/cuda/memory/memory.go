@@ -24,28 +24,28 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// defaultStream is DLPack's number of the legacy default stream.
+// defaultStream is DLPack's number for the legacy default stream.
 const defaultStream = 1
 
-// A Memory allocates one GPU's memory and frees it.
+// A Memory allocates and frees one GPU's memory.
 //
-// The reaper frees memory on a goroutine of its own, unless memory is short or Free is called: freeing may make
-// the driver wait for other work, which no load should do. Tensor memory is freed once all work queued on the
-// streams of its users is done, which an event on each stream shows. It is then kept for the next load
-// (keptBlocks). While one of these streams is being captured into a graph, it cannot have an event, and the
-// memory stays. If the driver refuses to free something, the reaper tries again.
+// The reaper goroutine frees memory, unless memory is short or a Free function is called. Freeing may make the driver
+// wait for other work, which would delay a load. Tensor memory becomes free when all work queued on the streams of its
+// users has ended, which an event on each stream shows. It is then cached for the next load (keptBlocks). While one of
+// these streams is being captured into a graph, no event can be recorded there, and the memory is not freed. If the
+// driver rejects a free, the reaper tries again.
 type Memory struct {
 	ctx   *driver.Context
-	c     C.owcu_handle // ctx, for calls
-	short func() error  // if memory is short: frees what else the device keeps
+	c     C.owcu_handle // handle of ctx
+	short func() error  // called if memory is short: frees other cached memory of the device
 
 	list    *unsafe.Pointer // device.Listed blocks without a holder; in C memory
-	freeing sync.Mutex      // held for each pass over blocks
+	freeing sync.Mutex      // held while Reap runs
 	pending pendingFree     // guarded by freeing
 
 	deferring sync.Mutex // held while deferred frees are tried
 
-	mu       sync.Mutex // guards the rest
+	mu       sync.Mutex // guards the fields below
 	live     int        // blocks not yet freed
 	kept     keptBlocks
 	deferred []Free
@@ -53,18 +53,18 @@ type Memory struct {
 	reaping  bool
 }
 
-// A Free frees something that nothing uses, and reports whether it is gone. If the driver refused, it is called
+// A Free frees an unused resource and reports whether it was freed. If the driver rejected the free, it is called
 // again.
 type Free = func() (gone bool, err error)
 
-// pendingFree is memory without a holder, taken off the list, that queued work may still read.
+// pendingFree holds memory without a holder, taken off the list, that queued work may still use.
 type pendingFree struct {
 	blocks []*device.Listed
-	marked bool // events are recorded
+	marked bool // events have been recorded
 	events []C.owcu_handle
 }
 
-// New is the memory of a device. short frees what else is kept for the next load there.
+// New returns the memory manager of a device. short frees all other memory that is cached for the next load.
 func New(ctx *driver.Context, short func() error) *Memory {
 	list := (*unsafe.Pointer)(C.calloc(1, C.size_t(unsafe.Sizeof(uintptr(0)))))
 	if list == nil {
@@ -82,10 +82,10 @@ func (m *Memory) call(run func(e *C.struct_owcu_error) C.int) error {
 	return nil
 }
 
-// Alloc returns device memory for tensors of the given sizes, or none of it if it fails. Each has exactly its
-// size, is aligned to Align, and has one holder, the caller. The contents are undefined. Work that reads the
-// memory may still be queued when the last holder releases it: the memory is freed after that work, if its stream
-// is the default one or was passed to NoteStream.
+// Alloc returns device memory for tensors of the given sizes. If it fails, it allocates nothing. Each tensor has
+// exactly its size, is aligned to Align, and has one holder, the caller. The contents are undefined. Queued work may
+// still use the memory when the last holder releases it. The memory is freed after that work, if the work's stream is
+// the default stream or was passed to NoteStream.
 func (m *Memory) Alloc(sizes []int64) ([]device.Memory, error) {
 	regions, err := arrangeRegions(sizes)
 	if err != nil {
@@ -126,8 +126,8 @@ func (m *Memory) Alloc(sizes []int64) ([]device.Memory, error) {
 	return mem, nil
 }
 
-// takeBlocks returns memory for regions of the wanted sizes, from kept blocks and from the driver. It overwrites
-// want with the length of each.
+// takeBlocks returns memory for regions of the wanted sizes, from the cache and from the driver. It sets want to the
+// actual lengths.
 func (m *Memory) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, error) {
 	pointers := make([]C.owcu_ptr, len(want))
 	var need []C.uint64_t
@@ -159,15 +159,15 @@ func (m *Memory) takeBlocks(want []C.uint64_t, sizes []int64) ([]C.owcu_ptr, err
 	return nil, err
 }
 
-// allocateBlocks asks the driver. If the driver has no more memory, it tries again after freeing memory without a
-// holder, for which it waits for the work that uses it, and a third time after freeing all kept blocks.
+// allocateBlocks allocates memory with the driver. If memory is short, it frees memory without a holder, after the work
+// that uses it, and tries again. If memory is still short, it frees all cached memory and tries a third time.
 func (m *Memory) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int64) error {
 	try := func() error {
 		err := m.call(func(e *C.struct_owcu_error) C.int {
 			return C.owcu_alloc(m.c, C.int64_t(len(want)), &want[0], &got[0], e)
 		})
 		if err != nil {
-			refused := make([]uint64, len(got)) // refused by the driver, to be freed
+			refused := make([]uint64, len(got)) // blocks that the driver failed to free after the error
 			for i, p := range got {
 				refused[i] = uint64(p)
 			}
@@ -197,11 +197,11 @@ func (m *Memory) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int
 		all += n
 		most = max(most, n)
 	}
-	return m.ctx.AddSizes(err, all, fmt.Sprintf("%d tensors, the largest of %d", len(sizes), most))
+	return m.ctx.AddSizes(err, all, fmt.Sprintf("%d tensors of up to %d bytes", len(sizes), most))
 }
 
-// NoteStream registers a stream that works on memory of Alloc: memory that is released from now on is freed only
-// after the work queued there. The stream must live as long as the process. The default stream need not be
+// NoteStream registers a stream that uses memory of Alloc. Memory that is released from now on is only freed after the
+// work queued on the stream. The stream must live as long as the process. The default stream need not be
 // registered.
 func (m *Memory) NoteStream(stream uintptr) {
 	if stream <= 2 {
@@ -214,8 +214,8 @@ func (m *Memory) NoteStream(stream uintptr) {
 	}
 }
 
-// Register pins the caller's memory, which must begin on a page, so that the device copies straight from it. It
-// holds for every device of the process until Unregister. A forked child does not get the memory.
+// Register pins the caller's memory, which must begin on a page boundary, so that devices can copy directly from it.
+// The memory is pinned for all devices of the process until Unregister. A forked child does not inherit the memory.
 func (m *Memory) Register(b []byte) error {
 	_ = unix.Madvise(b, unix.MADV_DONTFORK)
 	err := m.call(func(e *C.struct_owcu_error) C.int {
@@ -227,8 +227,8 @@ func (m *Memory) Register(b []byte) error {
 	return m.ctx.AddSizes(err, int64(len(b)), "pinned memory")
 }
 
-// Unregister undoes Register, after the last copy, and then calls `then`. That may happen after Unregister
-// returns, since the driver may wait for other work. The memory must stay allocated until then.
+// Unregister undoes Register, after the last copy, and then calls `then`. That may happen after Unregister has
+// returned, because the driver may wait for other work. The memory must stay allocated until then.
 func (m *Memory) Unregister(b []byte, then func()) {
 	m.DeferFree(func() (bool, error) {
 		gone := m.ctx.TryRelease(driver.Pinned, unsafe.Pointer(&b[0]))
@@ -239,8 +239,8 @@ func (m *Memory) Unregister(b []byte, then func()) {
 	})
 }
 
-// ExportMemory names memory, which Alloc returned for one tensor, for MapExported in another process. The memory
-// must stay until the other processes no longer use it.
+// ExportMemory returns a name with which MapExported maps memory in another process. Alloc must have returned the
+// memory for a single tensor. It must not be freed while other processes use it.
 func (m *Memory) ExportMemory(mem device.Memory) (string, error) {
 	var h C.struct_owcu_ipc
 	err := m.call(func(e *C.struct_owcu_error) C.int {
@@ -249,8 +249,8 @@ func (m *Memory) ExportMemory(mem device.Memory) (string, error) {
 	return hex.EncodeToString(unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h))), err
 }
 
-// MapExported maps memory that another process shares, on this device or one that it can reach, until
-// UnmapExported. It fails if the devices or processes cannot reach each other.
+// MapExported maps memory that another process exported, on this device or one that this device can access, until
+// UnmapExported. It fails if the devices or processes cannot access each other.
 func (m *Memory) MapExported(name string) (unsafe.Pointer, error) {
 	var h C.struct_owcu_ipc
 	raw, err := hex.DecodeString(name)
@@ -263,15 +263,15 @@ func (m *Memory) MapExported(name string) (unsafe.Pointer, error) {
 	return device.Pointer(uintptr(p)), err
 }
 
-// UnmapExported ends MapExported after the work that uses the memory.
+// UnmapExported unmaps memory of MapExported. No work may use it.
 func (m *Memory) UnmapExported(at unsafe.Pointer) { m.Release(driver.Attached, at) }
 
-// Release frees an object of the driver that nothing uses. If the driver refuses, the reaper tries again.
+// Release frees an unused object of the driver. If the driver rejects that, the reaper tries again.
 func (m *Memory) Release(what driver.Thing, thing unsafe.Pointer) {
 	_ = m.FreeNow(func() (bool, error) { return m.ctx.TryRelease(what, thing), nil })
 }
 
-// FreeNow calls free, and has the reaper call it again if the driver refused.
+// FreeNow calls free. If the driver rejects the free, the reaper calls free again.
 func (m *Memory) FreeNow(free Free) error {
 	gone, err := free()
 	if !gone {
@@ -280,7 +280,7 @@ func (m *Memory) FreeNow(free Free) error {
 	return err
 }
 
-// DeferFree has the reaper call free until the resource is gone.
+// DeferFree makes the reaper call free until the resource has been freed.
 func (m *Memory) DeferFree(free Free) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -288,7 +288,7 @@ func (m *Memory) DeferFree(free Free) {
 	m.startReaper()
 }
 
-// FreeDeferred calls the functions given to DeferFree, and keeps those that the driver refuses.
+// FreeDeferred calls the functions passed to DeferFree. Functions whose frees the driver rejects stay deferred.
 func (m *Memory) FreeDeferred() {
 	m.deferring.Lock()
 	defer m.deferring.Unlock()
@@ -307,7 +307,7 @@ func (m *Memory) FreeDeferred() {
 	m.mu.Unlock()
 }
 
-// FreeUnused frees all tensor memory without a holder and all kept blocks. It waits for the work that uses them.
+// FreeUnused frees all tensor memory without a holder and all cached blocks. It waits for the work that uses them.
 func (m *Memory) FreeUnused() error {
 	err := m.Reap(true)
 	m.mu.Lock()
@@ -319,8 +319,8 @@ func (m *Memory) FreeUnused() error {
 	return err
 }
 
-// Reap takes blocks without a holder that no queued work uses, and keeps them for the next load. With wait it
-// waits for such work. When it returns, no other call of it runs.
+// Reap moves blocks without a holder, which no queued work uses, to the cache for the next load. With wait, it also
+// waits for such work. When it returns, no other call of it is running.
 func (m *Memory) Reap(wait bool) (err error) {
 	m.freeing.Lock()
 	defer m.freeing.Unlock()
@@ -336,7 +336,7 @@ func (m *Memory) Reap(wait bool) (err error) {
 	}
 }
 
-// reapStep takes one step of Reap. busy says that another step may do more.
+// reapStep runs one step of Reap. busy means that another step may do more.
 func (m *Memory) reapStep() (busy bool, err error) {
 	pending := &m.pending
 	var e C.struct_owcu_error
@@ -381,13 +381,14 @@ func (m *Memory) reapStep() (busy bool, err error) {
 	}
 	m.live -= len(pending.blocks)
 	m.kept.touched = time.Now()
-	m.startReaper() // frees the excess later
+	m.startReaper() // frees the surplus later
 	m.mu.Unlock()
 	pending.blocks = pending.blocks[:0]
 	return true, nil // there may be more on the list
 }
 
-// freeOldSurplus frees the excess of kept blocks if it is old enough, and reports whether there is more.
+// freeOldSurplus frees cached blocks beyond the permanent cache if they are old enough. It reports whether there are
+// more.
 func (m *Memory) freeOldSurplus() bool {
 	m.mu.Lock()
 	old, more := m.kept.removeSurplus()
@@ -396,7 +397,7 @@ func (m *Memory) freeOldSurplus() bool {
 	return more
 }
 
-// freeBlocks frees memory that no work uses. Zeros are skipped. The reaper tries again if the driver refuses.
+// freeBlocks frees memory that no work uses. It skips zeros. If the driver rejects a free, the reaper tries again.
 func (m *Memory) freeBlocks(all []uint64) error {
 	var left []C.owcu_ptr
 	for _, p := range all {
@@ -416,7 +417,7 @@ func (m *Memory) freeBlocks(all []uint64) error {
 	})
 }
 
-// startReaper starts the reaper unless it is running. m.mu is held.
+// startReaper starts the reaper unless it is running. The caller holds m.mu.
 func (m *Memory) startReaper() {
 	if !m.reaping {
 		m.reaping = true
@@ -424,8 +425,8 @@ func (m *Memory) startReaper() {
 	}
 }
 
-// runReaper polls for memory to free, as long as there is any. It must poll because the deleters that list memory
-// must not wake a thread.
+// runReaper polls for memory to free while there is any. It must poll, because the deleters that list memory must not
+// wake a thread.
 func (m *Memory) runReaper() {
 	const least, most = 5 * time.Millisecond, 100 * time.Millisecond
 	pause := least
@@ -440,7 +441,7 @@ func (m *Memory) runReaper() {
 			return
 		}
 		m.mu.Unlock()
-		_ = m.Reap(false) // errors are tried again, and occur again in the next call that reports them
+		_ = m.Reap(false) // errors are retried, and the next call that can return them will do so
 		m.FreeDeferred()
 		m.mu.Lock()
 		same := m.live+len(m.deferred) == before
@@ -452,25 +453,25 @@ func (m *Memory) runReaper() {
 	}
 }
 
-// CountLive is how many blocks are not yet freed.
+// CountLive returns the number of blocks that are not freed or cached yet.
 func (m *Memory) CountLive() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.live
 }
 
-// Close frees everything, once the reaper has nothing to do. No tensor may be left. Only tests do that.
+// Close frees everything after the reaper has ended. No tensor may be left. Only tests call it.
 func (m *Memory) Close() (err error) {
 	end := time.Now().Add(time.Minute)
 	for m.mu.Lock(); m.reaping; m.mu.Lock() {
 		m.mu.Unlock()
 		if time.Now().After(end) {
-			return errs.New(errs.ErrEngine, "cuda:%d: %d blocks are still held", m.ctx.Index(), m.CountLive())
+			return errs.New(errs.ErrEngine, "cuda:%d: %d blocks are still in use", m.ctx.Index(), m.CountLive())
 		}
 		time.Sleep(time.Millisecond)
 	}
 	m.mu.Unlock()
-	for { // the reaper may have kept what it has just freed
+	for { // repeat while frees fail
 		e := m.FreeUnused()
 		m.FreeDeferred()
 		if e == nil {

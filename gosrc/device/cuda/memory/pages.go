@@ -1,6 +1,6 @@
 package memory
 
-// This file makes host memory that will be pinned.
+// This file allocates host memory to be pinned.
 
 import (
 	"runtime"
@@ -15,27 +15,27 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// HugePage is the size of the pages of pinned memory.
+// HugePage is the page size of pinned memory.
 const HugePage = 2 << 20
 
-// registerAlignment is RegisterAlignment's value. Tests make it smaller.
+// registerAlignment is the result of RegisterAlignment. Tests make it smaller.
 var registerAlignment int64 = 32 << 20
 
-// RegisterAlignment divides memory that is registered in several parts: their ends are multiples of it, and no
-// copy of package cuda crosses one.
+// RegisterAlignment returns the alignment of the parts in which memory is registered. No copy of package cuda crosses a
+// multiple of it.
 func RegisterAlignment() int64 { return registerAlignment }
 
-// Pages are host memory on huge pages, with all pages present. Registering such memory takes a thirtieth of the
-// time of the driver's own allocation.
+// Pages is resident host memory on huge pages. Registering it takes a thirtieth of the time of an allocation by the
+// driver.
 type Pages struct {
 	raw    unsafe.Pointer
 	mapped uintptr
-	P      unsafe.Pointer // aligned to a huge page; nil if there are none
+	P      unsafe.Pointer // aligned to a huge page; nil if there is no memory
 	N      int64
 }
 
-// NewPages makes pages near a device, or anywhere for nil. If a container refuses that, the pages are near the
-// threads that touch them.
+// NewPages allocates pages near a device, or anywhere if near is nil. If a container forbids that, the pages are near
+// the threads that touch them first.
 func NewPages(n int64, near *nodes.Place) (Pages, error) {
 	if n <= 0 || n > 1<<40 {
 		return Pages{}, errs.New(errs.ErrArgument, "invalid size %d of pinned memory: expected 1 to %d", n,
@@ -72,31 +72,31 @@ func (h *Pages) ShrinkTo(n int64) {
 	}
 }
 
-// Free unmaps the pages. They must not be registered any more.
+// Free unmaps the pages. They must not be registered.
 func (h Pages) Free() {
 	if h.P != nil {
 		_ = unix.MunmapPtr(h.raw, h.mapped)
 	}
 }
 
-// Spare holds pages that are made in the background, for the first caller that takes them.
+// Spare holds pages that are allocated in the background, for the first caller of Take.
 type Spare struct {
 	ready chan Pages
 	mu    sync.Mutex
 	taken bool
 }
 
-// PrepareSpare starts to make pages.
+// PrepareSpare starts to allocate pages.
 func PrepareSpare(n int64, near *nodes.Place) *Spare {
 	s := &Spare{ready: make(chan Pages, 1)}
 	spawn.Go("cuda ring", func() {
-		p, _ := NewPages(n, near) // none if it failed: a queue tries again
+		p, _ := NewPages(n, near) // empty after an error, and then a queue tries again
 		s.ready <- p
 	})
 	return s
 }
 
-// Take returns the pages, when they are ready, to the first caller. Others get none.
+// Take waits for the pages and returns them to the first caller. Other callers get none.
 func (s *Spare) Take() Pages {
 	s.mu.Lock()
 	again := s.taken
@@ -108,11 +108,11 @@ func (s *Spare) Take() Pages {
 	return <-s.ready
 }
 
-// FaultIn makes the pages of b present, by at most that many threads (0 means as many as help) near a device (nil
-// means anywhere). It writes a zero into each page, so b must be fresh memory.
+// FaultIn faults in the pages of b, with up to a number of threads (0 means automatic) near a device (nil means
+// anywhere). It writes a zero to each page, so b must be new memory.
 //
 // It does not use MADV_POPULATE_WRITE, in which threads wait for each other: on a machine with an H200, 16
-// threads touch 37 GB/s but populate 6.
+// threads fault in 37 GB/s, but only 6 GB/s with that call.
 func FaultIn(b []byte, near *nodes.Place, threads int) {
 	const page = 4096
 	if threads <= 0 {

@@ -15,7 +15,7 @@ var castable = map[tensor.DType]C.uint32_t{
 	tensor.F8E4M3: C.OW_CAST_E4M3, tensor.F8E5M2: C.OW_CAST_E5M2,
 }
 
-// CanCast reports whether a kernel exists for a cast.
+// CanCast reports whether there is a kernel for a cast.
 func CanCast(c device.Cast) bool {
 	_, from := castable[c.From]
 	_, to := castable[c.To]

@@ -17,37 +17,37 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A completer finishes a queue's submitted slots: it waits for their work, calls done for their tasks, and takes
-// them back.
+// A completer finishes the submitted slots of a queue: it waits for their work, calls done for their tasks, and frees
+// the slots.
 type completer struct {
 	ctx       *driver.Context
 	c         *C.struct_owcu_queue
 	free      *freeSlots
-	submitted chan *Slot    // in order, for run
+	submitted chan *Slot    // in order of submission, for run
 	ended     chan struct{} // closed when run has ended
 
 	polled    bool       // see Queue.UsePolling; set while no work is in flight
-	finishing sync.Mutex // held while slots of a polled queue are finished, one after the other
+	finishing sync.Mutex // held while slots of a polled queue are being finished
 	asked     []*Slot    // used by finishEnded; guarded by finishing
 
-	mu       sync.Mutex // guards the rest, only briefly: run must not wait for other goroutines' driver calls
+	mu       sync.Mutex // guards the fields below; never held during driver calls, for which run must not wait
 	inflight int
-	drained  chan struct{}    // closed and renewed when inflight falls to 0
-	broken   error            // the first device error; later submits fail with it
-	flying   []*Slot          // of a polled queue: submitted slots, in order
-	trace    device.TraceFunc // nil if not timed
+	drained  chan struct{}    // closed and replaced when inflight becomes 0
+	broken   error            // the first device error, with which later submits fail
+	flying   []*Slot          // of a polled queue: submitted slots, in order of submission
+	trace    device.TraceFunc // nil if times are not reported
 	origin   time.Time
 }
 
-// deviceError is the error that broke the queue, if any.
+// deviceError returns the error that broke the queue, if any.
 func (f *completer) deviceError() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.broken
 }
 
-// recordError records a device error. It does not record out of memory or a stream that is being captured, since
-// the next call may succeed then.
+// recordError returns an error and records it if it is the first device error. Out of memory and a stream that is being
+// captured are not recorded, because the next call may succeed.
 func (f *completer) recordError(e *C.struct_owcu_error) error {
 	err := f.ctx.ErrorOf(unsafe.Pointer(e))
 	f.mu.Lock()
@@ -58,7 +58,7 @@ func (f *completer) recordError(e *C.struct_owcu_error) error {
 	return err
 }
 
-// add takes over a submitted slot.
+// add takes a submitted slot.
 func (f *completer) add(s *Slot) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -70,7 +70,7 @@ func (f *completer) add(s *Slot) {
 	f.submitted <- s // has space for all slots
 }
 
-// run finishes slots, one by one in the order of submission.
+// run finishes slots one by one, in the order of submission.
 func (f *completer) run() {
 	defer close(f.ended)
 	for s := range f.submitted {
@@ -84,8 +84,8 @@ func (f *completer) stop() {
 	<-f.ended
 }
 
-// finishSlot waits for a slot's work, reports that it has landed, and takes the slot back. It does so even after
-// a panic, because drain and Close wait for the slot.
+// finishSlot waits for a slot's work, calls done, and frees the slot. It frees the slot even after a panic, because
+// drain and Close wait for it.
 func (f *completer) finishSlot(s *Slot) {
 	var e C.struct_owcu_error
 	var err error
@@ -111,8 +111,8 @@ func (f *completer) finishSlot(s *Slot) {
 	}
 }
 
-// finishEnded finishes the slots of a polled queue if their work has ended by now, on each stream in the order of
-// submission. It reports whether there were any, and does not wait for the device.
+// finishEnded finishes the completed slots of a polled queue, on each stream in the order of submission. It
+// reports whether there were any. It does not wait for the device.
 func (f *completer) finishEnded() (worked bool) {
 	f.finishing.Lock()
 	defer f.finishing.Unlock()
@@ -132,7 +132,7 @@ func (f *completer) finishEnded() (worked bool) {
 	return worked
 }
 
-// finishAll waits for all slots of a polled queue, and finishes them.
+// finishAll waits for all slots of a polled queue and finishes them.
 func (f *completer) finishAll() {
 	f.finishing.Lock()
 	defer f.finishing.Unlock()
@@ -141,7 +141,7 @@ func (f *completer) finishAll() {
 	}
 }
 
-// finishFlying waits for a slot of a polled queue and finishes it. f.finishing is held.
+// finishFlying waits for a slot of a polled queue and finishes it. The caller holds f.finishing.
 func (f *completer) finishFlying(s *Slot) {
 	f.mu.Lock()
 	f.flying = slices.DeleteFunc(f.flying, func(other *Slot) bool { return other == s })
@@ -149,14 +149,14 @@ func (f *completer) finishFlying(s *Slot) {
 	_ = spawn.Guard("cuda queue", func() error { f.finishSlot(s); return nil })
 }
 
-// countFlying is how many slots of a polled queue were submitted and are not finished or being finished.
+// countFlying returns the number of submitted slots of a polled queue that are not finished or being finished.
 func (f *completer) countFlying() int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return len(f.flying)
 }
 
-// drain waits until every slot is finished or ctx ends. It returns the error that broke the queue, if any.
+// drain waits until all slots are finished or ctx ends. It returns the error that broke the queue, if any.
 func (f *completer) drain(ctx context.Context) error {
 	for {
 		f.mu.Lock()
@@ -173,14 +173,14 @@ func (f *completer) drain(ctx context.Context) error {
 	}
 }
 
-// setTrace sets the function that gets the times of slots from now on; nil stops the reports.
+// setTrace sets the function that receives the times of slots from now on. nil stops the reports.
 func (f *completer) setTrace(trace device.TraceFunc) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.trace, f.origin = trace, time.Now()
 }
 
-// reportTimes calls trace for a slot that has landed.
+// reportTimes calls trace for a completed slot.
 func (f *completer) reportTimes(s *Slot) {
 	f.mu.Lock()
 	trace, origin := f.trace, f.origin

@@ -12,17 +12,17 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// This file lets the device compare checksums of the stored bytes it has: its kernel computes sums of parts of
-// the chunks (cuda/crc.cuh), and the host combines them.
+// This file compares checksums of stored bytes on the device. A kernel computes sums of parts of the chunks
+// (cuda/crc.cuh), and the host combines them.
 
 const (
-	crcPoly = 0x82f63b78 // CRC-32C's polynomial; the lowest bit of a word is the highest power of x
+	crcPoly = 0x82f63b78 // polynomial of CRC-32C; the lowest bit of a word is the highest power of x
 	crcOne  = 0x80000000
 )
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
-// multiplyCRC is the product of two polynomials.
+// multiplyCRC returns the product of two polynomials.
 func multiplyCRC(a, b uint32) (p uint32) {
 	for ; a != 0; a <<= 1 {
 		if a&crcOne != 0 {
@@ -33,7 +33,7 @@ func multiplyCRC(a, b uint32) (p uint32) {
 	return p
 }
 
-// crcPowers are powers of x.
+// crcPowers holds powers of x.
 type crcPowers struct {
 	bytes [C.OW_CRC_PART]uint32                             // [n]: x^(8 n)
 	parts [4][tensor.MaxChunkBytes/C.OW_CRC_PART + 1]uint32 // [k][n]: x^(8 n OW_CRC_PART - 8 k)
@@ -63,8 +63,8 @@ var powers = sync.OnceValue(func() *crcPowers {
 	return table
 })
 
-// crcOfZeros is the CRC of n zeros. The sums of the parts are added to it. It is needed because a CRC starts with
-// ones, which the bytes shift, and its bits are inverted at the end.
+// crcOfZeros returns the CRC of n zeros, to which the sums of the parts are added. It is not 0, because a CRC starts
+// with ones, which the bytes shift, and its bits are inverted at the end.
 func crcOfZeros(n uint32) uint32 {
 	pow := powers()
 	return ^multiplyCRC(^uint32(0), multiplyCRC(pow.bytes[n%C.OW_CRC_PART], pow.parts[0][n/C.OW_CRC_PART]))

@@ -1,16 +1,16 @@
-// Package queue does a GPU's work for one load: it has pinned slots, staging of the same size on the device
-// unless that is coherent, and streams. Stored chunks are copied in stored form and decoded to their destinations
-// in the GPU's memory. Only package cuda makes a Pool.
+// Package queue does the work of one load on a GPU. A queue has pinned slots, streams and, unless the device is
+// coherent, staging memory of the same size on the device. Chunks are copied in stored form and then decoded to their
+// destinations in device memory. Only package cuda makes a Pool.
 //
-// Everything is safe for concurrent use unless it says otherwise. Chunks are validated on the host before a
-// kernel sees them, and the kernels are safe for any bytes: a corrupt chunk is an error of its task, and the
-// context stays usable.
+// All functions are safe for concurrent use unless documented otherwise. Chunks are validated on the host before a
+// kernel reads them, and kernels are safe for any bytes. A corrupt chunk is an error of its task, and the context stays
+// usable.
 //
-// A coherent device reads host memory as fast as a copy would. Its kernels read slots in place, and its queues
-// have no staging. The slots are still pinned. Pinning costs milliseconds per process, and without it the system
-// may repeatedly move pages that are in use to the device and back, or between nodes. Files are not mapped for
-// the kernels to read: a file that is truncated meanwhile would end the context, and one that is written to would
-// change after its checksum was compared.
+// A coherent device reads host memory as fast as it could be copied. Its kernels read slots in place, and its queues
+// have no staging memory. The slots are still pinned, which takes milliseconds per process. If they were not, the
+// system might repeatedly migrate pages in use to the device and back, or between NUMA nodes. Kernels do not read
+// mapped files: truncating the file would destroy the context, and writing to it would change bytes after their
+// checksum was compared.
 package queue
 
 /*
@@ -41,5 +41,5 @@ func cBool(yes bool) C.int {
 	return 0
 }
 
-// PauseBriefly waits some hundred nanoseconds, for goroutines that poll.
+// PauseBriefly waits several hundred nanoseconds. It is for goroutines that poll.
 func PauseBriefly() { C.owcu_pause(16) }

@@ -1,6 +1,6 @@
 package queue
 
-// This file keeps the free slots of a queue.
+// This file manages the free slots of a queue.
 
 import (
 	"context"
@@ -8,16 +8,16 @@ import (
 	"sync"
 )
 
-// freeSlots returns slots that are probably still in the processor's cache, so that filling and copying them
-// needs less memory bandwidth. A reader that fills slots of its own gets the one that it filled last; others get
-// the one that was returned last.
+// freeSlots holds free slots and returns those that are probably still in the processor's cache, so that filling and
+// copying them needs less memory bandwidth. A reader with its own slots gets one that it has filled. Others get the
+// slot that was freed last.
 type freeSlots struct {
-	tokens chan struct{} // one for each free slot
+	tokens chan struct{} // one per free slot
 	mu     sync.Mutex
-	slots  []*Slot // in the order in which they were returned
+	slots  []*Slot // in the order in which they were freed
 }
 
-// anyone is the reader's number for a slot that several readers fill.
+// anyone replaces the reader's number if several readers fill a slot.
 const anyone = -1
 
 func newFreeSlots(most int) *freeSlots { return &freeSlots{tokens: make(chan struct{}, most)} }
@@ -29,8 +29,8 @@ func (f *freeSlots) putSlot(s *Slot) {
 	f.tokens <- struct{}{}
 }
 
-// putSlotAndJoined returns the slots that are joined to a slot, then the slot itself. From then on its next user
-// may join others to it.
+// putSlotAndJoined frees the slots that are joined to a slot, and then the slot. After that, its next user may join
+// other slots to it.
 func (f *freeSlots) putSlotAndJoined(s *Slot) {
 	for _, m := range s.joined {
 		f.putSlotAndJoined(m)
@@ -39,7 +39,7 @@ func (f *freeSlots) putSlotAndJoined(s *Slot) {
 	f.putSlot(s)
 }
 
-// takeSlotFor waits for a slot for a reader or for the end of ctx.
+// takeSlotFor waits for a slot for a reader, or until ctx ends.
 func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) {
 	select {
 	case <-f.tokens:
@@ -49,7 +49,7 @@ func (f *freeSlots) takeSlotFor(ctx context.Context, reader int) (*Slot, error) 
 	return f.popSlotFor(reader), nil
 }
 
-// tryTakeSlotFor takes a slot for a reader. It returns nil if none is free.
+// tryTakeSlotFor takes a slot for a reader, or returns nil if none is free.
 func (f *freeSlots) tryTakeSlotFor(reader int) *Slot {
 	select {
 	case <-f.tokens:
@@ -59,14 +59,14 @@ func (f *freeSlots) tryTakeSlotFor(reader int) *Slot {
 	}
 }
 
-// popSlotFor takes a slot for a reader that has taken a token, so a slot is free.
+// popSlotFor takes a slot for a reader. The caller has taken a token, so a slot is free.
 func (f *freeSlots) popSlotFor(reader int) *Slot {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	n := len(f.slots) - 1
 	if reader != anyone {
 		for n > 0 && f.slots[n].reader != reader {
-			n-- // prefer the slots that were returned first: newer ones suit the readers that filled them
+			n-- // otherwise the oldest slot, and leave newer ones to the readers that filled them
 		}
 	}
 	s := f.slots[n]
@@ -75,9 +75,9 @@ func (f *freeSlots) popSlotFor(reader int) *Slot {
 	return s
 }
 
-// takeSlots takes n slots, waiting until they are returned.
+// takeSlots takes n slots and waits until they are free.
 func (f *freeSlots) takeSlots(n int) {
 	for range n {
-		_, _ = f.takeSlotFor(context.Background(), anyone) // cannot fail: this context does not end
+		_, _ = f.takeSlotFor(context.Background(), anyone) // cannot fail, because this context does not end
 	}
 }

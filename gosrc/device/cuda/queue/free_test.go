@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// A reader gets the slot that it filled, or else the one that came back first; others get the last one. takeSlots waits
-// for all slots.
+// A reader gets a slot that it filled, or else the one that was freed first. Other callers get the one that was freed
+// last. takeSlots waits for all slots.
 func TestFreeSlots(t *testing.T) {
 	f := newFreeSlots(3)
 	slots := []*Slot{{index: 0}, {index: 1}, {index: 2}}
@@ -15,7 +15,7 @@ func TestFreeSlots(t *testing.T) {
 	}
 	for _, c := range []struct{ reader, want int }{{anyone, 2}, {5, 0}, {6, 1}} {
 		if s, err := f.takeSlotFor(t.Context(), c.reader); err != nil || s.index != c.want {
-			t.Fatalf("slot %v, %v, not %d", s, err, c.want)
+			t.Fatalf("slot %v, %v, want %d", s, err, c.want)
 		}
 	}
 	for _, n := range []int{1, 0, 2} {
@@ -23,12 +23,12 @@ func TestFreeSlots(t *testing.T) {
 	}
 	for _, c := range []struct{ reader, want int }{{5, 0}, {6, 1}, {5, 2}} {
 		if s, err := f.takeSlotFor(t.Context(), c.reader); err != nil || s.index != c.want {
-			t.Fatalf("reader %d: slot %v, %v, not %d", c.reader, s, err, c.want)
+			t.Fatalf("reader %d: slot %v, %v, want %d", c.reader, s, err, c.want)
 		}
 	}
 	f.putSlot(slots[0])
 	if s, err := f.takeSlotFor(t.Context(), anyone); err != nil || s != slots[0] {
-		t.Fatalf("slot %v, %v, not the one that came back", s, err)
+		t.Fatalf("slot %v, %v, want the one that was freed", s, err)
 	}
 	all := make(chan struct{})
 	go func() {
@@ -39,7 +39,7 @@ func TestFreeSlots(t *testing.T) {
 	f.putSlot(slots[1])
 	select {
 	case <-all:
-		t.Fatal("it has not all slots")
+		t.Fatal("takeSlots returned before all slots were free")
 	default:
 	}
 	f.putSlot(slots[2])
@@ -47,6 +47,6 @@ func TestFreeSlots(t *testing.T) {
 	ended, end := context.WithCancel(t.Context())
 	end()
 	if s, err := f.takeSlotFor(ended, anyone); err == nil {
-		t.Fatalf("slot %v of none", s)
+		t.Fatalf("got slot %v, but none is free", s)
 	}
 }

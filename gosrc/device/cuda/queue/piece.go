@@ -22,42 +22,42 @@ import (
 
 const (
 	SmallRaw = 4 << 20  // smaller copies do not saturate the link
-	fewRaw   = 2        // this many of them cost less than copying through the staging
-	FewRuns  = 8        // the same for runs, which are mostly a large part of a piece
-	nearby   = 64 << 10 // above this distance, tables are copied separately from the piece
+	fewRaw   = 2        // up to this many small copies cost less than a copy to the staging memory
+	FewRuns  = 8        // up to this many copies of runs, which are larger parts of a piece, cost less
+	nearby   = 64 << 10 // tables this close to the piece are copied together with it
 )
 
-// A pieceBuilder turns the decode tasks of a piece into copies, tables and launches, in one or more rounds. It
-// keeps its memory between pieces.
+// A pieceBuilder converts the decode tasks of a piece to copies, tables and launches, in one or more rounds. Its memory
+// is reused for later pieces.
 type pieceBuilder struct {
 	s                 *Slot
 	tasks             []device.DecodeTask
 	at                int    // the next task
-	begun             bool   // a round was filled
+	begun             bool   // a round has been filled
 	base              uint64 // device address of the piece's first byte
 	lo, hi            int64
-	staged            bool // the bytes [lo, hi) were copied to the staging, or need not be
-	pieceNeedsScratch bool // the piece needs scratch
-	scratch           bool // this round uses it
+	staged            bool // the bytes [lo, hi) are in the staging memory or are not needed there
+	pieceNeedsScratch bool // the piece needs scratch memory
+	scratch           bool // this round uses scratch memory
 	inScr             int64
-	runs              []rawRun // the whole piece, if its tasks are few copies; see Slot.AllowGapWrites
+	runs              []rawRun // cover the whole piece if it needs only a few copies; see Slot.AllowGapWrites
 	copies            []C.struct_owcu_copy
 	t                 tables
 }
 
-// A rawRun is bytes [lo, hi) of the piece: raw tasks with the same layout in the slot and at their destinations.
+// A rawRun is bytes [lo, hi) of the piece. Its raw tasks have the same layout in the slot as at their destinations.
 type rawRun struct {
 	lo, hi int64
 	dst    unsafe.Pointer
 }
 
-// checkPiece checks a piece's tasks and decides which bytes a kernel reads. These are copied to the staging
-// unless the kernel reads them in place. Other raw chunks are copied straight to their destinations.
+// checkPiece checks a piece's tasks and determines which bytes kernels read. These bytes are copied to the staging
+// memory unless kernels read them in place. Other raw chunks are copied directly to their destinations.
 func (b *pieceBuilder) checkPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	b.s, b.tasks, b.at, b.begun, b.staged, b.pieceNeedsScratch, b.base = s, tasks, 0, false, s.isReadInPlace(), false,
 		s.mem.dev
 	switch {
-	case s.mem.onDev != 0: // the caller's view is on the device
+	case s.mem.onDev != 0: // the caller's view is in device memory
 		b.base = s.mem.onDev
 	case s.mem.view != nil && s.q.inPlace: // registered memory has one address on host and device
 		b.base = uint64(uintptr(unsafe.Pointer(unsafe.SliceData(s.mem.view))))
@@ -92,8 +92,8 @@ func (b *pieceBuilder) checkPiece(s *Slot, n int64, tasks []device.DecodeTask) {
 	}
 }
 
-// findCopyRuns finds the runs of a loose piece without checksums. It reports whether they are few and make up the
-// whole piece.
+// findCopyRuns finds the runs of a loose piece without checksums. It reports whether there are only a few and they
+// cover the whole piece.
 func (b *pieceBuilder) findCopyRuns() bool {
 	for i := range b.tasks {
 		task := &b.tasks[i]
@@ -115,12 +115,12 @@ func (b *pieceBuilder) findCopyRuns() bool {
 	return len(b.runs) > 0
 }
 
-// checkTask checks that a task can run. Chunk contents that only decoding can check are left to the kernel.
+// checkTask checks that a task can run. Contents that can only be checked by decoding are left to the kernel.
 func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 	c := &task.Chunk
 	lo, hi := int64(task.Src), int64(task.Src)+int64(c.Stored)
 	if hi > n || task.Dst == nil && c.Logical > 0 {
-		return errs.New(errs.ErrArgument, "invalid task on bytes [%d, %d) of %d, to %p", lo, hi, n, task.Dst)
+		return errs.New(errs.ErrArgument, "invalid task on bytes [%d, %d) of a piece of %d, to %p", lo, hi, n, task.Dst)
 	}
 	if err := checkCast(task); err != nil {
 		return err
@@ -128,17 +128,19 @@ func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 	switch c.Codec {
 	case tensor.CodecRaw:
 		if c.Transform != 0 || c.Stored != c.Logical {
-			return errs.New(errs.ErrCorrupt, "raw chunk with transform %d, %d bytes of %d", c.Transform, c.Stored,
-				c.Logical)
+			return errs.New(errs.ErrCorrupt,
+				"raw chunk has transform %d and stores %d of %d bytes: expected transform 0 and all bytes",
+				c.Transform, c.Stored, c.Logical)
 		}
 		return nil
 	case tensor.CodecX16:
 		if (b.base+uint64(lo))%16 != 0 {
-			return errs.New(errs.ErrCorrupt, "X16 chunk at %d, which is not a multiple of 16", lo)
+			return errs.New(errs.ErrCorrupt, "X16 chunk at offset %d: expected a multiple of 16", lo)
 		}
 		if b.s.mem.onDev != 0 {
 			if c.Transform < 1 || c.Transform > C.OW_BYTES || c.SegTiles == 0 || c.Logical > tensor.MaxChunkBytes {
-				return errs.New(errs.ErrCorrupt, "X16 chunk of %d bytes with transform %d in segments of %d tiles",
+				return errs.New(errs.ErrCorrupt,
+					"invalid X16 chunk of %d bytes with transform %d in segments of %d tiles",
 					c.Logical, c.Transform, c.SegTiles)
 			}
 			return nil
@@ -148,10 +150,10 @@ func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 	return errs.New(errs.ErrNotSupported, "codec %d is not supported on a GPU", uint8(c.Codec))
 }
 
-// hasAllTasks reports whether every task is in a round.
+// hasAllTasks reports whether every task has been added to a round.
 func (b *pieceBuilder) hasAllTasks() bool { return b.begun && b.at == len(b.tasks) }
 
-// fillRound takes as many of the next tasks as the tables hold. scratch is the address of scratch memory if the
+// fillRound adds as many of the next tasks as fit the tables. scratch is the address of scratch memory if the
 // piece needs it.
 func (b *pieceBuilder) fillRound(scratch uint64) {
 	b.scratch, b.inScr, b.copies = false, 0, b.copies[:0]
@@ -170,7 +172,7 @@ func (b *pieceBuilder) fillRound(scratch uint64) {
 	b.t.appendLaunches()
 }
 
-// addTask adds a task to the round, and reports whether it fits.
+// addTask adds a task to the round and reports whether it fits.
 func (b *pieceBuilder) addTask(task *device.DecodeTask, scratch uint64) bool {
 	before, hasSum := b.t.used, b.comparesSum(task)
 	fits := !hasSum || b.t.reserveForSum(task)
@@ -199,15 +201,15 @@ func checkCast(task *device.DecodeTask) error {
 	}
 	from, to := task.Cast.From.Bits()/8, task.Cast.To.Bits()/8
 	if task.View != nil || int(task.Chunk.Logical)%from != 0 || uintptr(task.Dst)%uintptr(to) != 0 {
-		return errs.New(errs.ErrArgument, "invalid cast of %d bytes of %v, or a part of them, to %p",
-			task.Chunk.Logical,
-			task.Cast.From, task.Dst)
+		return errs.New(errs.ErrArgument,
+			"invalid cast of %d bytes of %v to %p: expected a whole chunk, whole elements and aligned memory",
+			task.Chunk.Logical, task.Cast.From, task.Dst)
 	}
 	return nil
 }
 
-// needsScratch reports whether a chunk goes through scratch: kernels write whole chunks at multiples of 16, and
-// cast whole elements.
+// needsScratch reports whether a chunk must be decoded to scratch memory first. Kernels write whole chunks at multiples
+// of 16, and cast aligned elements.
 func (b *pieceBuilder) needsScratch(task *device.DecodeTask) bool {
 	if task.Cast.To != 0 {
 		return task.Chunk.Codec == tensor.CodecX16 || (b.base+uint64(task.Src))%uint64(task.Cast.From.Bits()/8) != 0
@@ -227,7 +229,7 @@ func (b *pieceBuilder) addX16(task *device.DecodeTask, scratch uint64) bool {
 		if task.Cast.To != 0 {
 			need += tableBytesOfCast(task)
 		} else if moves = b.splitIntoMoves(task, at, dst); len(moves) == 0 {
-			return true // the view contains none of its bytes
+			return true // no bytes of the chunk are wanted
 		}
 		dst = at
 		need += tableBytesOfMoves(moves)
@@ -248,7 +250,7 @@ func (b *pieceBuilder) addX16(task *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// addRaw adds a raw chunk. A kernel moves it if kernels read those bytes; otherwise it gets a copy of its own.
+// addRaw adds a raw chunk. If it is in the bytes that kernels read, a kernel moves it. Otherwise it is copied.
 func (b *pieceBuilder) addRaw(task *device.DecodeTask, scratch uint64) bool {
 	if task.Cast.To != 0 {
 		return b.addRawCast(task, scratch)
@@ -271,8 +273,8 @@ func (b *pieceBuilder) addRaw(task *device.DecodeTask, scratch uint64) bool {
 	return true
 }
 
-// splitIntoMoves splits a task's bytes into moves. A view may need one for whole rows and one for a partial row
-// at each end.
+// splitIntoMoves splits a task's bytes into moves. A view may need one move for its whole rows and one for a partial
+// row at each end.
 func (b *pieceBuilder) splitIntoMoves(task *device.DecodeTask, src, dst uint64) (out []C.ow_move) {
 	if task.View == nil {
 		return []C.ow_move{{src: C.uint64_t(src), dst: C.uint64_t(dst), width: C.uint32_t(task.Chunk.Logical), rows: 1}}
@@ -295,8 +297,8 @@ func (b *pieceBuilder) splitIntoMoves(task *device.DecodeTask, src, dst uint64) 
 	return out
 }
 
-// addRawCast adds the cast of a raw chunk. Its elements are cast from where the kernels read them, or from
-// scratch if they are not aligned to their size there.
+// addRawCast adds the cast of a raw chunk. If its elements are not aligned to their size, they are first moved to
+// scratch memory.
 func (b *pieceBuilder) addRawCast(task *device.DecodeTask, scratch uint64) bool {
 	src := b.base + uint64(task.Src)
 	need := tableBytesOfCast(task)
@@ -320,8 +322,8 @@ func (b *pieceBuilder) addRawCast(task *device.DecodeTask, scratch uint64) bool 
 	return true
 }
 
-// placeInScratch returns the task's address in scratch. Chunks placed there earlier may have to be launched
-// first.
+// placeInScratch returns the task's address in scratch memory. If the memory is full, chunks that were placed there
+// earlier are launched first.
 func (b *pieceBuilder) placeInScratch(task *device.DecodeTask, scratch uint64) uint64 {
 	if b.inScr+int64(task.Chunk.Logical) > scratchBytes {
 		b.t.appendLaunches()
@@ -338,7 +340,7 @@ func (b *pieceBuilder) writeRound() {
 	dev := s.mem.dev - uint64(size)
 	near := !s.isReadInPlace() && len(b.runs) == 0
 	if !near {
-		// The kernels read the tables in host memory. A copy would wait for copies of other queues, which occupy
+		// Kernels read the tables in host memory. A copy would have to wait for copies of other queues, which occupy
 		// the link for milliseconds, or would interrupt the copies of runs.
 		dev = uint64(s.c.status) + headBytes - uint64(size)
 	}
@@ -362,7 +364,7 @@ func (b *pieceBuilder) writeRound() {
 	s.c.ncopies = C.uint32_t(len(copies))
 }
 
-// appendCopies adds a copy from pinned memory, split at the seams of registered memory.
+// appendCopies adds a copy from pinned memory, split where separately registered parts meet.
 func appendCopies(all []C.struct_owcu_copy, dst C.owcu_ptr, src unsafe.Pointer, n int64) []C.struct_owcu_copy {
 	for n > 0 {
 		k := min(n, memory.RegisterAlignment()-int64(uintptr(src)%uintptr(memory.RegisterAlignment())))
@@ -377,17 +379,17 @@ func (b *pieceBuilder) comparesSum(task *device.DecodeTask) bool {
 	return b.s.modes.sumOnly || b.s.modes.checks && task.Summed && !b.s.isReadInPlace()
 }
 
-// addressOf is the device address of a task's stored bytes.
+// addressOf returns the device address of a task's stored bytes.
 func (b *pieceBuilder) addressOf(task *device.DecodeTask) uint64 {
 	lo, n := int64(task.Src), int64(task.Chunk.Stored)
 	if lo >= b.lo && lo+n <= b.hi {
 		return b.base + uint64(lo)
 	}
-	return uint64(uintptr(task.Dst)) // copied straight there
+	return uint64(uintptr(task.Dst)) // copied directly to the destination
 }
 
-// explainBadChunk adds to err, which says that stored bytes are not a valid chunk, that they may differ from
-// those that were written.
+// explainBadChunk returns a checksum mismatch in place of an error for an invalid chunk, if its stored bytes do not
+// match their checksum.
 func (b *pieceBuilder) explainBadChunk(task *device.DecodeTask, err error) error {
 	if !errors.Is(err, errs.ErrCorrupt) || !b.comparesSum(task) {
 		return err

@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// The kernels in the order of their numbers: transforms 1 to 8 of X16, then moves, casts and checksums.
+// Kernels in the order of their numbers: transforms 1 to 8 of X16, then moves, casts and checksums.
 const (
 	kernelNames = "ow_x16_bf16\x00ow_x16_fp16\x00ow_x16_fp32\x00ow_x16_e4m3\x00ow_x16_e5m2\x00ow_x16_int8\x00" +
 		"ow_x16_nibbles\x00ow_x16_bytes\x00ow_move_kernel\x00ow_cast_kernel\x00ow_crc\x00"
@@ -26,7 +26,7 @@ const (
 	kernelCRC  = 10
 )
 
-// A Pool makes the queues of one device, and keeps closed ones for the next load.
+// A Pool makes the queues of one device, and caches closed queues for the next load.
 type Pool struct {
 	ctx     *driver.Context
 	mem     *memory.Memory
@@ -38,13 +38,13 @@ type Pool struct {
 	idle   [2]*Queue // by idleIndexFor; guarded by mu
 }
 
-// NewPool makes the pool of a device. x16 is the module of the queues' kernels, and spare is memory for the first
+// NewPool returns the pool of a device. x16 is the module with the queues' kernels, and spare is memory for the first
 // queue.
 func NewPool(ctx *driver.Context, mem *memory.Memory, spare *memory.Spare, x16 *driver.Module) *Pool {
 	return &Pool{ctx: ctx, mem: mem, spare: spare, kernels: x16.Kernels(kernelNames)}
 }
 
-// idleIndexFor says which of the two idle queues has slots of n bytes.
+// idleIndexFor returns the index in Pool.idle for queues with slots of n bytes.
 func idleIndexFor(n int64) int {
 	if n <= TablesOnly {
 		return 1
@@ -52,18 +52,18 @@ func idleIndexFor(n int64) int {
 	return 0
 }
 
-// Queue returns a queue with a number of slots of a size; numbers below 1 mean the defaults. The pool keeps one
-// closed queue for the next caller that needs as much memory, however it is divided, so that a second load pins
-// and allocates nothing. It also keeps one queue of TablesOnly.
+// Queue returns a queue with a number of slots of a size. Numbers below 1 mean the defaults. The pool caches one closed
+// queue for the next caller that needs about as much memory, even with a different number of slots, so that a second
+// load pins and allocates nothing. It also caches one queue of TablesOnly.
 func (p *Pool) Queue(slots int, slotBytes int64) (*Queue, error) {
 	p.making.Lock() // PrepareQueue may be making this queue
 	defer p.making.Unlock()
 	return p.takeOrMake(slots, slotBytes)
 }
 
-// PrepareQueue makes a queue that the pool keeps for the next call of Queue, unless it keeps one already. With
-// TablesOnly it also loads the kernels, which takes the driver milliseconds when each is first launched. It
-// reports no error, because Queue will.
+// PrepareQueue makes a queue that the pool caches for the next call of Queue, unless one is already cached. With
+// TablesOnly it also loads the kernels, because the first launch of each kernel takes milliseconds. It returns no
+// error, because Queue will report it.
 func (p *Pool) PrepareQueue(slots int, slotBytes int64) {
 	p.making.Lock()
 	defer p.making.Unlock()
@@ -82,7 +82,7 @@ func (p *Pool) PrepareQueue(slots int, slotBytes int64) {
 	}
 }
 
-// IsMakingQueue reports whether a queue is being made now, so that Queue would wait.
+// IsMakingQueue reports whether a queue is being made, so that Queue would have to wait.
 func (p *Pool) IsMakingQueue() bool {
 	if p.making.TryLock() {
 		p.making.Unlock()
@@ -109,7 +109,7 @@ func (p *Pool) Trim() (err error) {
 	return err
 }
 
-// keep keeps a closed queue unless there is one already, and reports whether it did.
+// keep caches a closed queue unless one is already cached, and reports whether it did.
 func (p *Pool) keep(q *Queue) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -121,7 +121,7 @@ func (p *Pool) keep(q *Queue) bool {
 	return true
 }
 
-// takeOrMake is Queue. p.making is held.
+// takeOrMake implements Queue. The caller holds p.making.
 func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 	if slots <= 0 {
 		slots = ring.slots
@@ -130,8 +130,8 @@ func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 		slotBytes = ring.bytes
 	}
 	if slots > 1024 || slotBytes > 1<<31 {
-		return nil, errs.New(errs.ErrArgument, "invalid ring of %d slots of %d bytes: expected up to 1024 of 2 GiB",
-			slots, slotBytes)
+		return nil, errs.New(errs.ErrArgument,
+			"invalid ring of %d slots of %d bytes: expected up to 1024 slots of up to 2 GiB", slots, slotBytes)
 	}
 	p.mu.Lock()
 	idle := &p.idle[idleIndexFor(slotBytes)]
@@ -152,7 +152,7 @@ func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 		return nil, err
 	}
 	most, n := slots, roundUpToRing(int64(slots)*slotStride(slotBytes))
-	if idleIndexFor(slotBytes) == 0 { // the next source may need another division
+	if idleIndexFor(slotBytes) == 0 { // the next load may need a different number of slots
 		fine, _ := ExchangeRing(math.MaxInt / 3)
 		most = max(most, fine)
 	}
@@ -165,7 +165,7 @@ func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 	}
 	queue, err = p.newQueue(&pages, most, kernels)
 	if errors.Is(err, errs.ErrMemory) {
-		// Dropped tensors, or another queue, may occupy the memory needed for the staging.
+		// Released tensors or another queue may occupy the memory that is needed for staging.
 		p.mem.FreeDeferred()
 		if e := p.mem.FreeUnused(); e == nil && pages.P != nil {
 			queue, err = p.newQueue(&pages, most, kernels)
@@ -173,14 +173,14 @@ func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 	}
 	if err != nil {
 		pages.Free()
-		return nil, p.ctx.AddSizes(err, n, "the staging of a load")
+		return nil, p.ctx.AddSizes(err, n, "the staging memory of a load")
 	}
 	queue.divideIntoSlots(slots, slotStride(slotBytes))
 	return queue, nil
 }
 
-// newQueue makes a queue on some pages, with space for `most` slots but none yet. After an error the caller still
-// owns the pages, unless they were set to zero.
+// newQueue makes a queue with space for `most` slots but without slots. After an error the caller still owns the pages,
+// unless they were set to zero.
 func (p *Pool) newQueue(pages *memory.Pages, most int, kernels []driver.Handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var remainder *C.struct_owcu_queue

@@ -1,4 +1,4 @@
-// Makes a queue of pinned slots, and submits its slots.
+// Implements a queue of pinned slots, and submits slots.
 #include "queue.h"
 
 #include <stdlib.h>
@@ -7,7 +7,7 @@
 #include "../../../../cuda/abi.h"
 #include "../driver/call.h"
 
-// free_queue_parts frees the parts of a queue that were made, and returns 1 if the driver refused to free some of
+// free_queue_parts frees the parts of a queue that exist. It returns 1 if the driver failed to free some of
 // them.
 static int free_queue_parts(struct owcu_queue *q, struct owcu_error *e)
 {
@@ -28,7 +28,7 @@ static int free_queue_parts(struct owcu_queue *q, struct owcu_error *e)
 	return 0;
 }
 
-// make_queue_parts makes a queue's arena and slots; free_queue_parts frees what was made.
+// make_queue_parts makes a queue's arena and slots. After an error, free_queue_parts frees what was made.
 static int make_queue_parts(struct owcu_queue *q, void *pinned, uint64_t bytes, int nslots, int staged,
                             struct owcu_error *e)
 {
@@ -94,7 +94,7 @@ static int launch_kernels(struct owcu_queue *q, struct owcu_slot *s, owcu_handle
 	for (uint32_t i = 0; i < s->nlaunches; i++) {
 		struct owcu_launch *k = &s->launches[i];
 		void *args[] = {&k->a, &k->b, &k->n, &s->status};
-		// The kernels of X16 come first. They keep their tables in shared memory.
+		// The X16 kernels come first. They hold their tables in shared memory.
 		unsigned shared = k->kernel < OW_BYTES ? OW_X16_SHARED : 0;
 		unsigned grid = (k->n + OW_X16_WARPS - 1) / OW_X16_WARPS;
 		if (TRY(launch, (q->kernels[k->kernel], grid, 1, 1, 32 * OW_X16_WARPS, 1, 1, shared, stream, args, NULL)))
@@ -119,21 +119,21 @@ int owcu_load_kernels(struct owcu_queue *q, struct owcu_error *e)
 	return leave(&g, rc);
 }
 
-// record_mark records one of a slot's events for the trace, if there is a trace.
+// record_mark records one of a slot's events if times are traced.
 static int record_mark(struct owcu_queue *q, struct owcu_slot *s, int k, owcu_handle stream, struct owcu_error *e)
 {
 	return q->timed ? TRY(event_record, (s->marks[k], stream)) : 0;
 }
 
-// follow_stream makes a stream of the queue wait for what is queued now on another one. A wait refers to the
-// event's present record, so one event serves all waits.
+// follow_stream makes a stream of the queue wait for the work that is now queued on another stream. A wait refers to
+// the current record of the event, so all waits can use one event.
 static int follow_stream(struct owcu_queue *q, owcu_handle stream, uint64_t other, struct owcu_error *e)
 {
 	return refuse_captured(other, e) || TRY(event_record, (q->join, stream_handle(other))) ||
 	       TRY(stream_wait, (stream, q->join, 0)) ? -1 : 0;
 }
 
-// submit_slot queues a slot's copies on the first stream, and its kernels after them on one of the others.
+// submit_slot queues a slot's copies on the first stream, and then its kernels on one of the other streams.
 static int submit_slot(struct owcu_queue *q, struct owcu_slot *s, struct owcu_error *e)
 {
 	owcu_handle copy = q->arena.streams[0], last = copy;
@@ -173,7 +173,7 @@ int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 		return rc;
 	rc = submit_slot(q, s, e);
 	if (rc) {
-		// Some of the work may be running on memory that the caller is about to reuse.
+		// Some of the work may still be using memory that the caller is about to reuse.
 		owcu->stream_sync(q->arena.streams[0]);
 		owcu->stream_sync(q->arena.streams[(1 + s->stream) % OWCU_STREAMS]);
 	} else if (s->wait && (rc = TRY(event_sync, (s->done)))) {
@@ -213,7 +213,7 @@ int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e)
 		rc = TRY(event_sync, (q->slots[slot]->done));
 	for (int k = 0; rc == 0 && q->timed && k < 4; k++)
 		rc = TRY(event_elapsed, (&q->slots[slot]->at[k], q->origin, q->slots[slot]->marks[k]));
-	// Whatever is wrong with the event, all work on the memory must have ended.
+	// After any error, all work on the memory must still have ended.
 	for (int i = 0; rc && i < OWCU_STREAMS; i++)
 		owcu->stream_sync(q->arena.streams[i]);
 	return leave(&g, rc);
@@ -226,7 +226,7 @@ int owcu_queue_follow(struct owcu_queue *q, uint64_t stream, struct owcu_error *
 
 	if (rc == 0)
 		rc = refuse_captured(stream, e) || TRY(event_record, (q->join, stream_handle(stream))) ? -1 : 0;
-	// A wait refers to the event's present record, so one event serves all waits.
+	// A wait refers to the current record of the event, so all waits can use one event.
 	for (int i = 0; rc == 0 && i < OWCU_STREAMS; i++)
 		rc = TRY(stream_wait, (q->arena.streams[i], q->join, 0));
 	return leave(&g, rc);

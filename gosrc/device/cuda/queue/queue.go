@@ -22,36 +22,36 @@ const (
 	statusBytes = 16 << 10
 	tableBytes  = headBytes - statusBytes
 
-	// MaxWords is the most status words of a round: for chunks, and for parts of chunks that have their checksums
-	// compared.
+	// MaxWords is the maximum number of status words of a round: one per chunk, and one per part of chunks whose
+	// checksums are compared.
 	MaxWords = statusBytes / 4
 
-	// GapLimit exceeds the number of bytes between neighbouring tasks of a piece for which AllowGapWrites is
-	// meant.
+	// GapLimit is one more than the largest number of bytes between neighbouring tasks that AllowGapWrites allows to be
+	// overwritten.
 	GapLimit = 16
 
-	// GroupSlots is how many slots it is worth collecting: each driver call takes microseconds, and a load has
-	// thousands of slots that fit a core's cache.
+	// GroupSlots is the number of slots worth collecting for one submission. A driver call takes microseconds, and a
+	// load has thousands of slots that fit a core's cache.
 	GroupSlots = 16
 
-	// Chunks that land in a scattered or unaligned way are decoded into scratch first. Any chunk fits.
+	// scratchBytes fits any chunk. Chunks with scattered or unaligned destinations are first decoded to scratch memory.
 	scratchBytes = 16 << 20
 )
 
-// A Queue is a device's queue for one load; see device.Queue.
+// A Queue is the device.Queue of a GPU, for one load.
 type Queue struct {
 	pool    *Pool
 	c       *C.struct_owcu_queue
-	inPlace bool // the kernels read slots in place; see ReadInPlace
+	inPlace bool // kernels read slots in place; see ReadInPlace
 	pages   memory.Pages
 	size    int64   // of a slot
-	all     []*Slot // all that were made
-	slots   []*Slot // those in use
+	all     []*Slot // all allocated slots
+	slots   []*Slot // slots that are in use
 	free    *freeSlots
 	end     completer
 	closed  bool // guarded by end.mu
 
-	order sync.Mutex // of submissions, held during driver calls, so that pieces that use scratch do not interleave
+	order sync.Mutex // held while a piece is submitted, so that pieces that use scratch memory do not interleave
 	next  uint32     // compute stream; guarded by order
 }
 
@@ -69,7 +69,7 @@ func (q *Queue) fits(slots int, slotBytes int64) bool {
 	return slots <= len(q.all) && need <= q.pages.N && q.pages.N <= 2*need+memory.HugePage
 }
 
-// divideIntoSlots divides the queue's memory into slots of `room` bytes each, tables included. No slot may be in use.
+// divideIntoSlots divides the queue's memory into slots of `room` bytes, including tables. No slot may be in use.
 func (q *Queue) divideIntoSlots(slots int, room int64) {
 	q.free.takeSlots(len(q.slots))
 	q.size, q.slots, q.c.nslots = room-headBytes, q.all[:slots], C.int(slots)
@@ -87,18 +87,18 @@ func (q *Queue) divideIntoSlots(slots int, room int64) {
 	}
 }
 
-// ReadInPlace makes the kernels read slots in place until Close, as those of a coherent device always do. It is
-// for tests, since it is slow over other links. No slot may be in use.
+// ReadInPlace makes kernels read slots in place until Close, like on a coherent device. It is for tests, because it is
+// slow on other devices. No slot may be in use.
 func (q *Queue) ReadInPlace() {
 	q.inPlace = true
 	q.divideIntoSlots(len(q.slots), q.size+headBytes)
 }
 
-// Get waits for a free slot or the end of ctx.
+// Get waits for a free slot, or until ctx ends.
 func (q *Queue) Get(ctx context.Context) (device.Slot, error) { return q.GetFor(ctx, anyone) }
 
-// GetFor is Get for one of several readers that each fill slots of their own. It prefers a slot that this reader
-// has filled.
+// GetFor is like Get for one of several readers with separate slots. It prefers a slot that this reader has filled
+// before.
 func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	s, err := q.free.takeSlotFor(ctx, reader)
 	if err != nil {
@@ -108,10 +108,10 @@ func (q *Queue) GetFor(ctx context.Context, reader int) (device.Slot, error) {
 	return s, nil
 }
 
-// TryGet is Get without waiting. It returns nil if no slot is free.
+// TryGet returns a free slot, or nil if none is free.
 func (q *Queue) TryGet() *Slot { return q.TryGetFor(anyone) }
 
-// TryGetFor is GetFor without waiting. It returns nil if no slot is free.
+// TryGetFor is like GetFor but does not wait. It returns nil if no slot is free.
 func (q *Queue) TryGetFor(reader int) *Slot {
 	s := q.free.tryTakeSlotFor(reader)
 	if s != nil {
@@ -120,18 +120,18 @@ func (q *Queue) TryGetFor(reader int) *Slot {
 	return s
 }
 
-// StagingMemory is the device memory that contains the slots' mirrors. For a coherent device, the first call
+// StagingMemory returns the device memory that contains the slots' mirrors. For a coherent device, the first call
 // allocates it. No slot may be in use.
 func (q *Queue) StagingMemory() (base unsafe.Pointer, n int64, err error) {
 	q.order.Lock()
 	defer q.order.Unlock()
-	if err := q.allocateOnce(&q.c.arena.device, q.pages.N, "the staging of a load"); err != nil {
+	if err := q.allocateOnce(&q.c.arena.device, q.pages.N, "the staging memory of a load"); err != nil {
 		return nil, 0, err
 	}
 	return device.Pointer(uintptr(q.c.arena.device)), q.pages.N, nil
 }
 
-// allocateOnce allocates the queue's scratch or staging unless that exists. q.order is held.
+// allocateOnce allocates the queue's scratch or staging memory if it does not exist. The caller holds q.order.
 func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	var e C.struct_owcu_error
 	if *which == 0 && C.owcu_queue_alloc(q.c, which, C.uint64_t(n), &e) != 0 {
@@ -140,7 +140,7 @@ func (q *Queue) allocateOnce(which *C.owcu_ptr, n int64, what string) error {
 	return nil
 }
 
-// Put returns a slot that was not submitted. Returning a slot twice is a bug and panics.
+// Put returns a slot that was not submitted. It panics if a slot is returned twice.
 func (q *Queue) Put(s device.Slot) {
 	own := s.(*Slot)
 	if !own.owned {
@@ -150,18 +150,18 @@ func (q *Queue) Put(s device.Slot) {
 	q.free.putSlot(own)
 }
 
-// Submit copies the first n bytes of a slot to the device, unless its kernels read them in place, and decodes
-// each task's chunk to its Dst in device memory. It takes the slot back, even if it returns an error. After
-// CheckOnSubmit, checksums are compared here along with the decoding, which is safe for any bytes. Otherwise the
-// caller has compared them. Everything else about the chunks is always checked here.
+// Submit copies the first n bytes of a slot to the device, unless kernels read them in place, and decodes each task's
+// chunk to its Dst in device memory. It takes the slot back even if it returns an error. After CheckOnSubmit, it also
+// compares checksums, while the chunks are decoded, which is safe for any bytes. Otherwise the caller must have
+// compared them. All other properties of the chunks are always checked.
 //
-// done is called once for each task when its bytes are in place or its error is known. It is called by another
-// goroutine or, for a polled queue, by the caller of FinishEnded or Close. It must not wait for this queue. If
-// Submit returns an error, done is not called, and nothing is written any more.
+// done is called once per task when its bytes have been written or its error is known. It is called by another
+// goroutine or, for a polled queue, by the caller of FinishEnded or Close. It must not wait for this queue. If Submit
+// returns an error, done is not called, and nothing is written after Submit returns.
 func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	s, isBegun := slot.(*Slot), false
 	defer func() {
-		if !isBegun && s.owned { // after a panic: Close waits for every slot
+		if !isBegun && s.owned { // after a panic, because Close waits for every slot
 			q.Put(s)
 		}
 	}()
@@ -170,13 +170,13 @@ func (q *Queue) Submit(slot device.Slot, n int64, tasks []device.DecodeTask, don
 	return q.submitJoined(s)
 }
 
-// submitJoined queues the work of a slot that has begun, and of the slots joined to it.
+// submitJoined queues the work of a slot that was begun, and of the slots joined to it.
 func (q *Queue) submitJoined(s *Slot) error {
 	q.order.Lock()
 	defer q.order.Unlock()
 	b, isQueued := &s.build, false
 	defer func() {
-		if !isQueued { // also after a panic: Close waits for every slot
+		if !isQueued { // also after a panic, because Close waits for every slot
 			q.free.putSlotAndJoined(s)
 		}
 	}()
@@ -192,8 +192,8 @@ func (q *Queue) submitJoined(s *Slot) error {
 	return nil
 }
 
-// queueRound queues as many of a piece's tasks as the tables hold. It waits for every round except the last,
-// since the next round overwrites the tables. Pieces that need several rounds are rare. q.order is held.
+// queueRound queues as many of a piece's tasks as fit the tables. It waits for every round except the last, because the
+// next round overwrites the tables. Few pieces need several rounds. The caller holds q.order.
 func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	if b.pieceNeedsScratch {
 		if err := q.allocateOnce(&q.c.scratch, scratchBytes, "scratch"); err != nil {
@@ -212,9 +212,9 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	}
 	c.stream = 0
 	switch {
-	case s.modes.sumOnly: // others wait for it, and the kernels on the other streams may wait for copies
+	case s.modes.sumOnly: // not on other streams: their kernels may wait for copies, and the result is urgent
 		c.stream = C.OWCU_STREAMS - 1
-	case !b.scratch: // chunks in scratch wait for each other on the first stream
+	case !b.scratch: // chunks in scratch memory use the first compute stream, one after another
 		c.stream = C.uint32_t(q.next % (C.OWCU_STREAMS - 1))
 		q.next++
 	}
@@ -234,28 +234,28 @@ func (q *Queue) queueRound(s *Slot, b *pieceBuilder) error {
 	return nil
 }
 
-// Drain waits until everything submitted has landed and its done calls have returned, or until ctx ends. In the
-// latter case work continues, and Close waits for it. Drain returns the error that broke the queue, if any.
+// Drain waits until all submitted work has ended and its done calls have returned, or until ctx ends. In the latter
+// case work continues, and Close waits for it. Drain returns the error that broke the queue, if any.
 func (q *Queue) Drain(ctx context.Context) error { return q.end.drain(ctx) }
 
-// UsePolling makes the queue a polled one until Close: it has no goroutine that finishes slots. Its user calls
-// FinishEnded repeatedly. The reason is that a thread that sleeps until the device wakes it, and then wakes
-// others, is late by hundreds of microseconds. Get and Drain may wait for these calls, so another goroutine must
-// make them. No slot may be in use.
+// UsePolling makes the queue a polled queue until Close. A polled queue has no goroutine that finishes slots. Its user
+// calls FinishEnded repeatedly, because a thread that sleeps until the device wakes it, and then wakes other threads,
+// is hundreds of microseconds late. Get and Drain may wait for these calls, so another goroutine must make them. No
+// slot may be in use.
 func (q *Queue) UsePolling() { q.end.polled = true }
 
-// FinishEnded finishes the slots if their work has ended by now, on each stream in the order of submission: it
-// calls their done and takes them back. It reports whether there were any, and does not wait for the device.
+// FinishEnded finishes slots that the device has completed, on each stream in the order of submission: it calls done for their
+// tasks and frees them. It reports whether there were any. It does not wait for the device.
 func (q *Queue) FinishEnded() (worked bool) { return q.end.finishEnded() }
 
-// CountFlying is how many slots of a polled queue were submitted and are not finished or being finished.
+// CountFlying returns the number of submitted slots of a polled queue that are not finished or being finished.
 func (q *Queue) CountFlying() int { return q.end.countFlying() }
 
-// CountFree is how many slots TryGet could return now.
+// CountFree returns the number of free slots.
 func (q *Queue) CountFree() int { return len(q.free.tokens) }
 
-// Close waits for work in flight and until every slot is returned. It then returns the queue to its pool. It may
-// be called once.
+// Close waits until work in flight has ended and every slot has been returned. It then returns the queue to its pool.
+// It must be called only once.
 func (q *Queue) Close() {
 	if q.end.polled {
 		q.end.finishAll()
@@ -277,12 +277,12 @@ func (q *Queue) Close() {
 	q.pool.mem.DeferFree(q.tryFree)
 }
 
-// tryFree frees a queue after its completer has ended; see memory.Free.
+// tryFree frees a queue after its completer has ended. See memory.Free.
 func (q *Queue) tryFree() (gone bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_queue_free(q.c, &e)
 	if rc <= 0 {
-		q.pages.Free() // only now, because they were registered
+		q.pages.Free() // not earlier, because they were registered
 	}
 	if rc != 0 {
 		err = q.pool.ctx.ErrorOf(unsafe.Pointer(&e))
@@ -290,13 +290,13 @@ func (q *Queue) tryFree() (gone bool, err error) {
 	return rc <= 0, err
 }
 
-// SubmitAll is Submit for each piece, in order. Neighbouring pieces are submitted as one if they wait for the
-// same event, are loose, have no checksums, and have the same layout in the slot as at their destinations. They
-// are copied separately and end together. Unlike Submit it returns no error: it calls done with the error for
-// each task of the pieces that were not submitted.
+// SubmitAll calls Submit for each piece, in order. Consecutive pieces are submitted as one if they wait for the same
+// event, are loose, have no checksums, and have the same layout in the slot as at their destinations. They are copied
+// separately but end together. Unlike Submit, SubmitAll returns no error. It calls done with the error for each task of
+// the pieces that were not submitted.
 func (q *Queue) SubmitAll(pieces []FilledSlot) {
 	count := 0
-	defer func() { // after a panic: Close waits for every slot
+	defer func() { // after a panic, because Close waits for every slot
 		for i := range pieces {
 			if s := pieces[i].Slot; i < count || s.owned {
 				s.owned = false
@@ -326,9 +326,9 @@ func (q *Queue) SubmitAll(pieces []FilledSlot) {
 	}
 }
 
-// FollowStream makes everything submitted from now on wait for the work that is queued now on a stream of the
-// same device, because memory of torch's allocator may still be in use there. The number is DLPack's: 1 is the
-// legacy default stream, 2 the thread's, any other number a handle.
+// FollowStream makes all work submitted from now on wait for the work that is now queued on a stream of the same
+// device, because that work may still use memory from torch's allocator. Stream numbers are those of DLPack: 1 is the
+// legacy default stream, 2 the per-thread default stream, and any other number is a handle.
 func (q *Queue) FollowStream(stream uintptr) error {
 	q.order.Lock()
 	defer q.order.Unlock()
@@ -342,8 +342,8 @@ func (q *Queue) FollowStream(stream uintptr) error {
 	return nil
 }
 
-// MeasureLink measures the link with count copies of n bytes from the queue's slots to their staging. No slot may
-// be in use.
+// MeasureLink measures the link with count copies of n bytes from the queue's slots to their mirrors. No slot may be in
+// use.
 func (q *Queue) MeasureLink(n int64, count int) (time.Duration, error) {
 	if n <= 0 || n > q.size || count <= 0 {
 		return 0, errs.New(errs.ErrArgument, "cannot copy %d bytes %d times: expected 1 to %d bytes, once or more", n,
@@ -369,19 +369,19 @@ func (q *Queue) MeasureLink(n int64, count int) (time.Duration, error) {
 	return time.Since(start), nil
 }
 
-// PinnedBytes is how many bytes of host memory are registered for the queue. The staging on the device, if there
-// is one, has the same size.
+// PinnedBytes returns how many bytes of host memory are registered for the queue. Staging memory on the device, if any,
+// has the same size.
 func (q *Queue) PinnedBytes() int64 { return q.pages.N }
 
-// Asynchronous is true: a completer reports what has landed.
+// Asynchronous returns true: Submit returns before its tasks are done.
 func (q *Queue) Asynchronous() bool { return true }
 
 // CanCheck reports whether Submit compares checksums. It does if the bytes are copied to the device. On a
-// coherent device the kernels would read the slots twice.
+// coherent device, kernels would have to read the slots twice.
 func (q *Queue) CanCheck() bool { return !q.inPlace }
 
-// TraceTimes calls trace for every piece that has landed, with the times of its copy and of its kernels; nil
-// stops that. No piece may be in flight. For a piece of several rounds it reports the last round.
+// TraceTimes calls trace for every finished piece with the times of its copy and of its kernels. nil stops that. No
+// piece may be in flight. For a piece with several rounds, it reports the last round.
 func (q *Queue) TraceTimes(trace device.TraceFunc) error {
 	if err := q.end.deviceError(); err != nil {
 		return err
@@ -395,9 +395,9 @@ func (q *Queue) TraceTimes(trace device.TraceFunc) error {
 	return err
 }
 
-// CastAndWait converts the elements of src, of type from, to elements of type to at dst, on the device, and
-// waits. It converts floats of 32 and 16 bits into one another, and floats of 8 bits into those. src must be at a
-// multiple of 16. src and dst must not overlap.
+// CastAndWait converts the elements of src between the dtypes from and to, writes them to dst on the device, and waits.
+// It converts floats of 16 and 32 bits to each other, and floats of 8 bits to those. src must be at a multiple of 16.
+// src and dst must not overlap.
 func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, to tensor.DType) error {
 	c := device.Cast{From: from, To: to}
 	if !CanCast(c) {
@@ -409,7 +409,7 @@ func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, t
 		return errs.New(errs.ErrArgument, "invalid cast of %d bytes of %v to %d bytes of %v",
 			src.Bytes, from, dst.Bytes, to)
 	}
-	const step = 64 << 20 // elements that fit into the tables at a time
+	const step = 64 << 20 // elements whose parts fit the tables
 	for at := int64(0); at < n; at += step {
 		s, err := q.Get(ctx)
 		if err != nil {

@@ -15,17 +15,17 @@ import (
 
 // A Slot is the staging memory of one piece. The caller that got it owns it until Submit or Put.
 //
-// It has status words, tables and bytes in pinned memory. Its mirror in the staging on the device has the same
-// layout. Tables are written right before the bytes, so that one copy usually takes both.
+// It has status words, tables and bytes in pinned memory. Its mirror in staging memory on the device has the same
+// layout. Tables are written directly before the bytes, so that one copy usually covers both.
 type Slot struct {
 	q      *Queue
 	c      *C.struct_owcu_slot
 	index  int
 	owned  bool
-	reader int // the reader that filled it last, or anyone
+	reader int // the reader that last filled the slot, or anyone
 	mem    slotMemory
 
-	// The submission.
+	// Fields of the submission.
 	modes  slotModes
 	joined []*Slot // the work of these slots is part of this slot's work; see SubmitAll
 	copied int64   // bytes copied, for the trace
@@ -34,18 +34,18 @@ type Slot struct {
 	result slotResult
 }
 
-// A slotMemory says where the bytes of a slot's piece are.
+// A slotMemory is the memory of a slot's piece.
 type slotMemory struct {
 	own    []byte         // pinned
 	at     int64          // offset of own in the queue's memory
 	host   unsafe.Pointer // host address of own
-	dev    uint64         // address of own for the kernels: in the staging, or in place
-	view   []byte         // registered memory used instead of own; nil if none
-	onDev  uint64         // device memory used instead of own; 0 if none
+	dev    uint64         // address of own for kernels: in staging memory, or in place
+	view   []byte         // registered memory used instead of own, or nil
+	onDev  uint64         // device memory used instead of own, or 0
 	devLen int64
 }
 
-// slotModes say what the next Submit does.
+// slotModes determine what the next Submit does.
 type slotModes struct {
 	loose   bool // see AllowGapWrites
 	checks  bool // see CheckOnSubmit
@@ -59,13 +59,13 @@ type slotResult struct {
 	failures map[int]error // by task
 }
 
-// ownFresh gives the slot to its caller in the state of a new one.
+// ownFresh makes the caller the owner of the slot, and resets the slot.
 func (s *Slot) ownFresh() {
 	s.owned, s.modes, s.mem.view, s.mem.onDev = true, slotModes{}, nil, 0
 	s.c.after, s.c.nbehind = nil, 0
 }
 
-// Memory is the piece's bytes in host memory.
+// Memory returns the piece's bytes in host memory.
 func (s *Slot) Memory() []byte {
 	if s.mem.view != nil {
 		return s.mem.view
@@ -73,17 +73,17 @@ func (s *Slot) Memory() []byte {
 	return s.mem.own
 }
 
-// View replaces the slot's bytes by b until the slot is returned. b must be registered (memory.Register), since
-// the device copies from it.
+// View replaces the slot's bytes with b until the slot is returned. b must be registered (memory.Register), because the
+// device copies from it.
 func (s *Slot) View(b []byte) {
 	if !s.owned || len(b) > len(s.mem.own) {
-		panic("cuda: a slot that is not the caller's, or more memory than it has")
+		panic("cuda: View of a slot that the caller does not own, or of too much memory")
 	}
 	s.mem.view = b
 }
 
-// ViewMirror is the slot's memory in the staging on the device, if there is any. A caller that asks for it writes
-// the piece's bytes there before Submit, which then only copies its tables, as with ViewDevice.
+// ViewMirror returns the slot's mirror in staging memory on the device, or nil. A caller of ViewMirror writes the
+// piece's bytes there before Submit, which then only copies the tables, as with ViewDevice.
 func (s *Slot) ViewMirror() unsafe.Pointer {
 	if s.q.c.arena.device == 0 {
 		return nil
@@ -93,21 +93,21 @@ func (s *Slot) ViewMirror() unsafe.Pointer {
 	return device.Pointer(uintptr(at))
 }
 
-// ViewDevice replaces the slot's bytes, until the slot is returned, by n bytes at p in memory of the slot's own
-// device. They are not copied. p is a multiple of 16. The caller has waited for the work that wrote them
-// (FollowStream) and has compared their checksums. The host does not see them, so it only checks the chunks'
-// records; the kernels are safe for any bytes.
+// ViewDevice replaces the slot's bytes with n bytes at p in device memory, until the slot is returned. They are not
+// copied. p must be a multiple of 16. The caller must wait for the work that wrote them (FollowStream) and compare
+// their checksums. The host does not read them, so only the chunks' records are checked, but kernels are safe for any
+// bytes.
 func (s *Slot) ViewDevice(p uintptr, n int64) {
 	if !s.owned || p == 0 || p%16 != 0 {
-		panic("cuda: a slot that is not the caller's, or memory that is not aligned")
+		panic("cuda: ViewDevice of a slot that the caller does not own, or of unaligned memory")
 	}
 	s.mem.onDev, s.mem.devLen = uint64(p), n
 }
 
-// isReadInPlace reports whether the kernels read the slot's piece without a copy to the staging.
+// isReadInPlace reports whether kernels read the slot's piece without a copy to staging memory.
 func (s *Slot) isReadInPlace() bool { return s.mem.onDev != 0 || s.q.inPlace }
 
-// capacityBytes is how many bytes the slot can have now.
+// capacityBytes returns the maximum size of a piece in the slot.
 func (s *Slot) capacityBytes() int64 {
 	if s.mem.onDev != 0 {
 		return s.mem.devLen
@@ -122,13 +122,13 @@ func (s *Slot) CheckOnSubmit() { s.modes.checks = true }
 // (ViewDevice). It writes nothing to their destinations.
 func (s *Slot) SumOnly() { s.modes.sumOnly = true }
 
-// AllowGapWrites lets the slot's next Submit also overwrite the bytes between the destinations of neighbouring
-// tasks, fewer than GapLimit. Tasks with the same layout in the slot and at their destinations are then copied at
-// once, without staging or a kernel.
+// AllowGapWrites allows the slot's next Submit to overwrite the bytes between the destinations of neighbouring tasks if
+// they are fewer than GapLimit. Tasks with the same layout in the slot as at their destinations are then copied
+// together, without staging memory or a kernel.
 func (s *Slot) AllowGapWrites() { s.modes.loose = true }
 
-// FollowEvent makes the slot's next Submit wait for an event before it writes to destinations. Its bytes may be
-// copied to the staging before that. nil means no event.
+// FollowEvent makes the slot's next Submit wait for an event before it writes to destinations. Its bytes may be copied
+// to staging memory before that. nil means no event.
 func (s *Slot) FollowEvent(event *Event) {
 	s.c.after = nil
 	if event != nil {
@@ -136,8 +136,8 @@ func (s *Slot) FollowEvent(event *Event) {
 	}
 }
 
-// DelayKernels makes the kernels of the slot's next Submit wait for what is then queued on these streams, at most
-// OWCU_BEHIND of them. The numbers are as for FollowStream.
+// DelayKernels makes the kernels of the slot's next Submit wait for the work that is then queued on these streams, at
+// most OWCU_BEHIND of them. Stream numbers are those of FollowStream.
 func (s *Slot) DelayKernels(streams ...uintptr) {
 	for i, stream := range streams {
 		s.c.behind[i] = C.uint64_t(stream)
@@ -145,27 +145,27 @@ func (s *Slot) DelayKernels(streams ...uintptr) {
 	s.c.nbehind = C.uint32_t(len(streams))
 }
 
-// EndEvent is the event at the end of the slot's last Submit. It stays valid until the slot has been returned and
-// is submitted again. The slot's queue owns it.
+// EndEvent returns the event at the end of the slot's last Submit. It is valid until the slot has been returned and is
+// submitted again. The slot's queue owns it.
 func (s *Slot) EndEvent() *Event { return &Event{ctx: s.q.pool.ctx, c: s.c.done} }
 
-// beginPiece takes over the slot and what is to be done with its first n bytes. After a panic the caller still
-// owns the slot.
+// beginPiece takes over the slot and the tasks in its first n bytes. After a panic the caller still owns the
+// slot.
 func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
 	if !s.owned || n < 0 || n > s.capacityBytes() {
-		panic("cuda: a slot that is not the caller's, or a piece larger than it")
+		panic("cuda: Submit of a slot that the caller does not own, or of too many bytes")
 	}
 	s.result.count, s.result.done = len(tasks), done
 	clear(s.result.failures)
 	s.copied = n
 	if s.isReadInPlace() {
-		s.copied = 0 // except for what queueRound copies
+		s.copied = 0 // queueRound adds what it copies
 	}
 	s.build.checkPiece(s, n, tasks)
 	s.owned = false
 }
 
-// tryJoinSlot takes another slot's work into this one's, and reports whether it did.
+// tryJoinSlot adds another slot's work to this slot's work if possible, and reports whether it did.
 func (s *Slot) tryJoinSlot(other *Slot) bool {
 	b, o := &s.build, &other.build
 	if len(b.runs) == 0 || len(o.runs) == 0 || s.c.after != other.c.after || len(s.joined)+1 == GroupSlots {
@@ -176,7 +176,7 @@ func (s *Slot) tryJoinSlot(other *Slot) bool {
 	return true
 }
 
-// callDone calls done for each task of a slot, even after one of these calls panics.
+// callDone calls done for each task of a slot, even if one of these calls panics.
 func (s *Slot) callDone(err error) {
 	for i := range s.result.count {
 		each := s.result.failures[i]
@@ -187,7 +187,7 @@ func (s *Slot) callDone(err error) {
 	}
 }
 
-// lastStream is the stream on which the slot's work ends. It must match submit_slot in queue.c.
+// lastStream returns the stream on which the slot's work ends. It must match submit_slot in queue.c.
 func (s *Slot) lastStream() int {
 	if s.c.nlaunches == 0 {
 		return 0
@@ -195,7 +195,7 @@ func (s *Slot) lastStream() int {
 	return int(1+s.c.stream) % C.OWCU_STREAMS
 }
 
-// tensorBytes is the number of tensor bytes of a slot's tasks.
+// tensorBytes returns the number of tensor bytes of a slot's tasks.
 func (s *Slot) tensorBytes() (n int64) {
 	for i := range s.build.tasks {
 		n += int64(s.build.tasks[i].Chunk.Logical)
@@ -203,14 +203,14 @@ func (s *Slot) tensorBytes() (n int64) {
 	return n
 }
 
-// An Event is the end of a slot's work. Queues and streams wait for it. It refers to the slot's last Submit;
-// before the first Submit, waiting for it returns at once.
+// An Event marks the end of a slot's last Submit, for queues and streams that wait for it. Before the first Submit,
+// waiting for it returns immediately.
 type Event struct {
 	ctx *driver.Context
 	c   C.owcu_handle
 }
 
-// MakeStreamWait makes a stream wait for the event, if there is one. The stream's number is as for FollowStream.
+// MakeStreamWait makes a stream wait for the event, unless v is nil. Stream numbers are those of FollowStream.
 func (v *Event) MakeStreamWait(stream uintptr) error {
 	if v == nil {
 		return nil

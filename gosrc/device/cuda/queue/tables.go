@@ -28,7 +28,7 @@ const (
 	crcSize   = int(unsafe.Sizeof(C.ow_crc_part{}))
 )
 
-// tables are the jobs of a round's kernels, and their launches.
+// tables holds the work of a round's kernels, and their launches.
 type tables struct {
 	used     int // bytes
 	chunks   []C.ow_x16_chunk
@@ -41,24 +41,24 @@ type tables struct {
 	sums     []summedChunk
 	launches []launch
 
-	// The batch that is being filled: segments by transform, moves, and casts of chunks that fit in scratch.
+	// The batch being filled: segments by transform, moves, and casts, of chunks that fit in scratch memory together.
 	pendingSegs [8][]C.ow_x16_seg
 	moved       []C.ow_part
 	cast        []C.ow_part
 }
 
-// A launch is a kernel and its items. They are in segs, for moves and casts in parts, for checksums in crcs.
+// A launch is a kernel and its items, which are in segs, in parts for moves and casts, or in crcs for checksums.
 type launch struct{ kernel, first, n int }
 
-// A summedChunk is a chunk of a round that has its checksum compared. Its parts end where the parts of the next
-// one begin.
+// A summedChunk is a chunk of a round whose checksum is compared. Its parts end where the next one's parts
+// begin.
 type summedChunk struct {
 	slot         *Slot
 	task, first  int
 	stored, want uint32
 }
 
-// reset empties the tables for a round.
+// reset empties the tables for a new round.
 func (t *tables) reset() {
 	t.used, t.launches = 0, t.launches[:0]
 	t.chunks, t.owner, t.moves, t.segs, t.parts = t.chunks[:0], t.owner[:0], t.moves[:0], t.segs[:0], t.parts[:0]
@@ -67,14 +67,14 @@ func (t *tables) reset() {
 
 // haveSpace reports whether n more bytes of tables fit.
 func (t *tables) haveSpace(n int) bool {
-	// Count the launches of this batch and the next, that of the checksums, and the rounding of the tables.
+	// This counts the launches of this batch and the next, the launch for checksums, and the rounding of the tables.
 	return t.used+n+64 <= tableBytes && len(t.launches)+2*(len(t.pendingSegs)+2)+1 <= C.OWCU_LAUNCHES
 }
 
 // haveWords reports whether n more status words fit.
 func (t *tables) haveWords(n int) bool { return len(t.chunks)+len(t.crcs)+n <= MaxWords }
 
-// addChunk adds an X16 chunk at src, of n segments, to be decoded to dst.
+// addChunk adds an X16 chunk with n segments at src, to be decoded to dst.
 func (t *tables) addChunk(owner int, chunk *tensor.Chunk, src, dst uint64, n int) {
 	k := len(t.chunks)
 	t.chunks = append(t.chunks, C.ow_x16_chunk{
@@ -88,13 +88,13 @@ func (t *tables) addChunk(owner int, chunk *tensor.Chunk, src, dst uint64, n int
 	}
 }
 
-// countCastParts is the number of parts into which a task's cast is cut.
+// countCastParts returns the elements of a task's cast, and the number of parts that it is cut into.
 func countCastParts(task *device.DecodeTask) (elements, parts int) {
 	n := int(task.Chunk.Logical) / (task.Cast.From.Bits() / 8)
 	return n, sizes.CeilDiv(n, C.OW_CAST_PART)
 }
 
-// tableBytesOfCast is how many bytes of tables a task's cast needs.
+// tableBytesOfCast returns how many bytes of tables a task's cast needs.
 func tableBytesOfCast(task *device.DecodeTask) int {
 	_, parts := countCastParts(task)
 	return castSize + parts*partSize
@@ -128,8 +128,8 @@ func (t *tables) addMoves(moves []C.ow_move) {
 	}
 }
 
-// reserveForSum reports whether the parts of a task's chunk and a status word for it fit, and reserves their
-// space.
+// reserveForSum reserves space for the parts of a task's chunk and a status word for each. It reports whether they
+// fit.
 func (t *tables) reserveForSum(task *device.DecodeTask) bool {
 	n := sizes.CeilDiv(int(task.Chunk.Stored), C.OW_CRC_PART)
 	if !t.haveSpace(n*crcSize) || !t.haveWords(n+1) {
@@ -139,8 +139,8 @@ func (t *tables) reserveForSum(task *device.DecodeTask) bool {
 	return true
 }
 
-// addSumParts adds the parts of a task's chunk, which is at address `at` on the device. They are cut from its
-// end, so that only whole parts follow each one.
+// addSumParts adds the parts of a task's chunk, which is at device address `at`. Parts are cut from the end of the
+// chunk, so that each one is followed only by whole parts.
 func (t *tables) addSumParts(slot *Slot, index int, task *device.DecodeTask, at uint64) {
 	n := uint64(task.Chunk.Stored)
 	t.sums = append(t.sums, summedChunk{slot, index, len(t.crcs), task.Chunk.Stored, task.Chunk.Sum})
@@ -153,7 +153,7 @@ func (t *tables) addSumParts(slot *Slot, index int, task *device.DecodeTask, at 
 	}
 }
 
-// appendLaunches adds the launches of a batch: decode, then move, then cast.
+// appendLaunches adds the launches of the batch: decode, then move, then cast.
 func (t *tables) appendLaunches() {
 	for k := range t.pendingSegs {
 		if n := len(t.pendingSegs[k]); n > 0 {
@@ -166,7 +166,7 @@ func (t *tables) appendLaunches() {
 	t.cast = t.appendParts(kernelCast, t.cast)
 }
 
-// appendParts adds a launch of parts, and clears them.
+// appendParts adds a launch of parts, and returns the emptied slice.
 func (t *tables) appendParts(kernel int, parts []C.ow_part) []C.ow_part {
 	if n := len(parts); n > 0 {
 		t.launches = append(t.launches, launch{kernel, len(t.parts), n})
@@ -175,13 +175,13 @@ func (t *tables) appendParts(kernel int, parts []C.ow_part) []C.ow_part {
 	return parts[:0]
 }
 
-// size is the size of the tables in bytes, rounded up for what follows them.
+// size returns the size of the tables in bytes, rounded up so that the bytes after them are aligned.
 func (t *tables) size() int {
 	return sizes.RoundUp(len(t.chunks)*chunkSize+len(t.moves)*moveSize+len(t.casts)*castSize+len(t.segs)*segSize+
 		len(t.parts)*partSize+len(t.crcs)*crcSize, 16)
 }
 
-// write writes the tables, which kernels read at dev, and the slot's launches. head points to the slot's status
+// write writes the tables, which kernels read at dev, and the slot's launches. head is the address of the slot's status
 // words.
 func (t *tables) write(table, head unsafe.Pointer, dev uint64, slot *C.struct_owcu_slot) {
 	if n := len(t.crcs); n > 0 {
@@ -217,7 +217,7 @@ func (t *tables) write(table, head unsafe.Pointer, dev uint64, slot *C.struct_ow
 	}
 }
 
-// collectErrors turns the status words of a finished round of a slot into errors.
+// collectErrors converts the status words of a finished round to errors of the slot's tasks.
 func (t *tables) collectErrors(s *Slot) {
 	words := unsafe.Slice((*uint32)(unsafe.Add(s.mem.host, -headBytes)), len(t.chunks)+len(t.crcs))
 	for i, w := range words[:len(t.chunks)] {

@@ -17,10 +17,10 @@ type arena struct {
 	on    *Streams
 	pages memory.Pages
 	c     C.struct_owcu_arena
-	pads  []*pad // the pads that it is cut into for batches
+	pads  []*pad // pads for batches
 }
 
-// newArena allocates `bytes` on the host and `room` on the device; see owcu_arena_new.
+// newArena allocates `bytes` bytes on the host and `room` bytes on the device. See owcu_arena_new.
 func newArena(on *Streams, bytes, room int64, streams, events, sleepers int, what string) (*arena, error) {
 	p, err := memory.NewPages(bytes, on.ctx.NearNode())
 	if err != nil {
@@ -41,7 +41,7 @@ func newArena(on *Streams, bytes, room int64, streams, events, sleepers int, wha
 	return nil, on.ctx.AddSizes(on.errorOf(&e), room, what)
 }
 
-// newPads makes an arena that is cut into pads.
+// newPads makes an arena that is divided into pads.
 func newPads(on *Streams, count, bytes, room int) (*arena, error) {
 	a, err := newArena(on, int64(count*bytes), int64(count*room), 0, count, 0, "the tables of a batch")
 	if err != nil {
@@ -56,7 +56,7 @@ func newPads(on *Streams, count, bytes, room int) (*arena, error) {
 	return a, nil
 }
 
-// tryFree frees an arena that nothing uses; see memory.Free.
+// tryFree frees an unused arena. See memory.Free.
 func (a *arena) tryFree() (gone bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_arena_free(a.on.c, &a.c, &e)
@@ -69,8 +69,8 @@ func (a *arena) tryFree() (gone bool, err error) {
 	return rc <= 0, err
 }
 
-// A pad is the memory of one batch: its status words, table and rows. While its kernels may be running, batch is
-// set, unless the Batch is no longer referenced.
+// A pad is the memory of one batch: its status words, table and rows. batch is set while its kernels may be running,
+// unless the Batch is no longer referenced.
 type pad struct {
 	on          *Streams
 	host        unsafe.Pointer
@@ -81,8 +81,8 @@ type pad struct {
 	batch       *Batch
 }
 
-// wait waits for the pad's last batch. If isKnown is true the batch has ended and err is its error. Otherwise the
-// driver gave no answer.
+// wait waits for the pad's last batch. If isKnown is true, the batch has ended and err is its error. Otherwise the
+// driver could not tell.
 func (p *pad) wait() (isKnown bool, err error) {
 	var e C.struct_owcu_error
 	rc := C.owcu_wait_batch(p.on.c, p.done, &e)
@@ -92,8 +92,8 @@ func (p *pad) wait() (isKnown bool, err error) {
 	return rc != C.OWCU_UNKNOWN, err
 }
 
-// finish waits for the pad's last batch and sets its result. After an error the pad stays in use, because the
-// state of its kernels is unknown.
+// finish waits for the pad's last batch and sets its result. If the state of its kernels is unknown, it returns an
+// error and the pad stays in use.
 func (p *pad) finish() error {
 	if !p.used {
 		return nil
@@ -109,7 +109,7 @@ func (p *pad) finish() error {
 	return nil
 }
 
-// isDone reports whether the pad's last batch is done.
+// isDone reports whether the pad's last batch has ended.
 func (p *pad) isDone() bool {
 	if !p.used {
 		return true

@@ -1,4 +1,4 @@
-// Queues work on a caller's stream and copies the answers back.
+// Queues work on a caller's stream and copies results back.
 #include "batch.h"
 
 #include "../driver/call.h"
@@ -32,7 +32,7 @@ int owcu_submit_batch(const struct owcu_batch *b, struct owcu_error *e)
 
 	if (rc == 0) {
 		rc = run_steps(b, e);
-		// Some of the work may be running on memory that is about to be reused.
+		// Some of the work may still be using memory that is about to be reused.
 		if (rc && e->code != OWCU_CAPTURED)
 			owcu->stream_sync(stream_handle(b->stream));
 	}
@@ -49,7 +49,7 @@ int owcu_wait_batch(owcu_handle ctx, owcu_handle done, struct owcu_error *e)
 	if (rc == 0)
 		rc = TRY(event_sync, (done));
 	if (rc)
-		owcu->event_sync(done); // whatever is wrong with the event, all work on the memory must have ended
+		owcu->event_sync(done); // after any error, all work on the memory must still have ended
 	return leave(&g, rc);
 }
 

@@ -36,54 +36,54 @@ const (
 	batchHash
 )
 
-// decoders are the kernels that decode rows of items, by nvCOMP's algorithm number.
+// decoders maps nvCOMP's algorithm numbers to the kernels that decode rows of items.
 var decoders = map[uint32]int{C.OW_STREAM_LZ4: batchLZ4, C.OW_STREAM_SNAPPY: batchSnappy,
 	C.OW_STREAM_CASCADED: batchCascaded}
 
-// CanDecode reports whether a kernel decodes streams of an algorithm.
+// CanDecode reports whether a kernel can decode streams of an algorithm.
 func CanDecode(format uint32) bool {
 	_, ok := decoders[format]
 	return ok || format == FormatX16
 }
 
 const (
-	padBytes  = 16 << 10 // pinned: status words, then the table
-	padRoom   = 64 << 10 // on the device: the table, then the rows
-	padCount  = 128      // batches in flight before the next one waits
+	padBytes  = 16 << 10 // pinned memory: status words, then the table
+	padRoom   = 64 << 10 // device memory: the table, then the rows
+	padCount  = 128      // maximum batches in flight; the next one waits
 	rowBytes  = int(unsafe.Sizeof(C.ow_batch_item{}))
 	headSize  = int(unsafe.Sizeof(C.ow_stream_head{}))
 	entrySize = int(unsafe.Sizeof(C.ow_stream{}))
 	peekSize  = int(unsafe.Sizeof(C.ow_stream_peek_t{}))
 )
 
-// Batches runs the batches of bitstreams of a device.
+// Batches runs batches of bitstreams on a device.
 type Batches struct {
 	on      *Streams
 	kernels *driver.Kernels
 
 	mu      sync.Mutex
-	waiting int // callers in Wait: their events must not be destroyed
+	waiting int // callers in Wait, whose events must not be destroyed
 	small   *arena
 	next    int
-	large   []*arena // each has one pad
+	large   []*arena // with one pad each
 }
 
-// NewBatches makes the batches of a device with these streams. x16 is the module of their kernels.
+// NewBatches returns the Batches of a device. x16 is the module with their kernels.
 func NewBatches(on *Streams, x16 *driver.Module) *Batches {
 	return &Batches{on: on, kernels: x16.Kernels(batchNames)}
 }
 
 // A Batch is work queued on a stream.
 type Batch struct {
-	d     *Batches // its mu guards the other fields
+	d     *Batches // d.mu guards the other fields
 	n     int
-	pad   *pad // nil once words and err are known
+	pad   *pad // nil when words and err are set
 	words []uint32
 	peeks []C.ow_stream_peek_t
 	err   error
 }
 
-// Trim frees the memory of finished batches, unless a caller waits for one.
+// Trim frees the memory of finished batches, unless a caller waits for a batch.
 func (d *Batches) Trim() (err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -103,7 +103,7 @@ func (d *Batches) Trim() (err error) {
 	return err
 }
 
-// drainAndFree waits for the batches of an arena and frees it.
+// drainAndFree waits for the batches of an arena and frees the arena.
 func (d *Batches) drainAndFree(a *arena) error {
 	for _, p := range a.pads {
 		if err := p.finish(); err != nil {
@@ -114,7 +114,7 @@ func (d *Batches) drainAndFree(a *arena) error {
 	return d.on.mem.FreeNow(a.tryFree)
 }
 
-// takeResults reads the status words of a batch's kernels.
+// takeResults reads the results of a batch from its pad.
 func (b *Batch) takeResults(p *pad, err error) {
 	if b.pad != p {
 		return
@@ -127,7 +127,7 @@ func (b *Batch) takeResults(p *pad, err error) {
 	b.pad, p.batch = nil, nil
 }
 
-// takePad returns memory for n streams and rows. d.mu is held.
+// takePad returns memory for n streams and a number of rows. The caller holds d.mu.
 func (d *Batches) takePad(n, rows int) (*pad, error) {
 	bytes, room := padSizes(n, rows)
 	if bytes <= padBytes && room <= padRoom {
@@ -145,7 +145,7 @@ func (d *Batches) takePad(n, rows int) (*pad, error) {
 	const most = 4
 	for i, s := range d.large {
 		if p := s.pads[0]; p.bytes >= bytes && p.room >= room && p.isDone() {
-			d.large = append(append(d.large[:i:i], d.large[i+1:]...), s) // the most recently used goes last
+			d.large = append(append(d.large[:i:i], d.large[i+1:]...), s) // most recently used last
 			return p, p.finish()
 		}
 	}
@@ -163,7 +163,7 @@ func (d *Batches) takePad(n, rows int) (*pad, error) {
 	return s.pads[0], nil
 }
 
-// tryFreeIdle frees an arena if its batches are done; see memory.Free.
+// tryFreeIdle frees an arena if its batches have ended. See memory.Free.
 func (d *Batches) tryFreeIdle(a *arena) (gone bool, err error) {
 	d.mu.Lock()
 	isIdle := d.waiting == 0
@@ -177,7 +177,7 @@ func (d *Batches) tryFreeIdle(a *arena) (gone bool, err error) {
 	return a.tryFree()
 }
 
-// The layout of a pad: status words, then the table; for Peek the answers follow.
+// A pad contains status words, then the table, then the answers of Peek.
 func tableOffset(n int) int   { return (4*n + 63) &^ 63 }
 func answersOffset(n int) int { return tableOffset(n) + headSize + n*entrySize }
 
@@ -185,21 +185,21 @@ func padSizes(n, rows int) (bytes, room int) {
 	return answersOffset(n) + n*peekSize, rowsOffset(n) + rows*rowBytes
 }
 
-// rowsOffset is the offset of the rows on the device.
+// rowsOffset returns the offset of the rows in device memory.
 func rowsOffset(n int) int { return (headSize + n*entrySize + 255) &^ 255 }
 
-// MaxBatch is the most streams in one batch, and the most chunks in these streams.
+// MaxBatch is the maximum number of streams in a batch, and of chunks in these streams.
 const MaxBatch = 1 << 24
 
-// Decode queues the decoding of streams of one algorithm on the caller's stream, after what is queued now on the
-// streams of `on.After`. It does not wait: sources and destinations must stay valid and unchanged until the Batch
-// is done.
+// Decode queues the decoding of streams of one algorithm on the caller's stream, after the work that is now queued on
+// the streams of `on.After`. It does not wait. Sources and destinations must stay valid and unchanged until the Batch
+// has ended.
 func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
 		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 {
-			return nil, errs.New(errs.ErrArgument, "stream %d: %d bytes of content in chunks of %d", i, s.Size, s.Chunk)
+			return nil, errs.New(errs.ErrArgument, "stream %d: invalid size %d in chunks of %d", i, s.Size, s.Chunk)
 		}
 		rows += s.blockCount()
 		if rows > MaxBatch || i >= MaxBatch {
@@ -224,8 +224,8 @@ func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, 
 	})
 }
 
-// Peek returns what streams say about the length of their content, and waits for the answer. It only uses Src and
-// Stored. Among raw blocks, only those of X16 and Snappy state the length.
+// Peek returns the lengths that streams state for their content, and waits for the result. It only uses Src and
+// Stored. Of raw blocks, only those of X16 and Snappy state a length.
 func (d *Batches) Peek(on Order, kind Kind, format uint32, streams []Bitstream) ([]StreamInfo, error) {
 	if len(streams) == 0 {
 		return nil, nil
@@ -251,28 +251,28 @@ func (d *Batches) Peek(on Order, kind Kind, format uint32, streams []Bitstream) 
 	return out, nil
 }
 
-// A kernelStep is a launch of a kernel, by number, for n items, with `threads` threads each, in blocks of `block`
-// threads (0 means eight warps). items says that it only takes rows.
+// A kernelStep is a launch of a kernel for n items, with `threads` threads per item, in blocks of `block` threads (0
+// means eight warps). items means that the kernel takes only rows.
 type kernelStep struct {
 	kernel, n, threads, block, shared int
 	items                             bool
 }
 
-// Encode queues the encoding of contents to X16 streams. Src and Size of a Bitstream describe the content, Dst
-// and Stored the space for the stream. All are multiples of 16, and so is Chunk if there are several chunks. Arg
-// is the transform of X16 (0 stores the content as it is). scratch is device memory for a block of every chunk,
-// of EncodeScratchSize bytes. Batch.EncodedSizes returns the lengths of the streams.
+// Encode queues the encoding of contents to X16 streams. Src and Size of a Bitstream are the content, and Dst and
+// Stored the space for the stream. Addresses must be multiples of 16, and so must Chunk if there are several chunks.
+// Arg is the transform of X16 (0 stores the content unchanged). scratch is device memory of EncodeScratchSize bytes,
+// with space for a block of each chunk. Batch.EncodedSizes returns the lengths of the streams.
 func (d *Batches) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch, error) {
 	rows := 0
 	for i := range streams {
 		s := &streams[i]
 		if s.Chunk <= 0 || s.Size < 0 || s.Stored < 0 || s.Arg > 8 || (s.Src|s.Dst)%16 != 0 ||
 			s.Chunk < s.Size && s.Chunk%16 != 0 || s.Chunk > maxBlock {
-			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes at %#x in chunks of %d, transform %d, to %#x",
-				i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
+			return nil, errs.New(errs.ErrArgument, "content %d: invalid size, alignment or transform: "+
+				"%d bytes at %#x in chunks of %d, transform %d, to %#x", i, s.Size, s.Src, s.Chunk, s.Arg, s.Dst)
 		}
 		if s.Kind != 0 && s.Size > s.Chunk {
-			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes in one block", i, s.Size)
+			return nil, errs.New(errs.ErrArgument, "content %d: %d bytes do not fit one block", i, s.Size)
 		}
 		if rows += s.blockCount(); rows > MaxBatch {
 			return nil, errs.New(errs.ErrArgument, "a batch cannot have more than %d chunks", MaxBatch)
@@ -290,8 +290,8 @@ func (d *Batches) Encode(on Order, streams []Bitstream, scratch uint64) (*Batch,
 	})
 }
 
-// batchWork describes a batch. rows is 0 if streams are only inspected. few says that the table goes with the
-// launch, and answers that the kernels write an answer for each stream.
+// batchWork describes a batch. rows is 0 if streams are only inspected. few means that the table is passed with the
+// launch, and answers that kernels write an answer for each stream.
 type batchWork struct {
 	format  uint32
 	streams []Bitstream
@@ -301,7 +301,7 @@ type batchWork struct {
 	scratch uint64
 }
 
-// asCStep is the step in C's form, for a table, its rows and status words.
+// asCStep converts the step to C for a table, its rows and status words.
 func (s kernelStep) asCStep(kernels []driver.Handle, table, rows, status uint64) C.struct_owcu_step {
 	if s.block == 0 {
 		s.block = 32 * C.OW_X16_WARPS
@@ -384,7 +384,7 @@ func (d *Batches) startBatch(on Order, work batchWork, plan func(split int) []ke
 	return batch, nil
 }
 
-// encodedBlockSpace is the space for encoded blocks: no block is longer than its chunk.
+// encodedBlockSpace returns the space for an encoded block. No block is longer than its chunk.
 func encodedBlockSpace(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n = max(n, min(streams[i].Chunk, streams[i].Size))
@@ -392,7 +392,7 @@ func encodedBlockSpace(streams []Bitstream) (n int64) {
 	return (n + 15) &^ 15
 }
 
-// EncodeScratchSize is how many bytes of scratch memory Encode needs.
+// EncodeScratchSize returns how many bytes of scratch memory Encode needs.
 func EncodeScratchSize(streams []Bitstream) (n int64) {
 	for i := range streams {
 		n += int64(streams[i].blockCount())
@@ -400,7 +400,7 @@ func EncodeScratchSize(streams []Bitstream) (n int64) {
 	return n * encodedBlockSpace(streams)
 }
 
-// EncodedSizes returns the lengths of Encode's streams. Wait must have returned.
+// EncodedSizes returns the lengths of the encoded streams. Wait must have returned.
 func (b *Batch) EncodedSizes() []int64 {
 	d := b.d
 	d.mu.Lock()
@@ -412,8 +412,8 @@ func (b *Batch) EncodedSizes() []int64 {
 	return out
 }
 
-// Done reports, without waiting, whether the batch is done. After a device error it is, but not while the driver
-// refuses access to the context.
+// Done reports, without waiting, whether the batch has ended. After a device error it has, unless the driver denies
+// access to the context.
 func (b *Batch) Done() bool {
 	d := b.d
 	d.mu.Lock()
@@ -421,16 +421,15 @@ func (b *Batch) Done() bool {
 	return b.pad == nil || b.pad.isDone()
 }
 
-// Wait waits for the batch. It returns the result of each stream, nil if all are good, and the device's error. If
-// Done is false afterwards, the driver gave no answer: the batch may still be running, and Wait may be called
-// again.
+// Wait waits for the batch. It returns the error of each stream (nil for a valid stream), and the device's error. If
+// Done is false afterwards, the state is unknown: the batch may still be running, and Wait may be called again.
 func (b *Batch) Wait() ([]error, error) {
 	d := b.d
 	d.mu.Lock()
 	if p := b.pad; p != nil {
 		d.waiting++
 		d.mu.Unlock()
-		// A later batch may use the pad meanwhile. This batch's result is set before that.
+		// A later batch may use the pad meanwhile, but only after this batch's result has been set.
 		isKnown, err := p.wait()
 		d.mu.Lock()
 		d.waiting--

@@ -18,20 +18,20 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Deltas encodes and applies XOR deltas (codec/delta) of memory on a device.
+// Deltas encodes and applies XOR deltas (codec/delta) of device memory.
 type Deltas struct {
 	On *Resident
-	// Batch is how many stored bytes are in flight in each table: the host copies one batch while the device
-	// works on the other. 0 means 32 MiB.
+	// Batch is the number of stored bytes in flight per table. The host copies one batch while the device processes the
+	// other. 0 means 32 MiB.
 	Batch int
 }
 
 const deltaRow = int(unsafe.Sizeof(C.ow_delta_row{}))
 
-// deltaBatchBytes is the default of Deltas.Batch.
+// deltaBatchBytes is the default value of Deltas.Batch.
 const deltaBatchBytes = 32 << 20
 
-// kernelRow describes a chunk for the kernels.
+// kernelRow returns the row that describes a chunk to the kernels.
 func (c *DeltaChunk) kernelRow(at uint64) C.ow_delta_row {
 	return C.ow_delta_row{now: C.uint64_t(c.Now), base: C.uint64_t(c.Base), at: C.uint64_t(at),
 		bytes:  C.uint32_t(c.Bytes),
@@ -44,17 +44,17 @@ func checkDelta(chunks []DeltaChunk) error {
 		if w := uint64(min(c.Width, 4)); c.Width < 1 || c.Width > 8 || bits.OnesCount(uint(c.Width)) != 1 ||
 			c.Bytes <= 0 || c.Bytes > maxBlock ||
 			c.Bytes%c.Width != 0 || (c.Now|c.Base)%w != 0 || len(c.Stored)%4 != 0 {
-			return errs.New(errs.ErrArgument, "a delta of %d bytes for %d at %#x and %#x, elements of %d",
+			return errs.New(errs.ErrArgument, "invalid delta of %d bytes for %d bytes at %#x and %#x, elements of %d",
 				len(c.Stored), c.Bytes, c.Now, c.Base, c.Width)
 		}
 	}
 	return nil
 }
 
-// A deltaBatch is the chunks [lo, hi). bytes is the size of their rows and stored chunks.
+// A deltaBatch is the chunks [lo, hi). bytes is the size of their rows and stored bytes.
 type deltaBatch struct{ lo, hi, bytes int }
 
-// divideIntoBatches divides chunks into batches by their stored bytes, which stored returns for one chunk.
+// divideIntoBatches divides n chunks into batches. stored returns the number of stored bytes of a chunk.
 func (d Deltas) divideIntoBatches(n int, stored func(i int) int) (batches []deltaBatch) {
 	most := cmp.Or(d.Batch, deltaBatchBytes)
 	for i := range n {
@@ -69,15 +69,15 @@ func (d Deltas) divideIntoBatches(n int, stored func(i int) int) (batches []delt
 	return batches
 }
 
-// runBatchesAtOnce calls f for each batch, with as many calls at once as there are tables.
+// runBatchesAtOnce calls f for each batch, with as many concurrent calls as there are tables.
 func runBatchesAtOnce(batches []deltaBatch, f func(batch deltaBatch, tableIndex int) error) error {
 	return spawn.Each(context.Background(), "cuda delta batch", residentTables, len(batches), func(i int) error {
 		return f(batches[i], i%residentTables)
 	})
 }
 
-// ReserveApply allocates the memory that ApplyDelta of these chunks needs, so that it cannot run out of memory
-// half-way.
+// ReserveApply allocates the memory that ApplyDelta needs for these chunks, so that ApplyDelta cannot run out of
+// memory halfway.
 func (d Deltas) ReserveApply(chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err
@@ -90,9 +90,9 @@ func (d Deltas) ReserveApply(chunks []DeltaChunk) error {
 	return d.On.reserve(most, len(batches))
 }
 
-// ApplyDelta XORs deltas into the device's memory, after what is queued on the caller's stream, and waits.
-// Applying the same deltas again undoes it. After an error it has undone its changes, unless the device is lost.
-// It skips chunks without stored bytes.
+// ApplyDelta XORs deltas into device memory, after the work that is queued on the caller's stream, and waits. Applying
+// the same deltas again undoes it. After an error it undoes its changes, unless the device is lost. It skips chunks
+// without stored bytes.
 func (d Deltas) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err
@@ -145,7 +145,7 @@ func deltaGrid(rows int) int {
 	return (rows + warps - 1) / warps
 }
 
-// callOnAllCores calls f for 0 to n-1 on all cores, `step` at a time.
+// callOnAllCores calls f(0) to f(n-1) on all cores, `step` calls at a time.
 func callOnAllCores(n, step int, f func(i int)) {
 	_ = spawn.Each(context.Background(), "cuda delta", runtime.GOMAXPROCS(0), (n+step-1)/step, func(k int) error {
 		for i := k * step; i < min(n, (k+1)*step); i++ {
@@ -155,8 +155,9 @@ func callOnAllCores(n, step int, f func(i int)) {
 	})
 }
 
-// EncodeDelta sets Stored of each chunk to the delta from Base to Now, as delta.Encode makes it (nil if they are
-// equal), after what is queued on the caller's stream. progress is called with bytes of chunks.
+// EncodeDelta sets Stored of each chunk to the delta from Base to Now, or to nil if they are equal, after the work that
+// is queued on the caller's stream. The deltas are those of delta.Encode. progress is called with the bytes of each
+// chunk.
 func (d Deltas) EncodeDelta(ctx context.Context, on Order, chunks []DeltaChunk, progress func(n int64)) error {
 	for i := range chunks {
 		chunks[i].Stored = nil
@@ -164,7 +165,7 @@ func (d Deltas) EncodeDelta(ctx context.Context, on Order, chunks []DeltaChunk, 
 	if err := checkDelta(chunks); err != nil {
 		return err
 	}
-	const most = 1 << 16 // rows of a call: 16 GiB of tensors in chunks of 256 KiB
+	const most = 1 << 16 // rows per call: 16 GiB of tensors in chunks of 256 KiB
 	for len(chunks) > 0 {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -196,7 +197,7 @@ func (d Deltas) encodeDelta(on Order, chunks []DeltaChunk) error {
 	if err != nil {
 		return err
 	}
-	var some []int // the chunks that changed
+	var some []int // chunks that have changed
 	for i := range rows {
 		if rows[i].stored > 0 {
 			some = append(some, i)
@@ -209,7 +210,7 @@ func (d Deltas) encodeDelta(on Order, chunks []DeltaChunk) error {
 	})
 }
 
-// writeDeltaBatch writes the deltas of some chunks with measured rows.
+// writeDeltaBatch writes the deltas of chunks after their rows have been measured.
 func (d Deltas) writeDeltaBatch(on Order, tableIndex int, chunks []DeltaChunk, rows []C.ow_delta_row, some []int,
 	bytes int) error {
 	head := deltaRow * len(some)

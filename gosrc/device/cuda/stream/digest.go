@@ -24,11 +24,11 @@ const (
 // Digests computes digests of tensors on a device.
 type Digests struct{ On *Resident }
 
-// Digest computes the digests of tensors in the device's memory, after what is queued on the caller's stream and
-// on those of `on.After`, and waits. It reads each byte once and does not copy tensors.
+// Digest computes the digests of tensors in device memory, after the work that is queued on the caller's stream and on
+// those of `on.After`, and waits. It reads each byte once and does not copy tensors.
 func (d Digests) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 	if len(views) > maxDigests {
-		return nil, errs.New(errs.ErrArgument, "cannot compute digests of more than %d tensors at once", maxDigests)
+		return nil, errs.New(errs.ErrArgument, "cannot compute digests of more than %d tensors in one call", maxDigests)
 	}
 	sizes := make([]int64, len(views))
 	var jobs []C.ow_digest_job
@@ -81,7 +81,7 @@ func (d Digests) Digest(on Order, views []digest.View) ([]digest.Sum, error) {
 	return out, nil
 }
 
-// commonAlignment is the largest power of two, at most 16, that divides all arguments.
+// commonAlignment returns the largest power of two, at most 16, that divides all arguments.
 func commonAlignment(all ...uint64) int64 {
 	v := uint64(16)
 	for _, a := range all {
@@ -90,7 +90,7 @@ func commonAlignment(all ...uint64) int64 {
 	return 1 << bits.TrailingZeros64(v)
 }
 
-// fillDigestShape describes how the kernel reads a tensor: as bytes in order, or by dimensions, which it appends.
+// fillDigestShape sets how the kernel reads a tensor: as contiguous bytes, or by dimensions, which it appends to dims.
 func fillDigestShape(job *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim) []C.ow_digest_dim {
 	view := v.Merged()
 	job.src = C.uint64_t(view.Address)
@@ -101,7 +101,7 @@ func fillDigestShape(job *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim
 			job.item = C.uint16_t(align)
 			return dims
 		}
-		// Use elements as large as the address's alignment, if that divides the number of bytes.
+		// Use elements as large as the address's alignment if that divides the number of bytes.
 		view.Item = commonAlignment(uint64(align), uint64(view.Shape[0]))
 		view.Shape[0], view.Strides[0] = view.Shape[0]/view.Item, view.Item
 	} else {
@@ -112,7 +112,7 @@ func fillDigestShape(job *C.ow_digest_job, v digest.View, dims []C.ow_digest_dim
 			}
 		}
 		switch align := commonAlignment(common...); {
-		case align < view.Item: // read an element as a row of smaller ones
+		case align < view.Item: // read an element as a row of smaller elements
 			view.Shape, view.Strides = append(view.Shape, view.Item/align), append(view.Strides, align)
 			view.Item = align
 		case view.Strides[last] == view.Item: // read a row as one larger element

@@ -1,4 +1,4 @@
-// Encodes chunks on a device on their way to the host.
+// Encodes chunks on a device and copies them to the host.
 #include "pack.h"
 
 #include "../driver/call.h"
@@ -40,7 +40,7 @@ int owcu_pack_fetch(owcu_handle ctx, const struct owcu_arena *arena, int slot, u
 	if (rc == 0)
 		rc = TRY(event_record, (arena->events[slot], copier));
 	if (rc)
-		owcu->stream_sync(copier); // some of the work may be running
+		owcu->stream_sync(copier); // some of the copies may be running
 	return leave(&g, rc);
 }
 

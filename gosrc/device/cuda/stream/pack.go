@@ -17,32 +17,32 @@ import (
 )
 
 const (
-	packRows = 1024 // ranges of a slot
+	packRows = 1024 // maximum ranges in a slot
 	tailRoom = (blocksum.MaxTail + 15) &^ 15
 	itemSize = int(unsafe.Sizeof(C.ow_batch_item{}))
-	// A chunk of 1 MiB has eight segments, with a warp for each. The blocks have twice the threads of those of a
-	// large batch, since few blocks run at once and the time of each counts.
+	// A chunk of 1 MiB has eight segments, and each gets a warp. Blocks have twice as many threads as in a large
+	// batch, because few blocks run at the same time and each one must be fast.
 	packThreads = 256
 	leastSlots  = 3
 )
 
-// packSlot is how many bytes a slot encodes at a time. Tests make it smaller.
+// packSlot is the maximum number of bytes that a slot encodes. Tests make it smaller.
 var packSlot int64 = 16 << 20
 
-// A Packer copies device memory to pinned host memory and encodes it on the way, in the slots of a ring. Slots
-// are independent. For one slot, Encode, QueueFetches and Wait are called in this order. A Packer works on
-// streams of its own and waits for no other work: work that writes the memory must have ended.
+// A Packer encodes device memory and copies it to pinned host memory, in the slots of a ring. Slots are independent.
+// For each slot, call Encode, QueueFetches and Wait, in this order. A Packer uses separate streams and waits for no
+// other work: work that writes the memory must have ended.
 type Packer struct {
 	on     *Streams
 	arena  *arena
 	slot   int64
-	pinned int64 // bytes of a slot in the arena's pinned memory: its items, and its sums
+	pinned int64 // bytes per slot in the arena's pinned memory, for items and sums
 	encode C.owcu_handle
 	hash   C.owcu_handle
 }
 
-// NewPacker makes a Packer, which the caller closes. With sums it can also compute sums. If device memory is
-// short, it takes less, down to an eighth.
+// NewPacker returns a Packer, which the caller must close. sums enables QueueSums. If device memory is short, it uses
+// less memory, down to an eighth.
 func NewPacker(d *Batches, sums bool) (*Packer, error) {
 	kernels, err := d.kernels.Get()
 	if err != nil {
@@ -62,20 +62,20 @@ func NewPacker(d *Batches, sums bool) (*Packer, error) {
 	}
 }
 
-// Close waits for the packer's own work and frees it.
-func (p *Packer) Close() { _ = p.on.mem.FreeNow(p.arena.tryFree) } // the reaper retries if the driver refuses
+// Close waits for the packer's work and frees it.
+func (p *Packer) Close() { _ = p.on.mem.FreeNow(p.arena.tryFree) } // if the driver rejects that, the reaper tries again
 
-// SlotCount is the number of slots.
+// SlotCount returns the number of slots.
 func (p *Packer) SlotCount() int { return int(p.arena.c.nevents) }
 
-// SlotBytes is the most bytes that a slot encodes, with each range rounded up to 16.
+// SlotBytes returns the maximum number of bytes that a slot encodes, with each range rounded up to 16.
 func (p *Packer) SlotBytes() int64 { return p.slot }
 
-// DeviceBytes is the device memory that the packer takes.
+// DeviceBytes returns how much device memory the packer takes.
 func (p *Packer) DeviceBytes() int64 { return int64(p.SlotCount()) * p.slot }
 
-// Encode encodes ranges with the kernel of codec X16 and waits for it. A range stays as it is if it has no
-// transform, is not aligned to 16, or gains too little.
+// Encode encodes ranges with the X16 kernel and waits. A range stays unchanged if it has no transform, is not aligned
+// to 16, or gains too little.
 func (p *Packer) Encode(slot int, all []PackedRange) error {
 	base := slot * int(p.pinned)
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]
@@ -89,7 +89,7 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 		}
 		room := (r.N + 15) &^ 15
 		if len(rows) == packRows || offset+room > p.slot {
-			return errs.New(errs.ErrArgument, "%d ranges in a slot of %d bytes", len(all), p.slot)
+			return errs.New(errs.ErrArgument, "%d ranges do not fit a slot of %d bytes", len(all), p.slot)
 		}
 		at := uint64(p.arena.c.device) + uint64(int64(slot)*p.slot+offset)
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N), dst: C.uint64_t(at),
@@ -125,8 +125,8 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 	return nil
 }
 
-// QueueSums queues the sums of the ranges that want them. SumsAndTail returns them once Wait has returned. Encode
-// may follow at once. The Packer must have been made with sums.
+// QueueSums queues the sums of the ranges with Hash. SumsAndTail returns them after Wait. Encode may be called
+// immediately afterwards. The Packer must have been made with sums.
 func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	base := slot*int(p.pinned) + packRows*itemSize
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]
@@ -138,7 +138,8 @@ func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 		}
 		n := int(r.N/blocksum.Block*blocksum.Sum) + r.Tail
 		if len(items) == packRows || at+n > end || r.Src%8 != 0 {
-			return errs.New(errs.ErrArgument, "the sums of %d ranges in a slot of %d bytes", len(all), p.slot)
+			return errs.New(errs.ErrArgument,
+				"the sums of %d ranges do not fit a slot of %d bytes, or a range is not aligned to 8", len(all), p.slot)
 		}
 		items = append(items, C.ow_batch_item{src: C.uint64_t(r.Src), src_len: C.uint64_t(r.N),
 			dst:     C.uint64_t(p.arena.c.mapped) + C.uint64_t(at),
@@ -177,12 +178,12 @@ func (p *Packer) queueCopies(slot int, copies []C.struct_owcu_fetch) error {
 	})
 }
 
-// Wait waits for the copies of a slot.
+// Wait waits for the last work of a slot.
 func (p *Packer) Wait(slot int) error {
 	return p.on.call(func(e *C.struct_owcu_error) C.int { return C.owcu_pack_wait(p.on.c, &p.arena.c, C.int(slot), e) })
 }
 
-// CopySamples copies n bytes from each address to the host and calls got with each. got must not keep the bytes.
+// CopySamples copies n bytes from each address to the host and calls got with them. got must not retain the bytes.
 // No slot may be in use.
 func (p *Packer) CopySamples(at []uint64, n int64, got func(i int, b []byte)) error {
 	most := int(p.arena.pages.N / n)

@@ -1,7 +1,7 @@
-// Declares the encoding of device memory on its way to the host. Chunks are encoded into the slots of a ring, and
-// the results are copied to pinned memory. The ring is an arena: its host memory has the items of all slots, and
-// each slot has an event and a stream that encodes; the last streams copy. Only owcu_pack_wait waits, and only
-// for the slots' own work.
+// Declares encoding of device memory that is copied to the host. Chunks are encoded to the slots of a ring, and the
+// results are copied to pinned memory. The ring is an arena: its host memory holds the items of all slots. Each slot
+// has an event and a stream that encodes, and the remaining streams copy. Only owcu_pack_wait waits, and only for work
+// of the slots.
 #ifndef OWCU_PACK_H
 #define OWCU_PACK_H
 
@@ -21,8 +21,8 @@ int owcu_pack_launch(owcu_handle ctx, const struct owcu_arena *arena, int slot, 
 // owcu_pack_fetch queues copies of the encoded bytes to pinned memory.
 int owcu_pack_fetch(owcu_handle ctx, const struct owcu_arena *arena, int slot, uint64_t n,
                     const struct owcu_fetch *copies, struct owcu_error *e);
-// owcu_pack_wait waits for the slot's last encode or fetch. Whatever it returns, that work has ended, unless the
-// driver refused access to the context for five seconds.
+// owcu_pack_wait waits for the slot's last encode or fetch. That work has ended even if it returns an error, unless the
+// driver denied access to the context for five seconds.
 int owcu_pack_wait(owcu_handle ctx, const struct owcu_arena *arena, int slot, struct owcu_error *e);
 
 #endif

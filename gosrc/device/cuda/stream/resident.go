@@ -24,35 +24,35 @@ const (
 	residentDeltaWrite
 )
 
-// Resident runs the kernels of the second module, for weights that stay on the device.
+// Resident runs kernels of the second module, for weights that stay on the device.
 type Resident struct {
 	on      *Streams
 	kernels *driver.Kernels
 	tables  [residentTables]residentTable
 }
 
-// NewResident makes a Resident on these streams. The module is loaded at its first use.
+// NewResident returns a Resident. The module is loaded at first use.
 func NewResident(on *Streams, resident *driver.Module) *Resident {
 	return &Resident{on: on, kernels: resident.Kernels(residentNames)}
 }
 
-// residentTables is how many kernels may be in flight at once: while one runs, the host fills the table of the
+// residentTables is the maximum number of kernels in flight. While one runs, the host fills the table of the
 // next.
 const residentTables = 2
 
 // A residentTable is the memory of a kernel's table.
 type residentTable struct {
 	mu    sync.Mutex // held while a kernel runs
-	arena *arena     // of one pad
+	arena *arena     // with one pad
 }
 
-// A residentLaunch is a launch. The table has `room` bytes (0 means `bytes`). Its first `bytes` are copied to the
-// device. The `back` bytes from backAt on are answers and are copied back. fill gets the table in host memory;
-// fill and args get its address on the device.
+// A residentLaunch is a kernel launch. The table has `room` bytes (0 means `bytes`), of which the first `bytes` are
+// copied to the device. The `back` bytes from backAt on are results and are copied back. fill writes the table to host
+// memory. fill and args receive its device address.
 type residentLaunch struct {
 	kernel, grid, block int
 	tableIndex          int
-	blocks              int // at most, per processor; 0 means any number
+	blocks              int // maximum per multiprocessor; 0 means unlimited
 	bytes, room         int
 	back, backAt        int
 	fill                func(table unsafe.Pointer, dev uint64)
@@ -60,7 +60,7 @@ type residentLaunch struct {
 	take                func(answers unsafe.Pointer)
 }
 
-// ensurePad returns a table's memory with at least that many bytes. The table's lock is held.
+// ensurePad returns memory of a table with at least the given size. The caller holds the table's lock.
 func (table *residentTable) ensurePad(on *Streams, bytes int) (*pad, error) {
 	if table.arena != nil && table.arena.pads[0].bytes >= bytes {
 		return table.arena.pads[0], nil
@@ -121,7 +121,7 @@ func (r *Resident) run(on Order, launch residentLaunch) error {
 	return nil
 }
 
-// reserve allocates memory for the first count tables, with that many bytes each.
+// reserve allocates memory of the given size for each of the first count tables.
 func (r *Resident) reserve(bytes, count int) error {
 	if _, err := r.kernels.Get(); err != nil || bytes == 0 {
 		return err
@@ -138,7 +138,7 @@ func (r *Resident) reserve(bytes, count int) error {
 	return nil
 }
 
-// Trim frees the memory of tables; the module stays.
+// Trim frees the memory of tables. The module stays loaded.
 func (r *Resident) Trim() error {
 	var first error
 	for i := range r.tables {

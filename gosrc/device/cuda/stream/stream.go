@@ -1,6 +1,6 @@
 package stream
 
-// This file describes work on a caller's stream, and explains status words.
+// This file describes streams and ranges in device memory, and explains status words.
 
 import (
 	"unsafe"
@@ -9,33 +9,33 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// Kind is how a stream's blocks are framed. The numbers are nvCOMP's.
+// Kind is the framing of a stream's blocks. Its values are those of nvCOMP.
 type Kind uint32
 
-// FormatX16 is the number of our codec among nvCOMP's algorithms.
+// FormatX16 is the algorithm number of X16, next to those of nvCOMP.
 const FormatX16 = 'X'
 
-// A Bitstream is one bitstream on the device and the destination of its content. The content has exactly Size
-// bytes, in chunks of Chunk.
+// A Bitstream is a bitstream on the device and the destination of its content. The content has exactly Size
+// bytes, in chunks of Chunk bytes.
 type Bitstream struct {
-	Src         uint64 // a multiple of 8; for X16 of 16, except raw blocks, which have 8 bytes before the first one
+	Src         uint64 // a multiple of 8; for X16 of 16, except that raw blocks begin 8 bytes earlier
 	Stored      int64
-	Dst         uint64 // X16: a multiple of 16
+	Dst         uint64 // for X16 a multiple of 16
 	Size, Chunk int64
 	Kind        Kind
 	Arg         uint32 // meaning depends on the codec
 }
 
-// blockCount is the number of a stream's blocks, at least 1.
+// blockCount returns the number of a stream's blocks, at least 1.
 func (s *Bitstream) blockCount() int {
 	return int(max(1, (s.Size+s.Chunk-1)/s.Chunk))
 }
 
-// enoughWarps is how many warps keep a device busy if they have equal work. On an H200 more warps gain nothing,
-// and with chunks of 64 KiB they cost 2 %.
+// enoughWarps is the number of warps with equal work that keep a device busy. On an H200, more warps were not faster,
+// and with chunks of 64 KiB they were 2 % slower.
 const enoughWarps = 4096
 
-// warpsPerChunk is how many warps share each chunk. If there would be too few warps otherwise, it is the number
+// warpsPerChunk returns how many warps share each chunk. If there would otherwise be too few warps, it is the number
 // of segments that encoders make of the longest chunk (codec/x16).
 func warpsPerChunk(streams []Bitstream, rows int) int {
 	var most, all int64
@@ -50,17 +50,17 @@ func warpsPerChunk(streams []Bitstream, rows int) int {
 	return int(n)
 }
 
-// PackedRange is a range of device memory on its way to the host, encoded or unchanged.
+// PackedRange is a range of device memory that is copied to the host, encoded or unchanged.
 type PackedRange struct {
 	Src       uint64
 	N         int64          // bytes; if encoded, at most Packer.SlotBytes
-	Transform uint8          // of X16; 0 means not encoded
-	Hash      bool           // QueueSums computes its sums; Src is a multiple of 8
-	Tail      int            // for QueueSums: number of bytes up to the end of the range; the first may be before Src
-	To        unsafe.Pointer // pinned, for QueueFetches
+	Transform uint8          // X16 transform; 0 means not encoded
+	Hash      bool           // compute sums in QueueSums; Src must be a multiple of 8
+	Tail      int            // for QueueSums: number of bytes before the end of the range; may begin before Src
+	To        unsafe.Pointer // pinned destination of QueueFetches
 
-	// Set by Encode: the bytes that QueueFetches copies, and X16's tiles of a segment, 0 if the range is
-	// unchanged.
+	// Set by Encode: the number of bytes that QueueFetches copies, and the tiles of an X16 segment, or 0 if the range
+	// is unchanged.
 	Stored int64
 	Tiles  uint16
 	at     uint64
@@ -68,15 +68,15 @@ type PackedRange struct {
 }
 
 // SumsAndTail returns the sums of the range's blocks, for package blocksum, and the bytes of its tail. They are
-// valid until the slot's next use.
+// valid until the slot is used again.
 func (r *PackedRange) SumsAndTail() (sums, tail []byte) {
 	n := len(r.sums) - r.Tail
 	return r.sums[:n], r.sums[n:]
 }
 
-// A DeltaChunk is a chunk of a tensor in device memory. It has Bytes bytes at Now, and for the encoder at Base.
-// Both addresses are multiples of the element's Width (of at least 4 if that is 8). Stored is its delta in host
-// memory, checked by delta.Check.
+// A DeltaChunk is a chunk of a tensor in device memory. It has Bytes bytes at Now and, for the encoder, at Base. Both
+// addresses must be multiples of the element's Width, or of 4 if Width is 8. Stored is the delta in host memory, which
+// delta.Check has checked.
 type DeltaChunk struct {
 	Now, Base uint64
 	Bytes     int
@@ -84,23 +84,23 @@ type DeltaChunk struct {
 	Stored    []byte
 }
 
-// StreamInfo is what a stream says about itself. Only native streams set Chunk and Format.
+// StreamInfo is the result of Peek for a stream. Only native streams set Chunk and Format.
 type StreamInfo struct {
 	Size, Chunk int64
 	Format      uint32
 	Err         error
 }
 
-// maxBlock is the longest chunk of a native stream and the longest block of X16.
+// maxBlock is the maximum size of a chunk of a native stream, and of an X16 block.
 const maxBlock = 16 << 20
 
 // statusMisplaced is the status bit for blocks that are not aligned for the GPU.
 const statusMisplaced = 1 << 11
 
-// statusTooSmall is the status bit for a stream with a destination that is too small.
+// statusTooSmall is the status bit for a stream with too small a destination.
 const statusTooSmall = 1 << 13
 
-// statusError explains a status word.
+// statusError converts a status word to an error.
 func statusError(w uint32) error {
 	if w == 0 {
 		return nil

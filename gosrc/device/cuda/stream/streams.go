@@ -15,24 +15,25 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// An Order says where work is queued: on a stream, by DLPack's number (1 is the legacy default stream, 2 the
-// thread's, any other number a handle; 0 means 1), after what is queued on others now.
+// An Order says where work is queued: on a stream, after the work that is now queued on other streams. Streams have
+// DLPack's numbers: 1 is the legacy default stream, 2 the per-thread default stream, any other number is a handle, and
+// 0 means 1.
 type Order struct {
 	Stream uintptr
 	After  []uintptr
 }
 
-// Streams orders the streams of a device and copies on them.
+// Streams makes streams of a device wait for each other, and copies on them.
 type Streams struct {
 	ctx *driver.Context
 	mem *memory.Memory
-	c   C.owcu_handle // ctx, for calls
+	c   C.owcu_handle // handle of ctx
 
 	linking sync.Mutex    // guards link
-	link    C.owcu_handle // the event of MakeStreamWait
+	link    C.owcu_handle // event of MakeStreamWait
 }
 
-// New makes the Streams of a device. They are freed by mem.
+// New returns the Streams of a device. mem frees its streams.
 func New(ctx *driver.Context, mem *memory.Memory) *Streams {
 	return &Streams{ctx: ctx, mem: mem, c: C.owcu_handle(ctx.Handle())}
 }
@@ -48,8 +49,8 @@ func (d *Streams) call(run func(e *C.struct_owcu_error) C.int) error {
 
 func (d *Streams) errorOf(e *C.struct_owcu_error) error { return d.ctx.ErrorOf(unsafe.Pointer(e)) }
 
-// Copy queues a copy of n bytes between any two addresses of the device or the host. With wait it returns when
-// the copy is done. If host memory is not pinned, it always waits.
+// Copy queues a copy of n bytes between any two addresses of the device or the host. With wait it waits for the copy.
+// If host memory is not pinned, it always waits.
 func (d *Streams) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	if n <= 0 {
 		return nil
@@ -62,7 +63,7 @@ func (d *Streams) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	})
 }
 
-// MakeStreamWait makes a stream wait for what is queued on others now.
+// MakeStreamWait makes a stream wait for the work that is now queued on other streams.
 func (d *Streams) MakeStreamWait(stream uintptr, after ...uintptr) error {
 	if len(after) == 0 {
 		return nil
@@ -78,21 +79,21 @@ func (d *Streams) MakeStreamWait(stream uintptr, after ...uintptr) error {
 	})
 }
 
-// NewStream makes a stream. The caller frees it with FreeStream.
+// NewStream makes a stream, which the caller must free with FreeStream.
 func (d *Streams) NewStream() (uintptr, error) {
 	var s C.uint64_t
 	err := d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_new(d.c, &s, e) })
 	return uintptr(s), err
 }
 
-// FreeStream frees a stream once its work is done. It does not wait.
+// FreeStream frees a stream after its work has ended. It does not wait.
 func (d *Streams) FreeStream(stream uintptr) error {
 	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_free(d.c, C.uint64_t(stream), e) })
 }
 
-// SyncAndFreeStream waits for a stream's work and frees it. On a lost device the stream is just dropped.
+// SyncAndFreeStream waits for a stream's work and frees the stream, even on a lost device.
 func (d *Streams) SyncAndFreeStream(stream uintptr) {
-	for range 2 { // a call that fails once may not fail again
+	for range 2 { // after an error, try again
 		if d.SyncStream(stream) == nil {
 			break
 		}
@@ -100,12 +101,12 @@ func (d *Streams) SyncAndFreeStream(stream uintptr) {
 	d.mem.Release(driver.Stream, device.Pointer(stream))
 }
 
-// SyncStream waits for what is queued on a stream.
+// SyncStream waits for the work that is queued on a stream.
 func (d *Streams) SyncStream(stream uintptr) error {
 	return d.call(func(e *C.struct_owcu_error) C.int { return C.owcu_stream_sync(d.c, C.uint64_t(stream), e) })
 }
 
-// CheckStream refuses a stream of another device. The special streams belong to every device.
+// CheckStream returns an error for a stream of another device. The default streams belong to every device.
 func (d *Streams) CheckStream(stream uintptr) error {
 	if stream <= 2 {
 		return nil
@@ -115,12 +116,12 @@ func (d *Streams) CheckStream(stream uintptr) error {
 		return C.owcu_check_stream(d.c, C.uint64_t(stream), &here, e)
 	})
 	if err == nil && here == 0 {
-		err = errs.New(errs.ErrArgument, "the stream %#x does not belong to cuda:%d", stream, d.ctx.Index())
+		err = errs.New(errs.ErrArgument, "stream %#x does not belong to cuda:%d", stream, d.ctx.Index())
 	}
 	return err
 }
 
-// Close frees what MakeStreamWait uses. Only tests do that.
+// Close frees the event of MakeStreamWait. Only tests call it.
 func (d *Streams) Close() {
 	for !d.ctx.TryRelease(driver.Event, driver.Handle(d.link)) {
 	}

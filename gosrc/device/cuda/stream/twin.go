@@ -20,7 +20,7 @@ type twinItem struct {
 	status, arg                       uint32
 }
 
-// Status bits of an item that a batch kernel refuses.
+// Status bits of an item that a batch kernel rejects.
 const (
 	batchInput  = C.OW_BATCH_INPUT
 	batchOffset = C.OW_BATCH_OFFSET
@@ -29,7 +29,7 @@ const (
 	batchArg    = C.OW_BATCH_ARG
 )
 
-// runTwin runs a batch kernel's host twin; addresses are host addresses.
+// runTwin runs the host twin of a batch kernel. Addresses are host addresses.
 func runTwin(kernel string, items []twinItem) {
 	p, n := (*C.ow_batch_item)(unsafe.Pointer(&items[0])), C.uint32_t(len(items))
 	switch kernel {
@@ -46,7 +46,7 @@ func runTwin(kernel string, items []twinItem) {
 	}
 }
 
-// runX16StreamTwin decodes a raw block of X16 with `warps` warps, and returns its status word.
+// runX16StreamTwin decodes a raw X16 block with `warps` warps and returns its status word.
 func runX16StreamTwin(src uint64, stored int, dst uint64, size, warps int) uint32 {
 	few := C.ow_stream_few{head: C.ow_stream_head{streams: 1, rows: 1, split: C.uint32_t(warps)}}
 	few.streams[0] = C.ow_stream{

@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// A cascade describes how a Cascaded block is made (the layout: gosrc/nvcomp/cascaded).
+// A cascade describes how a Cascaded block is encoded. See gosrc/nvcomp/cascaded for the layout.
 type cascade struct {
 	kind, rles, deltas int
 	pack               bool
@@ -60,7 +60,7 @@ func (c cascade) array(b []byte, values []uint64, size int) []byte {
 	return append(b, words...)
 }
 
-// encode makes a block of elements, chunk by chunk of 4096 bytes.
+// encode encodes elements to a block, in chunks of 4096 bytes.
 func (c cascade) encode(values []uint64) []byte {
 	size := c.size()
 	mask := ^uint64(0) >> (64 - 8*size)
@@ -96,7 +96,7 @@ func (c cascade) encode(values []uint64) []byte {
 			}
 			if layer < c.deltas {
 				if len(in) == 0 {
-					return cascade{kind: c.kind}.encode(append(in, values...)) // the caller sees that it differs
+					return cascade{kind: c.kind}.encode(append(in, values...)) // wrong content; the caller detects it
 				}
 				firsts = appendElement(firsts, size, in[0])
 				var out []uint64
@@ -121,7 +121,7 @@ func (c cascade) encode(values []uint64) []byte {
 	return b
 }
 
-// plainCascaded decodes element by element; it returns false if it refuses.
+// plainCascaded decodes element by element. It returns false for a block that it rejects.
 func plainCascaded(src []byte, room int) ([]byte, bool) {
 	le := binary.LittleEndian
 	if len(src) < 8 || src[0] > 7 || src[1] > 7 || src[2] > 1 || src[3] > 7 {
@@ -249,7 +249,7 @@ func randomCascade(r *rand.Rand) cascade {
 	return cascade{r.IntN(8), r.IntN(4) * r.IntN(3), r.IntN(4) * r.IntN(2), r.IntN(3) > 0}
 }
 
-// integers returns n of them: in runs, rising, or unrelated.
+// integers returns n integers: in runs, rising, or unrelated.
 func integers(r *rand.Rand, n int) []uint64 {
 	out := make([]uint64, n)
 	way, v, step := r.IntN(5), r.Uint64(), r.Uint64()>>r.IntN(64)
@@ -273,7 +273,7 @@ func integers(r *rand.Rand, n int) []uint64 {
 	return out
 }
 
-// Every type and number of layers comes back, for any integers.
+// Blocks of every type and number of layers decode to the same integers.
 func TestTwinCascaded(t *testing.T) {
 	r := random(t)
 	for range 250 {
@@ -285,15 +285,16 @@ func TestTwinCascaded(t *testing.T) {
 		}
 		stored := c.encode(values)
 		if plain, ok := plainCascaded(stored, len(want)); !ok || !bytes.Equal(plain, want) {
-			continue // nothing was left for a layer, so the block differs
+			continue // no values were left for a layer, so encode returned wrong content
 		}
 		if got, status := twinOne(t, "cascaded", stored, len(want), 0); status != 0 || !bytes.Equal(got, want) {
-			t.Fatalf("%+v, %d values: status %d, or other bytes", c, len(values), status)
+			t.Fatalf("%+v, %d values: status %d, or wrong bytes", c, len(values), status)
 		}
 	}
 }
 
-// Damaged blocks are accepted or refused exactly as by the plain decoder, and accepted ones give the same bytes.
+// The twin accepts and rejects the same damaged blocks as the plain decoder, and decodes accepted ones to the same
+// bytes.
 func TestTwinCascadedDamage(t *testing.T) {
 	r := random(t)
 	refused, accepted := 0, 0
@@ -323,8 +324,8 @@ func TestTwinCascadedDamage(t *testing.T) {
 			refused++
 		}
 	}
-	t.Logf("%d refused, %d still valid", refused, accepted)
+	t.Logf("%d rejected, %d still valid", refused, accepted)
 	if refused < 300 || accepted < 300 {
-		t.Error("too one-sided to say anything")
+		t.Error("too few blocks were accepted or rejected")
 	}
 }

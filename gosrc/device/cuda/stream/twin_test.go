@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/nvcomp/snappy"
 )
 
-// A fence is memory between two inaccessible pages: an access outside it ends the test process.
+// A fence is memory between two inaccessible pages. An access outside it ends the test process.
 type fence struct {
 	all   []byte
 	bytes []byte
@@ -25,7 +25,7 @@ type fence struct {
 
 const page = 4096
 
-// fenced gives n bytes that end at the far page, or begin after the near one.
+// fenced returns n bytes that end before the second inaccessible page (far), or begin after the first one.
 func fenced(t testing.TB, n int, far bool) fence {
 	t.Helper()
 	room := (n + page - 1) / page * page
@@ -55,8 +55,8 @@ func (f fence) addr() uint64 {
 	return uint64(uintptr(unsafe.Pointer(&f.bytes[0])))
 }
 
-// twinOne decodes one block with a host twin, with room for `room` bytes, once between fences of each kind. It returns
-// the bytes and the status.
+// twinOne decodes a block with a host twin to `room` bytes, once with each kind of fence. It returns the bytes and the
+// status.
 func twinOne(t testing.TB, kernel string, src []byte, room int, arg uint32) (out []byte, status uint32) {
 	t.Helper()
 	var items [2]twinItem
@@ -79,12 +79,12 @@ func twinOne(t testing.TB, kernel string, src []byte, room int, arg uint32) (out
 	}
 	out = bytes.Clone(to[0].bytes[:a.written])
 	if !bytes.Equal(out, to[1].bytes[:a.written]) {
-		t.Fatalf("%s: other bytes in other lanes' order", kernel)
+		t.Fatalf("%s: the order of lanes changes the bytes", kernel)
 	}
 	return out, 0
 }
 
-// plainLZ4 and plainSnappy decode byte by byte; they return false if they refuse.
+// plainLZ4 and plainSnappy decode byte by byte. They return false for a block that they reject.
 func plainLZ4(src []byte, room int) (out []byte, ok bool) {
 	length := func(n int) (int, bool) {
 		for more := n == 15; more; {
@@ -174,8 +174,8 @@ func plainSnappy(src []byte, room int) (out []byte, ok bool) {
 	return out, true
 }
 
-// An lz is one of the two formats: the library's encoder, a writer of elements that libraries do not choose, and the
-// plain decoder that the kernel is compared with.
+// An lz is one of the two formats: the library's encoder, a plain decoder to compare the kernel with, and a writer of
+// elements that the library does not use.
 type lz struct {
 	kernel string
 	encode func(dst, src []byte) ([]byte, error)
@@ -188,7 +188,7 @@ var lzs = []lz{
 	{"snappy", snappy.Encode, plainSnappy, writeSnappy},
 }
 
-// distance returns a distance back, often short, sometimes the longest possible.
+// distance returns a distance back, which is often short and sometimes the longest possible.
 func distance(r *rand.Rand, have, most int) int {
 	most = min(have, most)
 	switch r.IntN(4) {
@@ -202,7 +202,7 @@ func distance(r *rand.Rand, have, most int) int {
 	return 1 + r.IntN(most)
 }
 
-// extent returns a length, mostly short.
+// extent returns a length, which is usually short.
 func extent(r *rand.Rand) int {
 	return [4]int{r.IntN(6), r.IntN(20), r.IntN(140), r.IntN(3000)}[min(r.IntN(6), r.IntN(6), 3)]
 }
@@ -258,7 +258,7 @@ func writeSnappy(r *rand.Rand, elements int) (stored, content []byte) {
 			switch least := max(1, (32-leading(uint32(n-1))+7)/8); {
 			case n <= 60 && r.IntN(5) > 0:
 				stored = append(stored, byte((n-1)<<2))
-			default: // in as many bytes as needed, or more
+			default: // in at least as many bytes as needed
 				extra := least + r.IntN(5-least)
 				stored = append(stored, byte((59+extra)<<2))
 				for k := range extra {
@@ -295,7 +295,7 @@ func leading(v uint32) (n int) {
 	return
 }
 
-// The libraries' output for every kind of content and every length around the kernels' edges comes back whole.
+// The twins decode the libraries' output for every kind of content, with lengths around the kernels' limits.
 func TestTwinLZRoundTrips(t *testing.T) {
 	r := random(t)
 	kinds := map[string]func(n int) []byte{
@@ -322,7 +322,7 @@ func TestTwinLZRoundTrips(t *testing.T) {
 				for _, room := range []int{n, n + 100} {
 					got, status := twinOne(t, f.kernel, stored, room, 0)
 					if status != 0 || !bytes.Equal(got, want) {
-						t.Fatalf("%s of %d bytes of %s: status %d, or other bytes", f.kernel, n, name, status)
+						t.Fatalf("%s of %d bytes of %s: status %d, or wrong bytes", f.kernel, n, name, status)
 					}
 					if n > 2000 {
 						break
@@ -330,7 +330,7 @@ func TestTwinLZRoundTrips(t *testing.T) {
 				}
 				if n > 0 {
 					if _, status := twinOne(t, f.kernel, stored, n-1, 0); status != batchRoom {
-						t.Fatalf("%s of %d bytes of %s with room for one less: status %d", f.kernel, n, name, status)
+						t.Fatalf("%s of %d bytes of %s to one byte less: status %d", f.kernel, n, name, status)
 					}
 				}
 			}
@@ -338,7 +338,7 @@ func TestTwinLZRoundTrips(t *testing.T) {
 	}
 }
 
-// Elements of every length and distance decode, also those that no library chooses.
+// The twins decode elements of every length and distance, including those that no library uses.
 func TestTwinLZElements(t *testing.T) {
 	r := random(t)
 	for _, f := range lzs {
@@ -348,14 +348,14 @@ func TestTwinLZElements(t *testing.T) {
 				t.Fatalf("%s: the test's own reader disagrees with its writer", f.kernel)
 			}
 			if got, status := twinOne(t, f.kernel, stored, len(want), 0); status != 0 || !bytes.Equal(got, want) {
-				t.Fatalf("%s: status %d, or other bytes, of %x", f.kernel, status, stored)
+				t.Fatalf("%s: status %d, or wrong bytes, of %x", f.kernel, status, stored)
 			}
 		}
 	}
 }
 
-// Every truncation and every flipped bit of small blocks, and some damage in large ones, is accepted or refused exactly
-// as by the plain decoders. Accepted blocks give the same bytes.
+// The twins accept and reject the same damaged blocks as the plain decoders, for every truncation and every flipped bit
+// of small blocks, and some damage in large ones. Accepted blocks decode to the same bytes.
 func TestTwinLZDamage(t *testing.T) {
 	r := random(t)
 	for _, f := range lzs {
@@ -398,16 +398,16 @@ func TestTwinLZDamage(t *testing.T) {
 		for range 300 {
 			try(random8(r, r.IntN(100)), 5000)
 		}
-		t.Logf("%s: %d refused, %d still valid", f.kernel, refused, accepted)
+		t.Logf("%s: %d rejected, %d still valid", f.kernel, refused, accepted)
 		if refused < 300 || accepted < 100 {
-			t.Error("too one-sided to say anything")
+			t.Error("too few blocks were accepted or rejected")
 		}
 	}
 }
 
 var weights = cudatest.Weights
 
-var seedFlag = flag.Uint64("cuda.seed", 0, "seed of random tests; 0: the clock")
+var seedFlag = flag.Uint64("cuda.seed", 0, "seed of random tests; 0 means the clock")
 
 func random(t testing.TB) *rand.Rand {
 	seed := *seedFlag

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// sameChunk compares the encoder's twin with the Go encoder: both make the same bytes, or both refuse. It returns the
-// chunk.
+// sameChunk compares the encoder's twin with the Go encoder. Both must make the same chunk, or both must reject the
+// data. It returns the chunk.
 func sameChunk(t testing.TB, data []byte, transform uint8) (stored []byte, tiles uint16) {
 	t.Helper()
 	var e x16.Encoder
@@ -30,7 +30,7 @@ func sameChunk(t testing.TB, data []byte, transform uint8) (stored []byte, tiles
 		copy(src.bytes, data)
 		item := []twinItem{{src: src.addr(), srcLen: uint64(len(data)), dst: dst.addr(), dstCap: uint64(len(dst.bytes)),
 			arg: uint32(transform)}}
-		if far == 1 { // the lanes in reverse order
+		if far == 1 { // with the lanes in reverse order
 			item = append([]twinItem{{status: 9}}, item...)
 		}
 		runTwin("x16_encode", item)
@@ -39,9 +39,10 @@ func sameChunk(t testing.TB, data []byte, transform uint8) (stored []byte, tiles
 		case ok && (got.status != 0 || got.arg != uint32(transform)|uint32(tiles)<<16):
 			t.Fatalf("transform %d, %d bytes: status %d, arg %#x, want %d tiles", transform, len(data), got.status, got.arg, tiles)
 		case ok && (int(got.written) != len(want) || !bytes.Equal(dst.bytes[:got.written], want)):
-			t.Fatalf("transform %d, %d bytes: %d bytes, first other one at %d, want %d", transform, len(data), got.written, differ(dst.bytes[:got.written], want), len(want))
+			t.Fatalf("transform %d, %d bytes: %d bytes, first difference at %d, want %d",
+				transform, len(data), got.written, differ(dst.bytes[:got.written], want), len(want))
 		case !ok && got.status != batchGain:
-			t.Fatalf("transform %d, %d bytes that gain nothing: status %d", transform, len(data), got.status)
+			t.Fatalf("transform %d, %d incompressible bytes: status %d", transform, len(data), got.status)
 		}
 		src.free()
 		dst.free()
@@ -77,7 +78,7 @@ func TestTwinEncode(t *testing.T) {
 			for range n / 300 {
 				wild[r.IntN(n)] = byte(r.Uint32())
 			}
-			skewed := make([]byte, n) // counts that fall steeply
+			skewed := make([]byte, n) // steeply falling counts
 			for i := range skewed {
 				skewed[i] = byte(1) << min(r.IntN(8), r.IntN(8), r.IntN(8))
 			}
@@ -92,7 +93,7 @@ func TestTwinEncode(t *testing.T) {
 				}
 				got, status := twinX16(t, stored, len(b), uint32(tr)|uint32(tiles)<<16)
 				if status != 0 || !bytes.Equal(got, b) {
-					t.Fatalf("transform %d, %d bytes: status %d, or other bytes", tr, n, status)
+					t.Fatalf("transform %d, %d bytes: status %d, or wrong bytes", tr, n, status)
 				}
 			}
 		}
@@ -100,14 +101,14 @@ func TestTwinEncode(t *testing.T) {
 	t.Logf("%d chunks", coded)
 }
 
-// twinX16 decodes a chunk into `room` bytes, as the raw block that a stream stores. Both begin after a fence, and the
-// destination also ends at one if it can.
+// twinX16 decodes a chunk, as the raw block of a stream, to `room` bytes. Both begin after a fence, and the
+// destination also ends at a fence if possible.
 func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32) {
 	t.Helper()
 	head := []byte{1, byte(arg), byte(arg >> 16), byte(arg >> 24), byte(room), byte(room >> 8), byte(room >> 16),
 		byte(room >> 24)}
 	block := append(head, stored...)
-	end := len(stored)%16 == 0 // then it begins eight bytes before a multiple of 16
+	end := len(stored)%16 == 0 // the block begins eight bytes before a multiple of 16
 	src, dst := fenced(t, len(block)+8, end), fenced(t, room, room%16 == 0)
 	defer src.free()
 	defer dst.free()
@@ -119,7 +120,7 @@ func twinX16(t testing.TB, stored []byte, room int, arg uint32) ([]byte, uint32)
 	return bytes.Clone(dst.bytes[:room]), 0
 }
 
-// The kernel fits the same model to histograms of every shape.
+// The kernel fits the same model as the Go encoder to histograms of every shape.
 func TestTwinFit(t *testing.T) {
 	r := random(t)
 	for range 120 {
@@ -148,8 +149,8 @@ func TestTwinFit(t *testing.T) {
 	}
 }
 
-// For chunks that the Go decoder refuses before decoding, and every flipped bit of small chunks, nothing outside the
-// buffers is touched. What the kernel accepts decodes to what Decode gives.
+// For chunks that the Go decoder rejects before decoding, and for flipped bits in small chunks, the kernel accesses
+// nothing outside the buffers. Chunks that it accepts decode to the same bytes as with Decode.
 func TestTwinX16Damage(t *testing.T) {
 	r := random(t)
 	refused, accepted, missed := 0, 0, 0
@@ -161,9 +162,9 @@ func TestTwinX16Damage(t *testing.T) {
 		case err != nil && !errors.Is(err, errs.ErrCorrupt):
 			t.Fatal(err)
 		case err != nil && status == 0:
-			missed++ // escapes that their symbols do not ask for, which the checksum finds
+			missed++ // escapes without a matching symbol, which the checksum detects
 		case err == nil && (status != 0 || !bytes.Equal(got, want)):
-			t.Fatalf("transform %d: status %d, or other bytes, of a good chunk", tr, status)
+			t.Fatalf("transform %d: status %d, or wrong bytes, of a valid chunk", tr, status)
 		case err == nil:
 			accepted++
 		default:
@@ -193,13 +194,13 @@ func TestTwinX16Damage(t *testing.T) {
 			}
 		}
 	}
-	t.Logf("%d refused, %d still valid, %d not seen", refused, accepted, missed)
+	t.Logf("%d rejected, %d still valid, %d not detected", refused, accepted, missed)
 	if refused < 500 || missed > refused/50 {
-		t.Error("too few were refused")
+		t.Error("too few chunks were rejected")
 	}
 }
 
-// Invalid items are refused by their status.
+// The kernel sets the status of invalid items.
 func TestTwinX16Refused(t *testing.T) {
 	b := fenced(t, 8192, false)
 	defer b.free()
@@ -217,14 +218,14 @@ func TestTwinX16Refused(t *testing.T) {
 			t.Errorf("encode %d: status %d", i, items[0].status)
 		}
 	}
-	items := []twinItem{{src: at, srcLen: 4096, dst: at + 4096, dstCap: 90, arg: 1}} // zeros, but too little room
+	items := []twinItem{{src: at, srcLen: 4096, dst: at + 4096, dstCap: 90, arg: 1}} // zeros, but too little space
 	runTwin("x16_encode", items)
 	if items[0].status != batchRoom {
 		t.Errorf("too little space: status %d", items[0].status)
 	}
 }
 
-// Chunks are split among warps until there are enough of them. One long chunk among short ones is never left to too few
+// Chunks are split among several warps if there are few chunks. A long chunk among short ones also gets enough
 // warps.
 func TestSplit(t *testing.T) {
 	native := func(size, chunk int64) Bitstream { return Bitstream{Size: size, Chunk: chunk} }
@@ -252,7 +253,7 @@ func TestSplit(t *testing.T) {
 			rows += c.streams[i].blockCount()
 		}
 		if got := warpsPerChunk(c.streams, rows); got != c.want {
-			t.Errorf("%d streams, %d rows: %d, not %d", len(c.streams), rows, got, c.want)
+			t.Errorf("%d streams, %d rows: %d, want %d", len(c.streams), rows, got, c.want)
 		}
 	}
 }

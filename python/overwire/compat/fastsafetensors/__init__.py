@@ -1,4 +1,4 @@
-"""Offers fastsafetensors' API on top of overwire's loads.
+"""Implements fastsafetensors' API with overwire's loads.
 
     import overwire.compat.fastsafetensors as fastsafetensors
 
@@ -8,8 +8,8 @@ The names are those of fastsafetensors 0.5.0. Intended differences:
 - The caller owns the tensors: they outlive `close()`, and each has its own memory.
 - A damaged, short or missing file raises on every rank of the group.
 - `dtype=` also converts to wider types.
-- Arguments about threads and buffers are accepted and ignored: the engine chooses.
-  nogds=False reads by GPUDirect Storage where it is really available.
+- Arguments about threads and buffers are ignored: the engine chooses.
+  nogds=False reads through GPUDirect Storage if it is really available.
 """
 
 from __future__ import annotations

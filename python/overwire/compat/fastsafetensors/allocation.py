@@ -1,4 +1,4 @@
-"""Counts the memory of loaded files that is alive, in buffers and in tensors."""
+"""Counts the memory of loaded files that is in use, in buffers and in tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from overwire.plumbing import new_lock
 
-# Weak references to memory owners, and their bytes. They are keyed by identity, because owners
-# need not be hashable. There is no lock: garbage collection may free memory at any point, and
-# each step here is atomic.
+# Weak references to memory owners, and their bytes. The keys are ids, because owners need not be
+# hashable. No lock is used: garbage collection may call `_forget` at any point, and each step here
+# is atomic.
 _live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
@@ -24,22 +24,22 @@ def _forget(held: Any) -> None:
 
 
 def live_allocation_count() -> int:
-    """The number of loaded tensors with memory in use."""
+    """Returns the number of loaded buffers and tensors with memory in use."""
     return len(_live)
 
 
 def live_allocation_bytes() -> int:
-    """Their memory in bytes."""
+    """Returns the number of bytes of loaded memory in use."""
     return sum(nbytes for _, nbytes in list(_live.values()))
 
 
 class SharedDeviceAllocation:
-    """A shared buffer. `framework.free_tensor_memory` frees it when the last holder
-    releases it. Its creator holds the first reference, and each tensor made by
-    `dlpack.from_cuda_buffer(..., owner)` holds one.
+    """A reference-counted buffer. The last `release` frees it with `framework.free_tensor_memory`.
+    The creator has the first reference, and each tensor from
+    `dlpack.from_cuda_buffer(..., owner)` has one.
 
-    owns_memory: False for an empty buffer, which is not freed. Every method may be
-    called from any thread. Memory is counted where it is allocated, not here.
+    owns_memory: False for an empty buffer, which is not freed. All methods may be called
+    from any thread. The allocation itself is counted elsewhere.
     """
 
     def __init__(self, gbuf: Any, framework: Any, device: Any, owns_memory: bool = True) -> None:
@@ -48,14 +48,14 @@ class SharedDeviceAllocation:
         self._lock = new_lock()
 
     def get_base_address(self) -> int:
-        """The address. RuntimeError if the buffer was freed."""
+        """Returns the address. Raises RuntimeError if the buffer was freed."""
         gbuf = self._gbuf
         if gbuf is None:
             raise RuntimeError("SharedDeviceAllocation: the buffer was freed")
         return int(gbuf.get_base_address())
 
     def acquire(self) -> SharedDeviceAllocation:
-        """Adds a reference. RuntimeError if the buffer was freed."""
+        """Adds a reference. Raises RuntimeError if the buffer was freed."""
         with self._lock:
             if self._references == 0:
                 raise RuntimeError("SharedDeviceAllocation: the buffer was freed")

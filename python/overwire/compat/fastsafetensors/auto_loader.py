@@ -13,7 +13,7 @@ from .threefs_loader import ThreeFSLoader
 
 logger = init_logger("overwire")
 
-# Looked up by name in this module, so that programs can replace either.
+# Names in this module, so that programs can replace the classes.
 _LOADER_REGISTRY = {"base": "SafeTensorsFileLoader", "3fs": "ThreeFSLoader"}
 _ = (SafeTensorsFileLoader, ThreeFSLoader)
 
@@ -56,9 +56,9 @@ class AutoLoader:
         return self._config
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) of every tensor, as ParallelLoader does."""
+        """Yields (name, tensor) of all tensors, like ParallelLoader."""
         yield from self._pipeline.iterate_weights()
 
     def close(self) -> None:
-        """Ends loading."""
+        """Stops loading."""
         self._pipeline.close()

@@ -47,7 +47,7 @@ resolve_cudart_lib_name = resolve_runtime_lib_name
 
 
 def get_device_numa_node(device: int | None) -> int | None:
-    """The NUMA node of a GPU; None if it has none or it is unknown."""
+    """Returns the NUMA node of a GPU; None if it is unknown."""
     bus = "" if device is None else cpp.get_device_pci_bus(device)
     if not bus:
         return None
@@ -73,12 +73,12 @@ class SafeTensorsMetadata:
     """The header of one file.
 
     tensors: maps names to TensorFrames, in file order. For a file that overwire has
-    compressed, these are the tensors in it, with the offsets of a plain file.
+    compressed, the offsets are those of the plain file.
     header_length includes the 8 bytes before the header. metadata: the writer's
     metadata, or "".
 
-    As lenient as the original: bytes after the data and `__metadata__` values that are
-    not strings are accepted here. Loading is strict.
+    Like the original, it accepts bytes after the data, and `__metadata__` values that are
+    not strings. Loading is strict.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class SafeTensorsMetadata:
                 f"size_bytes={size_bytes}"
             )
         self.data_length = start
-        # Our tensors each have their own memory. Only plug-ins that read a file unchanged see
-        # the alignment in the file.
+        # The alignment in the file only matters for plug-ins that read a file unchanged. Our
+        # tensors each have their own memory.
         self.aligned = header_length % framework.get_device_ptr_align() == 0
 
     def _compressed(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class SafeTensorsMetadata:
         framework: FrameworkOpBase,
         keep_orig_dict: bool = False,
     ) -> SafeTensorsMetadata:
-        # read: returns bytes of the file, given an offset and a length; called in order. total: the file's size.
+        # read: takes an offset and a length, and returns bytes of the file; called in order. total: the file's size.
         if total < 8:
             raise ValueError(f"{filename}: HeaderTooSmall, buffer_len={total}")
         size = int.from_bytes(read(0, 8), "little")
@@ -187,18 +187,18 @@ class SafeTensorsMetadata:
         dtype: DType = DType.AUTO,
         owner: Any = None,
     ) -> dict[str, TensorBase]:
-        """The tensors of a file that a plug-in has read into `gbuf`, which holds the file's
-        bytes from `copy_start_offset` on. Aligned tensors share its memory. They keep it alive
-        if the framework allocated it, or through `owner`, a SharedDeviceAllocation. ValueError
-        for a compressed file."""
+        """Returns the tensors of a file that a plug-in has read into `gbuf`, starting at the file's
+        offset `copy_start_offset`. Aligned tensors share the buffer's memory. They keep it alive
+        if the framework allocated it, or through `owner`, a SharedDeviceAllocation. Raises
+        ValueError for a compressed file."""
         return self._get_tensors(gbuf, device, copy_start_offset, dtype, None, owner)
 
     def _get_tensors(
         self, gbuf: cpp.gds_device_buffer, device: Device, copy_start_offset: int, dtype: DType = DType.AUTO,
         names: Collection[str] | None = None, owner: Any = None,
     ) -> dict[str, TensorBase]:  # fmt: skip
-        # names: only these tensors, for a gbuf that holds a part of the file. Plug-ins that read
-        # parts call this method under this name.
+        # names: only return these tensors, for a gbuf with a part of the file. Plug-ins that read
+        # parts of files call this method by this name.
         if self.compressed:
             raise ValueError(f"{self.src}: the file is compressed by overwire, so its bytes are not its tensors' bytes")
         framework, out = self.framework, {}
@@ -210,9 +210,9 @@ class SafeTensorsMetadata:
         return out
 
     def select_byte_ranges(self, keep_tensor: Callable[[str], bool], merge_gap: int = 4096) -> list[tuple[int, int]]:
-        """Returns ranges [begin, end) of the file, in order, that hold the tensors for which
-        keep_tensor(name) is true. Tensors at most merge_gap bytes apart share a range. For a
-        compressed file, the ranges are those of the plain file."""
+        """Returns the ranges [begin, end) of the file with the tensors that `keep_tensor` accepts by
+        name, in order. Tensors at most merge_gap bytes apart share a range. For a compressed file,
+        the ranges are those of the plain file."""
         ranges: list[tuple[int, int]] = []
         for name, frame in self.tensors.items():  # in file order
             begin, end = (self.header_length + offset for offset in frame.data_offsets)
@@ -241,5 +241,5 @@ def _next(fd: int, size: int, filename: str) -> bytes:
 
 
 def is_cuda(device: Device) -> bool:
-    """Whether a device is a GPU, under any of its names."""
+    """Returns whether a device is a GPU, under any of its names."""
     return device.type in (DeviceType.CUDA, DeviceType.GPU)

@@ -19,8 +19,8 @@ logger = init_logger("overwire")
 
 @dataclass
 class LoaderConfig:
-    """Selects a loader and its settings. A section with a loader's name holds that loader's
-    arguments; "parallel" and "debug" only group the fields below."""
+    """Selects a loader and its settings. A section named like a loader has that loader's
+    arguments; the sections "parallel" and "debug" only group the fields below."""
 
     loader: str = "base"
     framework: str = "pytorch"
@@ -64,7 +64,7 @@ class LoaderConfig:
         return cls(**settings, _extensions=extensions)
 
     def get_extension_config(self, name: str) -> dict[str, Any]:
-        """A copy of a loader's section, without the fields that all loaders share."""
+        """Returns a copy of a loader's section, without the fields that all loaders share."""
         section = self._extensions.get(name, {})
         return {key: value for key, value in section.items() if key not in self._COMMON_FIELDS_FOR_EXTENSION}
 
@@ -78,7 +78,7 @@ class LoaderConfig:
         return cls.from_dict(data)
 
     def create_parallel_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for a pipeline. Without a pipeline, batches load one by one."""
+        """Returns the keyword arguments of a pipeline. Without `use_pipeline`, batches load one by one."""
         names = ["max_batch_bytes", "use_chunk_budget_as_allocation_size", "device_memory_budget"]
         if self.use_pipeline:
             names += ["max_concurrent_producers", "queue_size", "use_tqdm_on_load"]
@@ -93,8 +93,8 @@ def check_producers(count: int) -> None:
 
 
 def load_config() -> LoaderConfig:
-    """Reads the file that FASTSAFETENSORS_CONFIG names, which must exist; otherwise
-    ./fastsafetensors.json if it exists; otherwise returns the defaults."""
+    """Reads the file in FASTSAFETENSORS_CONFIG, which must exist if the variable is set. Otherwise
+    reads ./fastsafetensors.json if it exists, or else returns the defaults."""
     path = os.environ.get(CONFIG_ENV_VAR)
     if path:
         if not os.path.exists(path):

@@ -1,7 +1,7 @@
-"""Offers the names of fastsafetensors' extension module to plug-ins that call them.
+"""Implements fastsafetensors' extension module for plug-ins that call it.
 
-Memory is identified by its address. Reads run on threads of this module; overwire's own
-loads do not use it.
+Memory is identified by its address. Reads run on threads of this module. overwire's own loads do
+not use the module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PIECE = 16 << 20
 
 
 class cpp_metrics:
-    """bounce_buffer_bytes: host buffers that readers hold now."""
+    """bounce_buffer_bytes: the bytes of host buffers that readers are using."""
 
     def __init__(self) -> None:
         self.bounce_buffer_bytes = 0
@@ -53,7 +53,7 @@ def _library(name: str) -> Any:
 
 
 def is_cuda_found() -> bool:
-    """Whether there are a driver and a GPU."""
+    """Returns whether there is a driver and a GPU."""
     driver = _library("libcuda.so.1")
     if driver is None or driver.cuInit(0) != 0:
         return False
@@ -66,7 +66,7 @@ def is_hip_found() -> bool:
 
 
 def is_cufile_found() -> bool:
-    """Whether libcufile can be loaded."""
+    """Returns whether libcufile can be loaded."""
     return is_cuda_found() and _library("libcufile.so.0") is not None
 
 
@@ -80,7 +80,7 @@ def cufile_version() -> int:
 
 
 def is_gds_supported(device: int) -> int:
-    """1 if GPUDirect Storage really works here, which needs libcufile and the kernel module nvidia-fs."""
+    """Returns 1 if GPUDirect Storage works, which needs libcufile and the kernel module nvidia-fs; else 0."""
     return int(is_cuda_found() and overwire.doctor()["gpudirect_storage"]["usable"])
 
 
@@ -108,7 +108,7 @@ _gil_release = False
 
 
 def set_gil_release(enable: bool) -> None:
-    """Only stores the flag: the GIL is always released."""
+    """Stores the flag, without effect: the GIL is always released."""
     global _gil_release
     _gil_release = bool(enable)
 
@@ -118,12 +118,12 @@ def get_gil_release() -> bool:
 
 
 def set_numa_node(node: int) -> int:
-    """Returns 0. The caller's thread stays where it is; the engine places its own threads."""
+    """Returns 0 and does not move the caller's thread: the engine places its own threads."""
     return 0
 
 
 def get_device_pci_bus(device: int) -> str:
-    """The PCI address of a GPU, or "" if it does not exist."""
+    """Returns the PCI address of a GPU, or "" if it does not exist."""
     driver = _library("libcuda.so.1") if is_cuda_found() else None
     number, text = ctypes.c_int(0), ctypes.create_string_buffer(64)
     if driver is None or driver.cuDeviceGet(ctypes.byref(number), device) != 0:
@@ -132,13 +132,13 @@ def get_device_pci_bus(device: int) -> str:
 
 
 def read_buffer(address: int, length: int) -> bytes:
-    """A copy of host memory."""
+    """Returns a copy of host memory."""
     # ctypes.string_at takes a 32-bit size before Python 3.14.
     return (ctypes.c_char * length).from_address(address).raw if length else b""
 
 
 def cpu_malloc(length: int) -> int:
-    """Allocates host memory; free it with `cpu_free`. MemoryError if there is not enough."""
+    """Allocates host memory; free it with `cpu_free`. Raises MemoryError if there is not enough."""
     address = _libc.malloc(max(length, 1))
     if not address:
         raise MemoryError(f"cpu_malloc: {length} bytes")
@@ -167,7 +167,7 @@ def gpu_free(address: int) -> None:
 
 
 def _tensor_at(address: int, length: int, cuda: bool) -> Any:
-    # The bytes at an address, as a torch tensor that does not own them.
+    # Returns the bytes at an address as a torch tensor that does not own them.
     from torch.utils.dlpack import from_dlpack
 
     from .dlpack import from_cuda_buffer
@@ -187,9 +187,9 @@ def memcpy_h2d_async(dst: int, src: int, length: int) -> int:
 
 
 class gds_device_buffer:
-    """Memory that files are read into: its address, its length, and whether it is on the GPU.
+    """Memory into which files are read: its address, its length, and whether it is on the GPU.
 
-    owner: keeps the memory alive; None if the caller does that.
+    owner: an object that keeps the memory alive; None if the caller keeps it alive.
     """
 
     def __init__(self, ptr: int, length: int, use_cuda: bool, owner: Any = None) -> None:
@@ -210,8 +210,8 @@ class gds_device_buffer:
         return 0
 
     def memmove(self, dst_off: int, src_off: int, tmp: gds_device_buffer, length: int) -> int:
-        """Moves bytes inside the buffer; the ranges may overlap. Returns -1 if they are not inside
-        the buffer. `tmp` is ignored."""
+        """Moves bytes inside the buffer; the ranges may overlap. Returns 0, or -1 if they are not
+        inside the buffer. `tmp` is ignored."""
         if length < 0 or min(dst_off, src_off) < 0 or max(dst_off, src_off) + length > self._length:
             return -1
         if self._cuda:
@@ -227,7 +227,7 @@ class gds_device_buffer:
 
 
 class _Descriptor:
-    # Shares a file descriptor. Its last holder closes it, once.
+    # A shared file descriptor, which is closed with the last reference.
 
     number = -1  # until it is set
 
@@ -241,7 +241,7 @@ class _Descriptor:
 
 
 class _Work:
-    # The work of a reader's threads. It does not refer to the reader, which waits for the threads when it is freed.
+    # The work of a reader's threads. It has no reference to the reader, whose finalizer waits for the threads.
 
     def __init__(self, use_cuda: bool, device_id: int) -> None:
         self._cuda, self._device = bool(use_cuda), int(device_id)
@@ -270,7 +270,7 @@ class _Work:
             return position
         finally:
             file.close()
-            with self.moved:  # wake those that wait for more bytes; they get the error
+            with self.moved:  # wake threads that wait for more bytes, to raise the error
                 self.moved.notify_all()
 
     def _read_cuda(
@@ -298,7 +298,7 @@ class _Work:
 
 
 class _Reader:
-    # Reads with a thread pool, which the first read starts. A forked child does not have these threads and is refused.
+    # Reads with a thread pool, which the first read starts. Calls in a forked child, which lacks the threads, fail.
 
     def __init__(self, max_threads: int, use_cuda: bool, device_id: int) -> None:
         self._threads, self._work = max(1, int(max_threads)), _Work(use_cuda, device_id)
@@ -330,7 +330,7 @@ class _Reader:
         return number
 
     def wait_read(self, number: int) -> int:
-        """Waits for a read and returns the address. Raises what the read raised, and ForkedError in a forked child."""
+        """Waits for a read and returns the address. Raises the read's error, and ForkedError in a forked child."""
         self._refuse_child()
         if number not in self._pending:
             raise ValueError(f"wait_read: no read {number}")
@@ -344,7 +344,7 @@ class _Reader:
 
     def wait_read_prefix(self, number: int, length: int) -> int:
         """Waits until the first `length` bytes of a read that tracks its progress have arrived. Returns how many
-        have. Raises what the read raised, and ForkedError in a forked child."""
+        bytes have arrived. Raises the read's error, and ForkedError in a forked child."""
         self._refuse_child()
         if number not in self._pending or number not in self._work.done:
             raise ValueError(f"wait_read_prefix: no read {number} that tracks its progress")

@@ -10,15 +10,15 @@ from re import Pattern
 #: Matches the expert's number in a tensor's name.
 DEFAULT_EXPERT_PATTERN: Pattern[str] = re.compile(r"\.experts\.(\d+)\.")
 
-# Endings of the tensors that are dropped for other ranks' experts. All other numbered tensors
-# (scales, zero points, g_idx) are small, and code that computes a common scale needs them for
-# every expert.
+# Name endings of the tensors that are dropped for other ranks' experts. Other tensors of experts
+# (scales, zero points, g_idx) are small, and code that computes a common scale needs those of all
+# experts.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 
 def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[int, int]:
-    """The experts [first, end) of a rank. num_experts is split into contiguous runs; if it does
-    not divide evenly, the first ranks get one more. ValueError for invalid numbers."""
+    """Returns the experts [first, end) of a rank. Experts are split into contiguous runs; if they do
+    not divide evenly, the first ranks get one more. Raises ValueError for invalid numbers."""
     if num_experts <= 0 or ep_size <= 0:
         raise ValueError(f"num_experts {num_experts} and ep_size {ep_size} must be positive")
     if not 0 <= ep_rank < ep_size:
@@ -31,11 +31,11 @@ def owned_expert_range(num_experts: int, ep_size: int, ep_rank: int) -> tuple[in
 def expert_parallel_filter(
     num_experts: int, ep_size: int, ep_rank: int, pattern: Pattern[str] = DEFAULT_EXPERT_PATTERN
 ) -> Callable[[str], bool]:
-    """A filter for names. It only rejects weights of other ranks' experts (names that end in
-    weight, weight_packed, qweight or bias).
+    """Returns a filter for names. It only rejects weights of other ranks' experts (names that end
+    in weight, weight_packed, qweight or bias).
 
-    Scales, shared experts and routers are kept, and so are expert numbers of num_experts and
-    above. The original drops other experts' scales.
+    It accepts scales, shared experts and routers, and expert numbers of num_experts and above.
+    The original drops other experts' scales.
     """
     first, end = owned_expert_range(num_experts, ep_size, ep_rank)
 
@@ -48,8 +48,8 @@ def expert_parallel_filter(
 
 
 def expert_parallel_filter_from_env() -> Callable[[str], bool] | None:
-    """The filter configured by FASTSAFETENSORS_EP_SLICE=1, _EP_NUM_EXPERTS, _EP_SIZE and _EP_RANK;
-    None if it is off. The last two default to WORLD_SIZE and RANK."""
+    """Returns the filter configured by FASTSAFETENSORS_EP_SLICE=1, _EP_NUM_EXPERTS, _EP_SIZE and
+    _EP_RANK, or None if it is off. The last two default to WORLD_SIZE and RANK."""
     env = os.environ
     if env.get("FASTSAFETENSORS_EP_SLICE", "0") != "1":
         return None

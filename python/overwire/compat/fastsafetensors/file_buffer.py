@@ -1,4 +1,4 @@
-"""Gives access by name to the tensors of files that were copied to devices."""
+"""Returns tensors, by name, of files that were copied to devices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .tensor_factory import LazyTensorFactory
 
 class FilesBufferOnDevice:
     """The tensors of all ranks' files. In a group of several ranks, all ranks must make the
-    same calls in the same order. Only `push_tensor` needs just the two ranks that it names.
+    same calls in the same order, except that `push_tensor` only needs its two ranks.
 
-    The caller owns the returned tensors, which outlive `close`. device, dtype: of the
+    The caller owns the returned tensors, which outlive `close`. device, dtype: those of the
     result; AUTO: as loaded.
 
-    keep_tensor: only tensors with names that it accepts are present. borrowed_tensors: has no
+    keep_tensor: only includes tensors with names that it accepts. borrowed_tensors: has no
     effect, because the caller owns the tensors.
-    auto_mem_delete: frees a file once each of its tensors was taken; only with several
-    ranks. Raises ValueError for names that no file has, and if a name is in two files.
+    auto_mem_delete: whether to free a file once all its tensors were returned; only with
+    several ranks. Raises ValueError for names that no file has, and if a name is in two files.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class FilesBufferOnDevice:
         self.auto_mem_delete = auto_mem_delete and pg.size() > 1
 
     def close(self) -> None:
-        """Closes all files. Does nothing the second time."""
+        """Closes all files. A second call does nothing."""
         for loaders in self.rank_loaders.values():
             for loader in loaders:
                 loader.free_dev_ptrs()
@@ -66,19 +66,19 @@ class FilesBufferOnDevice:
             self.close()
 
     def iter_local_tensors(self, tensor_names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) for each name without a collective. RuntimeError in a group of
-        several ranks."""
+        """Yields (name, tensor) for each name without a collective. Raises RuntimeError in a group
+        of several ranks."""
         if self.pg.size() != 1:
             raise RuntimeError("iter_local_tensors is for a group of one rank")
         for name in tensor_names:
             yield name, self.get_tensor(name)
 
     def get_filename(self, tensor_name: str) -> str:
-        """The file that contains a tensor."""
+        """Returns the file that contains a tensor."""
         return self._loader(tensor_name).metadata.src
 
     def get_shape(self, tensor_name: str) -> list[int]:
-        """The tensor's shape in the file."""
+        """Returns the tensor's shape in the file."""
         return list(self._loader(tensor_name).metadata.tensors[tensor_name].shape)
 
     def _get_rank_lidx(self, tensor_name: str) -> tuple[int, int]:
@@ -93,7 +93,7 @@ class FilesBufferOnDevice:
         return self.rank_loaders[rank][lidx]
 
     def _get_tensor(self, rank: int, lidx: int, tensor_name: str, ret: Any, device: Any, dtype: DType) -> Any:
-        # Notes that the tensor was taken, and moves it to the requested device.
+        # Notes that the tensor was returned, and moves it to the requested device.
         tensor = self.instantiated[rank][lidx]
         tensor[tensor_name] = True
         loader = self.rank_loaders[rank][lidx]
@@ -114,8 +114,8 @@ class FilesBufferOnDevice:
         return tensor
 
     def get_sharded(self, tensor_name: str, dim: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
-        """This rank's block along dim: ceil(size / ranks) elements. The last blocks may be shorter
-        or empty. dim -1: the whole tensor."""
+        """Returns this rank's block along dim, with ceil(size / ranks) elements. The last blocks may be
+        shorter or empty. dim -1 returns the whole tensor."""
         return self.get_sharded_wrapped(tensor_name, dim, device, dtype).get_raw()
 
     def get_tensor_wrapped(self, tensor_name: str, device: Any = None, dtype: DType = DType.AUTO) -> TensorBase:
@@ -127,7 +127,7 @@ class FilesBufferOnDevice:
         return self.get_tensor_wrapped(tensor_name, device, dtype).get_raw()
 
     def push_tensor(self, tensor_name: str, dst_rank: int, device: Any = None, dtype: DType = DType.AUTO) -> Any:
-        """Returns the whole tensor on dst_rank, and None on the others."""
+        """Returns the whole tensor on dst_rank, and None on other ranks."""
         rank, lidx = self._get_rank_lidx(tensor_name)
         tensor = self._loader(tensor_name).push(self.pg, tensor_name, dst_rank, rank)
         result = self._get_tensor(rank, lidx, tensor_name, tensor, device, dtype)
@@ -136,12 +136,12 @@ class FilesBufferOnDevice:
     def get_multi_cols(
         self, tensor_names: list[str], dim: int, device: Any = None, dtype: DType = DType.AUTO
     ) -> TensorBase:
-        """This rank's blocks of several tensors, which may be in several files, joined along dim and
-        wrapped."""
+        """Joins this rank's blocks of several tensors along dim, and returns the wrapped result. The
+        tensors may be in several files."""
         blocks = [self.get_sharded_wrapped(name, dim) for name in tensor_names]
         result: TensorBase = self.framework.concat_tensors(blocks, dim)
         return result.to(None if device is None else Device.of(device), dtype)
 
     def as_dict(self, tensor_shard_dim: Mapping[str, int]) -> dict[str, TensorBase]:
-        """`get_sharded_wrapped` for each name, with its dimension (-1 for the whole tensor)."""
+        """Returns the result of `get_sharded_wrapped` for each name and its dimension (-1: the whole tensor)."""
         return {name: self.get_sharded_wrapped(name, dim) for name, dim in tensor_shard_dim.items()}

@@ -19,14 +19,14 @@ _BLOCK = 16 << 30
 
 
 class BaseSafeTensorsFileLoader:
-    """Base of the loaders. pg: SingleGroup, None, or a process group of the framework, which may
-    be a subgroup. device: a str or torch.device. copier_type: a registered name. Further
-    arguments go to the copier.
+    """The base class of loaders. pg: SingleGroup, None, or a process group of the framework, which
+    may be a subgroup. device: a str or torch.device. copier_type: a registered name. Other
+    arguments are passed to the copier.
     """
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Turns this class's section of a config into keyword arguments."""
+        """Converts this class's section of a config to keyword arguments."""
         return dict(ext_config)
 
     def __init__(
@@ -47,16 +47,16 @@ class BaseSafeTensorsFileLoader:
         self.frames: OrderedDict[str, TensorFrame] = OrderedDict()
         self.tensor_filter: Callable[[str], bool] | None = None
         self._agrees = True
-        # the next tensors that a pipeline loads, and the size of its buffers
+        # the tensors that a pipeline loads next, and the size of its buffers
         self._chunk: tuple[frozenset[str], int | None] | None = None
         self.copier_constructor = create_copier_constructor(copier_type, self.device, **kwargs)
         self.copier_class = copier_class_of(self.copier_constructor)
 
     def init_numa(self, set_numa: bool = True) -> None:
-        """Does nothing: the caller's thread stays where it is."""
+        """Does nothing: the caller's thread is not moved."""
 
     def reset(self) -> None:
-        """Forgets the files, so that others can be added. Existing buffers stay valid."""
+        """Removes the files, so others can be added. Existing buffers stay valid."""
         self.meta, self.frames = {}, OrderedDict()
 
     def close(self) -> None:
@@ -64,16 +64,16 @@ class BaseSafeTensorsFileLoader:
         self.reset()
 
     def get_keys(self) -> list[str]:
-        """The names of all tensors of all files."""
+        """Returns the names of all tensors of all files."""
         return list(self.frames)
 
     def get_shape(self, tensor_name: str) -> list[int]:
-        """The tensor's shape in the file. KeyError for an unknown name."""
+        """Returns the tensor's shape in the file. Raises KeyError for an unknown name."""
         return list(self.frames[tensor_name].shape)
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
-        """From now on, reads only tensors with names that the filter accepts; None: all tensors. Every
-        rank must set the same filter."""
+        """Sets a filter for the names of tensors to read; None: all tensors. All ranks must set the same
+        filter."""
         self.tensor_filter = keep_tensor
 
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
@@ -82,7 +82,7 @@ class BaseSafeTensorsFileLoader:
         self._run_on_all_ranks(lambda: self._add(filenames))
 
     def _run_on_all_ranks(self, work: Callable[[], Any]) -> Any:
-        # Returns what `work` returns. A failure on one rank raises on all, unless a pipeline agrees on it later.
+        # Returns the result of `work`. A failure on one rank raises on all ranks, unless a pipeline handles that.
         if not self._agrees:
             return work()
         result, error = None, None
@@ -118,14 +118,14 @@ class BaseSafeTensorsFileLoader:
         allow_inflight: bool = False,
         borrowed_tensors: bool = False,
     ) -> FilesBufferOnDevice:
-        """Loads this rank's files and waits until they are there.
+        """Loads this rank's files and waits for them.
 
-        dtype: convert all tensors to it. allow_inflight: wait for each tensor when it is requested,
-        if the copier supports that and the group has one rank; then reading may fail at that
-        point. borrowed_tensors: only for a group of one rank, otherwise ValueError; the caller
-        owns the tensors in any case.
+        dtype: converts all tensors to it. allow_inflight: waits for each tensor when it is
+        requested, if the copier supports that and the group has one rank; a read error is then
+        raised at that point. borrowed_tensors: raises ValueError unless the group has one rank; it
+        has no other effect, because the caller owns the tensors.
         In a group of several ranks, all ranks make this call, and a failure on one rank raises
-        on all.
+        on all ranks.
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")
@@ -190,15 +190,15 @@ class BaseSafeTensorsFileLoader:
 class SafeTensorsFileLoader(BaseSafeTensorsFileLoader):
     """Loads plain files and files that overwire has compressed.
 
-    pg, device, framework: as for the base class. debug_log: overwire's debug log.
-    disable_cache=False keeps broadcast and scattered tensors for a second call.
-    nogds=False: load to a GPU by GPUDirect Storage, where it is really available; use_fgds
-    changes nothing else. The other arguments choose between methods that are the same here.
+    pg, device, framework: as for the base class. debug_log: turns on overwire's debug log.
+    disable_cache=False caches broadcast and scattered tensors for a second call.
+    nogds=False: loads to a GPU through GPUDirect Storage if it is really available. use_fgds
+    and the other arguments have no effect: they choose between methods that are the same here.
     """
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """`copier_type` (default "gds") becomes nogds= and use_fgds=."""
+        """Converts `copier_type` (default "gds") to nogds= and use_fgds=."""
         config = dict(ext_config)
         kind = config.pop("copier_type", "gds")
         config["nogds"] = kind not in ("gds", "fgds")
@@ -271,16 +271,16 @@ class fastsafe_open:
         self.loader.close()
 
     def metadata(self) -> dict[str, Any]:
-        """The writer's metadata of each file, by path."""
+        """Returns the writer's metadata of each file, by path."""
         return {name: metadata.metadata for name, (metadata, _) in self.loader.meta.items()}
 
     def keys(self) -> list[str]:
-        """The names of all tensors."""
+        """Returns the names of all tensors."""
         return list(self.fb.key_to_rank_lidx)
 
     def get_tensor_wrapped(self, name: str) -> Any:
         return self.fb.get_tensor_wrapped(name)
 
     def get_tensor(self, name: str) -> Any:
-        """The tensor, which outlives the block."""
+        """Returns a tensor, which outlives the with-block."""
         return self.fb.get_tensor(name)

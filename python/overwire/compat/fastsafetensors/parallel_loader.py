@@ -16,11 +16,11 @@ from .config import check_producers
 from .file_buffer import FilesBufferOnDevice
 from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
 
-_READ_BY = "PipelineParallel: it is read by"  # followed by: a thread of the process that made it
+_READ_BY = "PipelineParallel: it is read by"  # the start of a message; see refuse_child
 
 
 class BudgetInfeasibleError(ValueError):
-    """No batch is small enough for the given memory budget."""
+    """The memory budget is too small for any batch."""
 
 
 class _Batch(NamedTuple):
@@ -35,27 +35,27 @@ class _Loaded(NamedTuple):
 
     @classmethod
     def nothing(cls) -> _Loaded:
-        """The item for a thread that waits for a batch while the loader is closed."""
+        """Makes the item that wakes a thread which waits for a batch when the loader is closed."""
         return cls(None, CancelledError("overwire: iterate_weights: another thread has closed the loader"))
 
 
 class PipelineParallel:
     """Yields the tensors of files, in batches of one file per rank.
 
-    queue_size: -1 reads a batch once the one before is used up (one batch in memory); n >= 0 keeps n + 2 in memory.
-    tensor_filter: only reads names that it accepts. max_batch_bytes: the most tensor bytes per file in a batch; a
-        larger tensor gets its own batch.
-    device_memory_budget: bytes that this rank may hold. Batches get smaller, and fewer are in flight, until they fit.
-        Yielded tensors count as kept, unless accumulate_resident is False. With resident_tensor, only names that it
-        accepts are kept, and of the others one at a time. BudgetInfeasibleError if nothing fits.
+    queue_size: -1 reads a batch after the previous batch is used up (one batch in memory); n >= 0 has n + 2 batches in
+        memory. tensor_filter: only reads names that it accepts. max_batch_bytes: the maximum tensor bytes per file in a
+        batch; a larger tensor gets its own batch.
+    device_memory_budget: bytes that this rank may use. Batches get smaller, and fewer are in flight, until they fit.
+        The budget includes yielded tensors that the caller keeps: all of them, or those that resident_tensor accepts,
+        or none if accumulate_resident is False. Raises BudgetInfeasibleError if the budget is too small.
     use_chunk_budget_as_allocation_size: copiers other than overwire's get the same allocation_size for every batch.
     overlap_io: in a group of one rank, yields tensors before their whole batch has arrived.
-    borrowed_tensors: states that yielded tensors are not kept. ValueError unless accumulate_resident is False and
-        the group has one rank. The caller owns the tensors in any case.
-    broadcast_run_bytes, broadcast_run_tensors: no effect, but ValueError if they are negative.
-    need_clone: exists for compatibility; tensors never have to be cloned here.
+    borrowed_tensors: states that the caller does not keep yielded tensors. Raises ValueError unless accumulate_resident
+        is False and the group has one rank. It has no other effect, because the caller owns the tensors.
+    broadcast_run_bytes, broadcast_run_tensors: no effect, but negative values raise ValueError.
+    need_clone: exists for compatibility; tensors never have to be cloned.
 
-    All ranks of the group must iterate alike; a failure on one rank raises on all. Unknown arguments are ignored.
+    All ranks of the group must iterate alike; a failure on one rank raises on all ranks. Unknown arguments are ignored.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class PipelineParallel:
         self._filter = tensor_filter
         self._depth = 1 if queue_size < 0 else queue_size + 2
         self._is_closed = self._is_ending = False  # the loader, and its iteration
-        # One item for each batch that may be read. Ctrl-C can leave locks of `threading` taken, but not this one.
+        # One item for each batch that may be read. Ctrl-C can leave locks of `threading` locked, but not this queue.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._plan = [_Batch(files, None) for files in self.weight_files_batches]
@@ -118,7 +118,7 @@ class PipelineParallel:
         return [self.hf_weights_files[at : at + ranks] for at in range(0, len(self.hf_weights_files), ranks)]
 
     def _split(self, most: int | None, budget: int | None, stays: Callable[[str], bool]) -> None:
-        # Uses only the headers, so that every rank gets the same result.
+        # Uses only the headers, so all ranks get the same result.
         sizes: list[list[dict[str, int]]] = []  # batch, file: name to bytes
         for files in self.weight_files_batches:
             sizes.append([])
@@ -130,7 +130,7 @@ class PipelineParallel:
         if budget is not None:
             every = [(name, nbytes) for batch in sizes for file in batch for name, nbytes in file.items()]
             stay_bytes = sum(nbytes for name, nbytes in every if stays(name))
-            # A tensor that came from another rank needs memory in addition to the batches.
+            # A tensor from another rank needs memory in addition to the batches.
             transit = largest if self.pg.size() > 1 else 0
             copier, paths = self.loader.copier_class, self.hf_weights_files
             times, padding = copier.chunk_transient_multiplier(paths), copier.chunk_device_overhead(paths)
@@ -181,18 +181,18 @@ class PipelineParallel:
             item.buffer.drain()  # batches are read one after another
 
     def iterate_weights(self) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) of every tensor, whole and in the same order on every rank. Raises what loading raised
+        """Yields (name, tensor) of all tensors, whole and in the same order on all ranks. Raises the error of a load
         on any rank, ForkedError in a forked child, ArgumentError while another iteration of this loader is running,
         and CancelledError if another thread closes the loader."""
         if self._is_closed:
             return
         refuse_child(_READ_BY)
         if self._is_ending:
-            self._finish()  # finishing was interrupted before
+            self._finish()  # an earlier call was interrupted
         if self._thread is not None:
             raise ArgumentError("overwire: iterate_weights: another iteration is running: exhaust or close it first")
         bar = self._bar()
-        self.loader._agrees = False  # the ranks agree on errors below, in this thread
+        self.loader._agrees = False  # this function makes the ranks agree on errors
         self._room, self.batch_queue = queue.SimpleQueue(), queue.SimpleQueue()
         for _ in range(self._depth):
             self._room.put(None)
@@ -250,7 +250,7 @@ class PipelineParallel:
         return tqdm(total=len(self._plan), desc="Loading fastsafetensors checkpoint shards", leave=False)
 
     def close(self) -> None:
-        """Ends loading and `iterate_weights`. Does nothing in a forked child: the parent owns everything."""
+        """Stops loading and ends `iterate_weights`. Does nothing in a forked child: the parent owns the loader."""
         if not forked():
             self._is_closed = True
             self._finish()
@@ -272,7 +272,7 @@ def _runs(sizes: dict[str, int], most: int) -> list[list[str]]:
 class ParallelLoader(PipelineParallel):
     """A PipelineParallel over SafeTensorsFileLoader.
 
-    all_local: every rank reads all files itself, without collectives.
+    all_local: whether each rank reads all files itself, without collectives.
     """
 
     def __init__(

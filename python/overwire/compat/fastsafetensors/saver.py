@@ -1,4 +1,4 @@
-"""Saves a model as a set of shards that each name the set."""
+"""Saves a model as a set of shards. Each shard's metadata identify the set."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class ShardSetError(ValueError):
 
 
 def shard_paths(base: str, num_shards: int) -> list[str]:
-    """base-00001-of-00002.safetensors and so on. ValueError if num_shards is not positive."""
+    """Returns the paths base-00001-of-00002.safetensors and so on. Raises ValueError if num_shards is not positive."""
     if num_shards < 1:
         raise ValueError(f"num_shards {num_shards} must be positive")
     return [f"{base}-{at:05d}-of-{num_shards:05d}.safetensors" for at in range(1, num_shards + 1)]
 
 
 def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
-    """Raises ShardSetError unless these are all shards of one save, in order."""
+    """Raises ShardSetError unless the files are all shards of one save, in order."""
     if not metas:
         raise ShardSetError("no files")
     idents = set()
@@ -61,8 +61,8 @@ def validate_shard_set(metas: Sequence[SafeTensorsMetadata]) -> None:
 
 @dataclass
 class WriteEntry:
-    """A tensor to save: its dtype, shape (in elements) and bytes in the file, and its
-    source, which only the fill function interprets."""
+    """A tensor to save: its dtype, shape (in elements) and number of bytes in the file, and
+    its source, which only the fill function interprets."""
 
     name: str
     dtype: DType
@@ -74,8 +74,8 @@ class WriteEntry:
 @dataclass
 class ShardPlan:
     """A file to write. header: its first bytes, including the length before the JSON.
-    offsets: [begin, end) of each entry, from the start of the file. total_bytes: the
-    file's size."""
+    offsets: the range [begin, end) of each entry in the file. total_bytes: the file's
+    size."""
 
     path: str
     entries: list[WriteEntry]
@@ -84,11 +84,11 @@ class ShardPlan:
     total_bytes: int = 0
 
 
-#: Called once for a save, with every (buffer, entry), the largest first. It fills the buffers
-#: before it returns, and keeps none of them.
+#: Called once per save, with all (buffer, entry), the largest first. It must fill the buffers
+#: before it returns, and must not keep them.
 FillFn = Callable[[list[tuple[memoryview, WriteEntry]]], None]
 
-#: Maps the entries of a shard to the strings of its metadata.
+#: Computes the metadata of a shard from its entries.
 ShardMetadataFn = Callable[[Sequence[WriteEntry]], Mapping[str, str]]
 
 
@@ -97,14 +97,14 @@ def _wrap(tensor: Any, framework: str) -> TensorBase:
 
 
 def plain_entry(name: str, tensor: Any, *, framework: str = "pytorch") -> WriteEntry:
-    """Makes an entry from a tensor, wrapped or not. TypeError for a dtype that the format
-    does not have."""
+    """Makes an entry from a tensor, wrapped or not. Raises TypeError for a dtype that
+    safetensors lacks."""
     tensor_base = _wrap(tensor, framework)
     return WriteEntry(name, tensor_base.dtype, tensor_base.get_shape(), tensor_base.get_nbytes(), tensor)
 
 
 def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: int = 8) -> FillFn:
-    """A fill function that calls `fn` for each entry on several threads."""
+    """Makes a fill function that calls `fn` for each entry on several threads."""
     if num_threads < 1:
         raise ValueError(f"num_threads {num_threads} must be positive")
 
@@ -117,7 +117,7 @@ def per_entry_fill(fn: Callable[[memoryview, WriteEntry], None], num_threads: in
 
 
 def tensor_fill(num_threads: int = 8, *, framework: str = "pytorch") -> FillFn:
-    """A fill function for entries with tensors as sources, which it copies unchanged."""
+    """Makes a fill function that copies tensors, which are the entries' sources."""
     return per_entry_fill(lambda buffer, entry: _wrap(entry.source, framework).copy_to_buffer(buffer), num_threads)
 
 
@@ -140,7 +140,8 @@ def _check_entries(entries: Sequence[WriteEntry]) -> None:
                 raise ValueError(f"tensor {name!r}: invalid shape {entry.shape}: expected integers of 0 or more")
             bits *= size
         if entry.dtype is DType.AUTO or bits != 8 * entry.nbytes:
-            raise ValueError(f"tensor {name!r}: it is not {entry.nbytes} bytes of {entry.dtype.value} {entry.shape}")
+            kind = f"{entry.dtype.value} {entry.shape}"
+            raise ValueError(f"tensor {name!r}: its {entry.nbytes} bytes do not match {kind}")
         if entry.dtype is DType.F4 and (not entry.shape or entry.shape[-1] % 2):
             raise ValueError(f"tensor {name!r}: F4 comes in pairs: the last dimension of {entry.shape} is odd")
 
@@ -154,19 +155,19 @@ def plan_shards(
     shard_metadata: ShardMetadataFn | None = None,
     header_align: int = 8,
 ) -> list[ShardPlan]:
-    """Plans what `write_shards` writes: entries spread over paths, the largest first, each
-    into the file with the fewest bytes so far. Nothing is written.
+    """Plans the files of `write_shards`. Entries are distributed over the paths, the largest
+    first, each to the file with the fewest bytes so far. Nothing is written.
 
-    metadata: strings for all files; shard0_metadata: only for the first;
-    shard_metadata: computes each file's from its entries. header_align: a multiple of 8;
-    data begin at a multiple of it and of 64.
-    ValueError for missing or repeated paths, a repeated name, bytes that do not fit dtype
-    and shape, metadata that are not strings or that the saver reserves, and a header of
-    more than 100 MB.
+    metadata: strings for all files. shard0_metadata: strings for the first file.
+    shard_metadata: computes strings for each file from its entries. header_align: a
+    multiple of 8; data begin at a multiple of it and of 64.
+    Raises ValueError for missing or repeated paths, a repeated name, bytes that do not match
+    dtype and shape, metadata that are not strings or that the saver reserves, and a header
+    of more than 100 MB.
     """
     paths = [os.fspath(path) for path in paths]
     if not paths or len({os.path.abspath(path) for path in paths}) != len(paths):
-        raise ValueError(f"paths: expected at least one and none twice, got {paths}")
+        raise ValueError(f"paths: expected at least one path, and no path twice, got {paths}")
     if header_align < 8 or header_align % 8:
         raise ValueError(f"header_align {header_align}: expected a multiple of 8")
     _check_entries(entries)
@@ -204,7 +205,7 @@ def plan_shards(
 
 
 def _check_plan(plan: ShardPlan) -> None:
-    # A plan may be handmade, but the bytes go where the header says.
+    # Callers may make or change plans. The offsets must match the header.
     try:
         table = json.loads(plan.header[8:])
         fits = (
@@ -218,7 +219,7 @@ def _check_plan(plan: ShardPlan) -> None:
             fits &= (row["dtype"], row["shape"]) == (entry.dtype.value, list(entry.shape))
         fits &= set(table) - {"__metadata__"} == {entry.name for entry in plan.entries}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{plan.path}: the plan's header: {error!r}") from error
+        raise ValueError(f"{plan.path}: the plan's header is malformed: {error!r}") from error
     if not fits:
         raise ValueError(f"{plan.path}: the plan's header, offsets and entries disagree")
 
@@ -233,18 +234,18 @@ def write_shards(
     plans: Sequence[ShardPlan], fill: FillFn, *, min_free_bytes: int = 0, fsync: bool = False
 ) -> list[str]:
     """Writes the planned files and returns their paths. `fill` writes the tensors' bytes
-    directly into them.
+    directly into the mapped files.
 
-    Each file gets its name when all files are full and on the disk, so it is complete or
-    absent. min_free_bytes: what must stay free on each disk. fsync is accepted; files are
-    always synced. Missing folders are made.
-    Before `fill` is called it raises ValueError for plans that contradict themselves or share
-    a path, FormatError for headers that break the format's rules, and OSError if there is
-    not enough space. An exception of `fill` passes through, and no file is left.
+    Each file gets its name when all files are complete and on the disk. min_free_bytes: the
+    space that must stay free on each disk. fsync has no effect: files are always synced.
+    Missing folders are made.
+    Before it calls `fill` it raises ValueError for inconsistent plans or equal paths,
+    FormatError for headers that break the format's rules, and OSError if there is not enough
+    space. An exception of `fill` is passed on, and no file is left.
     """
     paths = [os.path.abspath(plan.path) for plan in plans]
     if len(set(paths)) != len(paths):
-        raise ValueError(f"plans: a path twice among {paths}")
+        raise ValueError(f"plans: a path occurs twice: {paths}")
     counts: dict[int, int] = {}
     for plan, path in zip(plans, paths, strict=True):
         _check_plan(plan)
@@ -297,7 +298,7 @@ def save_sharded(
     shard_metadata: ShardMetadataFn | None = None,
     header_align: int = 8,
 ) -> list[str]:
-    """Plans and writes base-00001-of-0000N.safetensors and so on; returns their paths.
+    """Plans and writes base-00001-of-0000N.safetensors and so on, and returns the paths.
     fill: None means that the sources are tensors of `framework`."""
     saver = ParallelSaver(
         num_shards=num_shards, framework=framework, fill=fill, min_free_bytes=min_free_bytes, fsync=fsync,
@@ -311,12 +312,12 @@ def save_sharded(
 class ParallelSaver:
     """Saves tensors as `num_shards` files of about equal size.
 
-    framework: of tensors that are not wrapped. num_threads: how many tensors, and how many
-    compressed files, are written at a time. fill: writes the bytes of all entries into
-    buffers; None: the sources are tensors. Other arguments are as for `plan_shards` and
+    framework: of tensors that are not wrapped. num_threads: the number of tensors, or of
+    compressed files, that are written simultaneously. fill: writes the bytes of all entries
+    to buffers; None: the sources are tensors. Other arguments are as for `plan_shards` and
     `write_shards`.
-    compress: stores shards compressed, in overwire's container. Then the host holds the
-    filled buffers until they are written, and data begin at multiples of 64, which
+    compress: whether to compress shards into overwire's container. The filled buffers then
+    stay in host memory until they are written, and data begin at multiples of 64, which
     header_align must divide.
     """
 
@@ -348,9 +349,9 @@ class ParallelSaver:
         shard0_metadata: Mapping[str, str] | None = None,
         header_align: int = 8,
     ) -> list[str]:
-        """Writes base-00001-of-0000N.safetensors and so on; returns their paths. Raises what
-        `plan_shards`, `write_shards` and, with compress, `overwire.save_file` raise. Then shards
-        may be missing, which `validate_shard_set` reports."""
+        """Writes base-00001-of-0000N.safetensors and so on, and returns the paths. Raises the errors
+        of `plan_shards`, `write_shards` and, with compress, `overwire.save_file`. After an error
+        shards may be missing, which `validate_shard_set` reports."""
         entries = [plain_entry(name, tensor, framework=self.framework) for name, tensor in tensors.items()]
         return self.save_entries(
             entries, base, metadata=metadata, shard0_metadata=shard0_metadata, header_align=header_align
@@ -367,7 +368,7 @@ class ParallelSaver:
     ) -> list[str]:
         """Does the same as `save`, for entries."""
         if self.compress and 64 % header_align:
-            raise ValueError(f"header_align {header_align}: expected a divisor of 64, since the files are compressed")
+            raise ValueError(f"header_align {header_align}: expected a divisor of 64, because the files are compressed")
         plans = plan_shards(
             entries, shard_paths(os.fspath(base), self.num_shards), metadata=metadata, shard0_metadata=shard0_metadata,
             shard_metadata=self.shard_metadata, header_align=header_align,

@@ -15,7 +15,7 @@ class DeviceType(Enum):
 
 @dataclass
 class Device:
-    """A device: its kind and its number. None is the current device."""
+    """A device: its type and its number. None is the current device."""
 
     type: DeviceType = DeviceType.CPU
     index: int | None = None
@@ -26,7 +26,7 @@ class Device:
 
     @classmethod
     def from_str(cls, s: str) -> Device:
-        """Parses "cpu", "cuda", "cuda:1" or "gpu:0". ValueError for anything else."""
+        """Parses "cpu", "cuda", "cuda:1" or "gpu:0". Raises ValueError for other texts."""
         kind, colon, number = s.partition(":")
         try:
             kind_of_device = DeviceType(kind.lower())
@@ -38,7 +38,7 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """Converts a Device, a str, or an object that prints as one (torch.device)."""
+        """Converts a Device, a str, or an object with such a `str` (torch.device)."""
         return device if isinstance(device, Device) else cls.from_str(str(device))
 
 
@@ -62,7 +62,7 @@ class DType(Enum):
     F8_E4M3 = "F8_E4M3"
     F8_E8M0 = "F8_E8M0"
     F4 = "F4"
-    # The original lacks these, and refuses files that have them.
+    # The original lacks these dtypes, and refuses files with them.
     C64 = "C64"
     F8_E5M2FNUZ = "F8_E5M2FNUZ"
     F8_E4M3FNUZ = "F8_E4M3FNUZ"
@@ -85,22 +85,22 @@ DTYPE_SIZES = {
 
 
 def stand_in(dtype: DType) -> DType:
-    """The integer dtype that replaces a dtype which older DLPack versions lack; other dtypes stay."""
+    """Returns the integer dtype that replaces a dtype which older DLPack versions lack; returns others unchanged."""
     if dtype in (DType.F8_E5M2, DType.F8_E4M3):
         return DType.I8
     return DType.U8 if dtype.bits <= 8 and dtype.value.startswith("F") else dtype
 
 
 def converts(own: DType, wanted: DType) -> bool:
-    """Whether dtype= converts a tensor of dtype `own`. Packed dtypes and bare exponents stay,
-    because they are parts of a scheme, and so do complex numbers, which would lose a half."""
+    """Returns whether dtype= converts a tensor of dtype `own`. It does not convert packed dtypes and bare
+    exponents, which belong to a quantisation scheme, and complex numbers, which would lose a part."""
     if wanted is DType.AUTO or wanted is own:
         return False
     return own.bits >= 8 and own not in (DType.F8_E8M0, DType.C64)
 
 
 def dense_strides(shape: list[int]) -> list[int]:
-    """The strides of a tensor in C order, in elements."""
+    """Returns the strides of a tensor in C order, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
@@ -131,8 +131,8 @@ class TensorFrame:
         )
 
     def __getitem__(self, index: Any) -> TensorFrame:
-        """The frame of a slice. An int keeps its dimension with size 1, and an empty slice has shape
-        []. IndexError if it is out of range, ValueError for other kinds of index."""
+        """Returns the frame of a slice. An int keeps its dimension with size 1, and an empty slice has
+        shape []. Raises IndexError if it is out of range, ValueError for other types of index."""
         entries = index if isinstance(index, tuple) else (index,)
         if not entries:
             return self

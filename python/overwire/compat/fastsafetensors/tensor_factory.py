@@ -1,4 +1,4 @@
-"""Holds one file of one rank: its tensors on this rank, or their transfer from that rank."""
+"""Represents a file of one rank: its tensors on that rank, or their transfer from there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .st_types import Device, DType, converts
 
 
 class LazyTensorFactory:
-    """rank: the rank that loads the file. copier: None on all other ranks. names: the tensors
-    to load; set them before loading.
+    """A file of one rank. rank: the rank that loads the file. copier: None on all other ranks.
+    names: the tensors to load; set them before loading.
 
-    gbuf: counts the tensors' memory; None if it was freed or belongs to another rank.
-    wait_tensor: waits for a tensor that may not have arrived; None if all have. All ranks of
-    the group must make the same calls in the same order.
+    gbuf: the buffer of the tensors' memory; None if it was freed or belongs to another rank.
+    wait_tensor: waits for a tensor to arrive; None if all have arrived. All ranks of the
+    group must make the same calls in the same order.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class LazyTensorFactory:
             self.gbuf = self.copier.submit_io(use_buf_register, max_copy_block_size)
 
     def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False, borrowed_tensors: bool = False) -> None:
-        """If the copier can wait for single tensors and `dtype` is AUTO, only prepares. borrowed_tensors:
-        no effect, because the caller owns the tensors."""
+        """Waits for the file. If the copier can wait for single tensors and `dtype` is AUTO, only prepares
+        that. borrowed_tensors: no effect, because the caller owns the tensors."""
         self.dtype = dtype
         copier = self.copier
         if copier is None or self.gbuf is None:
@@ -74,7 +74,7 @@ class LazyTensorFactory:
             self.copier, self.wait_tensor = None, None
 
     def drain(self) -> None:
-        """Waits for everything that the engine is loading. A failure is raised when its tensor is
+        """Waits for all tensors that the engine is loading. A failure is raised when its tensor is
         requested."""
         if isinstance(self.copier, EngineCopier) and self.wait_tensor is not None:
             with suppress(Exception):
@@ -85,14 +85,14 @@ class LazyTensorFactory:
         return self.dtype if converts(own, self.dtype) else own
 
     def shape(self, name: str) -> list[int]:
-        """The shape of the tensor in memory."""
+        """Returns the shape of the tensor in memory."""
         frame = self.metadata.tensors[name]
         if frame.dtype.bits == 6:
             return [(frame.data_offsets[1] - frame.data_offsets[0])]
         return self.framework.get_native_shape(frame.dtype, frame.shape)
 
     def _empty(self, name: str, shape: list[int]) -> TensorBase:
-        # shape: that of the tensor in memory.
+        # shape: the tensor's shape in memory.
         dtype = self._dtype(name)
         logical = [*shape[:-1], 2 * shape[-1]] if dtype is DType.F4 else shape
         empty: TensorBase = self.framework.get_empty_tensor(logical, dtype, self.device)
@@ -101,7 +101,7 @@ class LazyTensorFactory:
     def _own_tensor(self, name: str) -> TensorBase:
         if name not in self.tensors:
             raise ValueError(
-                f"{self.metadata.src}: tensor {name} was freed already, or is not among those that were loaded"
+                f"{self.metadata.src}: tensor {name} was already freed, or was not loaded"
             )
         if self.wait_tensor is not None:
             self.wait_tensor(name)
@@ -122,8 +122,8 @@ class LazyTensorFactory:
         return None
 
     def shuffle(self, pg: ProcessGroupBase, tensor_name: str, dim: int) -> TensorBase:
-        """The whole tensor (dim -1), or this rank's block along dim: ceil(size / ranks) elements. The
-        last block may be shorter or empty."""
+        """Returns the whole tensor (dim -1), or this rank's block along dim, with ceil(size / ranks)
+        elements. The last blocks may be shorter or empty."""
         if pg.size() == 1:
             return self._own_tensor(tensor_name)
         result = self.shuffled.get((tensor_name, dim))
@@ -134,7 +134,7 @@ class LazyTensorFactory:
         return result
 
     def shuffle_multi_cols(self, pg: ProcessGroupBase, tensor_names: list[str], dim: int) -> TensorBase:
-        """This rank's blocks of several tensors of the file, joined along dim."""
+        """Joins this rank's blocks of several tensors of the file along dim."""
         result: TensorBase = self.framework.concat_tensors([self.shuffle(pg, name, dim) for name in tensor_names], dim)
         return result
 
@@ -162,7 +162,7 @@ class LazyTensorFactory:
         def index(lo: int, hi: int) -> Any:
             return tuple(slice(lo, hi) if at == dim else slice(None) for at in range(len(shape)))
 
-        # A scatter needs parts of equal size: short ones are padded.
+        # A scatter needs parts of equal size, so short parts are padded.
         full = [*shape[:dim], block, *shape[dim + 1 :]]
         parts: list[TensorBase] = []
         if pg.rank() == self.rank:
@@ -178,12 +178,11 @@ class LazyTensorFactory:
         pg.scatter(own_part, parts, self.rank)
         me = pg.rank()
         size = min((me + 1) * block, shape[dim]) - min(me * block, shape[dim])
-        # Copy the block, so that it does not keep the padding.
+        # Copy the block, to free the padding.
         return own_part if size == block else own_part[index(0, size)].clone().contiguous()
 
     def free_dev_ptrs(self) -> None:
-        """Closes the file once no read writes to its memory. Tensors that were taken stay
-        valid."""
+        """Closes the file, after waiting for reads into its memory. Tensors that were returned stay valid."""
         self.tensors, self.shuffled = {}, {}
         gbuf, self.gbuf = self.gbuf, None
         copier, self.copier = self.copier, None
@@ -192,7 +191,7 @@ class LazyTensorFactory:
         if isinstance(copier, EngineCopier):
             copier.cancel()
         elif copier is not None and gbuf is not None:
-            with suppress(Exception):  # no one needs these bytes any more
+            with suppress(Exception):  # these bytes are no longer needed
                 if inflight:
                     copier.finish_io()
                 else:

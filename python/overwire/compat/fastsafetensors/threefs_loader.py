@@ -1,5 +1,5 @@
-"""Loads from 3FS through the reader of the package fastsafetensor_3fs_reader, or of
-another package that defines its two names."""
+"""Loads from 3FS through the reader of the package fastsafetensor_3fs_reader, or of another
+package that provides the same two names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from .parallel_loader import PipelineParallel
 
 
 class ThreeFSLoader(BaseSafeTensorsFileLoader):
-    """mount_point: where 3FS is mounted. entries, io_depth, buffer_size: passed to the reader."""
+    """A loader for 3FS. mount_point: the folder where 3FS is mounted. entries, io_depth, buffer_size: for the reader.
+    """
 
     @classmethod
     def process_extension_config(cls, ext_config: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Infers a mount_point that is missing, None or blank from the files. Without the reader's
-        package the default stays."""
+        """Infers a missing or empty mount_point from the files, if the reader's package is installed.
+        Otherwise the default applies."""
         config = dict(ext_config)
         if not str(config.get("mount_point") or "").strip():
             config.pop("mount_point", None)

@@ -1,12 +1,12 @@
-"""Offers nvCOMP's Python API, `nvidia.nvcomp`, over open codecs on the CPU and on GPUs.
+"""Implements nvCOMP's Python API, `nvidia.nvcomp`, with open codecs on the CPU and on GPUs.
 
     import overwire.compat.nvcomp as nvcomp
 
 The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate and
-Cascaded need no GPU. X16 is our own codec, under its own name. RAW streams are the
-algorithms' standard ones. Native and sized streams are overwire's own; those that nvCOMP
-wrote are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` says where each
-algorithm runs.
+Cascaded do not need a GPU. X16 is overwire's own codec. RAW streams have the algorithms'
+standard formats. Native and sized streams have overwire's formats; those that nvCOMP wrote
+are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` tells where each algorithm
+runs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
     "set_pinned_allocator",
 ]
 
-# Enum members that nvCOMP also exports as names of the module, in its order. Several are called
+# nvCOMP also exports enum members as names of the module, in this order. Several are called
 # NONE; the last one wins.
 for _kind in (
     ArrayBufferKind,

@@ -1,4 +1,4 @@
-"""Defines Array and BatchArray, which share the memory of any object without a copy and keep
+"""Defines Array and BatchArray, which share the memory of other objects without a copy and keep
 it alive."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .dtypes import BYTE, Kind, kind_of, numpy_dtype, typestr
 from .enums import ArrayBufferKind
 from .streams import HOST, gpu_memory
 
-# Formats of memoryview. Types without one are shown as bytes.
+# Formats of memoryview. Types without a format are exported as bytes.
 _FORMATS = {
     (0, 8): "b", (0, 16): "h", (0, 32): "i", (0, 64): "q",
     (1, 8): "B", (1, 16): "H", (1, 32): "I", (1, 64): "Q",
@@ -34,7 +34,7 @@ class Later:
         self._batch, self._at, self._keep = batch, at, keep
 
     def error(self, wait: bool) -> BaseException | None:
-        """The error or None; NOT_YET while the work is running."""
+        """Returns the error or None; NOT_YET while the work is running."""
         errors = self._batch.wait() if wait else self._batch.poll()
         if errors is None:
             return Later.NOT_YET
@@ -45,10 +45,10 @@ class Later:
 class Array(codecs.exporter()):  # type: ignore[misc]
     """A view of memory on the host or a GPU, or the result of a Codec.
 
-    Made from a DLPack capsule or an object with `__dlpack__`,
-    `__array_interface__`, `__cuda_array_interface__` or the buffer protocol. The Array
-    shares the memory and keeps it alive. Host Arrays support the buffer protocol themselves.
-    Raises TypeError for anything else.
+    It is made from a DLPack capsule, or from an object with `__dlpack__`,
+    `__array_interface__`, `__cuda_array_interface__` or the buffer protocol. It shares the
+    memory and keeps it alive. Arrays on the host support the buffer protocol. Raises
+    TypeError for other objects.
     """
 
     def __init__(self, src_object: Any, cuda_stream: int = 0) -> None:
@@ -83,14 +83,15 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         self._joined = 1  # a stream that has already waited for it
 
     def _must_wait(self, stream: int) -> bool:
-        """Whether a stream must wait before it uses the bytes. Returns True only once per stream."""
+        """Returns whether a stream must wait before it uses the bytes. The caller must then make it wait: the next
+        call for that stream returns False."""
         if self._stream == stream or self._joined == stream:
             return False
         self._joined = stream
         return True
 
     def _fits_content(self, size: int, kind: Kind, device: tuple[int, int]) -> bool:
-        """Whether a content of this length and type can be decoded into this Array."""
+        """Returns whether content of this length and type can be decoded into this Array."""
         return (
             self._span[1] == size
             and self._kind == kind
@@ -104,7 +105,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def _of(
         cls, span: codecs.Span, nbytes: int, kind: Kind = BYTE, device: tuple[int, int] = HOST, stream: int = 1
     ) -> Array:
-        """The first nbytes of a span as a one-dimensional Array."""
+        """Makes a one-dimensional Array of the first nbytes of a span."""
         array = cls.__new__(cls)
         content = codecs.Span(span.address, nbytes, span.keep)
         array._set_memory(content, (nbytes // (kind[1] * kind[2] // 8),), None, kind, device)
@@ -113,8 +114,8 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return array
 
     def _wait_until_ready(self, wait: bool = True) -> None:
-        """Raises a decoding error, once. If a GPU has not reported yet, waits for it, or with
-        wait=False leaves it for later."""
+        """Raises a decoding error, once. wait: whether to wait for a GPU that is still decoding;
+        otherwise a later call raises the error."""
         pending = self._pending
         if pending is None:
             return
@@ -125,12 +126,12 @@ class Array(codecs.exporter()):  # type: ignore[misc]
                 raise error
 
     def _pending_error(self) -> BaseException | None:
-        """The error that `_wait_until_ready` would raise, if any; it is not consumed."""
+        """Returns the error that `_wait_until_ready` would raise, or None, without consuming it."""
         return self._pending.error(True) if isinstance(self._pending, Later) else self._pending
 
     @property
     def buffer_kind(self) -> ArrayBufferKind:
-        """Whether the bytes are on a GPU or on the host."""
+        """The kind of memory: on a GPU or on the host."""
         return ArrayBufferKind.STRIDED_HOST if self._device == HOST else ArrayBufferKind.STRIDED_DEVICE
 
     @property
@@ -140,7 +141,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def capacity(self) -> int:
-        """The number of bytes of its memory: at least buffer_size."""
+        """The number of bytes of the memory, at least buffer_size."""
         return self._capacity
 
     @property
@@ -175,7 +176,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Bytes between neighbours along each dimension. Like nvCOMP, the array interfaces say None
+        """Bytes between neighbours along each dimension. As in nvCOMP, the array interfaces have None
         for a dense array in C order."""
         if self._strides is not None:
             return self._strides
@@ -202,9 +203,9 @@ class Array(codecs.exporter()):  # type: ignore[misc]
     def to_dlpack(self, cuda_stream: Any = None) -> Any:
         """Returns a DLPack capsule of the same memory. The capsule keeps the memory alive.
 
-        cuda_stream: for GPU memory, the consumer's stream, which is made to wait for the Array;
-        None is the default stream, and -1 waits for nothing. BufferError if the strides are not
-        whole elements.
+        cuda_stream: for GPU memory, the consumer's stream, which will wait for the Array. None is
+        the default stream, and -1 means no wait. Raises BufferError if the strides are not whole
+        elements.
         """
         self._wait_until_ready(self._device == HOST)
         if self._device != HOST and cuda_stream != -1:
@@ -212,16 +213,16 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         item = self.item_size
         strides = _dense_strides(self._shape) if self._strides is None else tuple(s // item for s in self._strides)
         if self._strides is not None and any(s % item for s in self._strides):
-            raise BufferError(f"the Array's strides, {self._strides}, are not whole elements, which DLPack needs")
+            raise BufferError(f"DLPack cannot express the Array's strides of {self._strides} bytes: not whole elements")
         return codecs.dlpack(self, self._span.address, self._shape, strides, self._kind, self._device)
 
     def __dlpack__(
         self, stream: Any = None, *, copy: bool | None = None, dl_device: Any = None, max_version: Any = None
     ) -> Any:
         if copy or (dl_device is not None and tuple(dl_device) != self._device):
-            raise BufferError("an Array is only exported as it is: without a copy, and on its own device")
+            raise BufferError("an Array is only exported without a copy, and on its own device")
         if self._readonly:
-            raise BufferError("the Array is read-only, which this version of DLPack cannot say")
+            raise BufferError("the Array is read-only, which this version of DLPack cannot express")
         return self.to_dlpack(stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -234,17 +235,17 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         letter = _FORMATS.get(self._kind[:2])
         nbytes = self._span.nbytes
         if letter is not None and (self._strides is not None or letter == "e" or nbytes == 0):
-                # memoryview cannot cast to float16 or to empty shapes: use numpy.
+            # memoryview cannot cast to float16 or to empty shapes: use numpy.
             with contextlib.suppress(ImportError):
                 import numpy
 
-                # Only pass the interface, because the Array's own buffer is being built.
+                # Pass the interface instead of the Array, whose own buffer is being made here.
                 data = (self._span.address, self._readonly)
                 exporter = SimpleNamespace(__array_interface__=self._cuda_interface() | {"data": data}, keep=self)
                 return memoryview(numpy.asarray(exporter))  # type: ignore[arg-type,unused-ignore]
             letter = None
         if self._strides is not None:
-            raise BufferError("the Array is not dense, and only numpy could show it")
+            raise BufferError("the Array is not dense: install numpy to export it")
         view: Any
         if nbytes == 0:
             view = memoryview(bytearray())
@@ -260,24 +261,24 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         return self._shape[0] if self._shape else 0
 
     def cpu(self) -> Array | None:
-        """Returns the Array itself if it is on the host, else a copy on the host; None if that is
-        not possible. Raises GPU decoding errors that were not raised before."""
+        """Returns the Array itself if it is on the host, else a copy on the host; None if it is not
+        dense. Raises GPU decoding errors that were not raised before."""
         self._wait_until_ready()
         return self if self._device == HOST else self._copy_to_host()
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> Array | None:
-        """Returns the Array itself if it is on a GPU, else a copy on one; None without a GPU."""
+        """Returns the Array itself if it is on a GPU, else a copy on a GPU; None without a GPU."""
         self._wait_until_ready(self._device == HOST)
         return self if self._device != HOST else self._copy_to_device(synchronize, int(cuda_stream))
 
     def _with_span(self, span: codecs.Span, device: tuple[int, int], stream: int = 1) -> Array:
-        """An Array of the same type and shape in other memory."""
+        """Makes an Array of the same type and shape in other memory."""
         array = type(self)._of(span, self.buffer_size, self._kind, device, stream)
         array._shape, array._strides = self._shape, self._strides
         return array
 
     def _copy_to_host(self) -> Array | None:
-        """A copy on the host, in memory of the pinned allocator if one is set."""
+        """Copies the Array to the host, in memory of the pinned allocator if one is set."""
         if self._strides is not None:
             return None
         nbytes = self.buffer_size
@@ -296,13 +297,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         after = []
         if self._device == (2, device):
             after = [self._stream]
-        elif self._device != HOST:  # a stream of one device does not wait for another device's
+        elif self._device != HOST:  # a stream cannot wait for a stream of another device
             gpu.stream_sync(self._stream, self._device[1])
         gpu.copy(address, self._span.address, self.buffer_size, device=device, stream=stream, after=after, wait=wait)
 
     def _copy_to_device(self, synchronize: bool = True, stream: int = 0, index: int | None = None) -> Array | None:
-        """A copy on a GPU, in memory of the device allocator if one is set; None without a
-        GPU."""
+        """Copies the Array to a GPU, in memory of the device allocator if one is set. Returns None without
+        a GPU."""
         if self._strides is not None or gpu.count() == 0:
             return None
         index = streams.current() if index is None else index
@@ -313,13 +314,13 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         streams.check_device(stream, index)
         span = gpu_memory(nbytes, index, stream)
         self._copy_onto(span.address, index, stream, synchronize)
-        # Keep an error that was not raised yet.
+        # Keep this Array alive until the copy is done.
         source = span if synchronize else codecs.Span(span.address, nbytes, (span.keep, self))
         return self._with_span(source, (2, index), stream)
 
 
 class BatchArray(list):  # type: ignore[type-arg]
-    """A list of Arrays. encode and decode return one for a list."""
+    """A list of Arrays. `encode` and `decode` return a BatchArray for a list."""
 
     @property
     def buffer_sizes(self) -> list[int]:
@@ -327,12 +328,12 @@ class BatchArray(list):  # type: ignore[type-arg]
         return [a.buffer_size for a in self]
 
     def cpu(self) -> BatchArray:
-        """Every Array on the host; the batch itself if they already are."""
+        """Returns all Arrays on the host; the batch itself if they already are there."""
         arrays = [a.cpu() for a in self]
         return self if all(a is b for a, b in zip(self, arrays, strict=True)) else BatchArray(arrays)
 
     def cuda(self, synchronize: bool = True, cuda_stream: int = 0) -> BatchArray | None:
-        """Every Array on a GPU; None without a GPU."""
+        """Returns all Arrays on a GPU; None without a GPU."""
         arrays = [a.cuda(synchronize, cuda_stream) for a in self]
         if any(a is None for a in arrays):
             return None
@@ -340,7 +341,7 @@ class BatchArray(list):  # type: ignore[type-arg]
 
 
 def as_array(source: Any, cuda_stream: int = 0) -> Array:
-    """An Array that shares the source's memory; see Array."""
+    """Makes an Array that shares the source's memory; see Array."""
     return Array(source, cuda_stream)
 
 
@@ -365,7 +366,9 @@ def as_arrays(sources: Any, *args: Any, cuda_stream: int = 0, **named: Any) -> B
 def _part_of(whole: Array, at: int, n: int) -> Array:
     item = whole.item_size
     if at < 0 or n < 0 or at + n > whole.buffer_size or n % item or whole._strides is not None:
-        raise ValueError(f"as_arrays: {n} bytes at {at} of {whole.buffer_size} in elements of {item}")
+        raise ValueError(
+            f"as_arrays: invalid part of {n} bytes at {at}: the buffer has {whole.buffer_size}, with {item} per element"
+        )
     span = codecs.Span(whole._span.address + at, n, whole)
     part = Array._of(span, n, whole._kind, whole._device)
     part._readonly, part._native = whole._readonly, False
@@ -373,7 +376,7 @@ def _part_of(whole: Array, at: int, n: int) -> Array:
 
 
 def from_dlpack(source: Any, cuda_stream: int = 0) -> Array:
-    """An Array that shares the memory of a DLPack capsule or of an object with `__dlpack__`."""
+    """Makes an Array that shares the memory of a DLPack capsule or of an object with `__dlpack__`."""
     if not hasattr(source, "__dlpack__") and type(source).__name__ != "PyCapsule":
         raise TypeError(f"from_dlpack: {type(source).__name__} is not a DLPack capsule and has no __dlpack__")
     return Array(source, cuda_stream)
@@ -438,17 +441,17 @@ def _from_view(tensor: codecs.TensorView) -> MemoryDescription:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether strides (in elements) are those of a dense array."""
+    """Returns whether strides (in elements) are those of a dense array."""
     return all(extent == 1 or a == b for extent, a, b in zip(shape, strides, _dense_strides(shape), strict=True))
 
 
 def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]:
-    """The device of a CUDA array interface's memory. Makes the stream wait for the producer's
+    """Returns the device of a CUDA array interface's memory. Makes the stream wait for the producer's
     stream."""
     address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
     number = gpu.device_of(address) if address else streams.current()
     if number < 0:
-        return HOST  # nvCOMP's host Arrays have such an interface
+        return HOST  # nvCOMP's host Arrays have this interface too
     if interface.get("stream"):
         gpu.follow(stream, int(interface["stream"]), device=number)
     return 2, number

@@ -1,4 +1,4 @@
-"""Implements nvCOMP's Codec, which encodes and decodes, over overwire.codecs."""
+"""Implements nvCOMP's Codec, which encodes and decodes, with overwire.codecs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _OPTIONS: dict[str, type | tuple[type, ...]] = {
     "num_rles": int,
     "num_deltas": int,
     "use_bitpack": (bool, int),
-    # Hints for Cascaded from 6.0, and options of algorithms that are passed to nvCOMP itself.
+    # Hints for Cascaded since 6.0, and options of algorithms that nvCOMP itself runs.
     **dict.fromkeys(
         ("mode", "compression_level", "terminal_codecs", "fine_grained_encodings",
          "coarse_grained_encodings", "delta", "states_per_lane", "histogram_reduction_log2", "max_sub_chunk_count",
          "skip_validate"),
         object,
     ),
-    # Our own.
+    # overwire's own options.
     "strict": bool,
     "ask_nvcomp": bool,
 }  # fmt: skip
@@ -59,12 +59,12 @@ _VERIFY: dict[ChecksumPolicy, bool | str] = {
 }
 
 
-# Options that apply to reading. They are passed to an nvCOMP that reads its own streams.
+# Options for reading. They are passed to nvCOMP if it reads its own streams.
 _READING = ("algorithm", "device_id", "cuda_stream", "bitstream_kind", "checksum_policy", "data_type")
 
 
 class _ForeignStreams(Exception):
-    """Streams that are not ours: their positions in the batch, and why the first was refused."""
+    """Some streams are not overwire's. at: their positions in the batch. error: why the first was refused."""
 
     def __init__(self, at: list[int], error: OverwireError) -> None:
         super().__init__(at, error)
@@ -93,33 +93,32 @@ class CompressConfig(_Config):
 
 
 class DecompressConfig(_Config):
-    """The result of `Codec.decompression_config`: the lengths that will be decoded, for GPU
-    streams also those of their chunks. For nvCOMP's streams it holds nvCOMP's own config."""
+    """The result of `Codec.decompression_config`: the lengths that will be decoded, and for GPU
+    streams the lengths of their chunks. For nvCOMP's streams it contains nvCOMP's own config."""
 
 
 class Codec:
-    """Encodes and decodes Arrays, one or a list of them, on all cores.
+    """Encodes and decodes an Array, or a list of Arrays, on all cores.
 
-    Keywords are nvCOMP's, all optional: `algorithm` (without it, decoding detects it),
-    `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`,
-    `checksum_policy`, `data_type`, `algorithm_type` and the rest. Two are new:
-    `strict` (`decode` raises on a wrong checksum, instead of the first access to the
-    bytes) and `ask_nvcomp` (False: streams that are refused here are never passed to an
-    installed nvCOMP, whose decoders trust their input).
+    Keywords are nvCOMP's, and all are optional: `algorithm` (decoding detects it by default),
+    `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`, `checksum_policy`,
+    `data_type`, `algorithm_type` and others. Two are new. `strict`: `decode` raises the error
+    of a wrong checksum, instead of the first access to the bytes. `ask_nvcomp`: False never
+    passes streams that overwire refuses to an installed nvCOMP, whose decoders trust their
+    input.
 
-    Kernels decode LZ4, Snappy, Cascaded and X16 streams that are on a GPU, on
-    `cuda_stream` (else torch's current stream). With a DecompressConfig nothing
-    waits: errors in the data are raised on first access to a finished Array
-    (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is also encoded on the
-    GPU, which waits for the lengths. Everything else, including checksums, runs on
-    the CPU, and Arrays are copied there and back; see `backends()`. If there is a GPU,
-    results are on it. Cascaded's elements are of `data_type`; without it of the Arrays'
-    type, if all have the same, and otherwise bytes.
+    LZ4, Snappy, Cascaded and X16 streams on a GPU are decoded there, on `cuda_stream` (by
+    default torch's current stream). With a DecompressConfig the call does not wait: errors
+    in the data are raised on the first access to a finished Array (`cpu()` waits for it), or
+    by `decode` of a `strict` Codec. X16 is also encoded on the GPU; that call waits for the
+    lengths. All other work, including checksums, runs on the CPU, and Arrays are copied there
+    and back; see `backends()`. If there is a GPU, results are on it. Cascaded's elements have
+    `data_type`, or else the Arrays' type if all are of one type, or else are bytes.
 
     Native streams, sized streams and Cascaded are overwire's own formats (docs/nvcomp.md). RAW
     streams of the other algorithms are standard. ANS and Bitcomp, and native, sized and
     Cascaded streams that nvCOMP wrote, are passed to an installed nvCOMP, and the call waits
-    for it. Without nvCOMP, the error names the wheel.
+    for it. Without nvCOMP, the error names the wheel to install.
     Threads may share a Codec.
 
     Raises ValueError for unknown keywords and algorithms, RuntimeError for values
@@ -150,7 +149,7 @@ class Codec:
             self._cascaded = (rles, deltas, bool(pack))
         self._type: Kind | None = kind_of(kwargs["data_type"]) if kwargs.get("data_type") else None
         self._algorithm = _algorithm_named(kwargs.get("algorithm", ""))
-        self._original: original.Original | None = None  # set if only nvCOMP has the algorithm
+        self._original: original.Original | None = None  # set if only nvCOMP supports the algorithm
         self._reader: original.Original | None = None  # set once nvCOMP was needed to read a stream
         self._device_id: int | None = kwargs.get("device_id")
         self._stream: int | None = int(kwargs["cuda_stream"]) or 1 if "cuda_stream" in kwargs else None
@@ -181,12 +180,12 @@ class Codec:
                 codecs.encode(b"", self._algorithm, level=self._level, cascaded=self._cascaded)
 
     def encode(self, array: Any, out: Any = None, compression_config: CompressConfig | None = None) -> Any:
-        """Compresses an Array (or anything that `as_array` takes), or each item of a list.
+        """Compresses an Array (or any object that `as_array` accepts), or each item of a list.
 
-        Returns an Array of `|i1`, or a BatchArray. `out` is an Array that a Codec made, which is
-        resized, or any writable memory, which the result then shares; for a list, a list of
-        these. Raises ValueError if `out` is too small or overlaps a source or another `out`,
-        or if the lengths differ from the config's.
+        Returns an Array of `|i1`, or a BatchArray. `out` is an Array from a Codec, which is
+        resized, or writable memory, which the result shares; for a list, a list of these.
+        Raises ValueError if `out` is too small or overlaps a source or another `out`, or if
+        the lengths differ from the config's.
         """
         self._check_open()
         many, sources = placing.as_list(array)
@@ -220,7 +219,7 @@ class Codec:
         `data_type` is a type string, a name ("bfloat16") or a dtype of numpy or torch. The default
         is the Codec's, or `|i1` without one. It only labels the bytes, which are never converted.
 
-        A list may mix overwire's and nvCOMP's streams.
+        A list may contain both overwire's and nvCOMP's streams.
 
         Raises CorruptError and FormatError (ValueErrors) for bad bytes. A wrong
         checksum raises RuntimeError on first access to the Array, unless the Codec is `strict`.
@@ -275,7 +274,7 @@ class Codec:
         shapes: list[onboard.Shape] | None,
         device: int,
     ) -> list[Array] | None:
-        """Decodes with kernels; returns None if there is none for the streams. Raises _ForeignStreams."""
+        """Decodes on a GPU; returns None if kernels do not support the streams. Raises _ForeignStreams."""
         if self._algorithm and self._algorithm not in gpu.algorithms():
             return None
         stream = self._stream_for(device)
@@ -290,7 +289,7 @@ class Codec:
             and self._algorithm != "X16"
             and self._may_ask()
         ):
-            # Only decoding shows whether nvCOMP wrote a sized stream, so wait for it.
+            # A sized stream of nvCOMP is only detected by decoding, so wait for the result.
             errors = [array._pending_error() for array in results]
             at = [i for i, error in enumerate(errors) if isinstance(error, CorruptError)]
             if at:
@@ -301,7 +300,7 @@ class Codec:
         return results
 
     def _sources_on(self, sources: list[Array], device: int) -> list[Array] | None:
-        """The sources on a device, copied there if needed."""
+        """Returns the sources on a device, and copies them there if needed."""
         there = []
         where = (2, device)
         for a in sources:
@@ -315,7 +314,7 @@ class Codec:
         return there
 
     def _stream_for(self, device: int) -> int:
-        """The stream for this Codec's work: its own, else torch's current stream."""
+        """Returns the stream for this Codec's work: its own, else torch's current stream."""
         return self._stream if self._stream is not None else gpu.current_stream(device)
 
     def _run_on_host(
@@ -337,7 +336,7 @@ class Codec:
                 need = self._bytes_needed(op, hosts, spans)
             into = [placing.span_of(o, need[i] if need else 0) for i, o in enumerate(outs)]
         if streams.has_allocator("host") and device is None and None in into:
-            # Allocate the most that may be needed.
+            # Allocate the maximum that may be needed.
             need = need or self._bytes_needed(op, hosts, spans)
             into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
         coded_buffers = codecs.run(
@@ -366,7 +365,7 @@ class Codec:
         return results
 
     def _dtype(self, hosts: list[Array]) -> str | None:
-        """The dtype for an encoder."""
+        """Returns the dtype for an encoder."""
         kinds = {a._kind for a in hosts} if self._type is None else {self._type}
         kind = kinds.pop() if len(kinds) == 1 else (1, 8, 1)
         if self._algorithm == "Cascaded":
@@ -380,7 +379,7 @@ class Codec:
         return [0 if c.error is not None else c.nbytes for c in self._ask_lengths(spans)]
 
     def _ask_lengths(self, spans: list[codecs.Span]) -> list[codecs.Coded]:
-        """Asks the streams for the lengths of their contents."""
+        """Reads the lengths of the contents from the streams' headers."""
         return codecs.run("size", spans, algorithm=self._algorithm or None, bitstream=self._bitstream)
 
     def _find_foreign(self, made: Sequence[codecs.Coded], spans: Sequence[codecs.Span]) -> None:
@@ -404,8 +403,8 @@ class Codec:
         return self._kwargs.get("ask_nvcomp", True) and original.usable()
 
     def _ask_nvcomp(self, found: _ForeignStreams) -> original.Original:
-        """Returns nvCOMP, to read its own streams. Without nvCOMP it raises our error, which names
-        what is missing."""
+        """Returns nvCOMP, to read its own streams. Without nvCOMP it raises overwire's error, with a hint
+        about what is missing."""
         if self._reader is None:
             if not self._may_ask():
                 raise original.hinted(found.error) if self._kwargs.get("ask_nvcomp", True) else found.error
@@ -418,7 +417,7 @@ class Codec:
         return self._reader
 
     def _error_of(self, coded: codecs.Coded) -> RuntimeError | None:
-        """Raises the error of one buffer now, or returns an error that is raised later."""
+        """Raises the error of a buffer, or returns an error to be raised later."""
         error = coded.error
         if error is None:
             return None
@@ -431,7 +430,7 @@ class Codec:
         raise error
 
     def compression_config(self, uncompressed_size: int | Sequence[int]) -> CompressConfig:
-        """A config for contents of these lengths in bytes, each above 0."""
+        """Makes a config for contents of these lengths in bytes, each above 0."""
         self._check_open()
         if self._original is not None:
             config: CompressConfig = self._original.codec.compression_config(uncompressed_size)
@@ -439,12 +438,12 @@ class Codec:
         many = not isinstance(uncompressed_size, int)
         sizes = [uncompressed_size] if isinstance(uncompressed_size, int) else list(uncompressed_size)
         if not sizes or min(sizes) <= 0:
-            raise ValueError("uncompressed sizes: expected some, each greater than zero")
+            raise ValueError("uncompressed sizes: expected at least one, each greater than zero")
         return CompressConfig._of(self, sizes, many)
 
     def decompression_config(self, src: Any) -> DecompressConfig:
-        """A config for streams like these, or for what this Codec encodes with a CompressConfig.
-        Raises what `decode` raises for headers."""
+        """Makes a config for streams like these, or for the streams that this Codec encodes with a
+        CompressConfig. Raises the errors of `decode` for headers."""
         self._check_open()
         if self._original is not None:
             codec = self._original.codec
@@ -471,21 +470,21 @@ class Codec:
             nvcomp, at = self._ask_nvcomp(theirs_all), theirs_all.at
         if len(at) < len(sources):
             raise NotSupportedError(
-                "overwire: nvcomp: a config needs streams of one writer: some of these are ours, some nvCOMP's"
+                "overwire: nvcomp: a config needs streams of one writer, and these are of overwire and of nvCOMP"
             )
         return DecompressConfig._of(
             self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))
         )
 
     def _peek_stream(self, array: Array) -> onboard.Shape | None:
-        """Reads what a stream on a GPU says about itself; None if only the host can read it."""
+        """Reads the header of a stream on a GPU; None if only the host can read it."""
         if self._device([array]) is None or array._strides is not None or not array._span.nbytes:
             return None
         there = array if array._device != streams.HOST else array._copy_to_device()
         return None if there is None else onboard.shape_of(there, self._algorithm, self._bitstream, there._stream)
 
     def get_max_comp_buffer_size(self, source: Any) -> int:
-        """The most bytes that encoding an Array can produce."""
+        """Returns the maximum number of bytes that encoding an Array can produce."""
         self._check_open()
         array = placing.as_list(source)[1][0]
         if self._original is not None:
@@ -495,7 +494,7 @@ class Codec:
     get_max_compressed_buffer_size = get_max_comp_buffer_size  # the name in 5.3's release notes
 
     def get_uncomp_buffer_size(self, source: Any) -> int:
-        """The number of bytes that a stream decodes to."""
+        """Returns the number of bytes that a stream decodes to."""
         self._check_open()
         array = placing.as_list(source)[1][0]
         if self._original is not None:
@@ -508,7 +507,7 @@ class Codec:
         return nvcomp.ask_size("get_uncomp_buffer_size", array)
 
     def get_required_compression_alignment(self) -> int:
-        """An alignment that nvCOMP also accepts. This package requires none."""
+        """Returns an alignment that nvCOMP also accepts. This package requires none."""
         return 8 if self._algorithm else 16
 
     get_required_decompression_alignment = get_required_compression_alignment
@@ -535,11 +534,11 @@ class Codec:
         if not isinstance(config, kind):
             raise TypeError(f"expected a {kind.__name__}, got {type(config).__name__}")
         if config._codec is not self:
-            raise ValueError(f"the {kind.__name__} is another Codec's")
+            raise ValueError(f"the {kind.__name__} belongs to another Codec")
 
     def _device(self, sources: list[Array]) -> int | None:
-        """The GPU for results: the Codec's, else the sources', else the current one. None without a
-        GPU: results stay on the host."""
+        """Returns the GPU for results: the Codec's, else the sources', else the current GPU. None without
+        a GPU: results stay on the host."""
         if self._device_id is not None and self._device_id >= 0 and gpu.count():
             return self._device_id
         for a in sources:
@@ -572,9 +571,8 @@ def _algorithm_named(algorithm: str) -> str:
 
 
 def backends() -> dict[str, str]:
-    """Says where each algorithm runs on this machine: "cpu", or with a GPU how its Arrays are decoded
-    and encoded. For nvCOMP's own algorithms it is "nvcomp VERSION", or the wheel that is
-    missing."""
+    """Returns where each algorithm runs on this machine: "cpu", or with a GPU how its Arrays are decoded
+    and encoded. For nvCOMP's own algorithms it is "nvcomp VERSION", or the missing wheel."""
     places = {name: "cpu" for name in codecs.algorithms()}
     if gpu.count():
         for name in places:

@@ -10,7 +10,7 @@ from typing import Any
 
 Kind = tuple[int, int, int]
 
-#: The default type of results: |i1, like nvCOMP's.
+#: The default type of results: |i1, as in nvCOMP.
 BYTE: Kind = (0, 8, 1)
 
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
@@ -61,7 +61,7 @@ def kind_of(data_type: Any) -> Kind:
 
 
 def elements(nbytes: int, kind: Kind) -> int:
-    """The number of elements in nbytes. ValueError if it is not a whole number."""
+    """Returns the number of elements in nbytes. Raises ValueError if it is not a whole number."""
     size = kind[1] * kind[2] // 8
     if nbytes % size:
         raise ValueError(f"{nbytes} bytes are not a whole number of elements of {kind[1]} bits")
@@ -69,7 +69,7 @@ def elements(nbytes: int, kind: Kind) -> int:
 
 
 def typestr(kind: Kind) -> str:
-    """The type string of the array protocol. Types that it cannot express become opaque ("<V2")."""
+    """Returns the type string of the array protocol. Types that it cannot express become opaque ("<V2")."""
     code, bits, lanes = kind
     size = bits * lanes // 8
     mark = "|" if size == 1 else "<"
@@ -78,7 +78,7 @@ def typestr(kind: Kind) -> str:
 
 
 def numpy_dtype(kind: Kind) -> Any:
-    """The numpy dtype, which ml_dtypes may have to provide. Raises ImportError without it."""
+    """Returns the numpy dtype, which ml_dtypes may have to provide. Raises ImportError without it."""
     import numpy
 
     name = _NAMES.get(kind)
@@ -90,11 +90,11 @@ def numpy_dtype(kind: Kind) -> Any:
 
 
 def safetensors_name(kind: Kind) -> str | None:
-    """The dtype for X16. None: X16 finds out itself."""
+    """Returns the dtype for X16, or None if X16 must detect it."""
     return _SAFETENSORS.get(kind)
 
 
 def integers_name(kind: Kind) -> str:
-    """The dtype for Cascaded: integers of the element's size."""
+    """Returns the dtype for Cascaded: integers of the element's size."""
     code, bits, lanes = kind
     return f"{'I' if code == 0 else 'U'}{bits}" if bits in (8, 16, 32, 64) and lanes == 1 else "U8"

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class _Number(Enum):
-    """A member only equals itself, and hashes and converts as its number."""
+    """The base of enumerations. A member only equals itself, but hashes and converts like its number."""
 
     def __int__(self) -> int:
         return int(self.value)
@@ -25,7 +25,7 @@ class ArrayBufferKind(_Number):
 
 
 class BitstreamKind(_Number):
-    """How compressed bytes are framed."""
+    """The framing of compressed bytes."""
 
     NVCOMP_NATIVE = 0
     RAW = 1
@@ -59,7 +59,7 @@ class BitshuffleMode(_Number):
 
 
 class ExecutionPolicy(_Number):
-    """The tuning target of nvCOMP's kernels. It makes no difference here."""
+    """The tuning target of nvCOMP's kernels. It has no effect here."""
 
     CONCURRENCY = 0
     LATENCY = 1

@@ -1,5 +1,5 @@
-"""Implements nvidia.nvcomp.external_memory. Allocators return it for memory that needs its
-stream when it is freed."""
+"""Implements nvidia.nvcomp.external_memory. Allocators return it for memory that must be freed
+before its stream."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ __all__ = ["ExternalMemory"]
 
 
 class ExternalMemory:
-    """Holds a memory object and the stream that freeing it needs. The stream is released
-    last."""
+    """Owns a memory object and its stream. The stream is released after the memory."""
 
     def __init__(self, mem_handle: Any, stream_handle: Any = None) -> None:
         self._mem_handle = mem_handle

@@ -1,6 +1,6 @@
 """Decodes and encodes on a GPU with kernels, on the caller's stream. Streams to decode are on the
-GPU or are copied there unchanged. Nothing waits if a config gives the lengths of the contents.
-X16 encoding waits once, for the lengths."""
+GPU or are copied there unchanged. Decoding does not wait if a config has the lengths of the
+contents. X16 encoding waits once, for the lengths."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .arrays import Array, Later
 from .dtypes import BYTE, Kind
 from .placing import check_out
 
-# The content of one stream: its bytes, the bytes of a chunk, and the algorithm.
+# The content of one stream: its size, the bytes of a chunk, and the algorithm.
 Shape = tuple[int, int, str]
 
-# Our encoders make no longer chunk. Below: the most content bytes that one stream byte can stand for.
+# The maximum chunk of overwire's encoders. Below: the maximum content bytes per stream byte.
 _MOST_CHUNK = 16 << 20
 _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
 
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
-    """Reads what a stream on a GPU says about itself, after the work that is queued there. None if only
-    the host can read it or report its error."""
+    """Reads the header of a stream on a GPU, after the work that is queued there. None if only the host
+    can read it or report its error."""
     peeks = _peek_all([array], algorithm, bitstream, array._device[1], stream)
     return peeks[0] if peeks is not None else None
 
@@ -56,8 +56,8 @@ def decode(
     stream: int,
 ) -> list[Array] | None:
     """Queues the decoding of Arrays that are on the device, and returns Arrays for their
-    contents. Returns None if kernels cannot do it; then nothing has happened. With `shapes`
-    None it reads the streams' headers first, and waits for that.
+    contents. Returns None, without any effect, if kernels do not support the streams. If
+    `shapes` is None it first reads the streams' headers, and waits for that.
 
     Raises ValueError if an `out` is too small or read-only.
     """
@@ -85,7 +85,7 @@ def decode(
             raise ValueError(f"{size} bytes are not a whole number of elements of {kind[1]} bits")
         out = None if outs is None else outs[i]
         if out is not None and out._fits_content(size, kind, where):
-            result = out  # the common, fast case
+            result = out  # the fast path
         elif out is not None and not out._native and out._device != where:
             return None
         else:
@@ -106,7 +106,7 @@ def decode(
     )
     for i, result in enumerate(outputs):
         result._stream = result._joined = stream
-        # A source from another stream must stay alive until it was read.
+        # A source from another stream must stay alive until it is read.
         result._pending = Later(batch, i, sources[i] if after else None)
     return outputs
 
@@ -121,7 +121,7 @@ def encode(
     stream: int,
 ) -> list[Array] | None:
     """Encodes Arrays on the device to X16. names: their safetensors dtypes, or None. Returns None
-    if kernels cannot do it."""
+    if kernels do not support it."""
     native = bitstream == "native"
     contents = []
     sources = []
@@ -147,7 +147,7 @@ def encode(
         if source._must_wait(stream):
             after.append(source._stream)
         contents.append((source._span.address, size, room._span.address, room._capacity, step, how))
-        sources.append(source)  # keep it until it was read
+        sources.append(source)  # keep it alive until it is read
     batch = gpu.encode(device, stream, contents, bitstream=bitstream, after=list(dict.fromkeys(after)) if after else ())
     for result, size_or_error in zip(outputs, batch.wait(), strict=True):
         if not isinstance(size_or_error, int):
@@ -159,7 +159,7 @@ def encode(
     return outputs
 
 
-# The sample that decides on a transform if the type does not.
+# Bytes of the sample that selects a transform if the type does not.
 _SAMPLE = 256 << 10
 
 
@@ -179,8 +179,8 @@ def _transform_of(array: Array, name: str | None, device: int, stream: int) -> i
 
 
 def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
-    """The Array for a content: `given` if it has enough space, else a new one. exact=False: size is a
-    bound, and whether `given` is large enough is only known later."""
+    """Returns the Array for a content: `given` if it has enough space, else a new one. exact=False: size is
+    an upper bound, so `given` may be smaller."""
     if given is None:
         return Array._of(streams.gpu_memory(size, device, stream), size, kind, (2, device), stream)
     check_out(given)
@@ -203,7 +203,7 @@ def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream:
 
 
 def _aligned_to(array: Array, step: int, lead: int, device: int, stream: int) -> Array:
-    """The Array, or a copy that begins `lead` bytes before a multiple of `step`."""
+    """Returns an Array that begins `lead` bytes before a multiple of `step`: `array`, or a copy."""
     if (array._span[0] + lead) % step == 0:
         return array
     nbytes = array._span.nbytes

@@ -1,6 +1,6 @@
-"""Calls an installed nvCOMP, through its Python API, for what only nvCOMP encodes and decodes.
+"""Calls an installed nvCOMP, through its Python API, for formats that only nvCOMP supports.
 
-nvCOMP is only imported when it is needed, and is never a dependency.
+nvCOMP is only imported when it is needed, and is not a dependency.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .arrays import Array, BatchArray
 ALGORITHMS = ("ANS", "Bitcomp")
 
 _WHEELS = ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12")
-_OLDEST, _NEWEST = 5, 6  # major versions with an API that this module knows
+_OLDEST, _NEWEST = 5, 6  # major versions that this module supports
 
 _impl: Any = None
 
 
 def _newest_wheel() -> metadata.Distribution | None:
-    """The wheel for torch's CUDA version if torch is imported, else the newest."""
+    """Returns the wheel for torch's CUDA version if torch is imported, else the newest."""
     torch = sys.modules.get("torch")
     cuda = str(getattr(getattr(torch, "version", None), "cuda", None) or "").split(".")[0]
     for wheel in sorted(_WHEELS, key=lambda name: not name.endswith("cu" + cuda)):
@@ -41,7 +41,7 @@ def _newest_wheel() -> metadata.Distribution | None:
 
 
 def _why_unfit(version: str) -> str | None:
-    """Why a version of nvCOMP cannot be used; None if it can."""
+    """Returns why a version of nvCOMP cannot be used; None if it can."""
     major = int(version.split(".")[0])
     if major < _OLDEST:
         return f"nvCOMP {version} is too old: expected {_OLDEST} or later"
@@ -51,7 +51,7 @@ def _why_unfit(version: str) -> str | None:
 
 
 def backend() -> str:
-    """The installed nvCOMP, or what is missing."""
+    """Returns the name and version of the installed nvCOMP, or what is missing."""
     wheel = _newest_wheel()
     if wheel is None:
         return f"none: needs the wheel {' or '.join(_WHEELS)}"
@@ -60,12 +60,12 @@ def backend() -> str:
 
 
 def usable() -> bool:
-    """Whether nvCOMP can be called: it is installed, and there is a GPU, which it needs."""
+    """Returns whether nvCOMP can be called: it is installed, and there is a GPU."""
     return gpu.count() > 0 and backend().startswith("nvcomp ")
 
 
 def hinted(error: OverwireError) -> OverwireError:
-    """Our error, with a hint about what nvCOMP needs to read the stream."""
+    """Adds a hint to an error about what nvCOMP needs to read the stream."""
     lacks = backend() if gpu.count() else f"needs a GPU and the wheel {' or '.join(_WHEELS)}"
     text = f"{error}; if nvCOMP wrote this, only nvCOMP reads it ({lacks.removeprefix('none: ')})"
     return type(error)(text, chunk=error.chunk, offset=error.offset)
@@ -84,12 +84,12 @@ def _load_codec(algorithm: str) -> Any:
     wrong = _why_unfit(wheel.version)
     if wrong:
         raise NotSupportedError(f"overwire: nvcomp: {algorithm} is nvCOMP's own: {wrong}")
-    # A process can load the extension only once. If it is loaded as nvidia.nvcomp, use that.
+    # A process can load the extension only once. Use it if it is loaded as nvidia.nvcomp.
     try:
         module = getattr(import_module("nvidia.nvcomp"), "nvcomp_impl", None)
     except ImportError:
         module = None
-    if module is None:  # this package may have taken the name, so load the extension from its file
+    if module is None:  # this package may be installed under that name: load the extension from its file
         tag = f"nvcomp_impl.cpython-{sys.version_info[0]}{sys.version_info[1]}-"
         file = next((f for f in wheel.files or () if f.name.startswith(tag)), None)
         if file is None:
@@ -105,13 +105,13 @@ def _load_codec(algorithm: str) -> Any:
 
 
 class Original:
-    """nvCOMP's own Codec. Threads may share it: one uses it at a time.
+    """nvCOMP's own Codec. Threads may share it; a lock lets one use it at a time.
 
-    algorithm: the name in errors. kwargs: of nvCOMP's Codec. verifies: nvCOMP compares
-        checksums, and reports the result when it decodes.
+    algorithm: the name in errors. kwargs: arguments of nvCOMP's Codec. verifies: whether
+        nvCOMP compares checksums.
 
-    Raises NotSupportedError without nvCOMP, and what nvCOMP itself raises, for instance
-    without a GPU.
+    Raises NotSupportedError without nvCOMP, and nvCOMP's own errors, for instance without a
+    GPU.
     """
 
     def __init__(self, algorithm: str, kwargs: dict[str, Any], verifies: bool = False) -> None:
@@ -125,7 +125,7 @@ class Original:
         self._lock = new_lock()
 
     def to_theirs(self, sources: Sequence[Array], many: bool) -> Any:
-        """Converts our Arrays to nvCOMP's, on a GPU. nvCOMP reads nothing else."""
+        """Converts Arrays to nvCOMP's Arrays on a GPU, the only memory that nvCOMP reads."""
         arrays = [self.impl.as_array(a.cuda() or a) for a in sources]
         return self.impl.as_arrays(arrays) if many else arrays[0]
 
@@ -136,9 +136,9 @@ class Original:
     def run(
         self, verb: str, sources: Sequence[Array], many: bool, *args: Any, outs: Sequence[Any] | None, **configs: Any
     ) -> Any:
-        """Encodes or decodes with nvCOMP, and waits, because copies made for it are freed on
-        return. Arrays of the result keep nvCOMP's Arrays and its Codec alive."""
-        options = {name: value for name, value in configs.items() if value is not None}  # before 5.2 none existed
+        """Encodes or decodes with nvCOMP, and waits for it, because the copies made for it are freed on
+        return. The resulting Arrays keep nvCOMP's Arrays and its Codec alive."""
+        options = {name: value for name, value in configs.items() if value is not None}  # new in nvCOMP 5.2
         with self._lock:
             if outs is not None:
                 options["out"] = self.impl.as_arrays(list(outs)) if many else self.impl.as_array(outs[0])
@@ -146,13 +146,13 @@ class Original:
             results = getattr(self.codec, verb)(inputs, *args, **options)
             if self._verifies and verb == "decode":
                 for each in results if many else [results]:
-                    each.cpu()  # nvCOMP only reports a wrong checksum on the first access
+                    each.cpu()  # nvCOMP reports a wrong checksum on the first access
             arrays = [self._take_array(each, results) for each in (results if many else [results])]
         return BatchArray(arrays) if many else arrays[0]
 
     def _take_array(self, made: Any, batch: Any) -> Array:
-        """Wraps one of nvCOMP's Arrays and keeps it alive, which a DLPack capsule or an interface
-        does not."""
+        """Wraps one of nvCOMP's Arrays and keeps it alive. nvCOMP's DLPack capsules and array interfaces
+        do not keep it alive."""
         interface = made.__cuda_array_interface__
         address = int(interface["data"][0] or 0)
         if address == 0:

@@ -1,4 +1,4 @@
-"""Prepares a Codec's sources and outputs, and puts results where they belong."""
+"""Prepares a Codec's sources and outputs, and moves results to their outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def as_list(source: Any) -> tuple[bool, list[Array]]:
 
 
 def check_dense(array: Array) -> None:
-    """Raises ValueError for an Array with gaps."""
+    """Raises ValueError for an Array that is not contiguous."""
     if array._strides is not None:
         raise ValueError(f"the Array is not contiguous: its strides are {array._strides}")
 
@@ -40,8 +40,8 @@ def on_host(array: Array) -> Array:
 
 
 def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Array | None] | None:
-    """The Arrays of `out`, ready for a stream. Raises if they overlap one another or a
-    source."""
+    """Returns the Arrays of `out`, ready for a stream. Raises ArgumentError if they overlap each other
+    or a source."""
     if out is None:
         return None
     if many and (not isinstance(out, (list, tuple)) or len(out) != len(sources)):
@@ -49,21 +49,21 @@ def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> 
     arrays = [o if o is None or isinstance(o, Array) else Array(o, stream) for o in (out if many else [out])]
     targets = [a for a in arrays if a is not None]
     if len({id(a) for a in targets}) < len(targets):
-        raise ArgumentError("overwire: nvcomp: out: one Array for two results: each needs its own")
+        raise ArgumentError("overwire: nvcomp: out: two results have the same Array: each needs its own")
     apart([a._span for a in sources], [(a._span.address, a._capacity) for a in targets])
     return arrays
 
 
 def with_kind(made: Any, kind: Kind) -> Any:
-    """Labels Arrays of bytes, or a batch of them, as elements of a kind."""
+    """Sets the element type of Arrays of bytes, or of a batch of them."""
     for array in made if isinstance(made, BatchArray) else [made]:
         array._kind, array._shape, array._strides = kind, (elements(array.buffer_size, kind),), None
     return made
 
 
 def span_of(array: Array | None, need: int) -> codecs.Span | None:
-    """The memory of an `out`. None means new memory: without an `out`, for an Array of ours that is
-    too small, and if the result is copied to a GPU."""
+    """Returns the memory of an `out`. None means new memory: without an `out`, for a Codec's own Array that
+    is too small, and if the result is copied to a GPU."""
     if array is None:
         return None
     check_out(array)

@@ -1,4 +1,4 @@
-"""Implements CudaStream and the user's allocators, and selects GPUs for Codecs and Arrays."""
+"""Implements CudaStream and user-defined allocators, and selects GPUs for Codecs and Arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CudaStream:
 
     @staticmethod
     def make_new(device_idx: int = -1) -> CudaStream:
-        """Makes a stream, which is freed with its last holder. Raises what `borrow` raises."""
+        """Makes a stream, which is freed with its last reference. Raises the errors of `borrow`."""
         device = _device("CudaStream.make_new", device_idx)
         stream = CudaStream._from_number(gpu.stream_new(device), device)
         weakref.finalize(stream, gpu.stream_free, stream._ptr, device).atexit = False
@@ -49,7 +49,7 @@ class CudaStream:
 
     @property
     def device(self) -> int:
-        """The number of the stream's device; -1 for allocations on the host."""
+        """The number of the stream's device; -1 for the stream of a host allocator."""
         return self._device
 
     @property
@@ -64,7 +64,7 @@ class CudaStream:
 
 
 def current() -> int:
-    """The number of torch's current device if torch is imported, else 0."""
+    """Returns the number of torch's current device if torch is imported, else 0."""
     torch = gpu.torch_of()
     return int(torch.cuda.current_device()) if torch is not None else 0
 
@@ -100,7 +100,7 @@ def _set_allocator(kind: str, allocator: Allocator | None) -> None:
 def set_device_allocator(allocator: Allocator | None = None) -> None:
     """Sets the allocator of device memory: a callable (nbytes, CudaStream) that returns an
     object with an int `ptr`. Freeing that object frees the memory. None restores the
-    default. Buffers of an earlier allocator stay valid."""
+    default. Buffers of previous allocators stay valid."""
     _set_allocator("device", allocator)
 
 
@@ -116,9 +116,9 @@ def set_host_allocator(allocator: Allocator | None = None) -> None:
 
 
 def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codecs.Span | None:
-    """Allocates with the user's allocator. None if no allocator is set or nbytes is 0.
+    """Allocates with the user's allocator. Returns None if no allocator is set or nbytes is 0.
 
-    Exceptions of the allocator pass through.
+    Exceptions of the allocator are passed on.
     """
     allocator = _allocators.get(kind)
     if allocator is None or nbytes == 0:
@@ -133,7 +133,7 @@ def allocate(kind: str, nbytes: int, stream: int = 0, device: int = -1) -> codec
 
 
 def has_allocator(kind: str) -> bool:
-    """Whether the user has set an allocator."""
+    """Returns whether the user has set an allocator."""
     return _allocators.get(kind) is not None
 
 

@@ -1,13 +1,18 @@
-"""Offers nyacomp under its own names: `import overwire.compat.nyacomp as nyacomp`. For
-programs that you cannot change, see `overwire.compat`.
+"""Implements nyacomp's API: `import overwire.compat.nyacomp as nyacomp`. For programs that you
+cannot change, see `overwire.compat`.
 
-Intended differences: **pickles are trusted, as nyacomp trusts them: only load files that
-you made**; tied tensors, views, strides, parameters and every dtype survive; `compress`
-does not change the caller's model; a stale file in nya/ is never taken for a new one;
-nothing is printed, hidden from import, or written outside the bundle's folder; invalid
-values of variables are warnings. Bundles are overwire's own: one container, with manifests
-in nyacomp's form. Bundles in nyacomp's layout load if their files are plain (".raw") or were
-compressed by this `_nyacomp`. nvCOMP's files are refused with an error that names them.
+**Pickles are trusted, as in nyacomp: only load files that you made.**
+
+Intended differences:
+
+- Tied tensors, views, strides, parameters and all dtypes are preserved.
+- `compress` does not change the caller's model, and a stale file in nya/ is never used.
+- Nothing is printed, hidden from import, or written outside the bundle's folder.
+- Variables with invalid values cause warnings.
+- Bundles are overwire's own: one container, with manifests in nyacomp's form.
+
+Bundles in nyacomp's layout load if their files are plain (".raw"), or were compressed by this
+`_nyacomp` or by nvCOMP. Files in the nvCOMP formats ANS and Bitcomp are refused.
 
 Modules: `_nyacomp` (its extension), `hf`, `partition`. `settings` documents the environment
 variables.
@@ -52,8 +57,7 @@ try:
 except ImportError:
 
     class annotate(contextlib.ContextDecorator):  # type: ignore[no-redef]
-        """Marks a range for NVIDIA's profiler if nvtx is installed; this version does
-        nothing."""
+        """Does nothing. It replaces nvtx's `annotate`, which marks a range for NVIDIA's profiler."""
 
         def __init__(self, message: str = "") -> None:
             self.message = message
@@ -138,8 +142,7 @@ def empty_cache() -> None:
 
 @contextlib.contextmanager
 def cleanup() -> Iterator[None]:
-    """Frees what its block has left (`empty_cache`). Logs torch's GPU memory before and
-    after at DEBUG."""
+    """Runs `empty_cache` after its block. Logs torch's GPU memory before and after at DEBUG."""
     before = _reserved()
     try:
         yield

@@ -1,9 +1,9 @@
-"""Implements nyacomp's extension module `_nyacomp` over overwire: tensors in files, as bytes.
+"""Implements nyacomp's extension module `_nyacomp`, which stores each tensor in a file.
 
-A compressed file is an overwire container with one tensor, whatever its name ends in. If a
-file's name ends in "raw", it is plain bytes. Results are writable torch tensors, each in its own
-memory. Like nyacomp's they are on the first GPU if torch sees one, otherwise on the host.
-Importing this module does not import torch and starts nothing.
+A file with a name that ends in "raw" is plain bytes. Other files are overwire containers with one
+tensor; nvCOMP's files are also read (see `hlif`). Results are writable torch tensors, each in its
+own memory. As in nyacomp they are on the first GPU if torch finds one, otherwise on the host.
+Importing this module does not import torch and starts no work.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __version__ = overwire.__version__
 def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
     """Compresses bytes into a file, which is replaced atomically.
 
-    The caller does not say which dtype the bytes have, so samples decide. In nyacomp, `algo`
-    (0, 1 or 2) chose one of nvCOMP's settings; here all mean the same.
+    Samples of the bytes decide which dtype they are treated as. In nyacomp, `algo` (0, 1 or 2)
+    selects one of nvCOMP's settings; here it has no effect.
 
     Returns the file's size, which may be larger than the data.
     """
@@ -51,28 +51,26 @@ def compress(data: Any, filename: str | os.PathLike[str], algo: int = 0) -> int:
     return write_tensor(overwire.TensorSpec.of(kind, [len(view) // size], view), filename)
 
 
-# Samples decide which of the engine's transforms makes the bytes smallest (docs/format.md 3.1).
-# Maps the transform's number to the dtype and its size.
+# Maps the number of an X16 transform (docs/format.md 3.1) to a dtype and its size.
 _KINDS = {1: ("BF16", 2), 2: ("F16", 2), 3: ("F32", 4), 4: ("F8_E4M3", 1), 5: ("F8_E5M2", 1)}
 
 
-# A key in a file's metadata: the digest of its tensor, by which other files refer to it.
+# The metadata key of a tensor's digest, by which other files refer to the tensor.
 _DIGEST = "overwire.digest"
 
 
 def write_tensor(tensor: Any, filename: str | os.PathLike[str], digest: str | None = None) -> int:
-    """Compresses a tensor into a file, which also stores the digest if it is given. Returns the
-    file's size."""
+    """Compresses a tensor into a file, and stores the digest in the metadata. Returns the file's size."""
     name = os.path.basename(os.fspath(filename)).rsplit(".", 1)[0]
     overwire.save_file({name or "tensor": tensor}, filename, None if digest is None else {_DIGEST: digest})
     return os.stat(filename).st_size
 
 
 class CompressedFile:
-    """A tensor file and its contents. The five arguments are positional.
+    """A tensor file and the description of its tensor. The first five arguments may be positional.
 
-    The file is opened when it is decompressed. digest: that of the tensor, which the file must
-    contain; decompressing a file with another digest, or none, raises CorruptError."""
+    The file is opened when it is decompressed. digest: the tensor's digest. If it is given, decompressing
+    a file with another digest, or without one, raises CorruptError."""
 
     __slots__ = ("compressed_size", "decompressed_size", "digest", "dtype", "filename", "shape")
 
@@ -99,7 +97,7 @@ class CompressedFile:
 
     @property
     def raw(self) -> bool:
-        """Whether the file is plain bytes, which means that its name ends in "raw"."""
+        """Whether the file is plain bytes: its name ends in "raw"."""
         return self.filename.endswith("raw")
 
 
@@ -116,18 +114,20 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     assignments: positions in files for each thread, in any number of bins. They are checked
         and otherwise ignored: each worker takes the next file.
 
-    Raises ArgumentError for assignments that do not fit, FormatError for sizes that do not fit
-    (before anything is allocated), NotFoundError, CorruptError, and NotSupportedError for
-    files that nvCOMP wrote.
+    Raises ArgumentError for invalid assignments, FormatError for wrong sizes (before anything is
+    allocated), NotFoundError, CorruptError, and NotSupportedError for nvCOMP formats that only
+    nvCOMP can read.
     """
     if not manifests.bins_fit(assignments, len(files)):
-        raise overwire.ArgumentError(f"overwire: assignments: they do not fit {len(files)} files: {assignments!r:.100}")
+        raise overwire.ArgumentError(
+            f"overwire: assignments: expected different positions of {len(files)} files, got {assignments!r:.100}"
+        )
     return _read_entries([_Entry(file, _place(file.filename, "")) for file in files], None)
 
 
 def decompress_from_meta(csv_path: str | os.PathLike[str]) -> list[Any]:
-    """Returns the tensors of all files in a meta.csv (a path or URI), in its order. For an
-    overwire bundle: all its tensors, in the order of its pickle."""
+    """Returns the tensors of all files in a meta.csv (a path or URI), in its order. For the meta.csv
+    of an overwire bundle, returns all its tensors in the order of its pickle."""
     return _read_entries(_parse_entries(os.fspath(csv_path)), None)
 
 
@@ -140,8 +140,8 @@ class AsyncDecompressor:
     _preload: overwire.Preload | None = None
 
     def __init__(self, csv_path: str | os.PathLike[str], *, start: bool = True) -> None:
-        """start: False if a preload of it is already running; `get` then attaches to that."""
-        #: The meta.csv, absolute.
+        """start: False if a preload of the meta.csv is already running; `get` then attaches to it."""
+        #: The absolute path or the URI of the meta.csv.
         self.path = os.fspath(csv_path) if "://" in os.fspath(csv_path) else os.path.abspath(csv_path)
         self._lock = new_lock()
         self._tensors: list[Any] | None = None
@@ -150,8 +150,8 @@ class AsyncDecompressor:
                 self._preload = overwire.preload(self.path)
 
     def get(self) -> list[Any]:
-        """Waits and returns all tensors, the same ones each time. Raises what
-        `decompress_from_meta` raises; the next call then starts again."""
+        """Waits for all tensors and returns them. Every call returns the same tensors. Raises the
+        errors of `decompress_from_meta`; the next call then loads again."""
         with self._lock:
             if self._tensors is None:
                 self._tensors = _read_entries(_parse_entries(self.path), self._preload)
@@ -166,7 +166,7 @@ class AsyncDecompressor:
 
 
 class _Entry(NamedTuple):
-    """A file and its present location."""
+    """A file and its current location."""
 
     file: CompressedFile
     place: str
@@ -178,8 +178,8 @@ def _parse_entries(csv_path: str) -> list[_Entry]:
 
 
 def _place(filename: str, csv_path: str) -> str:
-    """The present location of a listed file. Searches as overwire does for containers (first
-    next to the csv); DOWNLOAD insists on the URL.
+    """Returns the current location of a listed file. Searches as overwire does for containers,
+    first next to the csv. With DOWNLOAD a listed URL is always used.
 
     A csv from a URL may name files next to it, and URLs on its own server or on HOST, but no
     local files and no other servers. Raises FormatError."""
@@ -208,7 +208,7 @@ def _sibling(filename: str, csv_path: str) -> str:
 
 
 def device() -> str:
-    """The device for tensors: the first GPU if torch sees one, else the host."""
+    """Returns the device for tensors: the first GPU if torch finds one, else the host."""
     torch = imported("torch")
     return "cuda:0" if torch is not None and torch.cuda.is_available() else "cpu"
 
@@ -223,9 +223,9 @@ def _dtype(name: str, place: str) -> Any:
 
 
 def _read_entries(entries: list[_Entry], preload: overwire.Preload | None, sizes: bool = True) -> list[Any]:
-    """The tensors of all entries. Checks headers and sizes first, then loads all containers at
-    once, attached to the preload if it is of the same files. sizes: the listed sizes are
-    right."""
+    """Loads the tensors of all entries. Checks headers and sizes first, then loads all containers in
+    one call, which uses the preload if it has the same files. sizes: whether the listed sizes are
+    known to be right."""
     if sizes and preload is None and (settings.text("OVERWIRE_DOWNLOADER") or settings.text("DOWNLOADER_PATH")):
         with _brought(entries) as there:
             return _tensors(there, None)
@@ -234,9 +234,8 @@ def _read_entries(entries: list[_Entry], preload: overwire.Preload | None, sizes
 
 @contextlib.contextmanager
 def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
-    """Yields the entries with remote ones downloaded to a temporary folder. One downloader
-    process gets all URLs, as in nyacomp, and its stream is split by the listed
-    sizes."""
+    """Downloads remote entries to a temporary folder, and yields all entries. As in nyacomp, one
+    downloader process gets all URLs, and its stream is split by the listed sizes."""
     remote = [entry for entry in entries if entry.place.startswith(("http://", "https://"))]
     if not remote:
         yield entries
@@ -253,7 +252,7 @@ def _brought(entries: list[_Entry]) -> Iterator[list[_Entry]]:
                     while size and (part := reader.read(min(size, 1 << 20))):
                         file.write(part)
                         size -= len(part)
-            reader.read(1)  # raises an error that comes at the end
+            reader.read(1)  # raises an error that occurs at the end
         here = {id(entry): entry._replace(place=place) for entry, place in zip(remote, places, strict=True)}
         try:
             yield [here.get(id(entry), entry) for entry in entries]
@@ -281,7 +280,7 @@ def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[An
         if not isinstance(names, list):
             tensors.append(_shaped(names(entry), entry))
             continue
-        # Copied or gathered files may hold equal names, so load them one by one.
+        # Files may have equal tensor names, for instance copies. Load these one by one.
         source = by_name or overwire.load_file(entry.place, framework="pt", device=device())
         if _is_bundle(entry):
             tensors += [source.pop(name) for name in names]
@@ -291,7 +290,7 @@ def _tensors(entries: list[_Entry], preload: overwire.Preload | None) -> list[An
 
 
 def _is_bundle(entry: _Entry) -> bool:
-    # A container of a whole bundle is listed as its bytes.
+    # The container of a whole bundle is listed as one tensor of bytes.
     return entry.place.endswith(".safetensors")
 
 
@@ -315,7 +314,8 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
         if "://" not in place:
             actual_size = _size_of(place)
             if actual_size != size:
-                raise overwire.CorruptError(f"overwire: open {place}: {actual_size} bytes, not {size}", source=place)
+                text = f"overwire: open {place}: expected {size} bytes, got {actual_size}"
+                raise overwire.CorruptError(text, source=place)
         return _raw
     if "://" not in place:
         _size_of(place)
@@ -329,16 +329,17 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
     except overwire.FormatError:
         if "://" not in place or file.digest is not None:
             raise
-        return _foreign  # or not a valid file, which shows once it is downloaded
+        return _foreign  # an invalid file is detected after the download
     rows = source["tensors"]
     if file.digest is not None and (source.get("metadata") or {}).get(_DIGEST) != file.digest:
         raise overwire.CorruptError(
-            f"overwire: open {place}: it holds another tensor than the checkpoint had: another checkpoint here "
-            "with equal keys was compressed later; compress each checkpoint in its own folder",
+            f"overwire: open {place}: it has a different tensor than the checkpoint had: another checkpoint with equal "
+            "keys was compressed in this folder later; compress each checkpoint in its own folder",
             source=place,
         )
     if len(rows) != 1 or rows[0]["bytes"] != size:
-        raise _misfit(place, f"{sum(row['bytes'] for row in rows)} bytes in {len(rows)} tensors, not {size} in one")
+        contents = f"{len(rows)} tensors with {sum(row['bytes'] for row in rows)} bytes"
+        raise _misfit(place, f"expected one tensor with {size} bytes, got {contents}")
     return [rows[0]["name"]]
 
 
@@ -367,7 +368,7 @@ def _raw(entry: _Entry) -> Any:
         with open(place, "rb", opener=regular) as file:
             if file.readinto(data) < size or file.read(1):
                 raise overwire.CorruptError(
-                    f"overwire: read {place}: its size is not {size} bytes, or not any more", source=place
+                    f"overwire: read {place}: its size is no longer {size} bytes", source=place
                 )
     if len(data) != size:
         raise overwire.CorruptError(f"overwire: read {place}: {len(data)} bytes, expected {size}", source=place)
@@ -380,7 +381,7 @@ def _foreign(entry: _Entry) -> Any:
     import torch
 
     size = entry.file.decompressed_size
-    # At most this many 64 KiB chunks, each with its row in the stored tables.
+    # The limit has space for incompressible chunks and for the tables.
     plain = hlif.decode(entry.place, overwire.read_bytes(entry.place, 2 * size + (1 << 20)), size)
     flat = torch.frombuffer(plain, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
     return flat.to(device())

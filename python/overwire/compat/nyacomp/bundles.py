@@ -1,4 +1,4 @@
-"""Implements nyacomp's four functions and the parts of its loading."""
+"""Implements nyacomp's functions that save and load bundles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
     """Saves a module, a pipeline or a state dict; returns stored / original bytes.
 
     Writes the pickle to `path`, its tensors to nya/, and meta.csv, metadata.pkl and
-    merged_tensors.csv to both places. UNCOMPRESSED stores plain bytes.
-    empty: remove the parameters from the model afterwards, as nyacomp does.
+    merged_tensors.csv to both folders. UNCOMPRESSED stores plain bytes.
+    empty: whether to remove the parameters from the model afterwards, as nyacomp does.
     """
     ratio = _save_listed(model, path, True)
     if empty:
@@ -39,14 +39,14 @@ def compress(model: Any, path: PathLike = DEFAULT, *, empty: bool = False) -> fl
 
 
 def compress_pickle(obj: Any, path: PathLike = DEFAULT, algo: int = 0) -> float:
-    """Saves any object, otherwise like `compress`. In nyacomp, `algo` (0, 1 or 2) chose one of
-    nvCOMP's settings; here all mean the same."""
+    """Saves any object, otherwise like `compress`. In nyacomp, `algo` (0, 1 or 2) selects one of
+    nvCOMP's settings; here it has no effect."""
     settings.check_algo(algo)
     return _save_listed(obj, path, False)
 
 
 def _save_listed(obj: Any, path: PathLike, is_model: bool) -> float:
-    # An overwire bundle has one tensor file: the container, which is listed as its bytes.
+    # An overwire bundle has one tensor file, the container. The manifest lists it as one tensor of bytes.
     def write_manifests(target: str, container: str, report: overwire.Report, _: Any) -> None:
         folder, size = Path(path).parent, report.bytes_out
         name = os.path.basename(container) if "\n" in container else container
@@ -69,7 +69,7 @@ def _parameters(model: Any) -> list[Any]:
 
 
 def get_pipeline_params(pipeline: Any) -> list[Any]:
-    """The parameters of all modules that a pipeline's `config` names, in that order."""
+    """Returns the parameters of all modules that a pipeline's `config` names, in that order."""
     import torch
 
     params = []
@@ -83,7 +83,7 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
 
 
 def tensor_bytes(tensor: Any) -> bytes:
-    """A copy of a tensor's elements as bytes, in row-major order."""
+    """Returns a copy of a tensor's elements as bytes, in row-major order."""
     from overwire.plumbing import check_memory  # imports torch
 
     check_memory(tensor, "overwire: tensor_bytes")
@@ -94,8 +94,8 @@ def tensor_bytes(tensor: Any) -> bytes:
 
 def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[str, Any], int, int]:
     """Writes one tensor to `path` (".gz"). If plain bytes are smaller, UNCOMPRESSED is set, or
-    containers lack its dtype, writes to the same name with ".raw" instead. An existing file is
-    replaced with or without RECOMPRESS. The tensor does not change.
+    containers lack its dtype, writes plain bytes to the same name with ".raw". An existing file is
+    replaced regardless of RECOMPRESS. The tensor does not change.
 
     Returns the dict for `to_csv`, the tensor's bytes, and the file's bytes.
     """
@@ -121,7 +121,7 @@ def compress_parameter(param: Any, path: PathLike, algo: int = 0) -> tuple[dict[
     return meta, size, stored_size
 
 
-#: The load that PRELOAD_PATH started when this was imported; None without it.
+#: The load that the import of this package has started, or None.
 decompressor: _nyacomp.AsyncDecompressor | None = None
 
 
@@ -144,12 +144,12 @@ def start_preload() -> None:
 
 
 def load_compressed(path: PathLike = DEFAULT) -> Any:
-    """Loads what `compress` or nyacomp itself saved, and trusts it. Attaches to its preload."""
+    """Loads a file that `compress` or nyacomp itself saved, and trusts it. Uses the preload of its bundle."""
     return _load_pickle(path)
 
 
 def load_compressed_pickle(path: PathLike = DEFAULT) -> Any:
-    """Loads what `compress_pickle` or nyacomp itself saved, and trusts it."""
+    """Loads a file that `compress_pickle` or nyacomp itself saved, and trusts it."""
     return _load_pickle(path)
 
 
@@ -168,26 +168,26 @@ def _load_pickle(path: PathLike) -> Any:
 
 
 def _listed(path: PathLike) -> list[MetaRow] | None:
-    """The files in the manifest of a bundle, or in PRELOAD_PATH's; None without one."""
+    """Returns the files in the manifest of a bundle, or in that of PRELOAD_PATH; None without a manifest."""
     meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
     return manifests.read_csv(meta).rows if meta else None
 
 
 def _remote(path: PathLike) -> str | None:
-    """With DOWNLOAD, the URL of a bundle's container, to read it from there; else None."""
+    """Returns the URL of a bundle's container if DOWNLOAD is set, else None."""
     rows = _listed(path) or [] if settings.flag("DOWNLOAD") else []
     urls = [row.filename for row in rows if "://" in row.filename and row.filename.endswith(".safetensors")]
     return urls[0] if len(urls) == len(rows) == 1 else None
 
 
 def _foreign(path: PathLike) -> bool:
-    """Whether the manifest lists nyacomp's files, not an overwire container."""
+    """Returns whether the manifest lists nyacomp's files, not an overwire container."""
     rows = _listed(path)
     return rows is not None and not any(row.filename.endswith(".safetensors") for row in rows)
 
 
 class _References(pickle.Unpickler):
-    # Reads nyacomp's pickles, where persistent ids are positions of tensors.
+    # Reads nyacomp's pickles, in which persistent ids are positions of tensors.
 
     def __init__(self, file: Any, tensors: list[Any], path: str) -> None:
         super().__init__(file)
@@ -196,7 +196,8 @@ class _References(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if type(pid) is not int or not 0 <= pid < len(self._tensors):
-            raise overwire.FormatError(f"overwire: unpickle {self._path}: no tensor {pid!r}", source=self._path)
+            text = f"overwire: unpickle {self._path}: it refers to tensor {pid!r} of {len(self._tensors)}"
+            raise overwire.FormatError(text, source=self._path)
         return self._tensors[pid]
 
 
@@ -208,7 +209,7 @@ def _filled(path: PathLike, tensors: list[Any]) -> Any:
     empty = [param for param in _parameters(model) if param.shape == (0,)]
     if len(empty) != len(tensors):
         raise overwire.FormatError(
-            f"overwire: load {os.fspath(path)}: {len(empty)} empty parameters for {len(tensors)} tensors",
+            f"overwire: load {os.fspath(path)}: it has {len(empty)} empty parameters for {len(tensors)} tensors",
             source=os.fspath(path),
         )
     for param, tensor in zip(empty, tensors, strict=True):
@@ -217,9 +218,9 @@ def _filled(path: PathLike, tensors: list[Any]) -> Any:
 
 
 def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[int]]]:
-    """The arguments of `batch_decompress` for the bundle at `path`, from its metadata.pkl. They
-    are partitioned again if they are for another number of threads, or if REDO_PARTITION is
-    set."""
+    """Returns the arguments of `batch_decompress` for the bundle at `path`, from its metadata.pkl. The
+    files are partitioned again if the stored bins are for another number of threads, or if
+    REDO_PARTITION is set."""
     rows, bins = manifests.read_metadata(path)
     meta = [row for row in rows if row]
     folder = Path(path).absolute().parent
@@ -238,9 +239,9 @@ def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[i
 
 
 def get_tensors(path: PathLike) -> list[Any]:
-    """The tensors of the bundle at `path` as stored (merged): from the preload if that is of this
-    bundle, else read now with its meta.csv (with PYTHON_ARGS its metadata.pkl), else with
-    PRELOAD_PATH."""
+    """Returns the stored (merged) tensors of the bundle at `path`. They come from the preload if it is of
+    this bundle. Otherwise they are read now, with the bundle's meta.csv (or metadata.pkl if PYTHON_ARGS is
+    set), or with PRELOAD_PATH if there is no meta.csv."""
     return _stored(path, keep=True)
 
 

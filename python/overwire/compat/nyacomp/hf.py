@@ -1,9 +1,9 @@
 """Compresses and loads checkpoints of Hugging Face's libraries, each tensor in its own file.
 
-D/x.bin becomes D/nya/boneless_x.bin, a torch file with the state dict. There a large tensor is
-{"shape", "dtype", "len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta"
-holds the bins. The checkpoint itself stays. Another checkpoint in the same folder uses the
-same file for an equal key; the digest tells which checkpoint the tensor belongs to.
+For D/x.bin it writes D/nya/boneless_x.bin, a torch file with the state dict. In it a large tensor
+is {"shape", "dtype", "len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta"
+has the bins. The checkpoint itself stays. Checkpoints in the same folder share the file of an
+equal key; the digest tells which checkpoint its tensor belongs to.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compress_model(model: str | None = None) -> float:
 
 
 def compress_components(components: Iterable[_PathLike]) -> float:
-    """Runs `compress_state_dict` for several checkpoints, except for those that it made itself.
+    """Runs `compress_state_dict` for several checkpoints, except for files that it made itself.
     Returns stored / original bytes, 1.0 if there are no checkpoints."""
     size = stored_size = 0
     for component in map(Path, components):
@@ -62,13 +62,13 @@ def compress_components(components: Iterable[_PathLike]) -> float:
 
 
 def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
-    """Compresses the tensors of a checkpoint (torch's, or safetensors) that have more than
-    `treshold` bytes, into nya/ in its folder. Replaces the files of an earlier run, and those of
-    another checkpoint in the folder for equal keys. `good_load` of that other checkpoint then
-    raises CorruptError, unless the tensors are equal.
+    """Compresses the tensors of a torch or safetensors checkpoint that have more than `treshold`
+    bytes, into nya/ in its folder. Replaces the files of an earlier run, and those of other
+    checkpoints in the folder for equal keys. `good_load` of such another checkpoint then raises
+    CorruptError, unless the tensors are equal.
 
-    Returns the bytes of all tensors, and the bytes that they take now. NotSupportedError for
-    a checkpoint that has its own key "meta".
+    Returns the original and the stored bytes of all tensors. Raises NotSupportedError for a
+    checkpoint with a key "meta".
     """
     import torch
 
@@ -115,7 +115,7 @@ def _read_state(path: Path) -> Mapping[str, Any]:
     state = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state, Mapping):
         raise overwire.FormatError(
-            f"overwire: open {path}: it holds a {type(state).__name__}, not a state dict", source=str(path)
+            f"overwire: open {path}: expected a state dict, got {type(state).__name__}", source=str(path)
         )
     return state
 
@@ -130,14 +130,14 @@ def _file(folder: Path, key: str) -> Path:
 
 
 def _read_boneless(boneless: Path) -> dict[str, Any]:
-    """Reads what `compress_state_dict` wrote. FormatError for anything else, whatever torch raises for it."""
+    """Reads a file of `compress_state_dict`. Raises FormatError if torch cannot read the file."""
     import torch
 
-    try:  # torch chooses the reader by the path's ending
+    try:  # for a path, torch would choose the reader by its extension
         with torch.serialization.safe_globals([torch.Size]), open(boneless, "rb", opener=regular) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
         if type(state) is not dict or not all(type(key) is str for key in state):
-            raise ValueError("it does not hold a dict with names as keys")
+            raise ValueError("it is not a dict with names as keys")
         return state
     except FileNotFoundError as error:
         raise overwire.NotFoundError(
@@ -145,10 +145,10 @@ def _read_boneless(boneless: Path) -> dict[str, Any]:
         ) from error
     except (overwire.OverwireError, PermissionError, MemoryError):
         raise
-    except Exception as error:  # including OSError: torch seeks to offsets that the file gives
+    except Exception as error:  # including OSError: torch seeks to offsets from the file
         reason = str(error).partition("\n")[0]
         raise overwire.FormatError(
-            f"overwire: open {boneless}: not what compress_state_dict writes: {reason:.200}", source=str(boneless)
+            f"overwire: open {boneless}: not a file of compress_state_dict: {reason:.200}", source=str(boneless)
         ) from error
 
 
@@ -160,7 +160,7 @@ def _is_row(row: dict[str, Any]) -> bool:
 
 
 def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
-    """The state dict without its bins, and the keys and files of its large tensors, largest
+    """Returns the state dict without its bins, and the keys and files of its large tensors, largest
     first."""
     boneless = _boneless(path)
     state = _read_boneless(boneless)
@@ -172,12 +172,16 @@ def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyac
         row = state[key]
         if not _is_row(row):
             raise overwire.FormatError(
-                f"overwire: open {boneless}: no sizes of {key!r:.200}", source=str(boneless), tensor=str(key)
+                f"overwire: open {boneless}: the sizes of {key!r:.200} are missing or invalid",
+                source=str(boneless),
+                tensor=str(key),
             )
         shape, dtype = list(row["shape"]), str(row["dtype"]).removeprefix("torch.")
         if math.prod(shape) * row["dtype"].itemsize != row["len"]:
             raise overwire.FormatError(
-                f"overwire: open {boneless}: sizes of {key!r} do not fit", source=str(boneless), tensor=key
+                f"overwire: open {boneless}: the sizes of {key!r} do not match its shape",
+                source=str(boneless),
+                tensor=key,
             )
         place = str(_file(boneless.parent, key))
         files.append(
@@ -187,7 +191,7 @@ def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyac
 
 
 def dry_load(path: _PathLike) -> list[list[Any]]:
-    """Lists what `good_load` would read: file names, shapes, dtypes."""
+    """Lists the file names, shapes and dtypes that `good_load` would read."""
     _, _, files = _read_layout(path)
     return [[file.filename for file in files], [list(file.shape) for file in files], [file.dtype for file in files]]
 
@@ -204,15 +208,15 @@ def good_load(path: _PathLike) -> dict[str, Any]:
     return state
 
 
-# Maps each module to what `toggle_patch` has put there.
+# By id: the modules that `toggle_patch` has patched, and their patches.
 _toggled: dict[int, tuple[Any, list[_Toggle]]] = {}
 
 
 def toggle_patch(module: Any) -> None:
     """Patches a module (diffusers' or transformers' modeling_utils). Its `load_state_dict`, and
-    its `safe_open` if it has one, then load what `compress_state_dict` made if that exists, and
-    read everything else as before. Called again, it removes the patch, except for wrappers that
-    another tool has put around it."""
+    its `safe_open` if it has one, then load checkpoints that `compress_state_dict` has compressed,
+    and read others as before. A second call removes the patch, but leaves wrappers that another
+    tool has put around it."""
     if id(module) in _toggled:
         for toggle in _toggled.pop(id(module))[1]:
             toggle.on = False
@@ -319,8 +323,8 @@ class _Slice:
 
 
 def _fresh(path: Path) -> bool:
-    # A checkpoint that was written later has other tensors than nya/. So may one that was put
-    # there with an older modification time (cp -p, rsync); its status change time shows that.
+    # A checkpoint that was written after nya/ may have other tensors. Tools such as cp -p and rsync
+    # keep older modification times, so the status change times are compared as well.
     boneless = _boneless(path)
     try:
         container, now = boneless.stat(), path.stat()
@@ -330,7 +334,7 @@ def _fresh(path: Path) -> bool:
 
 
 def toggle_diffusers() -> None:
-    """`toggle_patch` for diffusers."""
+    """Runs `toggle_patch` for diffusers."""
     import diffusers.models.model_loading_utils as utils
     import diffusers.models.modeling_utils as modeling
 
@@ -339,14 +343,14 @@ def toggle_diffusers() -> None:
 
 
 def toggle_transformers() -> None:
-    """`toggle_patch` for transformers."""
+    """Runs `toggle_patch` for transformers."""
     import transformers.modeling_utils as modeling
 
     toggle_patch(modeling)
 
 
 def stats(times: Sequence[float]) -> str:
-    """Mean, standard deviation and minimum in one line, rounded to 4 digits."""
+    """Formats mean, standard deviation and minimum in one line, rounded to 4 digits."""
     import statistics
 
     values = {"mean": statistics.mean(times), "stdev": statistics.stdev(times), "min": min(times)}

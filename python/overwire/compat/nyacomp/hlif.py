@@ -8,8 +8,8 @@
 
 It is the container of nvCOMP 2.2, the last release with open source, with 0 as its magic
 number. Its GDeflate chunks are standard. nvCOMP does not publish its checksum algorithm, so
-checksums are not compared. nyacomp does not compare them either, but a changed byte can go
-unnoticed if its chunk still decodes. Compress such files again.
+checksums are not compared (nyacomp does not compare them either). A changed byte goes unnoticed
+if its chunk still decodes, so such files should be compressed again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECOMPRESS = "python -m overwire.compat.nyacomp recompress MODEL.pkl NEW.pkl"
 
 
 class Header(NamedTuple):
-    """nvCOMP's header of a file: who wrote it, how, and the number of plain bytes."""
+    """nvCOMP's header of a file: its version, format, and number of plain bytes."""
 
     version: tuple[int, int]
     format: str
@@ -41,7 +41,7 @@ class Header(NamedTuple):
 
 
 def parse(place: str, head: bytes, size: int) -> Header:
-    """Parses the first 64 bytes of a file of `size` bytes. FormatError for other files,
+    """Parses the first 64 bytes of a file of `size` bytes. Raises FormatError for other files,
     NotSupportedError for formats that only nvCOMP can read."""
     if len(head) >= _HEADER.size:
         magic, major, minor, kind, payload, plain, offset = _HEADER.unpack_from(head)
@@ -56,8 +56,7 @@ def parse(place: str, head: bytes, size: int) -> Header:
             if header.format not in _HIDDEN:
                 return header
             raise overwire.NotSupportedError(
-                f"overwire: open {place}: {header.format} of nvCOMP {major}.{minor}, {plain} bytes: only nvCOMP reads "
-                "it",
+                f"overwire: open {place}: format {header.format} of nvCOMP {major}.{minor}: only nvCOMP reads it",
                 source=place,
             )
     raise overwire.FormatError(
@@ -66,8 +65,8 @@ def parse(place: str, head: bytes, size: int) -> Header:
 
 
 def sniff(place: str) -> Header | None:
-    """Detects the kind of a local file: None for an overwire container, nvCOMP's header
-    otherwise. Raises what `parse` raises."""
+    """Detects the kind of a local file. Returns None for an overwire container, and nvCOMP's header
+    for other files. Raises the errors of `parse`."""
     with open(place, "rb", opener=regular) as file:
         head = file.read(_HEADER.size)
         size = file.seek(0, 2)
@@ -75,11 +74,12 @@ def sniff(place: str) -> Header | None:
 
 
 def decode(place: str, data: bytes, size: int) -> memoryview:
-    """Decodes the `size` bytes of a complete nvCOMP file. CorruptError, FormatError,
+    """Decodes the `size` bytes of a complete nvCOMP file. Raises CorruptError, FormatError,
     NotSupportedError."""
     header = parse(place, data[: _HEADER.size], len(data))
     if header.plain != size:
-        raise overwire.FormatError(f"overwire: open {place}: {header.plain} bytes in it, expected {size}", source=place)
+        text = f"overwire: open {place}: expected {size} plain bytes, got {header.plain}"
+        raise overwire.FormatError(text, source=place)
     log.warning(
         "overwire: %s: its checksums are nvCOMP's own and are not compared; compress the model again with: %s",
         place,

@@ -2,8 +2,8 @@
 
 docs/nyacomp.md describes meta.csv. metadata.pkl is a pickled list with a dict for each row
 (filename, shape, dtype, decompressed_size, compressed_size; {} for a tensor that was not
-stored), and the bins last. All three are searched in both of nyacomp's places: its README's
-(next to the pickle) and its code's (nya/).
+stored), and the bins as last item. All three may be in nya/, as in nyacomp's code, or next to
+the pickle, as in its README.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = "nya"
 META = "meta.csv"
 METADATA = "metadata.pkl"
 MERGE_INFO = "merged_tensors.csv"
-_LIMIT = 1 << 26  # most bytes of a manifest
+_LIMIT = 1 << 26  # maximum bytes of a manifest
 
 
 class Manifest(NamedTuple):
@@ -35,7 +35,7 @@ class Manifest(NamedTuple):
 
 
 def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
-    """Whether bins only name existing files, and none twice."""
+    """Returns whether bins only have positions of existing files, each at most once."""
     indices = [at for part in bins for at in part]
     return len(set(indices)) == len(indices) and all(0 <= at < count for at in indices)
 
@@ -47,7 +47,7 @@ def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
 
 def read_csv(path: str | os.PathLike[str]) -> Manifest:
     """Reads the meta.csv at a path or URI. It may have any number of bins, also empty ones.
-    NotFoundError, FormatError."""
+    Raises NotFoundError, FormatError."""
     place = os.fspath(path)
     text = os.fsdecode(overwire.read_bytes(place, _LIMIT))  # names may be any bytes
     try:
@@ -63,12 +63,12 @@ def read_csv(path: str | os.PathLike[str]) -> Manifest:
 
 def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
     """Writes a meta.csv from the dicts that `compress_parameter` returns (empty dicts are skipped)
-    and from bins of positions among the others. ArgumentError for a name with a line break,
-    before anything is written."""
+    and from bins of positions among the other dicts. Raises ArgumentError for a name with a line
+    break, before anything is written."""
     for row in meta:
         if row and "\n" in str(row["filename"]):
             raise overwire.ArgumentError(
-                f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break, but each file takes one line"
+                f"overwire: save {os.fspath(f)!r}: {row['filename']!r} has a line break: rename it"
             )
     rows = [
         f"{row['filename']} {ints(row['shape'])} {row['dtype']} {row['decompressed_size']} {row['compressed_size']}"
@@ -84,20 +84,20 @@ def ints(i: Sequence[int]) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replaces a file atomically: readers see the old file or the new one. The mode and owner stay,
-    and a symbolic link is followed."""
+    """Replaces a file atomically: readers see the old file or the new one. Keeps the mode and owner,
+    and follows a symbolic link."""
     write_bytes(local(path), data, None)
 
 
 def host_name(path: str | os.PathLike[str]) -> str:
-    """The name of a file in a manifest: with HOST before it if DOWNLOAD is set."""
+    """Returns a file's name for a manifest, with the prefix HOST if DOWNLOAD is set."""
     name = os.fspath(path)
     prefix = settings.host()
     return f"{prefix}/{name.lstrip('/')}" if prefix else name
 
 
 def write(folder: Path, meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], merge_info: str) -> None:
-    """Writes the manifests of the tensor files in folder/nya, in both places."""
+    """Writes the manifests of the tensor files in folder/nya, to both folders."""
     rows = [*meta, [list(part) for part in bins]]
     for place in (folder / FOLDER, folder):
         write_file(place / METADATA, pickle.dumps(rows, protocol=4))
@@ -106,7 +106,7 @@ def write(folder: Path, meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequen
 
 
 def find(path: str | os.PathLike[str], name: str) -> Path | None:
-    """The manifest of the bundle at `path`, in either place; None if it is in neither."""
+    """Returns a manifest of the bundle at `path`, from either folder; None if it is in neither."""
     folder = Path(path).absolute().parent
     for place in (folder / FOLDER / name, folder / name):
         if place.exists():
@@ -122,7 +122,7 @@ def read_merge_info(path: str | os.PathLike[str]) -> str:
 def _beside(path: str | os.PathLike[str], name: str) -> Path:
     place = find(path, name)
     if place is None:
-        raise overwire.NotFoundError(f"overwire: open {path}: {name} is not next to it", source=os.fspath(path))
+        raise overwire.NotFoundError(f"overwire: open {path}: its {name} is missing", source=os.fspath(path))
     return place
 
 
@@ -136,7 +136,7 @@ def _is_row(row: Mapping[str, Any]) -> bool:
 def read_metadata(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Reads metadata.pkl of the bundle at `path`: the dicts, including {}, and the bins.
 
-    The pickle is plain data; it cannot call anything. NotFoundError, FormatError, UntrustedPickleError."""
+    The pickle may only contain plain data. Raises NotFoundError, FormatError, UntrustedPickleError."""
     place = _beside(path, METADATA)
     try:
         *rows, bins = load_plain(overwire.read_bytes(place, _LIMIT), str(place))

@@ -1,4 +1,4 @@
-"""Stacks tensors of one shape and dtype for storage, and splits the stacks again.
+"""Stacks tensors of equal shape and dtype for storage, and splits the stacks again.
 
 overwire's own bundles do not need this, because small tensors share chunks there. It is for
 programs that call it and for bundles in nyacomp's layout.
@@ -14,27 +14,26 @@ import overwire
 
 from . import partition, settings
 
-#: The default for the most bytes of a merged tensor: servers commonly refuse larger
-#: uploads.
+#: The default maximum bytes of a merged tensor. Servers commonly refuse larger uploads.
 LIMIT = 500 << 20
 
 
 def tensor_size(tensor: Any) -> int:
-    """The bytes of a tensor's elements."""
+    """Returns the bytes of a tensor's elements."""
     return int(tensor.nelement() * tensor.element_size())
 
 
 def split_into_bins(group: Sequence[Any], n_splits: int) -> list[list[Any]]:
-    """Splits a group into contiguous runs of nearly equal length, the longer ones first: 7 in 3
-    gives 3, 2, 2. If there are more runs than members, the last runs are empty."""
+    """Splits a group into contiguous runs of nearly equal length, the longer ones first: 7 members
+    in 3 runs give 3, 2, 2. If there are more runs than members, the last runs are empty."""
     size, longer = divmod(len(group), n_splits)
     ends = [size * at + min(at, longer) for at in range(n_splits + 1)]
     return [list(group[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
 def _groups(tensors: Sequence[Any], limit: float) -> list[list[int]]:
-    """Positions of the tensors to stack, grouped by shape, dtype and device. Each group has at most
-    `limit` bytes, unless one tensor has more."""
+    """Returns positions of the tensors to stack, grouped by shape, dtype and device. Each group has at
+    most `limit` bytes, unless one tensor has more."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for at, tensor in enumerate(tensors):
         alike.setdefault((tuple(tensor.shape), str(tensor.dtype), str(tensor.device)), []).append(at)
@@ -49,11 +48,11 @@ def _groups(tensors: Sequence[Any], limit: float) -> list[list[int]]:
 def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any], str]:
     """Stacks tensors of equal shape and dtype along a new first dimension.
 
-    maxsize: the most bytes of a stack of several tensors; 0: an equal share for
+    maxsize: the maximum bytes of a stack of several tensors; 0: an equal share for
         each of NUM_THREADS threads, at least 500 MiB.
 
-    Returns the stacks, on the device of their tensors, and a text with the positions of the
-    tensors of each stack in one line. merged_tensors.csv holds it, and `split_tensors` takes it.
+    Returns the stacks, on the device of their tensors, and the text of merged_tensors.csv, with the
+    positions of each stack's tensors in one line. `split_tensors` needs that text.
     """
     import torch
 
@@ -64,7 +63,7 @@ def merge_tensors(tensors: Sequence[Any], maxsize: float = 0) -> tuple[list[Any]
 
 
 def calculate_makespan(tensors: Sequence[Any]) -> int:
-    """The bytes of the fullest bin if these tensors are spread over NUM_THREADS bins."""
+    """Returns the bytes of the fullest bin if these tensors are spread over NUM_THREADS bins."""
     return _makespan([tensor_size(tensor) for tensor in tensors])
 
 
@@ -99,10 +98,10 @@ def iterative_merge_tensors(tensors: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def split_tensors(tensors: Sequence[Any], info: str) -> list[Any]:
-    """Returns the tensors in stacks, in the order of their positions. Each has its own memory, and
-    lacks the stack's first dimension.
+    """Splits stacks into their tensors, in the order of their positions. Each tensor has its own memory,
+    and lacks the stack's first dimension.
 
-    info: the text of merged_tensors.csv. Raises FormatError if it does not fit.
+    info: the text of merged_tensors.csv. Raises FormatError if it does not match the stacks.
     """
     lines = [line for line in info.strip().splitlines() if line.strip()]
     if len(lines) != len(tensors):

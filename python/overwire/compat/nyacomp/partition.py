@@ -11,8 +11,8 @@ from functools import lru_cache
 
 
 def ffd_binpack(sizes: Sequence[int], capacity: float) -> list[list[int]]:
-    """First fit, decreasing: puts sizes into bins of at most `capacity`, as many as needed. A larger
-    size gets its own bin."""
+    """Packs sizes into bins of at most `capacity` by first-fit decreasing, with as many bins as needed.
+    A larger size gets its own bin."""
     bins: list[list[int]] = []
     room: list[float] = []
     for size in sorted(sizes, reverse=True):
@@ -41,7 +41,7 @@ def multifit_partition(sizes: Sequence[int], bins: int = 32, k: int = 20) -> lis
 
 
 def makespan(bins: Sequence[Sequence[int]]) -> int:
-    """The largest sum."""
+    """Returns the largest sum of a bin."""
     return max(map(sum, bins), default=0)
 
 
@@ -80,8 +80,8 @@ def to_idx(sizes: Sequence[int], bins: Sequence[Sequence[int]]) -> list[list[int
 
 
 def massage(sizes: Sequence[int], n_bins: int = 32) -> list[list[int]]:
-    """Positions in `sizes`, in exactly `n_bins` bins, each with its largest first. No bin is
-    empty while another has two. Works for any numbers."""
+    """Distributes the positions in `sizes` over exactly `n_bins` bins, each with its largest first. No
+    bin is empty while another has two positions."""
     return [list(part) for part in _massage(tuple(sizes), n_bins)]
 
 

@@ -1,9 +1,9 @@
 """Reads nyacomp's environment variables, and documents their meaning here.
 
-An invalid value is a warning on the logger "overwire" and counts as not set; nothing
-aborts. DEBUG, SILENT, NUM_THREADS, PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become
-settings of overwire itself once this package is imported. overwire warns about them, and
-its own names win (`overwire doctor --env`).
+An invalid value is logged as a warning on the logger "overwire" and counts as not set.
+DEBUG, SILENT, NUM_THREADS, PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become settings of
+overwire itself once this package is imported. overwire warns about them, and its own
+variables take precedence (`overwire doctor --env`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _FLAGS = (
     "SKIP_SETPIPE_SZ",
 )
 
-#: Accepted and checked, but without effect, because overwire lacks what they tune: it has one
-#: ring of slots for all threads, has no streams or buffers per thread, and hides no modules.
-#: Maps numeric ones to (lowest, highest).
+#: Variables that are checked but have no effect: overwire has one ring of slots for all threads,
+#: no streams or buffers per thread, and hides no modules. Maps each to (lowest, highest).
 PASSED_OVER: dict[str, tuple[int, int]] = {
     "NUM_STREAMS": (1, 1 << 16),
     "CHUNK_SIZE": (9, 40),  # log2 of bytes
@@ -49,34 +48,34 @@ PASSED_OVER: dict[str, tuple[int, int]] = {
 
 
 def flag(name: str) -> bool:
-    """Whether a variable says yes."""
+    """Returns whether a variable is set to a spelling of yes."""
     return text(name).lower() in _YES
 
 
 def number(name: str, low: int, high: int) -> int | None:
-    """A variable's number; None if it is not set or not a number in the range."""
+    """Returns a variable's number; None if it is not set or not a number in the range."""
     value = text(name)
     return int(value) if value.isdecimal() and low <= int(value) <= high else None
 
 
 def text(name: str, default: str = "") -> str:
-    """A variable's text, stripped of blanks; an empty text counts as not set."""
+    """Returns a variable's text, stripped of blanks; an empty text counts as not set."""
     return os.environ.get(name, "").strip() or default
 
 
 def num_threads() -> int:
-    """The number of bins to plan for: OVERWIRE_THREADS, NUM_THREADS, or the number of CPUs that
+    """Returns the number of bins to plan for: OVERWIRE_THREADS, NUM_THREADS, or the number of CPUs that
     this process may use."""
     return number("OVERWIRE_THREADS", 1, 1024) or number("NUM_THREADS", 1, 1024) or len(os.sched_getaffinity(0))
 
 
 def host() -> str:
-    """The prefix of file names in a manifest: HOST if DOWNLOAD is set, else nothing."""
+    """Returns the prefix of file names in a manifest: HOST if DOWNLOAD is set, else nothing."""
     return text("HOST", "http://localhost:8080").rstrip("/") if flag("DOWNLOAD") else ""
 
 
 def check_algo(algo: int) -> None:
-    """Raises ArgumentError unless algo is one of nvCOMP's settings, which all mean the same here."""
+    """Raises ArgumentError unless algo is one of nyacomp's values. They have no effect here."""
     if algo not in (0, 1, 2):
         raise ArgumentError(f"overwire: algo: expected 0, 1 or 2, got {algo!r}")
 

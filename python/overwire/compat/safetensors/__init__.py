@@ -1,4 +1,4 @@
-"""Offers safetensors' API, name by name, over overwire's reader and writer.
+"""Implements safetensors' API with overwire's reader and writer.
 
     from overwire.compat.safetensors import safe_open
     from overwire.compat.safetensors.torch import load_file, save_file
@@ -9,14 +9,14 @@ framework is installed.
 
 Intended differences:
 
-- Files must obey the format's rules, also about duplicate names.
+- Files that break a rule of the format are refused, including those with duplicate names.
 - The caller owns each tensor, which is never a view of a shared storage.
 - Saving replaces a file atomically.
 - A TensorSpec at address 0 is refused, where the original crashes.
-- numpy slices accept what numpy accepts (negative bounds, empty ranges), where the original raises.
+- Slices for numpy accept negative bounds and empty ranges; the original raises.
 - numpy gets bfloat16 and the fp8 dtypes as ml_dtypes' types.
-- `device` may be a torch.device, `load` takes any bytes-like object, and a file name may be
-  anything that `overwire.load_file` takes as one path.
+- `device` may be a torch.device, `load` accepts any bytes-like object, and a file name may be
+  any single path that `overwire.load_file` accepts.
 - `prefetch` also loads to the host, and its tensors have their own memory.
 - A TypeError names its argument in its text, as in 0.8, and not in a note.
 
@@ -32,7 +32,7 @@ from ._errors import SafetensorError
 from ._files import PySafeSlice, _safe_open_handle, safe_open
 from ._prefetch import PrefetchLoader, TensorMeta
 
-__version__ = "0.9.0-rc.1"  # the latest release with the names that are here
+__version__ = "0.9.0-rc.1"  # the latest release with the same names
 
 __all__ = [
     "PrefetchLoader",

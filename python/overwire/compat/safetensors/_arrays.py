@@ -10,7 +10,7 @@ from overwire.compat.safetensors._frameworks import framework_of
 
 
 def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tuple[Callable[..., Any], ...]:
-    """Makes a framework's `save`, `save_file`, `load` and `load_file`, which the module exports.
+    """Makes a framework's functions `save`, `save_file`, `load` and `load_file` for the module to export.
     to_numpy: converts one of its tensors to an array."""
     make = framework_of(framework).make
 
@@ -19,7 +19,7 @@ def functions(module: str, framework: str, to_numpy: Callable[[Any], Any]) -> tu
         return numpy.save({name: to_numpy(tensor) for name, tensor in tensors.items()}, metadata=metadata)
 
     def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
-        """Writes a plain safetensors file, which is complete or absent."""
+        """Writes a plain safetensors file atomically."""
         numpy.save_file({name: to_numpy(tensor) for name, tensor in tensors.items()}, filename, metadata=metadata)
 
     def load(data: bytes) -> dict[str, Any]:

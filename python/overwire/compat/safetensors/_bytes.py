@@ -14,7 +14,7 @@ from ._errors import SafetensorError, check, reading, writing
 class TensorSpec(overwire.TensorSpec):
     """A dense tensor in host memory, given by its address; see `overwire.TensorSpec`.
 
-    The caller owns the memory and keeps it valid until the call that gets the spec has
+    The caller owns the memory and must keep it valid until the call that receives the spec has
     returned. Raises SafetensorError for an unknown dtype.
     """
 
@@ -39,7 +39,7 @@ def _check(tensor_dict: Any, metadata: Any) -> None:
 
 
 def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: dict[str, str] | None = None) -> None:
-    """Writes a plain safetensors file, which is complete or absent.
+    """Writes a plain safetensors file atomically.
 
     Raises SafetensorError, also for errors of the operating system.
     """
@@ -47,7 +47,7 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
 
 
 def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None, *, compress: bool) -> None:
-    """`serialize_file` for overwire's specs."""
+    """Does the work of `serialize_file` for overwire's specs."""
     from overwire.plumbing import local, save_bytes  # reading does not need these
 
     _check(tensor_dict, metadata)
@@ -84,7 +84,7 @@ def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 
 class BytesFile:
-    """Bytes as a file that is read once, in views. `io.BytesIO` would copy."""
+    """A file over bytes that can be read once. It returns views; `io.BytesIO` would copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data
@@ -97,7 +97,7 @@ class BytesFile:
 
 
 def bytes_file(data: Any) -> BytesFile:
-    """Wraps bytes as a file. TypeError for an object without the buffer protocol."""
+    """Wraps bytes as a file. Raises TypeError for an object without the buffer protocol."""
     try:
         return BytesFile(memoryview(data).cast("B"))
     except TypeError:

@@ -15,7 +15,7 @@ with contextlib.suppress(ImportError):
 
 
 class SafetensorError(_Base):  # type: ignore[misc]
-    """An invalid safetensors file, an unknown name, or an invalid slice."""
+    """A safetensors file, a name or a slice is invalid."""
 
     __module__ = "overwire.compat.safetensors"
 
@@ -37,7 +37,7 @@ _WORDS = {
 
 
 def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
-    """safetensors' text for a bad header, followed by overwire's."""
+    """Makes an error with safetensors' text for a bad header, followed by overwire's."""
     words = _WORDS.get(error.rule or "")
     if error.rule == "InvalidOffset":
         words = f"{words} `{error.tensor}`"
@@ -45,7 +45,7 @@ def header_error(error: overwire.OverwireError, begin: str) -> SafetensorError:
 
 
 def not_contiguous(name: str) -> ValueError:
-    """The error for saving a tensor that is not dense."""
+    """Makes the error for saving a tensor that is not dense."""
     return ValueError(
         f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you"
         " are trying to save tensors which are reference of each other in which case it's recommended to save"
@@ -55,7 +55,7 @@ def not_contiguous(name: str) -> ValueError:
 
 
 def check(what: str, value: Any, kind: type) -> None:
-    """Raises the original's error if an argument, or a part of one, is not of a kind."""
+    """Raises the original's TypeError if an argument, or a part of one, does not have a type."""
     if not isinstance(value, kind):
         raise TypeError(f"argument '{what}': {type(value).__name__!r} object is not an instance of '{kind.__name__}'")
 
@@ -65,7 +65,7 @@ def reading(filename: Any, begin: str = "Error while deserializing header") -> I
     """Converts errors of code that opens or reads."""
     try:
         if not filename and isinstance(filename, str):
-            raise overwire.NotFoundError("overwire: path: it is empty")
+            raise overwire.NotFoundError("overwire: the path is empty")
         yield
     except overwire.NotFoundError as error:
         raise FileNotFoundError(f"No such file or directory: {filename}") from error

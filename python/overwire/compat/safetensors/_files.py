@@ -18,7 +18,7 @@ _DEVICES = ("cuda", "npu", "xpu", "xla", "mlu", "musa", "hpu")
 
 
 def _device(device: Any) -> str:
-    """Spells a device as the original does: "cpu", "mps", "cuda:0" ..."""
+    """Converts a device to the original's name: "cpu", "mps", "cuda:0" ..."""
     if device is None:
         return "cpu"
     if isinstance(device, int) and device >= 0:
@@ -39,11 +39,11 @@ def _device(device: Any) -> str:
 class safe_open:
     """Opens a file and returns tensors on request.
 
-    filename: a path. framework: "pt", "np", "tf", "flax", "mlx" or "paddle", or a longer name
-    of these. device: the device for tensors; only "pt" and "paddle" support others than
-    "cpu". backend: "mmap" or "pread".
+    filename: a path. framework: "pt", "np", "tf", "flax", "mlx" or "paddle", or the long name
+    of one of these. device: the device for tensors; only "pt" and "paddle" support others
+    than "cpu". backend: "mmap" or "pread".
 
-    A context manager. Raises FileNotFoundError, SafetensorError.
+    It is a context manager. Raises FileNotFoundError, SafetensorError.
     """
 
     __slots__ = ("_device", "_entries", "_file", "_framework", "_name", "_source", "_state")
@@ -76,19 +76,19 @@ class safe_open:
         return self
 
     def __exit__(self, _exc_type: Any, _exc_value: Any, _traceback: Any) -> None:
-        # Slices stay usable; the last of them closes the file.
+        # Slices stay usable; dropping the last of them closes the file.
         self._file = None
 
     def keys(self) -> list[str]:
-        """The names of the tensors, sorted."""
+        """Returns the names of the tensors, sorted."""
         return self._live().keys()
 
     def offset_keys(self) -> list[str]:
-        """The names of the tensors, in the order of their data."""
+        """Returns the names of the tensors, in the order of their data."""
         return self._live().offset_keys()
 
     def metadata(self) -> dict[str, str] | None:
-        """The entries of `__metadata__`, or None without it."""
+        """Returns the entries of `__metadata__`, or None without it."""
         return self._live().metadata()
 
     def get_tensor(self, name: str) -> Any:
@@ -107,7 +107,7 @@ class safe_open:
         return {name: self._framework.make(tensor, self._device) for name, tensor in tensors.items()}
 
     def get_slice(self, name: str) -> PySafeSlice:
-        """Returns an object to index; nothing is read yet."""
+        """Returns a slice object, which reads when it is indexed."""
         file = self._live()
         check("name", name, str)
         with reading(self._name):
@@ -123,7 +123,7 @@ class safe_open:
         check("name", name, str)
         if not self._entries:
             entries, end = {}, 0
-            for each in file.offset_keys():  # tensors are contiguous
+            for each in file.offset_keys():  # tensors follow each other without gaps
                 inner = overwire.TensorSlice(file, each)
                 dtype, shape, begin = inner.get_dtype(), inner.get_shape(), end
                 end += nbytes(dtype, inner.shape)
@@ -141,7 +141,7 @@ class safe_open:
         """Starts to load tensors in the background, to a GPU or the host. Only for "pt".
 
         plan: maps names to None for the whole tensor, or to a slice of its rows with step 1; None: every tensor.
-        device: for the tensors; None: the file's. threads: exists for compatibility; the engine has its own.
+        device: the device for the tensors; None: the file's. threads: ignored; the engine has its own threads.
 
         Raises SafetensorError for tensors that it cannot load, and if the file has changed since it was opened.
         """
@@ -177,10 +177,10 @@ class _safe_open_handle(safe_open):
 class PySafeSlice(Internal):
     """A tensor of an open file that is read when it is indexed.
 
-    For "pt" an index means what it means for a torch tensor, including lists, masks and
-    errors. For ints, slices, `...` and None only the needed block is read. For other
-    frameworks an index has ints, slices with a positive step, and at most one `...`;
-    anything else is a SafetensorError.
+    For "pt" it is indexed like a torch tensor, including lists, masks and errors. For ints,
+    slices, `...` and None only the needed block is read. For other frameworks an index has
+    ints, slices with a positive step, and at most one `...`; anything else raises
+    SafetensorError.
     """
 
     __slots__ = ("_device", "_file", "_framework", "_inner", "_name")
@@ -192,11 +192,11 @@ class PySafeSlice(Internal):
     _device: str
 
     def get_shape(self) -> list[int]:
-        """The shape of the whole tensor, in elements, from the file's header."""
+        """Returns the shape of the whole tensor, in elements, from the file's header."""
         return self._inner.get_shape()
 
     def get_dtype(self) -> str:
-        """The dtype's name in the file: "F32", "BF16" ..."""
+        """Returns the dtype's name in the file: "F32", "BF16" ..."""
         return self._inner.get_dtype()
 
     def __getitem__(self, index: Any) -> Any:
@@ -217,7 +217,7 @@ class PySafeSlice(Internal):
 
 
 def _basic(index: Any) -> bool:
-    """Whether overwire indexes this the same way as torch."""
+    """Returns whether overwire and torch treat an index alike."""
     for entry in index if isinstance(index, tuple) else (index,):
         if entry is None or entry is Ellipsis or type(entry) is int:
             continue

@@ -10,8 +10,8 @@ from ._errors import SafetensorError
 
 
 class Framework(NamedTuple):
-    """native: the framework that overwire loads for. make: converts that to the framework's
-    tensor, on a device."""
+    """native: overwire's framework for the load. make: converts a tensor of it to this framework's,
+    on a device."""
 
     native: Any
     make: Callable[[Any, str], Any]
@@ -31,7 +31,7 @@ def _on_cpu(framework: str, make: Callable[[Any], Any]) -> Framework:
 
 
 def _to_mlx(array: Any) -> Any:
-    # mlx only takes bfloat16 as bits.
+    # mlx only accepts bfloat16 as bits.
     mx = import_module("mlx.core")
     if array.dtype.name == "bfloat16":
         return mx.array(array.view("uint16")).view(mx.bfloat16)
@@ -47,7 +47,7 @@ def from_mlx(array: Any) -> Any:
 
 
 def to_paddle(array: Any, device: str = "cpu") -> Any:
-    """Converts a numpy array to a paddle tensor. Raises for dtypes that paddle lacks."""
+    """Converts a numpy array to a paddle tensor. Raises SafetensorError for dtypes that paddle lacks."""
     paddle = import_module("paddle")
     kind = getattr(paddle, array.dtype.name, None)
     if kind is None:
@@ -72,7 +72,7 @@ _FRAMEWORKS = {
 
 
 def framework_of(name: str) -> Framework:
-    """The framework of a `framework=` argument. SafetensorError for an unknown one."""
+    """Returns the framework of a `framework=` argument. Raises SafetensorError for an unknown one."""
     if name not in _FRAMEWORKS:
         raise SafetensorError(f"framework {name} is invalid")
     if name == "paddle":

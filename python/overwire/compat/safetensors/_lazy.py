@@ -1,5 +1,5 @@
-"""Defines what a patched `safe_open` returns: slices that can be loaded ahead, so that a whole
-model loads in one pass of the engine, and plain files that safetensors itself reads.
+"""Defines the results of a patched `safe_open`: slices that can be loaded ahead, which lets the
+engine load a whole model in one pass, and plain files that safetensors itself reads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from overwire.plumbing import keep, new_lock, prepare
 from ._errors import reading
 from ._files import safe_open
 
-# Dtypes that the engine casts on arrival, with the same bits as torch.
+# Dtypes that the engine casts during a load, with the same bits as torch.
 _CASTS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
 class Slice:
     """A tensor of an open file that is read when it is indexed.
 
-    inner: for a plain file safetensors' own slice, otherwise ours. Its results are on the
-    device where. path: the file, for loads of more than this tensor. mapped: safetensors
-    maps it, which on the CPU is as good as loading.
+    inner: safetensors' own slice for a plain file, otherwise ours. where: the device of its
+    results. path: the file, for loads of several tensors. mapped: whether safetensors maps
+    the tensor, which on the CPU is as good as loading it.
     """
 
     __slots__ = ("_elsewhere", "_give", "_inner", "_mapped", "_where", "name", "path")
@@ -35,17 +35,17 @@ class Slice:
         self, inner: Any, path: str, name: str, where: str, elsewhere: dict[str, safe_open], mapped: bool = False
     ) -> None:
         self._inner, self.path, self.name, self._where, self._mapped = inner, path, name, where, mapped
-        self._elsewhere = elsewhere  # opens the same file for other devices
+        self._elsewhere = elsewhere  # the same file, opened for other devices
         plan = getattr(_thread, "plan", None)
         self._give = None if plan is None else plan(self)
 
     def get_shape(self) -> list[int]:
-        """The whole tensor's shape, in elements."""
+        """Returns the whole tensor's shape, in elements."""
         shape: list[int] = self._inner.get_shape()
         return shape
 
     def get_dtype(self) -> str:
-        """The dtype's name in the file: "F32", "BF16" ..."""
+        """Returns the dtype's name in the file: "F32", "BF16" ..."""
         dtype: str = self._inner.get_dtype()
         return dtype
 
@@ -56,18 +56,18 @@ class Slice:
         return self._inner[index]
 
     def device(self, asked: Any) -> str | None:
-        """The device to which the engine should load it, if a library wants it there. None: safetensors is as good, or
-        the engine does not support the device."""
+        """Returns the engine's name of the device that a library asks for. None if safetensors should load the tensor:
+        it is as fast, or the engine does not support the device."""
         where = _engines(asked)
         return None if where == "cpu" and self._mapped else where
 
     def cast(self, dtype: Any) -> str:
-        """The dtype to which the engine casts it on arrival, if a library wants one. "": torch casts it,
-        or no cast is needed."""
+        """Returns the dtype to which the engine should cast the tensor during the load. "" if torch must cast it,
+        or if no cast is needed."""
         return _cast(self.get_dtype(), dtype)
 
     def on(self, device: str) -> Any:
-        """The same tensor, with results on a device."""
+        """Returns a slice of the same tensor with results on a device."""
         if device == self._where:
             return self._inner
         file = self._elsewhere.get(device)
@@ -84,7 +84,7 @@ def _cast(dtype: str, asked: Any) -> str:
 
 
 def _engines(asked: Any) -> str | None:
-    # The engine's name of a device; None if the engine does not support it.
+    # Returns the engine's name of a device; None if the engine does not support it.
     if asked is None:
         return "cpu"
     if isinstance(asked, int):
@@ -125,7 +125,7 @@ class PlainFile:
         return sorted({*super().__dir__(), *dir(self._inner)})
 
     def get_slice(self, name: str) -> Slice:
-        """Returns an object to index; nothing is read yet."""
+        """Returns a slice object, which reads when it is indexed."""
         return Slice(self._inner.get_slice(name), self._path, name, "cpu", self._elsewhere, mapped=True)
 
 
@@ -139,8 +139,9 @@ class Ahead:
         self._passes: list[_Pass] = []
 
     def want(self, tensor: Slice, device: str, dtype: Any = None) -> Callable[[], Any]:
-        """Requests a whole tensor, cast to dtype on arrival if the engine does that exactly. Returns a function that
-        returns the tensor, once. Its first call starts the load of everything requested until then."""
+        """Requests a whole tensor. The engine casts it to `dtype` if it does so exactly like torch. Returns a function
+        that returns the tensor, once. The first call of such a function starts the load of all tensors requested until
+        then."""
         cast = tensor.cast(dtype)
         with self._lock:
             current = self._open.get((device, cast))
@@ -151,14 +152,15 @@ class Ahead:
         return lambda: current.give(tensor.path, tensor.name)
 
     def begin(self) -> None:
-        """Starts the load. The requested tensors raise its errors."""
+        """Starts the load. Its errors are raised when a tensor is returned."""
         with self._lock:
             for current in self._open.values():
                 current.begin()
 
     @contextlib.contextmanager
     def pass_on(self) -> Iterator[None]:
-        """A context: in this thread `ahead` returns this object, and `close` frees nothing. Closes it at the end."""
+        """A context in which `ahead` returns this object in this thread, and `close` does nothing. It closes the
+        object at its end."""
         before, _thread.passed, self._passed = getattr(_thread, "passed", None), self, True
         try:
             yield
@@ -167,7 +169,7 @@ class Ahead:
             self.close()
 
     def close(self) -> None:
-        """Ends the load and frees tensors that no one took. Does nothing inside `pass_on`."""
+        """Ends the load and frees the tensors that were not returned. Does nothing inside `pass_on`."""
         if self._passed:
             return
         for current in self._passes:
@@ -176,12 +178,12 @@ class Ahead:
 
 
 def ahead() -> Ahead:
-    """Returns the object that `pass_on` gives to this thread, or a new one."""
+    """Returns the object of this thread's `pass_on`, or a new one."""
     return getattr(_thread, "passed", None) or Ahead()
 
 
 def passed() -> bool:
-    """Whether `pass_on` gives one to this thread."""
+    """Returns whether this thread is inside a `pass_on`."""
     return getattr(_thread, "passed", None) is not None
 
 
@@ -238,14 +240,14 @@ class _Pass:
 
     def close(self) -> None:
         with self._lock:
-            self._failed = self._failed or overwire.CancelledError("overwire: the load of a model ahead has ended")
+            self._failed = self._failed or overwire.CancelledError("overwire: the load of this model was closed")
             self._arrivals, self._landed = iter(()), {}
             for stream in self._streams:
                 stream.close()
             self._streams = []
 
     def _load(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        # One stream for all files. Files that share a name get a stream each.
+        # One stream for all files. If two files have a tensor of the same name, each file gets its own stream.
         owner = {name: path for path, names in self._names.items() for name in names}
         if len(owner) == sum(map(len, self._names.values())):
             with contextlib.suppress(overwire.ArgumentError):
@@ -267,8 +269,8 @@ _thread = threading.local()
 
 
 def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
-    """A context that plans slices which this thread opens, if `device` returns a device for them. They are loaded
-    ahead, in one pass per device, when the first is read."""
+    """A context that loads slices ahead which this thread opens, if `device` returns a device for their names. The
+    first read loads all of them, in one pass per device."""
     load, before = ahead(), getattr(_thread, "plan", None)
 
     def note_slice(tensor: Slice) -> Callable[[], Any] | None:
@@ -290,8 +292,8 @@ slice_plan = contextlib.contextmanager(_plan_slices)
 
 
 def kept(filename: Any) -> Any:
-    """Returns the file that is open already, or opens it. A file that cannot be opened is returned as
-    it was; opening it later reports the error."""
+    """Opens a file and keeps it open, or returns the one that is already open. Returns the name unchanged if
+    the file cannot be opened; opening it later reports the error."""
     try:
         return keep(filename)
     except (overwire.OverwireError, OSError, TypeError, ValueError):
@@ -299,6 +301,6 @@ def kept(filename: Any) -> Any:
 
 
 def path_of(filename: Any) -> str:
-    """A file's name that stays valid when the working folder changes."""
+    """Returns a file's name that stays valid when the working folder changes."""
     name = os.fsdecode(filename)
     return name if "://" in name else os.path.abspath(name)

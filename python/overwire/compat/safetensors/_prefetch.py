@@ -1,4 +1,4 @@
-"""Adds what safetensors 0.9 has on an open file: header entries, and tensors that load in the background."""
+"""Implements safetensors 0.9's additions to an open file: header entries, and tensors that load in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rows = tuple[int, int]
 
 
 class Internal:
-    """Base of classes that only this package instantiates, with `object.__new__`."""
+    """The base of classes that only this package instantiates, with `object.__new__`."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ class Internal:
 
 
 class TensorMeta(Internal):
-    """A tensor's entry in the header. It reads no data."""
+    """A tensor's entry in the header."""
 
     __slots__ = ("_entry",)
 
@@ -44,8 +44,8 @@ class TensorMeta(Internal):
 
     @property
     def data_offsets(self) -> tuple[int, int]:
-        """Begin and end of the tensor's bytes in the data of all tensors. For a compressed file they count decoded
-        bytes, in the order of `offset_keys`."""
+        """The begin and end of the tensor's bytes, relative to the first tensor. For a compressed file they count
+        decoded bytes, in the order of `offset_keys`."""
         return self._entry[2]
 
     def __repr__(self) -> str:
@@ -56,8 +56,9 @@ class TensorMeta(Internal):
 class PrefetchLoader(Internal):
     """Loads tensors of one file in the background. `safe_open.prefetch` returns it.
 
-    `take` or iteration returns each tensor once, and the caller then owns it. Whole tensors load from the start;
-    rows of others load together when the first of them is requested. Threads may share it. A context manager.
+    `take` or iteration returns each tensor once, and the caller then owns it. Whole tensors start to load
+    immediately. Planned rows load together when the first of them is requested. Threads may share the loader.
+    It is a context manager.
     """
 
     __slots__ = (
@@ -69,36 +70,36 @@ class PrefetchLoader(Internal):
     def _begin_load(
         self, file: overwire.safe_open, source: Any, name: Any, plan: dict[str, Rows | None], where: str
     ) -> None:
-        # source: the file, which is opened again; name: for messages.
+        # source: the file, which is opened again. name: its name in messages.
         self._file, self._name, self._where = file, name, where
         self._names, self._due = list(plan), dict.fromkeys(plan)
         self._rows = {key: rows for key, rows in plan.items() if rows is not None}
         self._ready: dict[str, Any] = {}
         self._lock, self._busy = new_lock(), False
         self._error: Exception | None = None
-        # Also needed if all are rows: it checks the device and begins to prepare it.
+        # Needed even if the plan only has rows: it checks the device and begins to prepare it.
         whole = [key for key, rows in plan.items() if rows is None]
         self._arrivals: Any = overwire.stream(source, where, framework="pt", keys=whole)
 
     def names(self) -> list[str]:
-        """The names of all planned tensors, in file order."""
+        """Returns the names of all planned tensors, in file order."""
         return list(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
 
     def take(self, name: str) -> Any:
-        """Waits for one tensor, or the planned rows of it, and returns it.
+        """Waits for one tensor, or for its planned rows, and returns it.
 
-        Raises SafetensorError for a name that is not in the plan or was already returned, and if this is closed;
-        ForkedError in a forked child.
+        Raises SafetensorError for a name that is not in the plan or was already returned, and if the loader is
+        closed; ForkedError in a forked child.
         """
         check("name", name, str)
         with self._one_at_a_time():
             if name not in self._due:
                 if name not in self._names:
                     raise SafetensorError(f"tensor {name} is not in the prefetch plan")
-                raise SafetensorError(f"{name}: tensor already delivered: each comes once, by take or by iteration")
+                raise SafetensorError(f"{name}: tensor already delivered: take and iteration return each tensor once")
             while name not in self._ready:
                 self._land_next(rows=name in self._rows)
             return self._give_tensor(name)
@@ -109,7 +110,7 @@ class PrefetchLoader(Internal):
         return stream
 
     def _take_next(self) -> tuple[str, Any]:
-        # Returns a tensor that has landed, or waits for the next; StopIteration when all were returned.
+        # Returns a tensor that has landed, or waits for the next one. Raises StopIteration after the last.
         with self._one_at_a_time():
             if not self._due:
                 raise StopIteration
@@ -120,11 +121,11 @@ class PrefetchLoader(Internal):
 
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        # Threads wait for each other. The lock lets the same thread in again, from a signal handler.
+        # The lock is reentrant, so a signal handler can acquire it again. `_busy` refuses that.
         refuse_child(f"{self._name}: it is loaded by")
         with self._lock:
             if self._busy:
-                raise SafetensorError("a signal handler used the prefetch loader while it interrupted a call of it")
+                raise SafetensorError("a signal handler used the prefetch loader during another call to the loader")
             self._busy = True
             try:
                 yield
@@ -172,7 +173,8 @@ class PrefetchLoader(Internal):
         return tensors
 
     def close(self) -> None:
-        """Ends the load and frees what was not returned. Does nothing in a forked child: the parent owns it."""
+        """Ends the load and frees the tensors that were not returned. Does nothing in a forked child: the parent owns
+        the load."""
         if forked():
             return
         self._arrivals.close()  # wakes a thread that waits for the next tensor
@@ -201,9 +203,9 @@ class TensorStream(Internal):
 
 
 def rows_of_plan(file: overwire.safe_open, plan: Any) -> dict[str, Rows | None]:
-    """The tensors of a plan in file order. None means the whole tensor; otherwise: first row and end of the rows.
+    """Returns the tensors of a plan in file order, each with the first and end of its rows, or None for all rows.
 
-    Raises SafetensorError, before anything is read.
+    Raises SafetensorError for an invalid plan, before anything is read.
     """
     if plan is not None:
         check("plan", plan, dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import jax.numpy  # noqa: F401 (to be refused here where it is missing)
+import jax.numpy  # noqa: F401 (raises ImportError here if it is missing)
 import numpy as np
 
 from overwire.compat.safetensors._arrays import functions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mlx.core  # noqa: F401 (to be refused here where it is missing)
+import mlx.core  # noqa: F401 (raises ImportError here if it is missing)
 
 from overwire.compat.safetensors._arrays import functions
 from overwire.compat.safetensors._frameworks import from_mlx

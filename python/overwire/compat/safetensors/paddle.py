@@ -24,15 +24,15 @@ __all__ = [
 
 
 def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
-    """Returns a plain safetensors file as bytes. ValueError for tensors that are not dense."""
+    """Returns a plain safetensors file as bytes. Raises ValueError for tensors that are not dense."""
     keep: list[Any] = []
     return serialize(_flatten(tensors, keep), metadata=metadata)
 
 
 def save_file(tensors: dict[str, Any], filename: Any, metadata: dict[str, str] | None = None) -> None:
-    """Writes a plain safetensors file, which is complete or absent.
+    """Writes a plain safetensors file atomically.
 
-    ValueError for tensors that are not dense.
+    Raises ValueError for tensors that are not dense.
     """
     keep: list[Any] = []
     serialize_file(_flatten(tensors, keep), filename, metadata=metadata)

@@ -20,8 +20,8 @@ from overwire.plumbing import await_path, forget, forked, is_compressed, keep, n
 
 from . import _bytes, _files, _lazy
 
-# Functions that read, by the original's modules. A framework's module exists if the framework
-# does.
+# Functions that read, by safetensors' modules. A framework's module exists if the framework is
+# installed.
 _READERS = {
     "safetensors": ("safe_open", "_safe_open_handle", "deserialize"),
     "safetensors.torch": ("load_file", "load", "load_model"),
@@ -31,8 +31,8 @@ _READERS = {
     "safetensors.tensorflow": ("load_file", "load"),
     "safetensors.paddle": ("load_file", "load"),
 }
-# Functions that write: the one function of safetensors that writes files, and the functions of torch and numpy that
-# tell it and `serialize` addresses. flax, mlx and tensorflow write through numpy's. paddle's refuse other layouts.
+# Functions that write: safetensors' only function that writes files, and the functions for torch and numpy, which pass
+# addresses to it and to `serialize`. flax, mlx and tensorflow use numpy's functions. paddle's refuse other layouts.
 _WRITERS = {
     "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
     "safetensors.numpy": ("save_file", "save"),
@@ -52,22 +52,22 @@ log = logging.getLogger("overwire")
 _lock = new_lock()
 _patches: list[SafetensorsPatch] = []  # active patches, in the order of their start
 _swapped: dict[int, tuple[Any, Any]] = {}  # by id: the original and its replacement
-# By class and name: what the class had there, and what it has now.
+# By class and name: the class, the name, the original member and the current one.
 _members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 _seen: dict[str, int] = {}  # how many modules of a library existed when `_hook` last looked
-# By module: its dict, and how many names it had when `_rebind` last searched it.
+# By module: the id of its dict, and how many names it had when `_rebind` last searched it.
 _looked: dict[str, tuple[int, int]] = {}
 _bound: list[tuple[dict[str, Any], str]] = []  # the names that `_rebind` has replaced
 
 
 def _device() -> str | None:
-    """The device that the latest patch gives."""
+    """Returns the device of the latest patch that has one."""
     return next((patch.device for patch in reversed(_patches) if patch.device is not None), None)
 
 
 def _stand_in(module: str, name: str, original: Any) -> Any:
-    """The replacement for one of the original's names: a distinct object, so that undoing finds
-    exactly it."""
+    """Makes the replacement for one of the original's functions. It is a new object, so undoing
+    finds exactly this one."""
     if name in _WRITERS.get(module, ()):
         return _writes(original) if module == "safetensors" else _puts_in_order(original)
     if module != "safetensors":
@@ -111,7 +111,7 @@ def _opens(name: str, original: Any) -> type[Any]:
 
 
 def _where(device: Any) -> Any:
-    # A library that says "cpu" may just use a default: that is why `device=` exists.
+    # A library's "cpu" may just be its default. The patch's `device=` overrides it.
     return _device() or device if device is None or str(device) == "cpu" else device
 
 
@@ -156,7 +156,7 @@ def _puts_in_order(original: Any) -> Any:
 
     @functools.wraps(original)
     def save_in_order(*args: Any, **kwargs: Any) -> Any:
-        # The original writes the memory at an address as it is, in its order.
+        # The original writes the memory as it is, in its own layout.
         tensors = args[0] if args else kwargs.get(first)
         if isinstance(tensors, Mapping) and not forked() and any(patch.compress for patch in _patches):
             ordered = {name: _in_order(value) for name, value in tensors.items()}
@@ -171,8 +171,8 @@ def _puts_in_order(original: Any) -> Any:
 
 
 def _in_order(value: Any) -> Any:
-    """Resolves a torch tensor's lazy bits, and puts a numpy array into C order. Other objects, and tensors that torch's
-    functions refuse, stay as they are."""
+    """Resolves a torch tensor's lazy conjugation and negation, and converts a numpy array to C order. Returns other
+    objects, and tensors that safetensors' torch functions refuse, unchanged."""
     if hasattr(value, "is_conj"):
         is_lazy = (value.is_conj() or value.is_neg()) and value.is_contiguous()
         return value.resolve_conj().resolve_neg() if is_lazy else value
@@ -187,7 +187,7 @@ _signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 class _Call:
-    # A call of one of the originals: what to read, and to which device.
+    # The arguments of a call to one of the originals.
 
     def __init__(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.given: dict[str, Any] = {}
@@ -201,8 +201,8 @@ class _Call:
         self.torch = self.given.get("framework") in ("pt", "torch", "pytorch")
 
     def left_to_safetensors(self) -> bool:
-        """Whether the original is as good. It is for plain files on the CPU, which it maps. It would
-        accept files that break a rule of the format, so those are not left to it."""
+        """Returns whether the original should read the file. It maps plain files on the CPU, which is as fast.
+        It would accept files that break a rule of the format, so it does not get those."""
         where = "cpu" if self.device is None else str(self.device)
         if where != "cpu" or _device() is not None:
             return False
@@ -219,12 +219,12 @@ class _Call:
 
 
 def behind(found: Any) -> Any:
-    """Returns the original of a replacement; returns anything else as it is."""
+    """Returns the original of a replacement; returns other objects unchanged."""
     return next((original for original, replacement in _swapped.values() if replacement is found), found)
 
 
 def _namespaces() -> list[tuple[str, dict[str, Any]]]:
-    # All modules except this one. The copy is needed because imports may add some meanwhile.
+    # Returns all modules except this one. The copy is needed because other threads may import modules.
     namespaces = [(name, getattr(module, "__dict__", None)) for name, module in list(sys.modules.items())]
     return [(name, names) for name, names in namespaces if type(names) is dict and names is not globals()]
 
@@ -251,7 +251,7 @@ def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterab
 
 
 def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
-    # Restores the names that were replaced, also in modules that were imported or got names since.
+    # Restores the names that were replaced, also in modules that were imported or changed since.
     for namespace, name in _bound.copy():
         _put(swap, namespace, (name,))
     for module_name, names in _namespaces():
@@ -262,7 +262,7 @@ def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
 
 
 def _readers() -> dict[int, tuple[Any, Any]]:
-    # The originals by id, each with its replacement.
+    # Returns the originals by id, each with its replacement.
     try:
         import safetensors
     except ImportError as error:
@@ -289,7 +289,7 @@ def _readers_of(module: str, held: Any) -> dict[int, tuple[Any, Any]]:
 
 def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
     # Libraries and parts of them may be imported after the patch. So `_imports` and every opened
-    # file run this. readers: names that a first patch also replaces.
+    # file call this. readers: safetensors' functions, which the first patch also replaces.
     if readers is None and all(_present(library) == _seen.get(library, 0) for library in _LIBRARIES):
         return
     with _lock:
@@ -323,7 +323,7 @@ def _replace_readers(name: str, module: Any) -> None:
 
 
 def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
-    # Puts all of a library's hooks into its classes, or none. Returns hooks for module names, by id.
+    # Installs all of a library's hooks in its classes, or none. Returns its hooks for module names, by id.
     swap: dict[int, tuple[Any, Any]] = {}
     put: list[tuple[int, str]] = []
     try:
@@ -352,7 +352,7 @@ def _replace(owner: Any, name: str, ours: classmethod[Any, Any, Any]) -> None:
 
     @functools.wraps(ours.__func__)
     def member(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        # Another tool may have wrapped this function and keep it after the patch has ended.
+        # Another tool may have wrapped this function, and call it after the patch has ended.
         original_member = _members.get(key)
         return (ours if original_member is not None and original_member[3] is put else original).__get__(None, cls)(
             *args, **kwargs
@@ -377,7 +377,7 @@ def _look_at_import(module: ModuleType) -> None:
         return
     for library, modules in _WATCHED.items():
         if name in modules:
-            _seen.pop(library, None)  # we may have looked while it was being imported
+            _seen.pop(library, None)  # `_hook` may have run during the import
     _hook()
 
 
@@ -401,8 +401,7 @@ _LAZY = Lazy(
 
 
 def _module(name: str) -> Any:
-    # Libraries import safetensors.torch and safetensors.numpy later. The others only matter if
-    # their framework is already loaded.
+    # Returns a module of safetensors if it or its framework is loaded. `_imports` handles later imports.
     if name in sys.modules or name.rpartition(".")[2] in sys.modules:
         with contextlib.suppress(ImportError):
             return import_module(name)
@@ -445,12 +444,11 @@ class SafetensorsPatch:
                 raise
 
     def __repr__(self) -> str:
-        state = "in force" if self._on else "ended"
+        state = "active" if self._on else "ended"
         return f"<overwire.SafetensorsPatch {state}, device={self.device!r}, compress={self.compress}>"
 
     def undo(self) -> None:
-        """Ends the patch. The last active patch restores everything. Does nothing the second
-        time."""
+        """Ends the patch. The last active patch restores everything. A second call does nothing."""
         with _lock:
             if not self._on:
                 return
@@ -469,40 +467,40 @@ class SafetensorsPatch:
 
 
 def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bool = False) -> SafetensorsPatch:
-    """Makes every library in this process that reads with the package safetensors read through
-    overwire, including compressed files.
+    """Makes every library in this process that uses the package safetensors read through
+    overwire. The libraries can then also read compressed files.
 
         with overwire.patch_safetensors():
             model = AutoModel.from_pretrained(folder, device_map="cuda")
 
-    The patch is active at once, for all threads. It replaces `safe_open`, `deserialize`, and
+    The patch takes effect immediately, in all threads. It replaces `safe_open`, `deserialize`, and
     `load_file`, `load`, `load_model` of safetensors' modules, in every loaded module that has
     imported them and in modules that are imported later. transformers, diffusers, accelerate
-    and peft need nothing else, and file names stay the same. Models of transformers and
-    diffusers load in one pass, each tensor to the device that `device_map` gives it.
+    and peft need no other changes, and file names stay the same. transformers and diffusers load
+    models in one pass, each tensor directly to its device in `device_map`.
 
-    device: where tensors go if a library asks for no device or for the CPU ("cuda", "cuda:1",
-        a torch.device). transformers, diffusers and accelerate always follow their
-        `device_map`. None: where the library asks; plain files for the CPU are then left to
-        safetensors, which maps them. "cpu": those also go through overwire.
+    device: the device for tensors if a library requests none or the CPU ("cuda", "cuda:1", a
+        torch.device). transformers, diffusers and accelerate always follow their
+        `device_map`. None: the library's device; plain files on the CPU are then left to
+        safetensors, which maps them. "cpu": overwire also reads those.
     compress: whether files that libraries write with safetensors (`save_file`,
         `save_pretrained`) are compressed. Reading such files needs overwire.
-        torch.save files (a Trainer's optimizer.pt) are not covered. The bytes that `save` and
-        `serialize` return stay plain, because the code that stores them parses their header.
+        torch.save files (a Trainer's optimizer.pt) are not compressed. The bytes that `save` and
+        `serialize` return stay plain, because programs that store them parse their header.
     offload: whether weights that accelerate keeps on the CPU for a GPU (a `device_map` with
-        both "cpu" and a GPU, `cpu_offload`) are compressed there and streamed as `offload`
-        does it, for as long as the model lives. Their ring takes device memory for two of
-        the largest blocks, and twice the stored bytes of one.
+        both "cpu" and a GPU, `cpu_offload`) are compressed in memory and streamed as by
+        `offload`, as long as the model exists. The ring takes device memory for two of the
+        largest blocks, and twice the stored bytes of one.
 
-    Forked children, such as DataLoader workers, cannot use the engine. In them safetensors' own
+    Forked children, such as DataLoader workers, cannot use the engine. There, safetensors' own
     functions read and write plain files, including files opened before the fork. Compressed
-    files are read as `load_file` reads them in a forked child, slowly.
+    files are read without the engine, which is slow.
 
     Returns a context manager with `undo`. Patches may be nested and may overlap. The latest
     `device` applies; `compress` and `offload` apply if any patch sets them. When the last patch
     ends, the originals are restored, except where another tool has wrapped them since.
-    If a library's classes are not as expected, a warning says so and it is not hooked: its
-    files are read as before, tensor by tensor.
+    If a library's classes are not as expected, a warning is logged and the library is not hooked:
+    its files are read tensor by tensor, as before.
 
     Raises MissingPackageError if safetensors is not installed, and SafetensorError for an
     invalid device.
@@ -514,8 +512,8 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
 
 
 def patch_from_environment() -> None:
-    """Patches for the rest of the process if OVERWIRE_PATCH is set. The import of overwire calls
-    it. Never raises."""
+    """Patches safetensors for the rest of the process if OVERWIRE_PATCH is set. The import of overwire
+    calls this. Never raises."""
     if os.environ["OVERWIRE_PATCH"].strip().lower() not in ("1", "true", "yes", "on", "y", "t"):
         return
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tensorflow  # noqa: F401 (to be refused here where it is missing)
+import tensorflow  # noqa: F401 (raises ImportError here if it is missing)
 
 from overwire.compat.safetensors._arrays import functions
 

@@ -51,7 +51,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
 
 
 def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
-    """Writes a plain safetensors file, which is complete or absent.
+    """Writes a plain safetensors file atomically.
 
     Raises ValueError for tensors that are not dense, RuntimeError if two share memory (see
     `save_model`), SafetensorError.
@@ -61,7 +61,7 @@ def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[st
 
 
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """Returns a plain safetensors file as bytes. Raises what `save_file` raises."""
+    """Returns a plain safetensors file as bytes. Raises the errors of `save_file`."""
     keep: list[Any] = []
     return serialize(_flatten_as_ptr(tensors, keep), metadata=metadata)
 
@@ -69,10 +69,10 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
 def save_model(
     model: torch.nn.Module, filename: Any, metadata: dict[str, str] | None = None, force_contiguous: bool = True
 ) -> None:
-    """Writes a module's state dict. Of tensors that share memory only one is kept. The metadata
-    maps each dropped name to the kept one, unless it already has such an entry.
+    """Writes a module's state dict. If tensors share memory, only one of them is saved. The metadata
+    maps each dropped name to the saved one, unless it already has an entry for that name.
 
-    force_contiguous: copies tensors that are not dense instead of refusing them.
+    force_contiguous: whether to copy tensors that are not dense instead of refusing them.
     """
     state = model.state_dict()
     for kept_name, duplicates in _remove_duplicate_names(state).items():
@@ -94,9 +94,9 @@ def load_model(
 ) -> tuple[set[str], list[str]]:
     """Loads a file into a module, with the module's `load_state_dict`.
 
-    strict: RuntimeError if names are missing or unexpected; the module is loaded
-    nevertheless. Returns (missing, unexpected). Names that share memory with a loaded one
-    are neither.
+    strict: whether to raise RuntimeError if names are missing or unexpected; the module is
+    loaded nevertheless. Returns (missing, unexpected). Names of tensors that share memory with
+    a loaded tensor count as neither.
     """
     state = load_file(filename, device=device, backend=backend)
     groups = _remove_duplicate_names(model.state_dict(), preferred_names=list(state))
@@ -118,7 +118,7 @@ def load_model(
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage; 0 on the meta device."""
+    """Returns the address of a tensor's storage; 0 on the meta device."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -126,7 +126,7 @@ def storage_ptr(tensor: torch.Tensor) -> int:
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """The size of a tensor's storage in bytes."""
+    """Returns the size of a tensor's storage in bytes."""
     try:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
@@ -141,7 +141,7 @@ def _end_ptr(tensor: torch.Tensor) -> int:
 
 
 def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
-    """Splits a group of names of one storage if their bytes do not touch."""
+    """Splits groups of names that share a storage, if their bytes do not overlap."""
     groups: list[set[str]] = []
     for group in tensors:
         end = None
@@ -150,7 +150,7 @@ def _filter_shared_not_shared(tensors: list[set[str]], state_dict: dict[str, tor
                 groups.append({name})
             else:
                 groups[-1].add(name)
-            end = stop  # the end of the last one, like the original: files depend on it
+            end = stop  # the end of the last tensor, as in the original: files depend on it
     return groups
 
 
@@ -164,7 +164,7 @@ def _find_shared_tensors(state_dict: dict[str, torch.Tensor]) -> list[set[str]]:
 
 
 def _is_complete(tensor: torch.Tensor) -> bool:
-    """Whether a tensor covers its storage."""
+    """Returns whether a tensor covers its storage."""
     return tensor.data_ptr() == storage_ptr(tensor) and tensor.nelement() * _SIZE[tensor.dtype] == storage_size(tensor)
 
 
@@ -174,10 +174,10 @@ def _remove_duplicate_names(
     preferred_names: Iterable[str] | None = None,
     discard_names: Iterable[str] | None = None,
 ) -> dict[str, list[str]]:
-    """For each group that shares memory: the name to keep, and the names to drop.
+    """Returns for each group of tensors that share memory the name to keep, and the names to drop.
 
-    It keeps the alphabetically first name that covers the whole storage. If there are several,
-    it prefers a preferred name, then one that is not to be discarded.
+    It keeps a name that covers the whole storage: if possible a preferred one, else one that is
+    not in `discard_names`, and the alphabetically first of these.
     """
     preference, discard = set(preferred_names or ()), set(discard_names or ())
     drop: dict[str, list[str]] = defaultdict(list)
@@ -227,7 +227,7 @@ def _view2torch(safeview: Any) -> dict[str, torch.Tensor]:
 
 
 def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """A tensor's bytes as a numpy array, and an object that keeps them alive."""
+    """Returns a tensor's bytes as a numpy array, and an object that keeps them alive."""
     import numpy as np
 
     tensor = tensor.to("cpu")
@@ -239,7 +239,7 @@ def _to_ndarray(tensor: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
-    """Raises for tensors that a safetensors file from torch cannot hold."""
+    """Raises the original's error for tensors that it does not save."""
     if not isinstance(tensors, dict):
         raise ValueError(f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}")
     for name, tensor in tensors.items():
@@ -264,7 +264,7 @@ def _evaluate_tensors_for_save(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _flatten_as_ptr(tensors: dict[str, torch.Tensor], keep_alive_buffer: list[Any]) -> dict[str, TensorSpec]:
-    """The tensors as specs. Objects that keep them alive are appended to the list."""
+    """Converts tensors to specs. Appends objects that keep their memory alive to the list."""
     _evaluate_tensors_for_save(tensors)
     flat = {}
     for name, tensor in tensors.items():

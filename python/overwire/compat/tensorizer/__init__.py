@@ -1,12 +1,11 @@
-"""Offers CoreWeave's tensorizer over overwire, with tensorizer's files, names and error texts.
+"""Implements CoreWeave's tensorizer with overwire. Files, names and error texts are tensorizer's.
 
     import overwire.compat.tensorizer as tensorizer
 
-Importing it does not import torch, or anything else that is not needed yet. The main
-differences: the engine opens files, with all cores. An index may exceed tensorizer's 256
-KiB, and tensorizer can read it. Encryption never touches the caller's memory. A
-TensorSerializer is also a context manager. docs/tensorizer.md lists what is the same and
-what differs.
+Importing it does not import torch. The main differences: the engine opens files and uses all
+cores. An index may exceed tensorizer's 256 KiB, and tensorizer can read it. Encryption never
+changes the caller's memory. A TensorSerializer is also a context manager. docs/tensorizer.md
+lists all differences.
 """
 
 from __future__ import annotations

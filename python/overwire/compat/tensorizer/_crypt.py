@@ -1,7 +1,6 @@
 """Implements tensorizer._crypt, which tells programs whether encryption is available.
 
-The engine has the ciphers. libsodium, and the classes that wrap it in the original, do not
-exist here.
+The engine has the ciphers. The original's classes around libsodium do not exist here.
 """
 
 from __future__ import annotations

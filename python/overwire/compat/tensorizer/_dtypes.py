@@ -17,13 +17,13 @@ _SHARED_OPAQUE = frozenset(
 
 
 def foreign(text: str) -> bool:
-    """Whether safetensors lacks a file's dtype."""
+    """Returns whether safetensors lacks a file's dtype."""
     form, opaque, name = text.partition("\0")
     return name not in _SHARED_OPAQUE if opaque else form not in _SHARED
 
 
 def written(dtype: Any) -> str:
-    """A torch dtype's text in a file. NotImplementedError for quantised ones."""
+    """Returns a torch dtype's text in a file. Raises NotImplementedError for quantised dtypes."""
     name = str(dtype).removeprefix("torch.")
     if name in _NUMPY:
         return _NUMPY[name]
@@ -34,8 +34,8 @@ def written(dtype: Any) -> str:
 
 
 def of_numpy(dtype: Any) -> str:
-    """A numpy dtype's text in a file. TypeError for dtypes that readers lack, ValueError for another
-    byte order."""
+    """Returns a numpy dtype's text in a file. Raises TypeError for dtypes that readers lack, ValueError
+    for another byte order."""
     form = str(dtype.str)
     if form in _WRITTEN:
         return form
@@ -47,8 +47,8 @@ def of_numpy(dtype: Any) -> str:
 
 
 def typed(tensor: Any, record: Any) -> Any:
-    """Gives a tensor the dtype of its record. Dtypes that safetensors lacks arrive as bytes, with one
-    dimension more."""
+    """Converts a tensor to the dtype of its record. Dtypes that safetensors lacks arrive as bytes, with
+    an extra dimension."""
     import torch
 
     if tensor.dtype != torch.uint8 or tensor.dim() == len(record.shape):
@@ -61,8 +61,8 @@ def typed(tensor: Any, record: Any) -> Any:
 
 
 def opaque(text: str) -> tuple[str, str | None]:
-    """numpy's dtype for a file's dtype as raw bytes, and torch's name for it if numpy lacks the
-    dtype."""
+    """Returns numpy's dtype for a file's dtype, and torch's name for it if numpy lacks the dtype. In that
+    case the first is an integer type of the same size."""
     form, _, name = text.partition("\0")
     if not name:
         return form, None

@@ -31,10 +31,10 @@ def _check_length(key: bytes, what: str) -> None:
 
 
 class EncryptionParams:
-    """How a TensorSerializer encrypts: with a key of 32 bytes.
+    """The key with which a TensorSerializer encrypts: 32 bytes.
 
-    Make one with `random` or `from_string`, or from your own key. ValueError for a key of
-    another length.
+    Make one with `random` or `from_string`, or from your own key. Raises ValueError for a key
+    of another length.
     """
 
     OpsLimit = _OpsLimit
@@ -51,7 +51,7 @@ class EncryptionParams:
 
     @classmethod
     def random(cls) -> EncryptionParams:
-        """Makes a random key. Save `.key`, or the file cannot be decrypted."""
+        """Makes a random key. Save `.key`: without it the file cannot be decrypted."""
         return cls(key=secrets.token_bytes(_KEY_BYTES))
 
     @classmethod
@@ -66,10 +66,10 @@ class EncryptionParams:
     ) -> EncryptionParams:
         """Derives a key from a password with Argon2id.
 
-        opslimit: passes. memlimit: bytes of memory. None means MODERATE: 256 MiB and half a
-        second. salt: 16 bytes; None: random. The file stores all of them. ValueError for an
-        empty password or a salt of another length, TypeError for an OpsLimit as memlimit or
-        the reverse.
+        opslimit: number of passes. memlimit: bytes of memory. None means MODERATE, which takes
+        256 MiB and half a second. salt: 16 bytes; None: random. The file stores all three.
+        Raises ValueError for an empty password or a salt of another length, TypeError for an
+        OpsLimit as memlimit or the reverse.
         """
         if not source:
             raise ValueError("Source cannot be empty")
@@ -99,7 +99,7 @@ class EncryptionParams:
 
     @property
     def salt(self) -> bytes:
-        """The salt of `from_string`; ValueError for other keys."""
+        """The salt of `from_string`. Raises ValueError for other keys."""
         if self._derivation is None:
             raise ValueError(
                 "An exact binary key is being used. Exact binary keys do not use key derivation algorithms, and "
@@ -112,7 +112,7 @@ class EncryptionParams:
 
 
 class DecryptionParams:
-    """How a TensorDeserializer decrypts: make one with `from_string` or `from_key`."""
+    """The key or password with which a TensorDeserializer decrypts. Make one with `from_string` or `from_key`."""
 
     key: bytes | None
     source: bytes | None
@@ -123,8 +123,8 @@ class DecryptionParams:
 
     @classmethod
     def from_string(cls, source: str | bytes, *, encoding: str = "utf-8") -> DecryptionParams:
-        """Decrypts with the password that was given to `EncryptionParams.from_string`. The file
-        contains the salt and limits. ValueError for an empty password."""
+        """Decrypts with the password of `EncryptionParams.from_string`. The file contains the salt
+        and limits. Raises ValueError for an empty password."""
         if not source:
             raise ValueError("Source cannot be empty")
         params = cls()
@@ -133,7 +133,7 @@ class DecryptionParams:
 
     @classmethod
     def from_key(cls, key: bytes) -> DecryptionParams:
-        """Decrypts with the key itself, however it was made. ValueError unless it has 32 bytes."""
+        """Decrypts with the key itself, however it was made. Raises ValueError unless it has 32 bytes."""
         if not key:
             raise ValueError("Key cannot be empty")
         _check_length(key, "decryption")

@@ -11,24 +11,24 @@ Path = tuple[str | int, ...]
 
 _MARK = "\x1e"
 
-# Deepest nesting: the code that walks structures is recursive.
+# Maximum nesting. The code that walks structures is recursive.
 _DEEPEST = 200
 
 
 def parse(name: str) -> Path:
-    """The path for a name in a file. The engine has already checked it."""
+    """Returns the path for a name in a file. The engine has already checked the name."""
     return tuple(json.loads(name[1:])) if name.startswith(_MARK) else (name,)
 
 
 def text(path: Path) -> str:
-    """The name in the file."""
+    """Returns a path's name in the file."""
     if len(path) == 1 and isinstance(path[0], str):
         return path[0]
     return _MARK + json.dumps(list(path), ensure_ascii=True, separators=(",", ":"))
 
 
 def plain(path: Path) -> Any:
-    """The name that users see: a text, or the path as a tuple."""
+    """Returns the name that users see: a text, or the path as a tuple."""
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
@@ -38,8 +38,7 @@ Tree = dict[Any, Any]
 
 
 def add(tree: Tree, path: Path) -> None:
-    """Adds a path. ValueError if it exists, conflicts with another, or has more than 200
-    levels."""
+    """Adds a path. Raises ValueError if it exists, conflicts with another, or has more than 200 levels."""
     if len(path) > _DEEPEST:
         raise ValueError(f"Tensor paths of more than {_DEEPEST} levels are not supported; got one of {len(path)}")
     level = tree
@@ -72,7 +71,7 @@ def remove(tree: Tree, path: Path) -> None:
 
 
 def leaves(level: Any) -> Iterator[Path]:
-    """The paths at or below a level of a tree."""
+    """Yields the paths at or below a level of a tree."""
     if isinstance(level, tuple):
         yield level
     else:
@@ -81,9 +80,9 @@ def leaves(level: Any) -> Iterator[Path]:
 
 
 def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
-    """Builds a level of a tree with values at its leaves. Leaves without a value, and levels
-    without any, are left out. Levels of numbers become lists. With proxies, every level is a
-    read-only mapping."""
+    """Builds a level of a tree with values at its leaves. Leaves without a value, and levels without
+    values, are left out. Levels with numbers as keys become lists. proxies: makes every level a
+    read-only mapping instead."""
     if isinstance(level, tuple):
         return values[level]
     tree = {}

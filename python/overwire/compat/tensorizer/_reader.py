@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-# Bytes of tensors that read_tensors loads at once.
+# Bytes of tensors that read_tensors loads together.
 _BATCH = 256 << 20
 
-# Most bytes of one value in Redis, which allows 512 MiB.
+# Maximum bytes of one value in Redis, which allows 512 MiB.
 _REDIS_VALUE = 256 << 20
 
 # The dtypes that a floating dtype= applies to.
@@ -40,19 +40,19 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     file_obj: a path, a URI, a descriptor, or a binary file open for reading.
     device: for the tensors; None: "cuda" if available, else the CPU.
     filter_func: called with each name (a tuple for a path); false skips the tensor.
-    dtype: tensors are cast to it. A floating dtype only casts 16, 32 and 64 bit floats;
+    dtype: casts tensors to it. A floating-point dtype only casts 16, 32 and 64 bit floats;
         integers, bools, complex and 8-bit types stay. Any other dtype casts all but bools.
-    lazy_load: tensors are read when they are requested, and kept.
-    verify_hash: compares every checksum of a record, on the host. "crc32" only compares
-        CRC32, during the transfer and to any device. (Encrypted tensors have no CRC32, but
-        a MAC that is always compared.)
+    lazy_load: whether tensors are read when they are first requested, and then cached.
+    verify_hash: whether to compare all checksums of a record, on the host. "crc32" only
+        compares CRC32, during the transfer and for any device. (Encrypted tensors have no
+        CRC32, but a MAC that is always compared.)
     encryption: how to decrypt; None: the file is not encrypted.
-    num_readers: checked and otherwise ignored: the engine uses all cores.
+    num_readers: checked but otherwise ignored: the engine uses all cores.
     plaid_mode, plaid_mode_buffers: have no effect.
 
     Raises ValueError for other files and unknown versions, CryptographyError for a
-    missing, superfluous or wrong key, HashMismatchError, and what `overwire.load_file`
-    raises.
+    missing, superfluous or wrong key, HashMismatchError, and the errors of
+    `overwire.load_file`.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 self.close()
 
     def _resolve(self, file_obj: Any) -> str:
-        """Returns what overwire opens: if possible a path or URI."""
+        """Returns the path or URI that overwire opens for a source."""
         from . import stream_io
 
         if isinstance(file_obj, bool):
@@ -217,7 +217,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return self._open
 
     def close(self) -> None:
-        """Closes the file. Tensors that were read stay valid. Does nothing the second time."""
+        """Closes the file. Tensors that were read stay valid. A second call does nothing."""
         if self._open is not None:
             self._open.close()
         if self._records_file is not None:
@@ -242,11 +242,11 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
     @property
     def cache_status(self) -> str | None:
-        """The x-cache-status header of the HTTP response, if it had one."""
+        """The x-cache-status header of the HTTP response, or None."""
         headers = getattr(self._own, "response_headers", None)
         return None if headers is None else headers.get("x-cache-status")
 
-    # Clients use these although they begin with an underscore.
+    # Programs use these, although their names begin with an underscore.
 
     @property
     def _file_flags(self) -> FileFeatureFlags:
@@ -325,7 +325,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             and dtype.is_floating_point
             and tensor.dtype not in _CAST(torch)
         ):
-            dtype = None  # packed integers, quantised weights and complex numbers cannot change precision
+            dtype = None  # bools are never cast, and only 16 to 64 bit floats to a floating-point dtype
         tensor = tensor.to(device=device, dtype=dtype)
         return torch.nn.Parameter(tensor, requires_grad=tensor.dtype.is_complex or tensor.dtype.is_floating_point)
 
@@ -347,7 +347,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return key in self._structure
 
     def keys(self) -> Any:
-        """The names at the first level; nothing is read."""
+        """Returns the names at the first level. Reads no tensors."""
         return self._structure.keys()
 
     def tree(
@@ -357,10 +357,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         default: Any = None,
         filter_func: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Returns what was saved, with its dicts and lists, below a prefix.
+        """Returns the saved structure of dicts and lists below a prefix.
 
-        default: returned if nothing is there. TypeError for a prefix that is a text or a
-        number.
+        default: the result if there are no tensors. Raises TypeError for a prefix that is a
+        text or a number.
         """
         if isinstance(prefix, (str, int)):
             raise TypeError(
@@ -411,8 +411,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         self, filter_func: Callable[[Any], Any] | None = None, num_tensors: int = -1, verify_hash: bool | None = None
     ) -> Iterator[tuple[int, int, Any, torch.nn.Parameter]]:
         """Yields (module number, TensorType, name, parameter) of the next num_tensors tensors in the
-        file that the filter accepts; -1 means all. A later call continues after the last
-        one."""
+        file that the filter accepts; -1 means all. A later call continues after the last tensor."""
         for record, name, parameter in self._next(filter_func, num_tensors, verify_hash):
             yield record.module, TensorType(record.type), name, parameter
 
@@ -424,8 +423,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         verify_hash: bool | None = None,
     ) -> Iterator[tuple[int, int, Any, numpy.ndarray[Any, Any], bool, str | None]]:
         """Like `read_tensors`, but yields numpy arrays, whether numpy lacks the dtype, and torch's
-        name for it. Such tensors become signed integers of the same size. ValueError for
-        them without allow_raw_data, RuntimeError unless the device is the CPU."""
+        name for it. Tensors of a dtype that numpy lacks become signed integers of the same size.
+        Raises ValueError for them without allow_raw_data, RuntimeError unless the device is the CPU."""
         if self._device.type != "cpu":
             raise RuntimeError("read_numpy_arrays is only valid when deserializing to the CPU")
         import torch
@@ -443,15 +442,16 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             yield record.module, TensorType(record.type), name, tensor.numpy(), true is not None, true
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
-        """Copies the file into Redis, where it can be read as `redis://host/key_prefix`. Head and
-        index go to "prefix:header:0". For each tensor, its record and its data go to
-        "prefix:name:offset", the data in values of at most 256 MiB. Filters have no
-        effect, since a part would not be a valid file.
+        """Copies the file to Redis, where it can be read as `redis://host/key_prefix`. The head and
+        the index are stored at "prefix:header:0". Each tensor's record and data are stored at
+        "prefix:name:offset", the data in values of at most 256 MiB. Filters have no effect,
+        because a part would not be a valid file.
 
-        redis_client: from the package redis, or an object with its set, exists, get, scan_iter
-            and delete. force: replaces existing values of the prefix. Without it they stay,
-            which continues an interrupted copy; ValueError if they are of another file.
-        ValueError after `close`, and therefore after an eager load to a GPU.
+        redis_client: a client of the package redis, or an object with its methods set, exists,
+            get, scan_iter and delete. force: whether to replace existing values of the prefix.
+            Without it they stay, so an interrupted copy can be continued.
+        Raises ValueError if Redis has another file there, and after `close` (which an eager load
+        to a GPU calls).
         """
         if self._source is None:
             raise ValueError("I/O operation on closed file")
@@ -467,7 +467,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                 if stale:
                     redis_client.delete(*stale)
             elif redis_client.get(name) not in (None, header):
-                raise ValueError(f"Redis has another file at {key_prefix!r}; force=True replaces it")
+                raise ValueError(f"Redis has another file at {key_prefix!r}; pass force=True to replace it")
             redis_client.set(name, header)
             for record in records:
                 cuts = [
@@ -476,7 +476,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
                     record.data + record.nbytes,
                 ]
                 for begin, end in zip(cuts, cuts[1:], strict=False):
-                    # The name without quotes and blanks. The reference's own reader cannot request others.
+                    # Quote the name: the original's reader cannot request names with blanks and the like.
                     key = f"{key_prefix}:{quote(record.name, safe=_PLAIN)}:{begin}"
                     if begin == end or not force and redis_client.exists(key):
                         continue
@@ -494,10 +494,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def load_into_module(
         self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None
     ) -> int:
-        """Puts parameters and buffers back where `TensorSerializer.write_module` took them from,
-        closes the file, and returns their number. Tensors that were tied in the module are
-        tied again if the file has the same bytes for them. NotImplementedError for files of
-        state dicts."""
+        """Loads the parameters and buffers that `TensorSerializer.write_module` has saved into a
+        module, closes the file, and returns their number. Tensors that are tied in the module
+        stay tied if the file has the same bytes for them. Raises NotImplementedError for files
+        of state dicts."""
         modules = dict(m.named_modules())
         paths = [path for path in self._records if filter_func is None or filter_func(_paths.plain(path))]
         for path in paths:
@@ -515,10 +515,10 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             own = module._parameters.get(attribute, module._buffers.get(attribute))
             parameter = self._records[path].type == TensorType.PARAM
             hidden = attribute in module._non_persistent_buffers_set
-            # Replace whatever has the name: a buffer, or a plain attribute.
+            # Replace any attribute of that name: a parameter, a buffer or a plain attribute.
             for there in (module._parameters, module._buffers, module.__dict__):
                 there.pop(attribute, None)
-            if own is not None:  # tie tensors that were one in the module, if the file has them
+            if own is not None:  # tie tensors that are tied in the module, if they are equal
                 ties_of_own = ties.setdefault(id(own), [own])
                 tensor = next((k for k in ties_of_own[1:] if _alike(k, tensor)), tensor)
                 ties_of_own.append(tensor)
@@ -530,7 +530,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
         return len(paths)
 
     def verify_module(self, m: torch.nn.Module) -> tuple[bool, list[tuple[str, bool]]]:
-        """Compares a module's tensors with the checksums of the file. Returns whether all are equal, and
+        """Compares a module's tensors with the checksums in the file. Returns whether all match, and
         the result for each name."""
         there: dict[str, Any] = dict(m.state_dict())
         there.update(m.named_buffers())
@@ -544,7 +544,7 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two tensors are equal bit for bit."""
+    """Returns whether two tensors are equal bit for bit."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype or a.requires_grad != b.requires_grad:
@@ -554,12 +554,12 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """Escapes a text, so that a Redis pattern matches exactly it."""
+    """Escapes a text for use in a Redis pattern."""
     return "".join("\\" + c if c in "\\*?[]" else c for c in text)
 
 
 def _current_cuda() -> Any:
-    """The CUDA device that "cuda" means here, in torch's own contexts."""
+    """Returns the CUDA device that torch uses for "cuda" now."""
     import torch
 
     with contextlib.suppress(AttributeError):

@@ -16,7 +16,7 @@ default_s3_write_endpoint = "object.ord1.coreweave.com"
 _DAY = 86400
 
 
-_SETTINGS = 1 << 20  # most bytes of a settings file
+_SETTINGS = 1 << 20  # maximum bytes of a settings file
 
 
 class ParsedCredentials(NamedTuple):
@@ -30,8 +30,8 @@ class ParsedCredentials(NamedTuple):
 
 
 def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
-    """Reads the section "default" of the first of these files that exists; by default of
-    `stream_io._s3_default_config_paths`. ValueError for a file without that section."""
+    """Reads the section "default" of the first of these files that exists. Without an argument, looks
+    for `stream_io._s3_default_config_paths`. Raises ValueError for a file without that section."""
     import configparser
 
     from . import stream_io
@@ -58,9 +58,9 @@ def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
 
 
 def infer_credentials(key: str | None, secret: str | None, config_path: Any = None) -> ParsedCredentials:
-    """Returns a pair of credentials. Missing parts come from .s3cfg; "" counts as given.
+    """Returns a pair of credentials. None is replaced with the value in .s3cfg; "" is not.
 
-    ValueError if a part is not found, FileNotFoundError if config_path does not exist.
+    Raises ValueError if a part is not found, FileNotFoundError if config_path does not exist.
     """
     if key is not None and secret is not None:
         return ParsedCredentials(None, None, key, secret, None)
@@ -89,7 +89,7 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
 
 
 def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = False) -> str:
-    """Returns an endpoint with its scheme: https, unless http is allowed or forced.
+    """Returns an endpoint with the scheme https, or http if that is allowed or forced. Raises
     ValueError otherwise."""
     scheme, separator, rest = endpoint.partition("://")
     scheme = scheme.lower() if separator else ""
@@ -103,7 +103,7 @@ def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = F
 
 
 def parse_uri(uri: str) -> tuple[str, str]:
-    """Returns bucket and key of an s3:// URI. ValueError for others."""
+    """Returns bucket and key of an s3:// URI. Raises ValueError for other URIs."""
     parts = urlsplit(uri, allow_fragments=False)
     if parts.scheme.lower() != "s3":
         raise ValueError(f"Invalid S3 URI: {uri}")
@@ -111,7 +111,7 @@ def parse_uri(uri: str) -> tuple[str, str]:
 
 
 def configured_endpoint() -> str | None:
-    """The endpoint of the environment, or of the AWS tools' configuration."""
+    """Returns the endpoint in the environment, or in the AWS tools' configuration."""
     import configparser
 
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
@@ -144,10 +144,10 @@ def options_for(
 ) -> dict[str, Any]:
     """Returns the storage_options that access an object like tensorizer's open_stream.
 
-    Credentials: the arguments, else from .s3cfg, else as the AWS tools find them. Endpoint: the
-    argument, else from .s3cfg, the environment, the AWS tools' configuration, else
-    CoreWeave's. ValueError for an endpoint without TLS, unless the environment or
-    force_http allows it.
+    Credentials come from the arguments, else from .s3cfg, else from the AWS tools'
+    configuration. The endpoint comes from the argument, else from .s3cfg, the environment or
+    the AWS tools' configuration; the default is CoreWeave's. Raises ValueError for an
+    endpoint without TLS, unless the environment or force_http allows it.
     """
     from . import stream_io
 
@@ -159,7 +159,7 @@ def options_for(
         if force_http is None and credentials.use_https is not None:
             force_http = not credentials.use_https
     except (ValueError, FileNotFoundError):
-        pass  # a public bucket, or one for which the AWS tools have credentials
+        pass  # the bucket may be public, or the AWS tools may have credentials
     if not endpoint and (endpoint := configured_endpoint()):
         allow_http = True
     if not endpoint:
@@ -169,7 +169,7 @@ def options_for(
 
 
 def direct_options(key: str | None, secret: str | None, endpoint: str | None, region: str | None) -> dict[str, Any]:
-    """Builds storage_options from what was found. An endpoint without a scheme uses TLS."""
+    """Builds storage_options. An endpoint without a scheme uses TLS."""
     if endpoint and "://" not in endpoint:
         endpoint = "https://" + endpoint
     options: dict[str, Any] = {"endpoint_url": endpoint or None, "region": region}
@@ -181,14 +181,13 @@ def direct_options(key: str | None, secret: str | None, endpoint: str | None, re
 
 
 def virtual_only(endpoint: str) -> bool:
-    """Whether an endpoint needs the bucket in the host name."""
+    """Returns whether an endpoint needs the bucket in the host name."""
     return urlsplit(endpoint if "//" in endpoint else "//" + endpoint).netloc.lower() in ("cwobject.com", "cwlota.com")
 
 
 def url_of(uri: str, options: dict[str, Any]) -> str:
-    """Returns a URL that reads the object. It is signed, except for unsigned access and if no
-    credentials were given or found, since the bucket may be public. ValueError for other
-    URIs."""
+    """Returns a URL that reads the object. The URL is not signed for unsigned access, or without any
+    credentials: the bucket may be public. Raises ValueError for other URIs."""
     import time
     from urllib.parse import quote
 
@@ -198,7 +197,7 @@ def url_of(uri: str, options: dict[str, Any]) -> str:
             return presign(uri, 2 * _DAY - int(time.time()) % _DAY, storage_options=options)
         except AccessError as error:
             if error.rule != "NoCredentials" or any(options.get(name) is not None for name in ("key", "secret")):
-                raise  # credentials exist
+                raise  # the caller passed credentials
     at = urlsplit(options.get("endpoint_url") or f"https://s3.{options.get('region') or 'us-east-1'}.amazonaws.com")
     if virtual_only(at.netloc):
         return f"{at.scheme}://{bucket}.{at.netloc}/{quote(key)}"

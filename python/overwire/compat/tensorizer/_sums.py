@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def have_sums(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each tensor has the checksums of its record. Computes all at once."""
+    """Returns whether each tensor has the checksums of its record. Computes all checksums in one call."""
     for record in records:
         if record.crc32 is None and record.sha256 is None:
             raise RuntimeError(f"No hashes found in metadata for {record.name}")
@@ -31,7 +31,7 @@ def have_sums(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> lis
 
 
 def hashes_of(record: Record) -> list[TensorHash]:
-    """The checksums of a record. Programs replace this name to have others compared."""
+    """Returns the checksums of a record. Programs may replace `serialization.TensorHash` to compare others."""
     from . import serialization
 
     hash_type: type[TensorHash] = vars(serialization)["TensorHash"]

@@ -13,8 +13,8 @@ _T = TypeVar("_T")
 
 
 class Swap:
-    """stand_ins: returns (owner, name, replacement) when the first context is entered. Leaving the
-    last context restores the originals."""
+    """Installs replacements while any context is active, and restores the originals after the last one.
+    stand_ins: called on entry of the first context, returns (owner, name, replacement) for each."""
 
     def __init__(self, stand_ins: Callable[[], Sequence[tuple[Any, str, Any]]]) -> None:
         self._stand_ins = stand_ins
@@ -24,8 +24,8 @@ class Swap:
 
     @contextlib.contextmanager
     def on(self, variable: ContextVar[_T], value: _T) -> Iterator[None]:
-        """A context in which the variable has the value, only in this thread or task. Replacements
-        read the variable to know whether they apply."""
+        """A context in which the variable has the value in this thread or task only. Replacements
+        read the variable to decide whether they apply."""
         with self._lock:
             if self._users == 0:
                 for owner, name, replacement in self._stand_ins():

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def refuse_text(file: Any, *needs: str, text: str) -> None:
-    """Raises ValueError if a file is open as text or lacks a capability ("readable"). text: the
+    """Raises ValueError if a file is open in text mode or lacks a capability ("readable"). text: the
     message, with {} for the file's mode."""
     try:
         fits = all(getattr(file, need)() for need in needs)
@@ -21,7 +21,7 @@ def refuse_text(file: Any, *needs: str, text: str) -> None:
 
 
 class TensorType(enum.IntEnum):
-    """The kind of owner of a tensor."""
+    """The kind of a tensor."""
 
     PARAM = 0
     BUFFER = 1
@@ -50,7 +50,7 @@ class TensorHash:
 @dataclass(order=True)
 class TensorEntry:
     """A tensor's entry in the index, and the checksums of its record. name: a text, or the tuple
-    of a path; dtype: numpy's; offset, data_offset: in the file."""
+    of a path. dtype: numpy's. offset, data_offset: in the file."""
 
     metadata_version: int
     name: Any
@@ -65,7 +65,7 @@ class TensorEntry:
 
     @property
     def deserialized_length(self) -> int:
-        """Bytes in memory; data_length 0 means that all are zero."""
+        """Bytes in memory. If data_length is 0, all of them are zero."""
         import math
         import re
 
@@ -74,7 +74,7 @@ class TensorEntry:
 
     @property
     def is_long_tensor(self) -> bool:
-        """Whether dims take 8 bytes in the file."""
+        """Whether each dimension takes 8 bytes in the file."""
         return self.metadata_version >= 5
 
 
@@ -87,7 +87,7 @@ class FileFeatureFlags(enum.IntFlag):
 
 @dataclass
 class FileHeader:
-    """The head of a file. tensor_size: the file's bytes, as counted by its writer."""
+    """The head of a file. tensor_size: the number of bytes that the file's writer has stated."""
 
     version_number: int
     feature_flags: FileFeatureFlags

@@ -22,15 +22,15 @@ from ._types import TensorType, refuse_text
 if TYPE_CHECKING:
     import torch
 
-# The space that tensorizer leaves for the index. A larger index gets more, if its size is known
-# before the first tensor is written.
+# The space that tensorizer reserves for the index. A larger index gets more space if its size is
+# known before the first tensor is written.
 _INDEX_BYTES = 256 * 1024
 _HEAD_BYTES = 73
 _ENTRY_BYTES = 33  # plus name, dtype and dims
 _TAIL = bytes(8)
 
-# Most tensor bytes that are written together, and how many of them may be copies. Tensors are
-# copied if they are not on the host or not dense, or if the file has no descriptor.
+# Maximum tensor bytes that are written together, and how many of them may be copies. Tensors are
+# copied if they are not on the host, not dense, or if the file has no descriptor.
 _TURN = 4 << 30
 _COPIED = 512 << 20
 
@@ -44,8 +44,8 @@ class _Spec(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A tensor that is ready to be written. `keep` holds its bytes in host memory: a copy, or the
-    tensor's own."""
+    """A tensor that is ready to be written. `keep` owns its bytes in host memory: a copy, or the
+    tensor's own memory."""
 
     spec: _Spec
     record: NewRecord
@@ -54,15 +54,15 @@ class _Ready(NamedTuple):
 
 
 class TensorSerializer:
-    """Writes tensors into a .tensors file, one after the other.
+    """Writes tensors to a .tensors file, one after another.
 
-    file_obj: a path (missing folders are made), a descriptor, or a binary file open for
-        reading and writing that can seek. `close` closes it. At a path, the file then
-        appears whole, in place of an older one. If a `with` block ends by an exception, or
-        a write fails, the older file stays.
+    file_obj: a path (missing folders are made), a descriptor, or a seekable binary file
+        open for reading and writing. `close` closes it. A file at a path is replaced
+        atomically by `close`. If an exception ends a `with` block, or a write fails, the
+        older file stays.
     compress_tensors: has no effect, as in tensorizer.
     encryption: how to encrypt; the caller's tensors do not change.
-    limit_cpu_concurrency: most cores for hashing and encrypting; None: all.
+    limit_cpu_concurrency: maximum cores for hashing and encrypting; None: all.
 
     Raises ValueError for unsuitable files, TypeError and ValueError for invalid
     arguments.
@@ -79,7 +79,7 @@ class TensorSerializer:
         from . import stream_io
 
         self._file: Any = None
-        self._failed = False  # after a failure no file is made
+        self._failed = False  # after a failure no file is written
         if limit_cpu_concurrency is not None:
             if not isinstance(limit_cpu_concurrency, int):
                 raise TypeError(
@@ -130,18 +130,18 @@ class TensorSerializer:
         return sum(r.nbytes for r in self._records)
 
     def write_tensor(self, idx: int, name: str, tensor_type: TensorType, tensor: Any) -> None:
-        """Writes one torch tensor or numpy array. An open file is complete when this returns. ValueError
-        for a name that exists and for an array in another byte order, TypeError for a dtype that no
-        reader has."""
+        """Writes one torch tensor or numpy array. After each call an open file is a complete .tensors file.
+        Raises ValueError for a name that exists and for an array in another byte order, TypeError for a
+        dtype that readers do not support."""
         self._write([_Spec(idx, (name,), TensorType(tensor_type), tensor)])
 
     def write_module(
         self, m: torch.nn.Module, remove_tensors: bool = False, *, include_non_persistent_buffers: bool = True
     ) -> None:
-        """Writes the parameters and buffers of every submodule. Their names are the module's name, a
-        dot, and their own.
+        """Writes the parameters and buffers of all submodules. A tensor's name is the module's name, a
+        dot, and its own name.
 
-        remove_tensors: each becomes None in the module once it is written.
+        remove_tensors: whether to replace each tensor with None in the module once it is written.
         include_non_persistent_buffers: False skips buffers that are not in the state_dict.
         """
         specs = []
@@ -156,8 +156,8 @@ class TensorSerializer:
         self._write(specs)
 
     def write_state_dict(self, state_dict: Any) -> None:
-        """Writes tensors in dicts with str keys, lists and tuples, with their nesting; see
-        `TensorDeserializer.tree`. TypeError for other keys and leaves."""
+        """Writes tensors in nested dicts with str keys, lists and tuples. `TensorDeserializer.tree` returns
+        the structure. Raises TypeError for other keys and leaves."""
         import torch
 
         specs = [
@@ -167,13 +167,13 @@ class TensorSerializer:
         self._write(specs)
 
     def _write(self, specs: list[_Spec]) -> None:
-        """Writes in turns: while one turn is hashed, encrypted and written, the tensors of the next
-        are copied to the host."""
+        """Writes tensors in batches: while one batch is hashed, encrypted and written, the tensors of
+        the next batch are copied to the host."""
         if self._file is None:
             raise ValueError("I/O operation on closed file")
         with self._lock:
             if self._failed:
-                raise ValueError("an earlier write has failed, so this serializer does not make a file")
+                raise ValueError("an earlier write has failed, so this serializer writes no file: make a new one")
             for spec in specs:
                 _text_of(spec.tensor)  # raises for unsupported tensors before anything is written
             for spec in specs:
@@ -187,7 +187,7 @@ class TensorSerializer:
                 raise
 
     def _write_turns(self, specs: list[_Spec]) -> None:
-        specs.reverse()  # take from the end, so that finished ones can be freed
+        specs.reverse()  # pop from the end, so finished tensors can be freed
         whole = _TURN if self._descriptor() is not None else _COPIED
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="overwire-tensors") as pool:
             under_way: concurrent.futures.Future[list[_Spec]] | None = None
@@ -207,7 +207,7 @@ class TensorSerializer:
                 del turn
 
     def _drop(self) -> None:
-        """Keeps the older file, if the new one only appears when it is closed."""
+        """Discards the new file and keeps the older one, if the file object supports that."""
         drop = getattr(self._file, "drop", None)
         if callable(drop):
             self._failed = True
@@ -231,7 +231,7 @@ class TensorSerializer:
             self._at = _HEAD_BYTES + self._room
 
     def _put(self, turn: list[_Ready]) -> list[_Spec]:
-        """Writes records and data. Runs in a thread."""
+        """Writes records and data. Runs in the writer thread."""
         key = derivation = None
         if self._encryption is not None:
             key, derivation = self._encryption.key, self._encryption._derivation
@@ -255,7 +255,7 @@ class TensorSerializer:
         return [ready.spec for ready in turn]
 
     def _descriptor(self) -> int | None:
-        """The file's descriptor, if it can be written at any offset without its Python object."""
+        """Returns the file's descriptor if the engine can write to it at any offset, else None."""
         try:
             flush = getattr(self._file, "flush", None)
             if callable(flush):
@@ -272,9 +272,9 @@ class TensorSerializer:
         return number
 
     def _finish(self) -> None:
-        """Completes the file with what was written so far."""
+        """Completes the file with the tensors written so far."""
         front = make_front(self._records, self._room, encrypted=self._encryption is not None)
-        # The first time write the whole index, later only up to its size.
+        # The first call writes the whole space of the index, later calls only the used part.
         front = front if not self._begun else front[: _HEAD_BYTES + self._index_used + 64]
         self._begun = True
         self._file.seek(0)
@@ -286,7 +286,7 @@ class TensorSerializer:
             flush()
 
     def close(self) -> None:
-        """Closes the file. Does nothing the second time."""
+        """Closes the file. A second call does nothing."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -308,7 +308,7 @@ class TensorSerializer:
 
 
 def _all(file: Any, data: Any) -> None:
-    """Writes all data. A raw file may accept less per call, and none accepts more than 2 GiB."""
+    """Writes all data. A raw file may write less than requested, and no file more than 2 GiB per call."""
     view = memoryview(data)
     while len(view):
         n = file.write(view[: 1 << 30])
@@ -324,15 +324,15 @@ def _text_of(tensor: Any) -> str:
 
 
 def _copy_from_gpu(tensor: Any) -> Any:
-    """Copies to pinned memory, which torch reuses for the next copy, so that from the second turn on the copy runs
-    at the link's rate. The copy keeps the tensor's memory order: for another, torch would first copy it on the GPU."""
+    """Copies to pinned memory, which torch reuses, so later batches are copied at the rate of the PCIe link. The copy
+    keeps the tensor's memory layout, because torch would first convert another layout on the GPU."""
     import torch
 
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor).contiguous()
 
 
 def _ready(spec: _Spec) -> _Ready:
-    """Prepares a torch tensor or a numpy array: on the host and dense."""
+    """Prepares a torch tensor or a numpy array: makes it dense and copies it to the host if needed."""
     tensor, keep, is_copy, pointer, size = spec.tensor, None, False, 0, 0
     if not hasattr(tensor, "is_meta"):
         import numpy

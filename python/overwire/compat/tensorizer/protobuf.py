@@ -55,8 +55,8 @@ def __dir__() -> list[str]:
 def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
     """Converts a tensor to a message `Tensor`, bit for bit for every dtype.
 
-    attribute: AT_PARAMETER, AT_BUFFER, or None for neither. NotImplementedError for quantised
-    tensors, and for dtypes that tensors.proto lacks.
+    attribute: AT_PARAMETER, AT_BUFFER, or None for neither. Raises NotImplementedError for
+    quantised tensors, and for dtypes that tensors.proto lacks.
     """
     import torch
 
@@ -74,10 +74,10 @@ def serialize_tensor(t: torch.Tensor, attribute: int | None = None) -> Any:
 
 
 def deserialize_tensor(t: Any) -> Any:
-    """Converts a message `Tensor` to a tensor on the host with its own memory. If the message has
-    an attribute type, it returns (tensor, type).
+    """Converts a message `Tensor` to a tensor on the host with its own memory. Returns (tensor,
+    type) if the message has an attribute type.
 
-    ValueError if the number of bytes does not fit the shape.
+    Raises ValueError if the number of bytes does not match the shape.
     """
     import math
 
@@ -95,8 +95,7 @@ def deserialize_tensor(t: Any) -> Any:
 
 
 def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
-    """Writes every parameter and buffer of a module to a binary file, as one message
-    `Module`."""
+    """Writes all parameters and buffers of a module to a binary file, as one message `Module`."""
     whole = tensors_pb2.Module(name="")
     for name, module in model.named_modules():
         part = whole.attributes.add(name=name)
@@ -111,9 +110,9 @@ def serialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
 
 
 def deserialize_model(model: torch.nn.Module, file_stream: BinaryIO) -> None:
-    """Loads what `serialize_model` wrote into a module of the same structure.
+    """Loads a file of `serialize_model` into a module of the same structure.
 
-    KeyError for a submodule that the module lacks, ValueError for other attributes.
+    Raises KeyError for a submodule that the module lacks, ValueError for unknown attributes.
     """
     import torch
 

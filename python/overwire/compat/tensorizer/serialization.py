@@ -26,12 +26,12 @@ __all__ = [
     "FilterFuncType",
 ]
 
-#: The type of filters: called with a name, or with the tuple of a path.
+#: The type of filters, which are called with a name or with the tuple of a path.
 FilterFuncType = Callable[[Any], Any]
 
 logger = logging.getLogger(__name__)
 
-#: Separates the form from the name of a dtype that numpy lacks.
+#: Separates the numpy dtype of the same size from the name of a dtype that numpy lacks.
 OPAQUE_DTYPE_SEP = "\0"
 
 TENSORIZER_MAGIC = b"|TZR|"

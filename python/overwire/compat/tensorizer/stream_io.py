@@ -1,6 +1,6 @@
-"""Implements tensorizer.stream_io: streams of files and of objects in HTTP, S3 and Redis.
+"""Implements tensorizer.stream_io: streams of files, HTTP and S3 objects, and Redis values.
 
-Loading does not read through these: a TensorDeserializer passes paths, URIs, and streams that
+A TensorDeserializer does not read through these streams: it passes paths, URIs, and streams that
 start at the first byte to the engine.
 """
 
@@ -29,8 +29,8 @@ curl_path: str | None = None
 # The settings file of s3cmd.
 _s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
 
-# storage_options of every stream. A server that sends nothing for this many seconds is asked
-# again, a few times.
+# storage_options of all streams. If a server sends nothing for this many seconds, the request is
+# repeated a few times.
 _PATIENCE: dict[str, float] = {"timeout": 30.0}
 
 _parse_s3_uri = _s3.parse_uri
@@ -69,7 +69,7 @@ class CAInfo:
 
     @property
     def curl_flags(self) -> tuple[str, ...]:
-        """Returns the same as options of curl."""
+        """The settings as options of curl."""
         if self.allow_untrusted:
             return ("--insecure",)
         if self.cacert is not None:
@@ -78,8 +78,8 @@ class CAInfo:
         return ("--capath", os.fspath(self.capath))
 
     def options(self, uri: str) -> dict[str, Any]:
-        """Returns the same as storage_options for a URI. Without TLS, files without certificates are
-        accepted, because nothing checks them."""
+        """Returns the settings as storage_options for a URI. Without TLS, files that contain no
+        certificates are ignored."""
         if self.allow_untrusted:
             return {"insecure": True}
         name, path = ("cacert", self.cacert) if self.cacert is not None else ("capath", self.capath)
@@ -88,7 +88,7 @@ class CAInfo:
 
 
 def _certificates(path: str | os.PathLike[str]) -> bool:
-    """Whether a file, or a file in a folder, contains a certificate."""
+    """Returns whether a file, or a file in a folder, contains a certificate."""
     try:
         if os.path.isdir(path):
             return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
@@ -98,8 +98,7 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
 
 
 class _Stream(io.BufferedReader):
-    """A readable, seekable object in a store, which the engine reads. Base of both kinds of
-    streams."""
+    """A readable, seekable store object, which the engine reads. The base class of all streams."""
 
     #: A URI and storage_options that the engine opens instead, if the stream starts at the first byte.
     reach: tuple[str, dict[str, Any]] | None = None
@@ -123,7 +122,7 @@ class _Stream(io.BufferedReader):
         return source
 
     def _describe_error(self, error: object) -> str:
-        """The text for an OSError."""
+        """Returns the text for an OSError."""
         return str(error)
 
     def _timed(self, call: Any, *args: Any) -> Any:
@@ -142,8 +141,8 @@ class _Stream(io.BufferedReader):
         """Called with the duration of each call."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Reads size bytes, or fewer only at the end of the object. None or a negative size: all that
-        are left. OSError if the store fails."""
+        """Reads `size` bytes, or fewer at the end of the object. None or a negative size reads the rest.
+        Raises OSError if the store fails."""
         data: bytes = self._timed(super().read, size)
         self.read_operations += 1
         self.bytes_read += len(data)
@@ -152,7 +151,7 @@ class _Stream(io.BufferedReader):
     read1 = read
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer, or as much of it as the stream still has."""
+        """Fills a buffer, or less of it at the end of the stream. Returns the number of bytes."""
         n: int = self._timed(super().readinto, buffer)
         self.read_operations += 1
         self.bytes_read += n
@@ -167,8 +166,8 @@ class _Stream(io.BufferedReader):
         return super().tell()
 
     def seek(self, position: int, whence: int = SEEK_SET, /) -> int:
-        """Seeks to an offset of the object. ValueError relative to its end, or before its start.
-        Seeking backwards, or forwards over more than 16 MiB, requests the object again; if it has
+        """Seeks to an offset of the object. Raises ValueError for an offset from its end, or before its
+        start. Seeking backwards, or more than 16 MiB forwards, requests the object again; if it has
         changed, the next read raises OSError."""
         if whence == SEEK_END:
             raise ValueError("Unsupported `whence`")
@@ -185,15 +184,15 @@ class _Stream(io.BufferedReader):
         raise io.UnsupportedOperation("readline")
 
     def readable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def writable(self) -> bool:
-        """False."""
+        """Returns False."""
         return False
 
     def fileno(self) -> int:
@@ -212,12 +211,12 @@ class CURLStreamFile(_Stream):
     request to the URI's server, but not to other servers that it redirects to.
     buffer_size: bytes to buffer.
 
-    Broken connections are resumed. An object that changes meanwhile, a failure that persists,
-    and an object that cannot be opened are OSErrors. ValueError for an invalid
+    Broken connections are resumed. Raises OSError for an object that changes meanwhile, for a
+    failure that persists, and for an object that cannot be opened; ValueError for an invalid
     range.
     """
 
-    _name = ""  # the name in errors if the URL is a secret
+    _name = ""  # the name in errors if the URL is secret
 
     def __init__(
         self,
@@ -258,14 +257,14 @@ class CURLStreamFile(_Stream):
         if begin and begin >= size:
             raise OSError(
                 f"Failed to open stream for {self._name or shown(uri)}: it has {size} bytes, and byte {begin} was "
-                f"asked for"
+                f"requested"
             )
         self.http_response_latencies.append(time.monotonic() - start)
         self.popen_latencies.append(0.0)
         from email.message import Message
 
-        #: The headers of the server's first answer. Headers about the range that the engine
-        #: requested are replaced: Content-Length is that of this stream.
+        #: The headers of the server's first response, except those about the range that the engine
+        #: requested. Content-Length is the length of this stream.
         self.response_headers = Message()
         for name, values in source.headers().items():
             if name.lower() not in ("content-length", "content-range"):
@@ -291,7 +290,7 @@ class CURLStreamFile(_Stream):
         return clone
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer up to the range's `end`; returns 0 after it. OSError if the object ends
+        """Fills a buffer up to the range's `end`; returns 0 after it. Raises OSError if the object ends
         earlier."""
         view = memoryview(buffer).cast("B")
         limit = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
@@ -308,7 +307,7 @@ class RedisStreamFile(_Stream):
     `prefix:...:offset` in order, or one value. rediss:// uses TLS.
 
     begin, end: the byte range to read, end exclusive; None: all. buffer_size: bytes to
-    buffer. ValueError for another URI. Reads raise the server's errors as OSError. The
+    buffer. Raises ValueError for another URI. Reads raise the server's errors as OSError. The
     password comes from REDISCLI_AUTH.
     """
 
@@ -318,7 +317,7 @@ class RedisStreamFile(_Stream):
         _parse_redis_uri(uri)
         start = time.monotonic()
         self.uri = uri
-        #: Seconds of each wait for bytes, and until reading began.
+        #: Seconds of each wait for bytes.
         self.response_latencies: list[float] = []
         self._open(uri, begin, end, buffer_size, {})
         self.setup_latency = time.monotonic() - start
@@ -344,8 +343,8 @@ def _s3_download_url(
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> str:
-    """The URL of `s3_download`, which is a secret. ValueError for a URI that is not s3://, OSError if it cannot
-    be signed."""
+    """Returns the URL of `s3_download`, which is a secret. Raises ValueError for a URI that is not s3://, OSError if it
+    cannot be signed."""
     return _s3.url_of(
         path_uri, _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     )
@@ -363,10 +362,10 @@ def s3_download(
     end: int | None = None,
     certificate_handling: CAInfo | None = None,
 ) -> CURLStreamFile:
-    """Opens an s3:// object as a stream, through a URL that is signed for a day. It is unsigned if
-    both credentials are "" or if none are found. Signatures are version 4.
+    """Opens an s3:// object as a stream, through a URL that is signed for a day. The URL is not signed
+    if both credentials are "" or if none are found. Signatures are version 4.
 
-    ValueError for another URI and for an invalid range, OSError if the object cannot be
+    Raises ValueError for another URI and for an invalid range, OSError if the object cannot be
     opened.
     """
     options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
@@ -392,7 +391,7 @@ class _S3StreamFile(CURLStreamFile):
             raise OSError(f"Failed to open stream for {uri}: {error}") from error
         super().__init__(url, begin, end, buffer_size=buffer_size, certificate_handling=ca)
         trust = {} if ca is None else ca.options(url)
-        if self.reach is not None and not trust.keys() - {"cacert"}:  # s3:// lacks other options; keep the URL
+        if self.reach is not None and not trust.keys() - {"cacert"}:  # s3:// lacks other options: use the URL
             self.reach = uri, options | trust
 
 
@@ -405,8 +404,8 @@ def s3_upload(
     s3_region_name: str | None = None,
     s3_signature_version: str | None = None,
 ) -> None:
-    """Copies a local file to an s3:// object, which appears when it is complete.
-    ValueError for another URI. Raises what `overwire.save_file` raises."""
+    """Copies a local file to an s3:// object, which appears when it is complete. Raises ValueError
+    for another URI, and the errors of `overwire.save_file`."""
     import shutil
 
     _s3.parse_uri(target_uri)
@@ -434,14 +433,14 @@ def open_stream(
     """Opens a path in any binary mode, http(s):// and redis:// for reading, and s3:// for
     reading ("rb") or writing ("wb", "wb+", "ab", "ab+").
 
-    Writes to s3:// go to a temporary file until the stream is closed; if a `with` block ends by
-    an exception, nothing is written. For a path that is written, missing folders are made.
-    begin, end: as for CURLStreamFile; for a path, begin is where reading starts. s3_*:
-    credentials ("" and "": none), endpoint and region; `_s3.options_for` says where else they
-    are found. s3_config_path: used instead of ~/.s3cfg. force_http: no TLS for s3://.
+    Writes to s3:// go to a temporary file until the stream is closed; if an exception ends a
+    `with` block, nothing is written. Missing folders of a path to write are made.
+    begin, end: as for CURLStreamFile; for a path, begin is the first offset. s3_*:
+    credentials ("" and "": none), endpoint and region; `_s3.options_for` lists their other
+    sources. s3_config_path: used instead of ~/.s3cfg. force_http: disables TLS for s3://.
     s3_signature_version: has no effect; signatures are version 4.
 
-    ValueError for other modes and schemes, OSError if it cannot be opened.
+    Raises ValueError for other modes and schemes, OSError if the stream cannot be opened.
     """
     if isinstance(path_uri, os.PathLike):
         path, scheme = os.fsdecode(os.fspath(path_uri)), ""
@@ -481,7 +480,7 @@ def open_stream(
         os.makedirs(os.path.dirname(path), exist_ok=True)
     if set(mode) & set("wax+"):
         await_path(path)  # a background save would replace the open file
-    # The caller passes the path. Opening a pipe would wait for a writer, and a pipe cannot seek.
+    # `regular` refuses pipes, which cannot seek: opening one would wait for a writer.
     size = -1 if buffer_size is None else buffer_size
     stream = open(path, mode, size, opener=regular if normal == "br" else None)  # noqa: SIM115
     stream.seek(begin or 0)
@@ -490,7 +489,7 @@ def open_stream(
 
 def open_writer(path_uri: str | bytes | os.PathLike[str]) -> Any:
     """Like `open_stream` with mode "wb+", but an existing file stays until the stream is closed,
-    and `drop` writes nothing. Devices and pipes are opened as they are."""
+    and `drop` discards the new file. Devices and pipes are opened directly."""
     path = os.fsdecode(path_uri)
     if not isinstance(path_uri, os.PathLike) and path[:7].lower() == "file://":
         path = path[7:]

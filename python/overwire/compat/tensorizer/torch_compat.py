@@ -1,9 +1,9 @@
 """Implements tensorizer.torch_compat: torch.save and torch.load with the tensors in another file.
 
-Inside `tensorizer_saving`, torch.save writes each storage once into a .tensors file next to
-the .pt file, however many tensors view it. Inside `tensorizer_loading`, torch.load takes
-them from there. A context only applies to the thread or task that entered it; others use
-torch's own functions.
+Inside `tensorizer_saving`, torch.save writes each storage once to a .tensors file next to the .pt
+file, however many tensors share it. Inside `tensorizer_loading`, torch.load reads the storages from
+that file. A context only applies to the thread or task that entered it; others use torch's own
+functions.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 _MARK = "TensorizerPickler"
 
-#: The types that torch.save and torch.load take.
+#: The types of files that torch.save and torch.load accept.
 _FileLike = str | os.PathLike[str] | IO[bytes]
 
 
 class _Scope:
-    """The arguments of one context: the place of the tensors, the function, and its arguments."""
+    """The arguments of one context: the file of the tensors, the function, and its arguments."""
 
     def __init__(self, file_obj: Any, function: Any, kwargs: dict[str, Any], suppress: bool = False) -> None:
         self.file_obj, self.function, self.kwargs, self.suppress = file_obj, function, kwargs, suppress
 
     def place(self, f: Any) -> Any:
-        """The place of a .pt file's tensors; None: inside it."""
+        """Returns the file for a .pt file's tensors; None: they are in the .pt file itself."""
         if self.file_obj is not None:
             return self.file_obj(f) if callable(self.file_obj) else self.file_obj
         if isinstance(f, io.BytesIO):
@@ -58,13 +58,13 @@ class _Scope:
 _saving: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_saving", default=None)
 _loading: ContextVar[_Scope | None] = ContextVar("overwire_tensorizer_loading", default=None)
 
-# The place of the running call's tensors.
+# The file of the running call's tensors.
 _save_place: ContextVar[Any] = ContextVar("overwire_tensorizer_save_place", default=None)
 _load_place: ContextVar[Any] = ContextVar("overwire_tensorizer_load_place", default=None)
 
 
 class _TensorizerPickler(pickle.Pickler):
-    """Base of a class that torch makes, with a persistent_id that is called after ours."""
+    """The base of a class that torch makes, with a persistent_id that is called after ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,7 +97,7 @@ class _TensorizerPickler(pickle.Pickler):
         return _MARK, 0, "storage", self._numbers[key], getattr(obj, "dtype", None)
 
     def persistent_id(self, obj: Any) -> Any:
-        """Called by pickle: how a storage is saved."""
+        """Called by pickle. Returns the id of a saved storage, or None for other objects."""
         return self._storage_id(obj)
 
     def dump(self, obj: Any) -> None:
@@ -116,7 +116,7 @@ class _TensorizerPickler(pickle.Pickler):
 
 
 class _TensorizerUnpickler(pickle.Unpickler):
-    """Base of a class that torch makes. torch sets persistent_load, which is called after ours."""
+    """The base of a class that torch makes. torch sets persistent_load, which is called after ours."""
 
     _tensors: Any = None
 
@@ -147,7 +147,7 @@ class _TensorizerUnpickler(pickle.Unpickler):
         )
 
     def load(self) -> Any:
-        """Unpickles, then releases tensors that nothing refers to."""
+        """Unpickles, then releases tensors that are not used."""
         try:
             return super().load()
         finally:
@@ -226,13 +226,13 @@ def tensorizer_saving(
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which torch.save(obj, f) writes storages to f + ".tensors".
 
-    file_obj: used instead; anything that a TensorSerializer takes, or a function of f that
-        returns it, or None for a plain save.
+    file_obj: used instead of that file: any file that a TensorSerializer accepts, or a function
+        of f that returns one, or None for a plain save.
     save_func: called with (file, tensors, kwargs) instead of a serializer.
     kwargs: for the TensorSerializer.
 
-    An io.BytesIO has no name: it is saved plainly, with a warning. torch.save raises
-    ValueError if pickle_module is given.
+    An io.BytesIO has no name: torch.save then writes the tensors to it as usual, and a warning is
+    logged. torch.save raises ValueError for another pickle_module.
     """
     return _save.on(_saving, _Scope(file_obj, save_func, kwargs))
 
@@ -240,11 +240,11 @@ def tensorizer_saving(
 def tensorizer_loading(
     file_obj: Any = None, *, load_func: Any = None, suppress_weights_only: bool = False, **kwargs: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """A context in which torch.load(f) takes storages from f + ".tensors" if f was saved that
+    """A context in which torch.load(f) reads storages from f + ".tensors" if f was saved that
     way; other files load as usual.
 
     file_obj, kwargs: as for `tensorizer_saving`, for a TensorDeserializer.
-    load_func: called with (file, kwargs); returns the tensors.
-    suppress_weights_only: turns weights_only=True, which torch refuses here, into False.
+    load_func: called with (file, kwargs) instead of a deserializer; returns the tensors.
+    suppress_weights_only: replaces weights_only=True, which torch refuses here, with False.
     """
     return _load.on(_loading, _Scope(file_obj, load_func, kwargs, suppress_weights_only))

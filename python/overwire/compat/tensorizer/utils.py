@@ -47,14 +47,14 @@ def get_device() -> torch.device:
 
 
 def get_gpu_name() -> str:
-    """The name of the current GPU, or "N/A"."""
+    """Returns the name of the current GPU, or "N/A"."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "N/A"
 
 
 class GlobalGPUMemoryUsage(NamedTuple):
-    """Bytes of one GPU's memory that all processes use."""
+    """Memory of one GPU in bytes, as used by all processes."""
 
     total: int
     free: int
@@ -75,7 +75,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
 
 class TorchGPUMemoryUsage(NamedTuple):
-    """Bytes of one GPU's memory that torch holds and uses."""
+    """Memory of one GPU in bytes that torch has reserved and uses."""
 
     reserved: int
     reserved_max: int
@@ -106,8 +106,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 
 
 class CPUMemoryUsage(NamedTuple):
-    """Bytes of host memory: the most that this process and its children have held, and what is
-    available."""
+    """Host memory in bytes: the peak of this process and its children, and the available memory."""
 
     maxrss: int
     free: int
@@ -128,7 +127,7 @@ class CPUMemoryUsage(NamedTuple):
 
 
 class MemoryUsage(NamedTuple):
-    """All three measurements. gpu and torch are None without a GPU."""
+    """The memory of the host, the GPU and torch. gpu and torch are None without a GPU."""
 
     cpu: CPUMemoryUsage
     gpu: GlobalGPUMemoryUsage | None
@@ -152,11 +151,11 @@ _without: contextvars.ContextVar[bool] = contextvars.ContextVar("overwire_no_ini
 
 
 def no_init_or_tensor(loading_code: Callable[[], Any] | None = None) -> Any:
-    """Makes modules without weights. Inside, and only in this thread or task, `torch.empty` makes
-    meta tensors, and `reset_parameters` of Linear, Embedding and LayerNorm does nothing.
+    """A context for making modules without weights. In it, and only in this thread or task, `torch.empty`
+    makes meta tensors, and `reset_parameters` of Linear, Embedding and LayerNorm does nothing.
 
-    Returns a context manager, or with loading_code what that returns when it is called
-    inside. TypeError if loading_code is not callable.
+    Returns a context manager, or the result of loading_code, which is called in the context. Raises
+    TypeError if loading_code is not callable.
     """
     if loading_code is None:
         return _swap.on(_without, True)

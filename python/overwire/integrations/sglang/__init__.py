@@ -1,7 +1,7 @@
 """Adds `--load-format overwire` to SGLang.
 
-SGLang calls `register` in each of its processes. The format is resolved when SGLang creates
-the configuration of a load.
+SGLang calls `register` in each of its processes. When SGLang creates the configuration of a load, the format is
+replaced by the loader's class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FORMAT = "overwire"
 
 
 def register() -> None:
-    """Adds the load format to SGLang. Starts no engine."""
+    """Adds the load format to SGLang. Does not start overwire's engine."""
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def _verify_config(original: Callable[..., None], config: Any) -> None:
-    # SGLang only accepts its own formats by name, but it also accepts a loader's class.
+    # By name, SGLang accepts only its own formats, but it also accepts a loader's class.
     if isinstance(config.load_format, str) and config.load_format.lower() == FORMAT:
         from .loader import OverwireModelLoader
 

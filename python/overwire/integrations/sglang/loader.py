@@ -1,4 +1,4 @@
-"""Implements SGLang's load format `overwire`: SGLang's own loader, which reads through overwire.
+"""Implements SGLang's load format `overwire`, as SGLang's own loader that reads through overwire.
 
 Written for SGLang 0.5.23.
 """
@@ -30,12 +30,11 @@ _KEYS = {"plan": (bool, "true or false")}
 class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     """Loads plain and compressed safetensors through overwire.
 
-    The model's own `load_weights` first runs on stand-ins, which shows where it copies each
-    part. Then exactly those bytes are loaded, directly into the parameters. If that cannot be
-    planned, `load_weights` gets each tensor instead, in file order, on the GPU if torch
-    uses one, and the model owns it.
+    The model's `load_weights` first runs on stand-ins for the tensors, which shows where it copies each part. Then
+    exactly those bytes are loaded directly into the parameters. If the load cannot be planned, `load_weights` gets real
+    tensors in file order, on the GPU if torch uses one. The model owns these tensors.
 
-    Raises ValueError for a wrong `model_loader_extra_config`.
+    Raises ValueError for an invalid `model_loader_extra_config`.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -52,9 +51,9 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             self._attempt.load_recorded()
 
     def load_weights_and_postprocess(self, model: torch.nn.Module, weights: Any, target_device: Any) -> None:
-        """Runs SGLang's own, but plans all weights of a model if that is possible.
+        """Runs SGLang's function, but loads all weights of a model by a plan if possible.
 
-        Other weights are loaded as they come: an updater asks for the iterator of one source and
+        Other weights are loaded tensor by tensor, because an updater asks for the iterator of one source and
         may skip names."""
         plan = isinstance(weights, _Weights) and self._options.get("plan", getattr(model, "quant_config", None) is None)
         if plan and not load_by_slices(
@@ -81,8 +80,8 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             super().download_model(model_config)
 
     def _at_source(self, model_config: Any, path: Any) -> bool:
-        """Whether weights are at `source`. They are for the served model, but not for a draft model
-        with its own files, which SGLang loads with the same options."""
+        """Returns whether weights are read from `source`. This is so for the served model, but not for a draft model
+        with its own files, although SGLang loads it with the same options."""
         if "source" not in self._options or model_config is None:
             return False
         return not getattr(model_config, "is_draft_model", False) or (path is not None and path == _served_path())
@@ -97,7 +96,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             tensors = self._attempt.next_stand_ins()
         if tensors is not None:
             return self._select_weights(source, tensors)
-        # Only the model's first source has the configuration; secondary sources do not.
+        # Only the model's first source has a model configuration.
         if source.allow_patterns_overrides is None and self._at_source(source.model_config, source.model_or_path):
             where = self._options["source"]
         else:
@@ -119,7 +118,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
         return ((source.prefix + name, tensor) for name, tensor in tensors)
 
     def _files_of(self, source: Any, resolved: Any) -> tuple[list[str], str | None]:
-        """The files of a source in SGLang's order, and their index.json if it applies."""
+        """Returns the files of a source in SGLang's order, and their index.json if it applies."""
         if resolved is not None:
             folder, files, safe = resolved.hf_folder, list(resolved.weight_files), resolved.use_safetensors
         else:
@@ -130,12 +129,12 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
                 files = maybe_add_mtp_safetensors(files, folder, _INDEX, source.model_config.hf_config)
         if not safe or not all(file.endswith(".safetensors") for file in files):
             names = ", ".join(map(os.path.basename, files[:3]))
-            raise ValueError(f"overwire: {folder}: it only has {names}, not safetensors files: use --load-format auto")
+            raise ValueError(f"overwire: {folder}: expected safetensors files, got {names}: use --load-format auto")
         return files, os.path.join(folder, _INDEX) if source.allow_patterns_overrides is None else None
 
 
 class _Weights:
-    # Iterates all weights of a model once; `again` makes another iterator.
+    # Iterates over all weights of a model once. `again` returns another iterator.
 
     def __init__(self, model_config: Any, again: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         self.model_config, self.again = model_config, again
@@ -149,7 +148,7 @@ class _Weights:
 
 
 def _served_path() -> Any:
-    # The path of the model that the server serves; None if SGLang does not say.
+    # Returns the path of the model that the server serves, or None if SGLang does not know it.
     try:
         from sglang.srt.runtime_context import get_server_args
 

@@ -2,8 +2,8 @@
 
     engine.update_weights_from_tensor(message(push.info), load_format=LOADER)
 
-loads a push of a `Publisher` into the model, directly into its parameters if the model's
-loader can be planned. Written for SGLang 0.5.23.
+This call loads a push of a `Publisher` into the model, directly into its parameters if the load can be planned.
+Written for SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ def message(
 ) -> list[tuple[str, torch.Tensor]]:
     """Converts a push's info to a tensor for `update_weights_from_tensor`.
 
-    info: of a push with a path. storage_options: how the engine reaches it.
+    info: the info of a push with a path. storage_options: how the engine reaches the path.
     """
     if not info.get("path"):
-        raise ValueError("overwire: message: SGLang takes pushes from a folder or a store, not from a group")
+        raise ValueError("overwire: message: SGLang loads pushes from a folder or a store, not from a group")
     text = json.dumps({**info, "storage_options": None if storage_options is None else dict(storage_options)}).encode()
     return [(_NAME, torch.frombuffer(bytearray(text), dtype=torch.uint8))]
 
 
 @torch.no_grad()
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Loads the push of a `message`. SGLang calls it.
+    """Loads the push of a `message`. SGLang calls this function.
 
-    Raises ValueError for other tensors, and DeltaBaseError for a delta of other weights; then
-    nothing has changed. Also raises what loading raises.
+    Raises ValueError for other tensors and DeltaBaseError for a delta of other weights. The model has not changed
+    then. Also raises the errors of loading.
     """
     pairs = list(named_tensors)
     if len(pairs) != 1 or pairs[0][0] != _NAME:
-        raise ValueError(f"overwire: {LOADER} only takes what message() makes, got {[name for name, _ in pairs][:3]}")
+        raise ValueError(f"overwire: {LOADER}: expected the result of message(), got {[name for name, _ in pairs][:3]}")
     info = json.loads(bytes(pairs[0][1].cpu().numpy()))
     if reason := reason_against(info["kind"], info["path"]):
         raise ValueError(f"overwire: the push's {reason}")
@@ -64,7 +64,7 @@ def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor
 
 
 def _places_of(model: torch.nn.Module, device: str) -> Places:
-    # The model keeps this object, which refers to it, so they are freed together.
+    # The model keeps this object, which refers to the model, so both are freed together.
     from sglang.srt.distributed import parallel_state
 
     places = vars(model).get("_overwire_places")

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Dtypes with several elements in a byte, or with elements that end inside one.
+#: Dtypes with several elements per byte, or with elements that end inside a byte.
 PACKED = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class Stored(NamedTuple):
-    """A tensor of an open file: the file's table, and the tensor's row in it. shape: as in torch."""
+    """A tensor of an open file. at: its row in the file's table. shape: the shape in torch."""
 
     file: Any
     at: int
@@ -24,8 +24,8 @@ class Stored(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A view of a stored tensor, and its target. offset, shape and stride count elements of the
-    contiguous tensor. dtype: the stored dtype, as in torch."""
+    """A copy of a view of a stored tensor to a target. offset, shape and stride describe the view, in elements of the
+    contiguous tensor. dtype: the torch dtype of the stored tensor."""
 
     of: Stored
     offset: int
@@ -40,7 +40,7 @@ elements = math.prod
 
 
 def whole_copy(stored: Stored, target: torch.Tensor) -> Copy:
-    """The copy of a whole stored tensor to a target of the same shape and dtype."""
+    """Returns the copy of a whole stored tensor to a target of the same shape and dtype."""
     strides, step = [], 1
     for size in reversed(stored.shape):
         strides.append(step)
@@ -49,12 +49,12 @@ def whole_copy(stored: Stored, target: torch.Tensor) -> Copy:
 
 
 def spanned_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements in memory a view spans, from its first to its last."""
+    """Returns how many elements of memory a view spans, from its first element to its last."""
     return 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
 
 
 def memory_range(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory of a tensor, and the tensor's first byte and end in it."""
+    """Returns the address of a tensor's storage, and the offsets of the tensor's first byte and end in it."""
     size = tensor.element_size()
     low = int(tensor.storage_offset()) * size
     count = tensor.numel() if tensor.is_contiguous() else spanned_elements(tensor.shape, tensor.stride())
@@ -62,8 +62,8 @@ def memory_range(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def block_of(copy: Copy) -> list[tuple[int, int]] | None:
-    """The ranges of the stored tensor's first two dimensions that select exactly the view's elements in
-    order. None if there are no such ranges."""
+    """Returns the ranges of the stored tensor's first two dimensions that select exactly the view's elements, in order.
+    Returns None if there are no such ranges."""
     shape, offset = copy.of.shape, copy.offset
     if not shape:
         return []
@@ -83,7 +83,7 @@ def block_of(copy: Copy) -> list[tuple[int, int]] | None:
 
 
 def _block_by_torch(copy: Copy, row: int, low: int, high: int, last: int) -> list[tuple[int, int]] | None:
-    # The rare cases: compares with torch's result for candidate ranges.
+    # Handles rare cases: indexes a meta tensor with candidate ranges, and compares the result with the view.
     shape, offset, count = copy.of.shape, copy.offset, elements(copy.shape)
     ranges = [(low, high)]
     if count != (high - low) * row:
@@ -105,7 +105,7 @@ def _block_by_torch(copy: Copy, row: int, low: int, high: int, last: int) -> lis
 
 
 def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, int, int] | None:
-    """Converts a copy to an engine request (see `overwire.plumbing.landing`). None if the engine cannot do it."""
+    """Returns a copy as an engine request (see `overwire.plumbing.landing`), or None if the engine cannot do it."""
     target = copy.target
     if copy.dtype != target.dtype or target.device != device or not target.is_contiguous() or copy.of.dtype in PACKED:
         return None
@@ -124,9 +124,9 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
 
 
 def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, list[Copy], list[Copy]]:
-    """Begins to load the copies of the first copy's file that the engine can land on the device as they are. Returns
-    the job, these copies, and the others. If there are none, or a preload has the file, the job is None and all are
-    others."""
+    """Starts a load of those copies that belong to the first copy's file and that the engine can land directly. Returns
+    the job, these copies, and the other copies. The job is None, and all copies are others, if there are no such copies
+    or if the file was preloaded."""
     from ...plumbing import landing
 
     file = copies[0].of.file if copies else None
@@ -143,16 +143,16 @@ def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, li
     job = landing(file, str(device), requests) if requests else None
     if job is None:
         return None, [], list(copies)
-    job.keep_memory(direct)  # an interrupted program may drop the tensors before the job
+    job.keep_memory(direct)  # an interrupted program may drop the tensors before the job ends
     return job, direct, others
 
 
 def load_copies(copies: Iterable[Copy], most: int) -> None:
     """Loads copies into their targets, in one pass per file. The copies must not overlap.
 
-    A view that is a block of its tensor lands directly in the target. For other views, such as
-    transposed ones or slices of the third dimension, the rows around them are loaded into extra
-    memory first: rows of at most `most` bytes at once, or of one view.
+    A view that is a block of its tensor lands directly in the target. For other views, such as transposed ones or
+    slices of the third dimension, the rows that contain them are loaded into extra memory first. The extra memory holds
+    at most `most` bytes of rows, or the rows of one view.
     """
     groups: dict[tuple[int, torch.device], list[Copy]] = {}
     for copy in copies:
@@ -168,7 +168,7 @@ def load_copies(copies: Iterable[Copy], most: int) -> None:
 
 
 def _load_indirectly(copies: list[Copy], most: int) -> None:
-    # Copies that a request cannot express: casts, targets with gaps, other views, preloaded files.
+    # Loads copies that a request cannot express: casts, targets with gaps, other views, preloaded files.
     into: dict[int, tuple[Any, list[Any]]] = {}
     others: list[tuple[Copy, tuple[int, int]]] = []
     for copy in copies:
@@ -184,7 +184,7 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
         else:
             row = elements(shape[1:])
             last = copy.offset + spanned_elements(copy.shape, copy.stride) - 1
-            is_row = copy.of.dtype in PACKED and len(shape) == 1  # a row is not split
+            is_row = copy.of.dtype in PACKED and len(shape) == 1  # a packed row cannot be split
             others.append((copy, (0, shape[0]) if is_row else (copy.offset // row, last // row + 1)))
     for file, targets in into.values():
         file.load_into(targets)
@@ -206,7 +206,7 @@ def _load_indirectly(copies: list[Copy], most: int) -> None:
 
 
 def _loadable_block(copy: Copy) -> list[tuple[int, int]] | None:
-    # Like `block_of`, but refuses blocks that would split elements which share bytes.
+    # Returns `block_of`, or None if the block would separate elements that share bytes.
     block = block_of(copy)
     if block and copy.of.dtype in PACKED and len(block) == len(copy.of.shape):
         return block[:-1] if block[-1] == (0, copy.of.shape[-1]) else None
@@ -214,7 +214,7 @@ def _loadable_block(copy: Copy) -> list[tuple[int, int]] | None:
 
 
 def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """A view of a tensor in another shape; None if its memory does not allow that shape."""
+    """Returns a view of a tensor in another shape, or None if its strides do not allow that shape."""
     try:
         return target.view(shape)
     except RuntimeError:
@@ -222,20 +222,19 @@ def view_in_shape(target: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | 
 
 
 class Early:
-    """Loads some copies while others are still being recorded. It runs one load at a time, so that
-    many small offers become few large loads."""
+    """Loads some copies while others are still being recorded. It runs one load at a time, so many small calls of
+    `begin` become few large loads."""
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
-        """device: returns the device for the files' tensors; called when the first copies come."""
+        """device: returns the device for the files' tensors. It is called by the first `begin`."""
         self._device = device
         self._job: Any = None
-        #: All copies with a load that was begun.
+        #: All copies that have started to load.
         self.copies: list[Copy] = []
 
     def begin(self, copies: list[Copy]) -> list[Copy]:
-        """Begins to load the copies of one file that land as they are, and returns the others. While
-        a load is running, or if a preload has the file, it returns all. Raises the error of the
-        previous load."""
+        """Starts to load the copies of one file that can land directly, and returns the others. Returns all copies
+        while a load is running, or if the file was preloaded. Raises the error of the previous load."""
         if self._job is not None:
             if not self._job.ended(0):
                 return copies
@@ -245,21 +244,21 @@ class Early:
         return others
 
     def end(self) -> None:
-        """Waits for the running load, and raises its error."""
+        """Waits for the running load. Raises its error."""
         job, self._job = self._job, None
         if job is not None:
             with job:
                 job.take()
 
     def cancel(self) -> None:
-        """Ends the running load: it writes nothing after this."""
+        """Ends the running load. It writes nothing after this call."""
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
 
 
 class _Block(NamedTuple):
-    # Bytes in a memory: from `low` on, `width` bytes of every `period`. period 0 means a single row.
+    # Bytes of a storage: from `low` on, the first `width` bytes of every `period` bytes. period 0 means a single row.
 
     low: int
     width: int
@@ -267,7 +266,7 @@ class _Block(NamedTuple):
     name: str
 
     def is_apart(self, other: _Block) -> bool:
-        # Whether they certainly share no byte, although the ranges between their ends overlap.
+        # Returns whether two blocks certainly share no byte, although their ranges overlap.
         if not self.period or self.period != other.period:
             return False
         distance = (other.low - self.low) % self.period
@@ -275,11 +274,11 @@ class _Block(NamedTuple):
 
 
 class Destinations:
-    """Tracks the bytes that copies write, by memory: whole ranges, and columns of a
-    matrix with other columns that other copies write."""
+    """Tracks the bytes that copies write, by storage. A copy may write a contiguous range, or some columns of a
+    matrix while other copies write the other columns."""
 
     def __init__(self) -> None:
-        # By memory: ordered stretches with first byte, end and blocks; stretches do not overlap.
+        # By storage: ordered stretches that do not overlap, each with first byte, end and blocks.
         self._stretches: dict[int, list[tuple[int, int, list[_Block]]]] = {}
 
     def __bool__(self) -> bool:
@@ -290,7 +289,7 @@ class Destinations:
         self._stretches.clear()
 
     def name_at(self, memory: int, low: int, high: int) -> str | None:
-        """The name of a copy that writes bytes in this range, or close by in the same matrix."""
+        """Returns the name of a copy that writes to this range, or to nearby columns of the same matrix."""
         stretches = self._stretches.get(memory)
         if not stretches:
             return None
@@ -298,8 +297,8 @@ class Destinations:
         return None if first == end else stretches[first][2][0].name
 
     def note_copy(self, target: torch.Tensor, reach: tuple[int, int, int], name: str) -> str | None:
-        """Notes a copy to a tensor. reach: its memory, first byte and end, from `memory_range`. If another copy writes
-        the same bytes, or may, it returns that copy's name and notes nothing."""
+        """Notes a copy to a tensor. If another copy may write the same bytes, notes nothing and returns that copy's
+        name. reach: the tensor's `memory_range`."""
         memory, low, high = reach
         stretches = self._stretches.setdefault(memory, [])
         first, end = _find_overlaps(stretches, low, high)
@@ -317,7 +316,7 @@ class Destinations:
 
 
 def _find_overlaps(stretches: list[tuple[int, int, list[_Block]]], low: int, high: int) -> tuple[int, int]:
-    # The stretches that overlap these bytes: index of the first, and index after the last.
+    # Returns the index of the first stretch that overlaps these bytes, and the index after the last.
     first = bisect_left(stretches, (low,))
     if first and stretches[first - 1][1] > low:
         first -= 1
@@ -328,7 +327,7 @@ def _find_overlaps(stretches: list[tuple[int, int, list[_Block]]], low: int, hig
 
 
 def _rows_of(target: torch.Tensor) -> tuple[int, int]:
-    # For rows at equal distance: the bytes of a row, and the distance between rows; (0, 0) for other views.
+    # Returns the bytes of a row and the distance between rows, or (0, 0) if rows are not equally spaced.
     width, size = 1, target.element_size()
     steps = [(count, step) for count, step in zip(target.shape, target.stride(), strict=True) if count > 1]
     while steps and steps[-1][1] == width:

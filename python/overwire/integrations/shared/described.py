@@ -1,9 +1,8 @@
-"""Describes everything that a model holds besides its weights as text. Two models are the same if
-their texts are.
+"""Describes everything in a model other than its weights as text. Two models with the same texts are equal.
 
-The description covers every attribute of every module and parameter, and the contents of
-objects of the engine's own classes, such as kernels and quantisation methods. A tensor is
-described by its place in the model's own tensors, or by its bytes.
+The description covers every attribute of every module and parameter, and the contents of objects of the engine's own
+classes, such as kernels and quantisation methods. A tensor in the memory of one of the model's tensors is described by
+its offset there. Other tensors are described by their bytes.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ _EXACT = frozenset(_PLAIN)
 _NAMED = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 _MANY = (list, tuple, set, frozenset, deque)
 
-# Tensors outside the model's own are compared by content up to this many bytes.
+# The largest tensor, in bytes, that is described by its bytes.
 _SMALL = 1 << 20
 
 # Attributes of a module that torch defines, or that are described by their contents.
 _APART = frozenset(torch.nn.Module().__dict__)
 
-# Our own attributes, which say nothing about the model.
+# The prefix of overwire's attributes, which are not part of the model.
 _OURS = "_overwire"
 
 
 class Memory:
-    """Finds the model's tensor in which a view lies."""
+    """Finds the model's tensor that contains a view."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._held: dict[int, list[tuple[int, int, str]]] = {}
@@ -45,14 +44,14 @@ class Memory:
             self.add(name, tensor)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor, which must not overlap another."""
+        """Adds a tensor. It must not overlap another tensor."""
         if tensor.device.type != "meta" and tensor.numel():
             memory, low, high = memory_range(tensor)
             self._held.setdefault(memory, []).append((low, high, name))
 
     def find_holder(self, view: torch.Tensor) -> tuple[str, int] | None:
-        """The tensor's name, and the byte in it where the view begins; None if there is none. Raises
-        Refused if the view only lies partly in one."""
+        """Returns the name of the tensor that contains a view, and the view's byte offset in it, or None if there is no
+        such tensor. Raises Refused if a tensor contains only a part of the view."""
         if view.device.type == "meta" or not view.numel():
             return None
         memory, low, high = memory_range(view)
@@ -60,20 +59,20 @@ class Memory:
             if first <= low and high <= last:
                 return name, low - first
             if first < high and low < last:
-                raise Refused(f"a tensor lies only partly in the memory of {name}")
+                raise Refused(f"a tensor overlaps only partly with {name}")
         return None
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is fully described by its text."""
+    """Returns whether the text of a value describes it completely."""
     return isinstance(value, _PLAIN)
 
 
 class Describer:
-    """Describes a model. Its tensors are known by name.
+    """Describes a model.
 
-    engine: the name of the engine's package. opaque: modules of it with objects that are
-    only described by their class.
+    tensors: the model's tensors by name. engine: the name of the engine's package. opaque: prefixes of the engine's
+    modules with objects that are described only by their class.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class Describer:
         self._open: set[int] = set()
 
     def describe_modules(self) -> dict[str, dict[str, str]]:
-        """Describes each attribute of each module, by the module's path. Attributes of parameters
+        """Returns the description of each attribute of each module, by the module's path. Attributes of parameters
         have names like `weight.attribute`."""
-        with torch._C.DisableTorchFunctionSubclass():  # engines' parameter classes are slow otherwise
+        with torch._C.DisableTorchFunctionSubclass():  # the engines' parameter classes are slow otherwise
             return {path: self._describe_module(module) for path, module in self._model.named_modules()}
 
     def _describe_module(self, module: torch.nn.Module) -> dict[str, str]:
@@ -105,7 +104,7 @@ class Describer:
         return entries
 
     def text_of(self, value: Any) -> str:
-        """Describes one value."""
+        """Returns the description of one value."""
         if type(value) in _EXACT or isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, enum.Enum):
@@ -152,7 +151,7 @@ class Describer:
         return self._describe_object(value)
 
     def _describe_object(self, value: Any) -> str:
-        # Describes the contents of objects of the engine's classes; of others only the class.
+        # Describes the contents of an object if its class is the engine's, and only the class of any other object.
         kind = _kind_of(value)
         if not kind.startswith(self._engine) or kind.startswith(self._opaque):
             return kind
@@ -176,7 +175,7 @@ class Describer:
         if value.device.type == "meta":
             return f"{shape} without memory"
         if value.nbytes > _SMALL:
-                raise Refused(f"it holds a tensor of {value.nbytes} bytes, {shape}, besides its parameters and buffers")
+            raise Refused(f"it has a tensor of {value.nbytes} bytes, {shape}, that is not a parameter or buffer")
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{shape} on {value.device.type} {hashlib.sha256(data.numpy().tobytes()).hexdigest()}"
 

@@ -1,4 +1,4 @@
-"""Chooses devices for an engine's tensors, and the group of ranks that divide them."""
+"""Finds the device for an engine's tensors, and the group of ranks that divide them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def device_or_host(asked: torch.device) -> str:
-    """A device for `overwire.load_file`; the host if the engine does not support the device."""
+    """Returns the device for `overwire.load_file`, or "cpu" if overwire does not support the device."""
     if asked.type != "cuda" or torch.version.hip:
         return "cpu"
     return f"cuda:{torch.cuda.current_device() if asked.index is None else asked.index}"
 
 
 def tensor_parallel_group(parallel_state: Any, kind: str) -> Any:
-    """The group of ranks that divide tensors among them and load at the same time, from an engine's module of groups;
-    None for one rank. kind: "cpu_group" (on the host) or "device_group"."""
+    """Returns the group of ranks that divide tensors and load at the same time, or None for one rank. parallel_state:
+    the engine's module of groups. kind: "cpu_group" (on the host) or "device_group"."""
     group = getattr(parallel_state, "_TP", None)
     return None if group is None or group.world_size == 1 else getattr(group, kind)

@@ -1,6 +1,6 @@
-"""Checks who wrote the code of a model. A model is only kept if all of its code is the engine's, as it was
-installed. Out-of-tree models, plug-ins, editable installs and functions that a program has put in
-place of the engine's are refused, because nothing tells when they, or their inputs, change.
+"""Checks where a model's code comes from. A prepared model is only stored if all of its code belongs to the engine as
+it was installed. Out-of-tree models, plug-ins, editable installs and functions that replace the engine's are refused,
+because their changes cannot be detected.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-# Types without code of their own, which are not inspected.
+# Objects of these types are not inspected.
 _LEAVES = (torch.nn.Module, torch.Tensor, ModuleType, BuiltinFunctionType)
 _GROUPS = (tuple, list, set, frozenset)
 
-# Wrappers of functions.
+# Types that wrap functions.
 _WRAPPERS = (
     staticmethod,
     classmethod,
@@ -34,7 +34,7 @@ _WRAPPERS = (
     functools.cached_property,
 )
 
-# Packages that engines are built on and import functions from. Their files are noted, wherever they are.
+# Packages from which engines import functions. Their files may be in any folder, and their sizes and times are noted.
 _BUILT_ON = frozenset("einops filelock huggingface_hub numpy regex requests safetensors tqdm transformers".split())
 
 # Class attributes that do not affect what the code does.
@@ -44,14 +44,14 @@ _ABOUT = frozenset(
 
 
 class Foreign(Exception):
-    """Code of a loader that does not belong to the engine."""
+    """The model uses code that does not belong to the engine."""
 
 
 def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) -> str:
-    """The digest of everything besides its arguments that a model's code depends on: variables that
-    functions close over, and their defaults.
+    """Returns a digest of the values that a model's code depends on in addition to its arguments: default values and
+    the variables that functions close over.
 
-    engine: the name of the engine's package. loaders: its modules that move weights. Raises Foreign.
+    engine: the name of the engine's package. loaders: the engine's modules that move weights. Raises Foreign.
     """
     look = _CodeWalk(engine)
     kinds: dict[type, None] = {}  # in the order of discovery
@@ -69,7 +69,7 @@ def digest_of_code(model: torch.nn.Module, engine: str, loaders: Iterable[str]) 
 
 
 def digest_of_file_times(engine: str) -> str:
-    """The digest of the sizes and times of a package's code files, Python and libraries."""
+    """Returns a digest of the sizes and modification times of a package's Python files and shared libraries."""
     folder = os.path.dirname(str(sys.modules[engine].__file__))
     facts, folders = [], [folder]
     while folders:
@@ -86,18 +86,18 @@ class _CodeWalk:
     def __init__(self, engine: str) -> None:
         folder = os.path.dirname(str(sys.modules[engine].__file__))
         if not glob.glob(f"{glob.escape(os.path.dirname(folder))}{os.sep}{engine}*.dist-info"):
-            raise Foreign(f"{engine} is in {folder}, but not installed there from a wheel")
+            raise Foreign(f"{engine} in {folder} was not installed from a wheel")
         self._engine = engine
         own = [os.path.dirname(str(sys.modules[name].__file__)) for name in (engine, "torch", "overwire")]
         self._own = tuple(one + os.sep for one in own)
         self._python = sysconfig.get_path("stdlib") + os.sep
         self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}
-        self._seen: dict[int, Any] = {}  # by id; keeps the object, so that its id stays unique
-        self._methods: set[tuple[int, type]] = set()  # methods; their functions are in `_seen`
+        self._seen: dict[int, Any] = {}  # by id; refers to the object, so that its id stays unique
+        self._methods: set[tuple[int, type]] = set()  # id of the function, and class; the functions are in `_seen`
         self.facts: list[Any] = []
 
     def look_at_class(self, kind: type) -> set[str]:
-        """Inspects a class and its bases; returns the engine's modules that define them."""
+        """Inspects a class and its bases. Returns the engine's modules that define them."""
         modules: set[str] = set()
         for one in kind.__mro__:
             top = one.__module__.partition(".")[0]
@@ -113,7 +113,7 @@ class _CodeWalk:
         return modules
 
     def look_at_functions(self, module: str) -> None:
-        """Inspects the functions that an engine's module has bound."""
+        """Inspects the functions in an engine's module, including imported ones."""
         for name, value in sorted(vars(sys.modules.get(module, object)).items()):
             if not isinstance(value, FunctionType | functools.partial | MethodType):
                 continue
@@ -126,7 +126,7 @@ class _CodeWalk:
                 self.look_at_value(value)
 
     def _note_imported(self, value: Any, file: str) -> bool:
-        # Whether a package that the engine is built on has this value under its name. Notes the package's file.
+        # Returns whether this value is an attribute of a module in `_BUILT_ON`, and if so notes the file.
         module, name = value.__module__ or "", value.__name__
         if module.partition(".")[0] not in _BUILT_ON or getattr(sys.modules.get(module), name, None) is not value:
             return False
@@ -134,7 +134,7 @@ class _CodeWalk:
         return True
 
     def look_at_value(self, value: Any) -> None:
-        """Inspects a value that may be called, and what it depends on."""
+        """Inspects a value and everything that it depends on."""
         if isinstance(value, _PLAIN):
             self.facts.append(repr(value))
         elif isinstance(value, FunctionType):

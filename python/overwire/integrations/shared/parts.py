@@ -1,8 +1,7 @@
-"""Takes the tensors of a model apart for a file, and puts them into a model on the meta device.
+"""Extracts the tensors of a model for a file, and puts the tensors of a file into a model on the meta device.
 
-A model's tensor is a parameter, a buffer or an attribute of a module. It may have several names,
-and may lie in another tensor's memory. When it is put back, it has its class, attributes,
-strides and shared memory again.
+A model's tensor is a parameter, a buffer or an attribute of a module. It may have several names, and may share the
+memory of another tensor. Its class, attributes, strides and shared memory are restored.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from .copies import Copy, Stored, spanned_elements
 from .described import Memory
 from .prepared import Refused
 
-# Most bytes of extra memory for loading tensors with gaps.
+# The most extra memory for loading tensors with gaps, in bytes.
 _MOST = 1 << 28
 
-#: For each name of a tensor: its kind and the tensor's first name, or None if the model holds None there.
+#: For each name of a tensor: its kind, and the first name of the tensor or None if the model's value is None.
 Names = dict[str, list[Any]]
 
-#: For each tensor, by its first name: class, dtype, shape, stride, device type, the tensor that
-#: owns its memory, its first byte in that memory, and the names of its attributes.
+#: For each tensor, by its first name: class, dtype, shape, stride, device type, the tensor that owns its memory and the
+#: byte offset in it (None if the tensor owns its memory), and the names of its attributes.
 Rows = dict[str, list[Any]]
 
 
 def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, str, Any]]:
-    # Yields module, name in it, full name and kind of everything that is, or might be, a tensor.
+    # Yields module, name in the module, full name, kind and value of every parameter, buffer and tensor attribute.
     for path, module in model.named_modules():
         at = f"{path}." if path else ""
         for leaf, param in module._parameters.items():
@@ -44,8 +43,8 @@ def _parts_of_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module,
 
 
 def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows, Names]:
-    """Returns the tensors with their own memory by name, as views that are dense if the memory is; all
-    tensors as rows; and all names. Raises Refused if something cannot be put back."""
+    """Returns the tensors that own their memory by name, the rows of all tensors, and all names. The tensors are views
+    with dimensions in memory order. Raises Refused if a tensor could not be restored."""
     names: Names = {}
     every: dict[str, torch.Tensor] = {}
     first: dict[int, str] = {}
@@ -56,8 +55,8 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
     memory = Memory({})
     own: dict[str, torch.Tensor] = {}
     rows: Rows = {}
-    with torch._C.DisableTorchFunctionSubclass():  # engines' parameter classes are slow otherwise
-        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # the largest contain the others
+    with torch._C.DisableTorchFunctionSubclass():  # the engines' parameter classes are slow otherwise
+        for name in sorted(every, key=lambda name: every[name].nbytes, reverse=True):  # large ones may contain others
             tensor = every[name]
             if (
                 tensor.device.type == "meta"
@@ -82,7 +81,7 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
 
 
 def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
-        # Permutes the dimensions into the order of the memory.
+    # Returns a view with the dimensions in memory order.
     if tensor.is_contiguous():
         return tensor
     steps: list[int] = list(tensor.stride())
@@ -90,19 +89,19 @@ def _dense_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Arriving:
-    """Loads tensors with their own memory while an engine builds its model.
+    """Loads the tensors that own their memory while an engine builds its model.
 
-    The memory is allocated by the constructor on the calling thread, so that it comes from an
-    engine's memory pool. The file is opened in parallel.
+    The constructor allocates the memory on the calling thread, so that it comes from the engine's memory pool. Another
+    thread opens the file at the same time.
     """
 
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
-        """Begins to load. rows: describes each tensor, as `take_tensors` does. device: for tensors that are not on the
-        host. Raises Refused if the file holds other tensors, or if a row has an unknown device or dtype; also raises
-        what torch and opening raise. It holds nothing then."""
+        """Starts to load. rows: from `take_tensors`. device: for tensors that are not on the host. Raises Refused if
+        the file contains other tensors, or if a row has an unknown device or dtype. Also raises errors of torch and of
+        opening the file. All memory is freed then."""
         self._path, self._device = path, device
         self.rows = rows
-        #: By name, in the memory that they are loaded into.
+        #: The tensors by name. They are loaded into this memory.
         self.tensors: dict[str, torch.Tensor] = {}
         self._file: Any = None
         self._job: Any = None
@@ -115,7 +114,7 @@ class Arriving:
             self._opening.join()
             if self._failed is not None:
                 raise self._failed
-        # On this thread: another would wait for the GIL again and again while the model is built.
+            # This runs here, because another thread would often wait for the GIL while the model is built.
             self._begin_loading()
         except BaseException:
             self.close()
@@ -127,7 +126,7 @@ class Arriving:
         try:
             self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
             names = {name for name, row in self.rows.items() if row[5] is None}
-            if absent := names.difference(self._file.offset_keys()):  # their memory would not be filled
+            if absent := names.difference(self._file.offset_keys()):
                 raise Refused(f"{self._path} lacks {min(absent)}")
         except BaseException as error:
             self._failed = error
@@ -143,7 +142,7 @@ class Arriving:
 
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise Refused(f"{self._path} has {name}, but its record does not")
+            raise Refused(f"{self._path} contains {name}, but its record does not")
         target = _dense_order(tensor)
         if tuple(target.shape) != shape:
             raise Refused(f"{name} has the shape {shape} in {self._path}")
@@ -152,7 +151,7 @@ class Arriving:
         return copies.whole_copy(Stored(self._file, at, name, dtype, shape), target)
 
     def finish_loading(self) -> None:
-        """Waits until all tensors have arrived. Raises what loading raises, and holds nothing then."""
+        """Waits until all tensors are loaded. Raises the errors of loading, and frees all memory then."""
         try:
             job, self._job = self._job, None
             if job is not None:
@@ -164,7 +163,7 @@ class Arriving:
 
     def close(self) -> None:
         """Ends the load, closes the file and drops the tensors."""
-        if self._opening.ident is not None:  # it was started
+        if self._opening.ident is not None:  # the thread was started
             self._opening.join()
         job, self._job = self._job, None
         if job is not None:
@@ -178,10 +177,10 @@ class Arriving:
 def put_tensors(
     model: torch.nn.Module, arriving: Arriving, names: Mapping[str, list[Any]], engine: str
 ) -> dict[str, torch.Tensor]:
-    """Gives a model on the meta device the tensors of a file, which may still be loading. Returns them under all
-    their names. engine: the name of the package; its objects may also hold them.
+    """Puts the tensors of a file, which may still be loading, into a model on the meta device. Returns them under all
+    their names. engine: the name of the engine's package. Objects of its classes may also refer to the tensors.
 
-    Raises Refused if the model does not have such a place.
+    Raises Refused if the model has no matching module or attribute.
     """
     rows, tensors = arriving.rows, dict(arriving.tensors)
     modules = dict(model.named_modules())
@@ -189,11 +188,11 @@ def put_tensors(
         if row[5] is not None:
             tensors[name] = _view_of(tensors[row[5][0]], row)
     parts: dict[str, torch.Tensor] = {}
-    swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensor, so that its id stays unique
+    swaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # refers to the old tensor, so that its id stays unique
     for name, (kind, first) in names.items():
         module = modules.get(name.rpartition(".")[0])
         if module is None:
-            raise Refused(f"{name} has no module")
+            raise Refused(f"the new model has no module for {name}")
         leaf = name.rpartition(".")[2]
         if first is not None and first not in parts:
             homes = (module._parameters, module._buffers, vars(module))
@@ -210,7 +209,7 @@ def put_tensors(
 def _swap_in_objects(
     holder: Any, swaps: Mapping[int, tuple[torch.Tensor, torch.Tensor]], engine: str, seen: set[int]
 ) -> None:
-    # Also replaces the tensors in the engine's objects that a module holds, if they are the same objects.
+    # Replaces the old tensors in the engine's objects that a module refers to.
     seen.add(id(holder))
     for name, value in list(vars(holder).items()):
         if isinstance(value, torch.Tensor):
@@ -237,7 +236,7 @@ def _empty_tensor(row: list[Any], device: torch.device) -> torch.Tensor:
 
 
 def _view_of(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
-    # Makes a tensor in the memory of another one.
+    # Returns a tensor in the memory of another tensor.
     dtype, (name, at) = _dtype_of(row), row[5]
     if at % dtype.itemsize or at + spanned_elements(row[2], row[3]) * dtype.itemsize > base.untyped_storage().nbytes():
         raise Refused(f"a tensor does not fit into {name}")
@@ -246,12 +245,12 @@ def _view_of(base: torch.Tensor, row: list[Any]) -> torch.Tensor:
 
 
 def _restore_type(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> torch.Tensor:
-    # Restores class and attributes, which the tensor that the model has there also has.
+    # Restores the class and attributes of a tensor. Their values come from the model's old tensor of that name.
     kinds = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (torch.Tensor, torch.nn.Parameter, type(old))}
     kind = kinds.get(row[0])
     if kind is None or not issubclass(kind, torch.Tensor):
         raise Refused(f"{name} is a {type(old).__qualname__} in the new model, but was a {row[0]}")
-    # An attribute after processing may be a property of the class that the engine creates it with.
+    # An attribute of the processed tensor may be a property in the class of the new model's tensor.
     attributes = {attribute: getattr(old, attribute) for attribute in row[6] if hasattr(old, attribute)}
     if absent := [attribute for attribute in row[6] if attribute not in attributes]:
         raise Refused(f"{name} has no attribute {absent[0]} in the new model")
@@ -262,7 +261,7 @@ def _restore_type(name: str, tensor: torch.Tensor, row: list[Any], old: Any) -> 
 
 
 def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.Tensor | None) -> None:
-    # Puts a tensor into a module, under its name and in the same kind of place.
+    # Puts a tensor into a module as a parameter, buffer or attribute.
     homes = {"parameter": module._parameters, "attribute": vars(module)}
     home: Any = homes.get(kind, module._buffers)
     for other in (module._parameters, module._buffers, vars(module)):
@@ -277,8 +276,9 @@ def _put_in_module(module: torch.nn.Module, leaf: str, kind: str, tensor: torch.
 def match_processed(
     model: torch.nn.Module, names: Mapping[str, list[Any]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """After the engine's processing: removes tensors without memory and without one of these names,
-    which processing drops, and restores attributes that it has made again. tensors: the result of `put_tensors`."""
+    """Makes a model match the processed one after the engine has processed it again. Removes meta tensors with other
+    names, which the processing dropped the first time, and restores attributes that it has created again.
+    tensors: the result of `put_tensors`."""
     modules = dict(model.named_modules())
     for name, (kind, _) in names.items():
         if kind == "attribute":

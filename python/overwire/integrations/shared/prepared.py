@@ -1,11 +1,11 @@
-"""Keeps models as an engine holds them after processing, in files of a folder, one for each rank.
+"""Stores models in a folder after an engine has processed them, one file per rank.
 
-A file is an overwire container. Its name is a fingerprint of everything that the engine's
-processing depends on and that is known before the model is built. Its metadata says which
-tensor is what in the model, and describes every attribute of every module. A model made from it
-only counts if all of that is the same again.
+A file is an overwire container. Its name is a fingerprint of everything that the engine's processing depends on and
+that is known before the model is built. Its metadata lists the name and kind of each tensor in the model, and
+describes every attribute of every module. A model that is restored from the file is used only if its description is
+the same.
 
-Files appear complete and are only written by their owner. When the folder exceeds its limit,
+A file appears only when it is complete, and only its owner can write it. When the folder exceeds its limit,
 the least recently used files are removed.
 """
 
@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: The key in a container's metadata under which a file describes its model.
+#: The metadata key of the record that describes a file's model.
 KEY = "overwire.prepared"
 
 _SUFFIX = ".safetensors"
 _BEGUN = ".begun-"
 
-# The form of our file names. Other files in the folder are never removed.
+# The names of overwire's files. Other files in the folder are never removed.
 _OURS = re.compile(r"[0-9a-f]{40}" + re.escape(_SUFFIX))
 
-# Most seconds that a writer needs from the last byte of a new file until it is locked.
+# The longest time between a writer's last byte of a new file and its lock, in seconds.
 _LATE = 60.0
 
 _GB = 10**9
@@ -42,28 +42,28 @@ _GB = 10**9
 # The parts of a complete record.
 _RECORD = {"tensors": dict, "names": dict, "modules": dict, "origins": str}
 
-# Bytes read at once. They are still in the processor's cache when they are read again.
+# The bytes that are read, and then read again from the processor's cache.
 _BLOCK = 1 << 20
 
 
 class Refused(Exception):
-    """Why a model is not kept, or not made from a kept file."""
+    """Says why a model is not stored, or not restored from a stored file."""
 
 
 class Damaged(Refused):
-    """The kept file is damaged and was removed. The model may be kept again."""
+    """The stored file was damaged and has been removed. The model may be stored again."""
 
 
 class Kept(NamedTuple):
-    """A file in the folder, and its record of the model."""
+    """A file in the folder, and the record that describes its model."""
 
     path: str
     record: dict[str, Any]
 
 
 def ensure_folder(chosen: bool | str) -> str:
-    """Returns the folder that an engine's configuration asks for. True means OVERWIRE_PREPARED, or
-    overwire/prepared in the user's cache folder. Raises Refused if it cannot be used."""
+    """Returns the folder that an engine's configuration asks for, and creates it. True means OVERWIRE_PREPARED, or
+    overwire/prepared in the user's cache folder. Raises Refused if the folder cannot be used."""
     from ...errors import AccessError
     from ...plumbing import refuse_planted, setting
 
@@ -86,14 +86,14 @@ def ensure_folder(chosen: bool | str) -> str:
 
 
 def _check_owner(found: os.stat_result, path: str) -> None:
-    # Files here become the model's memory and attributes.
+    # Whoever can write these files controls the model's weights and attributes.
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise Refused(f"{path} belongs to another user, or other users may write to it")
+        raise Refused(f"{path} belongs to another user, or other users may write to it")
 
 
 def find_file(folder: str, name: str) -> Kept | None:
-    """Finds the file of a fingerprint; None if it does not exist. Raises Refused if it cannot be used,
-    or if a note says that the model does not fit."""
+    """Returns the file of a fingerprint, or None if it does not exist. Raises Refused if the file cannot be used, or if
+    it notes that the model cannot be stored."""
     import overwire
 
     path = os.path.join(folder, name + _SUFFIX)
@@ -102,7 +102,7 @@ def find_file(folder: str, name: str) -> Kept | None:
     except OSError:
         return None
     if not stat.S_ISREG(state.st_mode):
-        raise Refused(f"{path} is not a file")
+        raise Refused(f"{path} is not a regular file")
     _check_owner(state, path)
     try:
         with overwire.safe_open(path, framework="pt", device="cpu") as file:
@@ -117,7 +117,7 @@ def find_file(folder: str, name: str) -> Kept | None:
         raise Damaged(f"{path} is damaged: {error}") from None
     except overwire.NotFoundError:
         return None  # another process has removed it
-    except (overwire.OverwireError, OSError) as error:  # the cause may be this process or machine: keep the file
+    except (overwire.OverwireError, OSError) as error:  # does not remove the file, because it may be intact
         raise Refused(f"{path} cannot be read: {error}") from None
     if record.get("refused"):
         raise Refused(str(record["refused"]))
@@ -125,7 +125,7 @@ def find_file(folder: str, name: str) -> Kept | None:
 
 
 def newest_name(folder: str, place: str) -> str | None:
-    """The most recently used fingerprint that begins with `place`; None if there is none."""
+    """Returns the most recently used fingerprint that begins with `place`, or None if there is none."""
     files = [(0, "")]
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -136,7 +136,7 @@ def newest_name(folder: str, place: str) -> str | None:
 
 
 def note_use(path: str) -> None:
-    """Notes that a file was used."""
+    """Marks a file as just used."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -152,9 +152,8 @@ def keep_file(
 ) -> str:
     """Writes the file of a fingerprint, removes old files, and returns its path.
 
-    digests: of the tensors when they were described. Raises Refused if they have changed since, or
-    while they were written, and if the folder may not hold the file; also raises what saving
-    raises. Then no file appears.
+    digests: the digests of the tensors when they were described. Raises Refused if the tensors have changed since, or
+    if they are larger than the folder's limit. Also raises the errors of saving. No file appears then.
     """
     import overwire
 
@@ -163,10 +162,10 @@ def keep_file(
     most = int(setting("OVERWIRE_PREPARED_GB")) * _GB
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > most:
-        raise Refused(f"its {size / 1e9:.1f} GB are over the limit of {folder} (OVERWIRE_PREPARED_GB)")
+        raise Refused(f"its {size / 1e9:.1f} GB exceed the limit of {folder} (OVERWIRE_PREPARED_GB)")
     _remove_left(folder)
     path = os.path.join(folder, name + _SUFFIX)
-    temporary = os.path.join(folder, f"{_BEGUN}{secrets.token_hex(8)}-{name}{_SUFFIX}")  # only this writer's
+    temporary = os.path.join(folder, f"{_BEGUN}{secrets.token_hex(8)}-{name}{_SUFFIX}")
     try:
         overwire.save_file(tensors, temporary, {KEY: json.dumps(record)}, digests=True)
         with open(temporary, "rb") as file:
@@ -184,7 +183,7 @@ def keep_file(
 
 
 def _remove_left(folder: str) -> None:
-    # Removes unfinished files of writers that have ended, in any container: nobody has them locked.
+    # Removes unfinished files of writers that have ended: no process, in any (OS) container, holds their lock.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith(_BEGUN) or not entry.is_file(follow_symlinks=False):
@@ -196,8 +195,8 @@ def _remove_left(folder: str) -> None:
 
 
 def _activate_pages(path: str) -> None:
-    # Linux moves each page of a new file to the active list when it is read again, under one lock for all
-    # processors. Without this the first load of 16 GB takes 0.2 s longer than later ones.
+    # Reads each block of a new file twice. Linux then moves its pages to the active list, which takes a lock that all
+    # processors share. Otherwise the first load would do this, and would take 0.2 s longer for 16 GB.
     block = memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -206,8 +205,8 @@ def _activate_pages(path: str) -> None:
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error, or its cause, comes from the present state of this process or machine and says nothing about
-    other starts: an error of loading, memory, the GPU, or of starting a thread."""
+    """Returns whether an error or its cause is temporary, so that later starts may succeed: an error of loading,
+    memory, the GPU, or of starting a thread."""
     import overwire
 
     of_gpu = torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError)
@@ -221,7 +220,7 @@ def is_passing(error: BaseException | None) -> bool:
 
 
 def note_refusal(folder: str, name: str, reason: str) -> None:
-    """Notes that the model of a fingerprint does not fit, so that later starts do not try."""
+    """Notes why the model of a fingerprint cannot be stored, so that later starts do not try again."""
     import overwire
 
     with contextlib.suppress(overwire.OverwireError, OSError):
@@ -229,7 +228,7 @@ def note_refusal(folder: str, name: str, reason: str) -> None:
 
 
 def _evict_files(folder: str, newest: str, most: int) -> None:
-    # Removes our files until the folder is within its limit.
+    # Removes the least recently used files until the folder is within its limit.
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -246,7 +245,7 @@ def _evict_files(folder: str, newest: str, most: int) -> None:
 
 
 def fingerprint(*parts: Any) -> str:
-    """The digest of parts, as JSON or as text."""
+    """Returns a digest of the parts, which are converted to JSON, or to text where JSON has no type for them."""
     out = hashlib.sha256()
     for part in parts:
         text = json.dumps(part, default=str, sort_keys=True).encode()

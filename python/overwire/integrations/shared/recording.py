@@ -1,18 +1,18 @@
-"""Records where a model's own loader puts which bytes of a checkpoint, without reading them.
+"""Records which bytes of a checkpoint a model's own loader copies to which parameters, without reading the bytes.
 
-A model's `load_weights` runs once on stand-ins: tensors on the meta device, with shape and dtype
-but without memory. Each `copy_` of a view of a stand-in into a parameter is noted instead of
-executed. Then the engine loads exactly those bytes, directly into the parameter. An operation
-that needs the data of a stand-in, or of a parameter that is not loaded yet, raises `Unplannable`.
+A model's `load_weights` runs once on stand-ins: tensors on the meta device, with shape and dtype but without memory.
+Each `copy_` of a view of a stand-in into a parameter is noted instead of executed. Then the engine loads exactly those
+bytes directly into the parameter. An operation that needs the data of a stand-in, or of a parameter that is not loaded
+yet, raises `Unplannable`.
 
-torch's dispatcher has an unused key for test modes, `TESTING_ONLY_GenericMode`, above all
-others. A recording thread enables it for itself. torch then passes each operation to the
-recorder first, except for views and composite operations, which so cost nothing. Other tensors
-behave as usual. While a thread records, stand-ins report the device where the tensors would be.
+torch's dispatcher has an unused key for test modes, `TESTING_ONLY_GenericMode`, which precedes all other keys. A
+recording thread enables it for itself. torch then passes each operation to the recorder first. Views and composite
+operations skip the recorder and cost nothing extra. Real tensors behave as usual. While a thread records, stand-ins
+report the device of the tensors that they represent.
 
-Noted copies are loaded while the loader is still running, as long as it only copies. If the loader
-must run again on real tensors, it repeats what it did on stand-ins up to the failure. So it
-overwrites everything that was loaded before it can read any of it.
+Noted copies are loaded while the loader still runs, as long as it only copies. If the loader must run again on real
+tensors, it first repeats the steps that it took on stand-ins. It thus overwrites everything that was loaded before it
+can read any of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 _ITEM = _aten._local_scalar_dense.default
 
-# Options that a copy of a stand-in may request besides dtype and device.
+# The options other than dtype and device that a copy of a stand-in may request.
 _USUAL = {"layout": (None, torch.strided), "pin_memory": (None, False), "memory_format": (None, torch.preserve_format)}
 _ZEROES = frozenset((_aten.fill_.Scalar, _aten.zero_.default))
 
@@ -43,26 +43,26 @@ _KEY = "TESTING_ONLY_GenericMode"
 
 _weak_reference: Any = StorageWeakRef
 
-# Views that the recorder need not see: of stand-ins they are views of the same memory, and on other
-# tensors they neither read nor write.
+# Views that skip the recorder. A view of a stand-in shares the stand-in's memory, and a view of a real tensor
+# neither reads nor writes.
 _UNSEEN = (
     "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select.int", "slice.Tensor", "split.Tensor",
     "split_with_sizes", "squeeze", "squeeze.dim", "squeeze.dims", "t", "transpose.int", "unbind.int", "unfold",
     "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
 )  # fmt: skip
 
-# Composite operations that come before data is read out of torch.
+# Composite operations that torch runs before it reads data for other libraries.
 _READS = (_aten.resolve_conj.default, _aten.resolve_neg.default)
 
-# Stand-ins that may be alive after all were returned: those in use.
+# The number of stand-ins that may be in use at the same time.
 _KEPT = 16
 
-#: From this many bytes on, copies are worth a load while the loader is still running.
+#: Copies of at least this many bytes are loaded while the loader still runs.
 EARLY = 64 << 20
 
 
 class Unplannable(Exception):
-    """The loader does what cannot be planned: `operation` on the tensor `name`."""
+    """The load cannot be planned, because the loader runs `operation` on the tensor `name`."""
 
     def __init__(self, name: str, operation: str) -> None:
         super().__init__(f"{operation} needs the data of {name}")
@@ -70,8 +70,9 @@ class Unplannable(Exception):
 
 
 class _Stored(NamedTuple):
-    # The tensor that a stand-in represents. dtype: the stored one, as in torch. device: where it would be. memory:
-    # whether a view of it is alive; this reference keeps the identity of its memory unique.
+    # The tensor that a stand-in represents. dtype: the torch dtype of the stored tensor. device: the device that the
+    # stand-in reports. memory: a weak reference to the stand-in's storage. It tells whether a view is alive, and keeps
+    # the identity of the storage unique.
 
     stored: Stored
     dtype: torch.dtype
@@ -80,11 +81,10 @@ class _Stored(NamedTuple):
 
 
 class Recorder:
-    """A context that records copies of stand-ins into real tensors, only in this thread.
+    """A context that records copies of stand-ins into real tensors, on this thread only.
 
-    `load` loads what was recorded since its last call. It gets a list of `Copy` and runs with the
-    recorder off. `early` begins to load some copies and returns the others, which may be
-    all.
+    load: loads the copies that were recorded since its last call. It gets a list of `Copy` and runs with the
+    recorder off. early: starts to load some copies, and returns those that it does not load.
     """
 
     def __init__(
@@ -93,30 +93,30 @@ class Recorder:
         self._load, self._early = load, early
         self._noted: list[Copy] = []
         self._size = 0  # bytes noted since `early` was last called
-        self._destinations = Destinations()  # of the recorded copies
+        self._destinations = Destinations()  # the destinations of the recorded copies
         self._entered = contextlib.ExitStack()
-        self._of: dict[int, _Stored] = {}  # by the identity of a stand-in's memory
-        self._living: list[_Stored] = []  # those alive at the last check, and newer ones
+        self._of: dict[int, _Stored] = {}  # by the identity of a stand-in's storage
+        self._living: list[_Stored] = []  # stand-ins that were alive at the last check, and newer ones
         self._offered = False
-        #: Whether everything was recorded and the load of the rest has begun.
+        #: Whether everything was recorded and the load of the remaining copies has begun.
         self.began = False
-        #: Why a load that `offer_early` began has failed.
+        #: The error of a load that `offer_early` began.
         self.failed: BaseException | None = None
-        #: The first operation of the loader other than copying; None if there was none.
+        #: The first operation of the loader other than copying, or None.
         self.impure: str | None = None
-        # Memories of integer tensors that it read elements from.
+        # Addresses of storages of integer tensors from which the loader read elements.
         self._reads: set[int] = set()
-        # Memories that it set to zero or to small tensors with data, before any copy to them.
+        # Addresses of storages that the loader first set to zero or to the data of a small tensor.
         self._zeros: set[int] = set()
-        self._given: set[int] = set()  # the memories of those small tensors
-        # Whether it worked on tensors with data, and some of those may be loaded later.
+        self._given: set[int] = set()  # addresses of the storages of these small tensors
+        # Whether the loader ran other operations. Their results may depend on tensors that are loaded early.
         self._works = False
 
     def __enter__(self) -> Recorder:
         try:
             key, guard = _recorder_keys()[0], torch._C._IncludeDispatchKeyGuard
         except Exception as error:  # nothing has changed yet
-            raise Unplannable("its tensors", f"this torch, without what records operations ({error}),") from error
+            raise Unplannable("its tensors", f"this torch, which cannot record operations ({error}),") from error
         outer = getattr(_here, "recorder", None)
         self._entered.callback(setattr, _here, "recorder", outer)
         _here.recorder = self
@@ -128,7 +128,7 @@ class Recorder:
         self._entered.close()
 
     def load_rest(self) -> None:
-        """Loads the rest. Raises Unplannable if a stand-in is still referenced."""
+        """Loads the remaining copies. Raises Unplannable if a stand-in is still referenced."""
         self.load_noted()
         if self._count_stand_ins():
             self._refuse_kept_stand_ins()
@@ -141,10 +141,10 @@ class Recorder:
         gc.collect()
         for one in self._living:
             if not one.memory.expired():
-                raise Unplannable(one.stored.name, "its loader, which keeps it,")
+                raise Unplannable(one.stored.name, "its loader, which keeps a reference to it,")
 
     def make_stand_in(self, of: Stored, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Makes a stand-in for the model's loader."""
+        """Returns a stand-in for the model's loader."""
         with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]):
             return self._make_stand_in(of, dtype, dtype, device)
 
@@ -159,13 +159,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """A context for work that is not the loader's."""
-        # vLLM's parameters have a __torch_function__ in Python.
+        """Returns a context for operations that do not belong to the loader."""
+        # vLLM's parameters have a __torch_function__ in Python, which is slow.
         with torch._C._ExcludeDispatchKeyGuard(_recorder_keys()[1]), torch._C.DisableTorchFunctionSubclass():
             yield
 
     def offer_early(self) -> None:
-        """Loads noted copies early, if they are enough and nothing prevents it."""
+        """Starts to load the noted copies if they are large enough and the loader has only copied."""
         if self._size < EARLY or self._early is None:
             return
         self._size = 0
@@ -182,7 +182,7 @@ class Recorder:
     def load_noted(self) -> None:
         """Loads the noted copies."""
         if self._count_stand_ins() > _KEPT:
-            self._refuse_kept_stand_ins()  # before anything is loaded needlessly
+            self._refuse_kept_stand_ins()  # raises before it loads anything
         notes, self._noted = self._noted, []
         if notes or self._offered:
             self.began, self._offered = True, False
@@ -191,7 +191,7 @@ class Recorder:
         self._destinations.forget_all()
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation of the loader, with the recorder off, and returns its result."""
+        """Runs an operation of the loader with the recorder off. Returns its result."""
         stands = [(tensor, of) for tensor in _tensors_in((args, kwargs)) if (of := self._stored_of(tensor)) is not None]
         if stands:
             return self._run_on_stand_in(func, args, kwargs, stands)
@@ -200,7 +200,7 @@ class Recorder:
         return func(*args, **kwargs)
 
     def _stored_of(self, tensor: Any) -> _Stored | None:
-        # The tensor that a stand-in represents; None for another tensor.
+        # Returns the tensor that a stand-in represents, or None for a real tensor.
         return self._of.get(tensor.untyped_storage()._cdata) if _is_meta(tensor) else None
 
     def _run_on_stand_in(self, func: Any, args: Any, kwargs: Any, stands: list[tuple[torch.Tensor, _Stored]]) -> Any:
@@ -210,11 +210,11 @@ class Recorder:
         if len(stands) == 1 and args and args[0] is one:
             if _is_view(func):
                 views = func(*args, **kwargs)
-                if any(view.dtype is not one.dtype for view in _tensors_in(views)):  # the bytes read as another dtype
+                if any(view.dtype is not one.dtype for view in _tensors_in(views)):
                     raise Unplannable(of.stored.name, f"{func} to another dtype")
                 return views
             if func is _aten.clone.default and one.is_contiguous():
-                return one.view(one.shape)  # nothing can write to a stand-in, so a view is as good
+                return one.view(one.shape)  # nothing can write to a stand-in, so a view is equivalent
             usual = all(value in _USUAL.get(key, (value,)) for key, value in kwargs.items())
             if func is _aten._to_copy.default and usual:
                 device = torch.device(kwargs.get("device") or of.device)
@@ -228,8 +228,8 @@ class Recorder:
         return other.as_strided(one.shape, one.stride(), one.storage_offset())
 
     def _note_copy(self, target: torch.Tensor, one: torch.Tensor, of: _Stored) -> torch.Tensor:
-        # A tensor on the meta device belongs to an engine that processes it once it is complete. A cast
-        # on the way must be the one that the copy makes anyway.
+        # Copies to a meta tensor are refused: an engine would process that tensor once it is complete. If the stand-in
+        # was cast, it must have been cast to the target's dtype.
         name = of.stored.name
         if _is_meta(target) or target.shape != one.shape or one.dtype not in (of.dtype, target.dtype):
             what = f"{one.dtype} {list(one.shape)} to {target.dtype} {list(target.shape)} on {target.device}"
@@ -237,7 +237,7 @@ class Recorder:
         if target.numel():
             memory, low, high = memory_range(target)
             if not memory:
-                raise Unplannable(name, f"copy_ to a {type(target).__name__} without memory of its own")
+                raise Unplannable(name, f"copy_ to a {type(target).__name__} without memory")
             other = self._destinations.note_copy(target, (memory, low, high), name)
             if other is not None:
                 raise Unplannable(name, f"copy_ to the destination of {other}")
@@ -249,12 +249,12 @@ class Recorder:
         return target
 
     def _note_impure(self, what: str) -> None:
-        # Notes an operation that may have another result when it runs again.
+        # Notes an operation that may have a different result when it runs again.
         self.impure = self.impure or what
         self._works = True
 
     def _follow_operation(self, func: Any, args: Any, kwargs: Any) -> None:
-        # Handles an operation that is not a view, on tensors with data.
+        # Checks an operation on real tensors that is not a view.
         one = args[0] if args and not kwargs and isinstance(args[0], torch.Tensor) else None
         if (
             one is not None
@@ -262,8 +262,8 @@ class Recorder:
             and (len(args) == 1 or (len(args) == 2 and type(args[1]) in (int, float) and args[1] == 0))
         ):
             if one.numel() and (self.began or one.untyped_storage().data_ptr() in self._reads):
-                self._note_impure(str(func))  # before the load, vLLM zeroes the padding of a vocabulary
-            elif one.numel():
+                self._note_impure(str(func))
+            elif one.numel():  # before the load, vLLM zeroes the padding of a vocabulary
                 self._zeros.add(one.untyped_storage().data_ptr())
         elif one is not None and func is _ITEM and self._note_read(one):
             pass  # vLLM reads the position of each expert
@@ -280,7 +280,7 @@ class Recorder:
             self._refuse_pending(func, args, kwargs)
 
     def _note_read(self, tensor: torch.Tensor) -> bool:
-        # Whether it reads an element that existed before the loader ran. Notes the memory.
+        # Returns whether reading this tensor reads a value from before the loader ran, and if so notes its storage.
         memory = tensor.untyped_storage().data_ptr()
         if tensor.is_floating_point() or tensor.is_complex() or tensor.device.type == "meta" or memory in self._zeros:
             return False
@@ -291,13 +291,13 @@ class Recorder:
         return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._given
 
     def give_small(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Gives the model's loader a small tensor with its data."""
+        """Notes that the model's loader gets a small tensor with its data, and returns the tensor."""
         self.impure = self.impure or f"the data of {name}, which it was given"
         self._given.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     def _refuse_pending(self, func: Any, args: Any, kwargs: Any) -> None:
-        # Raises if an operation on tensors with data uses one that is still to be loaded.
+        # Raises if an operation uses a real tensor that is not loaded yet.
         for tensor in _tensors_in((args, kwargs)):
             if tensor.device.type == "meta" or not tensor.numel():
                 continue
@@ -313,12 +313,12 @@ _is_meta = torch._C.TensorBase.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class _DeviceAnswers:
-    # A context, which several threads may enter. Inside it stand-ins report the device where the tensors would
-    # be, because loaders may depend on it.
+    # A context that several threads may enter at the same time. Inside it, stand-ins report the device of the tensors
+    # that they represent, because loaders may depend on it.
 
     def __init__(self) -> None:
         self._lock, self._count = new_lock(), 0
-        self._before: dict[str, Any] = {}  # attributes that others had put there
+        self._before: dict[str, Any] = {}  # attributes of torch.Tensor that are replaced
         types = {"is_meta": "meta", "is_cpu": "cpu", "is_cuda": "cuda"}
         answers = {
             name: functools.partial(lambda kind, device: device.type == kind, kind) for name, kind in types.items()
@@ -368,7 +368,8 @@ def _intercept_operation(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _recorder_keys() -> tuple[Any, Any, Any]:
-    """The recorder's dispatch key, by itself and as a set. Registers it with torch, once in a process."""
+    """Returns the recorder's dispatch key and a set with only this key. The first call registers the recorder with
+    torch."""
     with _registering:
         return _register_keys()
 
@@ -400,15 +401,15 @@ def _tensors_in(tree: Any) -> Iterator[Any]:
             yield from _tensors_in(value)
 
 
-# Whether an operation is a view, by the id of the operation, because its hash is a slow Python call.
-# `_OPERATIONS` keeps the operations, so that ids stay unique. Operations that read the same bytes as
+# Whether an operation is a view, by the operation's id, because hashing an operation is a slow Python call.
+# `_OPERATIONS` refers to the operations, so that their ids stay unique. Operations that interpret the same bytes as
 # other numbers do not count as views.
 _VIEWS: dict[int, bool] = {id(func): False for func in (_aten._conj.default, _aten._neg_view.default, *_READS)}
 _OPERATIONS: list[Any] = []
 
 
 def _is_view(func: Any) -> bool:
-    # Whether it only returns views and writes nothing.
+    # Returns whether an operation only returns views and writes nothing.
     is_view = _VIEWS.get(id(func))
     if is_view is None:
         schema = func._schema
@@ -423,9 +424,9 @@ def _is_view(func: Any) -> bool:
 class Opened:
     """A source for a run of a model's loader.
 
-    file: None for a delta. sheet: the file's table. at: the positions of the tensors that the
-    loader gets, None for all. small: those of at most `SMALL` elements, with their data.
-    device: where they are loaded.
+    file: the open file, or None for a delta. sheet: the file's table. at: the positions of the tensors that the
+    loader gets, or None for all. small: those tensors with at most `SMALL` elements, with their data.
+    device: the device to which tensors are loaded.
     """
 
     def __init__(self, file: Any, device: torch.device, tensors: list[Stored] | None = None) -> None:
@@ -457,11 +458,10 @@ def open_source(
     index: str | None = None,
     opening: Opening | None = None,
 ) -> Opened:
-    """Opens what `iter_weights` would read.
+    """Opens the files that `iter_weights` would read.
 
-    files: closes the file when its tensors are no longer needed. wanted: None for all.
-    opening: may already have opened it. The other arguments and the exceptions are those of
-    `iter_weights`.
+    files: the stack that closes the file. wanted: as for `iter_weights`, or None for all names. opening: an `Opening`
+    that may already have opened the file. The other arguments and the exceptions are those of `iter_weights`.
     """
     import overwire
 
@@ -494,7 +494,7 @@ def open_source(
 
 
 def iter_stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what `iter_weights` does, with stand-ins for all but the small tensors."""
+    """Yields names and tensors like `iter_weights`, but with stand-ins for all tensors except small ones."""
     from ...plumbing import torch_dtype
 
     dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}

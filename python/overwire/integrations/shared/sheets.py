@@ -11,13 +11,13 @@ from typing import Any
 from ...plumbing import start_thread
 from .copies import elements
 
-#: A loader gets tensors of at most this many elements with their data: scales, and shapes of packed matrices, since
-#: several tensors of a file contribute them to one parameter.
+#: A loader gets tensors of at most this many elements with their data. These are scales and shapes of packed matrices,
+#: and several such tensors of a file are combined in one parameter.
 SMALL = 2
 
 
 class Sheet:
-    """An open file and its table. rows: name, dtype and shape of each tensor. digest: of the rows."""
+    """An open file and its table. rows: name, dtype and shape of each tensor. digest: a digest of the rows."""
 
     def __init__(self, file: Any) -> None:
         from ...plumbing import table_of
@@ -27,20 +27,20 @@ class Sheet:
         self.digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def small_positions(self) -> list[int]:
-        """The positions of tensors of at most `SMALL` elements."""
+        """Returns the positions of the tensors with at most `SMALL` elements."""
         return [at for at, row in enumerate(self.rows) if elements(row[2]) <= SMALL]
 
 
 class Opening:
-    """Opens a source on a thread, and prepares the device for a load.
+    """Opens a source on another thread, and prepares the device for a load.
 
-    Errors there are ignored: opening the source again raises them.
+    Errors are ignored, because opening the source again raises them.
     """
 
     def __init__(
         self, find: Callable[[], tuple[Any, str | None] | None], device: str, chosen: Mapping[str, Any]
     ) -> None:
-        """find: returns what to open and its index.json, or None for nothing. chosen: see `check_options`."""
+        """find: returns the source to open and its index.json, or None to open nothing. chosen: see `check_options`."""
         self._find, self._device, self._chosen = find, device, chosen
         self._found: tuple[Any, str | None] | None = None
         self._sheet: Sheet | None = None
@@ -61,14 +61,14 @@ class Opening:
                 return
             options = self._chosen.get("storage_options")
             sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, storage_options=options))
-            self._found, self._sheet = result, sheet  # from now on `close` closes it
+            self._found, self._sheet = result, sheet  # `close` closes the file if an error follows
             self._absent = missing_names(result[1], result[0], {row[0] for row in sheet.rows})
         except Exception:
             self._found = None
 
     def take(self, where: Any, index: str | None, device: str) -> tuple[Sheet, list[tuple[str, str]]] | None:
-        """Returns the opened file, which then belongs to the caller, and the names that the index lists and
-        the files lack (see `missing_names`). None if it is another source, or was already taken."""
+        """Returns the open file and its `missing_names`. The file then belongs to the caller. Returns None if another
+        source was opened, or if the file was already taken."""
         self._wait_for_thread()
         sheet, self._sheet = self._sheet, None
         if sheet is None:

@@ -1,6 +1,6 @@
-"""Loads a model by slices: records its own loader, then loads what the loader copied.
+"""Loads a model by slices: records the copies of the model's own loader, then loads the copied bytes.
 
-Ranks that share the reading meet once each knows what it needs.
+Ranks that share the reading wait for each other after all have recorded their copies.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from . import copies, recording
 from .copies import Copy
 from .recording import Opened, Recorder, Unplannable
 
-#: Ranks that share the reading load a part of a tensor's rows separately from this many bytes on.
-#: The chunk at either end, which others may also read, then matters little.
+#: If ranks share the reading, each loads a range of a tensor's rows by itself if the range has at least this many
+#: bytes. Other ranks may then read the first and the last chunk again, which costs little.
 APART = 32 << 20
 
 
 class SliceLoad:
-    """The state of a load by slices, which an engine's loader uses.
+    """The state of a load by slices, for an engine's loader.
 
-    While `replace_loader` is entered, it replaces the model's own `load_weights`. It first finds
-    and opens what the engine would read, then runs the model's own on stand-ins.
+    Inside `replace_loader`, the model's `load_weights` is replaced. The replacement first opens the files that the
+    engine would read, then runs the original `load_weights` on stand-ins.
     """
 
     def __init__(self, recorder: Recorder, files: contextlib.ExitStack, log: Any) -> None:
         self._recorder, self._files, self._log = recorder, files, log
         self._is_listing = False
-        self._quiet = contextlib.ExitStack()  # entered while the loader runs on stand-ins
+        self._quiet = contextlib.ExitStack()  # pauses garbage collections while the loader runs
         self._sources: list[Opened] = []
         self._left: list[Opened] = []
-        self._group: Any = None  # the group of ranks that still have to meet
-        self._postponed: list[Copy] = []  # copies that wait for that
+        self._group: Any = None  # the group, if its ranks will load together
+        self._postponed: list[Copy] = []  # copies for that load
 
     @property
     def device(self) -> torch.device:
@@ -47,16 +47,17 @@ class SliceLoad:
     def open_source(
         self, where: Any, device: str, chosen: Mapping[str, Any], **asked: Any
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Opens a source for `next_stand_ins`, and yields nothing. The arguments are those of `iter_weights`."""
+        """Opens a source for `next_stand_ins`, and returns an empty iterator. The arguments are those of
+        `iter_weights`."""
         self._sources.append(recording.open_source(self._files, where, device, chosen, **asked))
         return iter(())
 
     def next_stand_ins(self) -> Iterator[tuple[str, torch.Tensor]] | None:
-        """The stand-ins of the next source that was opened; None while `open_source` opens them."""
+        """Returns the stand-ins of the next opened source, or None while sources are being opened."""
         return None if self._is_listing else recording.iter_stand_ins(self._recorder, self._left.pop(0))
 
     def load_recorded(self) -> None:
-        """Loads what was recorded. Call it after the last tensor of the last source."""
+        """Loads the recorded copies. Call it after the last tensor of the last source."""
         if not self._is_listing:
             self._quiet.close()
             self._recorder.load_noted()
@@ -65,10 +66,10 @@ class SliceLoad:
     def replace_loader(
         self, model: Any, look: Callable[[], Iterable[Any]], group: Any = None, pays: bool = False
     ) -> Iterator[None]:
-        """A context in which `model.load_weights` loads by slices.
+        """Returns a context in which `model.load_weights` loads by slices.
 
-        look: yields what the engine's loader would give the model. group: a process group of ranks
-        that all do this and can share the reading. pays: see `should_share_reading`.
+        look: yields the weights that the engine's loader would pass to the model. group: a process group of ranks
+        that all load this way and can share the reading. pays: see `should_share_reading`.
         """
         own_loader = vars(model).get("load_weights")
         original = model.load_weights
@@ -84,8 +85,8 @@ class SliceLoad:
     def _load_slices(self, original: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
         from ...plumbing import many_objects
 
-        # Tens of thousands of stand-ins are not garbage, but would trigger full collections of
-        # everything that an engine has imported.
+        # Tens of thousands of stand-ins would trigger full garbage collections, which visit everything that an engine
+        # has imported.
         with self._recorder.pause(), many_objects():
             self._open_with_ranks(functools.partial(self._open_sources, look), group, pays)
         try:
@@ -94,11 +95,11 @@ class SliceLoad:
                 return original(weights)
         finally:
             with self._recorder.pause():
-                self._meet_ranks()  # the others wait even for a rank that has failed or has nothing to load
+                self._meet_ranks()  # the other ranks wait even if this rank has failed or has nothing to load
 
     def _open_with_ranks(self, opens: Callable[[], None], group: Any, pays: bool) -> None:
-        # Opens together with the other ranks, if they share the reading.
-        if group is None:  # a single rank does not need the group code, and importing it takes 20 ms
+        # Opens the sources, and agrees with the other ranks whether they share the reading.
+        if group is None:  # a single rank avoids importing the group code, which takes 20 ms
             opens()
             return
         from ...plumbing import should_share_reading
@@ -107,7 +108,7 @@ class SliceLoad:
             self._group = group
 
     def _open_sources(self, look: Any) -> None:
-        # Finds and opens what is to be read.
+        # Opens all sources, by iterating over the engine's weights once.
         self._is_listing = True
         for _ in look():
             pass
@@ -116,12 +117,13 @@ class SliceLoad:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the ranks will share the reading of what they record."""
+        """Whether the ranks will share the reading."""
         return self._group is not None
 
     def postpone_shared(self, noted: list[Copy]) -> list[Copy]:
-        """Returns the copies that can be read at once. If the ranks will meet, these are parts of a
-        tensor's rows, which most likely no other rank needs; the others are kept for `read_together`."""
+        """Returns the copies that this rank can load immediately. If the ranks share the reading, these are large
+        ranges of a tensor's rows, which other ranks probably do not need. The other copies are postponed for
+        `read_together`."""
         if not self.is_shared:
             return noted
         own_copies: list[Copy] = []
@@ -133,12 +135,12 @@ class SliceLoad:
         return own_copies
 
     def take_postponed(self) -> list[Copy]:
-        """Returns what `postpone_shared` has kept."""
+        """Returns the copies that `postpone_shared` has postponed."""
         copies, self._postponed = self._postponed, []
         return copies
 
     def _meet_ranks(self, wanted: Callable[[], Any] = lambda: None) -> Any:
-        # Collective, unless the ranks do not wait: see `meet_to_load`.
+        # Collective, unless the ranks have agreed to load by themselves; see `meet_to_load`.
         group, self._group = self._group, None
         if group is None:
             return None
@@ -150,8 +152,8 @@ class SliceLoad:
         return together
 
     def read_together(self, noted: list[Copy], most: int) -> list[Copy]:
-        """Collective if the ranks wait: loads the copies together with theirs. Returns those that this
-        rank must load by itself."""
+        """Loads the copies together with the other ranks. Returns the copies that this rank must load by itself.
+        Collective if `is_shared`."""
         if not self.is_shared:
             return noted
         rows = {id(source.file): array("q") for source in self._sources}
@@ -178,8 +180,8 @@ class SliceLoad:
 
 
 def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> bool:
-    """Collective: whether the ranks have loaded their blocks together. meanwhile: as for `land` of
-    BlockLoad. One log line says what was read, or why each rank must read by itself."""
+    """Loads the ranks' blocks together. Returns whether that succeeded. Collective. meanwhile: as for `land` of
+    BlockLoad. Logs how many bytes were read, or why each rank must read by itself."""
     reason = together.try_land(meanwhile)
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)
@@ -195,12 +197,11 @@ def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> boo
 def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bool:
     """Loads a model by slices. Returns whether that was possible.
 
-    load: runs the engine's loader, which enters `replace_loader` of the SliceLoad that it gets. most: as
-    for `load_copies`.
+    load: runs the engine's loader. It gets a SliceLoad and must enter its `replace_loader`. most: as for
+    `load_copies`.
 
-    If the load cannot be planned, one log line says so. The whole model must then be loaded in another
-    way, which raises the errors that its loader finds. Raises what loading by the plan
-    raises.
+    If the load cannot be planned, logs the reason. The caller must then load the whole model in another way, which also
+    raises the loader's own errors. Raises the errors of loading by the plan.
     """
 
     began = time.perf_counter()
@@ -214,13 +215,13 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
         now = time.perf_counter()
         size = sum(copy.target.numel() * copy.target.element_size() for copy in every)
         log.info(
-            "overwire: %d slices, %.2f GB, %d of them while the loader ran, loaded into their places in %.2f s and "
-            "%.2f s after it",
+            "overwire: loaded %d slices, %.2f GB, in %.2f s while the model's loader ran and %.2f s after it; "
+            "%d slices were loaded while it ran",
             len(every),
             size / 1e9,
-            len(early.copies),
             first - began,
             now - first,
+            len(early.copies),
         )
 
     def begin_reading(noted: list[Copy]) -> list[Copy]:
@@ -236,12 +237,12 @@ def load_by_slices(load: Callable[[SliceLoad], None], most: int, log: Any) -> bo
                 load(attempt)
                 recorder.load_rest()
         except Exception as error:
-            # If the files or the device are at fault, the error stays as it is.
+            # Errors of the files or the device are raised unchanged.
             if recorder.failed is not None:
                 raise recorder.failed from None
             if recorder.began and not isinstance(error, Unplannable):
                 raise
-            log.info("overwire: loads tensor by tensor, since slices cannot be planned: %s", error)
+            log.info("overwire: loads tensor by tensor, because slices cannot be planned: %s", error)
             return False
         finally:
             early.cancel()

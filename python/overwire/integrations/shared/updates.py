@@ -1,12 +1,11 @@
-"""Loads new weights into a running model, directly into its parameters, by a slice plan.
+"""Loads new weights directly into the parameters of a running model, by a slice plan.
 
-One run on stand-ins finds out where a model's own loader puts tensors, and the result is kept
-for later updates. It is only right for parameters that hold exactly what the loader put there;
-the calling engine says which models have only such parameters.
+One run on stand-ins shows where a model's own loader copies tensors. The result is cached for later updates. The plan
+is valid only if the parameters still contain exactly the bytes that the loader copied. The caller must use it only for
+such models.
 
-A delta is checked by digests of whole tensors. If a rank only holds a slice of a tensor, it
-gathers the slices of all ranks in an extra tensor, which is compared and changed, and takes its
-slice back. So each rank checks what all of them hold.
+A delta is checked by digests of whole tensors. If a rank has only a slice of a tensor, it gathers the slices of all
+ranks in an extra tensor, checks and changes that, and copies its slice back. Each rank thus checks the whole tensor.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ class Incomplete(ValueError):
 
 
 def reason_against(kind: object, path: object) -> str:
-    """Describes everything that is wrong with the info of a push; "" if it is valid."""
+    """Returns the reasons why the info of a push is invalid, or "" if it is valid."""
     reasons = []
     if kind not in ("whole", "delta"):
         reasons.append(f"kind must be 'whole' or 'delta', got {str(kind)[:80]!r}")
-    if path is not None and not isinstance(path, str):  # a number would be a descriptor of this process
+    if path is not None and not isinstance(path, str):  # a number would mean a file descriptor of this process
         reasons.append(f"path must be text, got {str(path)[:80]!r}")
     return "; ".join(reasons)
 
 
 class _SliceView(NamedTuple):
-    # A slice of a tensor, as a view in elements.
+    # A slice of a tensor, as a view. Offset and stride count elements.
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
 
 class _Ready(NamedTuple):
-    # A delta and its targets. into: tensors that are whole on this rank. again: other tensors with the
-    # same content. slices: of divided tensors.
+    # A delta and its targets. into: the targets of tensors that are whole on this rank. again: further targets, each
+    # with the name of its tensor in `into`. slices: this rank's slices of divided tensors.
     delta: Any
     into: dict[str, torch.Tensor]
     again: list[tuple[torch.Tensor, str]]
@@ -55,11 +54,10 @@ class _Ready(NamedTuple):
 
 
 class Places:
-    """Loads pushes to the places where a model's loader puts their tensors.
+    """Loads pushes into the parameters to which a model's loader copies their tensors.
 
-    load: the model's own loader; it may raise `Incomplete` at the end. device: where the
-    parameters are. most: as for `load_copies`. group: the process group of the ranks that
-    divide tensors among them, None for one rank.
+    load: the model's own loader. It may raise `Incomplete` at the end. device: the device of the parameters.
+    most: as for `load_copies`. group: the process group of the ranks that divide tensors, or None for one rank.
     """
 
     def __init__(
@@ -75,14 +73,14 @@ class Places:
         self._copies: list[Copy] = []
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copied model makes its own
+        return type(None), ()  # a copy of the model creates its own
 
     def load_whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
-        """Loads everything that the model takes from a file.
+        """Loads all tensors of a file that the model uses.
 
-        Returns False if that cannot be planned, with one log line; then no parameter has changed
-        except small ones. Raises `Incomplete`, and what loading raises: then parameters may
-        have old and new values.
+        If the load cannot be planned, logs the reason and returns False. Only small parameters may have changed then.
+        Raises `Incomplete` and the errors of loading. After an error, the parameters may have a mix of old and new
+        values.
         """
         with contextlib.ExitStack() as files:
             source = open_source(files, where, self._device, {"storage_options": storage_options})
@@ -91,7 +89,7 @@ class Places:
             except Incomplete:
                 raise
             except Exception as error:
-                log.info("overwire: updates tensor by tensor, since slices cannot be planned: %s", error)
+                log.info("overwire: updates tensor by tensor, because slices cannot be planned: %s", error)
                 return False
             copies.load_copies(all_copies, self._most)
         return True
@@ -99,10 +97,9 @@ class Places:
     def apply_delta(self, where: Any, storage_options: Any) -> None:
         """Applies a delta to the parameters on all ranks of the group, or on none.
 
-        Raises on all ranks: DeltaBaseError if the parameters are not its base; ValueError if the
-        loader cannot be planned; `Incomplete`; and what `overwire.open_delta` raises. Then nothing
-        has changed. Later errors of `overwire.apply_delta` leave each whole tensor old or new, the
-        same on all ranks.
+        Raises on all ranks DeltaBaseError if the parameters are not the delta's base, ValueError if the load cannot be
+        planned, `Incomplete`, and the errors of `overwire.open_delta`. Nothing has changed then. If an error of
+        `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
         """
         from ...plumbing import apply_part
 
@@ -119,9 +116,7 @@ class Places:
         with self._ranks_of_group() as members:
             everyone = members.gather_results(describe_slices)
             if any(views.keys() != everyone[0].keys() for views in everyone):
-                text = (
-                    "overwire: a delta cannot be applied: the ranks do not divide the same tensors: push all weights"
-                )
+                text = "overwire: cannot apply the delta: the ranks do not divide the same tensors: push all weights"
                 members.raise_alike(ValueError(text))
             one = ready[0]
             batches, whole = self._batch_names(one), {}
@@ -151,7 +146,7 @@ class Places:
             raise
         except Exception as error:
             raise ValueError(
-                f"overwire: a delta cannot be applied to this model: {error}: push all of its weights"
+                f"overwire: cannot apply the delta to this model: {error}: push all weights"
             ) from error
         into: dict[str, torch.Tensor] = {}
         again: list[tuple[torch.Tensor, str]] = []
@@ -166,12 +161,12 @@ class Places:
                 into[copy.of.name] = whole
         if both := slices.keys() & into.keys():
             raise ValueError(
-                f"overwire: a delta cannot be applied: {min(both)} is both whole and divided: push all weights"
+                f"overwire: cannot apply the delta: {min(both)} is both whole and divided: push all weights"
             )
         return _Ready(delta, into, again, slices)
 
     def _change_tensors(self, members: Any, ready: _Ready) -> None:
-        # Collective: changes the tensors that are whole on this rank, on all ranks or on none.
+        # Changes the tensors that are whole on this rank. Collective: all ranks succeed, or none changes anything.
         from ...plumbing import apply_part
 
         names: list[str] = []
@@ -190,7 +185,7 @@ class Places:
             raise
 
     def _batch_names(self, ready: _Ready) -> list[list[str]]:
-        # Names of changed, divided tensors, in batches that are the same on all ranks.
+        # Returns the names of the divided tensors that the delta changes, in batches that are the same on all ranks.
         batches: list[list[str]] = []
         size = 0
         for name in (name for name in sorted(ready.slices) if ready.delta.base(name) != ready.delta.new(name)):
@@ -204,7 +199,7 @@ class Places:
     def _gather_tensors(
         self, members: Any, ready: _Ready, names: list[str], everyone: list[dict[str, list[_SliceView]]]
     ) -> dict[str, torch.Tensor]:
-        # Collective: gathers whole tensors from the slices of all ranks.
+        # Assembles whole tensors from the slices of all ranks. Collective.
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             slices = ready.slices[name]
@@ -240,13 +235,13 @@ class Places:
         with recorder:
             self._load(iter_stand_ins(recorder, source))
             recorder.load_rest()
-        if recorder.impure is None:  # otherwise the loader must run each time
+        if recorder.impure is None:  # otherwise the loader must run for every update
             self._key, self._copies = key, [copy._replace(of=copy.of._replace(file=None)) for copy in copies]
         return copies
 
 
 class _Alone:
-    # Replaces a group for `Places.apply_delta` if there is only one rank.
+    # The group of a single rank, for `Places.apply_delta`.
     rank = 0
 
     def gather_results(self, work: Callable[[], Any]) -> list[Any]:
@@ -260,11 +255,11 @@ class _Alone:
         raise error
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """Does nothing: there is no other rank."""
+        """Does nothing, because there is no other rank."""
 
 
 def _do_on_all_ranks(members: Any, work: Callable[[], Any]) -> None:
-    # Collective: runs the work. An exception on one rank is raised on all.
+    # Runs the work. An exception on one rank is raised on all. Collective.
     error: BaseException | None = None
     try:
         work()
@@ -274,7 +269,7 @@ def _do_on_all_ranks(members: Any, work: Callable[[], Any]) -> None:
 
 
 def _whole_target(copy: Copy) -> torch.Tensor | None:
-    # The target of a whole tensor, in the tensor's shape.
+    # Returns the target of a copy in the shape of the stored tensor, or None if the copy is not of the whole tensor.
     shape = copy.of.shape
     if block_of(copy) != [(0, size) for size in shape[:1]] or copy.dtype != copy.target.dtype:
         return None

@@ -1,7 +1,7 @@
 """Adds `--load-format overwire`, weight transfer and sleep mode to vLLM.
 
-vLLM calls `register` in each of its processes. A module of vLLM is extended when vLLM itself
-imports it, so a process that loads nothing pays nothing.
+vLLM calls `register` in each of its processes. A vLLM module is extended when vLLM imports it, so a process that loads
+no model has no overhead.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _CHANGES = (
 
 
 def register() -> None:
-    """Adds the load format, the weight transfer and the sleep back end to vLLM, and a strategy to
-    ModelExpress. May be called repeatedly. Imports neither torch nor vLLM, and does not start
-    the engine."""
+    """Adds the load format, the weight transfer and the sleep back end to vLLM, and a loading strategy to ModelExpress.
+    May be called repeatedly. Imports neither torch nor vLLM, and does not start overwire's engine."""
     if "overwire._core" in sys.modules:  # the engine may be running, and it does not survive a fork
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if _imports not in sys.meta_path:
@@ -86,7 +85,7 @@ def _wrap_gpu_worker(workers: Any) -> None:
         if hasattr(workers.Worker, name):
             setattr(workers.Worker, name, _finish_writing_before(getattr(workers.Worker, name)))
     warm = getattr(workers.Worker, "compile_or_warm_up_model", None)
-    if warm is not None:  # otherwise nothing tells when the engine is up, and nothing is kept
+    if warm is not None:  # without this method, no prepared models are stored
         workers.Worker.compile_or_warm_up_model = _write_after_warm_up(warm)
 
 
@@ -108,7 +107,7 @@ def _write_after_warm_up(warm: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finish_writing_before(change: Callable[..., Any]) -> Callable[..., Any]:
-    # Finishes background writing before weights change. Streamed layers must not change at all.
+    # Finishes background writing before weights change. Models with streamed layers must not change at all.
     @functools.wraps(change)
     def changed(*args: Any, **named: Any) -> Any:
         streaming = sys.modules.get(f"{__name__}.streaming")
@@ -127,7 +126,7 @@ def _add_strategy(strategies: Any) -> None:
     join(strategies)
 
 
-# Modules of vLLM and ModelExpress, and the function that extends each after its import.
+# Modules of vLLM and ModelExpress, each with the function that extends it after its import.
 _ADDS: dict[str, Callable[[Any], None]] = {
     _LOADERS: _add_format,
     _TRANSFERS: _add_transfer,

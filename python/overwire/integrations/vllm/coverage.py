@@ -1,7 +1,7 @@
-"""Checks which parameters of a vLLM model a load has reached, shard by shard.
+"""Checks which parameters of a vLLM model were loaded, and which parts of fused parameters.
 
-vLLM does not notice a linear weight that is missing in all files, or a missing third of a fused
-weight. So this watches the parameters' loaders while `load_weights` runs.
+vLLM does not notice if a linear weight is missing in all files, or if one third of a fused weight is missing. This
+module watches the parameters' loaders while `load_weights` runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _EXPERT = frozenset(("w1", "w2", "w3"))
 class Coverage:
     """A context that notes the arguments of each weight's `weight_loader`.
 
-    It only watches parameters named `weight`, and `w13_weight` and `w2_weight` of fused experts:
-    biases, scales and caches may legitimately be missing.
+    It watches only parameters named `weight`, and `w13_weight` and `w2_weight` of fused experts. Biases, scales and
+    caches may be missing in a valid model.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -64,14 +64,14 @@ class Coverage:
             self._shards[name].update(word if isinstance(word, (tuple, list)) else (word,))
 
     def missing_weights(self, loaded: set[str] | None) -> set[str]:
-        """Weights that nothing was loaded into, and parts of fused ones, as `name[part]`.
+        """Returns the weights that were not loaded, and the missing parts of fused weights as `name[part]`.
 
-        loaded: names that the model says it has loaded, in any way. None: it says nothing, and
-        weights with a loader that was never called count as loaded.
+        loaded: the names that the model reports as loaded. If None, a weight counts as loaded even if its loader was
+        never called.
         """
         out: set[str] = set()
         experts: set[int] = set()
-        parts: dict[bool, set[str]] = {True: set(), False: set()}  # True: of w2, False: of w13
+        parts: dict[bool, set[str]] = {True: set(), False: set()}  # parts of w2 (True) and w13 (False)
         for name, expert_names in self._experts.items():
             parts[name.endswith("w2_weight")] |= expert_names.keys()
             experts.update(*expert_names.values())
@@ -84,7 +84,7 @@ class Coverage:
                 for part in parts[name.endswith("w2_weight")]:
                     out.update(f"{name}[{part} of expert {number}]" for number in experts - self._experts[name][part])
             elif None in shards:
-                continue  # the file has it as one tensor
+                continue  # the file contains the fused weight as one tensor
             elif shards & _QKV:
                 out.update(f"{name}[{part}]" for part in _QKV - shards)
             elif all(isinstance(shard, int) for shard in shards):

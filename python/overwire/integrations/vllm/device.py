@@ -10,14 +10,13 @@ from ..shared.devices import device_or_host
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:
-    """The device of the model's parameters, apart from offloaded ones; the host if the engine does not
-    support that device."""
+    """Returns the device of the model's parameters that are not offloaded, or "cpu" if overwire does not support it."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
     engram = getattr(config, "engram_config", None)
     if getattr(engram, "cpu_offload", False):
-        return "cpu"  # the model's tables can be larger than the device
+        return "cpu"  # the model's tables may be larger than the device memory
     if load_config.device is not None:
         configured_device = torch.device(load_config.device)
     else:
@@ -28,6 +27,6 @@ def device_of(model: torch.nn.Module, load_config: Any) -> str:
 
 
 def device_of_config(config: Any, load_config: Any) -> str:
-    """The device for a model that is not built yet."""
+    """Returns the device for a model that is not built yet."""
     device = config.device_config.device if load_config.device is None else load_config.device
     return device_or_host(torch.device(device))

@@ -1,4 +1,4 @@
-"""Lists what the state of a processed vLLM model depends on, as far as it is known before the model is built."""
+"""Computes fingerprints of the inputs that determine a processed vLLM model and are known before it is built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...plumbing import start_thread
 from ..shared.origins import digest_of_file_times
 from ..shared.prepared import Refused, fingerprint
 
-#: Code that moves weights in every model.
+#: The modules that move weights for every model.
 CODE = (
     "vllm.model_executor.parameter",
     "vllm.model_executor.utils",
@@ -31,10 +31,10 @@ CODE = (
     "vllm.distributed.parallel_state",
 )
 
-#: Modules with objects that only matter to weights by their class.
+#: Prefixes of modules. Only the classes of their objects affect weights.
 OPAQUE = ("vllm.config.", "vllm.distributed.", "vllm.transformers_utils.", "vllm.compilation.", "vllm.v1.core.")
 
-# vLLM variables that differ between starts and say nothing about weights.
+# Prefixes of vLLM's environment variables that may differ between starts and do not affect weights.
 _PASSING = (
     "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_HOST_IP", "VLLM_LOGGING", "VLLM_LOG", "VLLM_PORT", "VLLM_RPC",
     "VLLM_ENGINE", "VLLM_DP_",
@@ -64,18 +64,18 @@ _MODEL = (
     "convert_type",
 )
 
-# If nothing identifies a file's content, bytes at this many offsets are compared, this many each.
+# Bytes are sampled at _PLACES offsets of each file, _BYTES at each.
 _PLACES, _BYTES = 16, 4096
 
-# How many characters of a fingerprint identify its place.
+# The number of characters at the start of a fingerprint that identify the model's path and rank.
 _PLACE = 8
 
-# Most bytes of a model's configuration file.
+# The largest JSON file that counts as a configuration file of the model, in bytes.
 _SETTINGS = 1 << 20
 
 
 def fingerprint_prefix(config: Any, model_config: Any, prefix: str, device: torch.device) -> str:
-    """The first part of a fingerprint, for the model's path and the rank, which are known at once."""
+    """Returns the first part of a fingerprint. It depends only on the model's path, the device type and the rank."""
     facts = _facts_of_place(config, model_config, prefix)
     return fingerprint(str(model_config.model), device.type, facts)[:_PLACE]
 
@@ -87,8 +87,8 @@ def _facts_of_place(config: Any, model_config: Any, prefix: str) -> list[Any]:
 
 
 def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any, device: torch.device) -> str:
-    """The fingerprint of the state after a rank's load. Raises Refused if a load leaves no state that can
-    be kept, and what opening the model's files raises."""
+    """Returns the fingerprint of a rank's processed model. Raises Refused if this configuration's models cannot be
+    stored, and the errors of opening the model's files."""
     parallel = config.parallel_config
     if getattr(parallel, "enable_eplb", False):
         raise Refused("experts are moved while the engine runs (EPLB)")
@@ -101,7 +101,7 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
         raise Refused("weights are offloaded")
     import overwire
 
-    with ThreadPoolExecutor(1) as worker:  # inspect vLLM's code while headers of weights are read
+    with ThreadPoolExecutor(1) as worker:  # inspects vLLM's code while the headers of the weights are read
         code = start_thread(worker.submit, digest_of_file_times, "vllm")
         weights = list(_facts_of_files(model_config, loader))
     whole = fingerprint(
@@ -129,7 +129,7 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
 
 
 def is_offloading(config: Any) -> bool:
-    """Whether vLLM's own offloader is enabled."""
+    """Returns whether vLLM's own offloader is enabled."""
     offload = getattr(config, "offload_config", None)
     return bool(
         getattr(config.cache_config, "cpu_offload_gb", 0)
@@ -153,7 +153,7 @@ def _machine_facts(device: torch.device) -> list[Any]:
 
 
 def _ranks_of_groups() -> Iterator[Any]:
-    # Yields rank and size in each group that exists.
+    # Yields rank and size for each kind of group, or None if there is no such group.
     for name in ("world", "tp", "pp", "dp", "ep", "etp", "pcp", "dcp", "eplb"):
         group = getattr(parallel_state, f"_{name}".upper(), None)
         yield None if group is None else (group.rank_in_group, group.world_size)
@@ -201,7 +201,7 @@ def _facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
 
 
 def _sample_digest(path: str) -> str:
-    # Digests sample bytes of a file.
+    # Returns a digest of bytes at regular offsets of a file.
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

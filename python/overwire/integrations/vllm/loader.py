@@ -1,11 +1,10 @@
 """Implements vLLM's load format `overwire`.
 
-vLLM's own loader says which files and experts a model wants, and what it must have loaded.
-overwire reads them. Written for vLLM 0.32 and 0.33.
+vLLM's own loader selects the files and experts of a model and checks that all weights are loaded. overwire reads the
+files. Written for vLLM 0.32 and 0.33.
 
-Three words name places of weights: a *part* is what vLLM requests at once (its `Source`), its
-*files* are the paths that hold it, and the *source* is the option that replaces the files of the
-served model.
+In this module a *part* is one `Source` of vLLM, the *files* are the paths of a part, and the *source* is the option
+that replaces the files of the served model.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .coverage import Coverage
 from .device import device_of, device_of_config
 from .methods import COPIED
 
-# vLLM only configures loggers with names that begin with its own.
+# vLLM configures only loggers with names that begin with "vllm".
 log = init_logger("vllm.overwire")
 
 KNOWN = ("0.32.", "0.33.")
@@ -46,7 +45,7 @@ KNOWN = ("0.32.", "0.33.")
 _KEYS = {
     "plan": (bool, "true or false"),
     "prepared": ((bool, str), "true, false or a folder"),
-    "offload": ((bool, str), "true, false or bytes of layers that stay on the GPU, as '8GB'"),
+    "offload": ((bool, str), "true, false or the bytes of layers that stay on the GPU, like '8GB'"),
     "strict": (bool, "true or false"),
     "enable_weights_track": (bool, "true or false"),
 }
@@ -55,12 +54,11 @@ _KEYS = {
 class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     """Loads plain and compressed safetensors through overwire.
 
-    The model's own `load_weights` first runs on stand-ins, which shows where it copies each
-    part. Then exactly those bytes are loaded, directly into the parameters. If that cannot be
-    planned, `load_weights` gets each tensor instead, in file order, on the model's device,
-    and the model owns it.
+    The model's `load_weights` first runs on stand-ins for the tensors, which shows where it copies each part. Then
+    exactly those bytes are loaded directly into the parameters. If the load cannot be planned, `load_weights` gets real
+    tensors in file order, on the model's device. The model owns these tensors.
 
-    Raises ValueError for a wrong `model_loader_extra_config`.
+    Raises ValueError for an invalid `model_loader_extra_config`.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -70,9 +68,9 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         self._streams = bool(offload)
         self._keep = parse_size(offload if isinstance(offload, str) else None, "model_loader_extra_config: offload")
         if self._streams and self._options.get("prepared"):
-            raise ValueError("overwire: model_loader_extra_config: offload and prepared exclude each other")
+            raise ValueError("overwire: model_loader_extra_config: offload cannot be combined with prepared")
         if not vllm.__version__.startswith(KNOWN):
-            log.warning_once("overwire was not tested with vLLM %s, only with 0.32 and 0.33", vllm.__version__)
+            log.warning_once("overwire was tested with vLLM 0.32 and 0.33, not with %s", vllm.__version__)
         self._reader = _Reader(load_config, self._options)
 
     def download_model(self, model_config: Any) -> None:
@@ -81,14 +79,14 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             self._reader.download_model(model_config)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of everything that the model reads, secondary weights last."""
+        """Yields the names and tensors of all weights that the model reads, secondary weights last."""
         self._reader.note_model(model_config, model)
         weights: Iterator[tuple[str, torch.Tensor]] = self._reader.get_all_weights(model_config, model)
         return weights
 
     def load_model(self, vllm_config: Any, model_config: Any, *more: Any, **named: Any) -> torch.nn.Module:
-        """Runs vLLM's own. While vLLM builds the model, the files are opened and the device is
-        prepared. Garbage collections only look at objects that the load has made."""
+        """Loads the model as vLLM's loader does. While vLLM builds the model, the files are opened and the device is
+        prepared. Garbage collections visit only objects that the load has created."""
         self._reader.config = vllm_config
         try:
             with _only_new_garbage():
@@ -130,8 +128,8 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return not self._streams and bool(self._options.get("plan", method is None or method in COPIED))
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Loads the model. Raises ValueError, in vLLM's words, for a parameter, or a part of one, that
-        the files lack."""
+        """Loads the weights of a model. Raises ValueError with vLLM's message if the files lack a parameter or a part
+        of one."""
         self._reader.note_model(model_config, model)
         is_quantised = model_config.quantization is not None
         if not self._takes_slices(model_config) or not load_by_slices(
@@ -152,7 +150,7 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def _load_checked(self, model: torch.nn.Module, model_config: Any, quantised: bool) -> None:
         if not self._options.get("strict", True) or quantised:
-            self._reader.load_weights(model, model_config)  # only vLLM knows the names of quantised parameters
+            self._reader.load_weights(model, model_config)  # only vLLM can check quantised parameters
             return
         with Coverage(model) as coverage:
             self._reader.load_weights(model, model_config)
@@ -160,18 +158,18 @@ class OverwireModelLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         if missing:
             raise ValueError(
                 f"Following weights were not initialized from checkpoint: {missing} (found by overwire; "
-                "--model-loader-extra-config '{\"strict\": false}' leaves the question to vLLM)"
+                "--model-loader-extra-config '{\"strict\": false}' leaves this check to vLLM)"
             )
 
 
-# Python 3.12 starts with a few hundred frozen objects.
+# Python 3.12 itself freezes a few hundred objects. A larger count means that the program has frozen objects.
 _FROZEN_BY_PYTHON = 1000
 
 
 @contextlib.contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    # vLLM collects garbage twice in a load. Looking at older objects, which is everything that vLLM has imported, takes
-    # longer than loading the weights, so they are frozen. A heap that someone else has frozen stays as it is.
+    # vLLM collects garbage twice in a load. A collection of all objects that vLLM has imported would take longer than
+    # loading the weights, so these objects are frozen. Does nothing if the program has frozen objects itself.
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         yield
         return
@@ -182,49 +180,50 @@ def _only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-# By source: the first model that this process loaded from it, for calls where vLLM has no configuration.
+# The path of the first model that this process loaded from each source, for calls without a vLLM configuration.
 _first_models: dict[str, str] = {}
 
 
 def _target_path(config: Any) -> str | None:
-    """The path of the model that a configuration serves; draft models may have other paths."""
+    """Returns the path of the model that a configuration serves. Draft models may have other paths."""
     target = getattr(getattr(config, "speculative_config", None), "target_model_config", None)
     path: str | None = getattr(target or getattr(config, "model_config", None), "model", None)
     return path
 
 
 class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
-    """vLLM's own loader, with overwire where it reads files."""
+    """vLLM's own loader, except that overwire reads the files."""
 
     def __init__(self, load_config: Any, chosen: dict[str, Any]) -> None:
         extra = {key: chosen[key] for key in ("enable_weights_track",) if key in chosen}
         super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config=extra))
         self._options = chosen
-        #: The place of the served model's weights, if not in its folder, and the options to reach them.
+        #: The path or URI of the served model's weights if they are not in its folder, and the options to reach it.
         self.source, self.storage_options = chosen.get("source"), chosen.get("storage_options")
         self.counter_before_loading_weights: float = 0.0
         self._device = "cpu"
-        self.loaded: set[str] | None = None  # the names that the model says it has loaded
+        self.loaded: set[str] | None = None  # the names that the model reports as loaded
         self.attempt: SliceLoad | None = None  # if set, it provides stand-ins instead of tensors
-        self._sourced_model: str | None = None  # the path of the model that has its weights at `source`
-        self.config: Any = None  # vLLM's, while `load_model` runs
+        self._sourced_model: str | None = None  # the path of the model with its weights at `source`
+        self.config: Any = None  # vLLM's configuration while `load_model` runs
         self._opening: Opening | None = None
 
     @property
     def sharing_pays(self) -> bool:
-        """For `should_share_reading`: the weights of `note_model` go to GPUs, or come from a store."""
+        """Whether ranks gain by sharing the reading, because weights go to GPUs or come from a store; see
+        `should_share_reading`. Valid after `note_model`."""
         from ...plumbing import is_remote
 
         return self._device != "cpu" or (self._sourced_model is not None and is_remote(str(self.source)))
 
     def open_ahead(self, vllm_config: Any, model_config: Any) -> None:
-        """Begins to open the files that the model, which is not built yet, will most likely read."""
+        """Starts to open the files that a model will probably read, before the model is built."""
         device = device_of_config(vllm_config, self.load_config)
         self._opening = Opening(functools.partial(self._likely_files, model_config), device, self._options)
 
     def at_source(self, model_config: Any) -> bool:
-        """Whether the weights are at `source`. They are for the served model, but not for a draft model,
-        which vLLM loads with the same options."""
+        """Returns whether the weights are read from `source`. This is so for the served model, but not for a draft
+        model, although vLLM loads it with the same options."""
         from vllm.config import get_current_vllm_config_or_none
 
         if "source" not in self._options:
@@ -237,26 +236,26 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _likely_files(self, model_config: Any) -> tuple[Any, str | None] | None:
         if self.at_source(model_config):
             return self.source, None
-        if not os.path.isdir(model_config.model):  # vLLM downloads it later
+        if not os.path.isdir(model_config.model):  # vLLM downloads the model later
             return None
         return self.files_of(DefaultModelLoader.Source(model_config.model, model_config.revision))
 
     def close(self) -> None:
-        """Closes files that were opened and not used."""
+        """Closes files that `open_ahead` opened and no load has used."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.close()
 
     def note_model(self, model_config: Any, model: torch.nn.Module) -> None:
-        """Notes what must be known before vLLM removes the parameters, as a reload does."""
+        """Notes the device and the source of a model. Call it before vLLM removes the parameters, as in a reload."""
         self._device = device_of(model, self.load_config)
         # A reload from another path must not read the first model's source.
         is_first = model.__dict__.setdefault("_overwire_model", model_config.model) == model_config.model
         self._sourced_model = model_config.model if is_first and self.at_source(model_config) else None
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of everything that the model reads. After the last stand-in, loads what
-        was recorded."""
+        """Yields the names and tensors of all weights that the model reads. Loads the recorded copies after the last
+        stand-in."""
         yield from super().get_all_weights(model_config, model)
         if self.attempt is not None:
             self.attempt.load_recorded()
@@ -264,7 +263,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def _get_weights_iterator(self, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if self.load_config.safetensors_load_strategy == "torchao":
             raise ValueError(
-                "overwire: only vLLM can assemble torchao's safetensors: use --load-format safetensors"
+                "overwire: torchao's safetensors are not supported: use --load-format safetensors"
             )
         weights = None if self.attempt is None else self.attempt.next_stand_ins()
         if weights is None:
@@ -289,7 +288,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def track_weights_loading(
         self, model: torch.nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
     ) -> None:
-        """Runs vLLM's own check, and keeps the model's list of loaded names for ours."""
+        """Runs vLLM's own check, and stores the model's loaded names for overwire's check."""
         self.loaded = None if loaded_weights is None else set(loaded_weights)
         super().track_weights_loading(model, loaded_weights, *args, **more)
 
@@ -297,7 +296,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         return not should_skip_weight(name, self.local_expert_ids)
 
     def files_of(self, part: Any) -> tuple[list[str], str | None]:
-        """The files of a part in vLLM's order, and their index.json if it applies."""
+        """Returns the files of a part in vLLM's order, and their index.json if it applies."""
         folder, files, is_safe, index = self._prepare_weights(
             part.model_or_path,
             part.subfolder,
@@ -307,7 +306,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         )
         if not is_safe:
             names = ", ".join(map(os.path.basename, files[:3]))
-            raise ValueError(f"overwire: {folder}: it only has {names}, not safetensors files: use --load-format auto")
+            raise ValueError(f"overwire: {folder}: expected safetensors files, got {names}: use --load-format auto")
         if self._encoder_only_lm_prefixes is not None:
             from vllm.model_executor.model_loader.weight_utils import filter_mm_encoder_only_safetensors_files
 
@@ -315,7 +314,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
                 files, folder, index, self._encoder_only_lm_prefixes, weights_mapper=self._encoder_only_weights_mapper
             )
             if not files:
-                raise RuntimeError(f"overwire: {folder}: --mm-encoder-only leaves no file of weights")
+                raise RuntimeError(f"overwire: {folder}: no weight file remains after filtering for --mm-encoder-only")
         index_path = os.path.join(folder, index) if part.allow_patterns_overrides is None else None
         return sorted(files, key=_natural_order), index_path
 

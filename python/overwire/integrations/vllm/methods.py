@@ -1,9 +1,9 @@
-"""Lists vLLM's quantisation methods that load by slices."""
+"""Lists the vLLM quantisation methods that load by slices."""
 
 from __future__ import annotations
 
-#: Methods with loaders that only copy, named as in vLLM 0.32 and 0.33. Each was compared with vLLM's own load,
-#: parameter by parameter: `tests/engines/engines_quantised.py`, and the table in docs/vllm-internals.md.
+#: Methods with loaders that only copy, by their names in vLLM 0.32 and 0.33. `tests/engines/engines_quantised.py`
+#: compares each with vLLM's own load, parameter by parameter; see the table in docs/vllm-internals.md.
 COPIED = frozenset(
     (
         "auto_awq", "auto_gptq", "awq", "awq_marlin", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "gptq_marlin",

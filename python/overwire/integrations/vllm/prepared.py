@@ -1,9 +1,8 @@
-"""Keeps models that vLLM has processed, so that the next start can make the model from them.
+"""Stores models that vLLM has processed, so that the next start can restore them.
 
-vLLM has a contract for weights that are already processed, which it made for its own weight
-cache: the model is built on the meta device, gets its tensors, and each quantisation method only
-rebuilds its Python objects. The contents of such a model are compared, attribute by attribute,
-with the description that was kept. Unless everything is equal, the model is loaded as usual.
+vLLM's own weight cache defines how to load weights that are already processed: the model is built on the meta device
+and gets its tensors, and each quantisation method only rebuilds its Python objects. The restored model is compared,
+attribute by attribute, with the stored description. If anything differs, the model is loaded as usual.
 Written for vLLM 0.32 and 0.33.
 """
 
@@ -34,14 +33,14 @@ from .identity import CODE, OPAQUE, fingerprint_of_load, fingerprint_prefix
 
 log = init_logger("vllm.overwire")
 
-# Models to be written when the engine is up, unless they are gone by then (a failed start), and the writing threads.
+# Models to write when the engine is up, each with the function that writes it, and the writing threads. A model that
+# is freed before that, after a failed start, is not written.
 _waiting: dict[weakref.ref[torch.nn.Module], Callable[[], None]] = {}
 _writers: list[threading.Thread] = []
 
 
 def begin_writing() -> None:
-    """Begins to write in the background what the loads of this process have left to be kept. Call it
-    when the engine is up."""
+    """Starts to write the noted models of this process in the background. Call it when the engine is up."""
     works = list(_waiting.values())
     _waiting.clear()
     if works:
@@ -50,25 +49,28 @@ def begin_writing() -> None:
         try:
             start_thread(thread.start)
         except RuntimeError as error:
-            log.info("overwire: keeps no prepared state: %s", error)
+            log.info("overwire: cannot store prepared state: %s", error)
 
 
 def finish_writing() -> None:
-    """Waits for the writes that `begin_writing` has begun. Others are dropped. Call it before weights change
-    or their memory is freed."""
+    """Waits for writes that have begun, and drops the others. Call it before weights change or their memory is
+    freed."""
     _waiting.clear()
     while _writers:
-        if _writers[-1].ident is not None:  # it was started
-            _writers[-1].join()  # keep it in the list until it has ended, also if Ctrl-C comes
+        if _writers[-1].ident is not None:  # the thread was started
+            _writers[-1].join()  # it stays in the list until it has ended, even if Ctrl-C interrupts this
         _writers.pop()
 
 
 class PreparedStart:
-    """One start of a model with prepared state: loads a kept file, or collects what is to be kept."""
+    """One start of a model with prepared state. It restores the model from a file, or notes it for writing."""
 
     def __init__(self, chosen: bool | str, config: Any, model_config: Any, prefix: str, loader: Any) -> None:
-        """loader: vLLM's, which knows the files. Never raises, because other ranks wait: if nothing can
-        be kept the log says why, and the load itself raises errors of the files."""
+        """Finds a stored file and starts to load it. loader: the loader that knows the model's files.
+
+        Raises no Exception, because other ranks wait. If prepared state cannot be used, it logs the reason.
+        Errors of the model's files are raised by the load itself.
+        """
         self._config, self._model_config, self._prefix, self._loader = config, model_config, prefix, loader
         load_config = loader.load_config
         self._device = torch.device(config.device_config.device if load_config.device is None else load_config.device)
@@ -97,7 +99,8 @@ class PreparedStart:
             raise
 
     def _begin_early(self, folder: str, likely: str) -> None:
-        # Loads the file that was last used here while its fingerprint, which decides whether it counts, is computed.
+        # Starts to load the most recently used file. The fingerprint, which is computed meanwhile, decides whether the
+        # file is used.
         try:
             self._kept = prepared.find_file(folder, likely)
             if self._kept is not None:
@@ -105,12 +108,12 @@ class PreparedStart:
         except Damaged as error:
             log.info("overwire: no prepared state: %s", error)
         except Exception:
-            self._kept = None  # if the file counts, the error is raised again later
+            self._kept = None  # if the fingerprint matches, opening the file again raises the error
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _drop_kept_file(self) -> None:
-        # Drops a file that does not count, and the memory that was taken for it.
+        # Drops the file, and frees the memory for its tensors.
         arriving, self._arriving, self._kept = self._arriving, None, None
         if arriving is not None:
             arriving.close()
@@ -118,8 +121,8 @@ class PreparedStart:
                 torch.cuda.empty_cache()
 
     def load_model(self) -> torch.nn.Module | None:
-        """Returns the model, made from a kept file. None if it must be loaded as usual: on all ranks that
-        share tensors, or on none."""
+        """Returns the model restored from a file, or None if it must be loaded as usual. All ranks that divide tensors
+        get a model, or none does."""
         try:
             file = self._kept if _all_agree(self._kept is not None) else None
             return None if file is None else self._load_kept(file)
@@ -141,29 +144,29 @@ class PreparedStart:
                 model = None
         if model is None:
             self._reject_kept(kept, reason)
-            reason = None  # its traceback holds the new model: vLLM's own load needs that memory
+            reason = None  # its traceback refers to the new model, and vLLM's own load needs that memory
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             return None
         prepared.note_use(kept.path)
         count = len(kept.record["tensors"])
-        log.info("overwire: made of prepared state: %d tensors, in %.2f s", count, time.perf_counter() - began)
+        log.info("overwire: restored prepared state: %d tensors in %.2f s", count, time.perf_counter() - began)
         return model
 
     def _reject_kept(self, kept: Kept, reason: Exception | None) -> None:
         import overwire
 
         if reason is None:
-            log.info("overwire: loads as always: another rank has no prepared state that fits")
+            log.info("overwire: loads the model as usual: another rank has no matching prepared state")
         elif isinstance(reason, overwire.CorruptError | overwire.FormatError):
-            log.warning("overwire: loads as always, and keeps the prepared state anew: %s", reason)
+            log.warning("overwire: loads the model as usual, and will store its prepared state again: %s", reason)
             prepared.try_remove(kept.path)
         else:
-            log.info("overwire: loads as always: the prepared state %s does not fit: %s", kept.path, reason)
-            # A note would replace a good file.
+            log.info("overwire: loads the model as usual: the prepared state %s does not match: %s", kept.path, reason)
+            # After a temporary error a note would replace a good file.
             if not isinstance(reason, Foreign) and not prepared.is_passing(reason) and self._folder is not None:
-                prepared.note_refusal(self._folder, self._name, f"the model does not fit: {reason}")
+                prepared.note_refusal(self._folder, self._name, f"the model does not match: {reason}")
             self._folder = None
 
     def _make_model(self, kept: Kept) -> torch.nn.Module:
@@ -191,7 +194,7 @@ class PreparedStart:
         return model
 
     def note_model(self, model: torch.nn.Module) -> None:
-        """Notes what to keep of a model that was loaded as usual, for `begin_writing`."""
+        """Notes a model that was loaded as usual, so that `begin_writing` stores it."""
         if self._folder is None:
             return
         import overwire
@@ -201,7 +204,7 @@ class PreparedStart:
             tensors, record = _describe_model(model)
             digests = overwire.digest(tensors)
         except Exception as error:  # the model is loaded and usable
-            log.info("overwire: keeps no prepared state: %s", error or type(error).__name__)
+            log.info("overwire: cannot store prepared state: %s", error or type(error).__name__)
             return
         work = functools.partial(_write_prepared, self._folder, self._name, tensors, record, digests)
         _waiting[weakref.ref(model, lambda reference: _waiting.pop(reference, None))] = work
@@ -214,13 +217,13 @@ def _write_prepared(
     try:
         path = prepared.keep_file(folder, name, tensors, record, digests)
     except Exception as error:
-        log.info("overwire: keeps no prepared state: %s", error or type(error).__name__)
+        log.info("overwire: cannot store prepared state: %s", error or type(error).__name__)
         return
-    log.info("overwire: prepared state kept in %.1f s: %s", time.perf_counter() - began, path)
+    log.info("overwire: stored prepared state in %.1f s: %s", time.perf_counter() - began, path)
 
 
 def _all_agree(mine: bool) -> bool:
-    # Collective among the ranks that load together: whether all agree.
+    # Returns whether `mine` is true on all ranks that load together. Collective.
     group = tensor_parallel_group(parallel_state, "cpu_group")
     if group is None:
         return mine
@@ -231,7 +234,7 @@ def _all_agree(mine: bool) -> bool:
 
 @contextlib.contextmanager
 def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterator[None]:
-    # Restores what building a model leaves outside of it: layers by name, and modules that models share.
+    # Restores vLLM's registries of layers and shared modules, which building a model changes, unless `done`.
     from vllm.model_executor.layers import rotary_embedding
 
     compilation = config.compilation_config
@@ -239,7 +242,7 @@ def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterato
     experts: list[str] = getattr(compilation, "static_all_moe_layers", [])
     ropes: dict[Any, Any] = rotary_embedding._ROPE_DICT
     before = dict(layers), list(experts), dict(ropes)
-    ropes.clear()  # modules of an earlier model would not come from this file
+    ropes.clear()  # modules that are shared with an earlier model would not be restored from this file
     try:
         yield
     finally:
@@ -252,20 +255,20 @@ def _restore_registries_unless(config: Any, done: Callable[[], bool]) -> Iterato
 
 
 def _check_supported(model: torch.nn.Module) -> None:
-    # Applies the rule of vLLM's own weight cache.
+    # Raises Refused for a model that vLLM's own weight cache does not support either.
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     for name in ("secondary_weights", "allow_patterns_overrides"):
         if getattr(model, name, None):
-            raise Refused(f"it has {name}: files that its fingerprint does not know")
+            raise Refused(f"it has {name}, and its fingerprint does not cover those files")
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
-            raise Refused(f"{path}: vLLM's {type(method).__name__} takes no weights that are already processed")
+            raise Refused(f"{path}: vLLM's {type(method).__name__} does not support processed weights")
 
 
 def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    # Returns the tensors to store, and the record of the model.
+    # Returns the tensors to store, and the record that describes the model.
     tensors, rows, names = take_tensors(model)
     modules = Describer(model, tensors, "vllm", OPAQUE).describe_modules()
     return tensors, {
@@ -274,7 +277,8 @@ def _describe_model(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], di
 
 
 def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
-    # Compares a model with its record, and sets flags and numbers that only `load_weights` sets.
+    # Compares a model with its record. Sets attributes with plain values that differ, because only `load_weights` would
+    # have set them.
     tensors, rows, names = take_tensors(model)
     for current, was in ((names, record["names"]), (rows, record["tensors"])):
         if current != was:
@@ -291,7 +295,7 @@ def _compare_model(model: torch.nn.Module, record: dict[str, Any]) -> None:
             if entry.get(name) != was.get(name) and not _set_attribute(modules[path], name, was.get(name)):
                 raise Refused(f"{path}.{name} is {entry.get(name)}, but was {was.get(name)}")
     if digest_of_code(model, "vllm", CODE) != record["origins"]:
-        raise Foreign("vLLM's code, or what was put in its place, has changed")
+        raise Foreign("vLLM's code, or code that replaces it, has changed")
 
 
 def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool:
@@ -299,7 +303,7 @@ def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool
     if text is None or not name or "." in name or isinstance(module.__dict__.get(name), torch.Tensor):
         return False
     if name not in vars(module) and not is_plain(getattr(type(module), name, None)):
-        return False  # it would replace a method
+        return False  # the value would replace a method
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -311,7 +315,7 @@ def _set_attribute(module: torch.nn.Module, name: str, text: str | None) -> bool
 
 
 def _set_restore_device(model: torch.nn.Module, device: torch.device) -> None:
-    # vLLM notes the device on which a model was built, for reloads.
+    # Corrects the device that vLLM has noted for reloads. It is the meta device, on which the model was built.
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
     with device:

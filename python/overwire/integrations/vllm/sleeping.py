@@ -1,10 +1,9 @@
 """Implements vLLM's sleep mode: `--enable-sleep-mode --sleep-mode-backend overwire`.
 
-vLLM's own back end copies the weights to pinned memory that it allocates for each sleep. Here the
-GPU encodes them first, and the pinned memory is kept. Everything else is vLLM's: addresses stay
-the same, so captured graphs, communicators and compiled code stay valid, and the KV cache is
-released as always. The pinned memory is prepared in the background once a worker has loaded its
-model. Written for vLLM 0.32 and 0.33.
+vLLM's own back end copies the weights to pinned memory that it allocates for each sleep. This back end encodes them on
+the GPU first, and reuses the pinned memory. In all other respects it works like vLLM's. Addresses stay the same, so
+captured graphs, communicators and compiled code stay valid. The KV cache is released. The pinned memory is prepared in
+the background once a worker has loaded its model. Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -20,35 +19,36 @@ log = init_logger("vllm.overwire")
 
 _TAG = "weights"
 
-# How many words of an allocation are sampled.
+# The number of words of an allocation that are sampled.
 _SAMPLE = 4096
 
-# Maps the engine's transform that makes a sample smallest to a dtype (docs/format.md 3.1).
+# Maps the engine's number of the best transform for a sample to a dtype (docs/format.md 3.1).
 _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
-    """Level 1 keeps the weights compressed in pinned memory. Other levels, and `discard`, are vLLM's own."""
+    """A sleep back end for vLLM. Level 1 keeps the weights compressed in pinned memory. Other levels and `discard` work
+    like vLLM's."""
 
     def __init__(self) -> None:
         super().__init__()
         self._asleep: Any = None
         self._memory: Any = None  # memory that is being prepared
-        self._dtypes: dict[int, torch.dtype] = {}  # by address, which does not change
+        self._dtypes: dict[int, torch.dtype] = {}  # by address, because addresses do not change
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        """Compiled kernels stay loaded."""
+        """Returns True, because compiled kernels stay loaded."""
         return True
 
     def suspend(self, level: int = 1) -> None:
-        """Frees the GPU's memory. Raises what `overwire.sleep` raises; then everything is awake."""
+        """Frees the GPU memory. Raises the errors of `overwire.sleep`. All weights are awake then."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         allocator = get_mem_allocator_instance()
         if level == 1:
             self._put_to_sleep(allocator)
-        super().suspend(level if level != 1 else 2)  # 2: the weights are already saved
+        super().suspend(level if level != 1 else 2)  # level 2 does not save the weights, which are already saved
 
     def _put_to_sleep(self, allocator: Any) -> None:
         from vllm.device_allocator.cumem import unmap_and_release
@@ -74,8 +74,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored_size / 2**30)
 
     def prepare(self) -> None:
-        """Begins to prepare the host memory for the first sleep. Failures are logged: the sleep itself
-        reports them, or works without."""
+        """Starts to prepare the host memory for the first sleep. Logs errors, because the sleep also works without
+        this."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         import overwire
@@ -99,8 +99,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         return tensors
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Maps the memory again and decodes the weights into it. After an error it can be called
-        again."""
+        """Maps the memory again and decodes the weights into it. Can be called again after an error."""
         super().resume(tags)
         if self._asleep is not None and (tags is None or _TAG in tags):
             self._state = "RESUMING"
@@ -110,13 +109,13 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
 
 
 def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
-    """An allocation as a tensor of bytes, without a copy."""
+    """Returns a uint8 tensor in an existing GPU allocation, without a copy."""
     interface = {"shape": (size,), "typestr": "|u1", "data": (ptr, False), "version": 3, "strides": None}
     return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{device}")
 
 
 def _dtype_for(memory: torch.Tensor) -> torch.dtype:
-    """The dtype as which an allocation compresses best. Any dtype is correct; it only affects the
+    """Returns the dtype with which an allocation compresses best. Any dtype is correct; the choice affects only the
     size."""
     from ... import gpu
 

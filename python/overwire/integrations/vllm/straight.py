@@ -1,7 +1,7 @@
-"""Checks whether the parameters of a vLLM model hold a checkpoint's bytes unchanged.
+"""Checks whether the parameters of a vLLM model contain a checkpoint's bytes unchanged.
 
-After loading, vLLM may repack, swap, pad or derive weights for its kernels. Only if it has done
-none of that may bytes be written directly into the parameters.
+After loading, vLLM may repack, swap, pad or derive weights for its kernels. New bytes may be written directly into the
+parameters only if vLLM has done none of this.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-# Names of classes with a `process_weights_after_loading` that leaves the bytes in place, if the parameters
-# also look as they did when they were created.
+# Names of classes with a `process_weights_after_loading` that does not change the bytes, provided that dtype, shape and
+# strides of the parameters have not changed.
 _METHODS = frozenset(("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"))
 _EXPERTS = "UnquantizedFusedMoEMethod"
 _BACKENDS = frozenset(("TRITON", "BATCHED_TRITON"))
@@ -19,7 +19,7 @@ _ATTENTION = frozenset(("Attention", "MMEncoderAttention"))
 
 
 def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
-    """Why bytes may not be written directly into the parameters; None if they may."""
+    """Returns the reason why bytes may not be written directly into the parameters, or None if they may."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
@@ -35,14 +35,14 @@ def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
         if kind == _EXPERTS:
             backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
             if backend not in _BACKENDS:
-                return f"{path}: experts for {backend}"
+                return f"{path}: the {backend} back end rearranges experts"
         elif hasattr(method, "process_weights_after_loading") and kind not in _METHODS:
-            return f"{path}: {kind}"
+            return f"{path}: {kind} processes its weights"
         if is_deferred_attention_layer(module) and type(module).__name__ not in _ATTENTION:
             return f"{path}: {type(module).__name__} derives weights"
         info = LAYERWISE_INFO.get(module)
         if info is None:
-            return f"{path}: vLLM has not noted how it was created"
+            return f"{path}: vLLM has not recorded the original parameters"
         for name, member in info.restore_metadata[0].items():
             param = getattr(module, name, None)
             if param is None or (param.dtype, param.shape, param.stride()) != (
@@ -50,5 +50,5 @@ def obstacle_of(model: torch.nn.Module, model_config: Any) -> str | None:
                 member.shape,
                 member.stride(),
             ):
-                return f"{path}.{name}: it differs from how it was created"
+                return f"{path}.{name}: its dtype, shape or strides have changed"
     return None

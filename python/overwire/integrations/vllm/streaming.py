@@ -1,8 +1,8 @@
-"""Implements `{"offload": "8GB"}`: layers of an eager model stay compressed on the host and are streamed.
+"""Implements the option `{"offload": "8GB"}`. Layers of an eager model stay compressed on the host and are streamed.
 
-vLLM passes each layer to its offloader as soon as it is created, before weights are loaded into it.
-`HostedLayers` moves it to the host, so that a model can be built that does not fit on the GPU. After
-vLLM has loaded and processed all weights, `stream_layers` streams the layers with overwire.offload's ring.
+vLLM passes each layer to its offloader as soon as it is created, before weights are loaded into it. `HostedLayers`
+moves it to the host, so that vLLM can build a model that does not fit on the GPU. After vLLM has loaded and processed
+all weights, `stream_layers` compresses the layers and streams them through the ring of `overwire.offload`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from vllm.model_executor.offloader.base import NoopOffloader
 
 from .identity import is_offloading
 
-# The objects that stream the layers of this process's models.
+# The handles that stream the layers of this process's models.
 _streams: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
-    """Keeps the layers of a model for `device` on the host while its weights are loaded."""
+    """A vLLM offloader that keeps the layers of a model on the host while its weights are loaded. device: the device
+    for which vLLM builds the layers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._names: dict[torch.nn.Module, set[str]] = {}  # by layer: its parameters that were on the device
+        self._names: dict[torch.nn.Module, set[str]] = {}  # names of the parameters that were on the device, by layer
 
     def wrap_modules(self, modules_generator: Iterable[torch.nn.Module], prefix: str = "") -> list[torch.nn.Module]:
-        """Returns the layers as vLLM creates them. Each layer's weights leave the device before the next is created."""
+        """Returns the layers that vLLM creates. Moves each layer's weights to the host before the next layer is
+        created."""
         layers = []
         for layer in modules_generator:
             parameters = {name: one for name, one in layer.named_parameters() if one.device.type == self._device.type}
@@ -41,10 +43,10 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
         return layers
 
     def stream_layers(self, model: torch.nn.Module, keep: int) -> None:
-        """Compresses the layers of a model after its weights are loaded. Up to `keep` bytes of layers go to
-        the device instead. The layers are streamed as long as the model lives.
+        """Compresses the layers of a model after its weights are loaded, and streams them as long as the model exists.
+        Up to `keep` bytes of layers are moved to the device instead.
 
-        Raises ValueError for a model without layers, and what `overwire.offload` raises.
+        Raises ValueError for a model without layers, and the errors of `overwire.offload`.
         """
         from ...plumbing import stream_blocks
 
@@ -52,12 +54,12 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
         inner = {part for layer in self._names for part in layer.modules() if part is not layer}
         layers = {layer: names for layer, names in self._names.items() if layer in modules - inner}
         if not layers:
-            raise ValueError(f"overwire: offload: {type(model).__name__} has no layers that vLLM gives to offloaders")
+            raise ValueError(f"overwire: offload: vLLM passes no layers of {type(model).__name__} to its offloader")
         parameters = [
             parameter
             for layer, names in layers.items()
             for name, parameter in layer.named_parameters()
-            if name in names  # parameters that vLLM itself has put on the host stay there
+            if name in names  # the other parameters were created on the host and stay there
         ]
         handle = stream_blocks(model, self._device, layers, parameters, keep)
         model.__dict__["_overwire_offloaded"] = handle
@@ -66,7 +68,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
 
 @contextmanager
 def hosted_layers(device: torch.device) -> Iterator[HostedLayers]:
-    """A context in which `HostedLayers` is vLLM's offloader for the models that are built."""
+    """Returns a context in which a `HostedLayers` is vLLM's offloader."""
     layers, before = HostedLayers(device), get_offloader()
     set_offloader(layers)
     try:
@@ -82,14 +84,14 @@ def refuse_config(config: Any, model_config: Any) -> None:
         "graphs and compiled models keep the addresses of weights: add --enforce-eager": bool(
             not model_config.enforce_eager or compilation.mode or getattr(compilation.cudagraph_mode, "value", 0)
         ),
-        "it needs an NVIDIA GPU or the CPU": bool(torch.version.hip)
+        "only NVIDIA GPUs and the CPU are supported": bool(torch.version.hip)
         or config.device_config.device_type not in ("cpu", "cuda"),
-        f"the kernels of {model_config.quantization} also hold its weights": model_config.quantization is not None,
-        "sleep frees memory that the ring writes: leave out --enable-sleep-mode": model_config.enable_sleep_mode,
-        "experts are moved while the engine runs: leave out --enable-eplb": parallel.enable_eplb,
-        "two batches at a time would wait for each other's layers: leave out --enable-dbo": parallel.use_ubatching,
-        "LoRA replaces the model's layers": config.lora_config is not None,
-        "vLLM's own offloader is enabled: leave out --cpu-offload-gb and --offload-group-size": is_offloading(config)
+        f"the kernels of {model_config.quantization} keep references to weights": model_config.quantization is not None,
+        "sleep frees memory that the ring writes to: remove --enable-sleep-mode": model_config.enable_sleep_mode,
+        "experts are moved while the engine runs: remove --enable-eplb": parallel.enable_eplb,
+        "two concurrent batches would wait for each other's layers: remove --enable-dbo": parallel.use_ubatching,
+        "LoRA replaces the model's layers: remove --enable-lora": config.lora_config is not None,
+        "vLLM's own offloader is enabled: remove --cpu-offload-gb and --offload-group-size": is_offloading(config)
         or not isinstance(get_offloader(), NoopOffloader),
     }
     for reason, applies in reasons.items():
@@ -98,6 +100,8 @@ def refuse_config(config: Any, model_config: Any) -> None:
 
 
 def refuse_changes(what: str) -> None:
-    """Raises ValueError if layers are streamed: nothing may change or read their weights."""
+    """Raises ValueError if layers are streamed, because nothing may change or read their weights then."""
     if any(handle.blocks for handle in _streams):
-        raise ValueError(f"overwire: {what}: layers of the model are compressed on the host: start without offload")
+        raise ValueError(
+            f"overwire: {what}: layers of the model are compressed on the host: start vLLM without the offload option"
+        )

@@ -1,9 +1,9 @@
-"""Implements vLLM's weight transfer: the engine in vLLM's workers, and the trainer's side.
+"""Implements vLLM's weight transfer, for vLLM's workers and for the trainer.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "overwire"}'
 
-The trainer writes a push to a folder or a store, or sends it over a process group. Each worker
-loads the part that it needs, directly into its parameters. Written for vLLM 0.32.
+The trainer writes a push to a folder or a store, or sends it over a process group. Each worker loads the slices that it
+needs directly into its parameters. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ BACKEND = "overwire"
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
-    """The trainer's one-time message to a worker: how to reach pushes.
+    """The trainer's one-time message to a worker. It tells how to reach pushes.
 
-    master_address, master_port, world_size, rank_offset: of the process group that carries pushes;
-    none of them for a folder or a store. deltas: whether the trainer will push deltas. The
-    others: see docs/live-updates.md.
+    master_address, master_port, world_size, rank_offset: the process group that sends pushes. They are not used for a
+    folder or a store. deltas: whether the trainer will push deltas. For the other fields see docs/live-updates.md.
     """
 
     storage_options: dict[str, Any] | None = None
@@ -63,7 +62,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ignore]
 
 @dataclass(kw_only=True)
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
-    """One push: the info from a `Publisher`."""
+    """The info of one push, from a `Publisher`."""
 
     kind: str
     number: int
@@ -74,9 +73,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unused-ignore]
 class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
     """Loads pushes into the parameters of one worker.
 
-    If parameters hold the checkpoint's bytes, they are overwritten in place: only this rank's slices
-    are decoded, without extra memory. A model that vLLM has changed after loading, such as a
-    quantized one, is loaded again layer by layer, in vLLM's way.
+    If parameters contain the checkpoint's bytes, they are overwritten in place. Only this rank's slices
+    are decoded, and no extra memory is needed. If vLLM has changed the weights after loading, for example in a
+    quantized model, vLLM loads the model again layer by layer.
     """
 
     init_info_cls = InitInfo
@@ -89,10 +88,10 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         self._places: dict[int, Places] = {}  # by the id of a model, which the engine's worker keeps alive
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Notes how to reach pushes. With a group, joins it.
+        """Notes how to reach pushes, and joins the group if there is one.
 
-        Raises ValueError if the trainer will push deltas and this model cannot take them: before the
-        first step, instead of at the second push."""
+        Raises ValueError if the trainer will push deltas and this model does not support them. The error thus
+        comes before the first training step instead of at the second push."""
         from ...plumbing import parse_size
 
         self.shutdown()
@@ -108,24 +107,25 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             try:
                 self._require_delta_support()
             except ValueError:
-                self.shutdown()  # the trainer is waiting for this rank, and learns of the failure
+                self.shutdown()  # the trainer, which waits for this rank, then fails
                 raise
 
     def _require_delta_support(self) -> None:
         if (reason := obstacle_of(self.model, self.model_config)) is not None:
             raise ValueError(
-                f"overwire: this model takes no deltas, since vLLM has changed its weights: {reason}: push all of them"
+                f"overwire: this model does not support deltas, because vLLM changes its weights: {reason}: push all "
+                "weights"
             )
 
     def start_weight_update(self) -> None:
-        """Does nothing: each push is a complete update."""
+        """Does nothing, because each push is a complete update."""
 
     def finish_weight_update(self) -> None:
-        """Does nothing: a push is in use when `update_weights` returns."""
+        """Does nothing, because a push is in use when `update_weights` returns."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Loads a push."""
-        if self.device.type == "cpu":  # vLLM's own would try to synchronize a GPU
+        if self.device.type == "cpu":  # vLLM's function would try to synchronize a GPU
             self.receive_weights(self.parse_update_info(update_info))
         else:
             super().update_weights(update_info)
@@ -134,13 +134,13 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
     def receive_weights(self, update_info: Any) -> None:
         """Loads a push.
 
-        Raises `Incomplete`, a ValueError, if it lacks a weight, and DeltaBaseError for a delta of other
-        weights; then nothing has changed. After any other error the model may have old and new
-        weights: push all of it again.
+        Raises `Incomplete`, a ValueError, if the push lacks a weight, and DeltaBaseError for a delta of other weights.
+        Nothing has changed then. After any other error the model may have a mix of old and new weights, and the trainer
+        must push all weights again.
         """
         if reason := reason_against(update_info.kind, update_info.path):
             if self._group is not None:
-                self._group.refuse_push(update_info.number, reason)  # otherwise others would wait for this rank
+                self._group.refuse_push(update_info.number, reason)  # the other ranks must not wait for this one
             raise ValueError(f"overwire: update_info: {reason}")
         with self._receive_file(update_info) as where:
             if update_info.kind == "whole":
@@ -155,7 +155,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
             yield info.path
         elif self._group is None:
             raise ValueError(
-                "overwire: update_info has no path, and no group was joined: call init_weight_transfer_engine first"
+                "overwire: update_info: expected a path, because no group was joined: "
+                "call init_weight_transfer_engine first, or push to a folder or store"
             )
         else:
             with self._group.received(info.size, info.number) as where:
@@ -182,7 +183,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         return self._places[id(model)]
 
     def _load_weights(self, tensors: Any) -> None:
-        # Runs on stand-ins: a missing weight shows before anything is changed.
+        # This runs on stand-ins, so a missing weight is found before anything changes.
         with Coverage(self.model) as coverage:
             names = self.model.load_weights(tensors)
         missing = coverage.missing_weights(None if names is None else set(names)) if self._info.strict else ()
@@ -195,7 +196,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 
         from ...plumbing import parse_size
 
-        device = device_of(self.model, self.vllm_config.load_config)  # before vLLM takes the parameters away
+        device = device_of(self.model, self.vllm_config.load_config)  # before vLLM removes the parameters
         options = {
             "storage_options": self._info.storage_options,
             "max_memory": parse_size(self._info.max_memory, "max_memory"),
@@ -215,14 +216,15 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 
 @dataclass
 class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
-    """Configures the trainer's side. `rank` is this process's rank; rank 0 pushes.
+    """Configures the trainer. `rank` is the rank of this process. Rank 0 pushes.
 
-    where: a folder or URI that workers reach under the same name. Or master_address, master_port and
-    world_size (workers and one trainer): a process group carries pushes.
-    deltas: keeps a copy of what was pushed, and pushes what has changed since.
-    dtype: casts floating tensors first ("bfloat16"), to the workers' dtype.
-    host: moves each tensor to the host as it comes, if no GPU can hold all of them.
-    storage_options: for the trainer; workers use worker_options, None: the same.
+    where: a folder or URI that workers reach under the same name.
+    master_address, master_port, world_size (all workers and one trainer): the process group that sends pushes, if
+    where is None.
+    deltas: keeps a copy of the pushed weights, and pushes only changes.
+    dtype: casts floating-point tensors first ("bfloat16"), to the workers' dtype.
+    host: moves each tensor to the host when the source yields it, for models that do not fit on one GPU.
+    storage_options: for the trainer. worker_options: for the workers; None means storage_options.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -244,11 +246,11 @@ class TrainerInit(TrainerInitInfo):  # type: ignore[misc, unused-ignore]
     def __post_init__(self) -> None:
         group = (self.master_address, self.master_port, self.world_size)
         if any(part is None for part in group) and (self.where is None or group != (None, None, None)):
-            raise ValueError("overwire: init_info: give where, or all of master_address, master_port and world_size")
+            raise ValueError("overwire: init_info: pass where, or all of master_address, master_port and world_size")
 
 
 class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-ignore]
-    """Pushes what a `WeightSource` yields, or what has changed of it, one push per call."""
+    """Pushes the weights that a `WeightSource` yields, or their changes, with one push per call."""
 
     init_info_cls = TrainerInit
 
@@ -259,9 +261,9 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
 
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> TrainerEngine:
-        """Configures the workers, and meets them in the group if there is one."""
+        """Configures the workers, and joins the group with them if there is one."""
         if source is None:
-            raise ValueError("overwire: trainer_init: it needs a WeightSource; pass source=")
+            raise ValueError("overwire: trainer_init: expected a WeightSource, got None: pass source=")
         engine = cls(init_info, client=client, source=source)
         if engine.is_sender:
             engine._meet_engines()
@@ -280,14 +282,14 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
         group = None
         if info.master_address is not None and info.master_port is not None and info.world_size is not None:
             facts.update(master_address=info.master_address, master_port=info.master_port, world_size=info.world_size)
-            with ThreadPoolExecutor(1) as side:  # workers wait for the group inside their call
+            with ThreadPoolExecutor(1) as side:  # the call returns only after workers and trainer have joined the group
                 future = start_thread(side.submit, self.client.init_weight_transfer_engine, facts)
                 try:
                     group = Group(
                         info.master_address, info.master_port, 0, info.world_size, info.timeout, future.done
                     )
                 except ArgumentError:
-                    future.result()  # the engines' own error says more
+                    future.result()  # raises the engines' error, which says more
                     raise
                 future.result()
         else:
@@ -297,14 +299,14 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
 
     @torch.no_grad()
     def send_weights(self, *, whole: bool = False) -> None:
-        """Pushes the source, and returns when all workers have it. Call it on every rank of the trainer.
-        whole: not a delta, for instance for a worker that has just started."""
+        """Pushes the weights of the source, and returns when all workers have loaded them. Call it on every rank of the
+        trainer. whole: pushes all weights instead of a delta, for example for a worker that has just started."""
         if not self.is_sender:
             for _ in self.source:
-                pass  # this rank only takes part in assembling tensors
+                pass  # this rank only helps to assemble tensors
             return
         if self._publisher is None:
-            raise RuntimeError("overwire: send_weights: after shutdown")
+            raise RuntimeError("overwire: send_weights: the trainer was shut down: call trainer_init again")
         tensors = {name: self._convert_tensor(tensor) for name, tensor in self.source}
         with self._publisher.push(tensors, whole=whole) as push:
             self.client.start_weight_update()
@@ -315,7 +317,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
                     push.carry(future.done)
                 except ArgumentError:
                     if future.done():
-                        future.result()  # the engines' own error says more
+                        future.result()  # raises the engines' error, which says more
                     raise
                 future.result()
             finally:
@@ -333,7 +335,6 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc, unused-i
             self._publisher = None
 
 
-# vLLM only looks for plug-ins in its own processes. In a trainer, importing this module registers
-# the trainer's side.
+# vLLM looks for plug-ins only in its own processes. A trainer registers the back end by importing this module.
 if BACKEND not in WeightTransferTrainerFactory._registry:
     WeightTransferTrainerFactory.register_engine(BACKEND, TrainerEngine)

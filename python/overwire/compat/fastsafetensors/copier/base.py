@@ -28,7 +28,7 @@ def _whole_number(value: Any, what: str) -> int:
 def validated_byte_ranges(
     metadata: SafeTensorsMetadata, byte_ranges: list[tuple[int, int]] | None
 ) -> list[tuple[int, int]] | None:
-    """Checks and copies the ranges [begin, end) of a file; None (the whole file) stays None.
+    """Checks and copies the ranges [begin, end) of a file; None (the whole file) stays None. Raises
     ValueError unless they are in the file's data, in order, disjoint and not empty."""
     if byte_ranges is None:
         return None
@@ -53,7 +53,7 @@ def validated_byte_ranges(
 
 
 def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocation_size: int | None) -> int | None:
-    """Returns the size as an int. ValueError if it is less than the span of all ranges."""
+    """Returns the size as an int. Raises ValueError if it is less than the span of all ranges."""
     if allocation_size is None:
         return None
     size = _whole_number(allocation_size, "allocation_size")
@@ -66,38 +66,38 @@ def validated_chunk_allocation_size(byte_ranges: list[tuple[int, int]], allocati
 class CopierInterface(ABC):
     """Copies one file's tensors to a device: `submit_io`, then `wait_io`.
 
-    If a copier can return tensors before all have arrived, `enable_tensor_readiness` returns True.
-    Then `prepare_tensors` is called instead of `wait_io`, `wait_tensor` before a tensor is used,
-    and `finish_io` at the end.
+    If a copier can return single tensors before all have arrived, `enable_tensor_readiness`
+    returns True. The caller then calls `prepare_tensors` instead of `wait_io`, `wait_tensor`
+    before it uses a tensor, and `finish_io` at the end.
     """
 
     metadata: SafeTensorsMetadata
 
     def enable_tensor_readiness(self) -> bool:
-        """Called before `submit_io`. Returns whether tensors can be waited for one by one."""
+        """Called before `submit_io`. Returns whether the caller can wait for single tensors."""
         return False
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
-        """The file's tensors by name, whether or not their bytes have arrived."""
-        raise NotImplementedError(f"{type(self).__name__} only returns tensors after all have arrived")
+        """Returns the file's tensors by name, before their bytes have arrived."""
+        raise NotImplementedError(f"{type(self).__name__} cannot return tensors before all have arrived")
 
     def wait_tensor(self, name: str) -> None:  # noqa: B027
-        """Waits for the bytes of a tensor from `prepare_tensors`. Raises what reading raised."""
+        """Waits for the bytes of a tensor from `prepare_tensors`. Raises the error of the read."""
 
     def finish_io(self) -> None:  # noqa: B027
-        """Waits for all submitted reads; after that the buffer may be freed."""
+        """Waits for all submitted reads. The buffer may be freed after that."""
 
     def set_byte_ranges(self, byte_ranges: list[tuple[int, int]] | None) -> None:
-        """Called before `submit_io`: only these [begin, end) of the file are needed. A copier may
-        read more."""
+        """Called before `submit_io` if only these ranges [begin, end) of the file are needed. A copier
+        may read more."""
         validated_byte_ranges(self.metadata, byte_ranges)
 
     def set_chunk(
         self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
     ) -> None:
-        """Called before `submit_io`: load only these tensors, into a buffer of at most the span of
-        their ranges, or of allocation_size bytes. A copier that cannot raises
-        NotImplementedError, because the caller has promised to hold no more."""
+        """Called before `submit_io` to load only these tensors, into a buffer of at most the span of
+        their ranges, or of allocation_size bytes. A copier that cannot do this raises
+        NotImplementedError, because the caller has a memory limit."""
         raise NotImplementedError(
             f"{type(self).__name__} only loads whole files: max_batch_bytes and device_memory_budget need a copier "
             f"with set_chunk"
@@ -105,37 +105,37 @@ class CopierInterface(ABC):
 
     @classmethod
     def chunk_transient_multiplier(cls, paths: list[str]) -> int:
-        """How many device bytes each byte of a chunk takes while it loads."""
+        """Returns the number of device bytes that each byte of a chunk takes while it loads."""
         raise NotImplementedError(f"{cls.__name__} lacks chunk_transient_multiplier, which device_memory_budget needs")
 
     @classmethod
     def chunk_device_overhead(cls, paths: list[str]) -> int:
-        """Further device bytes that each chunk takes."""
+        """Returns the additional device bytes that each chunk takes."""
         return 0
 
     @classmethod
     def fixed_device_overhead(cls, paths: list[str]) -> int:
-        """Device bytes that the copier takes regardless of the chunks."""
+        """Returns the device bytes that the copier takes regardless of the chunks."""
         raise NotImplementedError(f"{cls.__name__} lacks fixed_device_overhead, which device_memory_budget needs")
 
     @abstractmethod
     def submit_io(self, use_buf_register: bool, max_copy_block_size: int) -> cpp.gds_device_buffer:
-        """Starts reading. Returns the buffer, which is counted until the framework frees it."""
+        """Starts reading, and returns the buffer. It is counted until the framework frees it."""
 
     @abstractmethod
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
     ) -> Mapping[str, TensorBase]:
-        """Waits and returns the file's tensors by name. Raises what reading raised. owner: the
-        SharedDeviceAllocation of gbuf, for `metadata.get_tensors`. A copier without this parameter
-        does not get it."""
+        """Waits for the file's tensors, and returns them by name. Raises the error of the read. owner:
+        the SharedDeviceAllocation of gbuf, for `metadata.get_tensors`; only passed to copiers that
+        have this parameter."""
 
 
 CopierConstructFunc = Callable[[SafeTensorsMetadata, Device, FrameworkOpBase], CopierInterface]
 
 
 class DummyDeviceBuffer(cpp.gds_device_buffer):
-    """An empty buffer, for copiers that need none."""
+    """An empty buffer, for copiers that do not need one."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, False)
@@ -166,9 +166,10 @@ class _Arriving(Mapping[str, TensorBase]):
 class EngineCopier(CopierInterface):
     """Loads plain or compressed files through overwire, directly to the device.
 
-    names: only these tensors, None for all; set it before `submit_io`. read: as for
-    `overwire.load_file`. dtype: the expected dtype of `wait_io`, if it is known: floats are converted
-    to it on arrival. found: what has arrived. Threads may wait at the same time.
+    names: the tensors to load, None for all; set it before `submit_io`. read: as for
+    `overwire.load_file`. dtype: the dtype of `wait_io`, if it is known before; floats are then
+    converted to it during the load. found: the tensors that have arrived. Several threads may wait
+    simultaneously.
     """
 
     read: Any = None
@@ -197,7 +198,7 @@ class EngineCopier(CopierInterface):
     def set_chunk(
         self, byte_ranges: list[tuple[int, int]], names: set[str], allocation_size: int | None = None
     ) -> None:
-        """Each tensor has its own memory of its size, so allocation_size is only checked."""
+        """Selects tensors. allocation_size is only checked, because each tensor has its own memory."""
         ranges = validated_byte_ranges(self.metadata, byte_ranges) or []
         validated_chunk_allocation_size(ranges, allocation_size)
         if missing := set(names) - set(self._names_within(ranges)):
@@ -236,7 +237,7 @@ class EngineCopier(CopierInterface):
             self.metadata.src, device=where, framework="pt" if torch else "np", keys=self.names, read=self.read,
             dtype=self.dtype.value if torch and self.dtype is not DType.AUTO else None,
         )  # fmt: skip
-        # Represents the tensors, which each have their own memory.
+        # The buffer only stands for the tensors, which each have their own memory.
         self._gbuf = self.framework.lease(cpp.gds_device_buffer(0, nbytes, is_cuda(self.device), self))
         return self._gbuf
 
@@ -244,7 +245,7 @@ class EngineCopier(CopierInterface):
         return list(self.metadata.tensors) if self.names is None else self.names
 
     def _advance(self, until: str | None) -> None:
-        # Takes arriving tensors, until a given one or to the end.
+        # Receives tensors from the stream, up to the given one, or all of them.
         while until is None or until not in self.found:
             with self._lock:
                 if self._error is not None:
@@ -269,19 +270,19 @@ class EngineCopier(CopierInterface):
                 self.found[name] = result
 
     def prepare_tensors(self, gbuf: cpp.gds_device_buffer, owner: Any = None) -> Mapping[str, TensorBase]:
-        """Returns a mapping. Looking up a tensor waits for it."""
+        """Returns a mapping in which looking up a tensor waits for it."""
         return _Arriving(self._wanted_names(), self)
 
     def wait_tensor(self, name: str) -> None:
         self._advance(name)
         if name not in self.found:
-            raise ValueError(f"{self.metadata.src}: tensor {name} is not among those that are loaded")
+            raise ValueError(f"{self.metadata.src}: tensor {name} is not loaded: the filter or names exclude it")
 
     def finish_io(self) -> None:
         self._advance(None)
 
     def cancel(self) -> None:
-        """Cancels loading, and frees what has arrived."""
+        """Cancels loading, and frees the tensors that have arrived."""
         with self._lock:
             self._stream, self._gbuf, self.found = None, None, {}
             self._error = ValueError(f"{self.metadata.src}: the buffer is closed")

@@ -20,17 +20,17 @@ _classes: dict[str, type[CopierInterface]] = {}
 def register_copier_constructor(
     copier_type: str, copier_class: type[CopierInterface] | None = None
 ) -> Callable[[Callable[..., CopierConstructFunc]], Callable[..., CopierConstructFunc]]:
-    """A decorator for a function that takes (device, **kwargs) and returns a constructor. The
-    constructor makes a copier from (metadata, device, framework). The last function registered
-    under a name is used. copier_class: the result of `get_copier_class`, and of `copier_class_of`
-    for what the function returns, unless another registered function made that."""
+    """A decorator that registers a function. The function takes (device, **kwargs) and returns a
+    constructor, which makes a copier from (metadata, device, framework). The last function
+    registered under a name is used. copier_class: the class of the copiers, which
+    `get_copier_class` and `copier_class_of` return."""
 
     def register(function: Callable[..., CopierConstructFunc]) -> Callable[..., CopierConstructFunc]:
         @functools.wraps(function)
         def factory(*args: Any, **kwargs: Any) -> CopierConstructFunc:
             construct = function(*args, **kwargs)
             if getattr(construct, "copier_class", None) is None and not isinstance(construct, type):
-                with suppress(AttributeError):  # an object that takes no attributes stays without
+                with suppress(AttributeError):  # some objects do not accept attributes
                     construct.copier_class = copier_class  # type: ignore[attr-defined]
             return construct
 
@@ -43,7 +43,7 @@ def register_copier_constructor(
 
 
 def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
-    """The class of the copiers that are made; CopierInterface if it is not known."""
+    """Returns the class of a constructor's copiers; CopierInterface if it is not known."""
     copier_class = construct if isinstance(construct, type) else getattr(construct, "copier_class", None)
     return (
         copier_class
@@ -53,12 +53,12 @@ def copier_class_of(construct: CopierConstructFunc) -> type[CopierInterface]:
 
 
 def get_copier_class(copier_type: str) -> type[CopierInterface]:
-    """The class that a kind was registered with; CopierInterface if it had none."""
+    """Returns the class that a copier type was registered with, else CopierInterface."""
     return _classes.get(copier_type, CopierInterface)
 
 
 def create_copier_constructor(copier_type: str, device: Device, **kwargs: Any) -> CopierConstructFunc:
-    """Makes a constructor for copiers of a kind. KeyError for an unknown kind."""
+    """Makes a constructor for copiers of a type. Raises KeyError for an unknown type."""
     if copier_type not in _copier_registry:
         raise KeyError(f"Copier type '{copier_type}' is not registered. Available types: {list(_copier_registry)}")
     return _copier_registry[copier_type](device, **kwargs)

@@ -11,7 +11,7 @@ from ..st_types import Device, DType
 from .base import CopierConstructFunc, CopierInterface
 from .registry import register_copier_constructor
 
-# The size in bytes of the host buffer through which a GPU's file is read.
+# Bytes of the host buffer for reads to a GPU.
 _PINNED_BYTES = 256 << 20
 
 
@@ -19,9 +19,9 @@ class ThreeFSFileCopier(CopierInterface):
     """Reads a plain file's data by
     `reader.read_chunked(path=, dev_ptr=, file_offset=, total_length=, chunk_size=) -> bytes read`.
 
-    dev_ptr is host memory; for a GPU it is pinned, and the GPU gets the bytes from there, 256 MiB at
-    a time. So a reader may write to it like the host, and also with CUDA copies. With paddle, a
-    GPU's reader gets the address on the GPU."""
+    dev_ptr is host memory. For a GPU it is a pinned buffer, which is copied to the GPU 256 MiB at a
+    time. The reader may write to it from the host or with CUDA copies. With paddle, dev_ptr is the
+    address on the GPU."""
 
     def __init__(self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase) -> None:
         self.metadata, self.device, self.reader, self.framework = metadata, device, reader, framework

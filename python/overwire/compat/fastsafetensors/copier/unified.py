@@ -17,9 +17,8 @@ from .registry import register_copier_constructor
 
 
 def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
-    """Whether the GPU shares the host's memory, judged by the framework's name of the first GPU;
-    False without a framework. If FASTSAFETENSORS_UNIFIED_MEM is set, it decides: 1 means
-    yes."""
+    """Returns whether the GPU shares the host's memory, judged by the name of the first GPU. False without
+    a framework. FASTSAFETENSORS_UNIFIED_MEM overrides this: 1 means yes, other values no."""
     setting = os.environ.get("FASTSAFETENSORS_UNIFIED_MEM")
     if setting is not None:
         return setting == "1"
@@ -27,9 +26,9 @@ def is_unified_memory_system(framework: FrameworkOpBase | None = None) -> bool:
 
 
 class UnifiedMemCopier(EngineCopier):
-    """Reads the file into anonymous pinned memory and copies it at once. On the host, for compressed
-    files, and for a selection of names it works like EngineCopier. dma_gate has no effect, because
-    one thread copies."""
+    """Reads the file into anonymous pinned memory, and copies it to the GPU in one call. On the host,
+    for compressed files, and for a selection of names it works like EngineCopier. dma_gate has no
+    effect, because a single thread copies."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class UnifiedMemCopier(EngineCopier):
 
     def cancel(self) -> None:
         if self._pinned:
-            self.framework.synchronize(self.device)  # until then the copy reads the memory
+            self.framework.synchronize(self.device)  # the copy may still read the memory
             self._pinned = []
         super().cancel()
 

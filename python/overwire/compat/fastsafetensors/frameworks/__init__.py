@@ -1,4 +1,4 @@
-"""Defines what fastsafetensors' classes need of torch or paddle."""
+"""Defines the interface of fastsafetensors' classes to torch and paddle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBase(ABC):
-    """Wraps a framework's tensor. Attributes that are not defined here are the tensor's own."""
+    """Wraps a framework's tensor."""
 
     device: Device
     dtype: DType
@@ -28,7 +28,7 @@ class TensorBase(ABC):
         """Returns the framework's own tensor."""
 
     def _with(self, raw: Any) -> Self:
-        # Wraps another tensor. Adapters are constructed from device, dtype and tensor.
+        # Wraps another tensor. Subclasses have the constructor arguments device, dtype and tensor.
         return type(self)(self.device, self.dtype, raw)  # type: ignore[call-arg]
 
     def contiguous(self) -> Self:
@@ -60,7 +60,7 @@ class TensorBase(ABC):
         return list(self.get_raw().shape)
 
     def get_shape(self) -> list[int]:
-        """The shape in a file: the last dimension of F4 counts elements, not pairs."""
+        """Returns the shape in a file: the last dimension of F4 counts elements, not pairs."""
         shape = list(self.shape)
         if self.dtype is not DType.F4:
             return shape
@@ -69,12 +69,12 @@ class TensorBase(ABC):
         return [*shape[:-1], 2 * shape[-1]]
 
     def get_nbytes(self) -> int:
-        """The number of bytes of its elements."""
+        """Returns the number of bytes of the elements."""
         return prod(self.get_shape()) * self.dtype.bits // 8
 
     @abstractmethod
     def copy_to_buffer(self, buf: memoryview) -> None:
-        """Writes its bytes in C order to a buffer of the same size."""
+        """Writes the tensor's bytes in C order to a buffer of the same size."""
 
 
 class ProcessGroupBase(ABC):
@@ -105,19 +105,19 @@ class ProcessGroupBase(ABC):
 
 
 class FrameworkOpBase(ABC):
-    """A framework adapter. Its leases are the open buffers."""
+    """A framework adapter. It counts its open buffers."""
 
     def __init__(self) -> None:
-        # There is no lock: garbage collection may free a buffer at any point.
+        # No lock is used: garbage collection may free a buffer at any point.
         self._leases: dict[int, int] = {}
 
     def lease(self, gbuf: cpp.gds_device_buffer) -> cpp.gds_device_buffer:
-        """Counts a buffer until `free_tensor_memory`, and returns it."""
+        """Counts a buffer until `free_tensor_memory`. Returns the buffer."""
         self._leases[id(gbuf)] = gbuf.get_length()
         return gbuf
 
     def get_mem_used(self) -> int:
-        """Bytes of open buffers, including buffers that others hold."""
+        """Returns the bytes of open buffers, including shared buffers."""
         return sum(list(self._leases.values()))
 
     @abstractmethod
@@ -127,7 +127,7 @@ class FrameworkOpBase(ABC):
     def get_device(self, device: Any, pg: ProcessGroupBase) -> Device: ...
 
     def get_device_name(self, index: int) -> str:
-        """The name of a GPU by its number, "" if it does not exist."""
+        """Returns the name of a GPU by its number, "" if it does not exist."""
         return ""
 
     @abstractmethod
@@ -135,8 +135,8 @@ class FrameworkOpBase(ABC):
 
     @abstractmethod
     def alloc_tensor_memory(self, length: int, dev: Device) -> cpp.gds_device_buffer:
-        """Allocates memory that a plug-in reads a file into. It is freed by `free_tensor_memory`, or when its
-        last tensor is gone, whichever is later."""
+        """Allocates memory into which a plug-in reads a file. It is freed by `free_tensor_memory` or with its
+        last tensor, whichever is later."""
 
     def free_tensor_memory(self, gbuf: cpp.gds_device_buffer, dev: Device) -> None:
         """Frees a buffer. Tensors in it stay valid."""
@@ -144,26 +144,26 @@ class FrameworkOpBase(ABC):
         self.uncount(gbuf)
 
     def uncount(self, gbuf: cpp.gds_device_buffer) -> None:
-        """Stops counting a buffer, even if others still hold it."""
+        """Stops counting a buffer, even if it is still in use."""
         self._leases.pop(id(gbuf), None)
 
     @abstractmethod
     def view_of(
         self, gbuf: cpp.gds_device_buffer, begin: int, frame: TensorFrame, device: Device, owner: Any = None
     ) -> Any:
-        """A tensor over bytes in a buffer. owner: keeps the buffer's memory alive if the framework did not
-        allocate it."""
+        """Makes a tensor over bytes in a buffer. owner: keeps the buffer's memory alive if the framework did
+        not allocate it."""
 
     @abstractmethod
     def wrap_tensor(self, tensor: Any) -> Any:
-        """Wraps a caller's tensor. TypeError for a dtype that files do not have."""
+        """Wraps a caller's tensor. Raises TypeError for a dtype that safetensors lacks."""
 
     @abstractmethod
     def synchronize(self, device: Device) -> None:
         """Waits for the work that is queued on a GPU. Does nothing for the host."""
 
     def synchronize_current_stream(self, device: Device) -> None:
-        """Waits at least for the work that is queued on this thread's current stream."""
+        """Waits for the work that is queued on this thread's current stream, and possibly for more."""
         self.synchronize(device)
 
     def get_runtime_lib_dirs(self) -> list[str]:
@@ -189,7 +189,7 @@ class FrameworkOpBase(ABC):
     def copy_tensor(self, dst: Any, src: Any) -> None: ...
 
     def get_dtype_size(self, dtype: DType) -> float:
-        """The bytes of an element. KeyError for AUTO."""
+        """Returns the number of bytes of an element. Raises KeyError for AUTO."""
         if dtype is DType.AUTO:
             raise KeyError(dtype)
         return dtype.bits / 8
@@ -204,17 +204,17 @@ class FrameworkOpBase(ABC):
         return 16
 
     def as_workaround_dtype(self, dtype: DType) -> DType:
-        """The integer dtype that replaces a dtype which older DLPack versions lack."""
+        """Returns the integer dtype that replaces a dtype which older DLPack versions lack."""
         return stand_in(dtype)
 
     def get_storage_shape(self, dtype: DType, shape: list[int], strides: list[int]) -> tuple[list[int], list[int]]:
-        """Shape and strides of the bytes that hold a tensor. F4 is flat."""
+        """Returns the shape and strides of a tensor's storage. Dtypes of less than 8 bits are stored as flat bytes."""
         if dtype.bits >= 8:
             return shape, strides
         return [prod(shape) * dtype.bits // 8], [1]
 
     def get_native_shape(self, dtype: DType, st_shape: list[int]) -> list[int]:
-        """The shape of a tensor in the framework: the last dimension of F4 counts pairs."""
+        """Returns the shape of a tensor in the framework: the last dimension of F4 counts pairs."""
         if dtype is not DType.F4:
             return list(st_shape)
         if not st_shape or st_shape[-1] % 2:
@@ -231,14 +231,13 @@ class FrameworkOpBase(ABC):
         return (*slices[:-1], slice(lo // 2, hi // 2, 1))
 
     def pinned(self, length: int) -> Any:
-        """Allocates pinned host memory, as a wrapped tensor of U8 that owns it. NotImplementedError if the
-        framework cannot pin memory."""
+        """Allocates pinned host memory, as a wrapped tensor of U8 that owns it. Raises NotImplementedError if
+        the framework cannot pin memory."""
         raise NotImplementedError(f"{type(self).__name__} cannot pin memory")
 
     def mmap_file_pinned(self, filename: str, length: int, offset: int) -> Any:
         """Reads bytes [offset, offset + length) of a file into pinned anonymous memory, as a wrapped tensor
-        of U8 that owns it. NotImplementedError if the framework cannot pin
-        memory."""
+        of U8 that owns it. Raises NotImplementedError if the framework cannot pin memory."""
         raise NotImplementedError(f"{type(self).__name__} cannot pin memory")
 
     @abstractmethod
@@ -265,7 +264,7 @@ def _op(kind: str) -> FrameworkOpBase:
 
 
 def get_framework_op(name: str) -> FrameworkOpBase:
-    """The adapter for "pt", "pytorch", "torch" or "paddle". ValueError for other names."""
+    """Returns the adapter for "pt", "pytorch", "torch" or "paddle". Raises ValueError for other names."""
     if name not in _OPS:
         raise ValueError(f"Unknown framework name: {name}")
     return _op(_OPS[name])

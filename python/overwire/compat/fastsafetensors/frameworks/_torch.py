@@ -1,4 +1,4 @@
-"""Implements the framework adapter for torch. Only this module of the package imports torch when it is imported."""
+"""Implements the framework adapter for torch. Importing this module imports torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..st_types import Device, DType, TensorFrame
 from . import FrameworkOpBase, ProcessGroupBase, TensorBase
 from . import get_framework_op as by_name
 
-# "F6" arrives as bytes. Dtypes that this torch lacks are left out.
+# F6 tensors are loaded as bytes. Dtypes that the installed torch lacks are left out.
 _kinds = {dtype: torch.uint8 if dtype.bits == 6 else torch_dtype(dtype.value) for dtype in DType}
 dtype_convert: dict[DType, torch.dtype] = {dtype: kind for dtype, kind in _kinds.items() if kind is not None}
 
@@ -32,7 +32,7 @@ need_workaround_dtypes = {DType.F8_E5M2: DType.I8, DType.F8_E4M3: DType.I8, DTyp
 
 
 def fst_dtype(dtype: torch.dtype) -> DType:
-    """The file's dtype for a torch dtype. KeyError if files do not have it."""
+    """Returns the file's dtype for a torch dtype. Raises KeyError if safetensors lacks it."""
     return _dtypes[dtype]
 
 
@@ -103,7 +103,7 @@ class TorchProcessGroup(ProcessGroupBase):
             self._arrived(dst, wire)
 
     def scatter(self, dst: TorchTensor, scatter_list: list[TorchTensor], src: int) -> None:
-        """Scatters the list's tensors, which must have dst's size."""
+        """Scatters the list's tensors, which must have the size of dst."""
         if self.real_pg:
             wire = self._wire(dst)
             parts = [self._wire(part) for part in scatter_list]
@@ -245,7 +245,7 @@ class TorchOp(FrameworkOpBase):
         actual = wrapped.real_tensor
         if actual.shape != real.shape or actual.dtype != real.dtype:
             return False
-        # torch cannot compare pairs, but for them equal bits mean equal numbers.
+        # torch cannot compare these dtypes, but for them equal bits mean equal numbers.
         small = wrapped.dtype in (DType.F4, DType.F8_E8M0)
         return (
             torch.equal(_bytes(actual.contiguous()), _bytes(real.contiguous())) if small else torch.equal(actual, real)
