@@ -1,13 +1,13 @@
 /* Job structs shared by the X16 kernels, their host twin and the launcher.
  *
- * Plain C, fixed sizes, little-endian, no padding: the launcher may build them
- * in any language. Everything in them comes from the file's index
- * (docs/format.md 2); no stored byte is read to fill them.
+ * Plain C, fixed sizes, little-endian, no padding, so the launcher can build them
+ * in any language. All values come from the file's index (docs/format.md 2). The
+ * stored bytes are not read to fill the structs.
  *
- * A launch decodes `n` segment jobs of one transform. The checksum of every chunk
- * was compared, or is compared beside it (abi_crc.h); the kernels are safe for
- * any stored bytes: they read only [src, src + stored), write only
- * [dst, dst + logical), and set bits of errors in status[chunk.status].
+ * A launch decodes `n` segment jobs of one transform. Stored bytes may be corrupt,
+ * because a chunk's checksum may be compared after the launch (abi_crc.h). For any
+ * stored bytes, the kernels read only [src, src + stored), write only
+ * [dst, dst + logical), and report errors as bits in status[chunk.status].
  */
 #ifndef OVERWIRE_ABI_H
 #define OVERWIRE_ABI_H
@@ -20,13 +20,13 @@ typedef struct ow_x16_chunk {
     uint64_t dst;      /* device address of the logical bytes, multiple of 16 */
     uint32_t stored;   /* bytes at src; at least 96, else OW_X16_LAYOUT */
     uint32_t logical;  /* bytes at dst */
-    uint16_t tiles;    /* tiles per segment, 1..256 (index: chunk record at 24) */
+    uint16_t tiles;    /* tiles per segment, 1..256 (offset 24 of the chunk record) */
     uint16_t zero;
-    uint32_t status;   /* which status word takes this chunk's errors */
+    uint32_t status;   /* index of the status word for this chunk's errors */
 } ow_x16_chunk;        /* 32 bytes */
 
-/* One warp's work. A chunk of T tiles has max(1, ceil(T / tiles)) of them, one
- * for each segment number; the last one also copies the tail. */
+/* The work of one warp: one segment. A chunk of T tiles has max(1, ceil(T / tiles))
+ * segments. The warp of the last segment also copies the tail. */
 typedef struct ow_x16_seg {
     uint32_t chunk; /* index into the chunk array */
     uint32_t seg;   /* segment number inside the chunk */
@@ -38,17 +38,17 @@ enum {
     OW_E5M2 = 5, OW_INT8 = 6, OW_NIBBLES = 7, OW_BYTES = 8
 };
 
-/* Bits of a status word; 0 is good. The host sets the words to 0 before a
- * launch; the kernels only ever set bits. */
+/* Bits of a status word; 0 means no error. The host zeroes the words before a
+ * launch, and the kernels only set bits. */
 enum {
     OW_X16_LAYOUT = 1, /* header, directory or planes do not fit the chunk */
-    OW_X16_STATE = 2,  /* a lane did not end at 2^16 */
-    OW_X16_WORDS = 4,  /* words and escapes do not end where the segment does */
-    OW_X16_ESCAPE = 8  /* an escape outside its segment, or not rising */
+    OW_X16_STATE = 2,  /* a lane's state begins below 2^16 or does not end at 2^16 */
+    OW_X16_WORDS = 4,  /* words and escapes do not end at the segment's end */
+    OW_X16_ESCAPE = 8  /* an escape is outside its segment, or not after the previous one */
 };
 
-/* Warps of a block and bytes of dynamic shared memory of the production
- * kernels: grid = ceil(n / OW_X16_WARPS), block = 32 * OW_X16_WARPS. */
+/* Warps per block and bytes of dynamic shared memory. Launch with
+ * grid = ceil(n / OW_X16_WARPS), block = 32 * OW_X16_WARPS. */
 enum { OW_X16_WARPS = 8, OW_X16_SHARED = OW_X16_WARPS * (1024 + 1024 + 256) };
 
 #endif

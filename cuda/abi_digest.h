@@ -1,34 +1,35 @@
-/* Job structs of the kernel that computes digests of tensors (digest.cuh). Rules as
- * in abi.h: plain C, fixed sizes, no padding.
+/* Job structs of the kernel that computes tensor digests (digest.cuh). Plain C, fixed
+ * sizes, no padding, as in abi.h.
  *
  *   ow_digest(jobs, n, tiles, dims, sums)
  *
- * Launch: block OW_DIGEST_THREADS, any grid, no shared memory. The warps share the
- * tiles of all jobs. sums has two words a job, which the host has set to 0: the
- * digest's a and b of gosrc/codec/digest, which the host finishes. */
+ * Launch: block OW_DIGEST_THREADS, any grid, no shared memory. The warps divide the
+ * tiles of all jobs among themselves. sums has two words per job, which the host zeroes
+ * before the launch. The kernel computes the sums a and b of gosrc/codec/digest in these
+ * words, and the host computes the digest from a and b. */
 #ifndef OVERWIRE_ABI_DIGEST_H
 #define OVERWIRE_ABI_DIGEST_H
 
 #include <stdint.h>
 
-/* One tensor that has bytes. Jobs are in the order of their first tiles: job 0
- * begins at tile 0, each other one where the one before it ends. */
+/* One tensor of at least one byte. The tiles of all jobs are numbered consecutively: job 0
+ * begins at tile 0, and every other job where the previous one ends. */
 typedef struct ow_digest_job {
     uint64_t src;
-    uint64_t bytes; /* of the contiguous tensor */
-    uint64_t first; /* tile, of OW_DIGEST_TILE bytes */
-    uint32_t dims;  /* index of its first dim */
-    uint16_t rank;  /* 0: contiguous, src a multiple of item */
-    uint16_t item;  /* contiguous: 16 or 8; else bytes of an element: 1, 2, 4 or 8 */
+    uint64_t bytes; /* size of all elements, without gaps */
+    uint64_t first; /* number of the first tile; a tile has OW_DIGEST_TILE bytes */
+    uint32_t dims;  /* index of the first dimension in dims */
+    uint16_t rank;  /* 0: the tensor is contiguous and src is a multiple of item */
+    uint16_t item;  /* contiguous: 16 or 8; strided: the element size, 1, 2, 4 or 8 */
 } ow_digest_job;    /* 32 bytes */
 
-/* One dimension of a strided tensor, the outermost first. src and all strides are
- * multiples of the item. */
+/* One dimension of a strided tensor. The outermost dimension comes first. src and all
+ * strides are multiples of item. */
 typedef struct ow_digest_dim {
     uint64_t size;
     int64_t stride; /* bytes */
 } ow_digest_dim;    /* 16 bytes */
 
-enum { OW_DIGEST_THREADS = 256, OW_DIGEST_TILE = 4096, OW_DIGEST_BLOCKS = 4 /* a processor */ };
+enum { OW_DIGEST_THREADS = 256, OW_DIGEST_TILE = 4096, OW_DIGEST_BLOCKS = 4 /* per SM */ };
 
 #endif

@@ -1,6 +1,6 @@
-// The batch kernels of abi_batch.h. Of the decoders a warp takes an item, since an item's
-// bytes come one after the other; of the encoder and of sums a block does, whose warps
-// share it.
+// The batch kernels of abi_batch.h. The decoders use one warp per item, because the elements
+// of an item depend on each other. The encoder and ow_hash_sums use one block per item, and
+// its warps share the work.
 #include "cascaded_decode.cuh"
 #include "hash.cuh"
 #include "lz4_decode.cuh"
@@ -9,7 +9,7 @@
 
 static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
 
-// One warp per item. Blocks per SM limit registers: 12 leave 40, 16 leave 32.
+// One warp per item. `blocks` is per SM: 12 blocks allow 40 registers per thread, 16 allow 32.
 #define OW_WARP_KERNEL(name, job_body, bytes, blocks)                                               \
     extern "C" __global__ void __launch_bounds__(OW_BATCH_THREADS, blocks)                           \
         name(ow_batch_item* items, uint32_t n) {                                                     \
@@ -18,13 +18,13 @@ static_assert(sizeof(ow_batch_item) == 48, "abi_batch.h must have no padding");
         if (job < n) job_body(items, job, (uint32_t)__cvta_generic_to_shared(shared), warp_id);      \
     }
 
-// LZ4 and Snappy: the warp looks at 32 bytes of input at once, and decodes the short
-// elements that begin in them together (lz.cuh). Shared memory: a warp's ring of input, then
-// its table of copies.
+// LZ4 and Snappy: the warp reads 32 bytes of input at a time, and decodes the short elements
+// that begin in them in parallel (lz.cuh). Shared memory: a ring of input and a table of
+// copies per warp.
 OW_WARP_KERNEL(ow_lz4_decode, ow::decode_lz_item<ow::Lz4>, ow::kLzShared, 16)
 OW_WARP_KERNEL(ow_snappy_decode, ow::decode_lz_item<ow::Snappy>, ow::kLzShared, 16)
-// Cascaded: a layer of differences or runs at a time, from one of the warp's two buffers
-// in shared memory to the other (cascaded_decode.cuh).
+// Cascaded: the warp decodes one layer of differences or runs at a time, from one of its two
+// buffers in shared memory to the other (cascaded_decode.cuh).
 OW_WARP_KERNEL(ow_cascaded_decode, ow::decode_cascaded_item, ow::kCascadedShared, 12)
 
 namespace {
@@ -40,8 +40,8 @@ template <int TR> OW_DEV void encode(ow_batch_item* item, ow::u32 shared) {
 
 }  // namespace
 
-// X16's encoder (x16_encode.cuh): a block an item, in phases with a barrier after each.
-// Shared memory: counts, tables and facts of the chunk, one of each for the whole block.
+// The X16 encoder (x16_encode.cuh): one block per item, in phases with a barrier after each.
+// Shared memory: counts, tables and facts about the chunk, shared by all warps.
 extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_batch_item* items, uint32_t n) {
     using namespace ow;
     __shared__ __align__(16) u8 shared[kEncodeShared];
@@ -66,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST, 2) ow_x16_encode(ow_
     }
 }
 
-// Sums of XXH3-128 (hash.cuh): a block an item, of any number of warps; eight lanes make
-// the sums of 1 KiB, an accumulator each. No shared memory.
+// Sums of XXH3-128 (hash.cuh): one block per item, of any number of warps. Eight lanes
+// compute the sums of 1 KiB, one accumulator per lane. No shared memory.
 extern "C" __global__ void __launch_bounds__(OW_BATCH_MOST) ow_hash_sums(ow_batch_item* items, uint32_t n) {
     if (blockIdx.x < n) ow::hash_share(items + blockIdx.x, ow::warp_of_block(), blockDim.x / 32);
 }

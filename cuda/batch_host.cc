@@ -1,4 +1,4 @@
-// The host twins of batch.cu, run by the warp of warp_host.h.
+// Host twins of the kernels in batch.cu, on the warp of warp_host.h.
 #include "cascaded_decode.cuh"
 #include "hash.cuh"
 #include "lz4_decode.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 template <class F> void run_items(ow_batch_item* items, uint32_t n, F job) {
     for (uint32_t i = 0; i < n; i++) {
-        // Run every other item with its lanes in falling order, and in each warp's position.
+        // Every other item runs its lanes in falling order, and the warp's position in a block varies.
         ow::run_warp([&] { job(items, i, 1024, i % OW_BATCH_WARPS); }, i & 1);
     }
 }
@@ -20,7 +20,7 @@ template <int TR> void encode(ow_batch_item* item, bool falling) {
         for (uint32_t i = 0; i < warps; i++) {
             uint32_t warp_id = falling ? warps - 1 - i : i;
             ow::run_phase([&] {
-                ow::Encode<TR> e(item, 1040, warp_id, warps);  // an offset at which no address bits are free
+                ow::Encode<TR> e(item, 1040, warp_id, warps);  // an offset that is aligned only to 16
                 e.do_phase(p);
             }, p == 0 && i == 0, falling);
         }

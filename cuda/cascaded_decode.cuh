@@ -1,11 +1,12 @@
-// Cascaded blocks: one warp decodes one block. gosrc/nvcomp/cascaded describes the
-// layout: a head, then chunks of 4096 bytes of content, each with arrays of run
-// lengths, the first value of each layer of differences, and an array of values;
-// arrays are packed to the bits they need.
+// Decodes Cascaded blocks, one warp per block. gosrc/nvcomp/cascaded describes the
+// layout: a block is a head and chunks of 4096 content bytes. A chunk has arrays of run
+// lengths, the first value of each layer of differences, and an array of values. Arrays
+// may be bit-packed.
 //
-// A chunk's values alternate between two buffers in shared memory, a layer at a
-// time: differences by prefix sums, runs by prefix sums of their lengths and a
-// search for each element. It accepts exactly what the Go decoder accepts.
+// Each layer is decoded from one of two buffers in shared memory to the other.
+// Differences are decoded by prefix sums. Runs are expanded by prefix sums of their
+// lengths and a search for each element. The decoder accepts exactly the blocks that the
+// Go decoder accepts.
 #ifndef OVERWIRE_CASCADED_DECODE_CUH
 #define OVERWIRE_CASCADED_DECODE_CUH
 
@@ -15,7 +16,7 @@ namespace ow {
 
 constexpr u32 kCascadedChunk = 4096, kCascadedShared = OW_BATCH_WARPS * 2 * kCascadedChunk;
 
-// Elements of S bytes: in registers, in shared memory, anywhere.
+// The register type of an element of S bytes.
 template <u32 S> struct Element {
     typedef u32 V;
 };
@@ -50,8 +51,8 @@ template <u32 S> OW_DEV typename Element<S>::V load_unaligned_element(const u8* 
 OW_DEV u32 shuffle_element(u32 v, u32 from) { return shfl(v, from); }
 OW_DEV u64 shuffle_element(u64 v, u32 from) { return (u64)shfl((u32)(v >> 32), from) << 32 | shfl((u32)v, from); }
 
-// An Array is a stored array: n values above `least`, packed to `width` bits or not
-// packed.
+// A CascadedArray is a stored array of n values. If it is packed, each value is stored in
+// `width` bits, as its difference from `least`.
 struct CascadedArray {
     const u8* p;
     u32 n, width;
@@ -59,7 +60,8 @@ struct CascadedArray {
     bool packed;
 };
 
-// open_array opens an array of at most `most` elements; false: it is invalid.
+// open_array parses an array of at most `most` elements. It returns false if the array is
+// invalid.
 template <u32 S> OW_DEV bool open_array(CascadedArray& array, const u8* p, u32 bytes, bool packed, u32 most) {
     constexpr u32 word = S > 4 ? S : 4, head = (word + 4 + word - 1) / word * word;
     array.packed = packed;
@@ -90,7 +92,7 @@ template <u32 S> OW_DEV typename Element<S>::V load_array_element(const Cascaded
     return (V)(v + array.least);
 }
 
-template <class V> OW_DEV V prefix_sum(V v) {  // the sum of the lanes up to this one
+template <class V> OW_DEV V prefix_sum(V v) {  // inclusive, over the lanes
     for (u32 d = 1; d < 32; d *= 2) {
         V o = shuffle_element(v, lane_id() - d);
         if (lane_id() >= d) v += o;
@@ -98,7 +100,7 @@ template <class V> OW_DEV V prefix_sum(V v) {  // the sum of the lanes up to thi
     return v;
 }
 
-// sum_differences makes n + 1 values of a first one and n differences.
+// sum_differences computes n + 1 values from the first value and n differences.
 template <u32 S> OW_DEV void sum_differences(u32 to, u32 from, u32 n, typename Element<S>::V first) {
     typedef typename Element<S>::V V;
     if (lane_id() == 0) store_element<S>(to, first);
@@ -111,8 +113,8 @@ template <u32 S> OW_DEV void sum_differences(u32 to, u32 from, u32 n, typename E
     syncwarp();
 }
 
-// expand_runs repeats n values as often as the array of run lengths says. It
-// returns their new number, or kMany if that is more than `most`.
+// expand_runs repeats each of n values by its run length. It returns the number of
+// elements written, or kMany if there would be more than `most`.
 constexpr u32 kMany = ~0u;
 
 template <u32 S> OW_DEV u32 expand_runs(u32 to, u32 from, u32 n, const CascadedArray& runs, u32 most) {
@@ -130,7 +132,7 @@ template <u32 S> OW_DEV u32 expand_runs(u32 to, u32 from, u32 n, const CascadedA
         if (total > most - made) return kMany;
         OW_UNROLL(1)
         for (u32 k = 0; k < total; k += 32) {
-            u32 r = 0;  // the run that element k + lane is in
+            u32 r = 0;  // the run that contains element k + lane
             for (u32 s = 16; s; s /= 2) {
                 if (shfl(upto, r + s - 1) <= k + lane_id()) r += s;
             }
@@ -143,16 +145,17 @@ template <u32 S> OW_DEV u32 expand_runs(u32 to, u32 from, u32 n, const CascadedA
     return made;
 }
 
-// The offsets of a chunk's arrays. Of stage i, which is run lengths if i is even
-// and differences if it is odd, lane i knows the offset, of the values lane 31.
-// `set` has a bit for each stage of the chunk.
+// A CascadedChunk describes the arrays of a chunk. In lane i, place and bytes are the
+// offset and size of stage i's array: run lengths if i is even, the first value of a layer
+// of differences if i is odd. In lane 31 they are those of the array of values. Bit i of
+// `set` tells whether the chunk has stage i.
 struct CascadedChunk {
     u32 used, set, place, bytes;
     bool packed;
 };
 
-// open_cascaded_chunk finds the arrays of the chunk at src, of `left` bytes at most.
-// False: it is invalid.
+// open_cascaded_chunk finds the arrays of the chunk at src, which has at most `left` bytes.
+// It returns false if the chunk is invalid.
 template <u32 S> OW_DEV bool open_cascaded_chunk(CascadedChunk& chunk, const u8* src, u32 left, u32 head) {
     constexpr u32 word = S > 4 ? S : 4;
     u32 rles = head & 255, deltas = head >> 8 & 255;
@@ -164,7 +167,7 @@ template <u32 S> OW_DEV bool open_cascaded_chunk(CascadedChunk& chunk, const u8*
     if (chunk.used < at || chunk.used > left || chunk.used % word) return false;
     chunk.place = firsts + S * (lane_id() / 2);
     chunk.bytes = 0;
-    for (u32 i = 0; i <= rles; i++) {  // each begins where the one before ends
+    for (u32 i = 0; i <= rles; i++) {  // each array follows the previous one
         if (i == rles) at = (at + word - 1) / word * word;
         u32 n = load_unaligned32(src + 4 * (i + 1));
         if (at > chunk.used || n > chunk.used - at) return false;
@@ -174,8 +177,9 @@ template <u32 S> OW_DEV bool open_cascaded_chunk(CascadedChunk& chunk, const u8*
     return true;
 }
 
-// cascaded_chunk decodes the chunk at src, of `left` bytes at most, to dst; `used`
-// and `made` are the bytes of either. False: it is invalid.
+// cascaded_chunk decodes the chunk at src, which has at most `left` bytes, to dst. It sets
+// `used` to the bytes read and `made` to the bytes written. It returns false if the chunk is
+// invalid.
 template <u32 S>
 OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shared, u32 head, u32& used, u32& made) {
     constexpr u32 most = kCascadedChunk / S;
@@ -185,7 +189,7 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     CascadedArray array;
     if (!open_array<S>(array, src + shfl(chunk.place, 31), shfl(chunk.bytes, 31), chunk.packed, most)) return false;
     u32 in = shared, out = shared + kCascadedChunk, n = array.n;
-    syncwarp();  // the buffers' last readers are done
+    syncwarp();  // all lanes have finished reading the buffers
     OW_UNROLL(1)
     for (u32 i = lane_id(); i < n; i += 32) store_element<S>(in + S * i, load_array_element<S>(array, i));
     syncwarp();
@@ -215,7 +219,8 @@ OW_COLD bool cascaded_chunk(const u8* src, u32 left, u8* dst, u32 room, u32 shar
     return true;
 }
 
-// decode_cascaded_block decodes a block to `out` bytes. Returns 0 or a status.
+// decode_cascaded_block decodes a block and sets `out` to the bytes written. Returns 0 or a
+// status.
 OW_DEV u32 decode_cascaded_block(const u8* src, u32 n, u8* dst, u32 cap, u32 shared, u32& out) {
     out = 0;
     if (n < 8) return OW_BATCH_INPUT;

@@ -1,6 +1,5 @@
 // The kernel of crc.cuh. Launch: block 32 * OW_X16_WARPS, grid ceil(n / OW_X16_WARPS).
-// Arguments as for X16: parts, a word for each part's sum, their number, status words (not
-// used).
+// Arguments: parts, one result word per part, number of parts, status words (unused).
 #include "abi.h"
 #include "crc.cuh"
 

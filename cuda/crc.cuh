@@ -1,13 +1,15 @@
-// CRC-32C (Castagnoli) of stored bytes on the device: a warp sums a part, the host adds
-// up the parts of a chunk.
+// Computes CRC-32C (Castagnoli) of stored bytes on the device. A warp sums one part, and
+// the host adds up the sums of a chunk's parts.
 //
-// A CRC is a remainder of polynomials over GF(2), so parts can be summed apart and added:
-// lane l of a warp takes word l of each 128 bytes, and its sum moves on by 128 bytes with
-// eight lookups in tables of 16 words, which lie in different banks. The lowest bit of a
-// word is its highest power of x.
+// A CRC is a polynomial remainder over GF(2), so the sums of parts can be added. Lane l of
+// a warp takes word l of every 128 bytes. To advance its sum by 128 bytes, it looks up each
+// of the sum's eight nibbles in a separate table of 16 words. The words of a table are in
+// different banks, so lanes do not conflict. Bit 0 of a word is the coefficient of its
+// highest power of x.
 //
-// A part is read in whole aligned words, so up to 3 bytes on either side of it are read,
-// and not summed; both ends of any allocation are aligned to that.
+// A part is read in whole aligned words. Up to 3 bytes before and after the part are also
+// read, but not summed. They belong to the same allocation, because allocations begin and
+// end at multiples of 4.
 #ifndef OVERWIRE_CRC_CUH
 #define OVERWIRE_CRC_CUH
 
@@ -27,9 +29,10 @@ constexpr u32 crc_product(u32 a, u32 b) {
     return p;
 }
 
-struct CrcWords { u32 of[32]; };  // by lane
+struct CrcWords { u32 of[32]; };  // one word per lane
 
-// x^(8 * bytes from a lane's word to the end of its row): lane 0 has that of a whole row.
+// crc_lane_powers returns x^(8 * n) for each lane, where n is the number of bytes from the start
+// of the lane's word to the end of its row of 128 bytes. Lane 0 has n = 128.
 constexpr CrcWords crc_lane_powers() {
     CrcWords t = {};
     u32 word = kCrcOne;
@@ -53,10 +56,10 @@ OW_DEV u32 multiply_crc(u32 a, u32 b) {
     return p;
 }
 
-// fill_crc_table fills the table of a warp: word 16 k + v is nibble k with value v, 128 bytes
-// further on.
+// fill_crc_table fills the table of a warp. Word 16 k + v is the value v of nibble k, advanced
+// by 128 bytes.
 OW_DEV void fill_crc_table(u32 table) {
-    u32 bit = kCrcWords.of[0];  // this lane's bit, moved so
+    u32 bit = kCrcWords.of[0];  // becomes bit lane_id() of a sum, advanced by 128 bytes
     OW_UNROLL(1)
     for (u32 i = lane_id(); i < 31; i++) bit = bit >> 1 ^ (kCrcPoly & (0 - (bit & 1)));
     OW_UNROLL(1)
@@ -68,7 +71,7 @@ OW_DEV void fill_crc_table(u32 table) {
     syncwarp();
 }
 
-// advance_crc is a sum, 128 bytes further on.
+// advance_crc returns a sum advanced by 128 bytes.
 OW_DEV u32 advance_crc(u32 sum, u32 table) {
     u32 v = 0;
     OW_UNROLL(2)
@@ -76,7 +79,7 @@ OW_DEV u32 advance_crc(u32 sum, u32 table) {
     return v;
 }
 
-// load_crc_word is the word at p, without its bytes outside [begin, end).
+// load_crc_word returns the word at p, with the bytes outside [begin, end) set to 0.
 OW_DEV u32 load_crc_word(u64 p, u64 begin, u64 end) {
     if (p + 4 <= begin || p >= end) return 0;
     u32 w = ldg32((const u8*)(uintptr_t)p);
@@ -85,7 +88,7 @@ OW_DEV u32 load_crc_word(u64 p, u64 begin, u64 end) {
     return w;
 }
 
-// sum_crc_part sums the part of that index. `table` is shared memory of this warp.
+// sum_crc_part sums part `index`. `table` is the shared memory of this warp.
 OW_DEV void sum_crc_part(const ow_crc_part* parts, u32* sums, u32 index, u32 table) {
     fill_crc_table(table);
     ow_crc_part part = parts[index];
@@ -94,7 +97,7 @@ OW_DEV void sum_crc_part(const ow_crc_part* parts, u32* sums, u32 index, u32 tab
     u64 at = stop - 128 * (u64)rows + 4 * lane_id();
     u32 sum = 0;
     OW_UNROLL(1)
-    for (u32 row = 0; row < rows; row += 4) {  // four loads are on their way at a time
+    for (u32 row = 0; row < rows; row += 4) {  // four loads in flight
         u32 w[4];
         OW_UNROLL(4)
         for (u32 k = 0; k < 4; k++, at += 128) w[k] = load_crc_word(at, begin, end);

@@ -1,4 +1,4 @@
-// The host twin of crc.cu, run by the warp of warp_host.h.
+// Host twin of the kernel in crc.cu, on the warp of warp_host.h.
 #include "crc.cuh"
 
 extern "C" void ow_crc_host(const ow_crc_part* parts, uint32_t* sums, uint32_t n) {

@@ -1,15 +1,15 @@
-// XOR deltas on the device: the encoder and the decoder of gosrc/codec/delta, whose
-// package comment has the layout. Bodies over warp.cuh, so that the host twin runs the
-// same text. The encoder writes the bytes that the Go encoder writes.
+// Encodes and decodes XOR deltas on the device. The package comment of gosrc/codec/delta
+// describes the layout. The encoder's output equals the Go encoder's byte for byte.
 //
-// A warp does a chunk. Apply gives each lane a run of it: lanes decode apart, and XOR
-// each changed element by an atomic operation that nothing waits for, since two elements
-// may share a word. The host has checked the chunk (delta.Check); whatever it holds,
-// nothing outside the chunk is read or written.
+// One warp handles one chunk. In delta_apply each lane decodes one run at a time. It XORs the
+// changed elements into memory with atomic operations, because two elements may share a
+// word. The host has checked the chunk (delta.Check). Even for a corrupt chunk,
+// delta_apply reads only the stored chunk and changes only the chunk's elements.
 //
-// The encoder reads both sides three times (classes; bits of each run; the bits
-// themselves), 16 bytes a lane. Few lanes find a change at once, so changes go through a
-// queue in shared memory, from which each lane takes one.
+// The encoder reads the new and the old bytes three times, 16 bytes per lane: to count
+// classes, to measure each run, and to write the bits. Few lanes find a change in the same
+// step. Changes are therefore collected in a queue in shared memory, and each lane then
+// takes one change from the queue.
 #ifndef OVERWIRE_DELTA_CUH
 #define OVERWIRE_DELTA_CUH
 
@@ -19,10 +19,11 @@
 namespace ow {
 
 constexpr u32 kDeltaClasses = 24, kDeltaOnes = 8, kDeltaRun = 512, kDeltaMaxS = 9, kDeltaHead = 16;
-// A warp's shared memory: counts, then codes (code | bits << 8), or the decoder's table; then
-// the queue: places and low halves of XORs, and of elements of 8 bytes the high halves.
+// Offsets in a warp's shared memory when encoding: counts per class, the code table, and the
+// queue. A queue entry is an element's index and the low 32 bits of its XOR. For elements of 8
+// bytes, the high 32 bits are at kDeltaHigh.
 constexpr u32 kDeltaCounts = 0, kDeltaCodes = 128, kDeltaQueue = 256, kDeltaHigh = kDeltaQueue + 8 * 128;
-constexpr u32 kDeltaMany = 64;  // in the queue are enough
+constexpr u32 kDeltaMany = 64;  // number of queued changes at which the queue is processed
 static_assert(kDeltaQueue + 8 * (kDeltaMany - 1 + 512) <= OW_DELTA_SHARED && kDeltaMany - 1 + 64 <= 128, "the queue has a tile's changes");
 
 OW_DEV u32 bit_length(u64 x) {
@@ -36,7 +37,7 @@ OW_DEV u32 class_of_change(u64 x, u32 lg) {
     return kDeltaOnes + ((n - 1) >> (lg ? lg - 1 : 0));
 }
 
-// bits_after_class is how many low bits of the XOR follow its class.
+// bits_after_class returns the number of low bits of the XOR that follow the class's code.
 OW_DEV u32 bits_after_class(u32 cls, u32 lg) {
     if (cls < kDeltaOnes) return 0;
     return lg < 2 ? cls - kDeltaOnes : (cls - kDeltaOnes + 1) << (lg - 1);
@@ -48,8 +49,8 @@ OW_DEV u32 reverse_byte(u32 b) {
     return r;
 }
 
-// first_slot_of_class is the place of a class among the 256 values of 8 bits, highest bit first.
-// length(i) is the code length of class i.
+// first_slot_of_class returns the lowest byte value that begins with the code of a class, highest
+// bit first. length(i) is the code length of class i.
 template <class F> OW_DEV u32 first_slot_of_class(u32 cls, F length) {
     u32 mine = length(cls), at = 0;
     for (u32 i = 0; i < kDeltaClasses; i++) {
@@ -61,10 +62,10 @@ template <class F> OW_DEV u32 first_slot_of_class(u32 cls, F length) {
 
 OW_DEV u32 code_length_of_class(const u32* head, u32 cls) { return (cls < 8 ? head[1] : cls < 16 ? head[2] : head[3]) >> (4 * (cls & 7)) & 15; }
 
-// A DeltaReader has the bits of a chunk; zeros follow the last.
+// A DeltaReader reads the bits of a chunk. After the last bit it reads zeros.
 struct DeltaReader {
     const u8* p;
-    u32 words, at, pos;  // at: the word in lo
+    u32 words, at, pos;  // at: index of the word in lo
     u32 lo, hi;
 
     OW_METHOD u32 word(u32 i) const { return i < words ? ldg32(p + 4 * i) : 0; }
@@ -88,7 +89,7 @@ OW_DEV void xor_element(u8* dst, u32 i, u64 x, u32 lg) {
     if (lg == 3) atomic_xor(word + 1, (u32)(x >> 32));
 }
 
-// apply_run applies one run, of elements [first, last), whose bits end at `end`.
+// apply_run applies one run: the elements [first, last). The bits of the run end at `end`.
 OW_DEV void apply_run(DeltaReader& r, u8* dst, u32 first, u32 last, u32 end, u32 k, u32 table, u32 lg) {
     u32 at = first;
     while (r.pos < end) {
@@ -161,7 +162,7 @@ OW_DEV void delta_apply(const ow_delta_row* rows, u32 job, u32 shared) {
     }
 }
 
-// load_xor16 is what differs in the 16 bytes at `at`; there are no bytes from row.bytes on.
+// load_xor16 returns the XOR of the 16 new and old bytes at `at`. Bytes at row.bytes and above are 0.
 OW_DEV u32x4 load_xor16(const ow_delta_row& row, u32 at) {
     const u8 *a = (const u8*)(uintptr_t)row.now + at, *b = (const u8*)(uintptr_t)row.base + at;
     if (at + 16 <= row.bytes && (((uintptr_t)a | (uintptr_t)b) & 15) == 0) {
@@ -173,14 +174,15 @@ OW_DEV u32x4 load_xor16(const ow_delta_row& row, u32 at) {
     return {v[0], v[1], v[2], v[3]};
 }
 
-// bits_of_changed_bytes is which of 4 bytes are not 0.
+// bits_of_changed_bytes returns a mask of the nonzero bytes of x, one bit per byte.
 OW_DEV u32 bits_of_changed_bytes(u32 x) {
     u32 top = (x | ((x & 0x7f7f7f7f) + 0x7f7f7f7f)) & 0x80808080;
     return ((top >> 7) * 0x10204080) >> 28;
 }
 
-// queue_changes puts the changed elements of a tile, 512 bytes of which v is a lane's 16,
-// behind those in the queue, in order. It returns how many there are then.
+// queue_changes appends the changed elements of a tile to the queue, in order, and returns the
+// new number of changes in the queue. `have` is the old number. A tile has 512 bytes, and v is
+// the XOR of this lane's 16 bytes.
 OW_DEV u32 queue_changes(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 have) {
     u32 m = bits_of_changed_bytes(v.x) | bits_of_changed_bytes(v.y) << 4 | bits_of_changed_bytes(v.z) << 8 | bits_of_changed_bytes(v.w) << 12;
     if (lg >= 1) m = (m | m >> 1) & 0x5555;
@@ -198,8 +200,8 @@ OW_DEV u32 queue_changes(u32x4 v, u32 tile, u32 lg, u32 queue, u32 high, u32 hav
     return have + shfl(upto, 31);
 }
 
-// take_changes calls f(gap, x) for each of the n changes in the queue, a lane for each, or
-// with x 0 in lanes for which none is left. next is the element after the last change.
+// take_changes calls f(gap, x) for each of the n changes in the queue, one per lane. Lanes
+// without a change call f with x = 0. `next` is the index of the element after the last change.
 template <class F> OW_DEV void take_changes(u32 queue, u32 high, u32 n, u32 lg, u32& next, F f) {
     syncwarp();
     for (u32 i = lane_id(); i < ((n + 31) & ~31u); i += 32) {
@@ -216,8 +218,8 @@ template <class F> OW_DEV void take_changes(u32 queue, u32 high, u32 n, u32 lg, 
     syncwarp();
 }
 
-// for_each_change calls f(gap, x) for the changes of a chunk, as take_changes does, and after each
-// run of 512 << run_log bytes done(run). Gaps begin anew in each run.
+// for_each_change calls f(gap, x) for the changes of a chunk, as take_changes does. After each run
+// of 512 << run_log bytes it calls done(run). The first gap of a run counts from the run's start.
 template <class F, class G> OW_DEV void for_each_change(const ow_delta_row& row, u32 run_log, u32 shared, F f, G done) {
     u32 queue = shared + kDeltaQueue, high = shared + kDeltaHigh, lg = row.lg, last = (1u << run_log) - 1, tiles = (row.bytes + 511) / 512;
     u32 n = 0, next = 0;
@@ -237,8 +239,8 @@ template <class F, class G> OW_DEV void for_each_change(const ow_delta_row& row,
     }
 }
 
-// delta_lengths gives the counted classes code lengths, as `lengths` of the Go encoder
-// does. One lane runs it; counts become lengths in place.
+// delta_lengths replaces the counts of the classes with code lengths, as codeLengths of the Go
+// encoder does. Only one lane calls it.
 OW_COLD void delta_lengths(u32 counts) {
     u32 total = 0, kinds = 0, sum = 0;
     u8 length[kDeltaClasses];
@@ -273,7 +275,8 @@ OW_COLD void delta_lengths(u32 counts) {
     for (u32 i = 0; i < kDeltaClasses; i++) sts32(counts + 4 * i, length[i]);
 }
 
-// make_code_table makes the table of codes (code | bits << 8 | rest << 16) of a header.
+// make_code_table makes the code table of a head. The entry of a class is its code, the code's
+// length << 8 and the number of bits after the code << 16.
 OW_DEV void make_code_table(const u32* head, u32 lg, u32 codes) {
     u32 cls = lane_id();
     if (cls < kDeltaClasses) {
@@ -283,7 +286,7 @@ OW_DEV void make_code_table(const u32* head, u32 lg, u32 codes) {
     syncwarp();
 }
 
-// bits_of_change is the bits of a change with that code.
+// bits_of_change returns the number of bits of a change. `code` is its entry in the code table.
 OW_DEV u32 bits_of_change(u32 gap, u32 k, u32 code) { return (gap >> k) + 1 + k + (code >> 8 & 255) + (code >> 16); }
 
 OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
@@ -291,7 +294,7 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     u32 counts = shared + kDeltaCounts, codes = shared + kDeltaCodes, lg = row.lg;
     sts32(counts + 4 * lane_id(), 0);
     syncwarp();
-    // The order does not matter here: one run.
+    // Counting does not use gaps, so the chunk is treated as one run.
     for_each_change(row, 31, shared, [&](u32, u64 x) { if (x) increment32(counts + 4 * class_of_change(x, lg)); }, [](u32) {});
     syncwarp();
     u32 changed = 0;
@@ -311,7 +314,7 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     u32 head[4] = {k << 8 | s << 16, 0, 0, 0};
     for (u32 i = 0; i < kDeltaClasses; i++) head[1 + i / 8] |= lds32(counts + 4 * i) << (4 * (i & 7));
     make_code_table(head, lg, codes);
-    u32 run = kDeltaRun << s, runs = (row.bytes + run - 1) / run;  // bytes
+    u32 run = kDeltaRun << s, runs = (row.bytes + run - 1) / run;  // run is in bytes
     u64 total = 0;
     u32 mine = 0;
     bool raw = false;
@@ -334,7 +337,7 @@ OW_DEV void delta_measure(ow_delta_row* rows, u32 job, u32 shared) {
     }
 }
 
-// put_bits ORs n bits, at most 64, into words that were 0 there.
+// put_bits writes n bits, at most 64, at bit `pos`. The bits there must be 0, because it ORs.
 OW_DEV void put_bits(u32* words, u32 pos, u64 v, u32 n) {
     u32 s = pos & 31, over = n + s;
     words += pos >> 5;

@@ -1,8 +1,8 @@
-// Digests of tensors on the device: gosrc/codec/digest has the definition.
+// Computes tensor digests on the device. gosrc/codec/digest defines them.
 //
-// A warp sums a range of tiles, which may end in the middle of a tensor and reach over
-// many: sums stay in registers until the tensor changes. Both sums commute, so the
-// digest does not depend on the grid.
+// A warp sums a range of tiles. The range may cover several tensors and end inside one, so
+// the sums stay in registers until the next tensor begins. Words can be summed in any order,
+// so the digest does not depend on the grid.
 #ifndef OVERWIRE_DIGEST_CUH
 #define OVERWIRE_DIGEST_CUH
 
@@ -16,7 +16,7 @@ constexpr u32 kTileWords = OW_DIGEST_TILE / 8;
 
 struct DigestSums { u64 a, b; };
 
-// add_word adds a word whose key is (its number + 1) * kDigestStep.
+// add_word adds a word to the sums. The key of word i is (i + 1) * kDigestStep.
 OW_DEV void add_word(DigestSums& sums, u64 word, u64 key) {
     u64 x = word + key;
     x = (x ^ x >> 32) * kDigestM1;
@@ -37,7 +37,8 @@ OW_DEV u64 ldg_item(const u8* p, u32 item) {
     return (u64)v.y << 32 | v.x;
 }
 
-// element_address is the address of an element, and how many follow it in its row.
+// element_address returns the address of an element, and sets `row` to the number of elements
+// from it to the end of the innermost dimension.
 OW_DEV const u8* element_address(const ow_digest_job& job, const ow_digest_dim* dims, u64 element, u64& row) {
     u64 at = job.src;
     OW_UNROLL(1)
@@ -51,7 +52,7 @@ OW_DEV const u8* element_address(const ow_digest_job& job, const ow_digest_dim* 
     return (const u8*)(uintptr_t)at;
 }
 
-// load_tensor_word is the word of that number of a tensor; bytes behind its end are 0.
+// load_tensor_word returns word number `word` of a tensor. Bytes after the tensor's end are 0.
 OW_DEV u64 load_tensor_word(const ow_digest_job& job, const ow_digest_dim* dims, u64 word) {
     u64 left = job.bytes - 8 * word, v = 0;
     if (job.rank == 0) {
@@ -73,7 +74,7 @@ OW_DEV u64 load_tensor_word(const ow_digest_job& job, const ow_digest_dim* dims,
     return v;
 }
 
-// add_tile adds one tile of a tensor, of which this lane takes a 32nd.
+// add_tile adds this lane's words of one tile to the sums.
 OW_DEV void add_tile(DigestSums& sums, const ow_digest_job& job, const ow_digest_dim* dims, u64 tile) {
     u64 first = tile * kTileWords;
     if (job.rank == 0 && job.item == 16 && job.bytes - 8 * first >= OW_DIGEST_TILE) {
@@ -97,7 +98,7 @@ OW_DEV void add_tile(DigestSums& sums, const ow_digest_job& job, const ow_digest
     }
 }
 
-// flush_sums adds the sums of all lanes to a tensor's.
+// flush_sums adds the sums of all lanes to the sums of a tensor.
 OW_DEV void flush_sums(u64* sums, DigestSums added) {
     OW_UNROLL(5)
     for (u32 d = 16; d > 0; d /= 2) {
@@ -110,12 +111,12 @@ OW_DEV void flush_sums(u64* sums, DigestSums added) {
     }
 }
 
-// digest_share is the work of one warp of several.
+// digest_share does the work of warp number `warp_id` of `warps`.
 OW_DEV void digest_share(const ow_digest_job* jobs, u32 n, u64 tiles, const ow_digest_dim* dims, u64* sums, u32 warp_id, u32 warps) {
     u64 at = tiles * warp_id / warps, end = tiles * (warp_id + 1) / warps;
     if (at >= end) return;
     u32 j = 0;
-    for (u32 len = n; len > 1;) {  // the last job that begins at `at` or before
+    for (u32 len = n; len > 1;) {  // find the last job that begins at or before `at`
         u32 half = len / 2;
         if (jobs[j + half].first <= at) j += half;
         len -= half;

@@ -1,8 +1,7 @@
-// Sums of the blocks of XXH3-128, whose definition is public
-// (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): of each block of 1 KiB the sum of
-// what its stripes add to the eight accumulators. Blocks do not depend on one another;
-// what does, a scramble of the accumulators after each, is left to the host
-// (gosrc/codec/blocksum).
+// Computes the block sums of XXH3-128 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): what
+// the stripes of each block of 1 KiB add to the eight accumulators. The sums do not depend on
+// other blocks. The host adds them up and scrambles the accumulators after each block
+// (gosrc/codec/blocksum), because that step is sequential.
 #ifndef OVERWIRE_HASH_CUH
 #define OVERWIRE_HASH_CUH
 
@@ -13,7 +12,7 @@ namespace ow {
 
 constexpr u32 kHashBlock = 1024, kHashStripe = 64;
 
-// The specification's default secret, its 192 bytes as words of 8, little-endian.
+// The specification's default secret: 192 bytes, as little-endian words of 8 bytes.
 OW_TABLE u64 kHashSecret[24] = {
     0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072, 0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82,
     0x8e2443f7744608b8, 0x4c263a81e69035e0, 0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
@@ -21,7 +20,8 @@ OW_TABLE u64 kHashSecret[24] = {
     0x49daf0b751dd0d17, 0x9e68d429265516d3, 0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af,
 };
 
-// hash_share makes a warp's share of an item's sums. Eight lanes make one block's.
+// hash_share computes a warp's share of an item's sums, eight lanes per block, and copies its
+// share of the tail.
 OW_DEV void hash_share(const ow_batch_item* item, u32 warp_id, u32 warps) {
     const ow_batch_item it = *item;
     const u8* src = (const u8*)(uintptr_t)it.src;

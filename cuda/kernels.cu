@@ -1,8 +1,9 @@
-// What loads and codecs need, as one module: cuda/built/x16.fatbin. resident.cu is another.
+// The module of the kernels for loads and codecs: cuda/built/x16.fatbin. resident.cu is a
+// second module.
 //
-// Where to begin: warp.cuh is what a warp can do, abi.h what a launch gets, x16_decode.cuh
-// the decoder. Each <codec>_decode.cuh has a kernel's body, which a *.cu file here launches
-// and a *_host.cc file runs on the host.
+// Start reading at warp.cuh (warp operations), abi.h (kernel arguments) and x16_decode.cuh
+// (the decoder). Each <codec>_decode.cuh contains a kernel body. A *.cu file in this folder
+// defines the kernel, and a *_host.cc file runs the body on the host.
 #include "x16_decode.cu"
 
 #include "crc.cu"

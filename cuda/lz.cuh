@@ -1,9 +1,9 @@
-// What the decoders of LZ4 and Snappy share: the input, which comes through shared
-// memory, and the two ways to make output, from the input and from earlier output.
+// Code shared by the LZ4 and Snappy decoders: it reads the input through shared memory,
+// and copies literals and matches to the output.
 //
-// One warp decodes one chunk. All lanes know the positions in input and output;
-// each looks at its own byte of the next 32 of the input, so that one load brings
-// an element's head, and its literals if they are few.
+// One warp decodes one chunk. All lanes have the same positions in input and output. Each
+// lane loads one of the next 32 bytes of input, so one load gets the head of an element
+// and, if there are few, its literals.
 #ifndef OVERWIRE_LZ_CUH
 #define OVERWIRE_LZ_CUH
 
@@ -14,8 +14,8 @@ namespace ow {
 
 constexpr u32 kFeedBlock = 512, kFeedRing = 2 * kFeedBlock, kFeedAhead = 64;
 
-// request_block requests the block at `at`. What of it is outside the input is neither
-// read nor written.
+// request_block starts to copy the block at `at` to the ring. It skips bytes outside the
+// input.
 OW_DEV void request_block(const u8* base, u32 begin, u32 end, u32 ring, u32 at) {
     at += 16 * lane_id();
     u32 to = ring | (at & (kFeedRing - 1));
@@ -29,15 +29,15 @@ OW_DEV void request_block(const u8* base, u32 begin, u32 end, u32 ring, u32 at) 
     }
 }
 
-// feed_serve makes sure that the bytes [at, at + kFeedAhead) of the input are in
-// the ring, and that the next block is on its way. It returns the Feed's new state.
+// feed_serve waits until the input bytes [at, at + kFeedAhead) are in the ring, and
+// requests the next block if there is space. It returns the new value of Feed::have.
 OW_COLD u32 feed_serve(const u8* base, u32 begin, u32 end, u32 ring, u32 have, u32 at) {
     u32 issued = have & ~1u, landed = have & 1 ? issued - kFeedBlock : issued;
-    if (at >= issued) {  // jumped beyond the ring
+    if (at >= issued) {  // `at` is beyond the ring
         wait_for_copies();
         landed = issued = at & ~(kFeedBlock - 1);
     }
-    syncwarp();  // every lane is done with the block that is replaced
+    syncwarp();  // all lanes have finished reading the block that is replaced
     OW_UNROLL(1)
     for (;;) {
         if (at + kFeedAhead > landed && landed < issued) {
@@ -54,15 +54,15 @@ OW_COLD u32 feed_serve(const u8* base, u32 begin, u32 end, u32 ring, u32 have, u
     return issued | (landed < issued);
 }
 
-// A Feed is the input in a ring of two blocks in shared memory. Offsets count from
-// `base`, which is `src` rounded down to 16.
+// A Feed reads the input through a ring of two blocks in shared memory. Offsets are
+// relative to `base`, which is `src` rounded down to a multiple of 16.
 struct Feed {
     const u8* base;
-    u32 begin, end;  // of the input
+    u32 begin, end;  // offsets of the input
     u32 ring;        // shared address, a multiple of kFeedRing
-    u32 lane_id;     // in a register
-    u32 have;        // bytes before this, a multiple of a block, have been asked for; + 1: the last block is on its way
-    u32 mark;        // from here on peek calls feed_serve
+    u32 lane_id;     // kept in a register
+    u32 have;        // end of the requested blocks; bit 0: the last block is still being copied
+    u32 mark;        // peek calls feed_serve from this offset on
 
     OW_METHOD Feed(const u8* src, u32 n, u32 to) {
         begin = (u32)((uintptr_t)src & 15);
@@ -74,19 +74,19 @@ struct Feed {
         mark = 0;
     }
 
-    // peek gives each lane its byte of the next 32; past the end, rubbish.
+    // peek returns each lane's byte of the next 32. Bytes after the end are undefined.
     OW_METHOD u32 peek(u32 at) {
         if (at >= mark) {
             have = feed_serve(base, begin, end, ring, have, at);
-            // Wait for a block before it is read; request the next one when the last
-            // but one is no longer needed.
+            // If a block is still being copied, the next call must come before it is read.
+            // Otherwise it must come when the older block is free for the next one.
             if (have & 1) mark = have - 1 - kFeedBlock - (kFeedAhead - 1);
             else mark = have < end ? have - kFeedBlock : ~0u;
         }
         return lds8(ring | ((at + lane_id) & (kFeedRing - 1)));
     }
 
-    // close waits for what is on its way, after which the ring may be reused.
+    // close waits for pending copies. The ring may then be reused.
     OW_METHOD void close() const {
         wait_for_copies();
         syncwarp();
@@ -96,8 +96,8 @@ struct Feed {
 template <bool SELF> OW_DEV u32 load8(const u8* p) { return SELF ? reload8(p) : ldg8(p); }
 template <bool SELF> OW_DEV u32 load32(const u8* p) { return SELF ? reload32(p) : ldg32(p); }
 
-// copy_long copies more than 64 bytes: words of the destination, each from one or
-// two words of the source; the rest at both ends, at most 7 bytes, singly.
+// copy_long copies more than 64 bytes. It stores whole words, each made of one or two
+// words of the source. The remaining bytes, at most 7 at each end, are copied singly.
 template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
     u32 head = (0u - (u32)(uintptr_t)to) & 3, off = (u32)(uintptr_t)(from + head) & 3;
     if (off && from + head < lo + off) head += 4;
@@ -135,8 +135,8 @@ template <bool SELF> OW_COLD void copy_long(u8* to, const u8* from, u32 n, const
     }
 }
 
-// copy_disjoint copies n bytes that do not overlap; SELF: the source is output of this
-// warp. Reads stay inside [lo, hi), which contains the source.
+// copy_disjoint copies n bytes. Source and destination do not overlap. SELF: the source is
+// output of this warp. Reads stay inside [lo, hi), which contains the source.
 template <bool SELF> OW_DEV void copy_disjoint(u8* to, const u8* from, u32 n, const u8* lo, const u8* hi) {
     if (n > 64) {
         copy_long<SELF>(to, from, n, lo, hi);
@@ -148,9 +148,9 @@ template <bool SELF> OW_DEV void copy_disjoint(u8* to, const u8* from, u32 n, co
     }
 }
 
-// copy_again repeats more than 32 bytes from `back` < n bytes before. From the
-// first byte of the match on, the output has period `back`: each round copies as
-// many whole periods as there are.
+// copy_again copies a match of n > 32 bytes that begins `back` < n bytes before `to`. The
+// output from there on has period `back`. Each round copies all whole periods that are
+// already written, so the copied length grows with each round.
 OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
     u32 done = 0;
     if (back < 32) {
@@ -167,12 +167,12 @@ OW_COLD void copy_again(u8* to, u32 back, u32 n, const u8* lo, const u8* hi) {
     }
 }
 
-// copy_match repeats n bytes from `back` before dst + out; 0 < back <= out, and out
-// + n <= cap. If back < n, the bytes repeat themselves.
+// copy_match copies a match of n bytes that begins `back` bytes before dst + out, where
+// 0 < back <= out and out + n <= cap. If back < n, the match overlaps its own output.
 OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
     u8* to = dst + out;
     const u8* from = to - back;
-    syncwarp();  // the bytes before are there
+    syncwarp();  // earlier output is visible to all lanes
     if (n <= 32) {
         if (lane_id() < n) store_in_order8(to + lane_id(), reload8(from + (back < n ? lane_id() % back : lane_id())));
         return;
@@ -181,33 +181,34 @@ OW_DEV void copy_match(u8* dst, u32 out, u32 cap, u32 back, u32 n) {
     else copy_again(to, back, n, dst, dst + cap);
 }
 
-// Short elements are decoded many at a time: those that begin in the next 32 bytes
-// of input. Each lane reads the byte it sees as the head of an element. By jumps
-// that double, a lane learns which elements follow its own, and how many bytes they
-// make together. The elements that follow lane 0's are the real ones, and what is
-// left to make says where each begins in the output.
+// The short elements that begin in the next 32 bytes of input are decoded together. Each
+// lane treats its byte as the head of an element. By pointer jumping, a lane finds out
+// which elements follow its own, and how many bytes they produce together. The elements
+// that follow from lane 0 are the real ones. The number of bytes that an element and its
+// successors produce gives its position in the output.
 //
-// Literals, and matches of output that is complete, are copied four at a time, from
-// a table in shared memory with an entry for each. If a match refers to output of
-// these elements themselves, each lane instead makes two bytes of the next 64, if
-// necessary at the end of a chain of matches.
+// Literals, and matches in complete output, are copied four at a time, from a table in
+// shared memory with one entry per copy. If a match refers to output of these same
+// elements, each lane instead writes two of the next 64 bytes, and follows chains of
+// matches to find them.
 
-// A Head is an element as its first byte describes it: how many input bytes it has,
-// how many literals and match bytes it makes, the lane of its offset's bytes, and
-// whether it is a short one whose head (of LZ4: the whole) ends in the 32 bytes.
+// A Head describes an element by its first byte: the input bytes of the element (size),
+// the literals and match bytes that it produces, and the lane of its offset bytes. `is`:
+// the element is short and its head is in the 32 bytes (LZ4: the whole element is).
 struct Head { u32 size, literals, match, back_at; bool is; };
 
-// How much input and output must be left: an element may begin with the last of the
-// 32 bytes and have 60 literals.
+// kShortIn is the number of input bytes that must be left: an element may begin at the last
+// of the 32 bytes and have 60 literals. kShortOut is the largest number of bytes that
+// write_dependent_elements writes.
 constexpr u32 kShortIn = 96, kShortOut = 64;
-// Parts of at most 16 elements and an empty group of four. A Format has head, back,
-// which reads an offset from a head and two bytes, and kBoth: an element may have
-// both literals and a match.
+// Bytes of the table of copies: 24 entries, for the parts of all elements and up to three
+// empty entries. Format is Lz4 or Snappy. Format::back returns an offset from a head and
+// two bytes. Format::kBoth: an element may have both literals and a match.
 constexpr u32 kShortTable = 24 * 16;
 
-// copy_short_parts copies parts of at most 8 * N bytes that do not depend on each
-// other. An entry has an address, a length, and an offset behind `to`. Eight lanes
-// take one part, so four are made at a time. Empty entries follow, up to a multiple
+// copy_short_parts copies parts of at most 8 * N bytes that do not depend on each other.
+// A table entry is a source address, a length and an offset from `to`. Eight lanes copy
+// one part, so the warp copies four at a time. Empty entries pad the table to a multiple
 // of four.
 template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 parts) {
     u32 column = lane_id() & 7, at = table + 2 * (lane_id() - column), end = at + 16 * parts;
@@ -224,21 +225,21 @@ template <u32 N> OW_DEV void copy_short_parts(u8* to, u32 table, u32 parts) {
     }
 }
 
-// write_dependent_elements makes the bytes of elements that depend on each other: those of
-// `heads`, which end in the 32 bytes of a peek and make n <= 64. is: the lane is one of
-// them.
+// write_dependent_elements writes the output of elements that may depend on each other. `heads`
+// has the lanes of their heads. They end within the 32 bytes of a peek and produce n <= 64
+// bytes. `is`: this lane's element is one of them.
 OW_DEV void write_dependent_elements(const Feed& feed, const Head& element, u32 byte, u32 heads, bool is, u32 start, u32 back, u32 n, u8* to, u32 table) {
     u32 me = bit(feed.lane_id), upto = me | (me - 1), before = 0;
     u32 starts[2] = {or_of_lanes(is ? bit(start) : 0), or_of_lanes(is ? bit(start - 32) : 0)};
-    syncwarp();  // the table's last entries were read
+    syncwarp();  // all lanes have finished reading the table
     if (is) sts64(table + 8 * popc(heads & (me - 1)), {start | element.literals << 8 | (feed.lane_id + 1) << 16, back});
-    syncwarp();  // and the bytes before are there
-    u32 v[2], at[2];  // the lane's bytes, p = lane and 32 + lane, and where they are known
+    syncwarp();  // the table is written, and earlier output is visible
+    u32 v[2], at[2];  // for bytes p = lane and 32 + lane: the value, and the position of the byte that it copies
     OW_UNROLL(2)
     for (u32 k = 0; k < 2; k++) {
         u32 p = feed.lane_id + 32 * k;
         u32x2 e = lds64(table + 8 * (before + popc(starts[k] & upto) - 1));
-        u32 in = p - (e.x & 255);  // place in the element
+        u32 in = p - (e.x & 255);  // offset in the element's output
         v[k] = shfl(byte, (e.x >> 16) + in);
         at[k] = p;
         if (in >= (e.x >> 8 & 255) && p < n) {
@@ -247,7 +248,7 @@ OW_DEV void write_dependent_elements(const Feed& feed, const Head& element, u32 
         }
         before += popc(starts[k]);
     }
-    // Jumps double here too, until they end at bytes that are known.
+    // Pointer jumping again, until all positions are those of known bytes.
     u32 x = at[0], y = at[1];
     OW_UNROLL(1)
     while (ballot(x != feed.lane_id || y != feed.lane_id + 32)) {
@@ -262,16 +263,16 @@ OW_DEV void write_dependent_elements(const Feed& feed, const Head& element, u32 
     if (feed.lane_id + 32 < n) store_in_order8(to + 32, y & 32 ? y1 : y0);
 }
 
-// try_short_sequences decodes short elements from `at` on, where byte is the lane's of a peek, and
-// returns how many bytes they make: 0 if the first is not short, or if there is no
-// space for all; kShortBad if an offset reaches back too far. It advances `at`, not
-// `out`. The caller makes sure that kShortIn bytes of input are left.
+// try_short_sequences decodes short elements from `at` on. `byte` is this lane's byte of a peek. It
+// returns the number of bytes written. It returns 0 if the first element is not short or the
+// output has no space, and kShortBad if an offset is before the start of the output. It
+// advances `at` but not `out`. The caller has checked that kShortIn bytes of input are left.
 constexpr u32 kShortBad = ~0u;
 template <class Format> OW_DEV u32 try_short_sequences(const Feed& feed, u32 byte, u32& at, u8* dst, u32 out, u32 room, u32 table) {
     Head element = Format::head(byte, feed.lane_id);
     u32 from = at, me = bit(feed.lane_id), bytes = element.literals + element.match, seen = element.is ? me : 0;
-    // What the elements from here on make << 8, and the lane behind them; 32 and
-    // more: their end.
+    // The bytes that the elements from here on produce << 8, and the lane after them. A
+    // lane of 32 or more ends the chain.
     u32 way = element.is ? bytes << 8 | umin(feed.lane_id + element.size, 32) : 32;
     OW_UNROLL(4)
     for (u32 i = 0; i < 4; i++) {
@@ -294,7 +295,7 @@ template <class Format> OW_DEV u32 try_short_sequences(const Feed& feed, u32 byt
         u32 first = lowest_bit(need);
         heads &= (1u << first) - 1;
         u32 n = shfl(start, first);
-        if (n < kShortOut) {  // too few that can be copied
+        if (n < kShortOut) {  // only a few bytes precede the first dependent match
             is = is && end <= kShortOut && feed.lane_id + element.size <= 32;
             heads = ballot(is);
             u32 last = highest_bit(heads);
@@ -312,7 +313,7 @@ template <class Format> OW_DEV u32 try_short_sequences(const Feed& feed, u32 byt
     u32 slot = popc(heads & (me - 1)), copies = popc(heads);
     u64 literals = (u64)(uintptr_t)feed.base + from + feed.lane_id + 1;
     u64 old = (u64)(uintptr_t)dst + (u32)(out + start + element.literals - back);
-    syncwarp();  // the table's last entries were read
+    syncwarp();  // all lanes have finished reading the table
     if (Format::kBoth) {
         u32 two = ballot(is && element.literals);
         slot += popc(two & (me - 1));
@@ -324,7 +325,7 @@ template <class Format> OW_DEV u32 try_short_sequences(const Feed& feed, u32 byt
         if (is) sts128(table + 16 * slot, {(u32)src, (u32)(src >> 32), bytes, start});
     }
     if (feed.lane_id < 3) sts64(table + 16 * (copies + feed.lane_id) + 8, {0, 0});
-    syncwarp();  // and the bytes before are there
+    syncwarp();  // the table is written, and earlier output is visible
     u32 most = or_of_lanes(is ? (Format::kBoth ? element.match | element.literals : bytes) - 1 : 0);
     if (most < 16) copy_short_parts<2>(dst + out, table, copies);
     else if (most < 32) copy_short_parts<4>(dst + out, table, copies);
@@ -332,15 +333,14 @@ template <class Format> OW_DEV u32 try_short_sequences(const Feed& feed, u32 byt
     return total;
 }
 
-// The shared memory of a warp of a block: rings first, each at a multiple of
-// its size, then tables.
+// The shared memory of a warp. The rings of all warps come first, each aligned to its
+// size, then the tables of all warps.
 struct LzPlace { u32 ring, table; };
 constexpr u32 kLzShared = OW_BATCH_WARPS * (kFeedRing + kShortTable);
 OW_DEV LzPlace lz_shared_memory(u32 base, u32 warp_id) {
     return {base + warp_id * kFeedRing, base + OW_BATCH_WARPS * kFeedRing + warp_id * kShortTable};
 }
 
-// write_result writes an item's result.
 OW_DEV void write_result(ow_batch_item* item, u32 status, u64 written) {
     if (lane_id() == 0) {
         item->written = status ? 0 : written;
@@ -348,7 +348,6 @@ OW_DEV void write_result(ow_batch_item* item, u32 status, u64 written) {
     }
 }
 
-// decode_lz_item decodes an item of a format.
 template <class Format> OW_DEV void decode_lz_item(ow_batch_item* items, u32 job, u32 base, u32 warp_id) {
     LzPlace place = lz_shared_memory(base, warp_id);
     ow_batch_item item = items[job];

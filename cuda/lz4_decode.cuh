@@ -1,10 +1,10 @@
-// LZ4 blocks: one warp decodes one block.
+// Decodes LZ4 blocks, one warp per block.
 //
 //   sequence = token (u8: literals << 4 | match length - 4)
-//              [more literals: u8 each, 255 goes on] literals
-//              offset (u16) [more match length]
+//              [length bytes of the literals: u8, 255 means more follow] literals
+//              offset (u16) [length bytes of the match]
 //
-// The last sequence ends after its literals, and with it the block.
+// The last sequence of a block ends after its literals.
 #ifndef OVERWIRE_LZ4_DECODE_CUH
 #define OVERWIRE_LZ4_DECODE_CUH
 
@@ -12,7 +12,7 @@
 
 namespace ow {
 
-// lz4_add_length adds the bytes at `at` that continue a length. Returns 0 or a status.
+// lz4_add_length adds the length bytes at `at` to n. Returns 0 or a status.
 OW_DEV u32 lz4_add_length(Feed& feed, u32& at, u32& n, u32 most) {
     OW_UNROLL(1)
     for (;;) {
@@ -43,7 +43,7 @@ struct Lz4 {
     OW_DEV u32 decode_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) { return decode_lz4_block(feed, dst, cap, table, out); }
 };
 
-// decode_lz4_block decodes a block to `out` bytes. Returns 0 or a status.
+// decode_lz4_block decodes a block and sets `out` to the bytes written. Returns 0 or a status.
 OW_DEV u32 decode_lz4_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
     u32 at = feed.begin;

@@ -1,9 +1,9 @@
-// Copies and casts on the device: many small raw chunks to their aligned
-// destinations in one launch, column slices gathered from decoded chunks, element
-// types changed. Bodies over warp.cuh, so that the host twin runs the same text.
+// Copies and casts on the device. Moves copy many small raw chunks in one launch, and
+// gather column slices from decoded chunks. Casts convert element types.
 //
-// A move reads whole 32-bit words that contain wanted bytes, so up to 3 bytes on
-// either side of a run; both ends of any allocation are aligned to that.
+// A move reads whole aligned 32-bit words, and may read up to 3 bytes before and after a
+// run. They belong to the same allocation, because allocations begin and end at multiples
+// of 4.
 #ifndef OVERWIRE_MOVE_CUH
 #define OVERWIRE_MOVE_CUH
 
@@ -12,8 +12,8 @@
 
 namespace ow {
 
-// copy_unit copies unit u of a run: the bytes that fall into the u-th aligned
-// 16 bytes of the destination, counted from the first that the run touches.
+// copy_unit copies unit u of a run of n bytes. The units of a run are the aligned blocks of
+// 16 bytes that it overlaps in the destination, numbered from 0.
 OW_DEV void copy_unit(u8* dst, const u8* src, u32 n, u32 u) {
     u32 pad = (u32)((uintptr_t)dst & 15);
     u32 lo = u == 0 ? 0 : 16 * u - pad, hi = umin(16 * u + 16 - pad, n);
@@ -35,7 +35,7 @@ OW_DEV void copy_unit(u8* dst, const u8* src, u32 n, u32 u) {
     }
 }
 
-// count_units is how many units a run of n bytes at dst has.
+// count_units returns the number of units of a run of n bytes at dst.
 OW_DEV u32 count_units(const u8* dst, u32 n) { return (((u32)((uintptr_t)dst & 15) + n + 15) / 16); }
 
 OW_DEV void move_part(const ow_move* moves, const ow_part* parts, u32 index) {
@@ -54,7 +54,7 @@ OW_DEV void move_part(const ow_move* moves, const ow_part* parts, u32 index) {
         for (u32 u = lane_id(); u < units; u += 32) copy_unit(dst, src, n, u);
         return;
     }
-    // Whole rows: as many lanes to a row as it has units, at most 32.
+    // Whole rows: each row gets one lane per unit, rounded up to a power of two, at most 32.
     u32 width = 1;
     while (width < 32 && width * 16 < move.width + 15) width *= 2;
     u32 first = part.part * each, last = umin(first + each, move.rows);
@@ -65,11 +65,11 @@ OW_DEV void move_part(const ow_move* moves, const ow_part* parts, u32 index) {
     }
 }
 
-// Casts go through the bits of a float32, which holds every value of the other
-// types. Rounding is to nearest, ties to even; a NaN stays a NaN.
+// Casts go through the bits of a float32, which can represent every value of the other
+// types. They round to nearest, ties to even. A NaN stays a NaN.
 
-// widen_to_f32 gives the float32 of a small float with E exponent and M mantissa bits
-// and the usual infinities, which also rounds nothing.
+// widen_to_f32 converts a float with E exponent bits, M mantissa bits and IEEE infinities to
+// the bits of a float32. The result is exact.
 OW_DEV u32 widen_to_f32(u32 v, u32 E, u32 M) {
     u32 sign = v >> (E + M) << 31, exp = v >> M & ((1u << E) - 1), man = v & ((1u << M) - 1);
     u32 bias = (1u << (E - 1)) - 1;
@@ -77,7 +77,7 @@ OW_DEV u32 widen_to_f32(u32 v, u32 E, u32 M) {
     if (exp == 0) {
         if (man == 0) return sign;
         exp = 1;
-        while (!(man >> M)) man <<= 1, exp--;  // wraps below 0 and comes back in the sum
+        while (!(man >> M)) man <<= 1, exp--;  // may wrap below 0; the addition of the bias corrects it
         man &= (1u << M) - 1;
     }
     return sign | (exp + 127 - bias) << 23 | man << (23 - M);
@@ -90,7 +90,7 @@ OW_DEV u32 load_cast_element(u32 from, const u8* p) {
         case OW_CAST_F16: return widen_to_f32(ldg16(p), 5, 10);
         case OW_CAST_E5M2: return widen_to_f32(ldg8(p), 5, 2);
     }
-    u32 v = ldg8(p);  // E4M3: no infinities, one NaN a sign
+    u32 v = ldg8(p);  // E4M3 has no infinities, and one NaN per sign
     if ((v & 127) == 127) return (v & 128) << 24 | 0x7fc00000;
     if ((v & 0x78) == 0x78) return (v & 128) << 24 | (15 + 120) << 23 | (v & 7) << 20;
     return widen_to_f32(v, 4, 3);
@@ -104,11 +104,11 @@ OW_DEV u32 f32_to_bf16(u32 f) {
 OW_DEV u32 f32_to_f16(u32 f) {
     u32 sign = f >> 16 & 0x8000, a = f & 0x7fffffff;
     if (a > 0x7f800000) return sign | 0x7e00 | (a >> 13 & 0x1ff);
-    if (a >= 0x47800000) return sign | 0x7c00;  // 65536 and more
+    if (a >= 0x47800000) return sign | 0x7c00;  // 65536 or more
     if (a >= 0x38800000) {                      // normal; rounding may carry into infinity
         return sign | ((a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13);
     }
-    if (a < 0x33000000) return sign;  // below half of the smallest
+    if (a < 0x33000000) return sign;  // below half of the smallest subnormal
     u32 man = (a & 0x7fffff) | 0x800000, shift = 126 - (a >> 23), rest = man & ((1u << shift) - 1);
     u32 half = 1u << (shift - 1), v = man >> shift;
     return sign | (v + (rest > half || (rest == half && (v & 1))));

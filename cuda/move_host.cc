@@ -1,4 +1,4 @@
-// The host twin of move.cu, run by the warp of warp_host.h.
+// Host twins of the kernels in move.cu, on the warp of warp_host.h.
 #include "move.cuh"
 
 extern "C" void ow_move_host(const ow_move* moves, const ow_part* parts, uint32_t n) {

@@ -1,4 +1,4 @@
-// The host twins of resident.cu, run by the warp of warp_host.h.
+// Host twins of the kernels in resident.cu, on the warp of warp_host.h.
 #include "delta.cuh"
 #include "digest.cuh"
 

@@ -1,12 +1,12 @@
-// Snappy blocks: one warp decodes one block.
+// Decodes Snappy blocks, one warp per block.
 //
-//   block   = varint of the content's length, elements
-//   element = tag (u8); tag & 3 says which:
-//     0  literals: (tag >> 2) + 1, or if that is above 60 the 1 to 4 bytes behind
-//        the tag, + 1
-//     1  a copy of (tag >> 2 & 7) + 4 from (tag >> 5) << 8 | next byte back
-//     2  a copy of (tag >> 2) + 1 from u16 back
-//     3  likewise from u32 back
+//   block   = varint of the content length, elements
+//   element = tag (u8), then the bytes of its kind, tag & 3:
+//     0  n literals: n = (tag >> 2) + 1. If that is above 60, the next 1 to 4 bytes
+//        contain n - 1.
+//     1  match of (tag >> 2 & 7) + 4 bytes at offset (tag >> 5) << 8 | next byte
+//     2  match of (tag >> 2) + 1 bytes at offset u16
+//     3  match of (tag >> 2) + 1 bytes at offset u32
 #ifndef OVERWIRE_SNAPPY_DECODE_CUH
 #define OVERWIRE_SNAPPY_DECODE_CUH
 
@@ -14,7 +14,7 @@
 
 namespace ow {
 
-// snappy_bytes_from_lane is the n <= 4 bytes from a lane of a peek on.
+// snappy_bytes_from_lane returns the n <= 4 bytes of a peek from `lane` on, little-endian.
 OW_DEV u32 snappy_bytes_from_lane(u32 byte, u32 lane, u32 n) {
     u32 v = shfl(byte, lane) | shfl(byte, lane + 1) << 8 | shfl(byte, lane + 2) << 16 | shfl(byte, lane + 3) << 24;
     return n >= 4 ? v : v & ((1u << 8 * n) - 1);
@@ -32,7 +32,7 @@ struct Snappy {
     OW_DEV u32 decode_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) { return decode_snappy_block(feed, dst, cap, table, out); }
 };
 
-// decode_snappy_block decodes a block to `out` bytes. Returns 0 or a status.
+// decode_snappy_block decodes a block and sets `out` to the bytes written. Returns 0 or a status.
 OW_DEV u32 decode_snappy_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out) {
     out = 0;
     u32 at = feed.begin, byte = feed.peek(at);
@@ -46,7 +46,7 @@ OW_DEV u32 decode_snappy_block(Feed& feed, u8* dst, u32 cap, u32 table, u32& out
     }
     if (content >> 32) return OW_BATCH_INPUT;
     if (content > cap) return OW_BATCH_ROOM;
-    // The elements must make exactly as many bytes as the header says.
+    // The elements must produce exactly `size` bytes.
     u32 size = (u32)content;
     at += last_lane + 1;
     byte = feed.peek(at);

@@ -1,38 +1,38 @@
-// The kernels of stream.cuh and stream_make.cuh. Launch: blocks of 32 * OW_X16_WARPS, as
-// many as n threads or warps need; no shared memory but ow_stream_x16's.
+// The kernels of stream.cuh and stream_make.cuh. Launch: block 32 * OW_X16_WARPS, and enough
+// blocks for n threads or n warps. Only ow_stream_x16 uses shared memory.
 #include "stream.cuh"
 #include "stream_make.cuh"
 
 static_assert(sizeof(ow_stream) == 64 && sizeof(ow_stream_head) == 32 && sizeof(ow_stream_peek_t) == 24 && sizeof(ow_stream_few) == 1056,
               "abi_stream.h must have no padding");
 
-// A thread a row: compares the row's stream with what the host expects, finds the row's
-// block in it, and fills the item that a decoder of abi_batch.h takes.
+// One thread per row. Compares the row's stream with the host's expectations, finds the row's
+// block in the stream, and fills the row's item for a decoder of abi_batch.h.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_open(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row < n) ow::fill_row_to_decode(head, rows, row, status);
 }
 
-// A thread a row, behind the decoder: a row that was not decoded completely is an error of
-// its stream.
+// One thread per row, after the decoder. If a row was not decoded completely, sets an error
+// bit of its stream.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_close(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row < n) ow::check_decoded_row(head, rows, row, status);
 }
 
-// A thread a stream: how long its content is, for a host that does not know it.
+// One thread per stream. Reads the content size, for hosts that do not know it.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_peek(const ow_stream_head* head, ow_stream_peek_t* out, uint32_t n, uint32_t*) {
     uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) ow::peek_stream(head, out, i);
 }
 
-// A warp a share of a row, which is every split-th segment of its chunk: opens, checks and
-// decodes in one launch. Launched as the kernels of x16_decode.cu, with OW_STREAM_SHARED: their
-// tables and rings, then 32 bytes of each warp for its chunk. Without a head it takes that of
-// `few`.
+// One warp per share of a row; a share is every split-th segment of the row's chunk. Parses,
+// checks and decodes in one launch. Launch as the kernels of x16_decode.cu, but with
+// OW_STREAM_SHARED bytes of shared memory: tables, rings, and 32 bytes per warp for its chunk.
+// If head is null, the batch is `few`.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
     ow_stream_x16(const ow_stream_head* head, const void*, uint32_t n, uint32_t* status, const __grid_constant__ ow_stream_few few) {
     extern __shared__ __align__(1024) ow::u32 shared[];
@@ -42,23 +42,23 @@ extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, 4)
     ow::decode_share(head ? head : &few.head, job, status, place, base + OW_X16_SHARED + 32 * warp_id);
 }
 
-// A thread a row: the chunk of content that ow_x16_encode is to code, and the space for its
-// block.
+// One thread per row. Fills the row's item for ow_x16_encode: a chunk of content and the space
+// for its block.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_cut(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t*) {
     uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row < n) ow::fill_row_to_encode(head, rows, row);
 }
 
-// A warp a stream, behind the encoder: 32 rows at a time, prefix sums of their lengths give
-// each row its offset, then come the tables and the header.
+// One warp per stream, after the encoder. Computes the offsets of 32 rows at a time by prefix
+// sums of their lengths, and writes the stream's tables and header.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_sum(const ow_stream_head* head, ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t i = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;
     if (i < n) ow::lay_out_stream(head, rows, i, status);
 }
 
-// A warp a share of a row: copies the row's block to its offset.
+// One warp per share of a row. Copies its share of the row's block to the row's offset.
 extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS)
     ow_stream_join(const ow_stream_head* head, const ow_batch_item* rows, uint32_t n, uint32_t* status) {
     uint32_t job = blockIdx.x * OW_X16_WARPS + threadIdx.x / 32;

@@ -1,7 +1,6 @@
-// Bitstreams opened on the device: from a stream's bytes to a row for each of its
-// chunks. gosrc/nvcomp/native.go describes the layout. One thread a row, no warp
-// operations, no shared memory; in the X16 kernel, where a warp has a share of a
-// row, the warp opens it itself.
+// Parses bitstreams on the device and fills a row for each chunk.
+// gosrc/nvcomp/native.go describes the layout. One thread handles one row, without warp
+// operations or shared memory. In the X16 kernel, each warp parses the row that it decodes.
 #ifndef OVERWIRE_STREAM_CUH
 #define OVERWIRE_STREAM_CUH
 
@@ -12,7 +11,7 @@ namespace ow {
 
 OW_DEV const ow_stream* stream_list(const ow_stream_head* head) { return (const ow_stream*)(head + 1); }
 
-// find_stream finds the stream of a row: the last whose first row is not above.
+// find_stream returns the index of the stream that contains a row.
 OW_DEV u32 find_stream(const ow_stream_head* head, u32 row) {
     const ow_stream* s = stream_list(head);
     u32 lo = 0, hi = head->streams;
@@ -29,14 +28,14 @@ OW_DEV u64 load_aligned64(const u8* p) {
     return (u64)v.y << 32 | v.x;
 }
 
-// Reads of any alignment, little-endian.
+// Loads n bytes at any alignment, little-endian.
 OW_DEV u64 load_bytes(const u8* p, u32 n) {
     u64 v = 0;
     for (u32 i = 0; i < n; i++) v |= (u64)ldg8(p + i) << (8 * i);
     return v;
 }
 
-// The size of a native stream's header; its tables follow.
+// Bytes of a native stream's header. The stream's tables follow the header.
 constexpr u32 kNativeHead = 64;
 
 struct Native {
@@ -44,8 +43,8 @@ struct Native {
     u32 offset, format;
 };
 
-// open_native reads the header of a native stream of n bytes. src is a multiple
-// of 8.
+// open_native reads and checks the header of a native stream of n bytes. src is a
+// multiple of 8. Returns 0 or status bits.
 OW_DEV u32 open_native(Native& header, const u8* src, u64 n) {
     if (n < kNativeHead) return OW_STREAM_HEADER;
     u32 magic = ldg32(src), version = ldg8(src + 4), starts = ldg8(src + 32), stored = ldg8(src + 44), content = ldg8(src + 45);
@@ -64,17 +63,17 @@ OW_DEV u32 open_native(Native& header, const u8* src, u64 n) {
     return 0;
 }
 
-// A stored block and the place of its content.
+// A stored block, and the offset and size of its content.
 struct Block {
     const u8* src;
     u64 stored, at, size;
 };
 
-// sized_prefix_bytes is how many bytes precede the block of a sized stream: its length.
+// sized_prefix_bytes returns the size of the length field that precedes the block of a sized stream.
 OW_DEV u32 sized_prefix_bytes(const ow_stream& stream) { return stream.format == OW_STREAM_LZ4 ? 4 : 8; }
 
-// find_block finds the block of that index of a stream; a missing block has no stored bytes.
-// Returns bits of status.
+// find_block finds block number `index` of a stream. If the stream is empty and has no block,
+// it leaves block.stored unchanged. Returns 0 or status bits.
 OW_DEV u32 find_block(Block& block, const ow_stream& stream, u32 index) {
     const u8* src = (const u8*)(uintptr_t)stream.src;
     block.at = (u64)index * stream.chunk;
@@ -85,7 +84,7 @@ OW_DEV u32 find_block(Block& block, const ow_stream& stream, u32 index) {
         u32 bad = open_native(header, src, stream.stored);
         if (bad) return bad;
         if (header.format != stream.format || header.size != stream.size) return OW_STREAM_OTHER;
-        if (header.size == 0) return 0;  // no chunk
+        if (header.size == 0) return 0;  // no block
         if (header.chunk != stream.chunk || header.chunks != stream.rows) return OW_STREAM_OTHER;
         const u8* tables = src + kNativeHead;
         u64 at = load_aligned64(tables + 8 * (u64)index), n = load_aligned64(tables + 8 * (header.chunks + index));
@@ -105,11 +104,11 @@ OW_DEV u32 find_block(Block& block, const ow_stream& stream, u32 index) {
 // The head of an X16 block (gosrc/nvcomp/x16.go): u8 codec, u8 transform,
 // u16 tiles per segment, u32 bytes of content.
 constexpr u32 kBlockHead = 8;
-// A chunk's word `zero` says how its block is stored: with a transform, or as one
-// of these.
+// Here, ow_x16_chunk.zero is the transform of a block, kPlain for raw bytes, or kDead if
+// there is nothing to decode.
 constexpr u32 kPlain = 0, kDead = 0xffff;
 
-// x16_open_block checks a block's head and returns its chunk.
+// x16_open_block checks a block's head and fills in its chunk. Returns 0 or status bits.
 OW_DEV u32 x16_open_block(ow_x16_chunk& chunk, const Block& block, u64 dst) {
     if (block.stored < kBlockHead || block.stored >> 31) return OW_STREAM_CHUNK;
     u64 head = load_bytes(block.src, kBlockHead);
@@ -126,7 +125,7 @@ OW_DEV u32 x16_open_block(ow_x16_chunk& chunk, const Block& block, u64 dst) {
     return (chunk.src | chunk.dst) % 16 ? OW_STREAM_PLACE : 0;
 }
 
-// fill_row_to_decode fills a row. The row of a bad stream does nothing.
+// fill_row_to_decode fills a row for a decoder. The row of an invalid stream is an empty item.
 OW_DEV void fill_row_to_decode(const ow_stream_head* head, ow_batch_item* rows, u32 row, u32* status) {
     u32 index = find_stream(head, row);
     ow_stream stream = stream_list(head)[index];
@@ -143,14 +142,14 @@ OW_DEV void fill_row_to_decode(const ow_stream_head* head, ow_batch_item* rows, 
     if (bad) atomic_or(status + index, bad);
 }
 
-// check_decoded_row checks that a row was decoded completely.
+// check_decoded_row sets OW_STREAM_DATA if a row was not decoded completely.
 OW_DEV void check_decoded_row(const ow_stream_head* head, const ow_batch_item* rows, u32 row, u32* status) {
     const ow_batch_item& it = rows[row];
     if (it.src_len && (it.status || it.written != it.dst_cap)) atomic_or(status + find_stream(head, row), OW_STREAM_DATA);
 }
 
-// peek_stream returns the length of a stream's content if it is at a fixed offset:
-// native and sized streams, and blocks of X16 and Snappy.
+// peek_stream reads the content length of a stream. Native and sized streams contain it, and
+// so do raw X16 and Snappy blocks. Other raw blocks get OW_STREAM_OTHER.
 OW_DEV void peek_stream(const ow_stream_head* head, ow_stream_peek_t* out, u32 index) {
     const ow_stream& stream = stream_list(head)[index];
     const u8* src = (const u8*)(uintptr_t)stream.src;
@@ -176,7 +175,7 @@ OW_DEV void peek_stream(const ow_stream_head* head, ow_stream_peek_t* out, u32 i
     out[index] = answer;
 }
 
-// copy_share copies a warp's share of `bytes` bytes that do not overlap.
+// copy_share copies a warp's share of `bytes` bytes. Source and destination do not overlap.
 OW_DEV void copy_share(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
     const u8* src = (const u8*)(uintptr_t)from;
     u8* dst = (u8*)(uintptr_t)to;
@@ -192,7 +191,7 @@ OW_DEV void copy_share(u64 to, u64 from, u32 bytes, u32 share, u32 split) {
     }
 }
 
-// A chunk that its warp keeps in shared memory.
+// An X16Kept is a segment job. Its chunk is in the warp's shared memory.
 struct X16Kept {
     u32 at, s;
     OW_METHOD ow_x16_chunk chunk() const {
@@ -206,7 +205,7 @@ template <int TR> OW_DEV void decode_segments_of_share(u32 kept, u32 share, u32 
     ow_x16_chunk chunk = X16Kept{kept, 0}.chunk();
     u32 total = chunk.logical / (32 * Transform<TR>::kOut);
     u32 segs = (total + chunk.tiles - 1) / chunk.tiles;
-    // What the Go decoder checks before it decodes: one of the warps does.
+    // One warp per chunk runs the checks that the Go decoder runs before decoding.
     if (share == 0 && total) {
         u32 bad = x16_vet(chunk, x16_form<TR>());
         if (bad && lane_id() == 0) atomic_or(status + chunk.status, bad);
@@ -215,12 +214,12 @@ template <int TR> OW_DEV void decode_segments_of_share(u32 kept, u32 share, u32 
     OW_UNROLL(1)
     for (u32 seg = share; seg < (segs ? segs : 1); seg += split) {
         x16_decode_segment<TR>(X16Kept{kept, seg}, status, place, table);
-        syncwarp();  // the ring is the next segment's
+        syncwarp();  // the next segment reuses the ring
     }
 }
 
-// decode_share decodes a warp's share of a row: every split-th segment. kept: shared
-// address of 32 bytes of the warp's.
+// decode_share decodes a warp's share of a row: every split-th segment. `kept` is the
+// shared address of 32 bytes for the warp's chunk.
 OW_DEV void decode_share(const ow_stream_head* head, u32 job, u32* status, X16Place place, u32 kept) {
     u32 split = head->split, row = job / split, share = job % split, index = find_stream(head, row);
     ow_stream stream = stream_list(head)[index];

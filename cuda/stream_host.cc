@@ -1,4 +1,4 @@
-// The host twin of stream.cu.
+// Host twins of the kernels in stream.cu, on the warp of warp_host.h.
 #include "stream.cuh"
 #include "stream_make.cuh"
 

@@ -1,6 +1,6 @@
-// X16 streams made on the device (gosrc/nvcomp/native.go, x16.go): rows from
-// contents, then, when every row has its block, the layout, and the bytes in their
-// places. The bytes are those of the host's encoder, if its blocks are the same.
+// Writes X16 streams on the device (gosrc/nvcomp/native.go, x16.go). It fills rows from
+// contents and, after all rows are encoded, lays out the streams and copies the blocks to
+// their offsets. If the blocks equal those of the host's encoder, so do the streams.
 #ifndef OVERWIRE_STREAM_MAKE_CUH
 #define OVERWIRE_STREAM_MAKE_CUH
 
@@ -13,26 +13,26 @@ OW_DEV u32 stream_chunk_bytes(const ow_stream& stream, u32 index) {
     return (u32)(left < stream.chunk ? left : stream.chunk);
 }
 
-// fill_row_to_encode fills a row: a chunk of content, and the space for its block.
+// fill_row_to_encode fills a row with a chunk of content and the space for its block.
 OW_DEV void fill_row_to_encode(const ow_stream_head* head, ow_batch_item* rows, u32 row) {
     ow_stream stream = stream_list(head)[find_stream(head, row)];
     u32 index = row - stream.first;
     rows[row] = {stream.src + (u64)index * stream.chunk, stream_chunk_bytes(stream, index), head->scratch + row * head->slot, head->slot, 0, 0, stream.arg};
 }
 
-// The result of a row's chunk: a block, or the bytes as they are.
+// is_row_plain tells whether the stream stores the raw bytes of a row's chunk.
 OW_DEV bool is_row_plain(const ow_batch_item& it, u32 transform) { return !transform || it.status == OW_BATCH_GAIN; }
 
 OW_DEV void store_aligned64(u8* p, u64 v) { stg64(p, {(u32)v, (u32)(v >> 32)}); }
 
-// lay_out_stream lays out a stream: it gives each row its offset and length, the stream
-// its tables and header, and the host the total length.
+// lay_out_stream sets the destination and length of each row, writes the stream's tables and
+// header, and reports the stream's length to the host.
 OW_DEV void lay_out_stream(const ow_stream_head* head, ow_batch_item* rows, u32 index, u32* status) {
     ow_stream stream = stream_list(head)[index];
     u8* dst = (u8*)(uintptr_t)stream.dst;
     bool native = stream.kind == OW_STREAM_NATIVE;
     u32 n = native && !stream.size ? 0 : stream.rows;
-    // A native payload begins 8 before a multiple of 16: header and tables are one.
+    // A native payload begins 8 bytes before a multiple of 16, so blocks are aligned after their heads.
     u64 front = native ? kNativeHead + 16 * (u64)n + 8 : stream.kind == OW_STREAM_SIZED ? 8 : 0, off = 0;
     bool bad = front > stream.stored;
     for (u32 base = 0; base < n && !bad; base += 32) {
@@ -63,7 +63,7 @@ OW_DEV void lay_out_stream(const ow_stream_head* head, ow_batch_item* rows, u32 
             rows[stream.first + row].dst_cap = bad ? 0 : stored;
         }
     }
-    syncwarp();  // the rows are all written
+    syncwarp();  // all rows are written
     if (lane_id()) return;
     if (bad) {
         for (u32 row = 0; row < n; row++) rows[stream.first + row].dst_cap = 0;
@@ -87,7 +87,7 @@ OW_DEV void lay_out_stream(const ow_stream_head* head, ow_batch_item* rows, u32 
     stg32(dst + 56, (u32)front);
 }
 
-// write_row_share writes a warp's share of a row: head, block, padding.
+// write_row_share writes a warp's share of a row: head, block and padding.
 OW_DEV void write_row_share(const ow_stream_head* head, const ow_batch_item* rows, u32 job, u32*) {
     u32 split = head->split, row = job / split, share = job % split;
     ow_stream stream = stream_list(head)[find_stream(head, row)];

@@ -1,10 +1,10 @@
-// The host side of warp.cuh: a warp of 32 fibers on the calling thread.
+// Implements warp.cuh on the host: a warp is 32 fibers on the calling thread.
 //
-// run_warp runs a body once for each lane. Lanes take turns at every warp
-// operation, in rising or falling order (`falling` finds missing syncwarps: a
-// body that is right only in one order shares memory without a barrier).
-// Shared memory is checked against its bounds; lanes that disagree on the
-// sequence of warp operations abort the process with a message.
+// run_warp runs a body once for each lane. At every warp operation it switches to the
+// next lane, in rising or falling order. Tests use both orders to find missing syncwarps:
+// a body that works in only one order shares memory without a barrier. Accesses to shared
+// memory are bounds-checked. If lanes execute different sequences of warp operations, the
+// process aborts with a message.
 #ifndef OVERWIRE_WARP_HOST_H
 #define OVERWIRE_WARP_HOST_H
 
@@ -30,13 +30,13 @@ constexpr size_t kStack = 256 << 10;
 struct Copy { u32 to, bytes; const u8* from; };
 
 struct Warp {
-    u32 now = 0;            // lane that runs
-    u32 next = 1;           // 1: rising turns, 31: falling
-    u32 live = 0;           // lanes not yet returned
-    u8 odd[32] = {};        // for each lane, whether its warp operations so far are an odd number
-    u32 slot[2][32] = {};   // operands, by parity of the operation
+    u32 now = 0;            // the running lane
+    u32 next = 1;           // step to the next lane: 1 is rising order, 31 is falling
+    u32 live = 0;           // lanes that have not returned
+    u8 odd[32] = {};        // parity of the number of warp operations of each lane
+    u32 slot[2][32] = {};   // operands of each lane, by parity of the operation
     bool done[32] = {};
-    void* sp[33] = {};      // saved stacks; 32 is the caller's
+    void* sp[33] = {};      // saved stack pointers; entry 32 is the caller's
     void (*body)(void*) = nullptr;
     void* arg = nullptr;
     u8* stacks = nullptr;
@@ -59,7 +59,7 @@ inline Warp*& this_warp() {
 }
 
 #if defined(__x86_64__)
-// Saves the callee-saved registers and the stack, takes up the other stack.
+// Saves the callee-saved registers and the stack pointer, and switches to the other stack.
 __attribute__((naked, noinline)) static void switch_stacks(void** /*save*/, void* /*load*/) {
     asm volatile(
         "pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15\n"
@@ -78,8 +78,8 @@ inline void run_next_lane(Warp* w) {
     switch_fiber(w, from, to);
 }
 
-// Waits until every lane has come to this operation, and returns its operands. A round of
-// turns brings each lane to one operation more, or run_next_lane finds one that has ended.
+// Waits until every lane reaches this operation, and returns the operands of all lanes. Each
+// lane runs until its next operation. run_next_lane aborts if the next lane has returned.
 inline const u32* meet_lanes(u32 v) {
     Warp* w = this_warp();
     u32 lane = w->now;
@@ -123,7 +123,7 @@ inline void run_lanes(void (*body)(void*), void* arg, bool falling, bool keep = 
     memset(w->odd, 0, sizeof w->odd);
     memset(w->done, 0, sizeof w->done);
     memset(w->ncopies, 0, sizeof w->ncopies);
-    if (!keep) memset(w->shared, 0xdb, sizeof w->shared);  // nothing may count on zeros
+    if (!keep) memset(w->shared, 0xdb, sizeof w->shared);  // bodies must not rely on zeroed memory
     for (u32 lane = 0; lane < 32; lane++) {
         u8* top = w->stacks + (lane + 1) * kStack;
 #if defined(__x86_64__)
@@ -151,7 +151,7 @@ inline u8* shared_at(u32 a, u32 bytes) {
     return this_warp()->shared + a;
 }
 
-// Global accesses are aligned on the device or they fault there.
+// On the device, misaligned accesses to global memory fault.
 inline void check_aligned(const void* p, u32 n) {
     if ((uintptr_t)p % n) die("misaligned global access");
 }
@@ -174,14 +174,14 @@ inline void land_copies(u32 lane) {
 
 }  // namespace host
 
-// run_warp(f): f() is called once for each lane of one warp.
+// run_warp calls f() once for each lane of one warp.
 template <class F>
 void run_warp(F f, bool falling = false) {
     host::run_lanes([](void* p) { (*(F*)p)(); }, &f, falling);
 }
 
-// run_phase is run_warp for one warp's part of a phase; shared memory is what the
-// phases before it left, or undefined in the first.
+// run_phase runs one warp's part of a phase. Shared memory keeps its contents from the
+// previous call, except if `first` is set.
 template <class F>
 void run_phase(F f, bool first, bool falling = false) {
     host::run_lanes([](void* p) { (*(F*)p)(); }, &f, falling, !first);

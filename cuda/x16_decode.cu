@@ -1,13 +1,13 @@
-// The X16 kernels: one entry for each transform, ow_x16_<name>.
+// The X16 decoding kernels, one for each transform: ow_x16_<name>.
 //
-// A warp decodes a segment (x16_decode.cuh). Warps of a block share nothing: a block has
-// several of them so that its tables and rings fill the shared memory of an SM. A kernel
-// for each transform, since the transform decides how many registers a lane needs, and with
-// them how many warps an SM has in flight to hide the latency of loads.
+// Each warp decodes one segment (x16_decode.cuh). The warps of a block share no data. A block
+// has several warps so that the tables and rings of all blocks fill the shared memory of an SM.
+// Each transform has its own kernel because transforms need different numbers of registers.
+// Fewer registers allow more resident warps per SM, which hide the latency of loads.
 //
-// Launch: block 32 * OW_X16_WARPS, grid ceil(n / OW_X16_WARPS), dynamic shared
-// memory OW_X16_SHARED. Arguments: chunks, segment jobs, their number, status
-// words. All pointers are device addresses.
+// Launch: block 32 * OW_X16_WARPS, grid ceil(n / OW_X16_WARPS), OW_X16_SHARED bytes of
+// dynamic shared memory. Arguments: chunks, segment jobs, number of jobs, status words. All
+// pointers are device addresses.
 #include "x16_decode.cuh"
 
 namespace {
@@ -28,7 +28,7 @@ OW_DEV void decode(const ow_x16_chunk* chunks, const ow_x16_seg* segs, u32 n, u3
 
 }  // namespace
 
-// `blocks` an SM: 6 leave 40 registers a thread, 5 leave 48.
+// `blocks` is per SM: 6 blocks allow 40 registers per thread, 5 allow 48.
 #define OW_X16_KERNEL(name, transform, blocks)                                                                \
     extern "C" __global__ void __launch_bounds__(32 * OW_X16_WARPS, blocks)                                   \
         ow_x16_##name(const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n, uint32_t* status) {     \

@@ -1,16 +1,16 @@
-// X16 on the GPU: one warp decodes one segment (docs/format.md 3).
+// Decodes X16 on the GPU, one warp per segment (docs/format.md 3).
 //
-// Lane l of the warp is lane l of the codec. A warp owns three pieces of shared
-// memory: a table of 256 slots, a ring of two blocks of words, and a copy of
-// the ring's first 256 bytes behind its end. A tile takes at most 256 bytes of
-// words, so inside a tile the word address runs straight on, unchecked, and
-// wraps once a tile. The blocks come by asynchronous copies, clamped to the
-// segment; the raw planes are loaded a tile ahead.
+// Lane l of the warp is lane l of the codec. A warp has three parts of shared memory: a
+// table of 256 slots, a ring of two blocks of words, and, after the ring, a copy of the
+// ring's first 256 bytes. A tile uses at most 256 bytes of words. Within a tile the word
+// address therefore increases without checks, and it wraps at most once per tile. Blocks
+// are loaded by asynchronous copies, which end at the segment's end. Raw planes are
+// loaded one tile ahead.
 //
-// Whatever the bytes say, the body reads only the chunk's stored bytes and
-// writes only its logical bytes: table entries are masked, words are read
-// from shared memory only, the number of tiles comes from the index, and
-// directory, planes and escapes are checked before they are followed.
+// For any stored bytes, the body reads only the chunk's stored bytes and writes only its
+// logical bytes. Table entries are masked, words are read only from shared memory, the
+// number of tiles comes from the index, and directory, planes and escapes are checked
+// before they are used.
 #ifndef OVERWIRE_X16_DECODE_CUH
 #define OVERWIRE_X16_DECODE_CUH
 
@@ -20,9 +20,9 @@ namespace ow {
 
 constexpr u32 kX16Table = 1024, kX16Block = 512, kX16Over = 256, kX16Header = 96;
 
-// Shared bytes of one warp. A block's memory starts on a multiple of 1024 and
-// holds all tables, then all rings, so that tables are aligned to their size (an
-// address is one bit-select) and rings to 256.
+// Bytes of shared memory per warp. The shared memory of a block is aligned to 1024. It
+// has all tables, then all rings. Tables are therefore aligned to their size, so one
+// bit-select computes the address of a slot, and rings are aligned to 256.
 constexpr u32 kX16Ring = 2 * kX16Block + kX16Over;
 constexpr u32 kX16Shared = kX16Table + kX16Ring;
 
@@ -32,23 +32,23 @@ OW_DEV X16Place x16_shared_memory(u32 base, u32 warp_id, u32 warps) {
     return {base + warp_id * kX16Table, base + warps * kX16Table + warp_id * kX16Ring};
 }
 
-// What a warp knows of its segment once header and directory are checked.
+// A segment, as read from the chunk's header and directory after their checks.
 struct X16Segment {
     const u8* src;
     u8* dst;
     u32 stored, logical;
-    u32 first, tiles;      // of the segment, in the chunk
+    u32 first, tiles;      // the segment's first tile in the chunk, and its number of tiles
     u32 words, end;        // offsets in the chunk: first word, end of the segment
     u32 escapes;
     u32 planes;            // offset of the first stored plane
-    u32 header;            // this lane's word of the header, lanes 0..23
-    bool coded;            // false: mode 1
+    u32 header;            // this lane's word of the header, in lanes 0..23
+    bool coded;            // false: the chunk has one symbol only (mode 1)
 };
 
 OW_DEV u32 header_byte(const X16Segment& s, u32 at) { return shfl(s.header, at >> 2) >> (8 * (at & 3)) & 255; }
 
-// x16_open_segment reads and checks everything but the coded bytes. It returns 0 or
-// the bits for the status word; all lanes agree.
+// x16_open_segment reads and checks everything except the coded bytes. It returns 0 or
+// status bits, the same in all lanes.
 template <int TR> OW_DEV u32 x16_open_segment(X16Segment& s, const ow_x16_chunk& c, u32 seg) {
     typedef Transform<TR> X;
     s.src = (const u8*)(uintptr_t)c.src;
@@ -64,7 +64,7 @@ template <int TR> OW_DEV u32 x16_open_segment(X16Segment& s, const ow_x16_chunk&
     s.header = ldg32(s.src + 4 * umin(lane_id(), kX16Header / 4 - 1));
     u32 mode = shfl(s.header, 0);
     s.coded = (mode & 255) == 0;
-    // Escapes need a symbol that stands for them, and identity palettes none.
+    // Only coded chunks can have an escape symbol, and only if the transform has escapes.
     u32 escape = mode >> 24, most = X::kEscapes && s.coded ? 16 : 0;
     if ((mode & 255) > 1 || escape > most || shfl(s.header, 1) != total) return OW_X16_LAYOUT;
     s.planes = kX16Header;
@@ -81,7 +81,7 @@ template <int TR> OW_DEV u32 x16_open_segment(X16Segment& s, const ow_x16_chunk&
         if (!good || (s.escapes && !escape)) return OW_X16_LAYOUT;
         s.words = here.x + 128;
     } else if (s.coded) {
-        // No tiles: a directory of one entry, then only the tail.
+        // No tiles: the directory has one entry, and only the tail follows.
         s.planes = kX16Header + 16;
     }
     u32 stored_planes = 0;
@@ -92,40 +92,40 @@ template <int TR> OW_DEV u32 x16_open_segment(X16Segment& s, const ow_x16_chunk&
     return fits ? 0 : OW_X16_LAYOUT;
 }
 
-// x16_expand_table expands the 16 alias buckets to 256 slots of
-// freq << 24 | rank << 16 | value in place.
+// x16_expand_table expands the 16 alias buckets to 256 slots: freq << 24 | rank << 16 |
+// value. The value is shifted to its position in the element.
 template <int TR> OW_DEV void x16_expand_table(const X16Segment& s, u32 table) {
     u32 b = lane_id() & 15;
     u32 value = header_byte(s, 16 + b), freq = header_byte(s, 32 + b);
     u32 div = header_byte(s, 48 + b), other = header_byte(s, 64 + b) & 15;
-    // Ranks of `other` given out before bucket b, less b's divider.
+    // The number of ranks of `other` that are used before bucket b, minus b's divider.
     u32 bias = shfl(div, other) - div;
     for (u32 i = 0; i < 15; i++) {
         u32 d = shfl(div, i), a = shfl(other, i);
         if (i < b && a == other && d < 16) bias += 16 - d;
     }
     u32 field = freq << 24 | (Transform<TR>::place_symbol(value) & 0xffff);
-    // Two lanes a bucket, eight slots a lane.
+    // Two lanes per bucket, eight slots per lane.
     u32 mine = lane_id() >> 1, r = 8 * (lane_id() & 1);
     u32 own = shfl(field, mine), alias = shfl(field, shfl(other, mine));
     u32 d = shfl(div, mine), up = shfl(bias, mine);
     u32 e[8];
     for (u32 i = 0; i < 8; i++, r++) e[i] = r < d ? own | r << 16 : alias | ((r + up) & 255) << 16;
-    syncwarp();  // the last segment's reads are done
+    syncwarp();  // all lanes have finished reading the previous table
     sts128(table + 32 * lane_id(), {e[0], e[1], e[2], e[3]});
     sts128(table + 32 * lane_id() + 16, {e[4], e[5], e[6], e[7]});
 }
 
-// The ring of words of one segment.
+// X16Words reads the words of one segment through the ring.
 struct X16Words {
     static constexpr u32 kRing = 2 * kX16Block;
     const u8* src;   // the chunk
-    u32 first, end;  // offsets in it of the first word and the segment's end
+    u32 first, end;  // offsets in the chunk: first word, end of the segment
     u32 ring;        // shared address
     u32 block;       // number of the block at the cursor
 
-    // request_block asks for block k. Bytes past the segment stay as they are: the cursor
-    // check at the end finds out whether they were used.
+    // request_block starts to copy block k. It does not copy bytes after the segment's end.
+    // The check of the cursor at the end finds out whether the decoder used any.
     OW_METHOD void request_block(u32 k) const {
         u32 at = first + k * kX16Block, to = ring + (k & 1) * kX16Block, o = 16 * lane_id();
         if (at + o < end) {
@@ -143,9 +143,9 @@ struct X16Words {
         wait_for_blocks();
         request_block(1);
     }
-    // advance moves on after the cursor entered the next quarter of 256 bytes. A
-    // block is requested when its slot is free, and waited for when the next tile
-    // may need it. Returns the cursor, wrapped.
+    // advance is called when the cursor has entered the next 256 bytes of the ring. It
+    // requests a block when its slot becomes free, and waits for a block when the next
+    // tile may need it. It returns the wrapped cursor.
     OW_METHOD u32 advance(u32 at) {
         u32 in = (at - ring) % kX16Block;
         if (in >= kX16Block - 256) {
@@ -156,8 +156,8 @@ struct X16Words {
         }
         return at - ring < kRing ? at : at - kRing;
     }
-    // finish waits for what is still in flight and returns the bytes of words
-    // that were used.
+    // finish waits for pending copies and returns the number of bytes of words that were
+    // used.
     OW_METHOD u32 finish(u32 at) const {
         u32 in = (at - ring) % kX16Block;
         if (in < kX16Block - 256) wait_for_blocks();
@@ -165,7 +165,7 @@ struct X16Words {
     }
 };
 
-// One step: the symbol's entry is returned, the state moves on.
+// x16_next_entry returns the next symbol's table entry and updates the state x.
 OW_DEV u32 x16_next_entry(u32& x, u32 table) {
     u32 e = lds32(table | (x << 2 & 0x3fc));
     u32 high = x >> 8;
@@ -173,8 +173,8 @@ OW_DEV u32 x16_next_entry(u32& x, u32 table) {
     return e;
 }
 
-// Renormalisation: lanes below 2^16 take the next words in lane order. `at` is
-// the shared address of the next word.
+// x16_refill renormalises the states: lanes with x < 2^16 take the next words, in lane
+// order. `at` is the shared address of the next word.
 OW_DEV void x16_refill(u32& x, u32& at, u32 below) {
     u32 need = ballot(x < 0x10000);
     u32 w = lds16(at + 2 * popc(need & below));
@@ -182,11 +182,11 @@ OW_DEV void x16_refill(u32& x, u32& at, u32 below) {
     at += 2 * popc(need);
 }
 
-// A lane's planes: where its next bytes are, and whether there are any.
+// X16Planes loads a lane's bytes of the raw planes.
 template <int TR> struct X16Planes {
     static constexpr int N = Transform<TR>::kPlanes;
     u32 at[N ? N : 1];  // offset in the chunk of the lane's bytes in tile 0 of the segment
-    u32 constant;       // bits
+    u32 constant;       // bit i: plane i is constant
     Raw<N> next;
 
     OW_METHOD void open_planes(const X16Segment& s, u32 total) {
@@ -194,7 +194,7 @@ template <int TR> struct X16Planes {
         constant = header_byte(s, 2);
         for (int i = 0; i < N; i++) {
             u32 w = Transform<TR>::plane_bits(i), v = header_byte(s, 8 + i);
-            // A constant plane is spread over the lane's bytes once.
+            // For a constant plane, fill the lane's bytes with the constant now.
             v = w == 8 ? v * 0x01010101 : w == 4 ? (v & 15) * 0x11111111 : v & 1 ? 255 : 0;
             next.p[i] = {v, v};
             at[i] = off + (s.first * 32 + lane_unit()) * w;
@@ -214,9 +214,8 @@ template <int TR> struct X16Planes {
     }
 };
 
-// x16_apply_lane_escapes patches the elements whose value is not in the palette. `at` is
-// the offset in the chunk of the escape list. Returns bits for the status word,
-// of this lane only.
+// x16_apply_lane_escapes writes the elements that are coded as escapes. `at` is the offset of
+// the escape list in the chunk. Returns status bits of this lane only.
 template <int TR> OW_DEV u32 x16_apply_lane_escapes(const X16Segment& s, u32 at) {
     typedef Transform<TR> X;
     u32 bad = 0, total = s.logical / (32 * X::kOut), off = s.planes, konst = header_byte(s, 2);
@@ -227,7 +226,7 @@ template <int TR> OW_DEV u32 x16_apply_lane_escapes(const X16Segment& s, u32 at)
         plane[i] = konst >> i & 1 ? nullptr : s.src + off;
         off += konst >> i & 1 ? 0 : 32 * X::plane_bits(i) * total;
     }
-    syncwarp();  // orders the patches behind the other lanes' tile stores
+    syncwarp();  // orders the escapes after the tile stores of other lanes
     for (u32 i = lane_id(); i < s.escapes; i += 32) {
         u32 n = ldg16(s.src + at + 2 * i);
         bool rising = i == 0 || ldg16(s.src + at + 2 * i - 2) < n;
@@ -240,8 +239,8 @@ template <int TR> OW_DEV u32 x16_apply_lane_escapes(const X16Segment& s, u32 at)
     return bad;
 }
 
-// x16_decode_tiles decodes the segment's tiles. Returns the bytes of words that were
-// used; `bad` gets bits for the status word, of this lane only.
+// x16_decode_tiles decodes the segment's tiles. Returns the number of bytes of words that
+// were used. Adds status bits of this lane only to `bad`.
 template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place place, u32& bad) {
     typedef Transform<TR> X;
     X16Words w;
@@ -279,7 +278,7 @@ template <int TR> OW_DEV u32 x16_decode_tiles(const X16Segment& s, X16Place plac
     return w.finish(at);
 }
 
-// x16_write_one_symbol writes the tiles of a chunk that has one symbol only.
+// x16_write_one_symbol writes the segment's tiles if the chunk has only one symbol.
 template <int TR> OW_DEV void x16_write_one_symbol(const X16Segment& s) {
     typedef Transform<TR> X;
     u32 symbol = header_byte(s, 1) & 15, v = X::place_symbol(header_byte(s, 16 + symbol)) & 0xffff;
@@ -294,7 +293,7 @@ template <int TR> OW_DEV void x16_write_one_symbol(const X16Segment& s) {
     }
 }
 
-// A job as ow_x16_seg says it.
+// An X16Listed is a segment job from an array of ow_x16_seg.
 struct X16Listed {
     const ow_x16_chunk* chunks;
     const ow_x16_seg* segs;
@@ -303,8 +302,8 @@ struct X16Listed {
     OW_METHOD u32 seg() const { return segs[job].seg; }
 };
 
-// x16_decode_segment decodes one segment and, if it is the chunk's last, copies the tail.
-// `table`: the chunk's table is in shared memory, from another segment.
+// x16_decode_segment decodes one segment. If it is the chunk's last, it also copies the tail.
+// `table` tells whether the chunk's table is in shared memory already.
 template <int TR, class Job> OW_DEV void x16_decode_segment(const Job& job, u32* status, X16Place place, bool& table) {
     typedef Transform<TR> X;
     u32 bad = 0, used = 0;
@@ -324,7 +323,7 @@ template <int TR, class Job> OW_DEV void x16_decode_segment(const Job& job, u32*
             used = x16_decode_tiles<TR>(s, place, bad);
         }
     }
-    // Read again what the end needs: kept, it would cost the tile loop ten
+    // Load the chunk and segment again. Keeping them would cost the tile loop ten
     // registers.
     ow_x16_chunk c = job.chunk();
     X16Segment s;

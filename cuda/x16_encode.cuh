@@ -1,17 +1,17 @@
-// X16 the other way: one block, of 4 to 16 warps, makes one chunk (docs/format.md
-// 3), the same bytes as the Go encoder.
+// Encodes X16: one block of 4 to 16 warps encodes one chunk (docs/format.md 3). The
+// output equals the Go encoder's byte for byte.
 //
-// A block's warps go through the chunk in phases, with a barrier after each:
+// The warps of a block process the chunk in phases, with a barrier after each:
 //
-//   0  clear      1  count values       2  sum what was counted
+//   0  clear the counts   1  count values   2  sum the counts
 //   3  one warp fits the model and makes the tables
-//   4  each warp codes its segments, only to learn how long they are
-//   5  one warp lays the chunk out, and writes its header and directory
-//   6  each warp codes its segments again, into their places, and the planes
+//   4  each warp codes its segments to measure them, without writing
+//   5  one warp computes the layout and writes header, directory and tail
+//   6  each warp codes its segments again and writes them and the planes
 //
-// Coding twice costs less than moving words that were put down too early.
-// Source and destination are aligned to 16; nothing past dst_cap is written,
-// since phase 5 knows the size before phase 6 begins.
+// Coding twice is faster than writing words to temporary offsets and moving them.
+// Source and destination are aligned to 16. Phase 5 compares the size with dst_cap
+// before anything is written.
 #ifndef OVERWIRE_X16_ENCODE_CUH
 #define OVERWIRE_X16_ENCODE_CUH
 
@@ -21,18 +21,19 @@
 
 namespace ow {
 
-// Shared memory: counts of values, eight copies by lane; then, in their place,
-// words and escapes of each segment. Entries of values: frequency, escape << 8,
-// address of its first slot << 16; inverse of the frequency.
+// Offsets in shared memory. kCounts: counts of values, in eight copies to reduce conflicts
+// between lanes; from phase 4 on, the words and escapes of each segment. kEntries: for each
+// value, frequency | escape << 8 | address of its first slot << 16, and the inverse of the
+// frequency.
 constexpr u32 kCounts = 0, kEntries = 8192, kBins = 10240, kSlots = 11264, kHead = 11520, kFacts = kHead + 96;
 constexpr u32 kEncodeShared = kFacts + 144, kEncodePhases = 7;
-// Facts: the chunk's kind, its planes' offset, whether it has escapes, and the bits
-// common to all elements, and to any, by warp.
+// Facts about the chunk: its state (the enum below), the offset of its planes, whether it has
+// escapes, and each warp's AND and OR of all elements.
 constexpr u32 kState = kFacts, kPlanes = kFacts + 4, kEscapes = kFacts + 8, kAll = kFacts + 16, kAny = kFacts + 80;
 enum : u32 { kCoded = 0, kOneSymbol = 1, kRefused = 2 };
 constexpr u32 kMostChunk = 16 << 20;
 
-// The chunk's cut into segments: gosrc/codec/x16, grid.
+// The division of a chunk into segments, as in segmentGrid of gosrc/codec/x16.
 struct X16Grid { u32 tiles, seg, segs; };
 
 template <int TR> OW_DEV X16Grid x16_grid(u32 bytes) {
@@ -49,23 +50,23 @@ OW_DEV u32 round_up_to_16(u32 n) { return (n + 15) & ~15u; }
 
 OW_DEV u32 byte_of(u32x2 v, u32 i) { return (i < 4 ? v.x : v.y) >> (8 * (i & 3)) & 255; }
 
-// x16_tables writes the tables for coding with a model and its buckets.
+// x16_tables writes the coding tables of a model and its buckets to shared memory.
 OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
-    u32 first = lane_id() < 16 ? m.freq : 0;  // of the symbol's slots: those of the symbols before
+    u32 first = lane_id() < 16 ? m.freq : 0;  // becomes the number of slots of all symbols before this one
     OW_UNROLL(1)
     for (u32 d = 1; d < 16; d *= 2) {
         u32 o = shfl(first, lane_id() - d);
         if (lane_id() >= d) first += o;
     }
     first -= m.freq;
-    // The rank at position 0 of a bucket's alias, as in x16_expand_table.
+    // The rank of a bucket's alias at position 0, as in x16_expand_table.
     u32 b = lane_id() & 15, other = shfl(alias, b), div = shfl(divider, b), bias = shfl(divider, other) - div;
     OW_UNROLL(1)
     for (u32 i = 0; i < 15; i++) {
         u32 d = shfl(divider, i), a = shfl(alias, i);
         if (i < b && a == other && d < 16) bias += 16 - d;
     }
-    // Two lanes a bucket, eight slots each.
+    // Two lanes per bucket, eight slots per lane.
     u32 mine = lane_id() >> 1, r = 8 * (lane_id() & 1);
     u32 d = shfl(divider, mine), up = shfl(bias, mine);
     u32 own = shfl(first, mine), of_alias = shfl(first, shfl(alias, mine));
@@ -75,7 +76,7 @@ OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
     }
     u32 f = m.freq ? m.freq : 1, inverse = f == 1 ? ~0u : (u32)(0x100000000ull / f);
     u32 entry = m.freq | (shared + kSlots + first) << 16 | (lane_id() == m.escape ? 256 : 0);
-    // All other values are escapes, if there are any.
+    // All values get the escape symbol's entry. The listed values are then overwritten.
     u32 from = m.escape == kNone ? 0 : m.escape, rest = shfl(entry, from), rest_inverse = shfl(inverse, from);
     OW_UNROLL(1)
     for (u32 v = lane_id(); v < 256; v += 32) sts64(shared + kEntries + 8 * v, {rest, rest_inverse});
@@ -83,14 +84,14 @@ OW_COLD void x16_tables(u32 shared, const X16Model& m, u32 divider, u32 alias) {
     if (lane_id() < 16 && m.freq && lane_id() != m.escape) sts64(shared + kEntries + 8 * m.value, {entry, inverse});
 }
 
-// An Encode is one item in the making, as each warp of its block sees it.
+// An Encode is one warp's view of the item that its block encodes.
 template <int TR> struct Encode {
     typedef Transform<TR> X;
     static constexpr u32 kUnit = X::kOut, kTile = 32 * X::kOut;
     ow_batch_item* item;
     const u8* src;
     u8* dst;
-    u32 n, cap;  // bytes of either
+    u32 n, cap;  // bytes of the source, capacity of the destination
     u32 shared, warp_id, warps;
     X16Grid g;
 
@@ -105,7 +106,7 @@ template <int TR> struct Encode {
     }
 
     OW_METHOD void refuse(u32 status) const {
-        syncwarp();  // the state was read
+        syncwarp();  // all lanes have read the state
         if (lane_id() == 0) {
             item->written = 0;
             item->status = status;
@@ -196,16 +197,16 @@ template <int TR> struct Encode {
         }
     }
 
-    // A symbol is coded: x becomes x / f << 8 | slot(x mod f). The inverse gives
-    // the quotient or one less.
+    // code_symbol changes the state x to x / f << 8 | slot(x mod f). The product with the
+    // inverse is the quotient or one less.
     OW_DEV void code_symbol(u32& x, u32x2 entry) {
         u32 f = entry.x & 255, q = mulhi(x, entry.y), r = x - q * f;
         if (r >= f) q++, r -= f;
         x = q << 8 | lds8((entry.x >> 16) + r);
     }
 
-    // code_segment codes segment s, last symbol first. WRITE: words and planes go to
-    // their places; else words and escapes are only counted.
+    // code_segment codes segment s, last symbol first. With WRITE it writes the segment and
+    // its planes. Otherwise it only counts words and escapes.
     template <bool WRITE> OW_METHOD void code_segment(u32 s) const {
         u32 first = s * g.seg, t = umin(first + g.seg, g.tiles), entries = shared + kEntries;
         const u8* from = src + lane_unit() * kUnit;
@@ -257,12 +258,12 @@ template <int TR> struct Encode {
         }
     }
 
-    // write_escapes writes what follows a segment's words: its escapes and the padding.
+    // write_escapes writes a segment's escapes and padding, which follow its words.
     OW_METHOD void write_escapes(u32 s, u32x2 place) const {
         u32 at = place.x + 128 + 2 * lds32(shared + kCounts + 8 * s), end = at + 3 * place.y, done = 0;
         OW_UNROLL(1)
         for (u32 t = s * g.seg; done < place.y; t++) {
-            // In the order of elements now, not of lanes.
+            // Here each lane loads units in element order, not in the order of lane_unit.
             u32x2 v = symbols_of_unit<TR>(load_unit<TR>(src + (u64)t * kTile + lane_id() * kUnit));
             u32 mask = 0;
             for (u32 i = 0; i < 8; i++) mask |= (lds32(shared + kEntries + 8 * byte_of(v, i)) >> 8 & 1) << i;
@@ -285,7 +286,7 @@ template <int TR> struct Encode {
         if (lane_id() < round_up_to_16(end) - end) stg8(dst + end + lane_id(), 0);
     }
 
-    // write_planes writes unit `unit` of tile t.
+    // write_planes writes the plane bytes of unit `unit` of tile t.
     OW_METHOD void write_planes(const Unit& u, u32 t, u32 unit, u32 constant) const {
         if (X::kPlanes == 0) return;
         Raw<X::kPlanes> r = planes_of_unit<TR>(u);
@@ -355,7 +356,8 @@ template <int TR> struct Encode {
 
     OW_METHOD void do_phase(u32 phase) const {
         if (phase == 0) return clear_counts();
-        // Phases 3 and 5 are one warp's, which may change the state there.
+        // Only warp 0 runs phases 3 and 5. The others return before they read the state, because
+        // warp 0 may change it.
         if ((phase == 3 || phase == 5) && warp_id) return;
         u32 state = lds32(shared + kState);
         if (state == kRefused) return;
@@ -381,7 +383,7 @@ template <int TR> struct Encode {
     }
 };
 
-// reason_not_to_encode returns why an item cannot be coded at all, or 0.
+// reason_not_to_encode returns the status of an item that cannot be encoded, or 0.
 OW_DEV u32 reason_not_to_encode(const ow_batch_item& it) {
     u32 tr = it.arg & 0xffff;
     if (tr < OW_BF16 || tr > OW_BYTES || it.src_len > kMostChunk || (it.src | it.dst) % 16) return OW_BATCH_ARG;

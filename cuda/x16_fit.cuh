@@ -1,6 +1,6 @@
-// The model of a chunk, as the Go encoder fits it (gosrc/codec/x16/fit.go and
-// table.go), by one warp: lane k holds symbol k. The same histogram gives the
-// same model, to the bit: doubles are added in the same order, and nothing is
+// Fits the model of a chunk with one warp, as the Go encoder does
+// (gosrc/codec/x16/fit.go and table.go). Lane k has symbol k. The same histogram gives
+// the same model, bit for bit, because doubles are added in the same order and nothing is
 // contracted.
 #ifndef OVERWIRE_X16_FIT_CUH
 #define OVERWIRE_X16_FIT_CUH
@@ -9,8 +9,8 @@
 
 namespace ow {
 
-// log2 of 0..256, the first as 0: the table that gosrc/codec/x16/fit.go computes (`log2`),
-// printed by strconv.FormatFloat(v, 'x', -1, 64). The tests of the twins compare what both make.
+// log2 of 0..256, with 0 for log2(0). These are the values of `log2` in gosrc/codec/x16/fit.go,
+// printed by strconv.FormatFloat(v, 'x', -1, 64). The twin tests compare the chunks of both encoders.
 #ifdef __CUDACC__
 __device__
 #endif
@@ -83,28 +83,30 @@ static const double kLog2[257] = {
 
 constexpr u32 kNone = ~0u;
 
-// A Model: what lane k knows about symbol k, and what all lanes know about the
-// whole.
+// An X16Model is the model of a chunk. Lane k has value and freq of symbol k. The other
+// fields are the same in all lanes.
 struct X16Model {
-    u32 value, freq;  // of symbol k; 0 in lanes above 15
-    u32 escape;       // the symbol that stands for all other values, or kNone
+    u32 value, freq;  // of this lane's symbol; 0 in lanes above 15
+    u32 escape;       // the symbol for all values without a symbol, or kNone
     u32 one;          // the only symbol, or kNone
-    double bits;      // that symbols and escapes will take
+    double bits;      // size of the coded symbols and escapes
 };
 
-OW_DEV u32 sum16(u32 v) {  // over lanes 0..15, and over 16..31
+OW_DEV u32 sum16(u32 v) {  // sums over lanes 0..15, and separately over 16..31
     OW_UNROLL(1)
     for (u32 d = 8; d; d /= 2) v += shfl(v, lane_id() ^ d);
     return v;
 }
 
-// A Pick says where one more slot gains most and where one less costs least.
+// An X16Pick has the symbol that gains most from one more slot, and the symbol that loses least
+// by giving up a slot.
 struct X16Pick {
     u32 up, down;  // symbols, or kNone
     double gain, cost;
 };
 
-// x16_pick picks the best steps: of counts c, lane by lane, that have f of the 256 slots now.
+// x16_pick finds these symbols. `count` and `slots` are those of symbol lane_id() % 16. Lanes
+// below 16 evaluate one more slot, the other lanes one slot less.
 OW_COLD X16Pick x16_pick(double count, u32 slots) {
     bool upper = lane_id() < 16, can = upper ? count > 0 && slots < 255 : slots > 1;
     double none = upper ? -1.0 : -1e300, change = none;
@@ -125,10 +127,10 @@ OW_COLD X16Pick x16_pick(double count, u32 slots) {
 }
 
 // x16_freq divides 256 slots among counts that sum to n, so that the coded size is
-// minimal, and returns that size in bits.
+// minimal. It returns the slots of this lane's symbol and sets `bits` to the size.
 OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
     u32 symbol = lane_id() & 15;
-    count = shfl(count, symbol);  // both halves the same
+    count = shfl(count, symbol);  // lanes k and k + 16 have the same count
     double weight = (double)count;
     u32 slots = 0;
     if (count) {
@@ -138,7 +140,7 @@ OW_COLD u32 x16_freq(u32 count, u32 n, double& bits) {
     for (u32 sum = sum16(slots); sum != 256;) {
         X16Pick pick = x16_pick(weight, slots);
         if (sum < 256) {
-            if (pick.up == kNone) break;  // cannot be: two counts are not 0
+            if (pick.up == kNone) break;  // impossible: at least two counts are not 0
             slots += symbol == pick.up;
             sum++;
         } else {
@@ -174,7 +176,7 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
         best.freq = x16_freq(count, n, best.bits);
         return best;
     }
-    // Each lane looks after 8 values; the 16 most frequent come out in order.
+    // Each lane has the counts of 8 values. The loop selects the 16 most frequent, in order.
     u32 histogram[8], kinds = 0;
     for (u32 i = 0; i < 8; i++) {
         histogram[i] = lds32(bins + 32 * lane_id() + 4 * i);
@@ -212,7 +214,7 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
     u32 escaped = n - shfl(sum16(lane_id() < listed_values ? count : 0), 0);
     for (; listed_values >= 1; listed_values--) {
         double listed = dmul((double)escaped, 24);
-        if (listed >= best.bits) break;  // and fewer values only escape more
+        if (listed >= best.bits) break;  // fewer listed values only add escapes
         double bits;
         u32 f = x16_freq(lane_id() < listed_values ? count : lane_id() == listed_values ? escaped : 0, n, bits);
         bits = dadd(bits, listed);
@@ -227,8 +229,8 @@ OW_COLD X16Model x16_fit(u32 bins, u32 n, bool identity) {
     return best;
 }
 
-// x16_buckets lays frequencies out as 16 buckets of two symbols: lane b gets
-// divider and alias of bucket b.
+// x16_buckets distributes frequencies over 16 buckets of two symbols. Lane b gets the divider
+// and the alias of bucket b.
 OW_COLD void x16_buckets(u32 freq, u32& divider, u32& alias) {
     u32 left = freq;
     bool open = lane_id() < 16;
@@ -237,7 +239,7 @@ OW_COLD void x16_buckets(u32 freq, u32& divider, u32& alias) {
     OW_UNROLL(1)
     for (u32 i = 0; i < 16; i++) {
         u32 low = ballot(open && left < 16), high = ballot(open && left > 16);
-        if (!low) break;  // all that are left hold exactly 16
+        if (!low) break;  // all open buckets have exactly 16
         u32 bucket = lowest_bit(low), giver = high ? lowest_bit(high) : bucket, gives = 16 - shfl(left, bucket);
         if (lane_id() == bucket) {
             divider = left;

@@ -1,6 +1,6 @@
-// The host twin of x16_decode.cu: the same bodies, run by the warp of warp_host.h.
-// The fake driver launches this where there is no GPU, and tests compare it with
-// the Go decoder. It is slow (some 10 MB/s) and exact, and not for users.
+// Host twin of the kernels in x16_decode.cu: the same bodies on the warp of warp_host.h.
+// The fake driver calls it on machines without a GPU, and tests compare it with the Go
+// decoder. It is only for tests, because it decodes only about 10 MB/s.
 #include "x16_decode.cuh"
 
 namespace {
@@ -17,8 +17,8 @@ void run_segments(const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n
 
 }  // namespace
 
-// ow_x16_host decodes n segment jobs on the calling thread; addresses in the chunks
-// are host addresses. Returns 0, or -1 for an unknown transform.
+// ow_x16_host decodes n segment jobs on the calling thread. The chunks contain host
+// addresses. Returns 0, or -1 for an unknown transform.
 extern "C" int ow_x16_host(int transform, const ow_x16_chunk* chunks, const ow_x16_seg* segs, uint32_t n, uint32_t* status) {
     switch (transform) {
         case OW_BF16: run_segments<OW_BF16>(chunks, segs, n, status); return 0;

@@ -1,5 +1,5 @@
-// How elements are split into symbol values and planes: the inverse of
-// x16_transform.cuh. A lane holds the 8 consecutive elements of one unit.
+// Splits elements into symbol values and planes: the inverse of x16_transform.cuh.
+// Each lane has one unit, which is 8 consecutive elements.
 #ifndef OVERWIRE_X16_SPLIT_CUH
 #define OVERWIRE_X16_SPLIT_CUH
 
@@ -7,7 +7,7 @@
 
 namespace ow {
 
-// A lane's elements: kOut / 4 words of them.
+// The elements of a lane, in the first kOut / 4 words.
 struct Unit { u32 w[8]; };
 
 template <int TR> OW_DEV Unit load_unit(const u8* p) {
@@ -25,11 +25,12 @@ template <int TR> OW_DEV Unit load_unit(const u8* p) {
     return u;
 }
 
-// Four nibbles, one in each byte, to 16 bits; four lowest bits of bytes to 4.
+// join_nibbles packs four nibbles, one per byte, into 16 bits. join_bits packs the lowest bits
+// of four bytes into 4 bits.
 OW_DEV u32 join_nibbles(u32 n) { return prmt(n | n >> 4, 0, 0x4420); }
 OW_DEV u32 join_bits(u32 v) { return (v & 0x01010101) * 0x10204080 >> 28; }
 
-// symbols_of_unit gives the 8 symbol values as bytes.
+// symbols_of_unit returns the 8 symbol values as bytes.
 template <int TR> OW_DEV u32x2 symbols_of_unit(const Unit& u) {
     const u32* w = u.w;
     switch (TR) {
@@ -49,7 +50,7 @@ template <int TR> OW_DEV u32x2 symbols_of_unit(const Unit& u) {
     }
 }
 
-// planes_of_unit gives the 8 elements' bytes of each plane.
+// planes_of_unit returns the bytes of the 8 elements in each plane.
 template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> planes_of_unit(const Unit& u) {
     const u32* w = u.w;
     Raw<Transform<TR>::kPlanes> r = {};
@@ -63,7 +64,7 @@ template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> planes_of_unit(const Unit& 
         case OW_FP16:
             p[0] = {prmt(w[0], w[1], 0x6420), prmt(w[2], w[3], 0x6420)};
             for (int i = 0; i < 2; i++) {
-                // The upper bytes: bits 8, 9 and 15 are their bits 0, 1 and 7.
+                // `high` has the upper bytes of four elements: bits 8, 9 and 15 are bits 0, 1 and 7.
                 u32 high = prmt(w[2 * i], w[2 * i + 1], 0x7531);
                 p[1].x |= join_bits(high) << 4 * i;
                 p[2].x |= join_bits(high >> 1) << 4 * i;
@@ -94,16 +95,18 @@ template <int TR> OW_DEV Raw<Transform<TR>::kPlanes> planes_of_unit(const Unit& 
     return r;
 }
 
-// broadcast_element is a unit of one element, eight times: e has it in all its places.
+// broadcast_element returns a unit of 8 equal elements. The word e contains the element at every
+// position.
 template <int TR> OW_DEV Unit broadcast_element(u32 e) {
     Unit u = {};
     for (u32 i = 0; i < Transform<TR>::kOut / 4; i++) u.w[i] = e;
     return u;
 }
 
-// fold_word_to_element combines what words have in common, or not, for one element.
+// fold_word_to_element combines the elements in a word with AND or OR. All elements of the
+// result are equal.
 template <int TR, bool AND> OW_DEV u32 fold_word_to_element(u32 v) {
-    constexpr u32 bits = Transform<TR>::kOut * 8 / 8;  // of an element
+    constexpr u32 bits = Transform<TR>::kOut * 8 / 8;  // bits per element
     if (bits == 16) {
         u32 o = v >> 16 | v << 16;
         v = AND ? v & o : v | o;

@@ -1,10 +1,10 @@
-// How a decoded symbol and the raw planes become elements, for each transform
-// of docs/format.md 3.1.
+// Combines decoded symbols and raw planes into elements, for each transform of
+// docs/format.md 3.1.
 //
-// A lane holds 8 consecutive symbols of a tile, as 8 table entries whose low 16
-// bits are the symbol's value shifted to its place in the element (`value`).
-// Each transform says which planes it has, how many bytes of them a lane needs
-// for its 8 symbols, and how both merge into the lane's output bytes.
+// A lane has 8 consecutive symbols of a tile, as 8 table entries. The low 16 bits of
+// an entry are the symbol's value, shifted to its position in the element. Each
+// transform defines its planes, the bits per symbol of each plane, and how symbols
+// and planes merge into the lane's output bytes.
 #ifndef OVERWIRE_X16_TRANSFORM_CUH
 #define OVERWIRE_X16_TRANSFORM_CUH
 
@@ -13,30 +13,31 @@
 
 namespace ow {
 
-// lane_unit is the lane's place in a tile, in units of 8 symbols.
+// lane_unit returns the lane's position in a tile, in units of 8 symbols.
 OW_DEV u32 lane_unit() { return (lane_id() & 16) + 4 * (lane_id() & 3) + (lane_id() >> 2 & 3); }
 
-// A plane has plane_bits bits of a symbol: 8 in a byte plane, 4 of nibbles, 1 of bits. That many bytes it
-// has of 8 symbols, and 32 times as many of a tile.
+// A plane has plane_bits bits per symbol: 8, 4 or 1. It therefore has plane_bits bytes per 8
+// symbols, and 32 * plane_bits bytes per tile.
 template <int TR> struct Transform;
 
-// A lane's plane bytes for one tile: one word pair a plane; narrow planes use
-// the low bytes of x only.
+// A lane's plane bytes for one tile: two words per plane. Planes of 4 bits or 1 bit use
+// only the low bytes of x.
 template <int N> struct Raw { u32x2 p[N ? N : 1]; };
 
-// Two table values side by side, and four.
+// join_halves packs the low halves of two table entries into a word, and join_bytes the low
+// bytes of four.
 OW_DEV u32 join_halves(u32 e0, u32 e1) { return prmt(e0, e1, 0x5410); }
 OW_DEV u32 join_bytes(u32 e0, u32 e1, u32 e2, u32 e3) {
     return prmt(prmt(e0, e1, 0x0040), prmt(e2, e3, 0x0040), 0x5410);
 }
-// Four bytes `mantissa << 1 | sign` to `sign << 7 | mantissa`.
+// Converts four bytes from `mantissa << 1 | sign` to `sign << 7 | mantissa`.
 OW_DEV u32 move_sign_first(u32 r) { return select_bits<0x80808080>(r << 7, r >> 1); }
-// Nibbles of the low 16 bits to four bytes.
+// Spreads the nibbles of the low 16 bits to four bytes.
 OW_DEV u32 spread_nibbles(u32 v) {
     v = prmt(v, 0, 0x4140);
     return (v | v << 4) & 0x0f0f0f0f;
 }
-// Bits 0..3 to the lowest bits of four bytes.
+// Spreads bits 0..3 to the lowest bits of four bytes.
 OW_DEV u32 spread_bits(u32 v) { return (v & 15) * 0x00204081 & 0x01010101; }
 OW_DEV u32 bit_of(const u8* plane, u32 n) { return ldg8(plane + n / 8) >> (n % 8) & 1; }
 
@@ -47,8 +48,8 @@ template <> struct Transform<OW_BF16> {
     OW_DEV u32 plane_bits(int) { return 8; }
     OW_DEV u32 place_symbol(u32 v) { return v << 7; }
     OW_DEV void store_unit(u8* out, const u32* e, const Raw<1>& raw) {
-        // In each half: sign and mantissa from the plane, exponent from the
-        // table. The prmt puts a byte and its spread sign side by side.
+        // Sign and mantissa come from the plane, the exponent comes from the table. prmt
+        // makes a half word of a byte and its replicated sign.
         u32 a = move_sign_first(raw.p[0].x), b = move_sign_first(raw.p[0].y);
         u32x4 w;
         w.x = (prmt(a, 0, 0x9180) & 0x807f807f) | join_halves(e[0], e[1]);
@@ -57,7 +58,8 @@ template <> struct Transform<OW_BF16> {
         w.w = (prmt(b, 0, 0xb3a2) & 0x807f807f) | join_halves(e[6], e[7]);
         stg128(out, w);
     }
-    // write_element writes element n of the chunk alone; p are its planes, 0 if constant.
+    // write_element writes element n of the chunk. p has the planes, null for constant planes,
+    // and k has the constants.
     OW_DEV void write_element(u8* dst, u32 n, u32 v, const u8* const* p, const u32* k) {
         u32 r = p[0] ? ldg8(p[0] + n) : k[0];
         stg16(dst + 2 * (u64)n, (r & 1) << 15 | v << 7 | r >> 1);
@@ -101,8 +103,8 @@ template <> struct Transform<OW_FP32> {
             u32 a = move_sign_first(half ? raw.p[0].y : raw.p[0].x);
             u32 b = half ? raw.p[1].y : raw.p[1].x, c = half ? raw.p[2].y : raw.p[2].x;
             const u32* f = e + 4 * half;
-            // The upper halves of two elements as in bf16, the lower ones from
-            // the two byte planes.
+            // The upper halves are made as in bf16. The lower halves come from the
+            // other two planes.
             u32 h01 = (prmt(a, 0, 0x9180) & 0x807f807f) | join_halves(f[0], f[1]);
             u32 h23 = (prmt(a, 0, 0xb3a2) & 0x807f807f) | join_halves(f[2], f[3]);
             u32 l01 = prmt(c, b, 0x5140), l23 = prmt(c, b, 0x7362);

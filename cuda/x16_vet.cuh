@@ -7,8 +7,8 @@
 
 namespace ow {
 
-// A transform as x16_vet needs it: bytes of a tile, symbol values, whether it has
-// escapes, and the widths of its planes, four bits each.
+// The properties of a transform that x16_vet uses: bytes per tile, number of symbol
+// values, whether it has escapes, number of planes, and plane widths, four bits each.
 struct X16Form { u32 tile, values; bool escapes; u32 planes, widths; };
 
 template <int TR> OW_DEV X16Form x16_form() {
@@ -18,14 +18,14 @@ template <int TR> OW_DEV X16Form x16_form() {
     return f;
 }
 
-// x16_vet checks header, table, and directory. Returns 0 or a status; all lanes
-// agree. x16_open_segment checks the rest.
+// x16_vet checks header, table and directory. Returns 0 or status bits, the same in all
+// lanes. x16_open_segment checks the rest.
 OW_COLD u32 x16_vet(const ow_x16_chunk& c, X16Form form) {
     if (c.stored < kX16Header || c.tiles == 0 || c.tiles > 256) return OW_X16_LAYOUT;
     const u8* src = (const u8*)(uintptr_t)c.src;
     u32 total = c.logical / form.tile, mode = ldg8(src), symbol = ldg8(src + 1), escape = ldg8(src + 3) - 1;
     if (total == 0 || mode > 1 || symbol > 15 || (mode == 0 && symbol)) return OW_X16_LAYOUT;
-    // Lane k < 16 has symbol and bucket k; lanes 8..15 also byte k of the header.
+    // Lanes k and k + 16 check symbol and bucket k, and if k < 8 the constant of plane k.
     u32 k = lane_id() & 15, v = ldg8(src + 16 + k), f = ldg8(src + 32 + k), d = ldg8(src + 48 + k), a = ldg8(src + 64 + k);
     bool bad = ldg8(src + 80 + k) != 0 || (mode && (f | d | a)) || a > 15;
     if (k < 8) {

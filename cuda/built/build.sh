@@ -1,14 +1,15 @@
 #!/bin/sh
-# Compiles kernels.cu into x16.fatbin and resident.cu into resident.fatbin, next to this
-# script, and both again for the GPUs of aarch64 machines (NAME_aarch64.fatbin). Then it
-# writes the hashes of the sources. The same sources and compiler give the same bytes in
-# any folder: nvcc puts a hash of the sources' folder into names, so the sources are copied
-# to a folder that is always the same.
+# Compiles kernels.cu to x16.fatbin and resident.cu to resident.fatbin, in this folder or
+# in OUT, and both again for the GPUs of aarch64 machines (NAME_aarch64.fatbin). Then writes
+# the hashes of sources and modules to sources.sha256.
+#
+# nvcc puts a hash of the source folder's path into symbol names. The script therefore
+# compiles copies in a fixed folder, so that the same sources give the same bytes anywhere.
 #
 #   cuda/built/build.sh NVCC [OUT]
 #
-# NVCC must come from the wheels cuda-toolkit[nvcc,cudart]==13.0.*: another version writes
-# other code, or PTX that a driver 13.0 refuses.
+# NVCC must come from the wheels cuda-toolkit[nvcc,cudart]==13.0.*. Other versions generate
+# different code, or PTX that CUDA 13.0 drivers reject.
 set -eu
 cd "$(dirname "$0")/.."
 nvcc=$1
@@ -19,7 +20,7 @@ trap 'rm -rf "$copy"' EXIT
 trap 'exit 1' HUP INT TERM
 cp *.h *.cu *.cuh "$copy"
 cd "$copy"
-# No -lineinfo: it writes paths.
+# No -lineinfo, because it embeds paths.
 fatbin() { # NAME SOURCE ARCH...
 	name=$1 source=$2
 	shift 2
@@ -38,6 +39,6 @@ done
 version=$(grep -m1 '^\.version' "$out/x16.ptx.tmp")
 rm "$out/x16.ptx.tmp"
 [ "$version" = ".version 9.0" ] || { echo "PTX $version, not 9.0: use the pinned compiler" >&2; exit 1; }
-# tests/test_kernels.py compares these hashes with the sources.
+# tests/test_kernels.py compares these hashes with the sources and modules.
 sha256sum *.h *.cu *.cuh | grep -v warp_host.h >"$out/sources.sha256"
 (cd "$out" && sha256sum x16.fatbin x16_aarch64.fatbin resident.fatbin resident_aarch64.fatbin >>sources.sha256)

@@ -1,3 +1,3 @@
-// Package built holds the compiled GPU kernels. cuda/built/build.sh writes the
-// files here; tests/test_kernels.py compares them with the sources.
+// Package built embeds the compiled GPU kernels. build.sh compiles them, and tests/test_kernels.py checks that
+// they match the sources.
 package built

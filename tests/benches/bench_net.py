@@ -118,7 +118,7 @@ def receive_all(path: Path, connections: int, device: str) -> None:
                 thread.join()
             for view in views:
                 view.release()
-        listener.shutdown(socket.SHUT_RDWR)  # wakes senders that have no receiver
+        listener.shutdown(socket.SHUT_RDWR)  # wakes threads that wait for a connection
         for thread in feeders:
             thread.join()
 

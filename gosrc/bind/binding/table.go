@@ -131,7 +131,7 @@ func row(name, doc string, kind Kind, q, r any) *Verb {
 
 func (v *Verb) counted(numbers []int64) error {
 	if len(numbers) < len(v.Ints) || v.Tail == "" && len(numbers) > len(v.Ints) {
-		return errs.New(errs.ErrArgument, "%s: expected %d numbers, got %d", v.Name, len(numbers), len(v.Ints))
+		return errs.New(errs.ErrArgument, "%s: expected %d numbers, got %d", v.Name, len(v.Ints), len(numbers))
 	}
 	return nil
 }

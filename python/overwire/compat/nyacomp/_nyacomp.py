@@ -333,8 +333,8 @@ def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
     rows = source["tensors"]
     if file.digest is not None and (source.get("metadata") or {}).get(_DIGEST) != file.digest:
         raise overwire.CorruptError(
-            f"overwire: open {place}: it has a different tensor than the checkpoint had: another checkpoint with equal "
-            "keys was compressed in this folder later; compress each checkpoint in its own folder",
+            f"overwire: open {place}: the file has a different tensor than the checkpoint: another checkpoint with "
+            "equal keys was compressed in this folder later; compress each checkpoint in its own folder",
             source=place,
         )
     if len(rows) != 1 or rows[0]["bytes"] != size:
