@@ -105,7 +105,9 @@ class Device:
         self.streams: list[Stream] = []
         self.read: dict[int, dict[int, int]] = {}  # by slot address and thread: the step after which nothing reads it
         self.current = threading.local()
-        self.breaks: int | None = None  # number of copies until a driver call fails
+        self.breaks: int | None = None  # number of driver calls until one fails
+        self.staged: dict[int, int] = {}  # by address: bytes of the largest copy to it
+        self.decoded: list[int] = []  # addresses of decoded streams
         cpu = torch.device("cpu")
         monkeypatch.setattr(Stream, "device", self, raising=False)
         monkeypatch.setattr(rings, "_carrier_for", lambda device, nbytes: rings._GPUCarrier(cpu, nbytes))
@@ -137,15 +139,21 @@ class Device:
         stream: Computing = self.current.stream
         return stream
 
-    def copy(self, to: int, of: int, nbytes: int, *, device: int, stream: int, wait: bool) -> None:
+    def call_driver(self) -> None:
         if self.breaks is not None:
             self.breaks -= 1
             if self.breaks < 0:
                 raise ow.DeviceError("the driver fails")
+
+    def copy(self, to: int, of: int, nbytes: int, *, device: int, stream: int, wait: bool) -> None:
+        self.call_driver()
+        self.staged[to] = max(nbytes, self.staged.get(to, 0))
         self.streams[stream].add(lambda: ctypes.memmove(to, of, nbytes) and None)
 
     def decode(self, number: int, stream: int, packed: list[tuple[int, ...]], algorithm: str) -> Decoding:
+        self.call_driver()
         batch, own = Decoding(), self.streams[stream]
+        self.decoded += [source for source, _, _, _, _ in packed]
 
         def work() -> None:
             slot = min(out for _, _, out, _, _ in packed)
@@ -155,10 +163,16 @@ class Device:
             outs = [codecs.Span(out, nbytes, None) for _, _, out, nbytes, _ in packed]
             batch.results = [coded.error for coded in codecs.run("decode", sources, algorithm=algorithm, out=outs)]
             for source, length, _, _, _ in packed:
-                ctypes.memset(source, 255, length)
+                if self.was_copied(source):
+                    ctypes.memset(source, 255, length)
 
         own.add(work)
         return batch
+
+
+    def was_copied(self, source: int) -> bool:
+        """Whether a stream is in a staging buffer."""
+        return any(start <= source < start + nbytes for start, nbytes in self.staged.items())
 
 
 @pytest.fixture(params=["early", "late", "copies early", "random"])

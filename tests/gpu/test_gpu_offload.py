@@ -60,6 +60,48 @@ def test_outputs_are_those_of_the_resident_model(poisoned: None, dtype: Any, hom
         assert torch.equal(ours.cuda(), theirs)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, *BYTES], ids=str)
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("where", ["device", "auto"])
+def test_blocks_stay_compressed_on_the_device(poisoned: None, dtype: Any, home: str, where: Any) -> None:
+    """Outputs equal the resident model's, device memory is what the offload reports, and close restores every byte."""
+    reference = torch.nn.Module()
+    reference.layers = torch.nn.ModuleList(Cast(dtype, rows) for rows in (900, 61, 3, 900, 900, 2000))
+    reference.cuda()
+    inputs = [torch.randn(2, len(layer.weight), device="cuda") for layer in reference.layers]
+    model = copy.deepcopy(reference).to(home)
+    room = 150_000 if where == "auto" else None
+    with ow.offload(model, "cuda", where=where, room=room) as offloaded, torch.no_grad():
+        on_device = [one.stored.memory for one in offloaded._away if one.stored.memory.is_on_device]
+        assert offloaded.stored_on_device == sum(one.nbytes for one in on_device) and len(on_device) >= 2
+        assert (offloaded.stored == 0) == (where == "device") and all(one.tensor.is_cuda for one in on_device)
+        for at in [*range(6), *range(6), 5, 1, 1, 4, 0, 5]:
+            assert torch.equal(model.layers[at](inputs[at]), reference.layers[at](inputs[at]))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.device.type == home and torch.equal(ours.cuda(), theirs)
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+def test_a_device_that_is_full(home: str) -> None:
+    """The error names the tier and the block, and every weight is back. With the host tier the model fits."""
+    model = Model(12, 2048).to(home)
+    before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+    torch.cuda.empty_cache()
+    # The stored bytes of 12 blocks of 33.6 MB do not fit, but one block can be encoded.
+    limit = torch.cuda.memory_reserved() + (180 << 20 if home == "cpu" else 120 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        if home == "cpu":
+            with pytest.raises(ow.OutOfMemoryError, match=r"block 'layers\.\d+' was compressed, with where='device'"):
+                ow.offload(model, "cuda", where="device")
+            assert all(map(torch.equal, model.parameters(), before))
+        with ow.offload(model, "cuda", where="device" if home == "cuda" else "host") as offloaded:
+            assert (offloaded.stored_on_device > 0) == (home == "cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(model.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
 def test_weights_of_a_byte(poisoned: None, dtype: Any) -> None:
     """fp8 and int8 weights give right outputs in changing orders."""
@@ -239,11 +281,12 @@ def test_what_accelerate_keeps_on_the_host(poisoned: None, how: str) -> None:
     assert torch.equal(outputs(model.cuda()), outputs(reference))
 
 
-def test_threads_on_streams_of_their_own() -> None:
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_threads_on_streams_of_their_own(where: Any) -> None:
     """Four threads run one model at the same time on separate streams."""
     model = Model(6, 256).cuda()
     reference = outputs(model)
-    with ow.offload(model, "cuda", slots=2):
+    with ow.offload(model, "cuda", slots=2, where=where):
         right: list[bool] = []
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""Runs a model that is larger than its device, by streaming its blocks from compressed host memory."""
+"""Runs a model that is larger than its device: its blocks stay compressed, and each is decoded while it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _verbs, errors
 from .._engine import forked
-from ..errors import ArgumentError, ModelMismatchError, NotSupportedError, OutOfMemoryError
+from ..errors import ArgumentError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import log
 from ..model.options import parse_size
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from .binding import Binding
     from .blocks import Block, Weight
     from .ring import Ring, Slot
+    from .source import Source
     from .stored import StoredBlock
+    from .tiers import Tier, Tiers
 
 
 class _Away:
@@ -50,6 +52,8 @@ class Offloaded:
         #: Bytes of the streamed weights, and bytes of host memory that they take compressed.
         self.nbytes: int = 0
         self.stored: int = 0
+        #: Bytes of device memory that the compressed weights take, with where="device" or "auto".
+        self.stored_on_device: int = 0
         #: Bytes of device memory that the ring takes initially, in addition to the weights that stay on the device.
         self.ring: int = 0
         #: Bytes of the blocks that stay on the device.
@@ -84,11 +88,14 @@ class Offloaded:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.blocks, self._closed = [], [], True
-        self.nbytes = self.stored = self.ring = self.kept = 0
+        self.nbytes = self.stored = self.stored_on_device = self.ring = self.kept = 0
 
     def _put_back(self) -> None:
+        import torch
+
         from .away import bring, is_away
         from .ring import Ring
+        from .stored import copy_to_host
 
         while self._away:
             one = self._away[-1]
@@ -99,7 +106,11 @@ class Offloaded:
                         parameter.data = _copy_to(parameter.data, device)
                 self._away.pop()
                 continue
-            ring = Ring([one.stored], self._device, 1)
+            try:
+                ring = Ring([one.stored], self._device, 1)
+            except OutOfMemoryError:  # the device is full of compressed blocks
+                one.stored = copy_to_host(one.stored)
+                ring = Ring([one.stored], torch.device("cpu"), 1)
             for weight, view in zip(one.block.weights, ring.acquire(0, sys._getframe()).views[0], strict=True):
                 values = _copy_to(view, weight.device)
                 if is_away(weight.parameter):
@@ -122,9 +133,13 @@ class Offloaded:
         keep: int,
         slots: int,
         limit: int = 0,
-        source: _Source | None = None,
+        source: Source | None = None,
+        where: Tier = "host",
+        room: int = 0,
     ) -> None:
         # Starts to stream blocks, except for `keep` bytes of them, and moves all other tensors to the device.
+        from .tiers import Tiers
+
         staying = set(_verbs.kept_blocks(keep, array("q", (block.nbytes for block in blocks)).tobytes()))
         away = [block for at, block in enumerate(blocks) if at not in staying]
         going = {id(weight.parameter) for block in away for weight in block.weights}
@@ -132,21 +147,29 @@ class Offloaded:
         self._move_rest(rest)
         if source is not None:
             source.load_tensors(rest)
-        self._encode_blocks(blocks, staying, limit, _values_of if source is None else source.read_block)
+        tiers = Tiers(self._device, away, slots, where, room)
+        self._encode_blocks(blocks, staying, limit, _values_of if source is None else source.read_block, tiers)
         self._run_by(slots)
 
     def _encode_blocks(
-        self, blocks: list[Block], staying: set[int], limit: int, fill: Callable[[list[Weight]], list[torch.Tensor]]
+        self,
+        blocks: list[Block],
+        staying: set[int],
+        limit: int,
+        fill: Callable[[list[Weight]], list[torch.Tensor]],
+        tiers: Tiers,
     ) -> None:
         from .away import record_of
-        from .stored import encode_block
 
         for at, block in enumerate(blocks):
             if at in staying or not block.weights:
                 self.kept += block.nbytes
                 continue
-            stored = encode_block(fill(block.weights), self._device)
-            self.stored += stored.memory.nbytes
+            stored = tiers.compress_block(block, fill)
+            if stored.memory.is_on_device:
+                self.stored_on_device += stored.memory.nbytes
+            else:
+                self.stored += stored.memory.nbytes
             if limit and self.stored > limit:
                 raise OutOfMemoryError(
                     f"overwire: offload: the stored weights take more than max_memory, {limit} bytes of host memory",
@@ -286,7 +309,9 @@ class Offloaded:
         if self._closed:
             return "Offloaded(closed)"
         count = spell_count(len(self.blocks), "block")
-        return f"Offloaded({count}, {self.nbytes} bytes in {self.stored} of host memory)"
+        texts = [f"{self.stored} of host memory"] if self.stored or not self.stored_on_device else []
+        texts += [f"{self.stored_on_device} of device memory"] if self.stored_on_device else []
+        return f"Offloaded({count}, {self.nbytes} bytes in {' and '.join(texts)})"
 
     def __enter__(self) -> Offloaded:
         return self
@@ -322,13 +347,15 @@ def offload(
     device: DeviceLike = "cuda",
     *,
     keep: int | str | None = None,
+    where: Tier = "host",
+    room: int | str | None = None,
     source: SourceLike | None = None,
     blocks: Iterable[torch.nn.Module | str] | None = None,
     max_memory: int | str | None = None,
     slots: int = 2,
 ) -> Offloaded:
-    """Runs a model on a device that is too small for its weights. They stay compressed in pinned host memory, and
-    the weights of each block are loaded while the previous block runs.
+    """Runs a model on a device that is too small for its weights. They stay compressed in pinned host memory or in
+    device memory, and the weights of each block are loaded while the previous block runs.
 
         with ow.offload(model, "cuda", keep="8GB"), torch.inference_mode():
             model.generate(...)
@@ -338,13 +365,18 @@ def offload(
     device: "cuda", "cuda:1", or "cpu". On the CPU, weights take two thirds of their memory.
     keep: bytes of device memory ("8GB", int) for blocks that stay on the device, spread evenly over the model; None
         streams all blocks.
+    where: the memory for compressed weights: "host"; "device", for a model that almost fits; or "auto", which puts as
+        many blocks on the device as `room` allows, spread evenly over the model, and the others on the host.
+    room: the most device memory that compressed weights may take ("40GB", int). The default for "auto" is the free
+        memory, minus `slots` + 2 times the largest block, minus a fifth of the GPU; on the CPU it is 0.
     source: a file or folder, as for `load_file`, with the model's names. The weights are read from there instead of
         from the model, which may be on the meta device.
     blocks: modules, or their names, each of which is loaded as one block. By default the blocks are the children of
         the model's ModuleLists, and a child with more than a sixteenth of the model is divided further.
     max_memory: the most host memory that the stored weights may take ("12GB", int).
-    slots: the number of blocks that are on the device at a time. At least 2 are needed to overlap copies with
-        computation. The ring takes `slots` times the largest block, and twice its stored bytes.
+    slots: the number of blocks that are on the device at a time. At least 2 are needed to overlap copies and
+        decoding with computation. The ring takes `slots` times the largest block, and twice the stored bytes of the
+        largest block on the host.
 
     Only inference is supported. Outputs equal those of the resident model, bit for bit. Parameters keep their objects,
     names, dtypes, shapes and ties. Values from a source are cast to the parameters' dtypes. While a block does not
@@ -359,10 +391,11 @@ def offload(
 
     Returns an `Offloaded`. Keep a reference to it. The model stays offloaded until its `close` is called. After an
     error the model is unchanged, but with a source, a model that had weights may have a mix of both.
-    Raises ArgumentError, also for freed memory and for a model that is already offloaded. Raises NotSupportedError for
-    parameters that consist of other tensors, and for a model that is compiled as a whole. Raises ModelMismatchError for
-    a source that lacks weights, OutOfMemoryError for max_memory, host and device, and the errors of `load_file`. A
-    forward with gradients, or during the capture of a CUDA graph, raises NotSupportedError.
+    Raises ArgumentError, also for freed memory and for a model that is already offloaded. Raises NotSupportedError
+    for parameters that consist of other tensors, and for a model that is compiled as a whole. Raises
+    ModelMismatchError for a source that lacks weights, OutOfMemoryError for max_memory, room, host and device, and
+    the errors of `load_file`. A forward with gradients, or during the capture of a CUDA graph, raises
+    NotSupportedError.
     """
     frame = frame_for("torch")  # raises an error that tells how to install torch
     import torch
@@ -371,6 +404,7 @@ def offload(
     from .away import is_away
 
     budget, limit = parse_size(keep, "keep"), parse_size(max_memory, "max_memory")
+    device_room = _check_tier(where, room)
     if not isinstance(slots, int) or slots < 1:
         raise ArgumentError(f"overwire: offload: slots {slots!r}: expected 1 or more")
     models = _models_of(model)
@@ -383,11 +417,15 @@ def offload(
         raise NotSupportedError(
             "overwire: offload: the model was created in inference mode: call offload inside torch.inference_mode()"
         )
-    where = check_device(device, frame)
-    with _errors_of(where):
-        torch.empty(0, device=where)  # raises before anything changes if the device does not exist
-    handle = Offloaded(torch.device(where), inference)
-    weights = _Source(models[""], source, handle._device) if source is not None else None
+    name = check_device(device, frame)
+    with _errors_of(name):
+        torch.empty(0, device=name)  # raises before anything changes if the device does not exist
+    handle = Offloaded(torch.device(name), inference)
+    weights: Source | None = None
+    if source is not None:
+        from .source import Source
+
+        weights = Source(models[""], source, handle._device)
     try:
         with torch.inference_mode(inference), torch.no_grad():
             if weights is not None:
@@ -395,7 +433,7 @@ def offload(
             parts = models.items()
             every = [block for name, part in parts for block in _blocks_of(part, blocks, name, len(models) > 1)]
             whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
-            handle._begin_streaming(every, whole, budget, slots, limit, weights)
+            handle._begin_streaming(every, whole, budget, slots, limit, weights, where, device_room)
     except BaseException:
         handle.close()
         if weights is not None:
@@ -429,72 +467,12 @@ def stream_blocks(
     return offloaded
 
 
-class _Source:
-    # A file with a model's weights, under the model's names.
-
-    def __init__(self, model: torch.nn.Module, source: SourceLike, device: torch.device) -> None:
-        from ..verbs.open import safe_open
-        from ..verbs.states import tensors_of_module
-
-        self._device = device
-        self._file = safe_open(source, framework="pt")
-        self._tables: list[dict[str, Any]] = [
-            table for part in model.modules() for table in (part._parameters, part._buffers)
-        ]
-        self._placeholders: list[tuple[Any, str, torch.Tensor]] = []  # the model's meta tensors
-        file_names, (state, _) = set(self._file.keys()), tensors_of_module(model, "offload")
-        self._names: dict[int, str] = {}
-        needs: dict[int, str] = {}
-        for name, tensor in [
-            *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-        ]:
-            if name in file_names:
-                self._names[id(tensor)] = name
-            elif name in state or tensor.device.type == "meta":
-                needs.setdefault(id(tensor), name)
-        if missing := [name for key, name in needs.items() if key not in self._names]:
-            first = ", ".join(sorted(missing)[:5])
-            raise ModelMismatchError(f"overwire: offload: {source} lacks {len(missing)} weights of the model: {first}")
-
-    def give_memory(self) -> None:
-        """Replaces each meta tensor by a tensor in host memory, under all its names."""
-        import torch
-
-        tensors: dict[int, torch.Tensor] = {}
-        for table in self._tables:
-            for key, old in table.items():
-                if old is None or old.device.type != "meta":
-                    continue
-                if id(old) not in tensors:  # the new tensor takes no memory before it is written
-                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
-                    if isinstance(old, torch.nn.Parameter):
-                        new = torch.nn.Parameter(new, old.requires_grad)
-                    tensors[id(old)] = new
-                    self._names[id(tensors[id(old)])] = self._names[id(old)]
-                self._placeholders.append((table, key, old))
-                table[key] = tensors[id(old)]
-
-    def take_memory(self) -> None:
-        """Undoes `give_memory`."""
-        while self._placeholders:
-            table, key, old = self._placeholders.pop()
-            table[key] = old
-
-    def load_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._file.load_into([(self._names[id(t)], None, t.data) for t in tensors if id(t) in self._names])
-
-    def read_block(self, weights: list[Weight]) -> list[torch.Tensor]:
-        import torch
-
-        from ..frameworks.torch import _errors_of
-
-        # The tensors are on the device, because a GPU encodes them there and then sends only stored bytes to the host.
-        with _errors_of(str(self._device), sum(weight.parameter.nbytes for weight in weights)):
-            tensors = [torch.empty_like(weight.parameter.detach(), device=self._device) for weight in weights]
-        self._file.load_into(
-            [(self._names[id(w.parameter)], None, tensor) for w, tensor in zip(weights, tensors, strict=True)]
-        )
-        return tensors
+def _check_tier(where: object, room: object) -> int:
+    if where not in ("host", "device", "auto"):
+        raise ArgumentError(f"overwire: offload: where {where!r}: expected 'host', 'device' or 'auto'")
+    if room is not None and where == "host":
+        raise ArgumentError(f"overwire: offload: room {room!r}: it needs where='device' or where='auto'")
+    return parse_size(room, "room")
 
 
 def _values_of(weights: list[Weight]) -> list[torch.Tensor]:

@@ -1,9 +1,10 @@
 """Implements the ring: a few slots of device memory that the blocks of a model use in turn.
 
 One stream copies a block's stored bytes into one of two staging buffers, and another stream decodes them from there
-into a slot. The computing stream waits for the slot by an event, on the device. A slot is filled again only after all
-its readers are done. The host waits for none of this. While a block runs, the blocks that followed it the last time are
-loaded. On the CPU nothing overlaps, and a block is decoded when it is needed.
+into a slot. Stored bytes that are on the device are decoded from where they are. The computing stream waits for the
+slot by an event, on the device. A slot is filled again only after all its readers are done. The host waits for none of
+this. While a block runs, the blocks that followed it the last time are loaded. On the CPU nothing overlaps, and a block
+is decoded when it is needed.
 
 If something still uses a slot's memory after a run, the slot is never written again. It leaves the ring together with
 its block, and is freed when nothing uses it. The ring gets a new slot instead.
@@ -26,7 +27,7 @@ from .. import gpu
 from .._locks import new_lock
 from ..errors import NotSupportedError
 from ..frameworks.torch import _errors_of
-from .stored import CHUNK, StoredBlock, decode_on_host
+from .stored import CHUNK, StoredBlock, StoredMemory, decode_on_host
 
 
 class Hold(NamedTuple):
@@ -77,7 +78,7 @@ class Ring:
         self._count = count = min(count, len(blocks))
         self._slot_bytes = slot_bytes = max((block.nbytes for block in blocks), default=0)
         self._left: dict[int, Slot] = {}  # slots that have left the ring, by block
-        staging_bytes = max((block.memory.nbytes for block in blocks), default=0)
+        staging_bytes = max((block.memory.nbytes for block in blocks if not block.memory.is_on_device), default=0)
         self._carrier = _carrier_for(device, staging_bytes)
         #: Bytes of device memory that the ring takes.
         self.nbytes: int = count * slot_bytes + self._carrier.nbytes
@@ -300,35 +301,47 @@ class _GPUCarrier:
         self._batches: deque[gpu.Batch] = deque()  # batches that may still be running
 
     def fetch(self, block: StoredBlock, slot: Slot) -> None:
-        number = self._device.index
+        memory = block.memory
         self._raise_failed()
-        staging, turn = self._staging[self._turn], self._turn
-        self._turn ^= 1
         with torch.cuda.device(self._device):
-            if self._decoded[turn] is not None:
-                self._copying.wait_event(self._decoded[turn])
-            gpu.copy(
-                staging.data_ptr(),
-                block.memory.address,
-                block.memory.nbytes,
-                device=number,
-                stream=self._copying.cuda_stream,
-                wait=False,
-            )
-            self._decoding.wait_stream(self._copying)
+            turn = -1 if memory.is_on_device else self._copy_up(memory)
             for event in slot.readers:
                 self._decoding.wait_event(event)
             slot.readers, slot.streams = [], set()
-            key = (block.memory.address, turn, slot.memory.data_ptr())
+            key = (memory.address, turn, slot.memory.data_ptr())
             tasks = self._tasks.get(key)
             if tasks is None:
+                source = memory.address
+                if memory.is_on_device:
+                    memory.tensor.record_stream(self._decoding)
+                else:
+                    source = self._staging[turn].data_ptr()
                 tasks = self._tasks[key] = gpu.pack_streams(
-                    (staging.data_ptr() + offset, length, slot.memory.data_ptr() + place.offset, place.nbytes, CHUNK)
+                    (source + offset, length, slot.memory.data_ptr() + place.offset, place.nbytes, CHUNK)
                     for place, (offset, length) in zip(block.places, block.streams, strict=True)
                     if place.nbytes
                 )
-            self._batches.append(gpu.decode(number, self._decoding.cuda_stream, tasks, "X16"))
-            slot.ready = self._decoded[turn] = self._decoding.record_event()
+            self._batches.append(gpu.decode(self._device.index, self._decoding.cuda_stream, tasks, "X16"))
+            slot.ready = self._decoding.record_event()
+            if not memory.is_on_device:
+                self._decoded[turn] = slot.ready
+
+    def _copy_up(self, memory: StoredMemory) -> int:
+        # Copies stored bytes into the next staging buffer, and returns its number.
+        turn = self._turn
+        self._turn ^= 1
+        if self._decoded[turn] is not None:
+            self._copying.wait_event(self._decoded[turn])
+        gpu.copy(
+            self._staging[turn].data_ptr(),
+            memory.address,
+            memory.nbytes,
+            device=self._device.index,
+            stream=self._copying.cuda_stream,
+            wait=False,
+        )
+        self._decoding.wait_stream(self._copying)
+        return turn
 
     def stream(self) -> Any:
         return torch.cuda.current_stream(self._device)

@@ -1,4 +1,4 @@
-"""Stores the weights of one block compressed in host memory, with their offsets in a slot.
+"""Stores the weights of one block compressed in host or device memory, with their offsets in a slot.
 
 Each tensor becomes one native X16 stream (overwire.codecs). For a GPU, the GPU encodes the tensors, so that only stored
 bytes are copied to the host. Otherwise the CPU encodes them.
@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import os
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class StoredBlock(NamedTuple):
 
     places: list[Place]
     streams: list[tuple[int, int]]
-    memory: HostMemory
+    memory: StoredMemory
     nbytes: int
     digests: bytes
 
@@ -61,6 +61,8 @@ class StoredBlock(NamedTuple):
 
 class HostMemory:
     """Host memory for stored bytes, page-locked if `device` is a GPU. It is freed with its last reference."""
+
+    is_on_device = False
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -90,6 +92,21 @@ class HostMemory:
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
 
 
+class DeviceMemory:
+    """Device memory of torch's allocator. Raises OutOfMemoryError."""
+
+    is_on_device = True
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        with _errors_of(str(device), nbytes):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes, self.address = nbytes, self.tensor.data_ptr()
+
+
+StoredMemory = HostMemory | DeviceMemory
+_Allocate = Callable[[int], StoredMemory]
+
+
 def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
     """Returns consecutive positions for tensors in a slot, and the total bytes."""
     places, end = [], 0
@@ -100,9 +117,9 @@ def place_tensors(tensors: list[torch.Tensor]) -> tuple[list[Place], int]:
     return places, end
 
 
-def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlock:
-    """Compresses the tensors of a block into host memory. The tensors must be dense, with their dimensions in any
-    order. They are not changed.
+def encode_block(tensors: list[torch.Tensor], device: torch.device, allocate: _Allocate | None = None) -> StoredBlock:
+    """Compresses the tensors of a block into the memory that `allocate` returns for their stored bytes, by default
+    host memory. The tensors must be dense, with their dimensions in any order. They are not changed.
 
     Raises OutOfMemoryError and DeviceError.
     """
@@ -110,10 +127,20 @@ def encode_block(tensors: list[torch.Tensor], device: torch.device) -> StoredBlo
     rows = [t.detach().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in tensors]
     on_gpu = device.type == "cuda"
     with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
-        rows = [row.to(device) for row in rows] if on_gpu else rows
+        if on_gpu:
+            with _errors_of(str(device), nbytes):
+                rows = [row.to(device) for row in rows]
         digests = _digest_rows([(row.data_ptr(), row.numel()) for row in rows], rows[0]) if rows else b""
         encode = _encode_on_gpu if on_gpu else _encode_on_host
-        return StoredBlock(places, *encode(tensors, rows, device), nbytes, digests)
+        allocate = allocate or (lambda nbytes: HostMemory(nbytes, device))
+        return StoredBlock(places, *encode(tensors, rows, device, allocate), nbytes, digests)
+
+
+def copy_to_host(block: StoredBlock) -> StoredBlock:
+    """Returns a block with its stored bytes in host memory that is not page-locked. Raises OutOfMemoryError."""
+    memory = HostMemory(block.memory.nbytes, torch.device("cpu"))
+    memory.tensor.copy_(block.memory.tensor)
+    return block._replace(memory=memory)
 
 
 def _digest_rows(rows: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
@@ -152,8 +179,8 @@ def decode_on_host(block: StoredBlock, numbers: Iterable[int], memory: torch.Ten
 
 
 def _encode_on_host(
-    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
-) -> tuple[list[tuple[int, int]], HostMemory]:
+    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device, allocate: _Allocate
+) -> tuple[list[tuple[int, int]], StoredMemory]:
     texts = [
         codecs.encode(
             codecs.Span(row.data_ptr(), row.numel(), row), "X16", chunk_size=CHUNK, dtype=SAVED.get(tensor.dtype)
@@ -161,15 +188,15 @@ def _encode_on_host(
         for tensor, row in zip(tensors, rows, strict=True)
     ]
     streams, end = _place_streams([text.nbytes for text in texts])
-    memory = HostMemory(end, device)
+    memory = allocate(end)
     for (offset, length), text in zip(streams, texts, strict=True):
         memory.tensor[offset : offset + length] = torch.frombuffer(text, dtype=torch.uint8)
     return streams, memory
 
 
 def _encode_on_gpu(
-    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device
-) -> tuple[list[tuple[int, int]], HostMemory]:
+    tensors: list[torch.Tensor], rows: list[torch.Tensor], device: torch.device, allocate: _Allocate
+) -> tuple[list[tuple[int, int]], StoredMemory]:
     number, stream = device.index, gpu.current_stream(device.index)
     spaces, end = _place_streams(codecs.max_size([row.numel() for row in rows], "X16", chunk_size=CHUNK))
     with _errors_of(str(device), end):
@@ -184,7 +211,7 @@ def _encode_on_gpu(
             raise length
         lengths.append(int(length or 0))
     streams, end = _place_streams(lengths)
-    memory = HostMemory(end, device)
+    memory = allocate(end)
     for (offset, length), (at, _) in zip(streams, spaces, strict=True):
         if length:
             gpu.copy(memory.address + offset, space.data_ptr() + at, length, device=number, stream=stream, wait=False)

@@ -1,0 +1,94 @@
+"""Chooses a tier for the stored bytes of each block: device memory, or pinned host memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from traceback import clear_frames
+from typing import Literal
+
+import torch
+
+from ..errors import OutOfMemoryError
+from ..frameworks.torch import _free_memory
+from ..jobs import log
+from .blocks import Block, Weight
+from .stored import DeviceMemory, HostMemory, StoredBlock, encode_block
+
+#: Values of `where=` of `offload`.
+Tier = Literal["host", "device", "auto"]
+
+
+class Tiers:
+    """Compresses blocks in order, each into its tier. blocks: all of them. slots, where, room: see `offload`;
+    a room of 0 was not given. Make it when the rest of the model is on the device."""
+
+    def __init__(self, device: torch.device, blocks: Sequence[Block], slots: int, where: str, room: int) -> None:
+        self._device, self._where, self._limit = device, where, room
+        self._room = room or sys.maxsize  # bytes of device memory that are left for blocks
+        if where == "auto":
+            self._room = _room_on(device, blocks, slots, room)
+        self._ahead = [block.nbytes for block in blocks if block.weights]  # of blocks that are not compressed yet
+        self._weights = self._stored = 0  # bytes of the others, and their compressed bytes
+        self._balance = 0.0  # share of blocks that the device is owed
+
+    def compress_block(self, block: Block, fill: Callable[[list[Weight]], list[torch.Tensor]]) -> StoredBlock:
+        """Compresses a block, with the values that `fill` returns. Raises OutOfMemoryError and DeviceError."""
+        try:
+            return encode_block(fill(block.weights), self._device, lambda nbytes: self._memory_for(block, nbytes))
+        except OutOfMemoryError as error:
+            clear_frames(error.__traceback__)  # they have device memory, which putting weights back may need
+            where = f"while block {block.name!r} was compressed, with where={self._where!r}"
+            raise OutOfMemoryError(
+                f"{error}, {where}", asked=error.asked, free=error.free, total=error.total
+            ) from error
+
+    def _memory_for(self, block: Block, nbytes: int) -> HostMemory | DeviceMemory:
+        if not self._takes_device(nbytes):
+            return HostMemory(nbytes, self._device)
+        try:
+            memory = DeviceMemory(nbytes, self._device)
+        except OutOfMemoryError as error:
+            if self._where == "device":
+                raise
+            self._room = 0  # the ring needs what is left
+            log.warning(
+                "overwire: offload: the device has no memory for the %d compressed bytes of %s: that block and the "
+                "later ones stay in host memory: %s", nbytes, block.name, error
+            )
+            return HostMemory(nbytes, self._device)
+        self._room -= nbytes
+        return memory
+
+    def _takes_device(self, nbytes: int) -> bool:
+        if self._where == "device" and nbytes > self._room:
+            raise OutOfMemoryError(
+                f"overwire: offload: the stored weights take more than room, {self._limit} bytes of device memory: "
+                "where='auto' puts the other blocks into host memory",
+                asked=self._limit - self._room + nbytes,
+            )
+        if self._where != "auto":
+            return self._where == "device"
+        # Blocks of both tiers alternate, so that blocks of the host are copied while others run.
+        self._weights += self._ahead.pop(0)
+        self._stored += nbytes
+        sizes = [one * self._stored / self._weights for one in self._ahead]  # estimated from the ratio so far
+        rest = nbytes + sum(size for size in sizes if size <= self._room)
+        self._balance += min(1.0, self._room / rest)
+        takes = nbytes <= self._room and self._balance >= 0.5
+        self._balance -= takes
+        return takes
+
+
+def _room_on(device: torch.device, blocks: Sequence[Block], slots: int, room: int) -> int:
+    # What is free once the weights of blocks are gone, less the slots and two more blocks: encoding needs them
+    # before there are slots, and the staging buffers later. Without a room a fifth is for activations.
+    if device.type != "cuda":
+        return room
+    free, total = _free_memory(str(device))
+    if free is None or total is None:
+        return room
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free += sum(weight.parameter.nbytes for block in blocks for weight in block.weights if weight.device == device)
+    free -= (slots + 2) * max((block.nbytes for block in blocks), default=0)
+    return max(0, min(free, room) if room else free - total // 5)
