@@ -1,10 +1,8 @@
-"""Reads local files in forked children, which cannot use the engine. `safe_open`, `load_file`, `stream` and
-`load_model` work there.
+"""Reads local files in forked children, such as DataLoader workers, where the engine cannot run.
 
-DataLoader workers are such children, on Linux by default up to Python 3.13. Plain files are mapped, and their
-tensors copied. Compressed files are decoded by the reader of `portable`, which is slow and needs numpy. Tensors are
-never copied or cast by torch's threads, which a forked child lacks. URIs, GPUs and everything else
-need the engine and raise ForkedError.
+Plain files are mapped, and their tensors copied. Compressed files are decoded by the reader of `portable`, which is
+slow and needs numpy. Tensors are never copied or cast by torch's threads, which a forked child lacks. URIs, GPUs and
+everything else need the engine and raise ForkedError.
 """
 
 from __future__ import annotations
@@ -124,7 +122,8 @@ class _CompressedFile:
 class ForkedModel(Model):
     """A model of local files, with a table and tensors. Each tensor belongs to the caller.
 
-    table: the parent's table of the same files, which defines the positions of tensors.
+    table: the parent's table of the same files, which defines the positions of tensors. Other arguments of `Model` have
+    no effect.
 
     Raises ForkedError for everything that needs the engine, and errors of opening the files.
     """
@@ -137,6 +136,7 @@ class ForkedModel(Model):
         filter: Callable[[str], bool] | None = None,
         storage_options: Mapping[str, object] | None = None,
         table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] | None = None,
+        **_: object,
     ) -> None:
         if hasattr(source, "shared_model") or device != "cpu":
             raise errors.forked()
@@ -152,7 +152,7 @@ class ForkedModel(Model):
             warnings.warn(
                 "overwire: this process was forked after the engine had started, so it decodes compressed files "
                 "slowly, without the engine: use the spawn or forkserver start method",
-                stacklevel=3,
+                stacklevel=4,  # the caller of the public function
             )
         if [one for uri in uris for one in _files_of(uri)] != parts:
             raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced while it was opened", source=uris[0])
@@ -173,12 +173,12 @@ class ForkedModel(Model):
     def info(self) -> list[dict[str, Any]]:
         return [{"uri": uri, "metadata": file.metadata} for uri, file in zip(self.uris, self._files, strict=True)]
 
-    def read_alone(self, at: int, frame: Frame, index: Any = None) -> Any:
-        """Returns one tensor, or `tensor[index]`."""
+    def read_index(self, at: int, frame: Frame, index: Any = ...) -> Any:
+        """Returns `tensor[index]` of one tensor; by default all of it."""
         row = self.row(at)
         file = self._files[row.source]
         data = file.bytes_of(row.name)
-        cut = None if index is None else plan(index, row.shape, dims=0).cut
+        cut = None if index is ... else plan(index, row.shape, dims=0).cut
         if cut and frame.name == "bytes":
             raise errors.forked("a part of a tensor as bytes")
         if cut and isinstance(file, _PlainFile):  # reads only the requested part

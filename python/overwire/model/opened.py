@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from ..errors import (
 )
 from ..frameworks.choose import HOST, check_device, check_dtype, check_framework, device_number, frame_for
 from ..frameworks.frame import Frame, check_empty
-from ..jobs import Job, heed, log, shown
+from ..jobs import Job, after_error, heed, log, shown
 from ..metering import note
 from ..model.joining import join, written
 from ..paths import named_errors
@@ -80,8 +81,7 @@ def opening(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Model:
-    """An open model: just a handle and its table. `close` ends it;
-    tensors and running loads stay valid."""
+    """An open model: a handle and its table. `close` ends it; tensors and running loads stay valid."""
 
     read: str | None = None
     chosen: list[int] | None = None  # the positions that keys and filter leave, None for all
@@ -164,13 +164,10 @@ class Model:
         assert table is not None
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
         self._sources = text
-        try:
+        with after_error(self.close):
             if self.table and self.table[-1][5] > 0:  # several files
                 self._refuse_twins(dict(zip(uris, self.uris, strict=False)))
             self.chosen = self.choose(keys, filter)
-        except BaseException:
-            self.close()
-            raise
 
     @classmethod
     def held(cls, name: str, table: list[Any], number: ModelNumber, device: str) -> Model:
@@ -182,15 +179,13 @@ class Model:
         return model
 
     def close(self) -> None:
-        """Closes the handle. If some tensors of a preload were taken, the rest of it is
-        freed."""
+        """Closes the handle. If some tensors of a preload were taken, the rest of it is freed."""
         if self._open:
             self._open = False
             release(self.handle)
 
     def join(self) -> str:
-        """Joins a preload of the files if it has what loads of this model to its
-        device return. Returns where `start` lands tensors."""
+        """Joins a preload of the files if it has the tensors that this model loads. Returns the value of `lands`."""
         if self.lands is None:
             number = join(self.handle, self.device, self.read, False)
             self.joined = number is not None
@@ -368,15 +363,10 @@ class Model:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
-        try:
+        with suppress(OutOfMemoryError), after_error(job.abandon):
             # A load after another one has time, and memory allocated at once has fewer gaps.
             first = len(large) if after else _FIRST_BATCH
             places = self._settle_targets(job, large, rows, frame, first) if large else {}
-        except OutOfMemoryError:
-            job.abandon()
-        except BaseException:
-            job.abandon()
-            raise
         if places is None:  # tries again, because the load's own memory is free now
             places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
             for at, tensor in places.items():
@@ -431,14 +421,25 @@ def start_engine(source: Any) -> None:
     open_library()
 
 
-def check_target(source: Any, framework: Any, device: Any, dtype: Any) -> tuple[Frame, str, Any]:
-    """Returns the frame, the device and the dtype for a load's arguments. Refuses invalid sources and frameworks
-    before the engine is started, so that a program that catches the error can still fork."""
+class Target(NamedTuple):
+    """What a load makes. dtype: the framework's dtype to cast to; None: no cast. max_memory: the most bytes on the
+    device; None: no limit."""
+
+    frame: Frame
+    device: str
+    dtype: Any
+    max_memory: int | str | None
+
+
+def check_target(source: Any, framework: Any, device: Any, options: Mapping[str, Any]) -> Target:
+    """Returns the target of a load's arguments. Refuses invalid sources and frameworks before the engine is started, so
+    that a program that catches the error can still fork."""
     check_source(source)
     check_framework(framework)
     open_library()  # the imports below take as long as Go's runtime needs to start
     frame = frame_for("pt" if framework is None and device_number(device) != HOST else framework)
-    return frame, check_device(device, frame), check_dtype(frame, dtype)
+    dtype = options.get("dtype")
+    return Target(frame, check_device(device, frame), check_dtype(frame, dtype), options.get("max_memory"))
 
 
 def prepare(device: str, exchange: bool = False) -> None:
