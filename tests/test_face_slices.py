@@ -164,7 +164,8 @@ def test_a_slice_goes_to_the_device_of_the_file(tmp_path: Path) -> None:
     """A slice is returned on the file's device, even if its block comes from a preload on the CPU."""
     ow.save_file({"a": torch.randn(40, 30)}, tmp_path / "m")
     with ow.safe_open(tmp_path / "m", "pt") as file:
-        file._model.device, file._model.lands, file._model.joined = "meta", "cpu", True  # stands in for a GPU
+        model = file._live_model()
+        model.device, model.lands, model.joined = "meta", "cpu", True  # pretends that it is a GPU
         found = file.get_slice("a")[5:9, 3]
         assert found.device.type == "meta" and found.shape == (4,)
 

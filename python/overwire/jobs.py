@@ -2,7 +2,7 @@
 
 A `Job` owns one engine job. As a context manager it leaves nothing running: an exception
 inside the block cancels the job, waits until the engine no longer uses the caller's buffers,
-and frees the job. `Steps` is the base class of iterators over a load's tensors.
+and frees the job.
 """
 
 from __future__ import annotations
@@ -10,25 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from abc import abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from . import _verbs
-from ._engine import (
-    TAKE_LAST,
-    TAKE_NEXT,
-    TAKE_RAW,
-    HandleOwner,
-    JobNumber,
-    core,
-    forget,
-    forked,
-    refuse_child,
-    release,
-)
-from ._imports import skip_at_exit
+from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
 from ._locks import new_lock
 from ._notebook import Facts, size
 from .errors import ArgumentError, CancelledError, DeadlineError
@@ -183,6 +170,20 @@ def check_wait(timeout: float | None) -> None:
     if timeout is None or not isinstance(timeout, bool) and isinstance(timeout, (int, float)) and timeout == timeout:
         return
     raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, or None to wait for the end")
+
+
+class after_error:
+    """A context manager that calls a function if an exception leaves it."""
+
+    def __init__(self, cleanup: Callable[[], object]) -> None:
+        self._cleanup = cleanup
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._cleanup()
 
 
 class Landed:
@@ -394,63 +395,3 @@ class Job:
             log.debug("%s: %s", self.verb, text)
         if '"no_gds"' in text:
             _say_once(json.loads(text)["no_gds"])
-
-
-class Steps(HandleOwner, Iterator[tuple[str, Any]]):
-    """An iterator over (name, tensor) of a load. Several threads may share it.
-
-    A subclass returns the next tensor from `_take_next`, frees the rest in `_free_rest` (which may
-    be called several times), and wakes waiting threads in `_end_waits`. Its constructor calls
-    this one after it has started the load.
-
-    It is not a generator: the load starts immediately, and a generator that was never advanced
-    would not run its `finally` block.
-    """
-
-    def __init__(self) -> None:
-        # The lock is reentrant, so a signal handler can acquire it again. `_taking` refuses that.
-        self._lock = new_lock()
-        self._taking = False
-
-    def __next__(self) -> tuple[str, Any]:
-        refuse_child("overwire: stream: its load runs in")
-        with self._lock:
-            self._refuse_within("next")
-            self._taking = True
-            try:
-                return self._take_next()
-            finally:
-                self._taking = False
-
-    def _refuse_within(self, step: str) -> None:
-        if self._taking:
-            raise ArgumentError(
-                f"overwire: stream: {step}() within next(): a signal handler that interrupted next() called it"
-            )
-
-    @abstractmethod
-    def _take_next(self) -> tuple[str, Any]: ...
-
-    @abstractmethod
-    def _free_rest(self) -> None: ...
-
-    def _end_waits(self) -> None:
-        pass
-
-    def close(self) -> None:
-        """Cancels the load and frees the remaining tensors. Does nothing in a forked child: the parent owns the load.
-        """
-        if forked():
-            return
-        if not self._lock.acquire(blocking=False):
-            self._end_waits()  # another thread may be waiting for the next tensor
-            self._lock.acquire()
-        try:
-            self._free_rest()
-        finally:
-            self._lock.release()
-
-    @skip_at_exit
-    def __del__(self) -> None:
-        if hasattr(self, "_taking"):
-            self.close()

@@ -135,7 +135,7 @@ def interrupted(folder: Path) -> None:
 
         signal.signal(signal.SIGUSR1, handle)
         if rank == 0:
-            stream._tensors = raise_within(stream._tensors)
+            stream._arrivals._tensors = raise_within(stream._arrivals._tensors)
         assert dict(stream).keys() == ow.load_file(path).keys(), exchange
         assert came == [signal.SIGUSR1] * (rank == 0)
 

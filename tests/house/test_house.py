@@ -223,6 +223,28 @@ def test_one_module_names_collectives() -> None:
     assert [name for name, path in inside.items() if collectives(path)] == ["checkpoints.exchange", "distributed.group"]
 
 
+# Where each mode of loading is defined.
+MODES = {"ForkedModel": "model.forked", "open_load": "distributed.tensors", "load_on": "verbs.deltas"}
+
+
+def users_of(name: str, trees: dict[str, ast.AST]) -> set[str]:
+    """Returns the modules that import or use a name."""
+    found = set()
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            if name in (*names, getattr(node, "id", ""), getattr(node, "attr", "")):
+                found.add(module)
+    return found
+
+
+def test_one_module_chooses_the_mode_of_a_load() -> None:
+    """Functions that load a model get a `Loader` and do not choose between a forked child, a group and deltas."""
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules(PACKAGE).items()}
+    for name, home in MODES.items():
+        assert users_of(name, trees) - {home} == {"verbs.loader"}, name
+
+
 TREE = {
     "__init__.py": "",
     "_engine.py": "",

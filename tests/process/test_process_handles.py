@@ -61,7 +61,7 @@ import copy, pickle
 import overwire as ow
 path = sys.argv[1]
 file = ow.safe_open(path, "bytes")
-owners = [file, ow.stream(path, framework="bytes"), ow.preload(path), ow.pin(path), file._model.handle]
+owners = [file, ow.stream(path, framework="bytes"), ow.preload(path), ow.pin(path), file._live_model().handle]
 for owner in owners:
     for way in (copy.copy, copy.deepcopy, pickle.dumps):
         try:

@@ -1,79 +1,49 @@
-"""Implements streams of a group. All ranks iterate over a stream together."""
+"""Yields the tensors of a load over a group, whose ranks iterate together."""
 
 from __future__ import annotations
 
 import atexit
 import inspect
 import weakref
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
-from ..jobs import Steps
-from ..model.options import DeviceLike, ShardLike
-from ..model.sources import SourceLike
-from ..progress import spell_count
 from .group import on_current_gpu
-from .tensors import TensorLoad, open_load
+from .tensors import TensorLoad
 
 
-class GroupStream(Steps):
-    """Implements `stream` for a process group. The constructor, every step, and an early `close` are collective.
-    `close` ends the stream on all ranks. Forked children do not take part."""
+class GroupArrivals:
+    """The tensors of a load by a group, in the order of arrival; see `verbs.streams`. Every method is collective.
 
-    def __init__(
-        self,
-        source: SourceLike,
-        group: Any,
-        shard: ShardLike,
-        device: DeviceLike,
-        framework: Any,
-        in_order: bool,
-        budget: int,
-        options: dict[str, Any],
-    ) -> None:
+    opening: opens the load. positions: those of the tensors that this rank gets, which are their numbers.
+    """
+
+    collective = True
+
+    def __init__(self, opening: AbstractContextManager[TensorLoad], device: str) -> None:
         self._stack = ExitStack()
         self._device = device
-        self._early: dict[int, Any] = {}
-        opening = open_load(source, group, shard, device=device, framework=framework, budget=budget, **options)
         load = self._stack.enter_context(opening)
         self._load: TensorLoad | None = load
         self._names = [row[0] for row in load.model.table]
-        self._order = iter(load.positions) if in_order else None
+        self.positions = load.positions
         self._tensors = load.iter_tensors()
-        self._total = len(load.positions)
-        super().__init__()
         _open.add(self)
 
-    def _take_next(self) -> tuple[str, Any]:
-        try:
-            with on_current_gpu(self._device):
-                if self._order is None:
-                    at, tensor = next(self._tensors)
-                    return self._names[at], tensor
-                due = next(self._order, None)
-                while due not in self._early:
-                    at, tensor = next(self._tensors)
-                    self._early[at] = tensor
-                assert due is not None
-                return self._names[due], self._early.pop(due)
-        except StopIteration:  # the ranks have already agreed
-            self._end(None)
-            raise
-        except BaseException as error:
-            self._end(error)
-            raise
+    def take_next(self) -> tuple[int, str, Callable[[], Any]]:
+        """Returns the position of the next tensor, its name, and a function that returns it."""
+        with on_current_gpu(self._device):
+            at, tensor = next(self._tensors)
+        return at, self._names[at], lambda: tensor
 
-    def __repr__(self) -> str:
-        return f"<stream of {spell_count(self._total, 'tensor')} of a group to {self._device}>"
+    def end_waits(self) -> None:
+        """Does nothing: a step ends when all ranks have made it."""
 
-    def _free_rest(self) -> None:
-        self._refuse_within("close")  # the step continues together with the other ranks
-        self._end(None)
-
-    def _end(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the load on all ranks. error: the reason, which the other ranks get unless they know it."""
         _open.discard(self)
-        # Ends the stream. error: the reason, which is passed to the other ranks unless they know it.
-        load, self._load, self._early = self._load, None, {}
+        load, self._load = self._load, None
         try:
             if load is not None:
                 with on_current_gpu(self._device):
@@ -87,13 +57,13 @@ class GroupStream(Steps):
                 self._stack.__exit__(type(error), error, error.__traceback__)
 
 
-_open: weakref.WeakSet[GroupStream] = weakref.WeakSet()
+_open: weakref.WeakSet[GroupArrivals] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    # Closes streams while the groups still exist. A stream that is closed later aborts the process.
-    for stream in list(_open):
+    # Closes loads while the groups still exist. One that is closed later aborts the process.
+    for arrivals in list(_open):
         with suppress(Exception):
-            if not stream._taking:  # a daemon thread may be inside a step; it ends with the process
-                stream.close()
+            if inspect.getgeneratorstate(arrivals._tensors) != inspect.GEN_RUNNING:  # else in a daemon thread
+                arrivals.close()

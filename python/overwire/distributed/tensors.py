@@ -21,13 +21,13 @@ from typing import Any
 
 from ..dtypes import torch_shape
 from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
-from ..frameworks.choose import check_device, check_dtype, frame_for
+from ..jobs import after_error
 from ..model.budget import fit
 from ..model.loads import Load
-from ..model.opened import WHOLE, Model, opening, pack_requests, prepare
-from ..model.options import DeviceLike, ShardLike
+from ..model.opened import WHOLE, Model, Target, pack_requests, prepare
+from ..model.options import ShardLike
 from ..model.sources import SourceLike
-from ..progress import Progress, watch
+from ..progress import Progress, ProgressLike, watch
 from . import group as ranks
 from .cuts import CutTensor, Cutting
 from .group import Members, Unmapped, group_verb
@@ -45,25 +45,22 @@ _TICK = 0.25
 
 @contextmanager
 def open_load(
+    target: Target,
+    progress: ProgressLike,
     source: SourceLike,
+    opens: Mapping[str, Any],
     group: Any,
-    shard: ShardLike = None,
-    *,
-    device: DeviceLike = "cpu",
-    framework: str | None = None,
+    shard: ShardLike,
     budget: int | None = None,
     unmapped_budget: int = 0,
     choose: Callable[[TensorLoad], Iterable[int]] | None = None,
-    **options: Any,
 ) -> Iterator[TensorLoad]:
     """Opens a load on all ranks, without reading tensors. Collective.
 
-    budget: the max_memory of a stream, or None for a load of all tensors. unmapped_budget: the same for ranks that do
-    not map each other's memory. choose: returns the positions of the tensors that this rank needs. It is called before
-    the first agreement, and its errors are raised on all ranks.
+    opens: the result of `opening`. budget: the max_memory of a stream, or None for a load of all tensors.
+    unmapped_budget: the same for ranks that do not map each other's memory. choose: returns the positions of the
+    tensors that this rank needs. It is called before the first agreement, and its errors are raised on all ranks.
     """
-    if group is None:
-        raise ArgumentError("overwire: shard: it needs group=, the process group of the ranks that share the tensors")
     loads: list[TensorLoad] = []
 
     def close() -> None:
@@ -71,16 +68,16 @@ def open_load(
             loads.pop().close()
 
     def open_and_describe() -> dict[str, Any]:
-        if options.get("read") is not None:
+        if opens.get("read") is not None:
             raise ArgumentError(
                 "overwire: read: it cannot be combined with group: set OVERWIRE_READ on all ranks instead"
             )
-        loads.append(TensorLoad(members, source, shard, device, framework, (budget, unmapped_budget), options))
+        loads.append(TensorLoad(members, target, progress, source, opens, shard, (budget, unmapped_budget)))
         if choose is not None:
             loads[0].positions = list(choose(loads[0]))
         return loads[0].describe_wants()
 
-    with group_verb(group, device) as members:
+    with group_verb(group, target.device) as members:
         try:
             reports = meet(members, open_and_describe, close)
             loads[0].apply_reports(reports)
@@ -98,45 +95,40 @@ class TensorLoad:
     def __init__(
         self,
         members: Members,
+        target: Target,
+        progress: ProgressLike,
         source: SourceLike,
+        opens: Mapping[str, Any],
         shard: ShardLike,
-        device: Any,
-        framework: str | None,
         budgets: tuple[int | None, int],
-        options: Mapping[str, Any],
     ) -> None:
         # Every rank opens the whole model, so that the table is the same on all ranks.
-        whole = {name: value for name, value in opening(options).items() if name not in ("keys", "filter")}
+        whole = {name: value for name, value in opens.items() if name not in ("keys", "filter")}
         self._members = members
         self._deferred_error: BaseException | None = None
         self._count = self._bytes = 0  # number and bytes of the tensors that have arrived
         self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
-        self._frame = frame_for(framework)
+        self._frame, device, self._dtype, max_memory = target
         self._exchange = ranks.exchange_setting()
         # 0 means no budget. `apply_reports` replaces these by the smallest budgets of all ranks.
         self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
         self._bitmaps: list[bytes] = []  # bitmaps of the tensors that each rank needs, by rank
         if self._frame.name != "torch":
             raise ArgumentError("overwire: group: only torch tensors are supported: use framework='pt'")
-        where = check_device(device, self._frame)
-        self._dtype = check_dtype(self._frame, options.get("dtype"))
-        self._watcher = watch(options.get("progress"), "load" if budgets[0] is None else "stream")
-        link = members.sending_device(where) if self._exchange == "collective" else ""
-        prepare(link or where, self._exchange != "none")  # prepares the device that receives stored bytes
-        self.model = Model(source, device=where, **whole)
+        self._watcher = watch(progress, "load" if budgets[0] is None else "stream")
+        link = members.sending_device(device) if self._exchange == "collective" else ""
+        prepare(link or device, self._exchange != "none")  # prepares the device that receives stored bytes
+        self.model = Model(source, device=device, **whole)
         self._load = GroupLoad(members, [self.model])
         self.model.alone()  # preloaded tensors are not shared with other ranks
-        try:
+        with after_error(self.close):
             self._cutting = Cutting(self._frame, members.size, members.rank)
-            selection = self.model.choose(options.get("keys"), options.get("filter"))
+            selection = self.model.choose(opens.get("keys"), opens.get("filter"))
             self.positions = list(range(len(self.model.table))) if selection is None else selection
             self._dims = self._cut_dims(shard)
             if budgets[0] is None:
                 sizes = map(self.slice_size, self.positions)
-                fit(self.model, self._frame, self._dtype, options.get("max_memory"), sizes)
-        except BaseException:
-            self.close()
-            raise
+                fit(self.model, self._frame, self._dtype, max_memory, sizes)
 
     def close(self) -> None:
         """Closes the load. Not collective."""
@@ -283,7 +275,7 @@ class TensorLoad:
                 shared, lone = self._split_positions()
                 windows = self._windows_of([at for at in shared if at in rest], budget)
         for window in self._windows_of([at for at in lone if at not in arrived], (budget or _WINDOW) if streams else 0):
-            yield from self._read_alone(self._own_tensors(window))
+            yield from self._read_own(self._own_tensors(window))
         if not agreed:
             self._agree_or_raise()
 
@@ -296,7 +288,7 @@ class TensorLoad:
         carrier = self._load.carrier
         device = self._load.link if carrier == "collective" else self.model.device
         if carrier == "none":
-            yield from self._read_alone(tasks)
+            yield from self._read_own(tasks)
             return
 
         def make_requests() -> bytes:
@@ -336,7 +328,7 @@ class TensorLoad:
         ]
         return Wants(sorted({need[0] for need in needs}), pack_requests(needs))
 
-    def _read_alone(self, tasks: list[CutTensor]) -> Generator[tuple[int, Any], None, None]:
+    def _read_own(self, tasks: list[CutTensor]) -> Generator[tuple[int, Any], None, None]:
         # Reads tensors without the other ranks. Not collective. An error is raised at the next agreement.
         try:
             if self._deferred_error is None:
@@ -351,16 +343,12 @@ class TensorLoad:
         busy = [(task, block, row) for task, block, row in reads if 0 not in row.shape]
         blocks, rows = [(task.at, block) for task, block, _ in busy], [row for *_, row in busy]
         load = self.model.begin_blocks(blocks, rows, self._frame) if busy else None
-        try:
+        with after_error(lambda: load.job.abandon() if load is not None else None):
             for task, _, row in reads:
                 if 0 in row.shape:
                     yield from self._finish_tensor(task, self._frame.empty(row.dtype, row.shape, self.model.device))
             while load is not None and not load.crowded and not _has_ended(load):
                 self._members.look_for_failure()
-        except BaseException:
-            if load is not None:
-                load.job.abandon()
-            raise
         for (task, *_), tensor in zip(busy, load.tensors() if load is not None else (), strict=True):
             yield from self._finish_tensor(task, tensor)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .._requests import LoadEstimate, LoadProspect
 
 
-def outlook(
+def estimate(
     model: Model,
     frame: Frame,
     wanted: Any,
@@ -55,6 +55,6 @@ def fit(
     max_memory: int | str | None,
     parts: Iterable[tuple[int, int]] | None = None,
 ) -> None:
-    """Raises OutOfMemoryError if a load would take more than the budget; see `outlook`."""
+    """Raises OutOfMemoryError if a load would take more than the budget; see `estimate`."""
     if max_memory is not None:
-        outlook(model, frame, wanted, parts, max_memory)
+        estimate(model, frame, wanted, parts, max_memory)

@@ -123,7 +123,8 @@ class _CompressedFile:
 class ForkedModel(Model):
     """A model of local files that reads without the engine. It returns tensors that belong to the caller.
 
-    table: the parent's table of the same files. If given, it defines the positions of tensors.
+    table: the parent's table of the same files. If given, it defines the positions of tensors. Other arguments of
+    `Model` have no effect.
 
     Raises ForkedError for everything that needs the engine, and the errors of opening the files.
     """
@@ -136,6 +137,7 @@ class ForkedModel(Model):
         filter: Callable[[str], bool] | None = None,
         storage_options: Mapping[str, object] | None = None,
         table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] | None = None,
+        **_: object,
     ) -> None:
         if hasattr(source, "shared_model") or device != "cpu":
             raise errors.forked()
@@ -151,7 +153,7 @@ class ForkedModel(Model):
             warnings.warn(
                 "overwire: this process was forked after the engine had started, so it decodes compressed files "
                 "slowly, without the engine: use the spawn or forkserver start method",
-                stacklevel=3,
+                stacklevel=4,  # the caller of the public function
             )
         if [one for uri in uris for one in _files_of(uri)] != parts:
             raise errors.CorruptError(f"overwire: open {uris[0]}: it was replaced while it was opened", source=uris[0])
@@ -172,12 +174,12 @@ class ForkedModel(Model):
     def info(self) -> list[dict[str, Any]]:
         return [{"uri": uri, "metadata": file.metadata} for uri, file in zip(self.uris, self._files, strict=True)]
 
-    def read_alone(self, at: int, frame: Frame, index: Any = None) -> Any:
-        """Returns one tensor, or `tensor[index]`."""
+    def read_index(self, at: int, frame: Frame, index: Any = ...) -> Any:
+        """Returns `tensor[index]` of one tensor; by default all of it."""
         row = self.row(at)
         file = self._files[row.source]
         data = file.bytes_of(row.name)
-        cut = None if index is None else plan(index, row.shape, dims=0).cut
+        cut = None if index is ... else plan(index, row.shape, dims=0).cut
         if cut and frame.name == "bytes":
             raise errors.forked("a part of a tensor as bytes")
         if cut and isinstance(file, _PlainFile):  # reads only the requested part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from ..errors import (
 )
 from ..frameworks.choose import HOST, check_device, check_dtype, check_framework, device_number, frame_for
 from ..frameworks.frame import Frame, check_empty
-from ..jobs import Job, heed, log, shown
+from ..jobs import Job, after_error, heed, log, shown
 from ..metering import note
 from ..model.joining import join, written
 from ..paths import named_errors
@@ -163,13 +164,10 @@ class Model:
         assert table is not None
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
         self._sources = text
-        try:
+        with after_error(self.close):
             if self.table and self.table[-1][5] > 0:  # several files
                 self._refuse_twins(dict(zip(uris, self.uris, strict=False)))
             self.chosen = self.choose(keys, filter)
-        except BaseException:
-            self.close()
-            raise
 
     @classmethod
     def held(cls, name: str, table: list[Any], number: ModelNumber, device: str) -> Model:
@@ -368,15 +366,10 @@ class Model:
             pointers[at] = _LATER
         job = self.start(requests(pointers), watcher, cast, after=after)
         places: dict[int, Any] | None = None
-        try:
+        with suppress(OutOfMemoryError), after_error(job.abandon):
             # A load that waits for another one has time to allocate all tensors in one batch, which leaves fewer gaps.
             first = len(large) if after else _FIRST_BATCH
             places = self._settle_targets(job, large, rows, frame, first) if large else {}
-        except OutOfMemoryError:
-            job.abandon()
-        except BaseException:
-            job.abandon()
-            raise
         if places is None:  # tries again, because the abandoned load has freed its memory
             places = dict(zip(large, frame.empty_on(self.device, [rows[at] for at in large]), strict=True))
             for at, tensor in places.items():
@@ -430,14 +423,25 @@ def start_engine(source: Any) -> None:
     open_library()
 
 
-def check_target(source: Any, framework: Any, device: Any, dtype: Any) -> tuple[Frame, str, Any]:
-    """Returns the frame, the device and the dtype for a load's arguments. Raises errors of invalid sources and
-    frameworks before it starts the engine, so that a program that catches them can still fork."""
+class Target(NamedTuple):
+    """What a load makes. dtype: the framework's dtype to cast to; None: no cast. max_memory: the most bytes on the
+    device; None: no limit."""
+
+    frame: Frame
+    device: str
+    dtype: Any
+    max_memory: int | str | None
+
+
+def check_target(source: Any, framework: Any, device: Any, options: Mapping[str, Any]) -> Target:
+    """Returns the target of a load's arguments. Refuses invalid sources and frameworks before the engine is started, so
+    that a program that catches the error can still fork."""
     check_source(source)
     check_framework(framework)
     open_library()  # the Go runtime starts during the imports below
     frame = frame_for("pt" if framework is None and device_number(device) != HOST else framework)
-    return frame, check_device(device, frame), check_dtype(frame, dtype)
+    dtype = options.get("dtype")
+    return Target(frame, check_device(device, frame), check_dtype(frame, dtype), options.get("max_memory"))
 
 
 def prepare(device: str, exchange: bool = False) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..progress import spell_count
-from .budget import outlook
+from .budget import estimate
 from .opened import Model, check_target, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size, spell_out
 from .sources import SourceLike
@@ -153,10 +153,10 @@ def plan(
     """
     check_options("plan", options, PlanOptions)
     size = None if keep is None else parse_size(None if keep == 0 else keep, "keep")
-    frame, where, frame_dtype = check_target(source, framework, device, options.get("dtype"))
-    with Model(source, device=where, **opening(options)) as model:
+    frame, device, dtype, _ = check_target(source, framework, device, options)
+    with Model(source, device=device, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-        load = outlook(model, frame, frame_dtype, keep=size)
+        load = estimate(model, frame, dtype, keep=size)
         info = model.info()
     tensors = tuple(
         PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, info[row.source]["uri"])

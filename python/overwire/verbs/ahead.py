@@ -25,9 +25,9 @@ _FIRST, _MOST = 8 << 20, 128 << 20
 _FIRST_GPU, _MOST_GPU = 512 << 20, 1 << 30
 _GROWTH, _PART = 4, 8
 
-# How many tensors in order start reading ahead, and the most that are needed after earlier windows were not
-# used.
+# The number of requests in order that starts reading ahead, and the most after earlier windows were not used.
 _LEAST, _TIRED = 2, 64
+# The number of requests with ascending names after which the order of the names is assumed.
 _RISEN = 8
 
 _NUMBERS = re.compile(r"\d+")
@@ -79,10 +79,10 @@ class ReadAhead:
     """Reads ahead in one open file. Threads may share it, and forked children do not use it.
 
     It watches the order in which tensors are requested: the order of the bytes or, if `by_name` is set or the names
-    have ascended for a while, the order of the names. It loads the tensors that come next in that order while the
-    program works. At most two windows are in memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free
-    memory. Only a requested tensor may be larger. A tensor requested out of order ends the reading, and next time
-    it takes longer to begin.
+    have ascended for a while, the order of the names. It loads the next tensors in that order while the program works.
+    At most two windows are in memory: on the host 256 MiB, on a GPU 2 GiB or an eighth of its free memory. Only a
+    requested tensor may be larger. A tensor requested out of order ends the reading, and the next one needs more
+    requests in order to begin.
 
     Blocks are read ahead if tensors whose names differ only in numbers were cut the same way.
     """
@@ -108,20 +108,18 @@ class ReadAhead:
         """Returns a tensor that was read ahead, or None if it has to be loaded separately. wanted: the dtype
         to cast it to."""
         with self._lock:
-            # In a signal handler; or reading ahead is over; or a preload has all tensors; or there is only one.
+            # `_taking`: a signal handler has interrupted this method. `joined`: a preload has all tensors.
             if self._taking or self._off or model.joined or len(model.table) == 1:
                 return None
             self._taking = True
             try:
                 return self._take_tensor(model, at, block, wanted)
-            except OverwireError:
-                # Frees windows that may never be used, because the separate loads need memory of their own.
+            except BaseException as error:
                 self._drop_windows()
-                self._off = True
+                if not isinstance(error, OverwireError):
+                    raise
+                self._off = True  # loads the tensor separately, now that the windows have freed their memory
                 return None
-            except BaseException:
-                self._drop_windows()
-                raise
             finally:
                 self._taking = False
 

@@ -504,19 +504,18 @@ def _streams_of(devices: Iterable[int]) -> dict[int, int]:
 
 
 def load_on(
-    base: Any, source: Any, device: Any, framework: Any, options: dict[str, Any], load: Callable[..., dict[str, Any]]
+    load: Callable[[], dict[str, Any]], base: Any, delta: Any, device: Any, framework: Any, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Does `load_file` with a base. Returns new tensors, made from the base by the delta or chain."""
+    """Does `load_file` with a base. Returns new tensors, made from the base by the delta or chain. load: loads the
+    base, unless it is tensors."""
     if options.get("dtype") is not None:
         raise NotSupportedError("overwire: load_file: base= does not take dtype=: cast the returned tensors")
     if framework == "bytes":
         raise NotSupportedError("overwire: load_file: base= needs framework='pt' or 'np'")
     reach: StorageOptions | None = options.get("storage_options")
-    chain = chain_of(source, reach)  # before the base, which is larger
-    if isinstance(base, Mapping) or hasattr(base, "state_dict"):
-        tensors = _copy_base(base, device, options)
-    else:
-        tensors = load(base, device, framework=framework, **options)
+    chain = chain_of(delta, reach)  # before the base, which is larger
+    has_tensors = isinstance(base, Mapping) or hasattr(base, "state_dict")
+    tensors = _copy_base(base, device, options) if has_tensors else load()
     apply_delta(tensors, chain, missing=options.get("keys") is not None or options.get("filter") is not None)
     return tensors
 

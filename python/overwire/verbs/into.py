@@ -7,9 +7,9 @@ import math
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from .. import _engine, errors
+from .. import _engine
 from .._verbs import states
 from ..dtypes import PACKED, torch_shape
 from ..errors import ArgumentError, ForkedError, NotSupportedError
@@ -20,16 +20,13 @@ from ..model.budget import fit
 from ..model.opened import WHOLE, Model, Request, Row
 from ..progress import Watcher
 
-if TYPE_CHECKING:
-    from ..model.forked import ForkedModel
-
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
 Block = tuple[int, int, int, int]
 
 ALL: Block = (0, WHOLE, 0, WHOLE)
 
 
-class Target(NamedTuple):
+class Destination(NamedTuple):
     """A destination for one tensor of the model, or for a block of it.
 
     at: the tensor's position in the model's table. block: of the tensor. shape: of the block. tensor: has that
@@ -48,7 +45,7 @@ class Target(NamedTuple):
 def fill(
     model: Model,
     frame: Frame,
-    targets: Sequence[Target],
+    targets: Sequence[Destination],
     fixed: str | None = None,
     max_memory: int | str | None = None,
     watcher: Watcher | None = None,
@@ -65,19 +62,13 @@ def fill(
     `load_file`. If the load fails, the tensors have a mixture of old and new values.
     """
     frame_for(frame.name)  # refuses torch's fake tensors
-    if _engine.forked():
-        if max_memory is not None:
-            raise errors.forked("max_memory=")
-        for target in targets:
-            put(target, cast("ForkedModel", model).read_alone(target.at, frame))
-        return
-    where = [fixed or place_of(target.tensor) for target in targets]
-    views = {device: model.on(device) for device in where}
+    devices = [fixed or place_of(target.tensor) for target in targets]
+    views = {device: model.on(device) for device in devices}
     for view in views.values():
         view.join()
-    lands = _can_land(targets, model, where)
-    for number, (target, device) in enumerate(zip(targets, where, strict=True)):
-        # Preloaded tensors are whole, and are copied from where they are: on a GPU always,
+    lands = _can_land(targets, model, devices)
+    for number, (target, device) in enumerate(zip(targets, devices, strict=True)):
+        # Preloaded tensors are whole, and are copied from the memory of the preload: on a GPU always,
         # on the host only for a block.
         if views[device].joined and (device != "cpu" or target.block != ALL):
             lands[number] = False
@@ -85,7 +76,7 @@ def fill(
     groups: dict[str, list[_Landing]] = {device: [] for device in views}
     landings: dict[tuple[str, int], _Landing] = {}  # of preloaded tensors
     indirect: list[tuple[int, int]] = []
-    for number, (target, device, here) in enumerate(zip(targets, where, lands, strict=True)):
+    for number, (target, device, here) in enumerate(zip(targets, devices, lands, strict=True)):
         if here:
             groups[device].append(_Landing(target.at, target.tensor.data_ptr(), target.block, []))
         elif views[device].joined and (device != "cpu" or target.block != ALL):
@@ -126,18 +117,18 @@ def fill(
 
 
 class _Landing(NamedTuple):
-    # A tensor, or a block of it, that lands in place, or in a separate tensor that is then copied to targets: their
-    # numbers, and the targets.
+    # A tensor, or a block of it, that lands in place or in a separate tensor. users: numbers and targets that the
+    # separate tensor is then copied to.
     at: int
     pointer: int
     block: Block
-    users: list[tuple[int, Target]]
+    users: list[tuple[int, Destination]]
 
 
-def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict[int, Any], list[int]]:
-    """Returns, by position, the tensors that the engine can write to whole and that overlap no earlier target; and the
-    positions of targets that overlap one, on which to call `put` in this order after all
-    others."""
+def in_place(model: Model, targets: Sequence[Destination], device: str) -> tuple[dict[int, Any], list[int]]:
+    """Returns the tensors, by position, that the engine can write to completely and that overlap no earlier target.
+    Also returns the positions of the targets that overlap one: call `store_part` for these in order after all others.
+    """
     lands = _can_land(targets, model, [device] * len(targets))
     lands = [here and target.block == ALL for target, here in zip(targets, lands, strict=True)]
     late = _take_turns(targets, lands)
@@ -146,8 +137,7 @@ def in_place(model: Model, targets: Sequence[Target], device: str) -> tuple[dict
 
 
 def states_of(file: Any) -> list[dict[str, Any]]:
-    """Returns what identifies the files of a `safe_open`, and each state of them: see
-    `overwire._verbs.states`."""
+    """Returns the identities of the files of a `safe_open`; see `overwire._verbs.states`."""
     return [dict(state) for state in states(file._live_model().handle)]
 
 
@@ -159,13 +149,11 @@ def table_of(file: Any) -> list[tuple[str, str, tuple[int, ...]]]:
 def landing(file: Any, device: str, requests: bytes | Sequence[Request]) -> Job | None:
     """Begins to load blocks of tensors of a `safe_open` to addresses on a device, in one pass.
 
-    Each request is the tensor's position in `table_of`, an address, and [lo, hi) of its first two dimensions (hi -1
-    for all); or all are packed as 64-bit integers. The caller has checked that the dense block fits there in the
-    file's dtype, and that no two requests overlap. It keeps the memory until the job has ended: `take`, or
-    `cancel` and `free`.
+    requests: each has the tensor's position in `table_of`, an address, and [lo, hi) of its first two dimensions (hi -1
+        for all). Or all of them, packed as 64-bit integers. The caller has checked that the dense block fits there in
+        the file's dtype, and that no requests overlap. The memory must stay until the job has ended.
 
-    Returns None without starting anything if the files were preloaded: `load_into` uses preloads.
-    Raises the errors of `load_file`.
+    Returns None if the files were preloaded: only `load_into` uses preloads. Raises the errors of `load_file`.
     """
     model = file._live_model()
     if _engine.forked():
@@ -180,15 +168,15 @@ def place_of(tensor: Any) -> str:
     return str(tensor.device) if getattr(tensor, "is_cuda", False) else "cpu"
 
 
-def single(tensors: Sequence[Any]) -> str:
+def common_device(tensors: Sequence[Any]) -> str:
     """Returns the common device of tensors, so that a preload can be joined; the host if there are several."""
     places = {place_of(tensor) for tensor in tensors}
     return places.pop() if len(places) == 1 else "cpu"
 
 
-def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
-    """Returns the numbers of targets that overlap an earlier one in memory. They get separate tensors, whatever
-    `lands` said. All others land in place, at once, before any copies are made."""
+def _take_turns(targets: Sequence[Destination], lands: list[bool]) -> list[int]:
+    """Returns the numbers of targets that overlap an earlier one in memory, and sets their `lands` to False: they get
+    separate tensors. All others land in place, before any copies are made."""
     reach: list[tuple[int, int, int]] = []
     for number, target in enumerate(targets):
         tensor = target.tensor
@@ -218,41 +206,41 @@ def _take_turns(targets: Sequence[Target], lands: list[bool]) -> list[int]:
     return late
 
 
-def _can_land(targets: Sequence[Target], model: Model, where: Sequence[str]) -> list[bool]:
+def _can_land(targets: Sequence[Destination], model: Model, devices: Sequence[str]) -> list[bool]:
     # Whether the engine can write to the tensors' own bytes.
     import torch
 
     from ..frameworks.torch import SAVED
 
-    devices = {name: torch.device(name) for name in set(where)}
+    torch_devices = {name: torch.device(name) for name in set(devices)}
     table = model.table
     return [
-        (tensor := target.tensor).device == devices[name]
+        (tensor := target.tensor).device == torch_devices[name]
         and SAVED.get(tensor.dtype) == table[target.at][1]
         and tensor.is_contiguous()
         and not target.cut
         and not (tensor.is_conj() or tensor.is_neg())
-        for target, name in zip(targets, where, strict=True)
+        for target, name in zip(targets, devices, strict=True)
     ]
 
 
-def _count_elements(target: Target, model: Model) -> int:
+def _count_elements(target: Destination, model: Model) -> int:
     # In elements of the file: torch counts two F4 elements as one.
     return math.prod(target.shape) * (2 if model.table[target.at][1] == "F4" and target.shape else 1)
 
 
-def _cut_block(loaded: Any, target: Target) -> Any:
+def _cut_block(loaded: Any, target: Destination) -> Any:
     lo0, hi0, lo1, hi1 = target.block
     rows = loaded[lo0 : loaded.shape[0] if hi0 == WHOLE else hi0]
     return rows if rows.dim() < 2 else rows[:, lo1 : loaded.shape[1] if hi1 == WHOLE else hi1]
 
 
-def put(target: Target, whole: Any) -> None:
+def store_part(target: Destination, whole: Any) -> None:
     """Stores the target's part of a tensor that was loaded separately."""
     _store_tensor(target, whole if target.block == ALL else _cut_block(whole, target))
 
 
-def _store_tensor(target: Target, loaded: Any) -> None:
+def _store_tensor(target: Destination, loaded: Any) -> None:
     if target.put is not None:
         target.put(loaded)
     else:
@@ -262,14 +250,13 @@ def _store_tensor(target: Target, loaded: Any) -> None:
         write(target.tensor, loaded[cut] if target.cut else loaded)
 
 
-def place_target(target: Target, row: Row, where: str) -> Target | None:
-    """Returns the target in this process. Only this process's part of a DTensor is loaded, if it has one. Raises
-    ArgumentError and NotSupportedError, with `where` in front, for a tensor that cannot be written
-    to."""
+def local_destination(target: Destination, row: Row, prefix: str) -> Destination | None:
+    """Returns the target, or this process's part of a DTensor; None if it has no part. Raises ArgumentError and
+    NotSupportedError, with a prefix, if the tensor cannot be written to."""
     from ..frameworks.memory import check_writable, local_part
 
-    part = local_part(target.tensor, where, row.name)
-    check_writable(target.tensor if part is None else part.tensor, where, row.name)
+    part = local_part(target.tensor, prefix, row.name)
+    check_writable(target.tensor if part is None else part.tensor, prefix, row.name)
     if part is None:
         return target
     if part.ranges == tuple((0, size) for size in target.tensor.shape):
@@ -278,14 +265,14 @@ def place_target(target: Target, row: Row, where: str) -> Target | None:
         return None
     if row.dtype in PACKED:
         raise NotSupportedError(
-            f"{where}: a DTensor of {row.dtype} that is cut where elements share bytes", tensor=row.name
+            f"{prefix}: a DTensor of {row.dtype} that is cut where elements share bytes", tensor=row.name
         )
     lo0, _, lo1, _ = target.block
     rows, columns = (*part.ranges, (0, 0))[:2]
     block = (lo0 + rows[0], lo0 + rows[1], lo1 + columns[0], lo1 + columns[1] if len(part.ranges) > 1 else WHOLE)
     shape = tuple(high - low for low, high in part.ranges[:2]) + target.shape[2:]
     cut = tuple(slice(*one) for one in part.ranges[2:]) if shape != tuple(part.tensor.shape) else ()
-    return Target(target.at, block, shape, part.tensor, None, cut)
+    return Destination(target.at, block, shape, part.tensor, None, cut)
 
 
 def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:
@@ -300,22 +287,22 @@ def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:
     return [tuple(triple) for triple in triples]
 
 
-def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None:
+def destination_of(model: Model, name: str, block: Any, tensor: Any) -> Destination | None:
     """Returns a checked target, or None if this rank has no part of the tensor. Raises TensorNotFoundError,
     ArgumentError for a block outside of the tensor or a tensor with another shape, and the errors of
-    `place_target`."""
+    `local_destination`."""
     import torch
 
     from ..frameworks.memory import check_shape, is_ready
 
     at = model.place(name)
     row = model.row(at)
-    where = f"overwire: load_into {model.uris[0]} tensor {name!r}"
+    prefix = f"overwire: load_into {model.uris[0]} tensor {name!r}"
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         kind = "one on the meta device" if hasattr(tensor, "device") else type(tensor).__name__
-        raise ArgumentError(f"{where}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
+        raise ArgumentError(f"{prefix}: expected a torch.Tensor with memory to load into, got {kind}", tensor=name)
     if not (ready := is_ready(tensor)):
-        check_shape(tensor, where, name)
+        check_shape(tensor, prefix, name)
     shape = torch_shape(row.dtype, row.shape)
     part = ALL
     if block is not None:
@@ -323,17 +310,17 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
             ranges = [(operator.index(lo), operator.index(hi)) for lo, hi in block]
         except (TypeError, ValueError):
             raise ArgumentError(
-                f"{where}: block: expected pairs (lo, hi), or None, got {block!r}", tensor=name
+                f"{prefix}: block: expected pairs (lo, hi), or None, got {block!r}", tensor=name
             ) from None
         inside = all(0 <= lo <= hi <= size for (lo, hi), size in zip(ranges, row.shape, strict=False))
         if len(ranges) > min(2, len(row.shape)) or not inside:
             raise ArgumentError(
-                f"{where}: block {ranges} of shape {list(row.shape)}: expected ranges of its first two dimensions",
+                f"{prefix}: block {ranges} of shape {list(row.shape)}: expected ranges of its first two dimensions",
                 tensor=name,
             )
         if row.dtype in PACKED and len(ranges) == len(row.shape):
             raise ArgumentError(
-                f"{where}: the last dimension of {row.dtype} cannot be cut, because its elements share bytes",
+                f"{prefix}: the last dimension of {row.dtype} cannot be cut, because its elements share bytes",
                 tensor=name,
             )
         full = all((lo, hi) == (0, size) for (lo, hi), size in zip(ranges, row.shape, strict=False))
@@ -342,6 +329,6 @@ def target_of(model: Model, name: str, block: Any, tensor: Any) -> Target | None
             part = (lo0, hi0, lo1, hi1)
             shape = (hi0 - lo0, *shape[1:]) if len(ranges) == 1 else (hi0 - lo0, hi1 - lo1, *shape[2:])
     if tuple(tensor.shape) != shape:
-        raise ArgumentError(f"{where}: the tensor has shape {tuple(tensor.shape)}: expected {shape}", tensor=name)
-    target = Target(at, part, shape, tensor)
-    return target if ready else place_target(target, row, where)
+        raise ArgumentError(f"{prefix}: the tensor has shape {tuple(tensor.shape)}: expected {shape}", tensor=name)
+    target = Destination(at, part, shape, tensor)
+    return target if ready else local_destination(target, row, prefix)

@@ -1,8 +1,7 @@
-"""load_model and save_model: load and save the tensors of a torch module, in place."""
+"""Implements load_model and save_model, which load and save the tensors of a torch module in place."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,19 +9,15 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from .._engine import forked
 from .._imports import imported
-from ..dtypes import torch_shape
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
-from ..frameworks.choose import check_device, frame_for
-from ..model.budget import fit
+from ..frameworks.choose import frame_for
 from ..model.loads import many_objects
-from ..model.opened import Model, opening, start_engine
-from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_values, parse_size, spell_out
-from ..model.sources import SourceLike, named
-from ..progress import watch
-from .grouped import group_context
-from .into import ALL, Target, fill, in_place, place_target, put, single
+from ..model.opened import Model, start_engine
+from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_values, spell_out
+from ..model.sources import SourceLike
+from .into import ALL, Destination, common_device, local_destination
+from .loader import open_loader
 from .states import EXTRA, tensors_of_module
 
 if TYPE_CHECKING:
@@ -53,9 +48,8 @@ def load_model(
     its `set_extra_state` if it is a tensor; otherwise no file has it and it stays unchanged. Other entries of the
     state dict that are not tensors raise NotSupportedError, even with strict=False.
 
-    device: the device to load to; None: the device of each tensor, and the host for
-        meta tensors. Tensors on another device are copied to it.
-
+    device: the device to load to; None: the device of each tensor, and the host for meta tensors. Tensors on another
+        device are copied to it.
     strict: raise if tensors are missing in the file, or unexpected in it.
     options: those of `ModuleOptions`: progress, mmap, storage_options, lenient, group, shard, as for `load_file`,
         and max_memory. With shard, a tensor of the module has the shape of this rank's block.
@@ -73,42 +67,36 @@ def load_model(
 
     `load_state_dict` hooks of the module do not run.
     """
-    with group_context(options, device):
-        check_options("load_model", options, ModuleOptions)
+    targets: dict[str, Any] = {}
+    names: tuple[list[str], list[str]] = [], []
+
+    def check_module(source: Any) -> str:
         check_values(strict=strict)
-        source = named("load_model", source, filename)
         framework = imported("torch")
         if framework is not None and isinstance(module, framework.nn.Module):
             start_engine(source)
-        frame = frame_for("torch")
-        place = None if device is None else check_device(device, frame)
+        frame_for("torch")
         import torch
 
         if not isinstance(module, torch.nn.Module):
             path = isinstance(module, (str, os.PathLike))
             _refuse_other(module, f"; load_file({os.fsdecode(module)!r}) returns its tensors" if path else "")
         tensors, extra = tensors_of_module(module, "load_model")
-        targets = tensors | extra
-        unmapped_budget = parse_size(options.get("max_memory"), "max_memory")
-        if options.get("group") is not None or options.get("shard") is not None:
-            return _load_together(
-                module, source, strict, place or single(list(targets.values())), targets, dict(options), unmapped_budget
-            )
-    device = place or single(list(targets.values()))
-    if forked():
-        from ..model.forked import ForkedModel
+        targets.update(tensors | extra)
+        return common_device(list(targets.values()))
 
-        file_model: Model = ForkedModel(source, device, storage_options=options.get("storage_options"))
-    else:
-        file_model = Model(source, device=device, **opening(options))
-    with many_objects(), file_model as model:
+    def choose_destinations(model: Model, shape_of: Callable[[int], tuple[int, ...]]) -> list[Destination]:
         setters = _extra_states(module)
-        missing, surplus, positions = _match_names(module, targets, setters, model, strict)
-        into = _targets_of(module, targets, setters, model, positions, lambda at: model.table[at][2])
-        fill(
-            model, frame, list(into.values()), place, options.get("max_memory"), watch(options.get("progress"), "load")
-        )
-    return missing, surplus
+        names[0][:], names[1][:], positions = _match_names(module, targets, setters, model, strict, shape_of)
+        return _destinations_of(module, targets, setters, model, positions, shape_of)
+
+    # The model's table has an object for each tensor, and is freed before the cycle collector runs again.
+    with (
+        many_objects(),
+        open_loader("load_model", ModuleOptions, options, source, device, "pt", filename, check_module) as loader,
+    ):
+        loader.load_into(choose_destinations, device is not None, options.get("max_memory"), options.get("progress"))
+    return names
 
 
 spell_out(load_model, ModuleOptions)
@@ -119,71 +107,15 @@ def _refuse_other(module: Any, advice: str) -> NoReturn:
     raise ArgumentError(f"overwire: module: expected a torch.nn.Module, got {type(module).__name__}{advice}")
 
 
-def _load_together(
-    module: Any,
-    source: SourceLike,
-    strict: bool,
-    device: str,
-    targets: Mapping[str, Any],
-    options: dict[str, Any],
-    unmapped_budget: int,
-) -> tuple[list[str], list[str]]:
-    """`load_model` with a group."""
-    from ..distributed.tensors import TensorLoad, open_load
-
-    frame = frame_for("torch")
-    into: dict[int, Target] = {}
-    places: dict[int, Any] = {}
-    late: list[int] = []
-    names: tuple[list[str], list[str]] = [], []
-    group, max_memory = options.pop("group", None), options.pop("max_memory", None)
-
-    def choose_tensors(load: TensorLoad) -> list[int]:
-        setters = _extra_states(module)
-        missing, surplus, positions = _match_names(module, targets, setters, load.model, strict, load.slice_shape)
-        names[0][:], names[1][:] = missing, surplus
-        into.clear()
-        into.update(_targets_of(module, targets, setters, load.model, positions, load.slice_shape))
-        here, late[:] = in_place(load.model, list(into.values()), device)
-        places.clear()
-        places.update(here)
-        fit(load.model, frame, None, max_memory, [load.slice_size(at) for at in positions.values() if at not in places])
-        return list(positions.values())
-
-    tensors: dict[int, Any] = {}
-    with (
-        many_objects(),
-        open_load(
-            source,
-            group,
-            options.pop("shard", None),
-            device=device,
-            budget=0,
-            unmapped_budget=unmapped_budget,
-            choose=choose_tensors,
-            **options,
-        ) as load,
-        contextlib.closing(load.iter_tensors(places)) as arriving,
-    ):
-        for at, tensor in arriving:
-            if at in late:
-                tensors[at] = tensor
-            elif at in into and tensor is not places.get(at):
-                put(into[at], tensor)
-    for at in late:
-        put(into[at], tensors.pop(at))
-    return names
-
-
-def _targets_of(
+def _destinations_of(
     module: Any,
     tensors: Mapping[str, Any],
     setters: Mapping[str, Callable[[Any], None]],
     model: Model,
     wanted: Mapping[str, int],
     shape_of: Callable[[int], tuple[int, ...]],
-) -> dict[int, Target]:
-    """Returns the target of each tensor, by position. Tensors of which this rank has no part are left out."""
+) -> list[Destination]:
+    """Returns the destinations of the tensors. Those of which this rank has no part are left out."""
     import torch
 
     from ..frameworks.memory import is_distributed, is_ready, storage_of
@@ -195,15 +127,15 @@ def _targets_of(
         for tensor in table.values()
     }
     memory: set[int] = set()
-    into: dict[int, Target] = {}
+    into: list[Destination] = []
     for name, at in wanted.items():
         tensor, shape = tensors[name], shape_of(at)
         if name not in setters and id(tensor) in own and is_ready(tensor):
-            into[at] = Target(at, ALL, shape, tensor)
+            into.append(Destination(at, ALL, shape, tensor))
             continue
         where = f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}"
         if name in setters:
-            into[at] = Target(at, ALL, shape, torch.empty(0, device="meta"), setters[name])
+            into.append(Destination(at, ALL, shape, torch.empty(0, device="meta"), setters[name]))
             continue
         if id(tensor) not in own:
             memory = memory or {storage_of(one) for one in chain(module.parameters(), module.buffers())}
@@ -211,9 +143,9 @@ def _targets_of(
                 text = "the state dict has a copy of it instead of the module's own tensor: use load_state_dict"
                 raise NotSupportedError(f"{where}: {text}", tensor=name)
         if tensor.device.type == "meta" and not is_distributed(tensor):
-            into[at] = Target(at, ALL, shape, tensor, partial(_replace_meta, module, tensor))
-        elif target := place_target(Target(at, ALL, shape, tensor), model.row(at), where):
-            into[at] = target
+            into.append(Destination(at, ALL, shape, tensor, partial(_replace_meta, module, tensor)))
+        elif here := local_destination(Destination(at, ALL, shape, tensor), model.row(at), where):
+            into.append(here)
     return into
 
 
@@ -235,10 +167,10 @@ def _match_names(
     setters: Mapping[str, Any],
     model: Model,
     strict: bool,
-    shape_of: Callable[[int], tuple[int, ...]] | None = None,
+    shape_of: Callable[[int], tuple[int, ...]],
 ) -> tuple[list[str], list[str], dict[str, int]]:
     """Returns missing and unexpected names, and the position of each tensor to load. shape_of: returns torch's shape
-    of the part that is loaded; None: everything."""
+    of what is loaded of a tensor."""
     import torch
 
     from ..frameworks.memory import check_shape, identity_of, is_ready
@@ -257,7 +189,7 @@ def _match_names(
         problems.append("unexpected in the file: " + _list_few(list(map(repr, sorted(surplus))), ", "))
     misfits = []
     for name, at in positions.items():
-        target, (_, dtype, shape, *_rest) = targets[name], model.table[at]
+        target = targets[name]
         if name in setters:
             continue  # of any shape
         if name not in tensors:
@@ -265,8 +197,7 @@ def _match_names(
             continue
         if not is_ready(target):
             check_shape(target, f"overwire: load {model.uris[0]} into {type(module).__name__}: {name!r}", name)
-        here = tuple(target.shape)
-        shape = torch_shape(dtype, shape) if shape_of is None else shape_of(at)
+        here, shape = tuple(target.shape), shape_of(at)
         if here != shape:
             misfits.append(f"{name!r} has shape {here} in the module, {shape} in the file")
     if misfits:
@@ -286,8 +217,7 @@ def _list_few(parts: list[str], between: str) -> str:
 
 
 def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
-    # The module was made on the meta device: the loaded tensor replaces the placeholder under
-    # all its names.
+    # Replaces a tensor on the meta device under all its names.
     import torch
 
     from ..frameworks.memory import cast_tensor
@@ -337,9 +267,8 @@ def save_model(
     of the state dict that is not a tensor raises NotSupportedError, because it may contain weights, as in torch's
     quantised modules.
 
-    Tied tensors are stored once. A compressed file has all their names. A plain file
-    (compress=False) has the first name only, and {dropped name: kept name} in its
-    metadata, as safetensors.torch.save_model writes it.
+    Tied tensors are stored once. A compressed file has all their names. A plain file (compress=False) has only the
+    first name, and {dropped name: kept name} in its metadata, like safetensors.torch.save_model.
 
     Other arguments, the report and errors are those of `save_file`.
     """

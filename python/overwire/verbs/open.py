@@ -1,43 +1,30 @@
-"""safe_open: tensors and slices of open files, one at a time."""
+"""Implements safe_open, which reads single tensors and slices of open files."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, cast, overload
 
 from .. import _engine
 from .._imports import skip_at_exit
 from .._tables import BITS
-from ..dtypes import PACKED, nbytes
-from ..errors import ArgumentError, CorruptError, NotSupportedError
+from ..dtypes import PACKED
+from ..errors import ArgumentError, NotSupportedError
 from ..model.indexing import plan
-from ..model.opened import WHOLE, Model, check_target, opening, prepare
-from ..model.options import (
-    ArrayName,
-    BytesName,
-    DeviceLike,
-    FrameworkName,
-    OpenOptions,
-    TorchName,
-    check_options,
-    spell_out,
-)
-from ..model.sources import SourceLike, named
-from ..progress import ProgressLike, spell_count, watch
-from .ahead import Block, ReadAhead
-from .into import fill, parse_targets, target_of
+from ..model.opened import Model
+from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, spell_out
+from ..model.sources import SourceLike
+from ..progress import ProgressLike, spell_count
+from .ahead import ReadAhead
+from .into import destination_of, parse_targets
+from .loader import Loader, open_loader
 
 if TYPE_CHECKING:
     import numpy
     import torch
     from typing_extensions import TypeVar, Unpack
 
-    from ..model.forked import ForkedModel
-
-
-if TYPE_CHECKING:
     T = TypeVar("T", default=Any)  # what the framework's tensors are
 else:
     from typing import TypeVar
@@ -45,43 +32,27 @@ else:
     T = TypeVar("T")
 
 
-def _states_of_files(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
-    # The identities of the files, to notice replaced ones; see `ForkedModel`.
-    states: list[tuple[int, ...] | None] = []
-    for path in paths:
-        try:
-            state = os.stat(path)
-            states.append((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
-        except (OSError, ValueError):
-            states.append(None)
-    return states
-
-
 class safe_open(_engine.HandleOwner, Generic[T]):
     """Opens plain or compressed safetensors files for reading by name.
 
-    source: as for `load_file`: a path, a folder, an index.json, a list of
-        paths, an open file.
+    source: as for `load_file`: a path, a folder, an index.json, a list of paths, an open file.
     framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
     device: as for `load_file`.
     filename: source, by the name that safetensors gives it.
     options: dtype, mmap, lenient, storage_options, as in `LoadOptions`.
 
-    A context manager; you may also call `close`. `file[name]`, `name in file`, `len(file)`
-    and iteration over the sorted names work as in a dict. Tensors belong to the caller and
-    stay valid after it. Threads may share one object.
+    A context manager; you may also call `close`. `file[name]`, `name in file`, `len(file)` and iteration over the
+    sorted names work as in a dict. Tensors belong to the caller and stay valid when the file is closed. Threads may
+    share one object.
 
-    A program that takes one tensor after the other, in the order of their bytes or of their
-    names, need not wait for each: the next ones are loaded meanwhile, on the host at most 256
-    MiB of them, on a GPU 2 GiB or an eighth of its free memory. So are slices, where tensors
-    whose names differ in numbers alone are cut alike. What is asked for in no order is loaded
-    by itself.
+    If a program requests tensors in the order of their bytes or of their names, the next ones are loaded in advance: on
+    the host up to 256 MiB, on a GPU up to 2 GiB or an eighth of its free memory. This also works for slices, if tensors
+    whose names differ only in numbers are cut in the same way.
 
-    The engine cannot run in a forked child: there, local files, also those opened before
-    the fork, are read without it, as `load_file` says.
+    The engine cannot run in a forked child. There, local files are read without it, also those opened before the fork;
+    see `load_file`.
 
-    Raises what `load_file` raises; ArgumentError once it is closed; in a forked
-    child, ForkedError for URIs and GPUs.
+    Raises the errors of `load_file`, and ArgumentError when it is closed.
     """
 
     __module__ = "overwire"
@@ -133,20 +104,11 @@ class safe_open(_engine.HandleOwner, Generic[T]):
     def __init__(
         self, source: Any = None, framework: Any = None, device: Any = "cpu", *, filename: Any = None, **options: Any
     ) -> None:
-        check_options("safe_open", options, OpenOptions)
-        source = named("safe_open", source, filename)
-        self._frame, where, self._dtype = check_target(source, framework, device, options.get("dtype"))
+        loader = open_loader("safe_open", OpenOptions, options, source, device, framework, filename, parts=True)
+        self._loader: Loader | None = loader
+        self._frame, self._dtype = loader.target.frame, loader.target.dtype
         self._ahead = ReadAhead(self._frame)
-        self._model: Model | None
-        if _engine.forked():
-            from ..model.forked import ForkedModel
-
-            self._model = ForkedModel(source, where, storage_options=options.get("storage_options"))
-        else:
-            prepare(where)
-            self._model = Model(source, device=where, parts=True, **opening(options))
-            self._seen = _states_of_files(self._model.uris)
-        self._uri = self._model.uris[0]
+        self._uri = loader.model.uris[0]
 
     def __enter__(self) -> safe_open[T]:
         self._live_model()
@@ -157,12 +119,13 @@ class safe_open(_engine.HandleOwner, Generic[T]):
 
     @skip_at_exit
     def __del__(self) -> None:
-        if getattr(self, "_model", None) is not None:  # the constructor may have failed
+        if getattr(self, "_loader", None) is not None:  # the constructor may have failed
             self.close()
 
     def __repr__(self) -> str:
-        if (model := self._model) is None:
+        if (loader := self._loader) is None:
             return "safe_open(closed)"
+        model = loader.model
         more = f" and {len(model.uris) - 1} more" if len(model.uris) > 1 else ""
         count = spell_count(len(model.table), "tensor")
         return f"safe_open({model.uris[0]!r}{more}, {self._frame.name!r}, {model.device!r}): {count}"
@@ -170,15 +133,15 @@ class safe_open(_engine.HandleOwner, Generic[T]):
     def _repr_html_(self) -> str:
         from .. import _notebook as html
 
-        if (model := self._model) is None:
+        if (loader := self._loader) is None:
             return html.block("safe_open", [("closed", "")])
-        uris, rows = model.uris, model.table
+        uris, rows = loader.model.uris, loader.model.table
         tensors = html.tensors(
             "in the order of their bytes", (row[:5] for row in rows), len(rows), folded=len(rows) > 12
         )
         facts = [
             ("framework", self._frame.name),
-            ("device", model.device),
+            ("device", loader.model.device),
             ("in memory", html.size(sum(row[3] for row in rows))),
         ]
         return html.block(
@@ -187,41 +150,39 @@ class safe_open(_engine.HandleOwner, Generic[T]):
 
     def close(self) -> None:
         """Closes the files. A second call does nothing."""
-        model, self._model = self._model, None
-        if model is not None:
+        loader, self._loader = self._loader, None
+        if loader is not None:
             self._ahead.close()
-            model.close()
+            loader.close()
+
+    def _live_loader(self) -> Loader:
+        loader = self._loader
+        if loader is None:
+            raise ArgumentError(f"overwire: {self._uri}: it is closed; close it after all reads", source=self._uri)
+        here = loader.in_this_process()
+        if here is not loader:
+            self._loader = here
+        return here
 
     def _live_model(self) -> Model:
-        model = self._model
-        if model is None:
-            raise ArgumentError(f"overwire: {self._uri}: it is closed; close it after all reads", source=self._uri)
-        if _engine.forked() and not hasattr(model, "read_alone"):
-            from ..model.forked import ForkedModel
-
-            if self._seen != _states_of_files(model.uris):
-                raise CorruptError(
-                    f"overwire: open {model.uris[0]}: the file was replaced since it was opened", source=model.uris[0]
-                )
-            model = self._model = ForkedModel(model.uris, model.device, table=model.table)
-        return model
+        return self._live_loader().model
 
     @contextlib.contextmanager
-    def _open_model(self) -> Iterator[Model]:
-        """The open model, for one read of it, before which another thread may close it."""
+    def _open_loader(self) -> Iterator[Loader]:
+        """Yields the loader for one read. If another thread closes it during the read, the error says so."""
         try:
-            yield self._live_model()
+            yield self._live_loader()
         except ArgumentError:
-            self._live_model()  # its error, if it is closed
+            self._live_loader()
             raise
 
     def keys(self) -> list[str]:
-        """The names of all tensors, sorted."""
+        """Returns the names of all tensors, sorted."""
         self._ahead.by_name = True
         return sorted(self.offset_keys())
 
     def offset_keys(self) -> list[str]:
-        """The names of all tensors, in the order of their bytes in the files."""
+        """Returns the names of all tensors, in the order of their bytes in the files."""
         return [row[0] for row in self._live_model().table]
 
     def __len__(self) -> int:
@@ -234,14 +195,12 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         return iter(self.keys())
 
     def __getitem__(self, name: str) -> T:
-        """`get_tensor`."""
+        """Does the same as `get_tensor`."""
         return self.get_tensor(name)
 
     def metadata(self) -> dict[str, str] | None:
-        """The `__metadata__` of the file, without overwire's own entry; None if there is
-        none, and empty if it has no entries. Of several files, the entries of all; the first
-        file wins.
-        """
+        """Returns the `__metadata__` of the file, without overwire's own entry; None if the file has none. For several
+        files, returns the entries of all; if several have a key, the first file's value."""
         metadata: dict[str, str] | None = None
         for source in self._live_model().info():
             entries = source.get("metadata")
@@ -251,25 +210,13 @@ class safe_open(_engine.HandleOwner, Generic[T]):
 
     def get_tensor(self, name: str) -> T:
         """Loads one tensor. Raises TensorNotFoundError if the files do not have it."""
-        with self._open_model() as model:
-            return cast("T", self._read_one(model, model.place(name), None, self._dtype))
-
-    def _read_one(self, model: Model, at: int, block: Block | None, wanted: Any) -> Any:
-        """A tensor, or a block of it, cast to `wanted`: what was read ahead, or a load of its own."""
-        tensor = None if _engine.forked() else self._ahead.take(model, at, block, wanted)
-        if tensor is not None:
-            return tensor
-        name, dtype, *_ = model.table[at]
-        if block is None:
-            return model.load([at], self._frame, wanted, None)[name]
-        (lo0, hi0), (lo1, hi1), shape = block
-        rows = [(name, dtype, shape, nbytes(dtype, shape))]
-        return model.begin_blocks([(at, (lo0, hi0, lo1, hi1))], rows, self._frame).tensors()[0]
+        with self._open_loader() as loader:
+            return cast("T", loader.read_tensor(loader.model.place(name), self._dtype, self._ahead))
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, T]:
         """Loads several tensors together, in the order of names; None: all of them."""
-        with self._open_model() as model:
-            return model.load(model.choose(names, None), self._frame, self._dtype, None)
+        with self._open_loader() as loader:
+            return loader.model.load(loader.model.choose(names, None), self._frame, self._dtype, None)
 
     def load_into(
         self,
@@ -278,40 +225,37 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         max_memory: int | str | None = None,
         progress: ProgressLike = None,
     ) -> None:
-        """Loads tensors, or blocks of them, into torch tensors that are there already.
+        """Loads tensors, or blocks of them, into existing torch tensors.
 
-        targets: name, block and destination. block: ranges (lo, hi) of the first one or
-            two dimensions; None: the whole tensor. Only what holds the block is read,
-            of a plain file its bytes, of a compressed one its chunks. destination: of
-            the block's shape. It is written to in place if it is contiguous and of the
-            file's dtype, on the host or on a GPU; else the block is loaded beside it
-            and copied, which casts. Destinations may be on several devices, and
-            overlap: the last one then wins. Of a DTensor this rank's part is loaded.
-        max_memory: the most bytes of what is loaded beside; what was read ahead is freed.
+        targets: triples of name, block and destination. block: ranges (lo, hi) of the first one or two dimensions;
+            None: the whole tensor. Of a plain file only the block's bytes are read, of a compressed one only its
+            chunks. destination: has the block's shape. If it is contiguous and has the file's dtype, it is written to
+            in place, on the host or on a GPU. Otherwise the block is loaded separately and copied, with a cast.
+            Destinations may be on several devices. If they overlap, the last one wins. For a DTensor, this rank's part
+            is loaded.
+        max_memory: the most bytes of blocks that are loaded separately. Tensors that were read in advance are freed.
         progress: as for `load_file`.
 
-        All are loaded in one pass, whatever their order. The caller keeps them and must
-        not use them before this returns; afterwards work on torch's current stream may.
+        All are loaded in one pass. Do not use the destinations before this returns. Afterwards work on torch's current
+        stream may use them.
 
-        Raises, before anything is read or changed, TensorNotFoundError, ArgumentError
-        for blocks and shapes that do not fit, for memory that was freed (`sleep`) and for
-        elements that share memory, NotSupportedError for tensors without one memory of
-        their own (sparse, nested, FakeTensors, wrappers of other tensors), and
-        OutOfMemoryError for max_memory; and what `load_file` raises. If the load itself
-        fails, the destinations have old values and new ones.
+        Raises, before it reads or changes anything: TensorNotFoundError; ArgumentError for blocks and shapes that do
+        not fit, for memory that was freed (`sleep`) and for elements that share memory; NotSupportedError for tensors
+        without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors); OutOfMemoryError for
+        max_memory. Also raises the errors of `load_file`. If the load itself fails, the destinations have a mixture of
+        old and new values.
         """
         model = self._live_model()
         if self._frame.name != "torch":
             raise ArgumentError(f"overwire: load_into: needs framework='pt', got {self._frame.name!r}")
-        into = [target_of(model, *target) for target in parse_targets(targets)]
+        into = [destination_of(model, *target) for target in parse_targets(targets)]
         if max_memory is not None:
             self._ahead.drop()
-        targets_here = [target for target in into if target is not None]
-        with self._open_model() as model:
-            fill(model, self._frame, targets_here, None, max_memory, watch(progress, "load"))
+        with self._open_loader() as loader:
+            loader.load_into(lambda *_: [one for one in into if one is not None], False, max_memory, progress)
 
     def get_slice(self, name: str) -> TensorSlice[T]:
-        """Returns a `TensorSlice`; nothing is read before it is indexed."""
+        """Returns a `TensorSlice`, which reads when it is indexed."""
         self._ahead.by_slice = True
         return TensorSlice(self, name)
 
@@ -320,12 +264,11 @@ spell_out(safe_open.__init__, OpenOptions, owner=safe_open)
 
 
 class TensorSlice(Generic[T]):
-    """A tensor of an open file; indexing it reads the elements.
+    """A tensor of an open file, which reads the elements that you index.
 
-    Indices are ints, slices with any step, Ellipsis and None, as in numpy: `s[3]`,
-    `s[:, ::2]`, `s[..., -1]`, `s[5:2:-1, None]`; lists and masks are not supported.
-    It reads the smallest block of dimensions 0 and 1 that has the result. The result
-    is a new tensor with only its own bytes.
+    Indices are ints, slices with any step, Ellipsis and None, as in numpy: `s[3]`, `s[:, ::2]`, `s[..., -1]`,
+    `s[5:2:-1, None]`. Lists and masks are not supported. It reads the smallest block of dimensions 0 and 1 that
+    contains the result. The result is a new tensor with only its own bytes.
     """
 
     __module__ = "overwire"
@@ -338,21 +281,21 @@ class TensorSlice(Generic[T]):
         self._row = model.row(self._at)
 
     def get_shape(self) -> list[int]:
-        """The whole tensor's shape, in elements, as the file's header has it."""
+        """Returns the shape of the whole tensor in the file, in elements."""
         return list(self._row.shape)
 
     def get_dtype(self) -> str:
-        """The dtype's name in the file: "F32", "BF16", "F8_E4M3" ..."""
+        """Returns the dtype's name in the file: "F32", "BF16", "F8_E4M3" ..."""
         return self._row.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """`get_shape` as a tuple."""
+        """The shape, as a tuple; see `get_shape`."""
         return tuple(self._row.shape)
 
     @property
     def dtype(self) -> str:
-        """`get_dtype`."""
+        """The dtype's name; see `get_dtype`."""
         return self._row.dtype
 
     def __repr__(self) -> str:
@@ -362,33 +305,16 @@ class TensorSlice(Generic[T]):
         return cast("T", self._read_index(index))
 
     def _read_index(self, index: Any) -> Any:
-        with self._file._open_model() as model:
-            return self._read_from(model, index)
-
-    def _read_from(self, model: Model, index: Any) -> Any:
-        file, row, frame = self._file, self._row, self._file._frame
-        if row.dtype in PACKED:
-            return self._read_packed(index)
-        if _engine.forked():
-            tensor = cast("ForkedModel", model).read_alone(self._at, frame, index)
-        else:
-            reading = plan(index, row.shape)
-            if reading.empty:
-                tensor = frame.empty(row.dtype, reading.shape, model.device)
-            elif reading.shape == row.shape:
-                tensor = file._read_one(model, self._at, None, None)
-            else:
-                rows, columns = reading.block
-                tensor = file._read_one(
-                    model, self._at, (rows, (0, WHOLE) if len(row.shape) == 1 else columns, reading.shape), None
-                )
-            if reading.cut:
-                tensor = frame.index(tensor, reading.cut, row.dtype)
-        return tensor if file._dtype is None else frame.cast(tensor, row.dtype, file._dtype)
+        file, row = self._file, self._row
+        with file._open_loader() as loader:
+            if row.dtype in PACKED:
+                return self._read_packed(index)
+            tensor = loader.read_index(self._at, index, file._ahead)
+            return tensor if file._dtype is None else file._frame.cast(tensor, row.dtype, file._dtype)
 
     def _read_packed(self, index: Any) -> Any:
-        # Elements share bytes, so the tensor is read whole. Where the framework
-        # keeps them packed, the last dimension cannot be cut.
+        # Elements share bytes, so the tensor is read whole. If the framework keeps them packed, the last dimension
+        # cannot be cut.
         frame, row = self._file._frame, self._row
         tensor: Any = self._file.get_tensor(self._name)
         reading = plan(index, row.shape, dims=0)

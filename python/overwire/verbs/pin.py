@@ -1,5 +1,4 @@
-"""Memory that the engine keeps: models pinned in host memory, and what it holds
-for the next load."""
+"""Keeps models in pinned host memory, and frees memory that the engine has cached."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from .. import _verbs
 from .._engine import HandleOwner
 from ..errors import ArgumentError
 from ..frameworks.choose import check_device, frame_for
-from ..jobs import Job
+from ..jobs import Job, after_error
 from ..model.opened import Model
 from ..model.options import (
     ArrayName,
@@ -34,12 +33,10 @@ if TYPE_CHECKING:
 
 
 def empty_cache() -> None:
-    """Frees the device and pinned memory that the engine keeps for the next load: about
-    112 MiB for each GPU that was used, and at most 128 MiB of dropped small tensors; and
-    the pinned memory that the last `sleep`, or save with wait=False, of each GPU had.
-    It waits for the work that uses that memory. Running loads, tensors in use and
-    pinned models keep theirs. The next load to a GPU allocates it again, which takes
-    about 50 ms.
+    """Frees memory that the engine has cached for later calls: about 112 MiB for each GPU that was used, at most
+    128 MiB of small tensors that were dropped, and the pinned memory of the last `sleep` of each GPU, or of its last
+    save with wait=False. It first waits for the work that uses this memory. The memory of running loads, of tensors
+    and of pinned models is not freed. The next load to a GPU allocates its memory again, which takes about 50 ms.
 
     Does nothing if no GPU was used. Raises DeviceError for a lost device.
     """
@@ -47,11 +44,9 @@ def empty_cache() -> None:
 
 
 class Pinned(HandleOwner):
-    """A model whose files are kept in host memory as they are stored, compressed: see
-    `pin`. A context manager that ends with `release`.
+    """A model whose stored bytes are in host memory; see `pin`. A context manager that ends with `release`.
 
-    `load_file`, `stream`, `load_model` and `safe_open` take it in place of a path.
-    Threads may share it.
+    You can pass it to `load_file`, `stream`, `load_model` and `safe_open` instead of a path. Threads may share it.
     """
 
     __module__ = "overwire"
@@ -59,21 +54,18 @@ class Pinned(HandleOwner):
     def __init__(self, source: SourceLike, device: str, progress: ProgressLike) -> None:
         watcher = watch(progress, "pin")
         model = Model(source, False)
-        try:
+        with after_error(model.close):
             model.alone()
             with Job(_verbs.pin({"device": device}, model.handle), "pin", watcher) as job:
                 job.wait()
-            #: Bytes of host memory: what the files have.
+            #: Bytes of host memory, the same as the size of the files.
             self.nbytes: int = sum(part["size"] for part in model.info())
-        except BaseException:
-            model.close()
-            raise
         self._model: Model | None = model
-        #: The files as they were named.
+        #: The files, as the caller named them.
         self.uris: list[str] = model.uris
 
     def shared_model(self) -> Model:
-        """For the verbs of this package: the model that they all share."""
+        """Returns the open model, for the functions of this package."""
         model = self._model
         if model is None:
             raise ArgumentError("overwire: the pinned model was released")
@@ -100,7 +92,7 @@ class Pinned(HandleOwner):
     ) -> dict[str, Any]: ...
 
     def load_file(self, device: Any = "cpu", *, framework: Any = None, **options: Any) -> dict[str, Any]:
-        """`overwire.load_file` of this model. options: dtype, keys, filter, progress."""
+        """Calls `overwire.load_file` for this model. options: dtype, keys, filter, progress."""
         check_options("load_file", options, PinnedOptions)
         return load_file(self, device, framework=framework, **options)
 
@@ -125,13 +117,12 @@ class Pinned(HandleOwner):
     ) -> Iterator[tuple[str, Any]]: ...
 
     def stream(self, device: Any = "cpu", *, framework: Any = None, **options: Any) -> Iterator[tuple[str, Any]]:
-        """`overwire.stream` of this model. options: dtype, keys, filter, progress."""
+        """Calls `overwire.stream` for this model. options: dtype, keys, filter, progress."""
         check_options("stream", options, PinnedOptions)
         return stream(self, device, framework=framework, **options)
 
     def release(self) -> None:
-        """Frees the memory, once running loads have ended. Loaded tensors stay valid. A
-        second call does nothing."""
+        """Frees the memory when running loads have ended. Loaded tensors stay valid. A second call does nothing."""
         model, self._model = self._model, None
         if model is not None:
             model.close()
@@ -152,25 +143,21 @@ for _verb in (Pinned.load_file, Pinned.stream):
 
 
 def pin(source: SourceLike, *, device: DeviceLike | None = None, progress: ProgressLike = None) -> Pinned:
-    """Reads a model's files into host memory as they are stored, and keeps them until
-    `release`: to load the model again and again without disk or network. Compressed
-    files take about two thirds of the tensors' bytes.
+    """Reads the stored bytes of a model into host memory, and keeps them there until `release`. The model can then be
+    loaded repeatedly without the disk or network. Compressed files take about two thirds of the tensors' bytes.
 
         with ow.pin("model.safetensors", device="cuda") as pinned:
             weights = pinned.load_file(device="cuda")
 
-    A GPU copies from this memory at the full rate of its link, and decodes. Every
-    checksum is compared once, here, and not again by later loads.
+    A GPU copies this memory at the full rate of its link, and decodes it. Every checksum is compared in this call, and
+    not again by later loads.
 
-    source: as for `load_file`, local or remote. The files may be changed or deleted
-        afterwards.
-    device: a GPU ("cuda", "cuda:1") to register the memory with now. None: the first
-        load to a GPU registers it, once for all GPUs, at about 35 GB/s; until then
-        CUDA is not used, and without a GPU the memory is ordinary.
-    progress: as for `load_file`; its bytes are those of the files.
+    source: as for `load_file`, local or remote. The files may be changed or deleted afterwards.
+    device: a GPU ("cuda", "cuda:1") with which to register the memory now. None: the first load to a GPU registers it
+        for all GPUs, at about 35 GB/s. Until then CUDA is not used, and the memory is not pinned.
+    progress: as for `load_file`, but in bytes of the files.
 
-    Returns a `Pinned`. Raises what `load_file` raises: CorruptError names tensor, chunk
-    and offset; OutOfMemoryError and DeviceError leave nothing behind.
+    Returns a `Pinned`. Raises the errors of `load_file`. After an error no memory is kept.
     """
-    where = "cpu" if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
-    return Pinned(source, where, progress)
+    kind = "cpu" if device is None else check_device(device, None if device == "cpu" else frame_for("torch"))
+    return Pinned(source, kind, progress)

@@ -1,16 +1,13 @@
-"""preload: a load that runs in the engine while Python does other things.
+"""Preloads models: the engine loads them while Python does other things.
 
-It starts by a call, or at the import of overwire when OVERWIRE_PRELOAD is set
-(PRELOAD_PATH at the import of nyacomp's drop-in). Loads of the same files join it and
-take its tensors, each once. When such a load ends, the rest of its files' tensors is
-freed; tensors of other files are freed at exit.
+A preload starts with a call of `preload`, or when overwire is imported and OVERWIRE_PRELOAD is set (for nyacomp's
+drop-in: PRELOAD_PATH). Loads of the same files join the preload and take its tensors, each once. When such a load ends,
+the other tensors of its files are freed. Tensors of other files are freed when the process exits.
 
-A load gets the very bytes that it would read: it opens its files, and the engine
-compares them, one by one, with those that were preloaded, by device, inode, size and
-times (objects of stores: by ETag, or date). A preload of a file that was replaced or
-written to since is dropped with a warning in the log, and so is one whose tensors
-differ from what the load asks for: on another GPU, mapped where the load reads, read in
-another way. The load then reads the files itself, as it does if the preload failed.
+A load gets the same bytes that it would read itself. It opens its files, and the engine compares each with the
+preloaded file, by device, inode, size and times (objects of stores by ETag or date). If a file was replaced or written
+to, or if the load needs other tensors (on another GPU, or read or mapped differently), the preload is dropped with a
+warning in the log. The load then reads the files itself, as it does if the preload has failed.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ class Preload(HandleOwner):
     def __init__(self, path: str, uris: list[str], device: str, reach: FormatAccess | None = None) -> None:
         if not (isinstance(uris, list) and all(isinstance(text, str) for text in (path, device, *uris))):
             raise ArgumentError("overwire: Preload: expected a path, a list of URIs and a device, as of preload()")
-        #: The path or URI of the request.
+        #: The path or URI that was passed to `preload`.
         self.path = path
         #: The files that are read.
         self.uris = uris
@@ -68,15 +65,12 @@ class Preload(HandleOwner):
             release(job)
 
     def progress(self) -> Progress:
-        """Tensor bytes and tensors, done and total; the totals are 0 until the files are
-        open."""
+        """Returns the bytes and numbers of tensors, loaded and in total. The totals are 0 until the files are open."""
         return progress_of(self._job)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until every tensor is in memory.
-
-        Returns True if it is, False after the timeout. Raises the error of the load.
-        """
+        """Waits at most `timeout` seconds until every tensor is in memory. Returns whether it is. Raises the preload's
+        error."""
         check_wait(timeout)
         has_ended: bool = core().wait(self._job, timeout)
         return has_ended
@@ -87,55 +81,49 @@ class Preload(HandleOwner):
             raise DeadlineError(f"overwire: preload {self.path}: not done in {timeout} s", source=self.path)
 
     def cancel(self) -> None:
-        """Stops it and frees its tensors, except those of files that a load has joined. A
-        later load of the path reads the files again."""
+        """Stops the preload and frees its tensors, except those of files that a load has joined. Later loads read the
+        files again."""
         _verbs.cancel(self._job)
 
 
 def preload(source: SourceLike, *, device: Any = "cpu", storage_options: StorageOptions | None = None) -> Preload:
-    """Starts a load in the engine's threads, without the GIL, and returns at once.
-    torch need not be imported.
+    """Starts to load a model in the engine's threads, without the GIL, and returns immediately. torch need not be
+    imported.
 
-    source: what `load_file` takes (but no open file), or a bundle: its pickle,
-        or its meta.csv. `load_file`, `stream`, `safe_open`, `load_model`,
-        `load_compressed*` and the compat modules join it, for all of its files or
-        some of them, by any of their names; `load_file` with group does not.
-    device: "cpu" (or "host"): into host memory, with CUDA untouched, for
-        programs that fork. A load to a GPU then moves the tensors; plain files,
-        which are mapped, it reads from the page cache. "cuda:1": to that GPU;
-        loads to the same one join it. "cuda": to the GPU that is current in
-        torch; before torch is imported, to the one that LOCAL_RANK names, or
-        SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID; to the first
-        without them, or where CUDA_VISIBLE_DEVICES leaves one. Bundles go to
-        the host only.
-    storage_options: as for `load_file`; a load joins with the same options only.
+    source: as for `load_file`, but not an open file; or a bundle's pickle or meta.csv. `load_file`, `stream`,
+        `safe_open`, `load_model`, `load_compressed*` and the compat modules join the preload, for all of its files or
+        some of them, whatever path names them. `load_file` with group does not.
+    device: "cpu" (or "host"): to host memory, without CUDA, for programs that fork. A load to a GPU then copies the
+        tensors, except those of plain files, which are mapped: it reads these from the page cache.
+        "cuda:1": to that GPU; only loads to the same GPU join. "cuda": to torch's current GPU. Before torch is imported
+        it is the GPU that LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID names, or the first
+        one if none is set or if CUDA_VISIBLE_DEVICES names a single GPU. Bundles are only preloaded to the host.
+    storage_options: as for `load_file`. Only loads with the same options join.
 
-    The preload gives each tensor once: a `safe_open` that needs it again reads it. If
-    a file was saved just now, the preload waits (40 ms, or 2 s where file times have
-    whole seconds) until a later change would be noticed.
+    Each tensor can be taken once; a `safe_open` that needs it again reads it. If a file was saved just before, the
+    preload waits 40 ms (2 s if file times have whole seconds), so that it can notice later changes of the file.
 
-    Raises NotFoundError, FormatError, NotSupportedError for a pickle or meta.csv that
-    names no container, and ArgumentError if the source is neither a file nor a
-    folder. Later errors are raised by `wait`, and a load then reads the files itself.
-    `wait` raises NotSupportedError for an object whose server gives neither an ETag
-    nor a date, because no load could compare it.
+    Raises NotFoundError; FormatError; NotSupportedError for a pickle or meta.csv that names no container; ArgumentError
+    if the source is neither a file nor a folder. Later errors are raised by `wait`, and loads then read the files
+    themselves. `wait` raises NotSupportedError for an object of a server that reports neither an ETag nor a date,
+    because no load could compare it.
     """
-    where = _device_of(device)
+    target = _device_of(device)
     if hasattr(source, "read"):
-        raise ArgumentError("overwire: preload: an open file cannot be preloaded; give its path")
+        raise ArgumentError("overwire: preload: an open file cannot be preloaded: pass its path")
     paths, _ = resolve(source)
     for path in paths:
         _refuse_special(path)
     uris = [uri for path in paths for uri in uris_of(path, storage_options)]
-    if where != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
+    if target != "cpu" and any(path.endswith((".pkl", ".pth", ".csv")) for path in paths):
         raise NotSupportedError(
             f"overwire: preload {', '.join(map(shown, paths))}: bundles are preloaded to the host only"
         )
-    return Preload(", ".join(map(shown, paths)), uris, where, storage(storage_options, uris))
+    return Preload(", ".join(map(shown, paths)), uris, target, storage(storage_options, uris))
 
 
 def _refuse_special(path: str) -> None:
-    # A look into a FIFO or a device may never end.
+    # Reading a FIFO or a device may never end.
     with contextlib.suppress(OSError):
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -143,7 +131,7 @@ def _refuse_special(path: str) -> None:
 
 
 def _refuse_other_kinds(path: str) -> None:
-    # A variable that names a file of another kind would have no effect, in silence.
+    # Otherwise a variable that names another kind of file would silently have no effect.
     if path.endswith((".pkl", ".pth", ".csv", ".json")) or not os.path.isfile(path):
         return
     with open(path, "rb") as file:
@@ -152,7 +140,7 @@ def _refuse_other_kinds(path: str) -> None:
         raise FormatError(f"overwire: preload {path}: not a file of safetensors, overwire or tensorizer", source=path)
 
 
-# Variables with the number of this process on its machine, before torch is imported.
+# Variables with the number of this process on its machine.
 _RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
@@ -162,7 +150,7 @@ def _device_of(device: Any) -> str:
     number = device_number(device)
     if number < 0:
         if number == -1 and "torch" not in sys.modules:
-            number = _local_rank()  # without asking for torch
+            number = _local_rank()
         else:
             return check_device(device, None if number == -2 else frame_for("torch"))
     return f"cuda:{number}"
@@ -179,8 +167,8 @@ def _local_rank() -> int:
 
 
 def _is_child() -> bool:
-    """Whether multiprocessing has started this process: a worker, which imports the
-    program again, or the server that forks workers. Each would load all of it."""
+    """Returns whether multiprocessing has started this process, as a worker that imports the program again or as the
+    server that forks workers. Each of them would preload the whole model."""
     if any(arg == "--multiprocessing-fork" or "from multiprocessing.forkserver import" in arg for arg in sys.orig_argv):
         return True
     process = sys.modules.get("multiprocessing.process")
@@ -190,9 +178,9 @@ def _is_child() -> bool:
 
 
 def honour_nyacomp() -> None:
-    """Called when nyacomp's drop-in is imported: nyacomp's variables become settings, and
-    PRELOAD_PATH starts a preload unless OVERWIRE_PRELOAD is set. An engine that has
-    started keeps its settings: a warning names the variables that come too late."""
+    """Turns nyacomp's variables into settings when its drop-in is imported, and starts the preload of PRELOAD_PATH
+    unless OVERWIRE_PRELOAD is set. If the engine has started already, a warning names the variables that have no
+    effect."""
     adopt_nyacomp()
     late = sorted(name for name in SETTINGS if not name.startswith("OVERWIRE_") and os.environ.get(name))
     if _engine._loaded is not None and late:
@@ -203,16 +191,16 @@ def honour_nyacomp() -> None:
 
 
 def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
-    """Starts the preload of the variable `name` when overwire is imported.
+    """Starts the preload of the variable `name` when overwire is imported. Never raises: a wrong path logs a warning
+    here, and the load raises the error.
 
-    Never raises: a wrong path gives a warning here, and the load raises the error.
-    Ranks of torchrun preload, and processes that multiprocessing starts do not. vLLM's first
-    process does not either, because it only looks for plug-ins and forks a child for the model,
-    which an engine does not survive. With VLLM_ENABLE_V1_MULTIPROCESSING=0 it loads itself,
-    and preloads. OVERWIRE_NO_PRELOAD turns preloads off.
+    Ranks of torchrun preload; processes that multiprocessing starts do not. vLLM's first process does not either: it
+    forks a child that loads the model, and the engine cannot run there once it has started in the parent. With
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 that process loads the model itself, and preloads. OVERWIRE_NO_PRELOAD turns
+    preloads off.
     """
-    elsewhere = "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
-    if truth("OVERWIRE_NO_PRELOAD") or _is_child() or elsewhere:
+    is_launcher = "vllm.plugins" in sys.modules and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
+    if truth("OVERWIRE_NO_PRELOAD") or _is_child() or is_launcher:
         return
     path = os.environ[name]
     if "://" not in path:

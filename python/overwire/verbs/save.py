@@ -1,4 +1,4 @@
-"""save_file: a dict of tensors becomes one file, or several shards."""
+"""Implements save_file, which saves a dict of tensors as one file or several shards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from .._requests import SaveRequest
 
-#: Formats whose names a safetensors file should not bear: other programs would take it for theirs.
+#: Name endings of other formats, which programs would mistake a safetensors file for.
 _OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pth")
 
 
@@ -72,37 +72,33 @@ def save_file(
     wait: bool = True,
     **options: Any,
 ) -> Report | Saving:
-    """Saves torch tensors, numpy arrays or `TensorSpec`s (also mixed) by name.
+    """Saves torch tensors, numpy arrays and `TensorSpec`s by name.
 
-    path: the file to write; .tensors makes a tensorizer file. It is replaced
-        atomically: whatever stops a save, readers find the old file or the new one.
-        s3://bucket/key and redis://host:port/key (rediss:// with TLS) are streamed
-        in bounded memory, without a local file, and appear when they are complete. A
-        set of shards is replaced in one step, by its index. A replaced file keeps its
-        mode, owner and POSIX ACL, and a symbolic link is followed. A
-        new file has the mode that the umask leaves, or that of the model that it
-        replaces. If the folder has an index of shards of the same name
-        (model.safetensors.index.json), a single file is refused, because the folder
-        would still load the old model; with max_shard_size they are replaced.
+    path: the file to write. A path that ends in .tensors makes a tensorizer file. The file is replaced atomically: if
+        the save is interrupted, readers find the old file or the new one. A set of shards is replaced in one step, by
+        its index. Objects (s3://bucket/key, redis://host:port/key, rediss:// with TLS) are streamed in bounded memory,
+        without a local file, and appear when they are complete.
+        A replaced file keeps its mode, owner and POSIX ACL, and symbolic links are followed. A new file gets the mode
+        of the model that it replaces, or the default of the umask. If the folder has an index of shards with the same
+        name (model.safetensors.index.json), a single file is refused, because the folder would still load the old
+        model; with max_shard_size the shards are replaced.
     filename: path, by the name that safetensors gives it.
     metadata: texts for `__metadata__`; some loaders require {"format": "pt"}.
     options: those of a save.
-    wait: False returns a `Saving` as soon as the tensors may change again: all that will
-        be in the files is in host memory then, and they are written from there while the
-        program goes on (see docs/saving.md). A save to the same path waits for it first.
-        progress is then also called from another thread.
+    wait: False returns a `Saving` as soon as the tensors may change again. All contents of the files are then in host
+        memory, and are written from there while the program continues (see docs/saving.md). Another save to the same
+        path first waits for this one. progress is also called from another thread.
 
-    Do not change the tensors before this returns: they are read in place; tensors that
-    are not dense are copied to the host first. A GPU encodes its tensors itself, in up to
-    0.4 GB of its memory, and only what is stored comes down; the host encodes them where
-    they are less than 32 MiB or begin at no multiple of 16 bytes, with level="smaller",
-    in a .tensors file, and where the GPU lacks the memory.
-    Tied tensors are stored once when compressing. Only values are stored, not strides,
-    gradients or subclasses (see `save_bundle`).
+    Do not change the tensors before this returns: they are read in place. Tensors that are not dense are first copied
+    to the host. A GPU encodes its own tensors, in up to 0.4 GB of its memory, and copies only the result to the host.
+    The host encodes tensors of less than 32 MiB, tensors that do not begin at a multiple of 16 bytes, all tensors with
+    level="smaller" or in a .tensors file, and those for which the GPU lacks memory.
+    With compression, tied tensors are stored once. Only values are stored, not strides, gradients or subclasses (see
+    `save_bundle`).
 
-    Raises ArgumentError, NotSupportedError for types that safetensors lacks,
-    AccessError, IOFailure (a full disk), OutOfMemoryError (max_memory), and the error
-    of a save to this path that no one has waited for.
+    Raises ArgumentError; NotSupportedError for types that safetensors lacks; AccessError; IOFailure, for example for a
+    full disk; OutOfMemoryError for max_memory; and the error of an earlier save to this path with wait=False, if
+    `Saving.wait` has not raised it.
     """
     check_options("save_file", options, SaveOptions)
     path = named("save_file", path, filename, "path")
@@ -114,7 +110,7 @@ def save_file(
     target = local_file(path)
     if os.path.splitext(target)[1].lower() in _OTHERS:
         raise ArgumentError(
-            f"overwire: save {target}: the name is that of another format; safetensors files end in .safetensors"
+            f"overwire: save {target}: the name is that of another format: use one that ends in .safetensors"
         )
     descriptions: list[tuple[str, Bytes]] = []
     for name, tensor in tensors.items():
@@ -126,7 +122,7 @@ def save_file(
     if not wait:
         return stage_bytes(descriptions, target, metadata, max_memory=max_memory, **options)
     if max_memory is not None:
-        raise ArgumentError("overwire: max_memory: it bounds saves with wait=False alone")
+        raise ArgumentError("overwire: max_memory: only saves with wait=False have this limit")
     return save_bytes(descriptions, target, metadata, **options)
 
 
@@ -134,7 +130,7 @@ spell_out(save_file, SaveOptions)
 
 
 def describe_named(name: str, tensor: Any) -> Bytes:
-    """A tensor's bytes as they are saved; an error names it."""
+    """Describes the bytes of a tensor that are saved. Errors name the tensor."""
     try:
         if isinstance(tensor, (TensorSpec, JoinedTensor)):
             return tensor.describe()
@@ -145,7 +141,7 @@ def describe_named(name: str, tensor: Any) -> Bytes:
 
 
 def notes_of(metadata: Any) -> dict[str, str]:
-    """Returns the metadata of a `metadata=` argument. ArgumentError if it is not a mapping of strings."""
+    """Returns the value of a `metadata=` argument. Raises ArgumentError unless it is a mapping of strings."""
     if not isinstance(metadata, Mapping):
         raise ArgumentError(f"overwire: metadata: expected a mapping, got {type(metadata).__name__}")
     for key, value in metadata.items():
@@ -162,9 +158,7 @@ def save_bytes(
     end: float | None = None,
     **how: Any,
 ) -> Report:
-    """Saves what is described already, and keeps it alive until that is done.
-
-    end: of `jobs.time_limit`. how: see `_start_job`."""
+    """Saves tensors that are already described. end: from `jobs.time_limit`. how: see `_start_job`."""
     with _start_job(described, path, metadata, end=end, **how) as job:
         return Report.of(job.finish())
 
@@ -181,9 +175,8 @@ def stage_bytes(
     max_memory: int | str | None = None,
     **how: Any,
 ) -> Saving:
-    """`save_bytes` in the background, which needs what is described until it returns.
-
-    then, undo, over, key: of `saving.begin`."""
+    """Works like `save_bytes`, but in the background; the tensors may change when it returns. then, undo, over: see
+    `saving.After`. key: see `saving.begin`."""
 
     def start_save() -> Job:
         return _start_job(
@@ -210,8 +203,8 @@ def _start_job(
     background: bool = False,
     max_memory: int = 0,
 ) -> Job:
-    # like: a local file whose mode, owner and ACL a new file gets. beside: an index
-    # of shards of the same name may stay beside it.
+    # like: a local file, whose mode, owner and ACL a new file gets. beside: an index of shards with the same name may
+    # stay.
     check_values(level=level)
     watcher = watch(progress, "save")
     spec: SaveRequest = {"path": path}
@@ -238,10 +231,8 @@ def _start_job(
 
 
 def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, str] | None) -> bytes:
-    """A plain safetensors file as bytes, of tensors in host memory: one copy of them.
-
-    Raises ArgumentError, as `save_file` does; MemoryError.
-    """
+    """Returns a plain safetensors file as bytes, for tensors in host memory. Raises ArgumentError, as `save_file` does,
+    and MemoryError."""
     spec: SaveRequest = {"path": "<bytes>"}
     if metadata is not None:
         spec["metadata"] = notes_of(metadata)
@@ -253,7 +244,7 @@ def bytes_of_plain(described: list[tuple[str, Bytes]], metadata: Mapping[str, st
 
 
 def _request_columns(spec: SaveRequest, described: list[tuple[str, Bytes]]) -> bytes:
-    # Fills in a request's tensors, except their numbers, which it returns.
+    # Adds names, dtypes and shapes to a request. Returns addresses, sizes and devices.
     spec["names"] = [name for name, _ in described]
     spec["dtypes"] = [b.dtype for _, b in described]
     if pieces := {name: list(b.pieces) for name, b in described if b.pieces}:

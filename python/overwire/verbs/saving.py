@@ -1,4 +1,4 @@
-"""Reports of saves, and saves in the background."""
+"""Runs saves in the background, and defines the report of a save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._imports import start_thread
 from .._order import Saver
 from .._order import lock as _lock
 from ..errors import ArgumentError, CancelledError, DeadlineError
-from ..jobs import Job, log, shown, time_limit
+from ..jobs import Job, after_error, log, shown, time_limit
 from ..progress import Progress, spell_count
 
 
@@ -22,31 +22,28 @@ from ..progress import Progress, spell_count
 class Report:
     """The result of a save.
 
-    bytes_in, bytes_out: bytes of the tensors, and of the files that hold them.
-    bytes_copied: of the files in copied.
+    bytes_in, bytes_out: bytes of the tensors, and of the files that hold them. bytes_copied: of the files in copied.
     ratio: out / in, 1.0 without tensors.
     seconds: wall time.
-    stages: seconds of each stage, summed over concurrent threads:
-        "plan" (samples of the tensors, ties, memory for the save), "read" (bytes of files,
-        and of GPUs' memory), "encode" (by the host, or waiting for a GPU), "hash"
-        (checksums and hashes by the host), "write" (to the files, until they are on the
-        disk; to a store; with wait=False to memory first) and "publish" (names of the files).
-    compressed, aliases: the number of tensors stored compressed, and of tensors stored as a
-        reference to another's bytes (tied or identical).
+    stages: seconds of each stage, summed over concurrent threads: "plan" (samples of the tensors, ties, memory for the
+        save), "read" (bytes of files and GPU memory), "encode" (by the host, or waiting for a GPU), "hash" (checksums
+        and hashes by the host), "write" (to a store, or to files until they are on the disk; with wait=False first to
+        memory) and "publish" (names of the files).
+    compressed, aliases: the number of tensors stored compressed, and of tensors stored as a reference to another's
+        bytes (tied or identical).
     files: absolute paths, or URIs, in the order written, an index.json last.
     copied: files next to the weights of a converted folder, which were copied unchanged.
-    left: files of a converted folder that were not copied: weights that are not the model's
-        (of 64 MiB and more, if they are not safetensors), hidden files, and links that
-        lead out of the folder, except to the blobs of its Hugging Face cache. Also objects in
-        a torch.save file that are not tensors, and `save_model`'s extra states that are not tensors.
-    originals: for `convert`, the SHA-256 in hex by file name: of the plain file that a compressed
-        file records, or of the plain file that was restored byte for byte. "" if it was not hashed,
-        because it came over a network, because of `sha256=False`, or because the compressed
-        file records none.
+    left: files of a converted folder that were not copied: weights that are not the model's (of 64 MiB and more, if
+        they are not safetensors), hidden files, and links that lead out of the folder, except to the blobs of its
+        Hugging Face cache. Also objects in a torch.save file that are not tensors, and `save_model`'s extra states
+        that are not tensors.
+    originals: for `convert`, the SHA-256 in hex by file name: of the plain file that a compressed file records, or of
+        the plain file that was restored byte for byte. "" if it was not hashed, because it came over a network,
+        because of `sha256=False`, or because the compressed file records none.
     on_gpu: the part of bytes_in that was encoded on the tensors' GPU. The host encodes the rest.
     staged: with wait=False, the seconds until the caller may change the tensors; otherwise 0.
-    anew: plain files made from compressed ones without a stored original. Their tensors are
-        the same, but the header is new.
+    anew: plain files made from compressed ones without a stored original. Their tensors are the same, but the header
+        is new.
     """
 
     __module__ = "overwire"
@@ -96,7 +93,7 @@ class Report:
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> Report:
-        """The report from the engine's JSON."""
+        """Makes a report from the engine's JSON."""
         fields = dict(report)
         for name in ("ratio", "seconds"):
             fields[name] = float(fields[name])
@@ -109,8 +106,8 @@ class Report:
 
 
 class After(NamedTuple):
-    """What follows a save in the background, in another thread: `then` once its files are
-    there, `undo` after an error in either, and `over` at the end in any case."""
+    """Functions that a background save calls in its thread: `then` when its files are complete, `undo` after an error
+    of the save or of `then`, and always `over` at the end."""
 
     then: Callable[[Report], None] | None
     undo: Callable[[], None]
@@ -118,24 +115,24 @@ class After(NamedTuple):
 
 
 class Saving(HandleOwner, Saver):
-    """A save whose tensors may change already, while its files are written: see
-    `save_file(wait=False)`. Threads may share it.
+    """A save that writes its files in the background; see `save_file(wait=False)`. The tensors may already change.
+    Threads may share it.
 
-    The files appear when all are complete, atomically. An error is logged, and raised by
-    `wait`, or else by the next save to the path. At the end of the interpreter a save is
-    finished. A cancelled or killed one leaves the old files.
+    All files appear atomically when they are complete. An error is logged, and raised by `wait` or by the next save to
+    the path. When the interpreter exits, it first finishes the save. If a save is cancelled or killed, the old files
+    stay.
     """
 
     __module__ = "overwire"
 
     def __init__(self, paths: list[str], is_sharded: bool) -> None:
         super().__init__(paths, is_sharded)
-        #: Where it saves to.
+        #: The path or URI that it saves to.
         self.path = paths[0]
         self._job: Job | None = None
         self._ended = threading.Event()
         self._report: Report | None = None
-        self._left: tuple[str, ...] = ()  # what the report says was left out
+        self._left: tuple[str, ...] = ()  # for `Report.left`
         self._error: BaseException | None = None
         self._cancelled = False
         self._seen = Progress(0, 0, 0, 0)
@@ -147,27 +144,27 @@ class Saving(HandleOwner, Saver):
         return f"Saving({shown(self.path)!r}, {state})"
 
     def shown_path(self) -> str:
-        """The path, as people may see it: without credentials."""
+        """Returns the path without credentials."""
         return shown(self.path)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Raises ForkedError in a forked child, if it
-        ran when the process forked."""
+        """Returns whether it has ended, with or without an error. Raises ForkedError in a forked child, if it was
+        running when the process forked."""
         self._refuse_child("done")
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Report:
-        """Waits until the files are there, and returns what was written.
+        """Waits until the files are complete, and returns the report.
 
-        timeout: seconds after which DeadlineError is raised; the save goes on then.
+        timeout: seconds after which DeadlineError is raised. The save then continues.
 
-        Raises the save's own error (IOFailure, AccessError, CancelledError ...), each
-        time, and ForkedError in a forked child. Ctrl-C ends the wait, not the save.
+        Each call raises the save's error (IOFailure, AccessError, CancelledError ...). Raises ForkedError in a forked
+        child. Ctrl-C ends the wait, not the save.
         """
         self._refuse_child("wait")
         time_limit(timeout)
         if not self._ended.is_set() and not self._ended.wait(timeout):
-            raise DeadlineError(f"overwire: save {shown(self.path)}: not done within {timeout} s; it goes on")
+            raise DeadlineError(f"overwire: save {shown(self.path)}: not done within {timeout} s; it continues")
         self.forget_saver()
         if self._error is not None:
             raise self._error
@@ -176,14 +173,14 @@ class Saving(HandleOwner, Saver):
         return report
 
     def cancel(self) -> bool:
-        """Stops it, unless it is complete, and waits for its end. Returns whether it was
-        stopped: `wait` raises CancelledError then, and the old files are as they were."""
+        """Stops the save unless it is complete, and waits for its end. Returns whether it was stopped. In that case
+        `wait` raises CancelledError, and the old files are unchanged."""
         self._refuse_child("cancel")
         with _lock:
             job = None if self._ended.is_set() else self._job
             self._cancelled = self._cancelled or job is not None
         if job is not None:
-            with contextlib.suppress(ArgumentError):  # the engine has ended it meanwhile
+            with contextlib.suppress(ArgumentError):  # it has just ended
                 _verbs.cancel(job.number)
         if not self._ended.is_set():
             self._ended.wait()
@@ -191,17 +188,17 @@ class Saving(HandleOwner, Saver):
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> Progress:
-        """How far the writing is, in bytes and tensors of what is saved. Raises ForkedError
-        in a forked child, if it ran when the process forked."""
+        """Returns the bytes and numbers of tensors, written and in total. Raises ForkedError in a forked child, if the
+        save was running when the process forked."""
         self._refuse_child("progress")
         if not self._ended.is_set() and self._job is not None:
-            with contextlib.suppress(ArgumentError):  # it ends just now
+            with contextlib.suppress(ArgumentError):  # it has just ended
                 self._seen = self._job.progress()
         return self._seen
 
     @property
     def report(self) -> Report | None:
-        """What was written; None before it is complete, and after an error."""
+        """The report; None until the save is complete, and after an error."""
         if self._left and self._report is not None:
             self._report, self._left = replace(self._report, left=self._left), ()
         return self._report
@@ -211,7 +208,7 @@ class Saving(HandleOwner, Saver):
             refuse_child(f"overwire: Saving.{what}: the save runs in")
 
     def _run_saving(self, after: After) -> None:
-        # In a thread of its own, to the end.
+        # Runs in its own thread.
         assert self._job is not None
         self._thread = threading.get_ident()
         try:
@@ -229,9 +226,8 @@ class Saving(HandleOwner, Saver):
                 raise
             finally:
                 after.over()
-            self._report, self._seen = (
-                report, Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors)
-            )
+            self._report = report
+            self._seen = Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors)
         except BaseException as error:
             self._error = error
             if not isinstance(error, CancelledError):
@@ -246,20 +242,16 @@ class Saving(HandleOwner, Saver):
 def begin(
     path: str, start: Callable[[], Job], after: After, *, key: str | None = None, is_sharded: bool = False
 ) -> Saving:
-    """Starts a save in the background, after the one of the same path before it.
-
-    start: starts the job. key: the path of the whole, of which path is a part. is_sharded: path
-    stands for a set of shards. Returns when the tensors may change. Raises what fails until then."""
+    """Starts a save in the background when earlier saves to the same path have ended. Returns when the tensors may
+    change. start: starts the job. key: the path of the bundle or checkpoint that path belongs to. is_sharded: path
+    names a set of shards."""
     saving = Saving([key, path] if key else [path], is_sharded)
     try:
         saving.claim_paths()
         saving._job = start()
-        try:
+        with after_error(saving._job.abandon):
             while saving._job.next(0.1) is None:
                 pass
-        except BaseException:
-            saving._job.abandon()
-            raise
     except BaseException as error:
         try:
             after.undo()
@@ -272,6 +264,6 @@ def begin(
     saving._thread = 0
     try:
         start_thread(threading.Thread(target=saving._run_saving, args=(after,), name="overwire saving").start)
-    except RuntimeError:  # at the end of the interpreter
+    except RuntimeError:  # the interpreter exits
         saving._run_saving(after)
     return saving

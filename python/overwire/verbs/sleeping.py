@@ -1,4 +1,4 @@
-"""Tensors that sleep: compressed in host memory while their own memory is free."""
+"""Puts tensors to sleep: compresses them into host memory, frees their own memory, and restores them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .._locks import new_lock
 from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
-from ..jobs import Job, check_wait, log, time_limit
+from ..jobs import Job, after_error, check_wait, log, time_limit
 from ..model.opened import Model
 from ..model.options import StorageOptions, check_values, parse_size
 from ..paths import is_remote, local_file
@@ -34,48 +34,45 @@ if TYPE_CHECKING:
 
 
 class _Sleeper(NamedTuple):
-    # One tensor: a view that keeps its storage, and where it is on the device.
+    # One tensor: a view that keeps its storage alive.
     name: str
     tensor: Any
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    dense: Any  # what is read: the tensor, or a dense copy of it
+    dense: Any  # the tensor, or a dense copy of it, which is read
 
 
 class Asleep(HandleOwner):
-    """Tensors that sleep: see `sleep`. A context manager that ends with `wake` and `close`.
+    """Tensors that sleep; see `sleep`. A context manager that ends with `wake` and `close`.
 
-    Threads may share it: one of them wakes the tensors, and calls of the others wait for it.
+    Threads may share it. Only one call runs at a time, and the others wait for it.
     """
 
     __module__ = "overwire"
 
     def __init__(self) -> None:
-        #: Bytes of the tensors, each memory counted once.
+        #: Bytes of the tensors. Shared memory is counted once.
         self.nbytes: int = 0
-        #: Bytes of host memory that they take, 0 once it was given back.
+        #: Bytes of host memory that they take; 0 once it is freed.
         self.stored: int = 0
-        #: Bytes of the tensors' own memory that were freed.
+        #: Freed bytes of the tensors' own memory.
         self.released: int = 0
         self._models: dict[str, Model] = {}
         self._wakes: dict[str, list[_Sleeper]] = {}
-        self._storages: list[tuple[Any, int]] = []  # what was freed, with its size
+        self._storages: list[tuple[Any, int]] = []  # freed storages, and their sizes
         self._lock = new_lock()
         self._busy = False
 
     def wake(self, *, progress: ProgressLike = None, timeout: float | None = None) -> None:
-        """Puts every tensor back into its own memory, bit for bit, and gives the host
-        memory back. Every checksum is compared. On a GPU the tensors may be used at once
-        by what is queued on torch's current stream from now on.
+        """Restores every tensor in its own memory, bit for bit, compares every checksum, and frees the host memory.
+        On a GPU, work that is queued on torch's current stream after this call may use the tensors.
 
-        A second call does nothing; one beside another waits for it. progress: as for
-        `load_file`. timeout: seconds after which DeadlineError is raised.
+        A second call does nothing. progress: as for `load_file`. timeout: seconds after which DeadlineError is raised.
 
-        Raises OutOfMemoryError where the tensors' memory is not to be had, CorruptError
-        for stored bytes that have changed, ArgumentError after `close` and where a signal
-        handler interrupts another call, and what `load_file` raises. After an error, or Ctrl-C,
-        the tensors' values are undefined, the stored bytes stay, and `wake` can be called again.
+        Raises OutOfMemoryError if the tensors' memory cannot be allocated, CorruptError if stored bytes have changed,
+        ArgumentError after `close` and in a signal handler that interrupts another call, and the errors of `load_file`.
+        After an error or Ctrl-C the tensors' values are undefined, but the stored bytes stay: call `wake` again.
         """
         if not self._wakes:
             return
@@ -88,12 +85,12 @@ class Asleep(HandleOwner):
 
     def _wake_tensors(self, watcher: Watcher | None, end: float | None) -> None:
         if not self._models:
-            raise ArgumentError("overwire: wake: the stored bytes were given up by close()")
+            raise ArgumentError("overwire: wake: close() has freed the stored bytes")
         import torch
 
         from ..frameworks.memory import check_memory
 
-        frame_for("torch")  # which refuses torch's fakes
+        frame_for("torch")  # refuses torch's fake tensors
         self._take_memory()
         for one in (one for sleepers in self._wakes.values() for one in sleepers):
             check_memory(one.tensor, f"overwire: wake: {one.name!r}", one.name)
@@ -119,10 +116,10 @@ class Asleep(HandleOwner):
         self._give_up()
 
     def close(self) -> None:
-        """Gives the host memory back. Tensors that still sleep are lost: what was freed of
-        them stays empty, and the rest keeps its values. A second call does nothing; one beside
-        `wake` waits for it. ArgumentError where a signal handler interrupts `wake`."""
-        if forked():  # perhaps while another thread of the parent had the lock
+        """Frees the host memory. Tensors that still sleep are lost: their freed memory stays empty, and memory that was
+        not freed keeps its values. A second call does nothing. Raises ArgumentError in a signal handler that interrupts
+        `wake`."""
+        if forked():  # a thread of the parent may have had the lock
             self._give_up()
             return
         with self._one_at_a_time("close", None):
@@ -135,12 +132,12 @@ class Asleep(HandleOwner):
 
     @contextlib.contextmanager
     def _one_at_a_time(self, verb: str, end: float | None) -> Iterator[None]:
-        # One call at a time. The lock lets a signal handler of the same thread in.
+        # A signal handler of the same thread can acquire the lock.
         if not self._lock.acquire(timeout=-1 if end is None else max(0.0, end - time.monotonic())):
-            raise DeadlineError(f"overwire: {verb}: another thread was not done with the tensors within the timeout")
+            raise DeadlineError(f"overwire: {verb}: another thread still uses the tensors after the timeout")
         try:
             if self._busy:
-                raise ArgumentError(f"overwire: {verb}: a signal handler interrupts another call of the same object")
+                raise ArgumentError(f"overwire: {verb}: a signal handler called it while it interrupted another call")
             self._busy = True
             try:
                 yield
@@ -157,7 +154,7 @@ class Asleep(HandleOwner):
                 raise
             from ..frameworks.torch import give_back
 
-            give_back(device)  # memory that torch only keeps is no reason to fail
+            give_back(device)  # memory that torch only caches must not make this fail
             with again() as job:
                 result = job.result()
         _, _, _, table, number = result
@@ -169,27 +166,20 @@ class Asleep(HandleOwner):
         self._wakes[device] = [one for one in _distinct_sleepers(stored) if one.nbytes]
 
     def _take_memory(self) -> None:
-        # All storages have their size, or none has.
-        views: list[Any] = []
-        try:
+        # Allocates all storages, or none after an error.
+        with contextlib.ExitStack() as undo:
             for storage, size in self._storages:
                 if storage.nbytes() != size:
                     _resize_storage(storage, size)
-                    views.append(storage)
-        except BaseException:
-            for storage in views:
-                _resize_storage(storage, 0)
-            raise
+                    undo.callback(_resize_storage, storage, 0)
+            undo.pop_all()
 
     def _free_memory(self) -> None:
-        # Whatever interrupts this, the tensors are as they were.
-        try:
+        # If this is interrupted, the tensors are restored.
+        with after_error(self.wake):
             for storage, size in self._storages:
                 _resize_storage(storage, 0)
                 self.released += size
-        except BaseException:
-            self.wake()
-            raise
 
     def __repr__(self) -> str:
         state = "closed" if self._wakes else "awake"
@@ -225,43 +215,37 @@ def sleep(
     timeout: float | None = None,
     storage_options: StorageOptions | None = None,
 ) -> Asleep:
-    """Compresses torch tensors into host memory without loss and frees their own memory,
-    until `Asleep.wake` puts them back.
+    """Compresses torch tensors into host memory without loss and frees their own memory, until `Asleep.wake` restores
+    them.
 
         asleep = ow.sleep(model)  # the GPU's memory is free
         ...
         asleep.wake()  # the same parameters, the same bytes
 
-    A GPU encodes in its own memory and copies only what came of it, about two thirds of
-    bf16 weights, to pinned memory; tensors of the host are encoded there. The pinned
-    memory is kept for the next sleep, until `empty_cache`.
+    A GPU encodes its tensors in its own memory, and copies only the result to pinned memory: for bf16 weights about two
+    thirds. The host encodes its own tensors. The pinned memory is kept for the next sleep, until `empty_cache`.
 
-    tensors: a module, for all its parameters and buffers, or tensors by name: parts of a
-        module, optimizer state. Tied tensors and views of one another are stored once.
-        They may lie on several devices; each has its own memory on the host.
-    max_memory: the most host memory that the stored bytes may take ("12GB", int). It is
-        estimated from samples first.
-    to_file: a path, or a URI that `save_file` writes: there appears a file of the tensors,
-        too, for every load of overwire. A local file of tensors of one device is made of
-        the stored bytes; any other as `save_file` makes it, which takes as long as there.
-    release: free the tensors' memory, on a GPU to torch's allocator
-        (`torch.cuda.empty_cache()` passes it on to other processes). What cannot be freed stays, and keeps its values:
-        memory that the given tensors do not cover whole, or that is not torch's own
-        (loaded small tensors, mapped files, shared memory). `Asleep.released` counts what
-        was freed. False: nothing is; for callers that free or unmap it by other means and
-        have it back at the same addresses before `wake`.
+    tensors: a module, for all its parameters and buffers; or tensors by name, such as parts of a module or optimizer
+        state. Tied tensors and views of other tensors are stored once. If they are on several devices, each device has
+        its own host memory.
+    max_memory: the most host memory that the stored bytes may take ("12GB", int). It is first estimated from samples.
+    to_file: a path, or a URI that `save_file` writes. The tensors are also saved there. A local file of tensors on one
+        device is made of the stored bytes. Any other file is written as `save_file` does, and takes as long.
+    release: free the tensors' memory. On a GPU it returns to torch's allocator (`torch.cuda.empty_cache()` makes it
+        available to other processes). Memory stays, with its values, if the tensors do not cover it completely or if
+        it does not belong to torch (small loaded tensors, mapped files, shared memory). `Asleep.released` counts the
+        freed bytes. False frees nothing. It is for callers that free or unmap the memory themselves, and map it at the
+        same addresses before `wake`.
     progress: as for `load_file`.
-    timeout: seconds after which the sleep is given up, DeadlineError. It ends soon after.
+    timeout: seconds after which the sleep is cancelled and raises DeadlineError.
     storage_options: as for `save_file`, if to_file is a URI.
 
-    Do not use the tensors before `wake`, nor views of them. Their addresses may be others
-    afterwards: captured CUDA graphs hold the old ones, so use release=False for these.
-    Tensors that are not contiguous are copied on their device first.
+    Do not use the tensors, or views of them, before `wake`. Their addresses may change, and captured CUDA graphs
+    contain the old ones: use release=False there. Tensors that are not contiguous are first copied on their device.
 
-    Returns an `Asleep`. Raises, with the tensors as they were, OutOfMemoryError for
-    max_memory or what the host has left, and for the GPU's memory to encode in; ArgumentError;
-    NotSupportedError for dtypes that files lack and for tensor subclasses that are made of
-    other tensors; IOFailure for to_file. Ctrl-C and DeadlineError leave them as they were, too.
+    Returns an `Asleep`. Raises OutOfMemoryError for max_memory, for host memory, and for the GPU memory to encode in;
+    ArgumentError; NotSupportedError for dtypes that files lack and for tensor subclasses that consist of other tensors;
+    IOFailure for to_file. After an error or Ctrl-C the tensors are unchanged.
     """
     frame_for("torch")
     tensors_by_name = _collect_tensors(tensors)
@@ -270,10 +254,10 @@ def sleep(
     end = time_limit(timeout)
     path = "" if to_file is None else local_file(to_file)
     places = {name: place_of(tensor) for name, tensor in tensors_by_name.items()}
-    # The stored bytes of one device are the file; else it is saved as others are.
+    # The stored bytes of a single device make a local file. Other files are saved separately.
     uri, path = (path, "") if is_remote(path) or len(set(places.values())) != 1 else ("", path)
     if storage_options and not uri:
-        raise ArgumentError("overwire: sleep: storage_options go with a to_file that is a URI")
+        raise ArgumentError("overwire: sleep: storage_options: only for a to_file that is a URI")
     for name, tensor in tensors_by_name.items():
         groups.setdefault(places[name], []).append(_describe_sleeper(name, tensor, bool(path)))
     asleep = Asleep()
@@ -282,11 +266,11 @@ def sleep(
     with contextlib.ExitStack() as stack:
         jobs: list[tuple[str, list[_Sleeper], Job, Callable[[], Job]]] = []
         for device, sleepers in groups.items():
-            to_store = sleepers if path else _distinct_sleepers(sleepers)  # a file has all of them
+            to_store = sleepers if path else _distinct_sleepers(sleepers)  # a file needs all names
             again = partial(_start_sleep, device, to_store, limit, path, end)
             job = stack.enter_context(again(watcher))
             watcher = None
-            if limit:  # one after the other: each has what the others left
+            if limit:  # one device after another, because they share the limit
                 asleep._add_device(device, to_store, job, again)
                 limit = max(1, most - asleep.stored)
             else:
@@ -294,7 +278,9 @@ def sleep(
         for each in jobs:
             asleep._add_device(*each)
     if uri:
-        _save_sleepers(tensors_by_name, uri, storage_options, end, asleep)
+        with after_error(asleep.close):
+            descriptions = [(name, frame_of(tensor).describe(tensor)) for name, tensor in tensors_by_name.items()]
+            save_bytes(descriptions, uri, {"format": "pt"}, storage_options=storage_options, end=end)
     if release:
         asleep._storages = _free_storages(groups)
         asleep._free_memory()
@@ -303,23 +289,20 @@ def sleep(
 
 
 class SleepMemory(HandleOwner):
-    """Host memory that is being made ready for sleeps: see `prepare_sleep`. Threads may
-    share it. Dropping it changes nothing: the memory stays for the next sleep."""
+    """Host memory that is being allocated for sleeps; see `prepare_sleep`. Threads may share it. If it is dropped, the
+    memory stays for the next sleep."""
 
     __module__ = "overwire"
 
     def __init__(self) -> None:
-        #: Bytes that sleeps of the tensors are expected to take, on all GPUs.
+        #: Bytes that the tensors are expected to take when they sleep, for all GPUs.
         self.nbytes: int = 0
         self._jobs: dict[str, Job] = {}
         self._lock = new_lock()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken
-        what there was of it. Returns False after the timeout.
-
-        Raises OutOfMemoryError and DeviceError; what was made ready stays.
-        """
+        """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken what was ready of it. Returns
+        False after the timeout. Raises OutOfMemoryError and DeviceError; memory that is ready stays."""
         check_wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -327,13 +310,12 @@ class SleepMemory(HandleOwner):
         return all(job.ended(None if end is None else max(0.0, end - time.monotonic())) for job in jobs)
 
     def close(self) -> None:
-        """Ends the preparation and gives the GPUs' memory for sleeps back to the system,
-        also what earlier sleeps have left there. Sleeping tensors keep theirs. A second
-        call does nothing."""
+        """Ends the preparation and frees the host memory for sleeps of these GPUs, including the memory that earlier
+        sleeps have left. The memory of sleeping tensors is not freed. A second call does nothing."""
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         if forked():
-            return  # the parent's
+            return  # the jobs belong to the parent
         for device, job in jobs.items():
             _verbs.sleep_return(device)
             job.free()
@@ -359,33 +341,31 @@ def prepare_sleep(
     device: DeviceLike | None = None,
     max_memory: int | str | None = None,
 ) -> SleepMemory:
-    """Begins to make the host memory ready that `sleep` will take for tensors on GPUs, so
-    that the first sleep is as fast as later ones: new pinned memory costs a second for
-    10 GB and more.
+    """Begins to allocate the pinned host memory that `sleep` will use for tensors on GPUs. The first sleep is then as
+    fast as later ones. Pinning memory takes about a second for 10 GB.
 
-        ow.prepare_sleep(model)  # returns at once
+        ow.prepare_sleep(model)  # returns immediately
         ...
         asleep = ow.sleep(model)
 
-    tensors: as for `sleep`; how much they will take is estimated from samples, which are
-        read before this returns. Or the bytes of host memory ("10GB", int), for `device`.
-    device: the GPU of these bytes; "cuda" if there is one.
+    tensors: as for `sleep`. Their size is estimated from samples, which are read before this returns. Or the bytes of
+        host memory ("10GB", int), for `device`.
+    device: the GPU for a number of bytes; None: torch's current one.
     max_memory: as for `sleep`.
 
-    One thread works in the background, only while a core of the process is unused, and
-    takes no memory of a GPU. A sleep that comes before the end uses what is there, and
-    has the rest made ready at full speed. The memory is kept until `SleepMemory.close` or
-    `empty_cache`; the same call again takes no more. Tensors of the host need none: their
-    sleeps use ordinary memory.
+    One thread works in the background, only while a core of the process is idle, and uses no GPU memory. A sleep that
+    starts before the end uses the memory that is ready, and allocates the rest at full speed. The memory stays until
+    `SleepMemory.close` or `empty_cache`. Repeating the call allocates nothing more. Tensors on the host are ignored,
+    because their sleeps use ordinary memory.
 
-    Returns a `SleepMemory`, which need not be kept. Raises, before anything is taken,
-    OutOfMemoryError for max_memory or what the host has available; else what `sleep` raises.
+    Returns a `SleepMemory`, which you need not keep. Raises OutOfMemoryError, for max_memory or host memory, before it
+    allocates anything, and the errors of `sleep`.
     """
     limit = parse_size(max_memory, "max_memory")
     memory = SleepMemory()
     if isinstance(tensors, (int, str)):
         if (nbytes := parse_size(tensors, "tensors")) <= 0:
-            raise ArgumentError(f"overwire: prepare_sleep: {tensors!r} bytes")
+            raise ArgumentError(f"overwire: prepare_sleep: tensors {tensors!r}: expected 1 byte or more")
         where = check_device("cuda" if device is None else device, frame_for("torch"))
         if where == "cpu":
             return memory
@@ -394,33 +374,20 @@ def prepare_sleep(
         )
         return memory
     if device is not None:
-        raise ArgumentError("overwire: prepare_sleep: device= goes with a number of bytes; tensors say where they are")
+        raise ArgumentError("overwire: prepare_sleep: device: only for a number of bytes; tensors have their own")
     frame_for("torch")
     import torch
 
     groups: dict[str, list[_Sleeper]] = {}
     for name, tensor in _collect_tensors(tensors).items():
         place = place_of(tensor)
-        # a sleep copies the others first
-        if place != "cpu" and (tensor.layout != torch.strided or _fills_extent(tensor)):
+        if place != "cpu" and (tensor.layout != torch.strided or _fills_extent(tensor)):  # else it is copied
             groups.setdefault(place, []).append(_describe_sleeper(name, tensor, False))
     for place, sleepers in groups.items():
         if to_store := [one for one in _distinct_sleepers(sleepers) if one.nbytes]:
             request, numbers = _sleep_request(place, to_store, max(1, limit - memory.nbytes) if limit else 0)
             memory._add_device(place, {**request, "bytes": 0}, numbers)
     return memory
-
-
-def _save_sleepers(
-    named: Mapping[str, Any], path: str, options: StorageOptions | None, end: float | None, asleep: Asleep
-) -> None:
-    """Saves tensors whose stored bytes are not a file. If that fails they do not sleep."""
-    try:
-        descriptions = [(name, frame_of(tensor).describe(tensor)) for name, tensor in named.items()]
-        save_bytes(descriptions, path, {"format": "pt"}, storage_options=options, end=end)
-    except BaseException:
-        asleep.close()
-        raise
 
 
 def _sleep_request(device: str, stored: list[_Sleeper], limit: int) -> tuple[SleepRequest, bytes]:
@@ -434,7 +401,7 @@ def _sleep_request(device: str, stored: list[_Sleeper], limit: int) -> tuple[Sle
     if device != "cpu":
         from ..frameworks.torch import await_writes
 
-        await_writes(stored[0].dense)  # what writes the tensors has ended then
+        await_writes(stored[0].dense)
     return request, numbers
 
 
@@ -465,13 +432,13 @@ def _collect_tensors(tensors: Any) -> dict[str, Any]:
         if hasattr(tensor, "__tensor_flatten__"):
             kind = type(tensor).__name__
             raise NotSupportedError(
-                f"overwire: sleep: {name!r} is a {kind}, which is made of other tensors: give these", tensor=name
+                f"overwire: sleep: {name!r} is a {kind}, which consists of other tensors: pass those", tensor=name
             )
     return tensors_by_name
 
 
 def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
-    """whole: in its own shape and order, as a file has it; else as it lies in memory."""
+    """Describes a tensor. whole: in its own shape and order, as for a file; otherwise in the order of its memory."""
     from ..frameworks.memory import check_memory
     from ..frameworks.torch import SAVED
 
@@ -480,11 +447,11 @@ def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
     view = tensor.detach()
     kind = SAVED.get(view.dtype)
     if kind is None or view.is_quantized:
-        raise NotSupportedError(f"{where}: {view.dtype} cannot sleep: leave it out", tensor=name)
+        raise NotSupportedError(f"{where}: {view.dtype} is not supported: leave it out", tensor=name)
     if view.is_conj() or view.is_neg():
-        raise NotSupportedError(f"{where}: a lazily conjugated or negated view: give the tensor behind it", tensor=name)
+        raise NotSupportedError(f"{where}: a lazily conjugated or negated view: pass its base tensor", tensor=name)
     if view.device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"{where} is on {view.device}", tensor=name)
+        raise ArgumentError(f"{where} is on {view.device}: expected the host or a CUDA GPU", tensor=name)
     dense = view
     if not view.is_contiguous():
         once = _without_expansion(view)
@@ -503,7 +470,7 @@ def _describe_sleeper(name: str, tensor: Any, whole: bool) -> _Sleeper:
 
 
 def _distinct_sleepers(sleepers: list[_Sleeper]) -> list[_Sleeper]:
-    # Without those that lie inside another.
+    # Leaves out tensors inside the memory of another.
     low = [int(one.tensor.data_ptr()) if one.nbytes else 0 for one in sleepers]
     end, sleepers_once = 0, []
     for at in sorted(range(len(sleepers)), key=lambda at: (low[at], -sleepers[at].nbytes, at)):
@@ -517,7 +484,7 @@ def _distinct_sleepers(sleepers: list[_Sleeper]) -> list[_Sleeper]:
 
 
 def _free_storages(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]]:
-    """The storages that the tensors cover whole and torch can free, with their sizes."""
+    """Returns the storages that the tensors cover completely and that torch can free, and their sizes."""
     spans: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
     for sleepers in groups.values():
         for one in sleepers:
@@ -539,7 +506,7 @@ def _free_storages(groups: Mapping[str, list[_Sleeper]]) -> list[tuple[Any, int]
 
 
 def _fills_extent(tensor: Any) -> bool:
-    """Whether the elements fill their extent, in whatever order."""
+    """Returns whether the elements lie in memory without gaps, in any order."""
     size = 1
     for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count != 1 and stride != size:
@@ -549,7 +516,7 @@ def _fills_extent(tensor: Any) -> bool:
 
 
 def _without_expansion(tensor: Any, like: Any = None) -> Any:
-    """A tensor without the dimensions along which `like`, or itself, was expanded."""
+    """Returns a tensor with size 1 in the dimensions along which `like` (None: the tensor) was expanded."""
     like = tensor if like is None else like
     for dim, (stride, count) in enumerate(zip(like.stride(), like.shape, strict=True)):
         if not stride and count > 1:

@@ -1,5 +1,4 @@
-"""The states of a model that deltas lie between: tensors in memory, which deltas change in
-place or by way of a copy, or files, of which only some tensors are in memory at once."""
+"""Reads the two models that a delta compares, and finds the memory in which a delta changes tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +13,20 @@ from ..model.opened import Model
 from ..model.options import StorageOptions
 from .save import describe_named
 
-#: The last part of the name under which a state dict has what `get_extra_state` returns.
+#: The last part of a module's extra state's name in a state dict.
 EXTRA = "_extra_state"
 
-#: Bytes of the tensors of each side that files give at once, unless one is larger.
+#: The most bytes of tensors that are loaded of each model at a time; a larger tensor is loaded by itself.
 BATCH = 1 << 30
 
 
 class ModelSide:
-    """One side of a comparison. A path or URI is opened, and closed at the end of the `with`."""
+    """One of the two models: tensors in memory, or a path or URI, which is closed at the end of the `with`."""
 
     def __init__(self, model: Any, what: str, options: StorageOptions | None) -> None:
         self._opened: Model | None = None
         self._tensors: dict[str, Any] = {}
-        #: Bytes of each tensor that is loaded when it is asked for; 0 of one in memory.
-        self.sizes: dict[str, int]
+        self.sizes: dict[str, int]  # bytes of memory that `take` allocates for each tensor
         if isinstance(model, (str, os.PathLike)):
             self._opened = Model(model, storage_options=options)
             self.sizes = {row[0]: row[3] for row in self._opened.table}
@@ -44,14 +42,14 @@ class ModelSide:
             self._opened.close()
 
     def take(self, names: list[str]) -> dict[str, Any]:
-        """Tensors of these names."""
+        """Returns tensors by name, and loads them if they are in a file."""
         if self._opened is None:
             return {name: self._tensors[name] for name in names}
         return self._opened.load([self._opened.places[name] for name in names], frame_for(None), None, None)
 
 
 def batches(a: ModelSide, b: ModelSide) -> Iterator[list[str]]:
-    """The names that both have, sorted, in lists that fit in memory; one at least."""
+    """Yields the names that both models have, sorted, in lists that fit in memory. Yields at least one list."""
     batch: list[str] = []
     size = 0
     for name in sorted(a.sizes.keys() & b.sizes.keys()):
@@ -65,7 +63,7 @@ def batches(a: ModelSide, b: ModelSide) -> Iterator[list[str]]:
 
 
 def tensors_of(model: Any, what: str) -> dict[str, Any]:
-    """Tensors by name, of a dict or a module."""
+    """Returns the tensors of a dict or a module by name."""
     if not isinstance(model, Mapping):
         if not hasattr(model, "state_dict"):
             raise ArgumentError(
@@ -79,8 +77,8 @@ def tensors_of(model: Any, what: str) -> dict[str, Any]:
 
 
 def tensors_of_module(module: Any, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a module's state dict, and the extra states in it that are none. NotSupportedError for any other
-    entry: it may hold weights, as those of torch's quantised modules do."""
+    """Returns the tensors of a module's state dict, and its extra states that are not tensors. Raises
+    NotSupportedError for any other entry, because it may contain weights, as in torch's quantised modules."""
     tensors: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -90,15 +88,15 @@ def tensors_of_module(module: Any, what: str) -> tuple[dict[str, Any], dict[str,
             extra[name] = value
         else:
             raise NotSupportedError(
-                f"overwire: {what}: {name!r} in the state dict of {type(module).__name__} is not a tensor but a "
-                f"{type(value).__name__}: save_bundle and load_bundle keep whole modules",
+                f"overwire: {what}: {name!r} in the state dict of {type(module).__name__} is a "
+                f"{type(value).__name__} instead of a tensor: save_bundle and load_bundle keep whole modules",
                 tensor=str(name),
             )
     return tensors, extra
 
 
 def hosted(name: str, tensor: Any) -> Bytes:
-    """A tensor's bytes on the host; an error names it."""
+    """Describes a tensor's bytes on the host, after a copy from a GPU. Errors name the tensor."""
     if frame_of(tensor).name == "torch" and tensor.device.type != "cpu":
         from ..frameworks.memory import check_memory
 
@@ -108,9 +106,10 @@ def hosted(name: str, tensor: Any) -> Bytes:
 
 
 def same_names(now: ModelSide, base: ModelSide) -> None:
-    """Raises ArgumentError where one has a name that the other lacks."""
+    """Raises ArgumentError if one model has a name that the other lacks."""
     for what, names in (
-        ("base lacks", now.sizes.keys() - base.sizes.keys()), ("new lacks", base.sizes.keys() - now.sizes.keys())
+        ("base lacks", now.sizes.keys() - base.sizes.keys()),
+        ("new lacks", base.sizes.keys() - now.sizes.keys()),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -118,7 +117,7 @@ def same_names(now: ModelSide, base: ModelSide) -> None:
 
 
 def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
-    """Both states of a tensor, in the same memory: on the host or on one GPU."""
+    """Describes a tensor of both models, on the same device."""
     now, before = describe_named(name, new), describe_named(name, base)
     if (now.dtype, now.shape) != (before.dtype, before.shape):
         raise ArgumentError(
@@ -126,7 +125,7 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
             f"{list(before.shape)} in base",
             tensor=name,
         )
-    if now.cuda != before.cuda:  # the base goes where the new tensor is
+    if now.cuda != before.cuda:
         before = describe_named(name, base.detach().to(new.device) if now.cuda and hasattr(base, "detach") else base)
         if now.cuda != before.cuda:
             now, before = hosted(name, new), hosted(name, base)
@@ -134,7 +133,8 @@ def pair(name: str, new: Any, base: Any) -> tuple[Bytes, Bytes]:
 
 
 def settle_devices(devices: Iterable[int]) -> None:
-    """Waits for what is queued on the current stream of each GPU."""
+    """Waits for the work that is queued on the current stream of each GPU. Devices are numbered from 1; 0 is the host.
+    """
     for cuda in set(devices) - {0}:
         from ..frameworks.torch import await_stream
 
@@ -142,8 +142,8 @@ def settle_devices(devices: Iterable[int]) -> None:
 
 
 def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
-    """Returns the memory in which a tensor is changed, and whether that is a copy. Raises for one that cannot be
-    written."""
+    """Returns the memory in which a tensor is changed, and whether that is a copy of it. Raises if the tensor cannot be
+    written to."""
     at = describe_named(name, tensor)
     frame = frame_of(tensor).name
     if frame == "numpy":
@@ -151,7 +151,7 @@ def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
             raise ArgumentError(f"overwire: apply_delta: the array {name!r} is read-only", tensor=name)
         if at.dtype == "F4":
             raise NotSupportedError(
-                f"overwire: apply_delta: {name!r}: numpy has F4 unpacked; apply it to torch tensors", tensor=name
+                f"overwire: apply_delta: {name!r}: numpy unpacks F4: apply the delta to torch tensors", tensor=name
             )
         here = tensor.__array_interface__["data"][0]
     elif frame == "torch":
@@ -169,10 +169,10 @@ def place_tensor(name: str, tensor: Any) -> tuple[Bytes, bool]:
 
 
 def _try_write(name: str, tensor: Any, copy: Any) -> None:
-    """Raises ArgumentError where a changed copy could not be written back."""
+    """Raises ArgumentError if a copy could not be written back to the tensor."""
     strides = tensor.stride() if hasattr(tensor, "stride") else [step // tensor.itemsize for step in tensor.strides]
     if overlaps_itself(tensor.shape, strides):
-        text = f"overwire: apply_delta: {name!r}: its elements share memory with one another, as those of `expand` do"
+        text = f"overwire: apply_delta: {name!r}: its elements share memory, as after `expand`"
         raise ArgumentError(text, tensor=name)
     first = (..., *(slice(0, 1) for _ in tensor.shape))
     try:
@@ -191,9 +191,9 @@ def _write_copy(tensor: Any, copy: Any) -> None:
 
 
 def write_back(copies: list[tuple[str, Any, Any]]) -> None:
-    """Gives all tensors what their copies have become; Ctrl-C is raised when that is done."""
+    """Copies all copies back to their tensors: (name, tensor, copy). Ctrl-C is raised at the end."""
     interrupt: KeyboardInterrupt | None = None
-    devices: set[int] = set()  # GPUs
+    devices: set[int] = set()
     for at, (name, tensor, copy) in enumerate(copies):
         while True:
             try:
@@ -205,7 +205,7 @@ def write_back(copies: list[tuple[str, Any, Any]]) -> None:
                 interrupt = error
             except Exception as error:
                 old = ", ".join(repr(other) for other, _, _ in copies[at:])
-                text = f"{name!r}: {error}; old values, or parts of both: {old}; the new ones: all others"
+                text = f"{name!r}: {error}. These have old values, or a mixture: {old}. All others have new ones"
                 raise DeviceError(f"overwire: apply_delta: {text}") from error
     settle_devices(devices)
     if interrupt is not None:

@@ -1,0 +1,309 @@
+"""Opens a model for `load_file`, `stream`, `load_model` and `safe_open`.
+
+A model is loaded in one of four modes: by this process (`Loader`), by the ranks of a group (`GroupLoader`), in a forked
+child without the engine (`ForkedLoader`), or by applying deltas to a base (`BasedLoader`). Only `open_loader` chooses
+between them. Modules that a single mode needs are imported when that mode is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from .. import errors
+from .._engine import forked
+from ..dtypes import nbytes, torch_shape
+from ..errors import ArgumentError, CorruptError, NotSupportedError
+from ..model.opened import WHOLE, Model, Target, check_target, opening, prepare
+from ..model.options import check_options, parse_size
+from ..model.sources import named
+from ..progress import ProgressLike, spell_count, watch
+
+if TYPE_CHECKING:
+    from ..distributed.tensors import TensorLoad
+    from ..model.forked import ForkedModel
+    from .ahead import Block, ReadAhead
+    from .into import Destination
+
+    #: Returns the destinations of a load. It gets the open model, and a function that returns torch's shape of what is
+    #: loaded of a tensor. A group calls it again if a file was replaced before its ranks met.
+    Choose = Callable[[Model, Callable[[int], tuple[int, ...]]], Sequence[Destination]]
+
+
+class Loader:
+    """Loads a model in this process. Other modes override the methods that they support.
+
+    An exception that leaves its context is raised on all ranks, if there is a group.
+    """
+
+    def __init__(
+        self, source: Any, target: Target, opens: Mapping[str, Any], progress: ProgressLike, parts: bool
+    ) -> None:
+        prepare(target.device)
+        self.target, self._progress = target, progress
+        self.model = Model(source, device=target.device, parts=parts, **opens)
+        self._has_model = True
+        self._states = _states_of_files(self.model.uris) if parts else []
+
+    def load_all(self) -> dict[str, Any]:
+        """Returns the chosen tensors by name."""
+        self._check_memory()
+        frame, _, dtype, _ = self.target
+        return self.model.load(self.model.chosen, frame, dtype, watch(self._progress, "load"))
+
+    def _check_memory(self) -> None:
+        if self.target.max_memory is not None:
+            from ..model.budget import fit
+
+            fit(self.model, self.target.frame, self.target.dtype, self.target.max_memory)
+
+    def iter_tensors(self, in_order: bool) -> Iterator[tuple[str, Any]]:
+        """Starts to load the chosen tensors. The iterator over (name, tensor) stays valid when the loader is closed."""
+        from .streams import ModelArrivals, Stream
+
+        target, model, windows, text = self.target, self.model, None, ""
+        positions = range(len(model.table)) if model.chosen is None else model.chosen
+        model.join()
+        if target.max_memory is None or model.joined:
+            self._check_memory()  # a preload has all tensors in memory already
+        else:
+            from ..model.budget import estimate
+
+            load = estimate(model, target.frame, target.dtype, max_memory=target.max_memory, stream=True)
+            rest = iter(positions)
+            windows = [(list(islice(rest, one["tensors"])), one["bytes"]) for one in load["windows"] or ()]
+            text = f", {parse_size(target.max_memory)} bytes at a time"
+        arrivals = ModelArrivals(model, target, windows, watch(self._progress, "stream"))
+        self._has_model = False
+        text = f"{spell_count(len(positions), 'tensor')} to {target.device}{text}"
+        return Stream(arrivals, range(len(positions)) if in_order else None, text)
+
+    def load_into(self, choose: Choose, fixed: bool, max_memory: int | str | None, progress: ProgressLike) -> None:
+        """Loads into existing tensors. fixed: load to the target's device instead of each tensor's own. max_memory: the
+        most bytes for tensors that cannot be written to in place."""
+        from .into import fill
+
+        destinations, device = self._choose_destinations(choose), self.target.device if fixed else None
+        fill(self.model, self.target.frame, destinations, device, max_memory, watch(progress, "load"))
+
+    def _choose_destinations(self, choose: Choose) -> Sequence[Destination]:
+        return choose(self.model, lambda at: torch_shape(*self.model.table[at][1:3]))
+
+    def read_tensor(self, at: int, dtype: Any, ahead: ReadAhead) -> Any:
+        """Returns one tensor, cast to a dtype of the framework; None: no cast."""
+        return self._read_block(at, None, dtype, ahead)
+
+    def read_index(self, at: int, index: Any, ahead: ReadAhead) -> Any:
+        """Returns `tensor[index]`. Reads only the block that has it."""
+        from ..model.indexing import plan
+
+        frame, row = self.target.frame, self.model.row(at)
+        reading = plan(index, row.shape)
+        if reading.empty:
+            tensor = frame.empty(row.dtype, reading.shape, self.model.device)
+        elif reading.shape == row.shape:
+            tensor = self._read_block(at, None, None, ahead)
+        else:
+            rows, columns = reading.block
+            block = rows, (0, WHOLE) if len(row.shape) == 1 else columns, reading.shape
+            tensor = self._read_block(at, block, None, ahead)
+        return frame.index(tensor, reading.cut, row.dtype) if reading.cut else tensor
+
+    def _read_block(self, at: int, block: Block | None, dtype: Any, ahead: ReadAhead) -> Any:
+        model, frame = self.model, self.target.frame
+        tensor = ahead.take(model, at, block, dtype)
+        if tensor is not None:
+            return tensor
+        name, kind, *_ = model.table[at]
+        if block is None:
+            return model.load([at], frame, dtype, None)[name]
+        (lo0, hi0), (lo1, hi1), shape = block
+        rows = [(name, kind, shape, nbytes(kind, shape))]
+        return model.begin_blocks([(at, (lo0, hi0, lo1, hi1))], rows, frame).tensors()[0]
+
+    def in_this_process(self) -> Loader:
+        """Returns this loader, or one for the same files if the process was forked since."""
+        if not forked():
+            return self
+        from ..model.forked import ForkedModel
+
+        uri, *_ = uris = self.model.uris
+        if self._states != _states_of_files(uris):
+            raise CorruptError(f"overwire: open {uri}: the file was replaced since it was opened", source=uri)
+        return ForkedLoader(ForkedModel(uris, self.model.device, table=self.model.table), self.target)
+
+    def close(self) -> None:
+        """Closes the model."""
+        if self._has_model:
+            self.model.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+
+def _states_of_files(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
+    # The identities of the files, which show whether a file was replaced.
+    states: list[tuple[int, ...] | None] = []
+    for path in paths:
+        try:
+            state = os.stat(path)
+            states.append((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns))
+        except (OSError, ValueError):
+            states.append(None)
+    return states
+
+
+class ForkedLoader(Loader):
+    """Reads local files in a forked child, without the engine."""
+
+    model: ForkedModel
+
+    def __init__(self, model: ForkedModel, target: Target) -> None:
+        self.model, self.target, self._progress, self._has_model = model, target, None, True
+
+    def iter_tensors(self, in_order: bool) -> Iterator[tuple[str, Any]]:
+        positions = range(len(self.model.table)) if self.model.chosen is None else self.model.chosen
+        return self.model.iter_tensors(positions, self.target.frame, self.target.dtype, in_order)
+
+    def load_into(self, choose: Choose, fixed: bool, max_memory: int | str | None, progress: ProgressLike) -> None:
+        from ..frameworks.choose import frame_for
+        from .into import store_part
+
+        destinations = self._choose_destinations(choose)
+        frame = frame_for(self.target.frame.name)  # refuses torch's fake tensors
+        if max_memory is not None:
+            raise errors.forked("max_memory=")
+        for destination in destinations:
+            store_part(destination, self.model.read_index(destination.at, frame))
+
+    def read_tensor(self, at: int, dtype: Any, ahead: ReadAhead) -> Any:
+        return self.model.load([at], self.target.frame, dtype, None)[self.model.table[at][0]]
+
+    def read_index(self, at: int, index: Any, ahead: ReadAhead) -> Any:
+        return self.model.read_index(at, self.target.frame, index)
+
+    def in_this_process(self) -> Loader:
+        return self
+
+
+class GroupLoader(Loader):
+    """Loads by the ranks of a group. They meet, and open their files, in the one method that is called. verb: ends the
+    call on this rank."""
+
+    def __init__(
+        self, verb: ExitStack, target: Target, progress: ProgressLike, source: Any, opens: Mapping[str, Any],
+        group: Any, shard: Any,
+    ) -> None:  # fmt: skip
+        from ..distributed.tensors import open_load
+
+        self._verb, self.target = verb, target
+        self._open = partial(open_load, target, progress, source, opens, group, shard)
+
+    def load_all(self) -> dict[str, Any]:
+        with self._open() as load:
+            return load.load_all()
+
+    def iter_tensors(self, in_order: bool) -> Iterator[tuple[str, Any]]:
+        from ..distributed.stream import GroupArrivals
+        from .streams import Stream
+
+        device = self.target.device
+        arrivals = GroupArrivals(self._open(budget=parse_size(self.target.max_memory)), device)
+        text = f"{spell_count(len(arrivals.positions), 'tensor')} of a group to {device}"
+        return Stream(arrivals, arrivals.positions if in_order else None, text)
+
+    def load_into(self, choose: Choose, fixed: bool, max_memory: int | str | None, progress: ProgressLike) -> None:
+        from ..model.budget import fit
+        from .into import in_place, store_part
+
+        destinations: dict[int, Destination] = {}
+        places: dict[int, Any] = {}
+        late: dict[int, Any] = {}  # tensors to store after all others
+
+        def choose_tensors(load: TensorLoad) -> list[int]:
+            nonlocal destinations, places, late
+            destinations = {one.at: one for one in choose(load.model, load.slice_shape)}
+            places, order = in_place(load.model, list(destinations.values()), self.target.device)
+            late = dict.fromkeys(order)
+            sizes = [load.slice_size(at) for at in destinations if at not in places]
+            fit(load.model, self.target.frame, None, max_memory, sizes)
+            return list(destinations)
+
+        with (
+            self._open(budget=0, unmapped_budget=parse_size(max_memory), choose=choose_tensors) as load,
+            closing(load.iter_tensors(places)) as arriving,
+        ):
+            for at, tensor in arriving:
+                if at in late:
+                    late[at] = tensor
+                elif tensor is not places.get(at):
+                    store_part(destinations[at], tensor)
+        for at in list(late):
+            store_part(destinations[at], late.pop(at))
+
+    def __exit__(self, *exc: Any) -> None:
+        self._verb.__exit__(*exc)
+
+
+class BasedLoader(Loader):
+    """Loads a base and applies deltas to it. load: loads the base, unless it is tensors. rest: see `load_on`."""
+
+    def __init__(self, load: Callable[[], Loader], *rest: Any) -> None:
+        self._load, self._rest, self._has_model = load, rest, False
+
+    def load_all(self) -> dict[str, Any]:
+        from .deltas import load_on
+
+        def load_base() -> dict[str, Any]:
+            with self._load() as loader:
+                return loader.load_all()
+
+        return load_on(load_base, *self._rest)
+
+
+def open_loader(
+    verb: str, kind: Any, options: Mapping[str, Any], source: Any, device: Any, framework: Any = None,
+    filename: Any = None, check: Callable[[Any], Any] = lambda _: None, parts: bool = False,
+) -> Loader:  # fmt: skip
+    """Checks the arguments of a call and opens what it loads. With a group, an error is raised on all ranks.
+
+    verb, kind: the function's name, and the type of its options. check: checks other arguments of the function. It
+        gets the source, and returns the device if `device` is None. parts: see `Model`.
+    """
+    base, group, shard = options.get("base"), options.get("group"), options.get("shard")
+    with ExitStack() as stack:
+        if group is not None:
+            from ..distributed.group import group_verb
+
+            stack.enter_context(group_verb(group, device))
+        check_options(verb, options, kind)
+        source = named(verb, source, filename)
+        default_device = check(source)
+        if base is not None:
+            if group is not None or shard is not None:
+                raise NotSupportedError(
+                    "overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta"
+                )
+            rest = {name: value for name, value in options.items() if name != "base"}
+            load_base = partial(open_loader, verb, kind, rest, base, device, framework)
+            return BasedLoader(load_base, base, source, device, framework, rest)
+        target = check_target(source, framework, default_device if device is None else device, options)
+        opens, progress = opening(options), options.get("progress")
+        if group is not None:
+            return GroupLoader(stack.pop_all(), target, progress, source, opens, group, shard)
+        if shard is not None:
+            raise ArgumentError("overwire: shard: pass group=, the ranks that share the tensors")
+        if forked():
+            from ..model.forked import ForkedModel
+
+            if target.max_memory is not None:
+                raise errors.forked("max_memory=")
+            return ForkedLoader(ForkedModel(source, target.device, **opens), target)
+        return Loader(source, target, opens, progress, parts)
