@@ -266,7 +266,7 @@ def test_late(tmp_path: Path) -> None:
     try:
         saving.wait(1e-9)
     except ow.DeadlineError as error:
-        assert "goes on" in str(error)
+        assert "it continues" in str(error)
     for wrong in (0, -1, True, "1"):
         with pytest.raises(ow.ArgumentError):
             saving.wait(wrong)  # type: ignore[arg-type]
