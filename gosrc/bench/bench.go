@@ -34,8 +34,8 @@ type Options struct {
 	Dir     string        // parent of the run's folder; "" means the system's temporary folder
 	Storage format.Access // access to the user's files
 
-	// Begin, if not nil, is called with the report when its head is complete, and Row with
-	// each row when it has been measured.
+	// Begin, if not nil, is called with the report when its head is complete. Row, if not nil, is called with
+	// each measured row.
 	Begin func(*Report)
 	Row   func(Row)
 }
@@ -115,8 +115,8 @@ func (r *run) openDevice() (err error) {
 	return nil
 }
 
-// estimateTime predicts the duration of the run. It does each kind of work once at a
-// small size, and multiplies by how often the run does it.
+// estimateTime predicts the duration of the run. It does each kind of work once at a small size, and scales the
+// times to the whole run.
 func (r *run) estimateTime() error {
 	n := min(16<<20, r.Size)
 	path := r.pathOf("estimate.safetensors")

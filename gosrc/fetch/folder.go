@@ -28,8 +28,8 @@ type FolderReport struct {
 
 // Folder fetches the files of a remote folder and its subfolders into the folder dst, weights first. It omits
 // hidden files. From the Hub, all files come from one commit. A new dst becomes visible when it is complete.
-// Until then it is hidden, and a later run resumes an interrupted one, as in File. Names that lead out of dst
-// are refused before anything is written.
+// Until then it has a hidden name, and a later run resumes an interrupted fetch, as in File. Names that lead
+// out of dst are refused before anything is written.
 func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options) (rep FolderReport, err error) {
 	start := time.Now()
 	dir, files, err := filesOf(ctx, uri, opt)

@@ -49,7 +49,7 @@ func Check(st *unix.Stat_t) error {
 	return nil
 }
 
-// MaxSetting is the largest settings file that is read, such as certificates or a token.
+// MaxSetting limits the size of settings files, such as certificates and tokens.
 const MaxSetting = 16 << 20
 
 // Sized refuses a file that reports size 0 although it has bytes, as files in /proc do.

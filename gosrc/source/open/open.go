@@ -190,7 +190,7 @@ func RecipeOf(scheme string) error {
 	return nil
 }
 
-// recipes say how to access stores that implement another store's protocol.
+// recipes say how to access these stores through other schemes.
 var recipes = map[string]string{
 	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure,
 	"adl": azure, "wasb": azure, "wasbs": azure,

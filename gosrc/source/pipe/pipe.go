@@ -227,7 +227,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	_ = r.Close() // before Wait, so that a program that continues to write gets SIGPIPE
 	waitErr := cmd.Wait()
 	_ = lines.flushLine()
-	kill() // kill its remaining children
+	kill() // kill the program's remaining children
 	switch {
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
