@@ -270,8 +270,8 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 	return errs.FromOS(os.Remove(path))
 }
 
-// measureLoad measures loads of a file: the first load in this process, which prepares
-// what later loads reuse, and the median of later loads.
+// measureLoad measures the first load of a file, which also prepares state that later loads reuse, and the
+// median of later loads.
 func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	opt := load.Options{Device: r.Device, Threads: r.Threads}
 	once := func() error { return r.loadFile(path, opt, nil) }

@@ -118,7 +118,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 		defer close(pieces)
 		err := spawn.Guard("fetch", func() error { return readAhead(ctx, j, spec, opened, pieces, free, &wg) })
 		if err != nil {
-			cancel(err) // only the first cause counts
+			cancel(err) // later causes are ignored
 		}
 	})
 	for p := range pieces {

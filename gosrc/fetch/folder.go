@@ -110,8 +110,8 @@ func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, f
 	return dir, files, nil
 }
 
-// order returns 0 for weights, 1 for their indexes, and 2 for other files, which are fetched in this order. The
-// files that make a folder a model are fetched last.
+// order returns 0 for weights, 1 for their indexes, and 2 for other files, which are fetched in this order.
+// Files such as config.json, by which programs recognize a model, are fetched last.
 func order(name string) int {
 	n, weights := modelfiles.ParseName(path.Base(name))
 	switch {

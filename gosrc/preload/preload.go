@@ -2,10 +2,10 @@
 // nor the GIL: they open, read and decode files while the interpreter imports other modules.
 //
 // A load attaches to a preload file by file, and only if the preloaded bytes are exactly those that it would
-// read. It opens its files, and does not read files with the identity of a preloaded file (device, inode, size
-// and times, or the ETag or date of an object in a store). Each preloaded tensor goes to the first load that
-// takes it. A preload is dropped if its file was replaced or modified, or if its tensors differ from what the
-// load needs. A failed preload is removed, so the load reports only its own errors.
+// read. The load opens its files, and does not read files with the identity of a preloaded file (device, inode,
+// size and times, or the ETag or date of an object in a store). Each preloaded tensor goes to the first load
+// that takes it. A preload is dropped if its file was replaced or modified, or if its tensors differ from what
+// the load needs. A failed preload is removed, so the load reports only its own errors.
 package preload
 
 import (

@@ -65,7 +65,7 @@ func Sized(fd int, st *unix.Stat_t) error {
 	})
 	switch {
 	case err != nil:
-		return errs.FromFile(&os.PathError{Op: "read", Path: "its beginning", Err: err})
+		return errs.FromFile(&os.PathError{Op: "read", Path: "the first byte", Err: err})
 	case n > 0:
 		var now unix.Stat_t
 		if unix.Fstat(fd, &now) == nil && now.Size > 0 { // a writer has truncated it and continues

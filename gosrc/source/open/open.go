@@ -91,7 +91,7 @@ type Stores struct {
 	local cache.Folder   // Path is "" if there is no cache
 	own   bool           // never use an external downloader
 	hub   http.Hub
-	away  atomic.Bool // a store cannot be reached
+	away  atomic.Bool // set once a store cannot be reached
 }
 
 // With returns the stores of one load.

@@ -262,7 +262,7 @@ func (d *Draft) Finish(size int64) error {
 	d.waitForParts(d.ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.free = nil // publishing may follow much later
+	d.free = nil // Publish may be called much later
 	return d.failure()
 }
 

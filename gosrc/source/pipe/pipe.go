@@ -188,7 +188,8 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 		return errs.FromOS(err)
 	}
 	defer r.Close()
-	// A pipe larger than the default of 64 KiB needs fewer context switches. Errors do not matter.
+	// A pipe larger than the default of 64 KiB needs fewer context switches. An error is ignored, because the
+	// default also works.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
 	args, stdin := argumentsOf(program, urls)
 	cmd := exec.Command(program, args...)

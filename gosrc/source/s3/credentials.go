@@ -87,7 +87,7 @@ func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credenti
 	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
 		*word = strings.TrimSpace(*word)
 		if strings.ContainsFunc(*word, unicode.IsControl) {
-			return keys, errs.New(class, "%s: expected a value without line breaks and control characters",
+			return keys, errs.New(class, "%s: expected a value without line breaks or control characters",
 				names[i])
 		}
 	}
