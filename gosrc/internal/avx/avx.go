@@ -2,8 +2,8 @@
 //
 // After AVX or AVX-512 has written the upper half of a register, every SSE instruction of the thread can take
 // hundreds of cycles until the upper halves are cleared. This affects SHA-NI, Go's floating-point code and
-// copies, and the calling C code. Go's compiler does not clear the upper halves after simd/archsimd. Code that
-// uses this package's vectors therefore calls Clear once per call, after its last vector operation and before
+// copies, and the calling C code. Go's compiler does not clear the upper halves after such code. Code that
+// uses simd/archsimd therefore calls Clear once per call, after its last vector operation and before
 // it copies or returns. No vector may be used afterwards.
 //
 // In a binary with GOEXPERIMENT=simd, preempting a goroutine also leaves the upper halves dirty, on the
