@@ -34,8 +34,8 @@ type Options struct {
 	Dir     string        // parent of the run's folder; "" means the system's temporary folder
 	Storage format.Access // access to the user's files
 
-	// Begin, if not nil, is called with the report when its head is complete, and Row with
-	// each row when it has been measured.
+	// Begin, if not nil, is called with the report when its head is complete. Row, if not nil, is called with
+	// each measured row.
 	Begin func(*Report)
 	Row   func(Row)
 }
@@ -115,8 +115,8 @@ func (r *run) openDevice() (err error) {
 	return nil
 }
 
-// estimateTime predicts the duration of the run. It does each kind of work once at a
-// small size, and multiplies by how often the run does it.
+// estimateTime predicts the duration of the run. It does each kind of work once at a small size, and scales the
+// times to the whole run.
 func (r *run) estimateTime() error {
 	n := min(16<<20, r.Size)
 	path := r.pathOf("estimate.safetensors")
@@ -270,8 +270,8 @@ func (r *run) saveInBackground(in []save.Input, total int64) error {
 	return errs.FromOS(os.Remove(path))
 }
 
-// measureLoad measures loads of a file: the first load in this process, which prepares
-// what later loads reuse, and the median of later loads.
+// measureLoad measures the first load of a file, which also prepares state that later loads reuse, and the
+// median of later loads.
 func (r *run) measureLoad(path, name string, total int64, ratio float64) error {
 	opt := load.Options{Device: r.Device, Threads: r.Threads}
 	once := func() error { return r.loadFile(path, opt, nil) }

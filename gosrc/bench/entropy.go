@@ -60,8 +60,8 @@ func nibbleBytes(data []byte) float64 {
 	return entropyBytes(counts)
 }
 
-// planeBytes returns the size in bytes of the bits of mask in an element. Byte planes
-// that are constant in all elements are free.
+// planeBytes returns the size in bytes of the bits in mask, per element. Byte planes that are constant in all
+// elements are free, except in elements of one byte.
 func planeBytes(data []byte, width int, mask uint32) float64 {
 	var or, and uint32 = 0, math.MaxUint32
 	for i := 0; i+width <= len(data); i += width {

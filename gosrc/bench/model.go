@@ -123,7 +123,7 @@ func (r *run) measureRatio(path string, in []save.Input) (Row, error) {
 type Device struct {
 	Name string              `json:"name"` // "cuda:0"
 	Info []driver.DeviceInfo `json:"info,omitempty"`
-	// Wire is the rate in GB/s of pinned copies of one slot's size.
+	// Wire is the rate in GB/s of copies from pinned memory, with one slot per copy.
 	Wire float64 `json:"wire,omitempty"`
 	// Baseline is the best rate in GB/s of copying bytes from the page cache to the GPU without
 	// decoding.
@@ -156,7 +156,7 @@ func (r *run) openGPU(name string) (*cuda.Device, error) {
 	return gpu, err
 }
 
-// measureWire returns the rate of pinned copies of n bytes each to a queue's device.
+// measureWire returns the rate of copies from pinned memory to a queue's device, with n bytes per copy.
 func (r *run) measureWire(queue *queue.Queue, n int64) (float64, error) {
 	count := int(max(16<<20, min(r.Size, 4<<30)) / n)
 	v, err := r.medianOf(func() (float64, error) {

@@ -15,8 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Reading reads the bytes [Lo, Hi) of a file. Each thread reads a step to one of its slots, and copies it to the GPU
-// on that slot's stream. The caller owns the memory.
+// A Reading reads the bytes [Lo, Hi) of a file. Each thread reads Step bytes into one of its slots, and copies
+// them to the GPU on that slot's stream. The caller owns the memory.
 type Reading struct {
 	Path    string
 	Lo, Hi  int64

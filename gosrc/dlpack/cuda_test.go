@@ -10,8 +10,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A tensor on a GPU is described as such. If its holder is the last one, the deleter puts the block on its list, like
-// Memory.Release.
+// A tensor on a GPU is described as such. The deleter of the last holder puts the block on its list, as
+// Memory.Release does.
 func TestCUDA(t *testing.T) {
 	page, err := unix.Mmap(-1, 0, 4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {

@@ -75,7 +75,7 @@ func isMapped(p unsafe.Pointer) bool {
 	return err == 0
 }
 
-// described reads a DLManagedTensor like a consumer.
+// described reads a DLManagedTensor as a consumer does.
 func described(m unsafe.Pointer) (d struct {
 	data           unsafe.Pointer
 	device         [2]int32
@@ -97,7 +97,8 @@ func described(m unsafe.Pointer) (d struct {
 	return d
 }
 
-// A batch describes many tensors like single calls do, and each tensor releases only its own reference.
+// A batch describes many tensors in the same way as single calls, and each tensor releases only its own
+// reference.
 func TestBatch(t *testing.T) {
 	const n = 5
 	p, block := mapped(t, 2, n, device.KindMap)

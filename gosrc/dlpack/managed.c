@@ -1,6 +1,6 @@
-// Creates tensors in C memory, in one allocation each. The last reference frees it, on any thread, without Go or
-// Python. A forked child frees nothing: it shares the pages with its parent and must be able to exit without using the
-// engine.
+// Creates tensors in C memory, in one allocation each. Releasing the last reference frees a tensor, on any
+// thread, without Go or Python. A forked child frees nothing: it shares the pages with its parent and must be
+// able to exit without using the engine.
 #include "managed.h"
 
 #include <pthread.h>

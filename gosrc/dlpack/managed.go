@@ -13,8 +13,9 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A Batch creates DLManagedTensors in C memory. Each describes a tensor and takes over the tensor's reference, which
-// the deleter releases. One C call creates all of them, because one call per tensor would take as long as the work.
+// A Batch creates DLManagedTensors in C memory. Each describes a tensor and takes over the tensor's reference,
+// which the deleter releases. One C call creates all of them, because the overhead of one call per tensor would
+// be as large as the work itself.
 type Batch struct {
 	all  []C.struct_ow_wanted
 	dims []int64
@@ -53,5 +54,5 @@ func (b *Batch) Make(fn func(i int, managed unsafe.Pointer)) error {
 	return nil
 }
 
-// Delete calls the deleter, like the last consumer of a tensor.
+// Delete calls the deleter, as the last consumer of a tensor does.
 func Delete(managed unsafe.Pointer) { C.ow_managed_delete(managed) }

@@ -68,7 +68,7 @@ int64_t ow_managed_many(struct ow_wanted *all, int64_t n, const int64_t *dims);
 // ow_managed_forget frees a managed tensor without its reference, which the caller still owns.
 void ow_managed_forget(uint64_t managed);
 
-// ow_managed_delete calls the deleter, like a consumer.
+// ow_managed_delete calls the deleter, as a consumer does.
 void ow_managed_delete(void *m);
 
 // ow_block_release releases a reference to block. [data, data+n) belonged to the holder.

@@ -30,7 +30,7 @@ var (
 	ErrCrypto       = errors.New("cryptography")   // a missing or wrong key, or changed encrypted bytes
 	ErrBase         = errors.New("another base")   // a delta that was made from other tensors
 	ErrCancelled    = errors.New("cancelled")      // by the caller or because of another error
-	ErrForked       = errors.New("engine forked")  // used in a forked child of the process that started it
+	ErrForked       = errors.New("engine forked")  // the engine is used in a forked child process
 	ErrEngine       = errors.New("engine failure") // a bug in overwire: a recovered panic
 )
 
@@ -235,8 +235,8 @@ var system = []struct{ from, class error }{
 	{os.ErrPermission, ErrPermission},
 }
 
-// FromOS adds a class to a system error: errors.Is finds both. EIO, ENOSPC, EMFILE and all other errors of the
-// medium are ErrIO. Errors with a class, and nil, are returned unchanged.
+// FromOS adds a class to a system error. errors.Is finds both the class and the system error. EIO, ENOSPC,
+// EMFILE and all other errors of the medium are ErrIO. Errors with a class, and nil, are returned unchanged.
 func FromOS(err error) error {
 	if err == nil || Classed(err) {
 		return err

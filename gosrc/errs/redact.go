@@ -17,8 +17,8 @@ const hidden = "***"
 type secret struct {
 	re   *regexp.Regexp
 	with string
-	// re matches no ASCII text unless its lower case contains one of these words, followed by a colon or an
-	// equals sign if isAssigned. This avoids running the regular expression on most texts.
+	// re can only match an ASCII text that contains one of these words, ignoring case. With isAssigned, a colon
+	// or an equals sign must follow the word. This avoids running the regular expression on most texts.
 	words      []string
 	isAssigned bool
 }
@@ -28,8 +28,8 @@ const named = `[\w-]*(?i:x-amz-signature|x-amz-credential|x-amz-security-token|x
 	`secret_?(?:access_?)?key|access_?key(?:_?id)?|session_?token|access_?token|auth_?token|hf_?token|` +
 	`api_?key|password|passwd|sas_?token)`
 
-// patterns returns the pattern for URIs in a text, and the other secrets. They are compiled at first use, so
-// that importing the package costs nothing.
+// patterns returns the pattern for URIs in a text, and the patterns for other secrets. They are compiled at
+// first use, so that importing the package costs nothing.
 var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 	words := []string{"signature", "credential", "token", "key", "passw"}
 	mk := func(re, with string, isAssigned bool, words ...string) secret {
@@ -86,8 +86,8 @@ func isBeyondASCII(r rune) bool { return r >= utf8.RuneSelf }
 // pathNames maps paths of this process, such as /proc/self/fd/7, to the paths that users wrote.
 var pathNames sync.Map
 
-// CallPath makes RedactURI return name for path. path is a file in memory that replaces the file with the
-// user's name.
+// CallPath makes RedactURI return name for path. path is an in-memory file that is read instead of the file
+// called name.
 func CallPath(path, name string) { pathNames.Store(path, name) }
 
 // RedactURI is Redact for the URI or path of a file as the user wrote it. It does not change local paths,
@@ -114,10 +114,10 @@ func HideUser(uri string) string {
 	return RedactURI(uri)
 }
 
-// bareURI returns a URI without user, password, query and fragment. Signed queries are secrets, and the names
-// of parameters do not show which. A password may contain any character, even those that a URL would have to
-// escape, so any text between a colon in the host part and the last @ may belong to it. Hiding part of a name
-// is better than showing a password.
+// bareURI returns a URI without user, password, query and fragment. Signed queries are secrets, and parameter
+// names do not show whether a query is signed. A password may contain any character, even those that a URL
+// would have to escape, so any text between a colon in the host part and the last @ may belong to it. Hiding
+// part of a name is better than showing a password.
 func bareURI(uri string) string {
 	scheme, rest, _ := strings.Cut(uri, "://")
 	scheme += "://"

@@ -73,7 +73,7 @@ func TestRedactWords(t *testing.T) {
 // paths do not change.
 func TestMessage(t *testing.T) {
 	const uri = "redis://:my secret/word@host/k"
-	inner := &At{Verb: "read", Source: uri, Chunk: -1, Offset: 7, Err: New(ErrIO, "no answer of %s for password=hunter", uri)}
+	inner := &At{Verb: "read", Source: uri, Chunk: -1, Offset: 7, Err: New(ErrIO, "no answer from %s for password=hunter", uri)}
 	for _, err := range []error{inner, fmt.Errorf("once: %w", inner),
 		&At{Verb: "load", Source: "/a/signature: 1", Chunk: -1, Offset: -1, Err: fmt.Errorf("twice: %w", inner)},
 		New(ErrIO, "%v", inner),
@@ -86,7 +86,7 @@ func TestMessage(t *testing.T) {
 			}
 		}
 	}
-	if got := Message(inner); got != "read redis://***@host/k @7: i/o error: no answer of redis://***@host/k for password=***" {
+	if got := Message(inner); got != "read redis://***@host/k @7: i/o error: no answer from redis://***@host/k for password=***" {
 		t.Error(got)
 	}
 	if got := Message(&At{Verb: "open", Source: "/a/signature: 1", Chunk: -1, Offset: -1, Err: ErrNotFound}); got != "open /a/signature: 1: not found" {

@@ -9,7 +9,7 @@ import (
 )
 
 // Visible escapes characters that control a terminal (C0, DEL, C1) or change the text direction (bidirectional
-// controls) as \u and their number, and stray C1 bytes as \x and their number. It does not change line ends and
+// controls) as \uXXXX, and C1 bytes that are not part of a character as \xXX. It does not change line ends and
 // tabs. Strings in JSON keep their meaning.
 func Visible(text string) string { return visibleText(text, false) }
 

@@ -35,8 +35,8 @@ type Spec struct {
 	Own bool `json:"own"`
 	// Most limits the total bytes of all objects; 0 means no limit.
 	Most int64 `json:"most"`
-	// From and To (exclusive) select bytes of a single URI; To 0 means its end. It is not an error if the
-	// object ends earlier.
+	// From and To (exclusive) select bytes of a single object. If To is 0 or beyond the end of the object, the
+	// range ends there.
 	From int64 `json:"from"`
 	To   int64 `json:"to"`
 	// Pin is the state of a single object in an earlier fetch. If the object has changed, Fetch returns
@@ -70,7 +70,7 @@ type piece struct {
 	buf  []byte
 	err  error
 	done chan struct{}
-	last source.Source // closed after this piece; nil if there are more pieces of it
+	last source.Source // source to close after this piece; nil unless this is its last piece
 }
 
 // Fetch writes the bytes of every URI to w. After an error, w has received a prefix of them. j may be nil.
@@ -97,7 +97,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 	pieces := make(chan *piece, window)
 	free := make(chan []byte, window)
 	ready := begin
-	if spec.Own { // another program reads the output, so it will need all of it
+	if spec.Own { // another program reads the output and needs all of it
 		ready = window
 	}
 	for range ready {
@@ -118,7 +118,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 		defer close(pieces)
 		err := spawn.Guard("fetch", func() error { return readAhead(ctx, j, spec, opened, pieces, free, &wg) })
 		if err != nil {
-			cancel(err) // only the first cause counts
+			cancel(err) // later causes are ignored
 		}
 	})
 	for p := range pieces {
@@ -158,7 +158,7 @@ func Fetch(ctx context.Context, j *job.Job, spec Spec, w io.Writer) (Report, err
 // identity returns what the store reports to distinguish this state of a source from others, or nil.
 func identity(s source.Source) []byte {
 	switch f := s.Facts(); {
-	case f.File != nil: // it may miss a change, but detects most
+	case f.File != nil: // inode and time reveal most changes, but not all
 		return fmt.Append(nil, f.Identity.Device, f.Identity.Inode, f.Identity.Modified)
 	case f.Identity.Known():
 		return []byte(f.Identity.Pin)

@@ -139,8 +139,8 @@ func TestPin(t *testing.T) {
 	}
 }
 
-// The number of parts read ahead grows with the parts written: two at first, and two more for each. A caller
-// that only inspects the beginning causes few requests.
+// Two parts are requested at first, and two more for each part written. A caller that only inspects the
+// beginning causes few requests.
 func TestAhead(t *testing.T) {
 	const parts = 6
 	var asked atomic.Int64 // the highest byte requested so far
@@ -173,7 +173,7 @@ type writer func(p []byte) (int, error)
 func (w writer) Write(p []byte) (int, error) { return w(p) }
 
 // An external downloader is started once for all objects of known sizes, and has ended when Fetch returns.
-// Sizes are verified with and without one.
+// Sizes are verified with and without a downloader.
 func TestDownloader(t *testing.T) {
 	t.Cleanup(func() { knob.Load(nil) })
 	dir := t.TempDir()

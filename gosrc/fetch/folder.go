@@ -28,8 +28,8 @@ type FolderReport struct {
 
 // Folder fetches the files of a remote folder and its subfolders into the folder dst, weights first. It omits
 // hidden files. From the Hub, all files come from one commit. A new dst becomes visible when it is complete.
-// Until then it is hidden, and a later run resumes an interrupted one, as in File. Names that lead out of dst
-// are refused before anything is written.
+// Until then it has a hidden name, and a later run resumes an interrupted fetch, as in File. Names that lead
+// out of dst are refused before anything is written.
 func Folder(ctx context.Context, j *job.Job, uri, dst string, opt source.Options) (rep FolderReport, err error) {
 	start := time.Now()
 	dir, files, err := filesOf(ctx, uri, opt)
@@ -110,8 +110,8 @@ func filesOf(ctx context.Context, uri string, opt source.Options) (dir string, f
 	return dir, files, nil
 }
 
-// order returns 0 for weights, 1 for their indexes, and 2 for other files, which are fetched in this order. The
-// files that make a folder a model are fetched last.
+// order returns 0 for weights, 1 for their indexes, and 2 for other files, which are fetched in this order.
+// Files such as config.json, by which programs recognize a model, are fetched last.
 func order(name string) int {
 	n, weights := modelfiles.ParseName(path.Base(name))
 	switch {

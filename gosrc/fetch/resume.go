@@ -89,7 +89,7 @@ func countBytes(j *job.Job, n int64) {
 }
 
 // objectState returns an identifier of an object and its state in the store. It returns "" if the state has no
-// identity, or for a local file, for which a new copy is just as fast.
+// identity, or if it is a local file, because copying it again is just as fast.
 func objectState(s source.Source, opt source.Options) string {
 	f := s.Facts()
 	if f.File != nil || f.Identity.Pin == "" {

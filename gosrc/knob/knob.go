@@ -216,7 +216,7 @@ func truth(s string) (bool, error) {
 	case "0", "false", "no", "off", "n", "f":
 		return false, nil
 	}
-	return false, fmt.Errorf("neither yes nor no")
+	return false, fmt.Errorf("expected yes or no")
 }
 
 // whenTrue translates yes to value and no to "". It returns any other text unchanged, and the knob then refuses

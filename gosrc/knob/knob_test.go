@@ -39,7 +39,7 @@ func TestLoad(t *testing.T) {
 		{"yes", map[string]string{"NO_PRELOAD": "yes"}, off, true, ""},
 		{"zero is no", map[string]string{"NO_PRELOAD": "0"}, off, false, ""},
 		{"LOAD_UNCOMPRESSED stops the preload", map[string]string{"LOAD_UNCOMPRESSED": "1"}, off, true, ""},
-		{"neither", map[string]string{"OVERWIRE_NO_PRELOAD": "perhaps"}, off, false, "neither yes nor no"},
+		{"neither", map[string]string{"OVERWIRE_NO_PRELOAD": "perhaps"}, off, false, "expected yes or no"},
 		{"DEBUG", map[string]string{"DEBUG": "true"}, log, "debug", ""},
 		{"DEBUG=0", map[string]string{"DEBUG": "0"}, log, "warning", ""},
 		{"someone else's DEBUG", map[string]string{"DEBUG": "app:*"}, log, "warning", ""},

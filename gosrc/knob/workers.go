@@ -4,7 +4,8 @@ package knob
 
 import "runtime"
 
-// Workers returns the number of workers: asked, or if that is 0 the setting, or else one per CPU.
+// Workers returns the number of workers: asked if that is positive, otherwise the setting, otherwise one per
+// CPU. It is at most 256.
 func Workers(asked int) int {
 	if asked <= 0 {
 		asked = Threads.Get()

@@ -32,7 +32,7 @@ type event struct {
 	Kind string  `json:"ph"`
 	PID  int     `json:"pid"`
 	TID  int     `json:"tid"`
-	At   float64 `json:"ts"` // Took is also in microseconds
+	At   float64 `json:"ts"` // in microseconds, like Took
 	Took float64 `json:"dur"`
 	Args struct {
 		Name  string `json:"name"`

@@ -23,14 +23,15 @@ import (
 // lines.
 const lineBytes = 128
 
-// processFlags are the flags of one process. Only that process writes them, and the numbers only rise. After
-// changing joined, trouble or ended, for which others sleep, it rings the bell.
+// processFlags are the flags of one process. Only that process writes them, and the numbers only rise. Others
+// sleep while they wait for joined, trouble or ended, so the process rings the bell after changing one of
+// these.
 type processFlags struct {
 	bell      atomic.Uint32
 	joined    atomic.Uint64 // 1: has joined; 2: has mapped the memory of the others
 	published atomic.Uint64 // number of complete pieces in its memory
-	trouble   atomic.Uint64 // has failed
-	ended     atomic.Uint64 // no longer uses memory of the others
+	trouble   atomic.Uint64 // 1: has failed
+	ended     atomic.Uint64 // 1: no longer uses memory of the others
 	alive     atomic.Uint64 // heartbeat
 }
 
@@ -91,14 +92,15 @@ func (b *Board) connect(offers []Offer) error {
 	return nil
 }
 
-// ringBell wakes every process that waits for a bell.
+// ringBell wakes every process that waits for this bell.
 func ringBell(bell *atomic.Uint32) {
 	bell.Add(1)
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWake, math.MaxInt32, 0, 0, 0)
 }
 
-// waitForBell waits until a bell's value differs from heard, at most lifeEvery. time.Sleep could be a
-// millisecond late: if all goroutines of a process wait, Go's timers have the resolution of epoll_wait.
+// waitForBell waits until a bell's value differs from heard, at most lifeEvery. It does not use time.Sleep,
+// which could be a millisecond late: if all goroutines of a process wait, Go's timers have the resolution of
+// epoll_wait.
 func waitForBell(bell *atomic.Uint32, heard uint32) {
 	most := unix.NsecToTimespec(lifeEvery.Nanoseconds())
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(bell)), futexWait, uintptr(heard),
@@ -128,7 +130,8 @@ func (b *Board) Publish(pieces int) { b.lines[b.rank].published.Store(uint64(pie
 // CountPublished returns how many pieces of a process's memory are complete.
 func (b *Board) CountPublished(rank int) int { return int(b.lines[rank].published.Load()) }
 
-// takenBytes is the space for one process's counts of the pieces that it has taken, by owner.
+// takenBytes is the space for one process's counts of taken pieces, which it no longer needs. There is one
+// count per owner.
 func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * lineBytes }
 
 // flagBytes is the space for all flags: first the lines, then each process's counts of taken pieces.

@@ -5,8 +5,8 @@
 // process's offer to the others. Join connects the processes through their flags, and MapMemoryOf maps the
 // memory of another process. All waiting processes detect when another one ends early, dies or hangs. End is
 // the last step: it returns when no process uses another's memory any more. If this process has failed or is
-// cancelled, End returns soon and finishes in the background. Nothing has a name in a file system, so a process
-// that dies leaves no files.
+// cancelled, End returns soon and finishes in the background. The shared memory has no name in a file system,
+// so a process that dies leaves no files.
 //
 // The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run in
 // parallel with another method. MapMemoryOf for the same process, and CheckOthers, may only have one caller at
@@ -130,7 +130,7 @@ func (p *Peers) Join(offers []Offer) error {
 		}
 	}
 	if offers[p.mine.Rank] != p.mine {
-		return errs.New(errs.ErrArgument, "the offer of rank %d differs from its own", p.mine.Rank)
+		return errs.New(errs.ErrArgument, "the offer of rank %d is not the one of this process", p.mine.Rank)
 	}
 	if err := p.Board.connect(offers); err != nil {
 		return err

@@ -194,7 +194,7 @@ func TestMemoryWhileItIsMapped(t *testing.T) {
 	over(t, all)
 }
 
-// A cancelled process does not wait for an idle one. Its memory is released when that one has ended.
+// A cancelled process does not wait for an idle one. Its memory is released when the idle process has ended.
 func TestStoppedEndsSoon(t *testing.T) {
 	all := together(t, 2)
 	memory := uintptr(all[0].file.raw)

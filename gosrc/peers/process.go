@@ -1,7 +1,7 @@
 package peers
 
-// This file watches the processes of the other ranks. A forked child of such a process must not keep it alive:
-// the child shares the parent's memory and descriptors and may outlive it.
+// This file watches the processes of the other ranks. It does not use locks or sockets for this, because a
+// forked child shares them with its parent and may outlive the parent.
 
 import (
 	"bytes"

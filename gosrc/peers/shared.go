@@ -35,7 +35,7 @@ type sharedMemory struct {
 
 func pid() int { return os.Getpid() }
 
-// newShared creates n bytes of zeros.
+// newShared creates shared memory of n zero bytes.
 func newShared(n int64, token []byte) (*sharedMemory, error) {
 	fd, err := unix.MemfdCreate("overwire", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {

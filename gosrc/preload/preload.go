@@ -1,11 +1,11 @@
 // Package preload runs loads that start when overwire is imported with a preload variable set. They use neither Python
 // nor the GIL: they open, read and decode files while the interpreter imports other modules.
 //
-// A load attaches to a preload file by file, and only if the preloaded bytes are exactly those that it would read. It
-// opens its files, and does not read files with the identity of a preloaded file (device, inode, size and times, or the
-// ETag or date of an object in a store). Each tensor is taken once. A preload is dropped if its file was replaced or
-// modified, or if its tensors differ from what the load needs. A failed preload is removed, so the load reports only
-// its own errors.
+// A load attaches to a preload file by file, and only if the preloaded bytes are exactly those that it would
+// read. The load opens its files, and does not read files with the identity of a preloaded file (device, inode,
+// size and times, or the ETag or date of an object in a store). Each preloaded tensor goes to the first load
+// that takes it. A preload is dropped if its file was replaced or modified, or if its tensors differ from what
+// the load needs. A failed preload is removed, so the load reports only its own errors.
 package preload
 
 import (
@@ -49,7 +49,7 @@ type Preload struct {
 type preloaded struct {
 	id    source.Identity
 	uri   string
-	names []string // names of the file
+	names []string // result of namesOf(uri)
 }
 
 var (
@@ -281,10 +281,10 @@ type Answer struct {
 	Notes []Note `json:"notes"`
 }
 
-// Join allows loads of a model to a device to take the preloaded tensors of its files. It drops preloads of these files
-// that cannot be used, because their bytes, device or reading mode differ. With alone, it drops all preloads of these
-// files. It waits up to d for preloads that could be of the same files to open them. done is false if d was too
-// short.
+// Join allows loads of a model to a device to take the preloaded tensors of the model's files. It drops
+// preloads of these files that cannot be used, because their bytes, device or reading mode differ. With alone,
+// it drops all preloads of these files. It first waits up to d until the preloads that may contain the same
+// files have opened their files. done is false if d was too short.
 func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answer, done bool) {
 	srcs := m.Index().Sources
 	if !waitForOpened(srcs, d) {
@@ -371,7 +371,7 @@ func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string
 	for _, at := range pairs {
 		switch mapped := p.model.Mapped(at[1]); {
 		case mapped && device != "":
-			return "its files are memory-mapped, but a load to a GPU reads them, from the page cache", true
+			return "its files are memory-mapped, but a load to a GPU reads them", true
 		case device == "" && !m.MapsAs(at[0], p.model.Model(), at[1]):
 			return "either the preload or the load memory-maps the file, but not both", false
 		}
@@ -379,8 +379,8 @@ func (p *Preload) reasonUnfit(m *load.Model, pairs [][2]int, device, read string
 	return "", false
 }
 
-// waitForOpened waits until every preload that could be of a model's files has opened them. These are preloads of local
-// files, or of files on the same server.
+// waitForOpened waits until every preload that may contain a model's files has opened its files. These are
+// preloads of local files, or of files on the same server.
 func waitForOpened(srcs []tensor.Source, d time.Duration) bool {
 	mu.Lock()
 	waiting := slices.Clone(live)
@@ -441,8 +441,8 @@ func namesOf(uri string) []string {
 	return []string{path}
 }
 
-// names reports whether the preload is of one of a model's files, by the name of the file, of its folder, or of
-// an index.json in the same folder.
+// names reports whether the preload's URIs include one of a model's files, the folder of one, or an index.json
+// in that folder.
 func (p *Preload) names(srcs []tensor.Source) bool {
 	for _, s := range srcs {
 		for _, n := range namesOf(s.URI) {

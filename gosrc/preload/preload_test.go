@@ -249,8 +249,8 @@ func refused(t *testing.T, m *load.Model) {
 	}
 }
 
-// A load of a file that was written after the preload opened it attaches to nothing, even through a model opened before
-// the write. That model is refused.
+// A load of a file that was written after the preload opened it does not attach to the preload, even through a
+// model opened before the write. That model is refused.
 func TestWrittenAfterItWasOpened(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	begin(t, load.Options{}, path)
@@ -262,7 +262,7 @@ func TestWrittenAfterItWasOpened(t *testing.T) {
 	refused(t, m)
 }
 
-// A model that has attached is refused if its file is then written.
+// A model that has attached to a preload is refused if its file is written afterwards.
 func TestWrittenAfterItWasJoined(t *testing.T) {
 	path := plainFile(t, "", "1234")
 	p := begin(t, load.Options{}, path)
@@ -333,8 +333,8 @@ func mustRead(t *testing.T, path string) []byte {
 	return b
 }
 
-// A load with other settings than the preload drops it: with other mapping, reading mode or device, or with no tensors
-// to take.
+// A load drops a preload whose settings (mapping, reading mode or device) differ from its own. A load that
+// takes no tensors also drops it.
 func TestOtherSettings(t *testing.T) {
 	off := false
 	for name, c := range map[string]struct {
@@ -406,7 +406,7 @@ func TestDrop(t *testing.T) {
 	}
 }
 
-// Sweep drops only preloads of files that were replaced, and for stores compares names.
+// Sweep drops only preloads of files that were replaced. For stores, it compares names.
 func TestSweep(t *testing.T) {
 	path, other := plainFile(t, "", "1234"), plainFile(t, "", "1234")
 	p, q := begin(t, load.Options{}, path), begin(t, load.Options{}, other)

@@ -67,7 +67,7 @@ func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name strin
 			http.NotFound(w, r)
 			return
 		}
-		to := url.URL{Path: "/" + strings.Trim(r.URL.Path, "/") + "/"} // never //host
+		to := url.URL{Path: "/" + strings.Trim(r.URL.Path, "/") + "/"} // //NAME/ would be a host
 		http.Redirect(w, r, to.EscapedPath(), http.StatusMovedPermanently)
 		return
 	}

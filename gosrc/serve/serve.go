@@ -206,7 +206,7 @@ func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, f *os.File) 
 	switch {
 	case s.opt.Chunked:
 		w.Header().Set("Accept-Ranges", "none")
-		_ = http.NewResponseController(w).Flush() // before the length is known
+		_ = http.NewResponseController(w).Flush() // send the header without a length
 		_, _ = io.Copy(struct{ io.Writer }{w}, struct{ io.Reader }{body})
 	case s.opt.NoRanges:
 		w.Header().Set("Accept-Ranges", "none")
@@ -219,7 +219,7 @@ func (s *Server) answerFile(w http.ResponseWriter, r *http.Request, f *os.File) 
 	}
 }
 
-// A link limits the rate of all connections, or of one.
+// A link limits the rate of one connection, or of all connections together.
 type link struct {
 	rate int64
 	mu   sync.Mutex

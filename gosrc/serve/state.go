@@ -97,8 +97,8 @@ func (c *content) checkRead(n int, err error) (int, error) {
 	return n, err
 }
 
-// endSpoiled closes the connection of a response that cannot be completed, because the length of a chunked
-// response does not reveal that.
+// endSpoiled closes the connection if the response cannot be completed. Otherwise the client of a chunked
+// response would not notice that bytes are missing.
 func (c *content) endSpoiled() {
 	if c.err != nil {
 		panic(http.ErrAbortHandler) // net/http recovers it and closes the connection

@@ -53,7 +53,7 @@ func (o Options) Check(scheme string, known ...string) error {
 	return nil
 }
 
-// Flag reads a boolean from Storage; it is false if the key is missing.
+// Flag reads a boolean from Storage. It returns false if the key is missing.
 func (o Options) Flag(name string) (bool, error) {
 	text, ok := o.Storage[name]
 	if !ok {
@@ -66,7 +66,7 @@ func (o Options) Flag(name string) (bool, error) {
 	return on, nil
 }
 
-// Number reads a number from lo to hi from Storage; it is def if the key is missing.
+// Number reads a number between lo and hi from Storage. It returns def if the key is missing.
 func (o Options) Number(name string, def, lo, hi float64) (float64, error) {
 	text, ok := o.Storage[name]
 	if !ok {

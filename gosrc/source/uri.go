@@ -72,7 +72,7 @@ func FilePath(uri string) (string, error) {
 	path, ok := pathOfFile(uri)
 	if !ok {
 		return "", errs.In("open", uri, errs.New(errs.ErrArgument,
-			"not the URI of a local file (? is written %%3F there, # %%23)"))
+			"not the URI of a local file: expected file:///path, with ? written as %%3F and # as %%23"))
 	}
 	return path, nil
 }
@@ -114,7 +114,7 @@ func Directory(uri string) string {
 	return head + "/" + tail
 }
 
-// Below returns the URI of a folder below a remote one, or dir if name is "".
+// Below returns the URI of the subfolder name of the remote folder dir, or dir if name is "".
 func Below(dir, name string) string {
 	if name == "" {
 		return dir
@@ -135,9 +135,8 @@ func Name(uri string) string {
 	return name
 }
 
-// Beside returns the URI of another name in the same folder as uri, or in uri itself if that is a folder. The
-// name may contain slashes. A query is preserved because it may be a signature that is valid for the whole
-// folder.
+// Beside returns the URI of a file in the same folder as uri, or in uri itself if that is a folder. The name
+// may contain slashes. A query is preserved because it may be a signature that is valid for the whole folder.
 func Beside(uri, name string) string {
 	if r, ok := ParseHF(uri); ok {
 		r.File = r.File[:strings.LastIndexByte(r.File, '/')+1] + name

@@ -73,7 +73,8 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 
 // CreateTarget creates the temporary file for a place, and removes those of killed saves in the same folder. If
 // no file exists at the place, the new one takes over mode, owner, group and ACL of the first file among likes.
-// If there is none, its mode is most (0666 if most is 0) less the umask. All files of a save share a Listing.
+// If none of them has a file, the mode is most (0666 if most is 0) less the umask. All files of a save share a
+// Listing.
 func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes ...string) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
@@ -236,7 +237,7 @@ func (t *Target) adoptOwner() error {
 	if err != nil || st.Mode().Perm() == mode {
 		return t.fileError(-1, err)
 	}
-	if err = t.file.Chmod(mode); lacksCall(err) && st.Mode().Perm()&^mode == 0 { // it remains with fewer rights
+	if err = t.file.Chmod(mode); lacksCall(err) && st.Mode().Perm()&^mode == 0 { // the file grants fewer rights
 		err = nil
 	}
 	return t.fileError(-1, err)
@@ -318,7 +319,8 @@ func (t *Target) Finish(size int64) error {
 	return t.fileError(-1, f.Close())
 }
 
-// endAt sets a file's size if it differs, because mounts of some stores do not support the call.
+// endAt sets a file's size. If the size is already right, it makes no call, because mounts of some stores do
+// not support truncation.
 func (t *Target) endAt(size int64) error {
 	now := t.info.Size()
 	if now == size {
@@ -355,7 +357,7 @@ func (t *Target) FinishUnless(ctx context.Context, size int64) error {
 	}
 }
 
-// Drop ends a target and removes the file if it was not published.
+// Drop closes the file, and removes it if it was not published.
 func (t *Target) Drop() {
 	if t.lock != 0 {
 		_ = syscall.Flock(t.lock, syscall.LOCK_UN) // a forked child may also have the file open
@@ -395,7 +397,7 @@ func Follow(path string) (*Place, error) {
 			return nil, err
 		}
 		if p.old == nil || p.old.Mode().Type() != fs.ModeSymlink {
-			return p, nil // opening the path reports the error
+			return p, nil
 		}
 		to, err := regular.ReadLink(p.Path)
 		switch {
@@ -453,7 +455,7 @@ func hiddenStem(name string) string {
 // process, and have not changed for age.
 type orphans struct {
 	path string
-	own  string // not an orphan
+	own  string // the caller's own temporary file, which is not an orphan
 	age  time.Duration
 	// folder includes the orphans of all other files in the folder. Those from another machine or boot are
 	// removed after foreignAge, because their locks may not be visible on this machine.
@@ -525,7 +527,7 @@ func (l *Listing) hiddenNames(dir string) []string {
 }
 
 // minimumAge returns how long a hidden file must be unchanged before it is removed. ok is false for names of
-// other programs, and for files that are not included.
+// other programs, and, without folder, for orphans of other files.
 func (o orphans) minimumAge(name, stem string) (age time.Duration, ok bool) {
 	digits := name[max(0, len(name)-hidden):]
 	if bare := strings.TrimSuffix(name, digits); bare != stem &&

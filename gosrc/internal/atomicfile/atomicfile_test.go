@@ -512,7 +512,7 @@ func TestBlobsOfACache(t *testing.T) {
 	}
 }
 
-// If the context of a write has ended, the old file remains, and no other file.
+// If the context of a write has ended, the old file remains, and no other file is left.
 func TestWriteEnds(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a")

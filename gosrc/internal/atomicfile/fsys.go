@@ -72,7 +72,8 @@ func (Disk) Rename(from, to string) error {
 	return nil
 }
 
-// RenameNew checks and then renames if the system has no single call for this.
+// RenameNew uses a single system call if the file system supports it. Otherwise it checks whether the new name
+// exists, and then renames.
 func (Disk) RenameNew(from, to string) error {
 	err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
 	if lacksCall(err) {
@@ -93,8 +94,8 @@ func isUnknownCall(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) || errors.Is(err, unix.ENOTSUP)
 }
 
-// lacksCall is like isUnknownCall, but also accepts the error of sandboxes and some mounts. That error may also
-// be a refusal; the alternative call is then refused as well.
+// lacksCall is like isUnknownCall, but also accepts EPERM, which sandboxes and some mounts return. If EPERM
+// means that permission is missing, the alternative call fails as well.
 func lacksCall(err error) bool { return isUnknownCall(err) || errors.Is(err, unix.EPERM) }
 
 // syncFile syncs a file to the disk. It succeeds if the file system does not support syncing.

@@ -305,7 +305,7 @@ func (p *PartialFolder) Publish() error {
 	return Failed(p.path, -1, Disk{}.SyncNames(p.path))
 }
 
-// Close ends the filling. With drop, it removes the folder and its contents.
+// Close unlocks the folder. With drop, it removes the folder and its contents.
 func (p *PartialFolder) Close(drop bool) {
 	if drop {
 		_ = os.RemoveAll(p.Work)

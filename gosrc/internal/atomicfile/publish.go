@@ -18,7 +18,7 @@ import (
 )
 
 // Publish renames finished targets. The last target is the file that readers open: the only file, or the index
-// of shards. The shards are New.
+// of shards. New is set in shards.
 //
 // New files are renamed first, because no reader looks for them before the index is renamed, which atomically
 // replaces the old set by the new one. Each other file atomically replaces its predecessor. If a step fails,
@@ -26,7 +26,7 @@ import (
 func Publish(sys FS, ts []*Target) error {
 	last := ts[len(ts)-1]
 	var done []*Target
-	isKnown := true // the identity of the file with the last name is known
+	isKnown := true // the file at the last target's path could be identified
 	err := func() error {
 		for _, t := range ts {
 			if t.New {
@@ -56,7 +56,7 @@ func Publish(sys FS, ts []*Target) error {
 		return nil
 	}()
 	for _, t := range done {
-		if err == nil || !isKnown { // the file that lists them may exist
+		if err == nil || !isKnown { // the index that lists them may exist
 			t.temp = ""
 		} else {
 			_ = sys.Rename(t.Path, t.temp)
@@ -71,8 +71,8 @@ func Publish(sys FS, ts []*Target) error {
 }
 
 // takeName renames a finished target. The file that has the name afterwards determines the result, not the
-// return value of the call: a server's response may be lost, or may be an error although it has renamed.
-// isKnown reports whether the file could be identified.
+// return value of the call: a file server's response may be lost, or may report an error although the file was
+// renamed. isKnown reports whether the file could be identified.
 func (t *Target) takeName(call func(from, to string) error) (isDone, isKnown bool, err error) {
 	if err = call(t.temp, t.Path); err == nil {
 		return true, true, nil

@@ -31,7 +31,7 @@ type Block[K comparable] struct {
 	place *list.Element // position in lru
 }
 
-// New returns a cache for at most that many bytes, not counting blocks in use.
+// New returns a cache. It holds at most most bytes, unless the blocks in use need more.
 func New[K comparable](most int64) *Cache[K] {
 	return &Cache[K]{most: most, by: map[K]*Block[K]{}}
 }
@@ -44,8 +44,8 @@ func (c *Cache[K]) Need(n int64) {
 }
 
 // Get returns a block, which fill produces if it is missing. The caller returns the block with Put. A caller
-// stops waiting for another caller's fill when its own ctx ends. A failed fill fails all callers that wait for
-// it, unless it was cancelled: then the fill of the next caller is used.
+// stops waiting for another caller's fill when its own ctx ends. If a fill fails, all callers that wait for it
+// get its error. If it was cancelled, one of them runs its own fill instead.
 func (c *Cache[K]) Get(ctx context.Context, key K, fill func() ([]byte, error)) (*Block[K], error) {
 	for {
 		e, isKnown := c.takeBlock(key)
@@ -115,7 +115,7 @@ func (c *Cache[K]) Put(e *Block[K]) {
 	}
 }
 
-// trimKept drops unused blocks while the cache is too large. mu is held.
+// trimKept drops unused blocks while the cache is too large. The caller holds mu.
 func (c *Cache[K]) trimKept() {
 	for c.size > c.most && c.lru.Len() > 0 {
 		e := c.lru.Remove(c.lru.Front()).(*Block[K])

@@ -47,7 +47,7 @@ var documentedFeature = regexp.MustCompile(`CPU Features?: (\w+)`)
 // the process with SIGILL on an older CPU.
 func TestVectorFilesAskForTheirFeatures(t *testing.T) {
 	if runtime.GOARCH != "amd64" {
-		t.Skip("archsimd has instructions of amd64 only")
+		t.Skip("archsimd only has amd64 instructions")
 	}
 	root, err := exec.Command("go", "env", "GOROOT").Output() // -trimpath removes it from the test binary
 	if err != nil {

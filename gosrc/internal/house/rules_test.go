@@ -132,7 +132,7 @@ func checkPackageNames(t *Tree) (out []Finding) {
 	for _, name := range t.packageNames() {
 		if slices.Contains(vague, path.Base(name)) {
 			out = append(out, Finding{"gosrc/" + name, "a package with the name " + path.Base(name),
-				"a package is named after its duty, and such a name states none"})
+				"the name of a package must state its duty"})
 		}
 	}
 	return out

@@ -12,7 +12,7 @@ const module = "github.com/overwire/overwire/gosrc/"
 // bindings. No package imports one that is further down.
 var mayImport = map[string][]string{
 	// The basic types.
-	"tensor": {"errs", "internal/sizes"}, // for its error classes
+	"tensor": {"errs", "internal/sizes"}, // for the error classes
 	"errs":   {"internal/rawjson"},
 	"knob":   {"internal/near"},
 
@@ -83,7 +83,7 @@ var mayImport = map[string][]string{
 	// this package.
 	"tensorizer": {"tensor", "source", "errs", "internal/..."},
 
-	"plan":     {"device", "tensor", "errs", "internal/sizes"}, // device for DecodeTask and View
+	"plan":     {"device", "tensor", "errs", "internal/sizes"}, // for DecodeTask and View
 	"pipeline": {"plan", "source", "codec", "device/...", "tensor", "errs", "internal/..."},
 	"dlpack":   {"tensor", "device", "errs"},
 

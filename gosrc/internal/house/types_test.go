@@ -65,8 +65,8 @@ func checkMethodFiles(t *Tree) (out []Finding) {
 	return append(out, loweredCeilings(t, scatteredMethods, counts, 1)...)
 }
 
-// loweredCeilings finds exceptions for types of this tree that are higher than the current count. No exception
-// is needed for counts up to usual.
+// loweredCeilings finds exceptions whose ceiling is higher than the current count of the type. Counts up to
+// usual need no exception. Types of packages outside the tree are ignored.
 func loweredCeilings(t *Tree, ceilings, counts map[string]int, usual int) (out []Finding) {
 	for _, key := range slices.Sorted(maps.Keys(ceilings)) {
 		pkg := key[:strings.LastIndexByte(key, '.')]
@@ -106,7 +106,7 @@ func checkStructSizes(t *Tree) (out []Finding) {
 			counts[named[s]] = fields
 			if fields > max(maxFields, wideStructs[named[s]]) {
 				out = append(out, Finding{t.placeOf(s), fmt.Sprintf("a struct of %d fields", fields),
-					fmt.Sprintf("a type has one duty that one can remember: at most %d fields, with those of "+
+					fmt.Sprintf("a type must be small enough to remember: at most %d fields, with those of "+
 						"embedded structs", maxFields)})
 			}
 			return true

@@ -34,7 +34,7 @@ var withVariants = []string{"model", "diffusion_pytorch_model"}
 type Name struct {
 	Stem       string
 	Variant    string // "" means the default variant
-	Number, Of int    // of a shard; Of is 0 for a single file
+	Number, Of int    // number of a shard and number of shards; 0 for a single file
 	Marked     bool   // see Mark
 	Index      bool
 }
@@ -77,8 +77,8 @@ func ParseName(name string) (n Name, ok bool) {
 	return stemOf(base), true
 }
 
-// IsPart reports whether a name is that of a file with parts of tensors, as torch's HuggingFaceStorageWriter
-// writes it: shard-RANK-model-FILE-of-FILES.safetensors.
+// IsPart reports whether a file contains parts of tensors, according to its name. torch's
+// HuggingFaceStorageWriter writes such files as shard-RANK-model-FILE-of-FILES.safetensors.
 func IsPart(name string) bool { return partName.MatchString(name) }
 
 // stemOf removes the mark and the variant from a base name.

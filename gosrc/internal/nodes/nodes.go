@@ -135,8 +135,8 @@ func (p *Place) countGPUs(root string) {
 	}
 }
 
-// Ranks returns how many of a host's ranks, with one GPU each, may be on this node, because the tables do not
-// contain ranks. If there are more ranks than GPUs, it returns their number.
+// Ranks returns how many of a host's ranks may be on this node. The tables do not contain ranks, so it assumes
+// one GPU per rank. If there are more ranks than GPUs, it returns ranks.
 func (p *Place) Ranks(ranks int) int {
 	if p == nil || ranks > p.gpus {
 		return ranks

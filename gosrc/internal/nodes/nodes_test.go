@@ -74,11 +74,11 @@ func TestNear(t *testing.T) {
 		{"three nodes, one with only memory", func(f map[string]string) {
 			f[at+"online"], f[at+"node2/cpulist"] = "0-2", ""
 		}, 1},
-		{"no node of the GPU", func(f map[string]string) { delete(f, numa) }, -1},
+		{"no node for the GPU", func(f map[string]string) { delete(f, numa) }, -1},
 		{"node -1", func(f map[string]string) { f[numa] = "-1\n" }, -1},
 		{"a node that does not exist", func(f map[string]string) { f[numa] = "7\n" }, -1},
 		{"a node that is not a number", func(f map[string]string) { f[numa] = "one" }, -1},
-		{"a node above all", func(f map[string]string) {
+		{"a node number above the maximum", func(f map[string]string) {
 			f[at+"online"], f[at+"node5000/cpulist"], f[numa] = "0,5000", "64", "5000"
 		}, -1},
 	} {
@@ -120,7 +120,7 @@ func TestCores(t *testing.T) {
 	}
 }
 
-// At most as many ranks count as local to a node as it has GPUs. If there are more ranks than GPUs, all count.
+// The number of ranks on a node is at most its number of GPUs. If the host has more ranks than GPUs, all count.
 func TestRanks(t *testing.T) {
 	p := near(tree(t, two("0-31", "32-63")), "0000:05:00.0")
 	for ranks, want := range map[int]int{1: 1, 2: 2, 4: 4, 8: 4, 9: 9} {

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Kind of file system says where its files are. It determines how to read them best, and whether a sync
+// A Kind of file system says where its files are. It determines how best to read them, and whether a sync
 // waits.
 type Kind int
 
@@ -26,7 +26,8 @@ type FileSystem struct {
 	Kind Kind
 }
 
-// fileSystems are keyed by the number that statfs returns. x/sys has those of the kernel's headers.
+// fileSystems are keyed by the number that statfs returns. Numbers without a name here are missing in package
+// unix.
 var fileSystems = map[uint32]FileSystem{
 	unix.TMPFS_MAGIC:     {"tmpfs", InMemory}, // also memfd_create and devtmpfs
 	unix.RAMFS_MAGIC:     {"ramfs", InMemory},

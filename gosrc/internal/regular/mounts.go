@@ -49,10 +49,10 @@ type mountTable struct {
 	mu      sync.Mutex
 	isOpen  bool
 	fd      int  // of the kernel's list, which signals changes; may be 0 if stdin was closed
-	isLocal bool // all are kernelTypes
+	isLocal bool // every visible file system is one of kernelTypes
 }
 
-// areLocal reports whether the kernel itself serves all of them.
+// areLocal reports whether the kernel itself serves every visible file system.
 func (m *mountTable) areLocal() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -80,7 +80,7 @@ func (m *mountTable) areLocal() bool {
 	return m.isLocal
 }
 
-// areKernelTypes reports whether a text in the format of /proc/self/mountinfo has only kernelTypes. Mounts
+// areKernelTypes reports whether a text in the format of /proc/self/mountinfo lists only kernelTypes. Mounts
 // below /proc are ignored, because they contain no user files.
 func areKernelTypes(text string) bool {
 	for line := range strings.Lines(text) {

@@ -36,7 +36,8 @@ func RefusePlantedFile(path string, entry, folder fs.FileInfo) error {
 	return nil
 }
 
-// IsTrusted reports whether no other user can have put an open file at its path or can change it.
+// IsTrusted reports whether an open file is safe from other users: none of them can have planted it at its
+// path, and not everyone can write to it.
 func IsTrusted(path string, st *unix.Stat_t) bool {
 	var folder unix.Stat_t
 	return unix.Stat(filepath.Dir(path), &folder) == nil && !IsPlanted(st, &folder) && st.Mode&everyone == 0

@@ -13,7 +13,7 @@ import (
 )
 
 // A link or file that another user created in a world-writable folder is refused, even if it is a parent folder
-// of the path. Those of this user, root and the folder's owner are not.
+// of the path. Links and files of this user, root and the folder's owner are not refused.
 func TestPlanted(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can change the owner of a file")

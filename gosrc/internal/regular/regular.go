@@ -49,7 +49,7 @@ func Check(st *unix.Stat_t) error {
 	return nil
 }
 
-// MaxSetting is the largest settings file that is read, such as certificates or a token.
+// MaxSetting limits the size of settings files, such as certificates and tokens.
 const MaxSetting = 16 << 20
 
 // Sized refuses a file that reports size 0 although it has bytes, as files in /proc do.
@@ -65,7 +65,7 @@ func Sized(fd int, st *unix.Stat_t) error {
 	})
 	switch {
 	case err != nil:
-		return errs.FromFile(&os.PathError{Op: "read", Path: "its beginning", Err: err})
+		return errs.FromFile(&os.PathError{Op: "read", Path: "the first byte", Err: err})
 	case n > 0:
 		var now unix.Stat_t
 		if unix.Fstat(fd, &now) == nil && now.Size > 0 { // a writer has truncated it and continues

@@ -16,7 +16,7 @@ typedef int (*open_fn)(byte *data, const byte *box, const byte *mac, size bytes,
 static seal_fn ow_seal;
 static open_fn ow_open;
 
-// ow_sodium_find returns the library's version, NULL if it is not installed.
+// ow_sodium_find returns the library's version, or NULL if it is not installed.
 static const char *ow_sodium_find(void) {
 	static const char *const names[] = {"libsodium.so.26", "libsodium.so.23", "libsodium.so"};
 	for (size_t i = 0; i < sizeof names / sizeof *names; i++) {

@@ -5,8 +5,8 @@
 // KEY and the file's bytes. Every use verifies SUM. The cache fetches an object again if its file is damaged,
 // or if another user of the machine may have planted it or could change it.
 //
-// NAME.note records the store's last response for a URI. It is used when the store is not asked, because it
-// cannot be reached or because the URI refers to an immutable state.
+// NAME.note records the store's last response for a URI. It is used if the store cannot be reached, or need not
+// be asked because the URI refers to an immutable state.
 //
 // A file is written under a temporary name and then renamed, so readers never see an incomplete file. It is not
 // synced; damage from a power failure is detected by SUM. If the file system supports locks, one process
@@ -134,8 +134,8 @@ func (c Folder) keyOf(uri, pin string, size int64) string {
 }
 
 // removeLeftovers removes temporary files of killed processes, for objects and notes. The caller has locked the
-// key own. For every other object, the lock shows whether its writer is alive. Notes have no lock because
-// writing one takes little time, so theirs are removed after an hour.
+// key own. For every other object, the lock shows whether its writer is alive. Notes have no lock, because
+// writing one takes little time. Their temporary files are removed after an hour.
 func (c Folder) removeLeftovers(own string) {
 	entries, _ := os.ReadDir(c.Path)
 	for _, e := range entries {

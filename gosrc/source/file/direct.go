@@ -49,7 +49,7 @@ type direct struct {
 
 // windows has the state of each window of a file during a load.
 type windows struct {
-	forced bool // use direct I/O also for resident ranges
+	forced bool // use direct I/O even for resident ranges
 	fits   bool // tensors and page cache fit into memory, so a slow disk is read through the cache
 	state  []atomic.Int32
 	bytes  atomic.Int64 // read by direct I/O
@@ -100,7 +100,7 @@ func (f *File) DirectBytes() int64 {
 	return 0
 }
 
-// anyCold samples the residency of the whole file. f.mu is held.
+// anyCold samples the residency of the whole file. The caller holds f.mu.
 func (f *File) anyCold() bool {
 	const places, look = 16, 64 << 10
 	for i := range int64(places) {
@@ -111,7 +111,7 @@ func (f *File) anyCold() bool {
 	return false
 }
 
-// wantsDirect reports whether n bytes at off should be read by direct I/O. f.mu is held.
+// wantsDirect reports whether n bytes at off should be read by direct I/O. The caller holds f.mu.
 func (p *direct) wantsDirect(f *File, off int64, n int) bool {
 	l := p.load.Load()
 	if l == nil || n < least || p.stopped.Load() || l.slow.Load() {
@@ -178,8 +178,8 @@ var buffers = sync.Pool{New: func() any {
 	return &b
 }}
 
-// readDirect reads a part of b from off. It uses a buffer if memory or offset is not aligned. Like pread, it
-// returns 0 at the end of the file.
+// readDirect reads into b from off. It may read fewer bytes than len(b). It uses a buffer if memory or offset
+// is not aligned. Like pread, it returns 0 at the end of the file.
 func (p *direct) readDirect(b []byte, off int64) (int, error) {
 	head, start := off%p.align, time.Now()
 	if whole := min(len(b), step) &^ (page - 1); head == 0 && whole > 0 && uintptr(unsafe.Pointer(&b[0]))%page == 0 {

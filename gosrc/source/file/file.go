@@ -16,8 +16,8 @@
 // OVERWIRE_READ overrides these rules. If O_DIRECT is unavailable or fails, even in the middle of a range,
 // reads are buffered: the choice affects speed, never the bytes.
 //
-// Direct I/O uses threads with pread, not io_uring: on the measured disks, both saturate the device from 8
-// parallel reads on.
+// Direct I/O uses threads with pread, not io_uring: on the measured disks, both saturate the device with 8 or
+// more parallel reads.
 package file
 
 import (

@@ -45,7 +45,7 @@ func holdClient(opt source.Options) (*client, error) {
 	return c, nil
 }
 
-// dropClient removes a reference. The last one closes the idle connections.
+// dropClient removes a reference. When none is left, it closes the idle connections.
 func (c *client) dropClient() {
 	clientsMu.Lock()
 	defer clientsMu.Unlock()

@@ -78,7 +78,7 @@ type revision struct {
 	mu     sync.Mutex
 	commit string // "" until a response names it
 	done   bool   // a file was opened: the commit is known, or the hub does not send it
-	away   error  // the error with which the hub could not be reached; it is not asked again
+	away   error  // the error of a hub that could not be reached; the hub is not asked again
 }
 
 func (r *revision) settled() bool {
@@ -129,7 +129,7 @@ func (o *object) homeURL() *url.URL {
 		return o.url
 	}
 	u, err := url.Parse(o.at(o.revision.commitNow()))
-	if err != nil { // cannot happen: it was parsed with the revision's name
+	if err != nil { // cannot happen: openScheme has parsed the same URL with the revision's name
 		return o.url
 	}
 	return u

@@ -113,7 +113,7 @@ func (s *Source) pin() string {
 	case s.o.etag != "":
 		return s.o.etag
 	}
-	if q := s.o.url.RawQuery; q != "" { // many objects may have the same date
+	if q := s.o.url.RawQuery; q != "" { // objects with other queries may have the same date
 		return fmt.Sprintf("%s %x", s.o.modified, sha256.Sum256([]byte(q)))
 	}
 	return s.o.modified
@@ -159,7 +159,7 @@ type object struct {
 
 	way   route.Way
 	mu    sync.Mutex
-	moved *route.Hop // where the redirects led, if there were any
+	moved *route.Hop // the last hop of the redirects; nil if there were none
 }
 
 func (o *object) URI() string  { return o.uri }

@@ -37,7 +37,7 @@ func TestRoutes(t *testing.T) {
 }
 
 // After a first request that was redirected within a private network, reads go directly to the redirect's
-// target, also over several new parallel connections.
+// target, even over several new parallel connections.
 func TestRedirectedRanges(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	for _, from := range []string{"net", "pub"} {
@@ -72,7 +72,8 @@ func TestRedirectedRanges(t *testing.T) {
 	}
 }
 
-// A connection that belongs to one object is not used for another object that may not use it.
+// An idle connection of one object is not reused for another object that may not reach the connection's
+// address.
 func TestIdleConnections(t *testing.T) {
 	w := sourcetest.NewWorld(t)
 	w.Script(302, map[string]string{"net/a": "http://{net2}/b", "pub/a": "http://{net2}/b"})
@@ -90,7 +91,7 @@ func TestIdleConnections(t *testing.T) {
 	}
 }
 
-// If a name resolves to an address in a more private network than before, it is not followed, even for the
+// If a name resolves to an address in a more private network than before, the request is refused, even for the
 // server that the caller named, because the route began on the internet.
 func TestRebinding(t *testing.T) {
 	w := sourcetest.NewWorld(t)

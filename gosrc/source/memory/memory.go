@@ -59,7 +59,7 @@ func (m *Memory) viewBytes(off, n int64) ([]byte, error) {
 	return m.sliceBytes(off, n)
 }
 
-// sliceBytes returns a range of the bytes. m.mu is held.
+// sliceBytes returns a range of the bytes. The caller holds m.mu.
 func (m *Memory) sliceBytes(off, n int64) ([]byte, error) {
 	if m.shut {
 		return nil, m.placeError(off, errs.New(errs.ErrArgument, "the source is closed"))

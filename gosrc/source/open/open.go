@@ -91,7 +91,7 @@ type Stores struct {
 	local cache.Folder   // Path is "" if there is no cache
 	own   bool           // never use an external downloader
 	hub   http.Hub
-	away  atomic.Bool // a store cannot be reached
+	away  atomic.Bool // set once a store cannot be reached
 }
 
 // With returns the stores of one load.
@@ -190,7 +190,7 @@ func RecipeOf(scheme string) error {
 	return nil
 }
 
-// recipes say how to access stores that implement another store's protocol.
+// recipes say how to access these stores through other schemes.
 var recipes = map[string]string{
 	"gs": gcs, "gcs": gcs, "az": azure, "azure": azure, "abfs": azure, "abfss": azure,
 	"adl": azure, "wasb": azure, "wasbs": azure,

@@ -63,8 +63,8 @@ func TestUnknownScheme(t *testing.T) {
 	}
 }
 
-// A store that implements another store's protocol is refused for reading and writing, and the error says what
-// to write instead.
+// The scheme of a store that must be accessed through another scheme is refused for reading and writing, and
+// the error says what to write instead.
 func TestRecipes(t *testing.T) {
 	for uri, says := range map[string]string{
 		"gs://bucket/m.safetensors": "https://storage.googleapis.com", "GCS://bucket/m.safetensors": "HMAC",

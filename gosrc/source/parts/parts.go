@@ -162,7 +162,7 @@ func (d *Draft) fillPart(k int, at, n int64, p []byte, view bool) error {
 	return d.sendPart(k, t, d.part)
 }
 
-// partAt returns part k, creating it if necessary. The lock is held.
+// partAt returns part k, and creates it if necessary. The caller holds d.mu.
 func (d *Draft) partAt(k int) *partial {
 	t := d.open[k]
 	if t == nil {
@@ -172,7 +172,7 @@ func (d *Draft) partAt(k int) *partial {
 	return t
 }
 
-// newBuffer returns a zeroed buffer for a part. The lock is held.
+// newBuffer returns a zeroed buffer for a part. The caller holds d.mu.
 func (d *Draft) newBuffer() []byte {
 	if n := len(d.free); n > 0 {
 		b := d.free[n-1]
@@ -183,7 +183,7 @@ func (d *Draft) newBuffer() []byte {
 	return make([]byte, d.part)
 }
 
-// lockDraft takes the lock. It returns an error if the draft cannot continue.
+// lockDraft locks d.mu. If the draft cannot continue, it returns an error and does not hold the lock.
 func (d *Draft) lockDraft() error {
 	d.mu.Lock()
 	err := d.failure()
@@ -193,7 +193,7 @@ func (d *Draft) lockDraft() error {
 	return err
 }
 
-// failure returns an error if the draft cannot continue. The lock is held.
+// failure returns an error if the draft cannot continue. The caller holds d.mu.
 func (d *Draft) failure() error {
 	switch {
 	case d.err != nil:
@@ -262,7 +262,7 @@ func (d *Draft) Finish(size int64) error {
 	d.waitForParts(d.ctx)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.free = nil // publishing may follow much later
+	d.free = nil // Publish may be called much later
 	return d.failure()
 }
 

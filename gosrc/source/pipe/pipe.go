@@ -188,7 +188,8 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 		return errs.FromOS(err)
 	}
 	defer r.Close()
-	// A pipe larger than the default of 64 KiB needs fewer context switches. Errors do not matter.
+	// A pipe larger than the default of 64 KiB needs fewer context switches. An error is ignored, because the
+	// default also works.
 	_, _ = unix.FcntlInt(w.Fd(), unix.F_SETPIPE_SZ, 1<<20)
 	args, stdin := argumentsOf(program, urls)
 	cmd := exec.Command(program, args...)
@@ -227,7 +228,7 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	_ = r.Close() // before Wait, so that a program that continues to write gets SIGPIPE
 	waitErr := cmd.Wait()
 	_ = lines.flushLine()
-	kill() // kill its remaining children
+	kill() // kill the program's remaining children
 	switch {
 	case ctx.Err() != nil:
 		return context.Cause(ctx)

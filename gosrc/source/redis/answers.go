@@ -114,7 +114,7 @@ func (a *answers) takeLine() error {
 	return nil
 }
 
-// countElement counts a complete element, and with the last one also the array that contains it.
+// countElement counts a complete element. After the last element of an array, it also counts the array.
 func (a *answers) countElement() {
 	for k := len(a.left) - 1; k >= 0; k-- {
 		if a.left[k]--; a.left[k] > 0 {

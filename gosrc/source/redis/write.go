@@ -33,7 +33,7 @@ const (
 	// unpublished is the lifetime of values after their writer has died.
 	unpublished = 24 * time.Hour
 	// mostTurns limits how often a writer retries because another writer published first. Only a misbehaving
-	// server reaches it.
+	// server causes that many retries.
 	mostTurns = 1000
 )
 
@@ -107,7 +107,7 @@ func (u *upload) shownKey(off int64) string {
 }
 
 // mostValue returns the largest value that the server accepts, at most the size of a part. If the server does
-// not report its limit, it returns the size of a part; a refusal then lowers it.
+// not report its limit, it returns the size of a part. Part then lowers the limit after a refusal.
 func mostValue(ctx context.Context, c *redis.Client) int64 {
 	const setting = "proto-max-bulk-len"
 	all, err := c.ConfigGet(ctx, setting).Result()

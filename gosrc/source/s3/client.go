@@ -60,7 +60,7 @@ var clients struct {
 
 const maxClients = 64
 
-// acquireClient returns the client for these options and adds a reference. releaseClient removes it.
+// acquireClient returns the client for these options and adds a reference, which releaseClient removes.
 func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 	opt, err := withOwnNames(opt)
 	if err != nil {
@@ -97,8 +97,8 @@ func acquireClient(ctx context.Context, opt source.Options) (*client, error) {
 	return c, nil
 }
 
-// dropOldestClient removes the client from the cache that was acquired longest ago. Those who use it keep it.
-// clients is locked.
+// dropOldestClient removes the least recently acquired client from the cache. Its users can still use it. The
+// caller has locked clients.
 func dropOldestClient() {
 	var oldest string
 	when := time.Now()
@@ -325,8 +325,8 @@ func (c *client) sendPlainly() {
 	c.mu.Unlock()
 }
 
-// isCutWrite reports whether a connection was closed while a body was being sent. The refusal of an expectation
-// may be lost in this way: the transport sends the body after it if the connection should be reused.
+// isCutWrite reports whether a connection was closed while a body was being sent. A response that refuses the
+// expectation may be lost in this way: to reuse the connection, the transport sends the body in spite of it.
 func isCutWrite(err error) bool {
 	op, ok := errors.AsType[*net.OpError](err)
 	return ok && (op.Op == "write" || op.Op == "readfrom") &&

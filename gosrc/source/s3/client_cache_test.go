@@ -7,8 +7,8 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A full cache of clients drops the one that was acquired longest ago, so that what one in use has learned about its
-// store is not lost.
+// A full cache drops the least recently acquired client, so that a client in use does not lose what it has
+// learned about its store.
 func TestFullCacheDropsTheOldestClient(t *testing.T) {
 	acquire := func(name string) *client {
 		t.Helper()

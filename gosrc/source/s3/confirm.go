@@ -75,9 +75,9 @@ func (u *upload) refusedOnce(err error) bool {
 	return false
 }
 
-// notOnce handles a write that refusedOnce reports. ours returns nil if the existing object is this one: an
-// earlier attempt succeeded and its response was lost. If the store does not support If-None-Match, the next
-// attempt is an unconditional write.
+// notOnce handles a write for which refusedOnce returned true. ours returns nil if the existing object is this
+// one: an earlier attempt succeeded and its response was lost. If the store does not support If-None-Match, the
+// next attempt is an unconditional write.
 func (u *upload) notOnce(err error, tries int, ours func() error) error {
 	var resp *awshttp.ResponseError
 	_ = errors.As(err, &resp)

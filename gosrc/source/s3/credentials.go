@@ -87,7 +87,7 @@ func cleanKeys(keys aws.Credentials, class error, names ...string) (aws.Credenti
 	for i, word := range []*string{&keys.AccessKeyID, &keys.SecretAccessKey, &keys.SessionToken} {
 		*word = strings.TrimSpace(*word)
 		if strings.ContainsFunc(*word, unicode.IsControl) {
-			return keys, errs.New(class, "%s: expected a value without line breaks and control characters",
+			return keys, errs.New(class, "%s: expected a value without line breaks or control characters",
 				names[i])
 		}
 	}
@@ -148,7 +148,7 @@ func (c *chain) fromProfile(ctx context.Context, p *config.SharedConfig, depth i
 		base, err = c.singleSignOn(p)
 	case p.LoginSession != "":
 		return nil, errs.New(errs.ErrNotSupported,
-			"profile %q uses `aws login`: export keys to the environment by `aws configure export-credentials`",
+			"profile %q uses `aws login`: export keys to the environment with `aws configure export-credentials`",
 			p.Profile)
 	case p.CredentialProcess != "":
 		base = c.processProvider(p.CredentialProcess)
@@ -262,8 +262,8 @@ func (c *chain) processProvider(command string) aws.CredentialsProvider {
 		}))
 }
 
-// containerProvider requests credentials from the endpoint of ECS or EKS. Without TLS, only their own addresses
-// are permitted.
+// containerProvider requests credentials from the endpoint of ECS or EKS. Without TLS, only this machine and
+// the addresses of these services are permitted.
 func (c *chain) containerProvider() (aws.CredentialsProvider, error) {
 	at := c.env("AWS_CONTAINER_CREDENTIALS_FULL_URI")
 	if path := c.env("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"); path != "" {

@@ -119,7 +119,7 @@ func TestRefusedUploads(t *testing.T) {
 	}
 }
 
-// If a proxy refuses "Expect: 100-continue", the body is sent without it, then and later.
+// If a proxy refuses "Expect: 100-continue", the body is sent without it, in this request and in later ones.
 func TestExpectationFailed(t *testing.T) {
 	t.Parallel()
 	s := sourcetest.StartS3(t, false)

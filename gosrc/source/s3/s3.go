@@ -109,8 +109,8 @@ type fetcher struct {
 	inOrder bool // the store sends neither an ETag nor a date, or does not support ranges
 }
 
-// readFirst reads the beginning of the object, its size and its ETag, or determines that it can only be read in
-// order.
+// readFirst reads the beginning of the object, its size and its ETag, or determines that the object can only be
+// read in order.
 func (o *fetcher) readFirst(ctx context.Context) ([]byte, error) {
 	out, err := o.getRange(ctx, bytesOf(0, source.HeadBytes))
 	if r, ok := errors.AsType[*refusal](err); ok && r.status == http.StatusRequestedRangeNotSatisfiable {

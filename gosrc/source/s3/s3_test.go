@@ -276,8 +276,8 @@ func TestDropped(t *testing.T) {
 	}
 }
 
-// The customer's key is sent with every request that transfers content, and with no other, derived from text or
-// base64. Only a store that confirms the use of the key receives an object: versitygw stores the bytes
+// The customer's key, set as text or as base64, is sent with every request that transfers content and with no
+// other request. Only a store that confirms the use of the key receives an object: versitygw stores the bytes
 // unencrypted and does not confirm it.
 func TestCustomerKey(t *testing.T) {
 	t.Parallel()

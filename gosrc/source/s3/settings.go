@@ -170,7 +170,7 @@ func (s *settings) endpointFor(ctx context.Context, id, word string) (string, er
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.User != nil || u.RawQuery != "" ||
 		u.Fragment != "" {
 		return "", errs.New(errs.ErrArgument,
-			"the endpoint of %s must be http(s)://host[:port][/path], without user and query", id)
+			"the endpoint of %s must be http(s)://host[:port][/path], without user or query", id)
 	}
 	return at, nil
 }

@@ -42,7 +42,7 @@ type World struct {
 
 	hosts map[string]string
 	mu    sync.Mutex
-	steps map[string]string // "pub/a" to a Location
+	steps map[string]string // from a path such as "pub/a" to a Location
 	code  int
 	seen  []string
 }
@@ -183,7 +183,7 @@ var redirects = []struct {
 	{"user and password are only sent to their server", "http://user:" + Planted + "@{pub}/a", locations{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
 	{"within the origin", "http://{pub}/a", locations{"pub/a": "/b"}, "pub/a+ pub/b+", nil},
 	{"only a query", "http://{pub}/a?sig=" + Planted, locations{"pub/a": "b?x=1"}, "pub/a+? pub/b+", nil},
-	{"the origin in other letters", "http://{pub}/a", locations{"pub/a": "HTTP://{pub}/b#part"}, "pub/a+ pub/b+", nil},
+	{"the scheme in upper case", "http://{pub}/a", locations{"pub/a": "HTTP://{pub}/b#part"}, "pub/a+ pub/b+", nil},
 	{"another port", "http://{pub}/a", locations{"pub/a": "http://127.0.0.1:{tls:}/b"}, "pub/a+", errs.ErrIO},
 	{"the same host, upgraded", "http://{pub}/a", locations{"pub/a": "https://{tls}/b"}, "pub/a+ tls/b", nil},
 	{"another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b"}, "pub/a+ pub2/b", nil},
@@ -194,12 +194,12 @@ var redirects = []struct {
 	{"out of TLS", "https://{tls}/a", locations{"tls/a": "http://{pub2}/b"}, "tls/a+", errs.ErrPermission},
 	{"into TLS and out", "http://{pub}/a", locations{"pub/a": "https://{tls2}/b", "tls2/b": "http://{pub}/c"}, "pub/a+ tls2/b", errs.ErrPermission},
 	{"into a private network", "http://{pub}/a", locations{"pub/a": "http://{net}/b"}, "pub/a+", errs.ErrPermission},
-	{"and over another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", errs.ErrPermission},
+	{"into a private network over another host", "http://{pub}/a", locations{"pub/a": "http://{pub2}/b", "pub2/b": "http://{net}/c"}, "pub/a+ pub2/b", errs.ErrPermission},
 	{"an address of IPv4 in IPv6", "http://{pub}/a", locations{"pub/a": "http://[::ffff:127.0.0.2]:{net:}/b"}, "pub/a+", errs.ErrPermission},
 	{"an address in one number", "http://{pub}/a", locations{"pub/a": "http://2130706434:{net:}/b"}, "pub/a+", errs.ErrIO},
-	{"an address in two", "http://{net}/a", locations{"net/a": "http://127.2:{net:}/b"}, "net/a+", errs.ErrIO},
+	{"an address in two numbers", "http://{net}/a", locations{"net/a": "http://127.2:{net:}/b"}, "net/a+", errs.ErrIO},
 	{"an address in hex", "http://{net}/a", locations{"net/a": "http://0x7f000002:{net:}/b"}, "net/a+", errs.ErrIO},
-	{"an address beyond ASCII", "http://{net}/a", locations{"net/a": "http://127。0。0。２:{net:}/b"}, "net/a+", errs.ErrIO},
+	{"an address with non-ASCII characters", "http://{net}/a", locations{"net/a": "http://127。0。0。２:{net:}/b"}, "net/a+", errs.ErrIO},
 	{"an address with a dot", "http://{net}/a", locations{"net/a": "http://127.0.0.2.:{net:}/b"}, "net/a+", errs.ErrIO},
 	{"this machine", "http://{pub}/a", locations{"pub/a": "http://[::1]:{pub:}/b"}, "pub/a+", errs.ErrPermission},
 	{"metadata", "http://{pub}/a", locations{"pub/a": "http://{link}/latest"}, "pub/a+", errs.ErrPermission},

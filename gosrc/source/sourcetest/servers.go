@@ -23,8 +23,8 @@ import (
 	"time"
 )
 
-// The keys of the S3 server, which checks them. They look like real keys, so that tests find texts that contain
-// them.
+// The keys of the S3 server, which checks them. They look like real keys, so that tests can detect texts that
+// reveal them.
 const (
 	S3Key    = "AKIAOVERWIRETESTKEY1"
 	S3Secret = "planted/Secret+OfTheS3Server0123456789ab"
@@ -93,7 +93,7 @@ type Redis struct {
 
 // StartRedis starts redis-server, or skips the test if it is not installed.
 func StartRedis(t testing.TB, tls bool, more ...string) *Redis {
-	program := find(t, "redis-server", "a package of the system (Debian: redis-server)")
+	program := find(t, "redis-server", "install it with the system's package manager (Debian: redis-server)")
 	dir := t.TempDir()
 	s := &Redis{Addr: FreePort(t)}
 	host, port, _ := net.SplitHostPort(s.Addr)

@@ -46,7 +46,7 @@ func Suite(t *testing.T, is Is, open func(t *testing.T, data []byte) source.Sour
 	t.Run("refuses to read past the end", s.refuses)
 	t.Run("reads in parallel", s.parallel)
 	t.Run("obeys a cancelled context", s.cancelled)
-	t.Run("gives ranges in steps of any size", s.steps)
+	t.Run("reads ranges in steps of any size", s.steps)
 	t.Run("states its facts", s.facts)
 	t.Run("returns the same bytes from every kind of read", s.ways)
 	t.Run("distinguishes its state from others", s.states)

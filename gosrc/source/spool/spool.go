@@ -86,7 +86,7 @@ func (f *File) Append(p []byte) error {
 	return f.measureSize()
 }
 
-// appendBeyond handles bytes beyond the end of the object; p has those before the end.
+// appendBeyond handles bytes beyond the end of the object. p has the bytes that precede the end.
 func (f *File) appendBeyond(p []byte) error {
 	if !f.outline.Longer {
 		return errs.New(errs.ErrFormat, "the object has more than its stated %d bytes", f.ends)
@@ -150,7 +150,7 @@ func (f *File) Expect(size int64) {
 }
 
 // End says that no more bytes will arrive. Reads of missing bytes return err. If err is nil and the size is
-// unknown, it is the number of bytes that have arrived.
+// unknown, the size becomes the number of bytes that have arrived.
 func (f *File) End(err error) {
 	f.changeState(func() {
 		f.ended = err == nil
@@ -208,7 +208,7 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// readyBytes returns how many bytes may be read. f.mu is held.
+// readyBytes returns how many bytes may be read. The caller holds f.mu.
 func (f *File) readyBytes() int64 {
 	if f.ends < 0 || f.ended {
 		return f.have

@@ -44,7 +44,7 @@ func (c *changed) Error() string { return c.what }
 //
 // A broken request cannot be resumed. The next one starts at 0, and the bytes that it repeats are compared by
 // hash with those already received before a new byte is used. If a server sends no length and ends the object
-// by closing the connection, truncation is not detected here, but by the formats.
+// by closing the connection, only the reader of the file's format can detect truncation.
 type Stream struct {
 	*File
 	o     Whole

@@ -13,8 +13,8 @@ import (
 // anything down, and VZEROUPPER does not change them.)
 const upper = 1<<2 | 1<<6
 
-// attempts is how often a probe is repeated: if a goroutine is preempted, its registers are reloaded, and all
-// count as in use.
+// attempts is how often a probe is repeated: if a goroutine is preempted, its registers are reloaded, and then
+// all components count as in use.
 const attempts = 50
 
 // Need skips a test on processors that do not report which components are in use.
