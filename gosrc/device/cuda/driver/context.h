@@ -33,7 +33,7 @@ struct owcu_guard {
 	int mode;
 };
 
-// owcu_enter makes the context current on this thread and its capture mode relaxed, for calls of other libraries.
+// owcu_enter makes the context current on this thread and its capture mode relaxed, for calls to other libraries.
 // owcu_leave restores both. If owcu_enter fails, there is nothing to restore.
 int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e);
 void owcu_leave(struct owcu_guard *g);
