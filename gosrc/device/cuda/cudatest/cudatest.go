@@ -59,7 +59,8 @@ func RefuseContext(times int) { C.owcu_fake_refuse_context(C.int(times)) }
 // LoseDevice simulates a lost device: every later call fails with code.
 func LoseDevice(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
-// TakeHistory returns the names, such as "mem_alloc", of up to several thousand driver calls since the last TakeHistory.
+// TakeHistory returns the names, such as "mem_alloc", of the driver calls since the last TakeHistory, up to several
+// thousand.
 func TakeHistory() []string {
 	text := make([]C.char, 64<<10)
 	C.owcu_fake_history(&text[0], C.size_t(len(text)), 1)

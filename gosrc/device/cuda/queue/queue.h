@@ -54,8 +54,8 @@ struct owcu_queue {
 };
 
 // owcu_queue_new registers [pinned, pinned+bytes) and makes the streams and events of a queue and, if `staged`, its
-// staging memory. After an error it returns NULL and has freed everything, or *left is what the driver failed to free,
-// for owcu_queue_free. owcu_queue_free unregisters the memory, which the caller still owns. The caller sets the number
+// staging memory. After an error it returns NULL and frees everything. If the driver fails to free a part, *left is set
+// to a queue that the caller must pass to owcu_queue_free. owcu_queue_free unregisters the memory, which the caller still owns. The caller sets the number
 // of slots and the address of each slot's status words.
 struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
                                 const owcu_handle *kernels, struct owcu_queue **left, struct owcu_error *e);
@@ -67,7 +67,7 @@ int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct o
 
 // owcu_submit_slot queues the work of a slot. If it fails, none of that work is still running when it returns.
 int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
-// owcu_wait_slot waits until the slot's last submission has ended. It has ended even if the function returns an error,
+// owcu_wait_slot waits until the slot's last submission has ended. This holds even if the function returns an error,
 // unless the driver denied access to the context for five seconds.
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_has_slot_ended reports, without waiting, whether owcu_wait_slot would return immediately, even with an

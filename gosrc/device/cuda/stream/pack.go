@@ -125,7 +125,7 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 	return nil
 }
 
-// QueueSums queues the sums of the ranges with Hash. SumsAndTail returns them after Wait. Encode may be called
+// QueueSums queues the computation of the block sums of ranges with Hash set. SumsAndTail returns them after Wait. Encode may be called
 // immediately afterwards. The Packer must have been made with sums.
 func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	base := slot*int(p.pinned) + packRows*itemSize
