@@ -53,8 +53,8 @@ func idleIndexFor(n int64) int {
 }
 
 // Queue returns a queue with the given number and size of slots. Numbers below 1 mean the defaults. The pool caches one
-// closed queue for the next caller that needs about as much memory, even with a different number of slots, so that a second
-// load pins and allocates nothing. It also caches one queue with slots of TablesOnly bytes.
+// closed queue for the next caller that needs about as much memory, even with a different number of slots, so that a
+// second load pins and allocates nothing. It also caches one queue with slots of TablesOnly bytes.
 func (p *Pool) Queue(slots int, slotBytes int64) (*Queue, error) {
 	p.making.Lock() // PrepareQueue may be making this queue
 	defer p.making.Unlock()

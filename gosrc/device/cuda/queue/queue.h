@@ -55,8 +55,8 @@ struct owcu_queue {
 
 // owcu_queue_new registers [pinned, pinned+bytes) and makes the streams and events of a queue and, if `staged`, its
 // staging memory. After an error it returns NULL and frees everything. If the driver fails to free a part, *left is set
-// to a queue that the caller must pass to owcu_queue_free. owcu_queue_free unregisters the memory, which the caller still owns. The caller sets the number
-// of slots and the address of each slot's status words.
+// to a queue that the caller must pass to owcu_queue_free, which unregisters the memory. The caller still owns the
+// memory. It sets the number of slots and the address of each slot's status words.
 struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
                                 const owcu_handle *kernels, struct owcu_queue **left, struct owcu_error *e);
 // owcu_queue_free returns 1 if the driver failed to free some of it. It may then be called again for the rest.

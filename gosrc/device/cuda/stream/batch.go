@@ -412,8 +412,8 @@ func (b *Batch) EncodedSizes() []int64 {
 	return out
 }
 
-// Done reports, without waiting, whether the batch has ended. After a device error it has ended, unless the driver denies
-// access to the context.
+// Done reports, without waiting, whether the batch has ended. After a device error it has ended, unless the driver
+// denies access to the context.
 func (b *Batch) Done() bool {
 	d := b.d
 	d.mu.Lock()

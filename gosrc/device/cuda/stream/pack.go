@@ -125,8 +125,8 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 	return nil
 }
 
-// QueueSums queues the computation of the block sums of ranges with Hash set. SumsAndTail returns them after Wait. Encode may be called
-// immediately afterwards. The Packer must have been made with sums.
+// QueueSums queues the computation of the block sums of ranges with Hash set. SumsAndTail returns them after Wait.
+// Encode may be called immediately after QueueSums. The Packer must have been made with sums.
 func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	base := slot*int(p.pinned) + packRows*itemSize
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]
