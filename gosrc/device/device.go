@@ -36,8 +36,8 @@ func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
 func (b *Block) Alone() bool { return atomic.LoadInt64(&b.refs) == 1 }
 
 // A Listed is a Block that the last holder puts on a list without a lock. It is for memory that must not be freed on
-// an arbitrary thread at an arbitrary time (KindCUDA, with the header outside the memory), and for memory that is reused
-// (KindArena, with the header inside the memory). The C deleter depends on this layout.
+// an arbitrary thread at an arbitrary time (KindCUDA, with the header outside the memory), and for memory that is
+// reused (KindArena, with the header inside the memory). The C deleter depends on this layout.
 type Listed struct {
 	Block
 	next *Listed

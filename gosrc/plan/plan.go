@@ -28,7 +28,7 @@ type Request struct {
 // A Want is a checked Request.
 type Want struct {
 	Tensor int32   // the requested tensor
-	Data   int32   // the tensor that holds the bytes (Alias followed)
+	Data   int32   // the tensor that holds the bytes: Tensor, or the target of its Alias
 	Shape  []int64 // shape at the destination
 	Bytes  int64
 

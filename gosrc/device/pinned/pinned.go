@@ -375,7 +375,8 @@ func Trim() {
 
 // Prepare starts to make n bytes ready for a GPU's next Take. If Take is called earlier, it takes over the bytes that
 // are ready, and the rest continues to become ready. Before Take, one thread does this, and only while a core of the
-// process is idle. room is the maximum that Take may ask for. Cached memory counts, so repeating the same call does nothing.
+// process is idle. room is the maximum that Take may ask for. Cached memory counts, so repeating the same call does
+// nothing.
 func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	if gpu == nil || n <= 0 || room < n || room > 1<<45 {
 		return nil, errs.New(errs.ErrArgument,
