@@ -61,7 +61,7 @@ func TestRaw(t *testing.T) {
 }
 
 // Known matches the tables of docs/format.md. Raw is allowed for every dtype, and X16 only for the pairs listed in
-// 3.1. Of the transforms of planes (3.6), bytes is allowed for every dtype, and the others only for their types.
+// 3.1. The planes transform `bytes` (3.6) is allowed for every dtype, and the others only for their types.
 func TestKnown(t *testing.T) {
 	want := map[tensor.DType][]uint8{
 		tensor.BF16: {1}, tensor.F16: {2}, tensor.F32: {3}, tensor.C64: {3},
