@@ -31,9 +31,9 @@ const defaultStream = 1
 //
 // The reaper goroutine frees memory, unless memory is short or a Free function is called. Freeing may make the driver
 // wait for other work, which would delay a load. Tensor memory becomes free when all work queued on the streams of its
-// users has ended, which an event on each stream shows. It is then cached for the next load (keptBlocks). While one of
-// these streams is being captured into a graph, no event can be recorded there, and the memory is not freed. If the
-// driver rejects a free, the reaper tries again.
+// users has ended, as an event on each of these streams shows. It is then cached for the next load (keptBlocks). While
+// one of these streams is being captured into a graph, no event can be recorded there, and the memory is not freed. If
+// the driver rejects a free, the reaper tries again.
 type Memory struct {
 	ctx   *driver.Context
 	c     C.owcu_handle // handle of ctx
@@ -57,7 +57,7 @@ type Memory struct {
 // again.
 type Free = func() (gone bool, err error)
 
-// pendingFree holds memory without a holder, taken off the list, that queued work may still use.
+// pendingFree holds blocks that were removed from the list and that queued work may still use.
 type pendingFree struct {
 	blocks []*device.Listed
 	marked bool // events have been recorded

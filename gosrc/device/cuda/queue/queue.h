@@ -31,7 +31,7 @@ struct owcu_slot {
 	uint64_t behind[OWCU_BEHIND]; // streams that must finish their queued work before the kernels run
 	owcu_ptr status;
 	// early is the number of copies that go directly to destinations. If wait is not 0, the call returns when the work
-	// has ended. stream is the kernels' stream, counted after the first; the highest number is the first stream.
+	// has ended. The kernels run on stream (1 + stream) % OWCU_STREAMS of the queue.
 	uint32_t nbehind, ncopies, nlaunches, stream, early, wait;
 	// marks are events before and after the copies and the launches, while times are traced. at holds their times in
 	// milliseconds since the origin, set by owcu_wait_slot.

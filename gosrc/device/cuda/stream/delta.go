@@ -91,8 +91,8 @@ func (d Deltas) ReserveApply(chunks []DeltaChunk) error {
 }
 
 // ApplyDelta XORs deltas into device memory, after the work that is queued on the caller's stream, and waits. Applying
-// the same deltas again undoes it. After an error it undoes its changes, unless the device is lost. It skips chunks
-// without stored bytes.
+// the same deltas again restores the memory. After an error it undoes its changes, unless the device is lost. It skips
+// chunks without stored bytes.
 func (d Deltas) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err

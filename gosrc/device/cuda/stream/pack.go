@@ -30,8 +30,8 @@ const (
 var packSlot int64 = 16 << 20
 
 // A Packer encodes device memory and copies it to pinned host memory, in the slots of a ring. Slots are independent.
-// For each slot, call Encode, QueueFetches and Wait, in this order. A Packer uses separate streams and waits for no
-// other work: work that writes the memory must have ended.
+// For each slot, call Encode, QueueFetches and Wait, in this order. A Packer uses separate streams and does not
+// wait for other work, so work that writes the memory must have ended before.
 type Packer struct {
 	on     *Streams
 	arena  *arena
