@@ -35,8 +35,8 @@ func Known(c tensor.Codec, transform uint8, d tensor.DType) bool {
 // Decode fills dst with the logical bytes of one stored chunk.
 //
 // len(dst) must be c.Logical and len(src) must be c.Stored. The caller must verify the checksum (Sum) first. Invalid
-// bytes are errs.ErrCorrupt, and dst is then undefined. Decode never writes outside dst. It is safe for concurrent
-// use.
+// bytes give errs.ErrCorrupt, and the contents of dst are then undefined. Decode never writes outside dst. It is safe
+// for concurrent use.
 func Decode(dst, src []byte, c tensor.Chunk) error {
 	if uint64(len(dst)) != uint64(c.Logical) || uint64(len(src)) != uint64(c.Stored) {
 		return errs.New(errs.ErrArgument, "a chunk with %d stored and %d logical bytes got buffers of %d and %d bytes",

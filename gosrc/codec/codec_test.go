@@ -29,9 +29,10 @@ func TestDecode(t *testing.T) {
 		{"raw", src, tensor.Chunk{Stored: n, Logical: n}, nil},
 		{"X16", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1, SegTiles: st}, nil},
 		{"raw with a transform", src, tensor.Chunk{Stored: n, Logical: n, Transform: 1}, errs.ErrCorrupt},
-		{"X16 without one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, SegTiles: st}, errs.ErrCorrupt},
-		{"X16 with an unknown one", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st},
+		{"X16 without a transform", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, SegTiles: st},
 			errs.ErrCorrupt},
+		{"X16 with an unknown transform", packed,
+			tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 9, SegTiles: st}, errs.ErrCorrupt},
 		{"no tiles per segment", packed, tensor.Chunk{Stored: m, Logical: n, Codec: 1, Transform: 1}, errs.ErrCorrupt},
 		{"a reserved codec", src, tensor.Chunk{Stored: n, Logical: n, Codec: 2}, errs.ErrNotSupported},
 		{"a record of another size", src, tensor.Chunk{Stored: n, Logical: n - 1}, errs.ErrArgument},
@@ -61,7 +62,7 @@ func TestRaw(t *testing.T) {
 }
 
 // Known matches the tables of docs/format.md. Raw is allowed for every dtype, and X16 only for the pairs listed in
-// 3.1. Of the transforms of planes (3.6), bytes is allowed for every dtype, and the others only for their types.
+// 3.1. The planes transform `bytes` (3.6) is allowed for every dtype, and the others only for their types.
 func TestKnown(t *testing.T) {
 	want := map[tensor.DType][]uint8{
 		tensor.BF16: {1}, tensor.F16: {2}, tensor.F32: {3}, tensor.C64: {3},

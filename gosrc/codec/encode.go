@@ -41,10 +41,10 @@ func Names(chunks []tensor.Chunk) string {
 }
 
 // worth limits the use of codec 6: it must save 1/worth of the chunk compared with X16, which decodes several times
-// as fast, also on a GPU.
+// as fast and can be decoded on a GPU.
 const worth = 1024
 
-// Ways says how a chunk may be encoded: with one transform of each codec. 0 means not with that codec.
+// Ways holds the transform to try for each codec. 0 means that the codec is not tried.
 type Ways struct{ X16, Planes uint8 }
 
 // An Encoder holds the encoders of all codecs and their buffers. The zero value is ready to use. It must not be used
@@ -83,7 +83,8 @@ func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []by
 		}
 	}
 	take(ways.Planes)
-	// Also try single bytes, for data with a period that is not a multiple of the element size, and for packed integers.
+	// Also try single bytes, for data with a period that is not a multiple of the element size, and for packed
+	// integers.
 	if ways.Planes != planes.Bytes && (planes.Integers(ways.Planes) || e.planes.Zipped()) {
 		take(planes.Bytes)
 	}

@@ -1,6 +1,6 @@
 package codec
 
-// This file converts hashes to the byte order of files.
+// Converts hashes to the byte order of files.
 
 import (
 	"encoding/binary"

@@ -36,8 +36,8 @@ func (b *Block) Hold() { atomic.AddInt64(&b.refs, 1) }
 func (b *Block) Alone() bool { return atomic.LoadInt64(&b.refs) == 1 }
 
 // A Listed is a Block that the last holder puts on a list without a lock. It is for memory that must not be freed on
-// any thread at any time (KindCUDA, with the header outside the memory), and for memory that is reused (KindArena, with
-// the header inside the memory). The C deleter depends on this layout.
+// an arbitrary thread at an arbitrary time (KindCUDA, with the header outside the memory), and for memory that is
+// reused (KindArena, with the header inside the memory). The C deleter depends on this layout.
 type Listed struct {
 	Block
 	next *Listed
@@ -175,8 +175,8 @@ type View struct {
 	Row0, Row1, Col0, Col1 int64
 }
 
-// within returns the range [lo, hi) of the matrix that a chunk of the given logical size has in the wanted rows, and
-// the range [c0, c1) of wanted columns in rows of the matrix.
+// within returns the range [lo, hi) of matrix bytes that are in a chunk of the given logical size and in the wanted
+// rows, and the range [c0, c1) of wanted byte columns of the matrix.
 func (v *View) within(logical int64) (lo, hi, c0, c1 int64) {
 	return max(v.At, v.Row0*v.Row), min(v.At+logical, v.Row1*v.Row), max(v.Col0, v.Col) - v.Col,
 		min(v.Col1, v.Col+v.Row) - v.Col

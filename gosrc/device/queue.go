@@ -62,7 +62,7 @@ type Queue interface {
 	// TraceTimes makes an asynchronous queue report what it did with each piece after the piece has been decoded. nil
 	// stops that. No piece may be in flight.
 	TraceTimes(trace TraceFunc) error
-	// PinnedBytes returns the host memory of all slots.
+	// PinnedBytes returns the size of all slots in host memory, in bytes.
 	PinnedBytes() int64
 	// Close waits until every slot has been returned and all work has ended, and frees the queue.
 	Close()

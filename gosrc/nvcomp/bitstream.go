@@ -39,7 +39,7 @@ const (
 // nvcompFormatType_t.
 type Algorithm uint8
 
-// These are the algorithms. nvCOMP refuses X16, which only overwire has.
+// These are the algorithms. nvCOMP refuses X16, which only overwire implements.
 const (
 	LZ4      Algorithm = 0
 	Snappy   Algorithm = 1

@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// An X16 block is a chunk of docs/format.md after a header of the fields that a file's index stores for a chunk: u8
-// codec (0 raw, 1 X16), u8 transform, u16 tiles per segment, u32 bytes of content. x16Head is the size of this
+// An X16 block is a header and a chunk of docs/format.md. The header has fields that a file's index stores for a chunk:
+// u8 codec (0 raw, 1 X16), u8 transform, u16 tiles per segment, u32 bytes of content. x16Head is the size of the
 // header.
 const x16Head = 8
 

@@ -59,8 +59,8 @@ type Task struct {
 	Landed   func(want int32)
 	Progress func(bytes int64)
 
-	// Submitted, if not nil, is called when everything has been submitted without an error. From then on, others
-	// may use the queue, and Run waits only for its own tasks.
+	// Submitted, if not nil, is called when everything has been submitted without an error. From then on, other
+	// callers may use the queue, and Run waits only for its own tasks.
 	Submitted func()
 }
 
@@ -211,7 +211,8 @@ type staged struct {
 	left int         // shares not filled yet
 }
 
-// last counts a share as filled. The worker that fills the last share owns the slot.
+// last counts a share as filled and reports whether it was the last one. The worker that fills the last share owns the
+// slot.
 func (s *staged) last() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

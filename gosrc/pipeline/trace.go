@@ -74,8 +74,8 @@ type Summary struct {
 	Copy    *Gaps      `json:"copy_stream,omitempty"`
 }
 
-// A StageSum is the sum of the spans of one stage. Stage "stage" is the wait for a free slot. For ranges, "permit" is
-// the wait for a permit and "answer" the wait for the first byte of a response.
+// A StageSum is the sum of the spans of one stage. The stage "stage" is the wait for a free slot. For ranges, "permit"
+// is the wait for a permit and "answer" the wait for the first byte of a response.
 type StageSum struct {
 	Verb    string  `json:"verb"`
 	Spans   int     `json:"spans"`

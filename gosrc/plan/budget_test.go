@@ -44,8 +44,8 @@ func TestCost(t *testing.T) {
 	}
 }
 
-// Peak equals the result of a ledger without limits. Windows contain each tensor once, in order. No two neighbouring
-// windows fit into one, and none exceeds its share of the budget.
+// Peak equals the result of the same sums with big integers. Windows contain each tensor once, in order. No two
+// neighbouring windows fit into one, and none exceeds its share of the budget.
 func TestBudgets(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)

@@ -11,7 +11,7 @@ type Machine struct {
 	Threads   int // number set by the caller; 0 means automatic
 	Ranks     int // processes on the host that share the cores and each read a part; 0 counts as 1
 	// InGroup means that a rank sends what it reads to other ranks, piece by piece. A piece is complete when its last
-	// slot is.
+	// slot is complete.
 	InGroup bool
 	// Concurrency is the maximum number of reads in flight that a source can use. RangeBytes is the best size of a
 	// range, or 0 if a source has no ranges. See source.Facts.
@@ -71,10 +71,10 @@ func (m Machine) Limits() Limits {
 // Workers returns the number of workers. If the caller has set a number, it is used. On the host, there is otherwise at
 // least one worker per core. depth is the number of reads in flight that the disks need.
 //
-// For a device it is Feeders, because 32 workers were slower than 16. With at least Feeders cores, two cores stay free
-// for the threads that submit to the device and wait for it: 16 readers on 16 cores loaded plain bytes at 44.5 GB/s,
-// and 14 readers at 49.2 GB/s. With fewer cores, more readers than cores are faster: 8 cores lose 3 % with 7 readers,
-// and 4 cores lose 5 % with 4.
+// For a device the number is Feeders, because 32 workers were slower than 16. With at least Feeders cores, two cores
+// stay free for the threads that submit to the device and wait for it: 16 readers on 16 cores loaded plain bytes at
+// 44.5 GB/s, and 14 readers at 49.2 GB/s. With fewer cores, more readers than cores are faster: 8 cores lose 3 % with
+// 7 readers, and 4 cores lose 5 % with 4.
 //
 // Ranks that share the cores also share the readers. There are as many readers as cores, but at least Feeders in total
 // and between fewFeeders and Feeders per rank. If the ranks send each other what they read, some cores are left to the

@@ -28,7 +28,7 @@ type Request struct {
 // A Want is a checked Request.
 type Want struct {
 	Tensor int32   // the requested tensor
-	Data   int32   // the tensor that holds the bytes (Alias followed)
+	Data   int32   // the tensor that holds the bytes: Tensor, or the target of its Alias
 	Shape  []int64 // shape at the destination
 	Bytes  int64
 
@@ -40,7 +40,7 @@ type Want struct {
 type Limits struct {
 	Piece int64 // maximum bytes of one read
 	Gap   int64 // gaps of up to this many bytes are read, because skipping them takes longer
-	Share int64 // minimum bytes of a piece to give a worker; 0 means one worker per piece
+	Share int64 // minimum bytes of a piece that a worker gets; 0 means one worker per piece
 	// Align, if over 1, is a power of two. Pieces begin and end at multiples of it unless the file ends first.
 	// Sources that read whole blocks then need no extra copy.
 	Align int64

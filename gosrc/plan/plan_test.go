@@ -18,7 +18,7 @@ func TestAlign(t *testing.T) {
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
 	const block, piece = 4096, 1 << 20
-	// Addresses that are never read or written, outside Go's heap.
+	// These addresses, which are outside Go's heap, are never read or written.
 	place, err := unix.Mmap(-1, 0, 8<<20, unix.PROT_NONE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
 		t.Fatal(err)

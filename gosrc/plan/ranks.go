@@ -56,7 +56,7 @@ type RankShare struct {
 }
 
 // Divide divides chunks, in the order of the files, into pieces for which all ranks read about the same amount. A
-// chunk that several ranks need is read by any rank. A chunk that one rank needs is read by that rank, and a chunk
+// chunk that several ranks need may be read by any rank. A chunk that one rank needs is read by that rank, and a chunk
 // that no rank needs is not read. needed returns which rank needs a chunk, and room the maximum bytes that the chunk
 // takes in a share. A share has at most full bytes. A sixteenth of full stays free unless a single chunk needs it, so
 // that shares fit slots of a power-of-two size.

@@ -83,7 +83,7 @@ func (d *decoder) decodeOnHost(of shares) error {
 }
 
 // queueDecoding queues the decoding of a batch of shares that are in the same memory, after the work that is now on
-// the streams. It owns the slot.
+// the streams. queueDecoding owns the slot.
 func (d *decoder) queueDecoding(slot *queue.Slot, batch []shares, streams []uintptr) error {
 	isSubmitted := false
 	defer func() {

@@ -56,8 +56,8 @@ func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 	}
 }
 
-// A DecodePiece call that waits for a slot returns when the job is cancelled. Otherwise both would wait forever:
-// cancelled jobs finish no slots, and the job waits for the call.
+// A DecodePiece call that waits for a slot returns when the job is cancelled. Otherwise the call and the job would
+// wait forever: cancelled jobs finish no slots, and the job waits for the call.
 func TestDecodePieceEndsWithJob(t *testing.T) {
 	r, end := startOnFake(t, 4<<20)
 	var slots []*queue.Slot

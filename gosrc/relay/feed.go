@@ -73,7 +73,7 @@ func (q *feedQueue) submitAndFinish() bool {
 }
 
 // submitSafely submits slots together. After a panic, each of their tasks is reported with its error. That may include
-// tasks that have finished, because only the first error counts.
+// finished tasks, which does no harm, because only the first error counts.
 func (q *feedQueue) submitSafely(all []submission) {
 	defer q.waiting.Add(int64(-len(all)))
 	err := spawn.Guard("relay feed", func() error { q.submitSlots(all); return nil })

@@ -15,7 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A layout says which piece each chunk belongs to, and its offset in a buffer. Once made, only its arrivals
+// A layout says which piece each chunk belongs to, and the chunk's offset in a buffer. After it has been made, only its
+// arrivals, decodings and task ranges change.
 type layout struct {
 	spec      *Spec
 	seen      *tensor.Index // index of the model
@@ -328,7 +329,7 @@ func (l *layout) planRequests(reqs []plan.Request) (p *plan.Plan, wants []plan.W
 		}
 		piece, rank := at.part/l.spec.Ranks, at.part%l.spec.Ranks
 		stored := int64(p.Tasks[i].Chunk.Stored)
-		if l.transport != nil && rank != l.spec.Rank && at.off+stored > l.parts[at.part].used { // it is not sent
+		if l.transport != nil && rank != l.spec.Rank && at.off+stored > l.parts[at.part].used { // the chunk is not sent
 			return nil, nil, nil, errNotShared(want)
 		}
 		off := l.ringOf(piece, rank).offsetOf(piece) + at.off

@@ -35,7 +35,7 @@ import (
 // A trial is one group load by all ranks, in which at most one rank fails.
 type trial struct {
 	Where  string
-	Cut    string // "some": tensors are whole or cut along dimension 0 or 1; "columns": all along 1
+	Cut    string // "some": tensors are whole or cut along dimension 0 or 1; "columns": all are cut along dimension 1
 	Wrong  string // "": nothing; "call": a driver call; otherwise the step at which the rank dies or cancels
 	Rank   int    // the rank that fails
 	Call   int64

@@ -273,8 +273,8 @@ func (r *Relay) readShares(ctx context.Context) (files []source.File, _ pipeline
 }
 
 // piecesAhead returns how many pieces beyond the number of buffers may be read into slots of the queue, where they
-// wait for a buffer. One slot stays free for a piece that has a buffer, because the others only get a buffer after
-// that piece has been read.
+// wait for a buffer. One slot stays free for a piece that has a buffer, because the other pieces only get a buffer
+// after that piece has been read.
 func (r *Relay) piecesAhead() int {
 	slots, size := load.Ring(r.machine)
 	if r.move.feed == nil || r.lay.fetch.Slot > size {

@@ -23,8 +23,9 @@ type Spec struct {
 	Mapped  bool `json:"exchange"`
 	Buffers int  `json:"buffers"`
 	Stages  int  `json:"stages"`
-	// Needs, with Mapped, are the slices that each rank of this host needs. Dest of each request holds the rank. They
-	// may overlap. Without Needs every rank needs everything. If only one rank needs a slice, that rank reads it.
+	// Needs, if Mapped is set, are the slices that each rank of this host needs. Dest of each request holds the rank.
+	// Slices may overlap. Without Needs, every rank needs everything. If only one rank needs a slice, that rank
+	// reads it.
 	Needs []plan.Request `json:"-"`
 	Ranks int            `json:"ranks"` // in the group
 	Here  int            `json:"here"`  // how many of them are on this host; 0 means all

@@ -171,7 +171,7 @@ func (c *chunk) eachChange(f func(i int, x uint64)) error {
 	return nil
 }
 
-// Check checks a stored chunk for n logical bytes without applying it. An invalid chunk is errs.ErrCorrupt. Apply
+// Check checks a stored chunk for n logical bytes without applying it. An invalid chunk gives errs.ErrCorrupt. Apply
 // accepts every chunk that Check accepts.
 func Check(src []byte, n, width int) error {
 	c, err := parseHeader(src, n, width)

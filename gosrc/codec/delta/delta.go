@@ -1,5 +1,5 @@
 // Package delta is codec 5. It encodes the changes between two chunks of equal length as the gaps between changed
-// elements and the XOR of each element. Apply XORs them into memory in place; a second Apply restores the memory.
+// elements and the XOR of each element. Apply XORs the changes into memory in place; a second Apply restores it.
 //
 // A chunk (docs/format.md 7.2) is
 //
@@ -7,8 +7,8 @@
 //
 // In mode 1, the body is the XOR of all bytes. In mode 0, the chunk is divided into runs of 512 << s bytes. The body
 // is u16 bits[runs], zeros to a multiple of 4 bytes, the bits of all runs, lowest bit first, and zeros to a multiple
-// of 4 bytes. For each changed element, a run contains its distance from the previous one (Golomb-Rice with k low
-// bits), the class of its XOR in a canonical prefix code, and the remaining bits of the XOR.
+// of 4 bytes. For each changed element, a run contains the distance from the previous changed element (Golomb-Rice
+// with k low bits), the class of the element's XOR in a canonical prefix code, and the remaining bits of the XOR.
 //
 // Only this package writes this layout. Sources: S. Golomb, "Run-length encodings" (1966); R. Rice, "Some practical
 // universal noiseless coding techniques" (1979).
@@ -114,7 +114,7 @@ func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 		return length
 	}
 	const full = 1 << maxCode
-	for sum > full { // lengthen the rarest
+	for sum > full { // lengthen the code of the rarest class
 		at := -1
 		for i, c := range count {
 			if c > 0 && length[i] < maxCode && (at < 0 || c < count[at]) {
@@ -124,7 +124,7 @@ func codeLengths(count *[classes]uint32) (length [classes]uint8) {
 		length[at]++
 		sum -= 1 << (maxCode - length[at])
 	}
-	for sum < full { // shorten the most frequent class that fits
+	for sum < full { // shorten the code of the most frequent class for which this is possible
 		at := -1
 		for i, c := range count {
 			if c > 0 && length[i] > 1 && 1<<(maxCode-length[i]) <= full-sum && (at < 0 || c > count[at]) {

@@ -31,7 +31,7 @@ func pageClass(x uint64, width int) (class, rest int) {
 	return -1, 0
 }
 
-// Each XOR has the class of docs/format.md and round-trips. All XORs of 16 bits are tested; of longer ones, those
+// Each XOR has the class of docs/format.md and round-trips. The test uses all XORs of 16 bits, and longer XORs
 // around each power of two.
 func TestClasses(t *testing.T) {
 	r := rand.New(rand.NewPCG(22, 1))
@@ -149,7 +149,7 @@ func TestChangesThatStandTogether(t *testing.T) {
 	for _, c := range []struct {
 		name            string
 		n, width        int
-		every, together int // of every `every` elements, the last `together` change
+		every, together int // the last `together` of every `every` elements change
 		mode            byte
 		zeros           int // minimum number of zero bits before a run's first change
 	}{

@@ -100,7 +100,7 @@ func TestFastFromAnyWord(t *testing.T) {
 	}
 }
 
-// For every cut at a multiple of a word, the merged parts give the digest of the whole, also with many goroutines.
+// For every cut at a multiple of a word, the merged parts give the digest of the whole, even with many goroutines.
 func TestEveryCut(t *testing.T) {
 	for _, n := range []int{0, 1, 8, 15, 64, 129, 300} {
 		p := bytesOf(n)
@@ -200,8 +200,8 @@ func TestMergedViews(t *testing.T) {
 			false},
 		{"every second element", View{64, 2, dims(3, 4), dims(16, 4)}, View{64, 2, dims(12), dims(4)}, false},
 		{"backwards", View{64, 8, dims(3, 2), dims(-16, -8)}, View{64, 8, dims(6), dims(-8)}, false},
-		{"one element again and again", View{64, 8, dims(3, 2), dims(0, 0)}, View{64, 8, dims(6), dims(0)}, false},
-		{"one row again and again", View{64, 8, dims(3, 2), dims(0, 8)}, View{64, 8, dims(3, 2), dims(0, 8)}, false},
+		{"one element repeated", View{64, 8, dims(3, 2), dims(0, 0)}, View{64, 8, dims(6), dims(0)}, false},
+		{"one row repeated", View{64, 8, dims(3, 2), dims(0, 8)}, View{64, 8, dims(3, 2), dims(0, 8)}, false},
 	} {
 		got := c.in.Merged()
 		if fmt.Sprint(got) != fmt.Sprint(c.want) || got.IsContiguous() != c.contiguous {

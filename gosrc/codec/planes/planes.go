@@ -9,7 +9,7 @@
 //	        | Zstandard: u32 length, a frame
 //	        | blocks: u8 kind of each, a table if blocks share one, the blocks
 //
-// docs/format.md section 3.6 specifies it to the bit. Only this package writes this layout. Sources: J. Duda,
+// docs/format.md section 3.6 specifies every bit. Only this package writes this layout. Sources: J. Duda,
 // "Asymmetric numeral systems" (2013), the public-domain ryg_rans, RFC 8878.
 package planes
 
@@ -98,7 +98,7 @@ func corruptError(format string, args ...any) error {
 type decoder struct {
 	src         []byte // remaining bytes of the chunk
 	own, shared slots
-	planes      [maxPlanes][]byte // decoded planes, in memory, dst or src
+	planes      [maxPlanes][]byte // decoded planes: slices of memory, dst or src
 	memory      [maxPlanes][]byte
 }
 
@@ -106,8 +106,8 @@ var decoders = sync.Pool{New: func() any { return new(decoder) }}
 
 // Decode fills dst with the logical bytes of the chunk src.
 //
-// Any error is errs.ErrCorrupt, and dst is then undefined. Decode never reads outside src or writes outside dst. It
-// allocates as much memory as dst has. It is safe for concurrent use.
+// Any error is errs.ErrCorrupt, and the contents of dst are then undefined. Decode never reads outside src or writes
+// outside dst. It allocates up to len(dst) bytes for the planes. It is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8) error {
 	if !isKnown(transform) {
 		return corruptError("unknown transform %d of planes", transform)

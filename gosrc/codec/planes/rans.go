@@ -1,6 +1,6 @@
 package planes
 
-// Encodes a block with rANS over 256 values, with four interleaved 32-bit states, 16-bit words and 12-bit
+// Encodes and decodes blocks with rANS over 256 values, with four interleaved 32-bit states, 16-bit words and 12-bit
 // probabilities.
 
 import (

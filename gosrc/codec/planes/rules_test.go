@@ -240,20 +240,20 @@ func TestFrames(t *testing.T) {
 		}
 	}
 	for name, frame := range map[string][]byte{
-		"two frames":                append(all(text[:100]), all(text[100:])...),
-		"a frame and an empty one":  append(bytes.Clone(good), all(nil, zstd.WithZeroFrames(true))...),
-		"a frame, then a skipped":   append(bytes.Clone(good), skippable...),
-		"a skipped frame first":     append(bytes.Clone(skippable), good...),
-		"a skipped frame":           skippable,
-		"a byte after the end":      append(bytes.Clone(good), 0),
-		"three bytes after the end": append(bytes.Clone(good), 0x28, 0xb5, 0x2f),
-		"an unannounced checksum":   append(bytes.Clone(good), all(text)[len(all(text))-4:]...),
-		"a frame without its size":  stream.Bytes(),
-		"with a dictionary":         dictionary,
-		"a frame of fewer bytes":    all(text[1:]),
-		"a frame of more bytes":     all(append([]byte{1}, text...)),
-		"a frame of no bytes":       all(nil, zstd.WithZeroFrames(true)),
-		"a wrong checksum":          append(all(text)[:len(all(text))-1], ^all(text)[len(all(text))-1]),
+		"two frames":                  append(all(text[:100]), all(text[100:])...),
+		"a frame and an empty one":    append(bytes.Clone(good), all(nil, zstd.WithZeroFrames(true))...),
+		"a frame, then a skipped one": append(bytes.Clone(good), skippable...),
+		"a skipped frame first":       append(bytes.Clone(skippable), good...),
+		"a skipped frame":             skippable,
+		"a byte after the end":        append(bytes.Clone(good), 0),
+		"three bytes after the end":   append(bytes.Clone(good), 0x28, 0xb5, 0x2f),
+		"an unannounced checksum":     append(bytes.Clone(good), all(text)[len(all(text))-4:]...),
+		"a frame without its size":    stream.Bytes(),
+		"with a dictionary":           dictionary,
+		"a frame of fewer bytes":      all(text[1:]),
+		"a frame of more bytes":       all(append([]byte{1}, text...)),
+		"a frame of no bytes":         all(nil, zstd.WithZeroFrames(true)),
+		"a wrong checksum":            append(all(text)[:len(all(text))-1], ^all(text)[len(all(text))-1]),
 	} {
 		refused(t, name, len(text), of(frame), Bytes, "Zstandard frame")
 	}

@@ -187,8 +187,8 @@ func (d *decoder) tile256(acc *[4][lanes]uint32, out *[tileSyms]byte) (escs int)
 
 type pair256 struct{ lo, hi archsimd.Uint32x8 }
 
-// gather256 returns the values of 8 lanes, 8 bytes per lane. Of each four lanes, the first two are in lo and the
-// others in hi.
+// gather256 returns the values of 8 lanes, 8 bytes per lane. The first two of every four lanes are in lo, the last
+// two in hi.
 func gather256(acc *[4][lanes]uint32, h int, values tab) pair256 {
 	a := archsimd.LoadUint32x8((*[8]uint32)(acc[1][h:])).ShiftAllLeft(16).Or(
 		archsimd.LoadUint32x8((*[8]uint32)(acc[0][h:])))

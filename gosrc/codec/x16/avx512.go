@@ -47,7 +47,8 @@ var pickBias = func() (p [64]int8) {
 }()
 
 // order512 sorts labels into their original order. The labels are the low and the high nibbles of 16 lanes'
-// accumulators: index i selects byte i of the high ones, and index 64 + i byte i of the low ones.
+// accumulators: index i selects byte i of the high nibbles, and index 64 + i selects byte i of the low
+// nibbles.
 var order512 = func() (o [2][64]uint8) {
 	for l := range 16 {
 		for t := range 8 {
@@ -146,8 +147,8 @@ func (d *decoder) kernel512(run []*segment) {
 	}
 }
 
-// emit512 writes a tile of every segment of run from the labels in acc. The tile's number counts from the first tile
-// of this call.
+// emit512 writes a tile of every segment of run from the labels in acc. tile is the number of tiles that this call of
+// kernel512 has already written.
 func (d *decoder) emit512(run []*segment, acc *[4][lanes]uint32, tile int) {
 	values := archsimd.LoadUint8x64(&d.fast.values)
 	order0, order1 := archsimd.LoadUint8x64(&order512[0]), archsimd.LoadUint8x64(&order512[1])

@@ -67,8 +67,8 @@ func TestTablesOfOthers(t *testing.T) {
 	}
 }
 
-// No choice of kept values is cheaper than the one of fitModel. The test tries the most frequent values in any
-// number, and all subsets if there are few kinds.
+// No other choice of values with symbols is cheaper than that of fitModel. The test tries the m most frequent values
+// for every m, and all subsets if there are few different values.
 func TestFitIsCheapest(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
@@ -114,7 +114,7 @@ func TestFitIsCheapest(t *testing.T) {
 			}
 		}
 	}
-	for _, identity := range []bool{false, true} { // one kind of value, and two kinds of which one is rare
+	for _, identity := range []bool{false, true} { // a single value, and two values, one of them rare
 		for _, v := range []int{0, 7, 15} {
 			var hist [256]int
 			hist[v] = 512

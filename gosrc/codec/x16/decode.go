@@ -53,13 +53,13 @@ var decoders = sync.Pool{New: func() any { return &decoder{lanes: new(laneMemory
 // Decode fills dst with the logical bytes of the chunk src. The transform and the tiles per segment come from the
 // index.
 //
-// Any error is errs.ErrCorrupt, and dst is then undefined. Decode never reads outside src or writes outside dst. It
-// is safe for concurrent use.
+// Any error is errs.ErrCorrupt, and the contents of dst are then undefined. Decode never reads outside src or writes
+// outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte, transform uint8, segTiles uint16) error {
 	return DecodeAt(level, dst, src, transform, segTiles)
 }
 
-// DecodeAt is Decode at a given level, for tests and benchmarks. A level that is not in Levels is
+// DecodeAt is Decode at a given level, for tests and benchmarks. A level that is not in Levels gives
 // errs.ErrNotSupported.
 func DecodeAt(level Level, dst, src []byte, transform uint8, segTiles uint16) error {
 	if !slices.Contains(levels, level) {

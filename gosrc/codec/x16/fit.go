@@ -19,8 +19,8 @@ type model struct {
 
 // fitModel finds the cheapest model for a histogram of n > 0 values.
 //
-// The best m values to keep are the m most frequent ones, so trying every m finds the optimum. A value is only kept
-// if this is cheaper than escaping it. Its cost includes the slots that other symbols lose.
+// The best m values to represent by symbols are the m most frequent ones, so trying every m finds the optimum. A value
+// gets a symbol only if this is cheaper than escaping the value. The cost includes the slots that other symbols lose.
 func fitModel(hist *[256]int, n int, identity bool) (best model) {
 	var order [256]uint8
 	kinds := 0

@@ -6,7 +6,7 @@
 //
 //	header 96 bytes | segment directory | segments | planes | tail
 //
-// docs/format.md section 3 specifies it to the bit. Only this package writes this layout. Sources: J. Duda,
+// docs/format.md section 3 specifies every bit. Only this package writes this layout. Sources: J. Duda,
 // "Asymmetric numeral systems" (2013); F. Giesen, "Interleaved entropy coders" (2014) and the public-domain ryg_rans.
 //
 // There are four decoders: scalar, NEON, AVX2 and AVX-512. They accept and reject exactly the same input and give the

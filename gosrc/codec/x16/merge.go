@@ -64,7 +64,7 @@ func nibbleAt(p []byte, i int) byte { return p[i>>1] >> (i & 1 << 2) & 15 }
 // patchEscape replaces the sentinel in element i by v. It returns false if the element does not have the sentinel.
 func (d *decoder) patchEscape(i int, v byte) bool {
 	le := binary.LittleEndian
-	x := v ^ d.sentinel // XOR with it converts one to the other
+	x := v ^ d.sentinel // XOR with x replaces the sentinel by v
 	switch d.transform {
 	case BF16:
 		w := le.Uint16(d.dst[2*i:])

@@ -12,7 +12,7 @@ import (
 )
 
 // mergeFast is mergeScalar with vectors of 256 bits, or with 512 bits for some transforms at the AVX-512 level. It
-// handles every transform whose elements must be joined. It returns false if mergeScalar must do the work.
+// returns false if mergeScalar must do the work: for the transform Bytes, or if the lengths are wrong.
 func mergeFast(l Level, transform uint8, dst, vals []byte, p *[maxPlanes][]byte) bool {
 	n := len(vals)
 	o, v, q, ok := planePointers(transform, dst, vals, p)

@@ -67,7 +67,7 @@ var expandNEON, bytesNEON = func() (t [256][16]uint8, n [256]uint8) {
 	return
 }()
 
-// decodeFast decodes tiles of each segment until it has enough or too few input bytes are left.
+// decodeFast decodes tiles of each segment until the segment has enough tiles or too few input bytes are left.
 func (d *decoder) decodeFast(run []segment) {
 	if d.level != NEON {
 		return

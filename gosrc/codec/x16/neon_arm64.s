@@ -8,16 +8,16 @@
 #define MLA(m, n, d) WORD $(0x4EA09400 | (m)<<16 | (n)<<5 | (d))
 
 // LANE computes the next states of four lanes: freq * (x >> 8) + rank. V23 has the frequencies and V21 the ranks of
-// 16 lanes. index extends those of x to dwords.
+// 16 lanes. index selects the bytes of these four lanes and extends them to dwords.
 #define LANE(x, number, index) \
 	VUSHR $8, x.S4, V24.S4; \
 	VTBL  index.B16, [V23.B16], V25.B16; \
 	VTBL  index.B16, [V21.B16], x.B16; \
 	MLA(24, 25, number)
 
-// STEP decodes one symbol in the 16 lanes of four registers and returns its values as bytes. The low byte of a state
-// contains bucket and position. If the position is at or above the divider, the symbol is the bucket's alias,
-// otherwise the bucket itself.
+// STEP decodes one symbol in each of the 16 lanes of four registers and returns their values as bytes. The low byte
+// of a state contains the bucket and the position. If the position is at or above the divider, the symbol is the
+// bucket's alias, otherwise the bucket itself.
 #define STEP(a, b, c, d, na, nb, nc, nd, out) \
 	VUZP1 b.H8, a.H8, V21.H8; \
 	VUZP1 d.H8, c.H8, V22.H8; \
@@ -39,8 +39,8 @@
 	LANE(c, nc, V15); \
 	LANE(d, nd, V16)
 
-// REFILL gives those of 8 lanes that are below 2^16 their next words from R1 and advances R1. R3 and R4 are the
-// tables ·expandNEON and ·bytesNEON.
+// REFILL refills the lanes, of 8, whose states are below 2^16 with the next words from R1, and advances R1. R3 and R4
+// are the tables ·expandNEON and ·bytesNEON.
 #define REFILL(a, b) \
 	VUZP1 b.H8, a.H8, V21.H8; \
 	VUZP2 b.H8, a.H8, V22.H8; \

@@ -372,7 +372,7 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 			head[16+k] = byte(k)
 		}
 	}
-	// code maps values to symbols. Values without a symbol are escaped, and sometimes others too.
+	// code maps values to symbols. Values without a symbol are escaped, and sometimes other values.
 	code := map[byte]int{}
 	escape := -1
 	must := make([]bool, 16)

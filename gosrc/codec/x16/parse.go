@@ -281,7 +281,7 @@ func (d *decoder) tilesOf(seg int) int {
 	return max(0, min(d.segTiles, d.tiles-seg*d.segTiles))
 }
 
-// beginSegment starts decoding a segment: it reads its states.
+// beginSegment starts decoding a segment and reads its initial states.
 func (d *decoder) beginSegment(s *segment, seg int) error {
 	s.begin, s.end = d.segmentOffset(seg), d.segmentOffset(seg+1)
 	s.first, s.total = seg*d.segTiles, d.tilesOf(seg)

@@ -23,16 +23,16 @@ type fastTables struct {
 	// entry holds two dwords per bucket: the first for positions below the divider, the second for the others. Each
 	// is freq | bias + 16 << 8 | label << 28, where rank = position + bias.
 	entry [32]uint32
-	// above is (bucket << 5) + 32 - divider. If position - 16 is added, there is a carry into bit 4 if the position
-	// belongs to the alias. So bits 4..8 are an index into entry.
+	// above is (bucket << 5) + 32 - divider. Adding position - 16 carries into bit 4 if the position belongs to the
+	// alias, so bits 4..8 of the sum are an index into entry.
 	above  [16]uint32
 	values [64]byte // indexed by label, repeated four times
 	limit  uint8    // the label of the escape, or 255 if there is none
 	narrow tables256
 }
 
-// detectLevels returns the levels of this machine. For AVX512 it also checks VBMI2, because this flag stays true
-// under GODEBUG=cpu.avx512f=off, when Go's kernel does not save ZMM registers.
+// detectLevels returns the levels of this machine. It checks AVX512 in addition to VBMI2, because the VBMI2 flag
+// stays true under GODEBUG=cpu.avx512f=off, when Go does not save ZMM registers.
 func detectLevels() []Level {
 	levels := []Level{Scalar}
 	x := archsimd.X86
@@ -82,9 +82,9 @@ func (t *fastTables) build(d *decoder) {
 	}
 }
 
-// decodeFast decodes tiles of each segment until it has enough or too few input bytes are left. Each call of a vector
-// kernel decodes at least one tile of each of its segments. Segments that are finished or too close to the end of the
-// chunk are excluded from further calls.
+// decodeFast decodes tiles of each segment until the segment has enough tiles or too few input bytes are left. Each
+// call of a vector kernel decodes at least one tile of each of its segments. Segments that are finished or too close
+// to the end of the chunk are excluded from further calls.
 func (d *decoder) decodeFast(run []segment) {
 	if d.level < AVX2 {
 		return

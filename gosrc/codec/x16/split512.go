@@ -11,7 +11,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/avx"
 )
 
-// unzip512 selects the odd bytes of 128, then the even ones.
+// unzip512 selects the odd bytes of two registers, then the even bytes.
 var unzip512 = func() (z [2][64]uint8) {
 	for i := range 64 {
 		z[0][i], z[1][i] = uint8(2*i+1), uint8(2*i)

@@ -158,7 +158,8 @@ func TestModelCost(t *testing.T) {
 	}
 }
 
-// All segments are within the length limits, and at most a quarter of a chunk that is long enough.
+// The length of segments is within the limits. If a chunk has enough tiles for four segments of minimum length, no
+// segment is longer than a quarter of the chunk.
 func TestGrid(t *testing.T) {
 	for tiles := 1; tiles < 5000; tiles++ {
 		s, g := segmentGrid(tiles, 0)

@@ -1,6 +1,6 @@
 package cpu
 
-// This file reuses small arenas after their tensors have been freed. Mapping and unmapping an arena takes longer than
+// Reuses small arenas after their tensors have been freed. Mapping and unmapping an arena takes longer than
 // reading its contents, and it slows the thread down afterwards, because the processor loses its address
 // translations.
 
@@ -13,7 +13,7 @@ import (
 )
 
 const (
-	// Arenas have 2^k bytes, from leastArena to mostArena. Of each size, up to mostArena bytes are cached.
+	// Arenas have 2^k bytes, from leastArena to mostArena. Up to mostArena bytes of each size are cached.
 	leastArena, mostArena = 8 << 10, 512 << 10
 	arenaSizes            = 7
 )
@@ -25,7 +25,8 @@ var free struct {
 	lists *[arenaSizes]device.FreeList // nil before the first use
 }
 
-// allocateBlock returns n zeroed bytes and the block that owns them, which has the given kind or is an arena.
+// allocateBlock returns n zeroed bytes and the block that owns them. The block is an arena if kind is KindMap and n is
+// small enough; otherwise it has the given kind.
 func allocateBlock(n, holders, kind int64) (unsafe.Pointer, *device.Block, error) {
 	if kind != device.KindMap || n+Align > mostArena {
 		base, length, err := Map(n + Align)

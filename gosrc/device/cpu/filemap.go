@@ -1,6 +1,6 @@
 package cpu
 
-// This file maps plain files.
+// Maps plain files.
 
 import (
 	"errors"

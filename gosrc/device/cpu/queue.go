@@ -1,6 +1,6 @@
 package cpu
 
-// This file implements the host's queue: workers decode what they have read.
+// Implements the host's queue: each worker decodes the pieces that it reads.
 
 import (
 	"context"
@@ -11,8 +11,8 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 )
 
-// A Queue is the device.Queue of the host. The worker that read a piece also decodes it, while its bytes are in
-// that core's cache. The memory is allocated once and never grows.
+// A Queue is the device.Queue of the host. The worker that read a piece also decodes it, while the bytes are in
+// the core's cache. The memory is allocated once and never grows.
 type Queue struct {
 	free   chan *slot
 	memory device.Memory // of all slots; zero if there are no slots
@@ -122,7 +122,7 @@ func (q *Queue) CanCheck() bool { return false }
 // TraceTimes does nothing: workers record the times.
 func (q *Queue) TraceTimes(device.TraceFunc) error { return nil }
 
-// PinnedBytes returns the memory of all slots.
+// PinnedBytes returns the size of all slots in bytes.
 func (q *Queue) PinnedBytes() int64 { return q.memory.Bytes }
 
 // Close waits until every slot has been returned, and frees the memory.

@@ -256,7 +256,7 @@ func TestBatchEncode(t *testing.T) {
 }
 
 // Only the invalid streams of a batch are reported, and nothing is written outside their destinations. The fake
-// driver's guard zones check that, and compute-sanitizer on a device.
+// driver's guard zones check this. On a real device, compute-sanitizer can check it.
 func TestBatchHostile(t *testing.T) {
 	g := newGPU(t)
 	seed := uint64(time.Now().UnixNano())

@@ -314,7 +314,7 @@ func TestRefusedIsTriedAgain(t *testing.T) {
 	if live := d.CountLive(); live != 0 {
 		t.Errorf("%d blocks are counted as live", live)
 	}
-	// A queue with scratch memory and marks, and its replacement, while calls fail.
+	// Calls fail while a queue is freed, and then while queues and tensors are made.
 	for nth := int64(1); nth < 120; nth += 3 {
 		l, err := d.Queue(2, 64<<10)
 		if err != nil {

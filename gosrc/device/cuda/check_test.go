@@ -101,7 +101,7 @@ func TestChecksums(t *testing.T) {
 	}
 }
 
-// The device compares no checksums without CheckOnSubmit, and none of bytes that have no checksum.
+// The device compares no checksums without CheckOnSubmit. It never checks bytes that have no checksum.
 func TestUnchecked(t *testing.T) {
 	r := random(t)
 	d, l := open(t, 2, 1<<20)

@@ -16,8 +16,8 @@ type deltaCase struct {
 	width, bytes, at int
 }
 
-// deltaCases fills one buffer with chunks of every width and length, and changes a share of the elements of each. If
-// the share is negative, it changes almost all elements of only the first part of that size.
+// deltaCases fills one buffer with chunks of every width and length, and changes a share of the elements of each. A
+// negative share -x means that it changes almost all elements in the first x of a chunk, and no others.
 func deltaCases(r *rand.Rand, base []byte) (now []byte, cases []deltaCase) {
 	now = bytes.Clone(base)
 	at := 0

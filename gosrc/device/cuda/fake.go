@@ -12,9 +12,9 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// Fake replaces the driver with the fake one of package cudatest, with a number of bytes of device memory, for tests of
-// other packages. Queues are small. end closes the devices and describes what leaked or which rule of the driver was
-// broken. It returns "" if there was nothing.
+// Fake replaces the driver with the fake one of package cudatest, whose devices have the given number of bytes, for
+// tests of other packages. Queues are small. end closes the devices and describes what leaked or which rule of the
+// driver was broken. It returns "" if nothing leaked and no rule was broken.
 func Fake(bytes int64) (end func() string) {
 	useFake(bytes)
 	first := firstRing
@@ -66,7 +66,8 @@ func closeDevice(d *Device) error {
 	return err
 }
 
-// useFake replaces the driver with the fake one, with a number of bytes, and forgets all opened devices.
+// useFake replaces the driver with the fake one, whose devices have the given number of bytes, and forgets all opened
+// devices.
 func useFake(bytes int64) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()

@@ -72,7 +72,7 @@ func TestFork(t *testing.T) {
 	}
 }
 
-// The load's bytes are written after work that the consumer's stream had queued on the memory, on every stream.
+// On every stream, the load's bytes are written after the work that the consumer had queued on the memory.
 func TestFollowStream(t *testing.T) {
 	d, l := open(t, 2, 1<<20)
 	r := random(t)

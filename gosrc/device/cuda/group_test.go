@@ -21,8 +21,8 @@ type parcel struct {
 	bad      int // the task with changed bytes, or -1
 }
 
-// Kinds of parcels: raw tasks in the same order in the slot and at the destination, in reverse order, or with a coded
-// task, which is submitted separately.
+// These are the kinds of parcels: raw tasks in the same order in the slot and at the destination, raw tasks in reverse
+// order, and tasks of which one is coded. A parcel with a coded task is submitted separately.
 const (
 	alike = iota
 	scattered
@@ -43,7 +43,7 @@ func twoEvents(q *queue.Queue) [2]*queue.Event {
 	return [2]*queue.Event{s.EndEvent(), endOf(q)}
 }
 
-// sending fills a slot with a parcel of a kind. Its tasks have checksums unless they are alike.
+// sending fills a slot with a parcel of a kind. Its tasks have checksums unless the kind is alike.
 func sending(t *testing.T, d *Device, q *queue.Queue, r *rand.Rand, kind int,
 	after *queue.Event) (*parcel, queue.FilledSlot) {
 	t.Helper()

@@ -69,7 +69,7 @@ func (p *piece) coded(data []byte, transform uint8) bool {
 
 var weights = cudatest.Weights
 
-// size returns the bytes of a job's destination.
+// size returns the number of bytes at a job's destination.
 func size(j *device.DecodeTask) int64 {
 	if v := j.View; v != nil {
 		return (v.Row1 - v.Row0) * (v.Col1 - v.Col0)

@@ -133,7 +133,7 @@ func openDriver() error {
 // A File can be read directly into GPU memory.
 type File struct {
 	fd     int
-	handle unsafe.Pointer // libcufile's
+	handle unsafe.Pointer // handle of libcufile
 }
 
 // Open prepares the file of fd. The caller still owns fd. The error is errs.ErrNotSupported if GPUDirect Storage is not

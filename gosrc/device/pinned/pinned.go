@@ -87,7 +87,7 @@ func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 // takeOver prepares cached memory for a new user, and reports whether it is suitable.
 func (m *Memory) takeOver(room, limit int64) bool {
 	m.mu.Lock()
-	grows := m.want <= limit && m.growing // and does not exceed the new limit
+	grows := m.want <= limit && m.growing // and will not exceed the new limit
 	m.mu.Unlock()
 	if !grows {
 		m.stopGrowth()
@@ -374,8 +374,9 @@ func Trim() {
 }
 
 // Prepare starts to make n bytes ready for a GPU's next Take. If Take is called earlier, it takes over the bytes that
-// are ready, and the rest continues to become ready. Until then one thread works, while a core of the process is idle.
-// room is the maximum that Take may ask for. Cached memory counts, so repeating the same call does nothing.
+// are ready, and the rest continues to become ready. Before Take, one thread does this, and only while a core of the
+// process is idle. room is the maximum that Take may ask for. Cached memory counts, so repeating the same call does
+// nothing.
 func Prepare(room, n int64, gpu *cuda.Device) (*Memory, error) {
 	if gpu == nil || n <= 0 || room < n || room > 1<<45 {
 		return nil, errs.New(errs.ErrArgument,

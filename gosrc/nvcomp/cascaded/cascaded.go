@@ -23,9 +23,9 @@
 //
 // If i < R, layer i first replaces each run of equal values by one value. Then, if i < D, it replaces the values by
 // their differences, which are one fewer. An unpacked array is its elements. A packed array starts with the smallest
-// element, as a signed number. At a multiple of 4 follow a u16 count and a u16 with the bits per element. At a
-// multiple of the element size and of 4 follow the elements minus the smallest one, with their bits concatenated from
-// low to high in words of 4 bytes.
+// element, as a signed number. A u16 count and a u16 with the bits per element follow at the next multiple of 4. The
+// elements minus the smallest one follow at the next multiple of the element size and of 4. Their bits are concatenated
+// from low to high in words of 4 bytes.
 package cascaded
 
 import (

@@ -34,7 +34,7 @@ func parseHead(src []byte) (n int64, o Options, err error) {
 	return n, o, nil
 }
 
-// Decode fills dst, which must have the length of the content. A different length or an invalid block is
+// Decode fills dst, which must have the length of the content. A different length or an invalid block gives
 // errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, o, err := parseHead(src)

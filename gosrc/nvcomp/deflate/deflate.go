@@ -158,7 +158,7 @@ func Size(src []byte, gz bool) (int64, error) {
 	return n, r.end()
 }
 
-// Decode fills dst, which must have the length of the content. A different length or an invalid stream is
+// Decode fills dst, which must have the length of the content. A different length or an invalid stream gives
 // errs.ErrCorrupt. It is safe for concurrent use.
 func Decode(dst, src []byte, gz bool) error {
 	r := readers.Get().(*reader)

@@ -277,7 +277,7 @@ func Size(src []byte) (int64, error) {
 	return d.out, nil
 }
 
-// Decode fills dst, which must have the length of the content. A different length or an invalid stream is
+// Decode fills dst, which must have the length of the content. A different length or an invalid stream gives
 // errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*decoder)

@@ -103,7 +103,7 @@ func (f *finder) appendTokens(out []uint32, src []byte, from, to int, e effort) 
 			length, dist = n, d
 		}
 		out = append(out, match|uint32(length-minMatch)<<15|uint32(dist-1))
-		// Do not add most positions in long matches.
+		// In a long match, only add the first positions.
 		for k := i + 1; k < i+min(length, 512); k++ {
 			f.add(src, k)
 		}

@@ -34,7 +34,7 @@ func Encode(dst, src []byte) ([]byte, error) {
 }
 
 // Size returns the number of bytes that the block decodes to. A block that is truncated or refers to bytes before its
-// start is errs.ErrCorrupt.
+// start gives errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	n, _, err := walkBlock(src)
 	return n, err
@@ -87,7 +87,7 @@ func readLength(src []byte, at, n int) (int64, int, bool) {
 	return 0, at, false
 }
 
-// Decode fills dst, which must have the length of the content. A different length or an invalid block is
+// Decode fills dst, which must have the length of the content. A different length or an invalid block gives
 // errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	if len(dst) == 0 {

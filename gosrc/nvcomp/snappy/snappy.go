@@ -27,7 +27,7 @@ func Encode(dst, src []byte) ([]byte, error) {
 }
 
 // Size returns the number of bytes that the block decodes to. A block that is truncated, refers to bytes before its
-// start, or states a wrong length is errs.ErrCorrupt.
+// start, or states a wrong length gives errs.ErrCorrupt.
 func Size(src []byte) (int64, error) {
 	size, at := binary.Uvarint(src)
 	if at <= 0 || size > 1<<32-1 {
@@ -78,7 +78,7 @@ func Size(src []byte) (int64, error) {
 	return out, nil
 }
 
-// Decode fills dst, which must have the length of the content. A different length or an invalid block is
+// Decode fills dst, which must have the length of the content. A different length or an invalid block gives
 // errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	n, err := Size(src)

@@ -167,7 +167,7 @@ func corruptError(err error) error {
 	return errs.New(errs.ErrCorrupt, "Zstandard: %v", err)
 }
 
-// Decode fills dst, which must have the length of the content. A different length or an invalid frame is
+// Decode fills dst, which must have the length of the content. A different length or an invalid frame gives
 // errs.ErrCorrupt. It never writes outside dst. It is safe for concurrent use.
 func Decode(dst, src []byte) error {
 	d := decoders.Get().(*zstd.Decoder)

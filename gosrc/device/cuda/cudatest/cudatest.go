@@ -13,7 +13,7 @@ import (
 	"unsafe"
 )
 
-// This file lets tests control the fake driver. driver.UseFake installs it.
+// Lets tests control the fake driver, which driver.UseFake installs.
 
 // A State counts the resources that users of the driver hold. Broken is counted since UseFake.
 type State struct {
@@ -47,18 +47,20 @@ func ReadState() State {
 	}
 }
 
-// FailCall makes the nth driver call from now fail with a code and, with sticky, also all later calls. 0 means none.
+// FailCall makes the nth driver call from now fail with a code. If sticky is set, all later calls also fail. If nth is
+// 0, no call fails.
 func FailCall(nth int64, code int, sticky bool) {
 	C.owcu_fake_fail(C.int64_t(nth), C.int(code), cBool(sticky))
 }
 
-// RefuseContext makes the driver deny the next entries into a context, while its work continues.
+// RefuseContext makes the next calls that get the current context fail. Queued work continues.
 func RefuseContext(times int) { C.owcu_fake_refuse_context(C.int(times)) }
 
 // LoseDevice simulates a lost device: every later call fails with code.
 func LoseDevice(code int) { C.owcu_fake_fail(1, C.int(code), 2) }
 
-// TakeHistory returns the names of several thousand driver calls, such as "mem_alloc", since its last call.
+// TakeHistory returns the names, such as "mem_alloc", of the driver calls since the last TakeHistory, up to several
+// thousand.
 func TakeHistory() []string {
 	text := make([]C.char, 64<<10)
 	C.owcu_fake_history(&text[0], C.size_t(len(text)), 1)
@@ -83,7 +85,7 @@ func OccupyStream(stream uintptr) (idle func()) {
 func CountWaits() int64 { return int64(readCounters().waited) }
 
 // CaptureStream begins a graph capture in the global mode on a stream, or on a stream of another library (0). Calls
-// that would destroy it break a rule. blocking means that the default stream waits for that stream.
+// that would destroy the capture break a rule. blocking means that the default stream waits for the captured stream.
 func CaptureStream(stream uintptr, blocking bool) (end func()) {
 	C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 1)
 	return func() { C.owcu_fake_capture(C.uint64_t(stream), cBool(blocking), 0) }

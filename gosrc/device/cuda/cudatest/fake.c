@@ -345,7 +345,7 @@ static int f_event_query(owcu_handle e)
 	int rc = enter_call(1);
 	struct event *ev = e;
 	int ready = ev->done >= ev->recorded;
-	if (rc == 0 && !ready) // not ready yet, but time passes
+	if (rc == 0 && !ready) // not ready: run queued work, as if time passed
 		run_ops(ev->stream, ev, ev->recorded, 0);
 	return leave_call(rc ? rc : ready ? 0 : OWCU_NOT_READY);
 }

@@ -20,8 +20,8 @@ const struct owcu_api *owcu_fake_api(void);
 void owcu_fake_reset(uint64_t memory);
 
 // owcu_fake_fail makes the nth call from now (1 is the next) return code. With sticky 1, all later calls except those
-// that free resources also fail, as on a lost device. With sticky 2, those calls also return code, but still free. 0
-// means never.
+// that free resources also fail, as on a lost device. With sticky 2, calls that free resources also return
+// code, but still free them. If nth is 0, no call fails.
 void owcu_fake_fail(int64_t nth, int code, int sticky);
 
 struct owcu_fake_state {
@@ -48,7 +48,7 @@ void owcu_fake_version(int version, int devices);
 void owcu_fake_fill(owcu_ptr p, int v, uint64_t n, uint64_t stream);
 
 // owcu_fake_capture begins or ends a capture in the global mode on a stream, or on another user's stream (0). If
-// blocking is set, the legacy stream waits for it.
+// blocking is set, the legacy stream waits for the captured stream.
 void owcu_fake_capture(uint64_t stream, int blocking, int on);
 
 // owcu_fake_busy queues work on a stream that ends only with owcu_fake_idle. A call that waits for it is counted and

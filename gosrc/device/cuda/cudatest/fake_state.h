@@ -38,7 +38,7 @@ void ow_snappy_decode_host(ow_batch_item *items, uint32_t n);
 // Indices in kernel_names.
 enum { K_CRC = 10, K_OPEN, K_CLOSE, K_PEEK, K_X16, K_CUT, K_SUM, K_JOIN, K_LZ4, K_SNAPPY, K_CASCADED, K_ENCODE, K_HASH, K_DIGEST, K_DELTA_APPLY, K_DELTA_MEASURE, K_DELTA_WRITE, K_ITEMS = K_LZ4, K_RESIDENT = K_DIGEST };
 
-enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // error code and mode of stream capture
+enum { UNSUPPORTED = 900, IMPLICIT = 906, RELAXED = 2 }; // error codes and mode of stream capture
 enum { GUARD = 4096, ALIGN = 512, OOM = 2, INVALID = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -306,7 +306,7 @@ static size_t cast_size(uint32_t t) { return t == OW_CAST_F32 ? 4 : t == OW_CAST
 
 static void run_launch(const struct op *o)
 {
-	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // for segments and parts
+	if (o->kernel < K_CRC && !is_readable((void *)(uintptr_t)o->b, o->n * 8, 0)) { // the table of segments or parts
 		note_broken_rule("a table outside device memory");
 		return;
 	}
@@ -423,8 +423,8 @@ static int run_op(struct op *o, int wait)
 	return 1;
 }
 
-// run_ops runs a stream's work, until an event is reached if there is one, because a call waits for it or time
-// passes.
+// run_ops runs a stream's queued work, up to the record of `until` if this is not NULL. wait is set if a call waits for
+// the work; otherwise operations that would wait stop the run.
 static void run_ops(struct stream *s, struct event *until, int64_t at, int wait)
 {
 	if (s->running)
@@ -497,7 +497,7 @@ static void note_uses(struct stream *s, void *arg)
 	}
 }
 
-// check_free checks the rules for a call that frees memory. Time passes after the call.
+// check_free checks the rules for a call that frees memory. It then runs queued work, as if time passed.
 static void check_free(const void *p, size_t n)
 {
 	struct going g = {.p = p, .n = n};

@@ -1,6 +1,6 @@
 package cudatest
 
-// This file generates bytes that compress like weights.
+// Generates bytes that compress like weights.
 
 import (
 	"encoding/binary"

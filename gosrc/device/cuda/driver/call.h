@@ -147,8 +147,8 @@ static inline int enter_to_free(struct owcu_guard *g, owcu_handle ctx, struct ow
 
 // enter_to_wait is like enter, for functions after which memory is reused, so work on it must have ended. If the driver
 // fails, it tries again a hundred times per second. It returns 0, or -1 if the first try failed; the caller must wait
-// in either case. *out is not 0 if the thread is not in the context: -1 if the device is lost or the process is a
-// forked child, and 1 if the state of the work is unknown.
+// in either case. *out is 0 if the thread is in the context. Otherwise it is -1 if the device is lost or the process is
+// a forked child, and 1 if the state of the work is unknown.
 static inline int enter_to_wait(struct owcu_guard *g, owcu_handle ctx, int tries, int *out, struct owcu_error *e)
 {
 	int rc = enter(g, ctx, e);

@@ -129,7 +129,7 @@ func (c *Context) Read(dst []byte, m device.Memory) error {
 }
 
 // WithContext runs fn on a thread where the device's context is current and calls cannot destroy a graph capture.
-// It is for calls of other libraries. Afterwards it restores the thread's state.
+// fn can call other libraries. Afterwards WithContext restores the thread's state.
 func (c *Context) WithContext(fn func() error) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -142,7 +142,8 @@ func (c *Context) WithContext(fn func() error) error {
 	return fn()
 }
 
-// TryRelease frees an unused object and reports whether it was freed. With a lost device, it counts as freed.
+// TryRelease frees an unused object and reports whether it was freed. On a lost device, the object counts as
+// freed.
 func (c *Context) TryRelease(what Thing, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
 	return C.owcu_try_release(c.handle, C.int(what), thing, &e) <= 0

@@ -33,7 +33,7 @@ struct owcu_guard {
 	int mode;
 };
 
-// owcu_enter makes the context current on this thread and its capture mode relaxed, for calls of other libraries.
+// owcu_enter makes the context current on this thread and its capture mode relaxed, for calls to other libraries.
 // owcu_leave restores both. If owcu_enter fails, there is nothing to restore.
 int owcu_enter(struct owcu_guard *g, owcu_handle ctx, struct owcu_error *e);
 void owcu_leave(struct owcu_guard *g);
@@ -61,7 +61,7 @@ int owcu_copy_to_host(owcu_handle ctx, owcu_handle *stream, void *dst, owcu_ptr 
 
 // owcu_module_open loads an image, of which it keeps a copy until the module is closed, and looks up kernels by their
 // names, which are separated by NUL. m must be zero the first time. After an error the module may be opened again.
-// owcu_module_close returns 1 in the same case as owcu_try_release.
+// owcu_module_close returns 1 if the driver failed but may succeed next time.
 struct owcu_module {
 	owcu_handle module;
 	void *image;

@@ -148,7 +148,7 @@ func versionText(v int) string { return fmt.Sprintf("%d.%d", v/1000, v%1000/10) 
 
 func errForked() error {
 	return errs.New(errs.ErrForked, "CUDA cannot be used in a forked child: "+
-		"start processes with spawn, or load before forking to the host only")
+		"start processes with spawn, or load only to the host before forking")
 }
 
 func errorOf(device int, e *C.struct_owcu_error) error {

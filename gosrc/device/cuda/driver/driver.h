@@ -16,7 +16,7 @@ typedef void *owcu_handle; // CUcontext, CUstream, CUevent, CUmodule, CUfunction
 enum {
 	OWCU_OUT_OF_MEMORY = 2,
 	OWCU_NOT_READY = 600,
-	OWCU_IMPLICIT = 906, // the legacy stream, while a stream that it waits for is being captured
+	OWCU_IMPLICIT = 906, // the call uses the legacy stream while a stream that it waits for is being captured
 	// Codes of the engine: for a call in a forked child, and for work on a stream that is being captured into a graph.
 	OWCU_FORKED = -2,
 	OWCU_CAPTURED = -3,

@@ -9,8 +9,8 @@ import "C"
 
 import _ "github.com/overwire/overwire/gosrc/device/cuda/cudatest" // the fake driver
 
-// UseFake replaces the driver with the fake one. It has a version such as 13000, a number of devices, and memory bytes
-// on each device.
+// UseFake replaces the driver with the fake one, which reports the version (such as 13000) and the number of devices.
+// Each device has `memory` bytes.
 func UseFake(memory int64, version, devices int) {
 	state.mu.Lock()
 	defer state.mu.Unlock()

@@ -31,9 +31,9 @@ const defaultStream = 1
 //
 // The reaper goroutine frees memory, unless memory is short or a Free function is called. Freeing may make the driver
 // wait for other work, which would delay a load. Tensor memory becomes free when all work queued on the streams of its
-// users has ended, which an event on each stream shows. It is then cached for the next load (keptBlocks). While one of
-// these streams is being captured into a graph, no event can be recorded there, and the memory is not freed. If the
-// driver rejects a free, the reaper tries again.
+// users has ended, as an event on each of these streams shows. It is then cached for the next load (keptBlocks). While
+// one of these streams is being captured into a graph, no event can be recorded there, and the memory is not freed. If
+// the driver rejects a free, the reaper tries again.
 type Memory struct {
 	ctx   *driver.Context
 	c     C.owcu_handle // handle of ctx
@@ -57,7 +57,7 @@ type Memory struct {
 // again.
 type Free = func() (gone bool, err error)
 
-// pendingFree holds memory without a holder, taken off the list, that queued work may still use.
+// pendingFree holds blocks that were removed from the list and that queued work may still use.
 type pendingFree struct {
 	blocks []*device.Listed
 	marked bool // events have been recorded
@@ -227,8 +227,8 @@ func (m *Memory) Register(b []byte) error {
 	return m.ctx.AddSizes(err, int64(len(b)), "pinned memory")
 }
 
-// Unregister undoes Register, after the last copy, and then calls `then`. That may happen after Unregister has
-// returned, because the driver may wait for other work. The memory must stay allocated until then.
+// Unregister undoes Register and then calls `then`, possibly after Unregister has returned, because the driver may wait
+// for other work. No copy may use the memory any more, and it must stay allocated until `then` is called.
 func (m *Memory) Unregister(b []byte, then func()) {
 	m.DeferFree(func() (bool, error) {
 		gone := m.ctx.TryRelease(driver.Pinned, unsafe.Pointer(&b[0]))
@@ -319,8 +319,8 @@ func (m *Memory) FreeUnused() error {
 	return err
 }
 
-// Reap moves blocks without a holder, which no queued work uses, to the cache for the next load. With wait, it also
-// waits for such work. When it returns, no other call of it is running.
+// Reap moves blocks without a holder, which no queued work uses, to the cache for the next load. If wait is set, it
+// waits for the work that uses the other blocks without a holder. Calls of Reap exclude each other.
 func (m *Memory) Reap(wait bool) (err error) {
 	m.freeing.Lock()
 	defer m.freeing.Unlock()
@@ -441,7 +441,7 @@ func (m *Memory) runReaper() {
 			return
 		}
 		m.mu.Unlock()
-		_ = m.Reap(false) // errors are retried, and the next call that can return them will do so
+		_ = m.Reap(false) // a later step tries again, and the next call that can return an error does so
 		m.FreeDeferred()
 		m.mu.Lock()
 		same := m.live+len(m.deferred) == before

@@ -22,7 +22,7 @@ const HugePage = 2 << 20
 var registerAlignment int64 = 32 << 20
 
 // RegisterAlignment returns the alignment of the parts in which memory is registered. No copy of package cuda crosses a
-// multiple of it.
+// multiple of this alignment.
 func RegisterAlignment() int64 { return registerAlignment }
 
 // Pages is resident host memory on huge pages. Registering it takes a thirtieth of the time of an allocation by the
@@ -90,7 +90,7 @@ type Spare struct {
 func PrepareSpare(n int64, near *nodes.Place) *Spare {
 	s := &Spare{ready: make(chan Pages, 1)}
 	spawn.Go("cuda ring", func() {
-		p, _ := NewPages(n, near) // empty after an error, and then a queue tries again
+		p, _ := NewPages(n, near) // empty after an error; the first queue then allocates its own pages
 		s.ready <- p
 	})
 	return s

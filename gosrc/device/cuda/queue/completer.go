@@ -30,7 +30,7 @@ type completer struct {
 	finishing sync.Mutex // held while slots of a polled queue are being finished
 	asked     []*Slot    // used by finishEnded; guarded by finishing
 
-	mu       sync.Mutex // guards the fields below; never held during driver calls, for which run must not wait
+	mu       sync.Mutex // guards the fields below; never held during driver calls, so that run does not wait for them
 	inflight int
 	drained  chan struct{}    // closed and replaced when inflight becomes 0
 	broken   error            // the first device error, with which later submits fail
@@ -58,7 +58,7 @@ func (f *completer) recordError(e *C.struct_owcu_error) error {
 	return err
 }
 
-// add takes a submitted slot.
+// add adds a submitted slot to those that will be finished.
 func (f *completer) add(s *Slot) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -66,7 +66,7 @@ func (f *freeSlots) popSlotFor(reader int) *Slot {
 	n := len(f.slots) - 1
 	if reader != anyone {
 		for n > 0 && f.slots[n].reader != reader {
-			n-- // otherwise the oldest slot, and leave newer ones to the readers that filled them
+			n-- // if it filled none, use the oldest, and leave newer ones to the readers that filled them
 		}
 	}
 	s := f.slots[n]

@@ -120,7 +120,8 @@ func (b *pieceBuilder) checkTask(n int64, task *device.DecodeTask) error {
 	c := &task.Chunk
 	lo, hi := int64(task.Src), int64(task.Src)+int64(c.Stored)
 	if hi > n || task.Dst == nil && c.Logical > 0 {
-		return errs.New(errs.ErrArgument, "invalid task on bytes [%d, %d) of a piece of %d, to %p", lo, hi, n, task.Dst)
+		return errs.New(errs.ErrArgument, "invalid task on bytes [%d, %d) of a piece of %d bytes, to %p",
+			lo, hi, n, task.Dst)
 	}
 	if err := checkCast(task); err != nil {
 		return err

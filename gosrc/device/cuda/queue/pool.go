@@ -52,9 +52,9 @@ func idleIndexFor(n int64) int {
 	return 0
 }
 
-// Queue returns a queue with a number of slots of a size. Numbers below 1 mean the defaults. The pool caches one closed
-// queue for the next caller that needs about as much memory, even with a different number of slots, so that a second
-// load pins and allocates nothing. It also caches one queue of TablesOnly.
+// Queue returns a queue with the given number and size of slots. Numbers below 1 mean the defaults. The pool caches one
+// closed queue for the next caller that needs about as much memory, even with a different number of slots, so that a
+// second load pins and allocates nothing. It also caches one queue with slots of TablesOnly bytes.
 func (p *Pool) Queue(slots int, slotBytes int64) (*Queue, error) {
 	p.making.Lock() // PrepareQueue may be making this queue
 	defer p.making.Unlock()
@@ -180,7 +180,7 @@ func (p *Pool) takeOrMake(slots int, slotBytes int64) (*Queue, error) {
 }
 
 // newQueue makes a queue with space for `most` slots but without slots. After an error the caller still owns the pages,
-// unless they were set to zero.
+// unless newQueue has set *pages to zero.
 func (p *Pool) newQueue(pages *memory.Pages, most int, kernels []driver.Handle) (*Queue, error) {
 	var e C.struct_owcu_error
 	var remainder *C.struct_owcu_queue

@@ -26,7 +26,7 @@ const (
 	// checksums are compared.
 	MaxWords = statusBytes / 4
 
-	// GapLimit is one more than the largest number of bytes between neighbouring tasks that AllowGapWrites allows to be
+	// GapLimit limits AllowGapWrites: only gaps of fewer than GapLimit bytes between neighbouring tasks may be
 	// overwritten.
 	GapLimit = 16
 
@@ -244,8 +244,8 @@ func (q *Queue) Drain(ctx context.Context) error { return q.end.drain(ctx) }
 // slot may be in use.
 func (q *Queue) UsePolling() { q.end.polled = true }
 
-// FinishEnded finishes slots that the device has completed, on each stream in the order of submission: it calls done for their
-// tasks and frees them. It reports whether there were any. It does not wait for the device.
+// FinishEnded finishes slots that the device has completed, on each stream in the order of submission: it calls done
+// for their tasks and frees the slots. It reports whether there were any. It does not wait for the device.
 func (q *Queue) FinishEnded() (worked bool) { return q.end.finishEnded() }
 
 // CountFlying returns the number of submitted slots of a polled queue that are not finished or being finished.

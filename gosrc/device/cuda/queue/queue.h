@@ -31,7 +31,7 @@ struct owcu_slot {
 	uint64_t behind[OWCU_BEHIND]; // streams that must finish their queued work before the kernels run
 	owcu_ptr status;
 	// early is the number of copies that go directly to destinations. If wait is not 0, the call returns when the work
-	// has ended. stream is the kernels' stream, counted after the first; the highest number is the first stream.
+	// has ended. The kernels run on stream (1 + stream) % OWCU_STREAMS of the queue.
 	uint32_t nbehind, ncopies, nlaunches, stream, early, wait;
 	// marks are events before and after the copies and the launches, while times are traced. at holds their times in
 	// milliseconds since the origin, set by owcu_wait_slot.
@@ -54,9 +54,9 @@ struct owcu_queue {
 };
 
 // owcu_queue_new registers [pinned, pinned+bytes) and makes the streams and events of a queue and, if `staged`, its
-// staging memory. After an error it returns NULL and has freed everything, or *left is what the driver failed to free,
-// for owcu_queue_free. owcu_queue_free unregisters the memory, which the caller still owns. The caller sets the number
-// of slots and the address of each slot's status words.
+// staging memory. After an error it returns NULL and frees everything. If the driver fails to free a part, *left is set
+// to a queue that the caller must pass to owcu_queue_free, which unregisters the memory. The caller still owns the
+// memory. It sets the number of slots and the address of each slot's status words.
 struct owcu_queue *owcu_queue_new(owcu_handle ctx, void *pinned, uint64_t bytes, int nslots, int staged,
                                 const owcu_handle *kernels, struct owcu_queue **left, struct owcu_error *e);
 // owcu_queue_free returns 1 if the driver failed to free some of it. It may then be called again for the rest.
@@ -67,7 +67,7 @@ int owcu_queue_alloc(struct owcu_queue *q, owcu_ptr *which, uint64_t n, struct o
 
 // owcu_submit_slot queues the work of a slot. If it fails, none of that work is still running when it returns.
 int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
-// owcu_wait_slot waits until the slot's last submission has ended. It has ended even if the function returns an error,
+// owcu_wait_slot waits until the slot's last submission has ended. This holds even if the function returns an error,
 // unless the driver denied access to the context for five seconds.
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_has_slot_ended reports, without waiting, whether owcu_wait_slot would return immediately, even with an

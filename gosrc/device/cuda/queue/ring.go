@@ -43,8 +43,8 @@ func StagingSize(slots int, slotBytes int64) int64 {
 // DefaultRing returns the number of slots and their size for most loads.
 func DefaultRing() (slots int, bytes int64) { return ring.slots, ring.bytes }
 
-// RemoteRing returns a ring with half as much memory again, divided into more and smaller slots. It is for remote
-// sources, where each connection fills a slot.
+// RemoteRing returns a ring with 1.5 times the memory of DefaultRing, divided into more and smaller slots. It is for
+// remote sources, where each connection fills a slot.
 func RemoteRing() (slots int, bytes int64) { return redivideSlots(ring.divided, ring.bytes/2) }
 
 // ExchangeRing returns a ring with three slots per reader, as far as the memory of DefaultRing allows. Two slots fit
@@ -69,7 +69,7 @@ func roundUpToRing(n int64) int64 {
 	return n
 }
 
-// redivideSlots divides the memory of some default slots into slots of a size.
+// redivideSlots divides the memory of `slots` default slots into slots of `bytes` bytes.
 func redivideSlots(slots int, bytes int64) (int, int64) {
 	return int(int64(slots) * slotStride(ring.bytes) / slotStride(bytes)), bytes
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Slot is the staging memory of one piece. The caller that got it owns it until Submit or Put.
+// A Slot is the staging memory of one piece. The caller of Get owns it until Submit or Put.
 //
 // It has status words, tables and bytes in pinned memory. Its mirror in staging memory on the device has the same
 // layout. Tables are written directly before the bytes, so that one copy usually covers both.

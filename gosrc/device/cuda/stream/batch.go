@@ -225,7 +225,7 @@ func (d *Batches) Decode(on Order, format uint32, streams []Bitstream) (*Batch, 
 }
 
 // Peek returns the lengths that streams state for their content, and waits for the result. It only uses Src and
-// Stored. Of raw blocks, only those of X16 and Snappy state a length.
+// Stored. Raw blocks state a length only if they are X16 or Snappy.
 func (d *Batches) Peek(on Order, kind Kind, format uint32, streams []Bitstream) ([]StreamInfo, error) {
 	if len(streams) == 0 {
 		return nil, nil
@@ -412,8 +412,8 @@ func (b *Batch) EncodedSizes() []int64 {
 	return out
 }
 
-// Done reports, without waiting, whether the batch has ended. After a device error it has, unless the driver denies
-// access to the context.
+// Done reports, without waiting, whether the batch has ended. After a device error it has ended, unless the driver
+// denies access to the context.
 func (b *Batch) Done() bool {
 	d := b.d
 	d.mu.Lock()

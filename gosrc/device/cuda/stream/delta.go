@@ -91,8 +91,8 @@ func (d Deltas) ReserveApply(chunks []DeltaChunk) error {
 }
 
 // ApplyDelta XORs deltas into device memory, after the work that is queued on the caller's stream, and waits. Applying
-// the same deltas again undoes it. After an error it undoes its changes, unless the device is lost. It skips chunks
-// without stored bytes.
+// the same deltas again restores the memory. After an error it undoes its changes, unless the device is lost. It skips
+// chunks without stored bytes.
 func (d Deltas) ApplyDelta(on Order, chunks []DeltaChunk) error {
 	if err := checkDelta(chunks); err != nil {
 		return err
@@ -156,7 +156,7 @@ func callOnAllCores(n, step int, f func(i int)) {
 }
 
 // EncodeDelta sets Stored of each chunk to the delta from Base to Now, or to nil if they are equal, after the work that
-// is queued on the caller's stream. The deltas are those of delta.Encode. progress is called with the bytes of each
+// is queued on the caller's stream. The deltas are those of delta.Encode. progress is called with the size of each
 // chunk.
 func (d Deltas) EncodeDelta(ctx context.Context, on Order, chunks []DeltaChunk, progress func(n int64)) error {
 	for i := range chunks {

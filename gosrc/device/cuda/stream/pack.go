@@ -30,8 +30,8 @@ const (
 var packSlot int64 = 16 << 20
 
 // A Packer encodes device memory and copies it to pinned host memory, in the slots of a ring. Slots are independent.
-// For each slot, call Encode, QueueFetches and Wait, in this order. A Packer uses separate streams and waits for no
-// other work: work that writes the memory must have ended.
+// For each slot, call Encode, QueueFetches and Wait, in this order. A Packer uses separate streams and does not
+// wait for other work, so work that writes the memory must have ended before.
 type Packer struct {
 	on     *Streams
 	arena  *arena
@@ -125,8 +125,8 @@ func (p *Packer) Encode(slot int, all []PackedRange) error {
 	return nil
 }
 
-// QueueSums queues the sums of the ranges with Hash. SumsAndTail returns them after Wait. Encode may be called
-// immediately afterwards. The Packer must have been made with sums.
+// QueueSums queues the computation of the block sums of ranges with Hash set. SumsAndTail returns them after Wait.
+// Encode may be called immediately after QueueSums. The Packer must have been made with sums.
 func (p *Packer) QueueSums(slot int, all []PackedRange) error {
 	base := slot*int(p.pinned) + packRows*itemSize
 	items := unsafe.Slice((*C.ow_batch_item)(unsafe.Add(p.arena.pages.P, base)), packRows)[:0:packRows]

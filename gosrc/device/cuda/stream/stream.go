@@ -18,7 +18,7 @@ const FormatX16 = 'X'
 // A Bitstream is a bitstream on the device and the destination of its content. The content has exactly Size
 // bytes, in chunks of Chunk bytes.
 type Bitstream struct {
-	Src         uint64 // a multiple of 8; for X16 of 16, except that raw blocks begin 8 bytes earlier
+	Src         uint64 // a multiple of 8; for X16 a multiple of 16, or 8 less than one for raw blocks
 	Stored      int64
 	Dst         uint64 // for X16 a multiple of 16
 	Size, Chunk int64

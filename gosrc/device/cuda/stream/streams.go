@@ -49,8 +49,8 @@ func (d *Streams) call(run func(e *C.struct_owcu_error) C.int) error {
 
 func (d *Streams) errorOf(e *C.struct_owcu_error) error { return d.ctx.ErrorOf(unsafe.Pointer(e)) }
 
-// Copy queues a copy of n bytes between any two addresses of the device or the host. With wait it waits for the copy.
-// If host memory is not pinned, it always waits.
+// Copy queues a copy of n bytes between any two addresses of the device or the host. If wait is set, it waits for
+// the copy. If host memory is not pinned, it always waits.
 func (d *Streams) Copy(on Order, dst, src uint64, n int64, wait bool) error {
 	if n <= 0 {
 		return nil

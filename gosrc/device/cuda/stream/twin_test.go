@@ -188,7 +188,7 @@ var lzs = []lz{
 	{"snappy", snappy.Encode, plainSnappy, writeSnappy},
 }
 
-// distance returns a distance back, which is often short and sometimes the longest possible.
+// distance returns the distance of a match, which is often short and sometimes the longest possible.
 func distance(r *rand.Rand, have, most int) int {
 	most = min(have, most)
 	switch r.IntN(4) {
