@@ -41,7 +41,7 @@ func Names(chunks []tensor.Chunk) string {
 }
 
 // worth limits the use of codec 6: it must save 1/worth of the chunk compared with X16, which decodes several times
-// as fast, also on a GPU.
+// as fast and can also be decoded on a GPU.
 const worth = 1024
 
 // Ways says how a chunk may be encoded: with one transform of each codec. 0 means not with that codec.

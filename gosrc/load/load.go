@@ -142,9 +142,9 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 }
 
 // isShort reports whether the load runs on the calling thread. The load must be small enough for one worker, and all
-// files must be quick to read, because the caller cannot be interrupted meanwhile. A slice counts as its whole tensor
-// unless it is contiguous in a plain file: a column may need all bytes of its tensor, and a row may need a whole
-// chunk.
+// files must be quick to read, because the caller cannot be interrupted during a read. A slice counts as its whole
+// tensor unless it is contiguous in a plain file: a column may need all bytes of its tensor, and a row may need a
+// whole chunk.
 func (l *Loading) isShort() bool {
 	if l.target.GPU != nil {
 		return false

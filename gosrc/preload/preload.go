@@ -67,7 +67,7 @@ type Note struct {
 var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
 // Start starts to load everything that spec names. If the same files are already being preloaded to the same device, it
-// returns that preload, unless files were replaced or tensors taken meanwhile.
+// returns that preload, unless files were replaced or tensors were taken since it started.
 func Start(spec load.Spec, opt load.Options) *Preload {
 	p := &Preload{uris: normalizeURIs(spec.URIs), reached: spec.Storage.Key(), device: deviceName(opt.Device),
 		read:   readingMode(opt.Read),

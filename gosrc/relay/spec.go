@@ -45,7 +45,7 @@ const (
 	// slotsForSums is the number of slots of the decoding queue that are reserved for comparing checksums.
 	slotsForSums = 2
 	// mostBatches is the maximum number of batches of shares that a GPU decodes or waits for. Shares that become ready
-	// meanwhile form the next batch, because decoding a few chunks takes as long as decoding many.
+	// in the meantime form the next batch, because decoding a few chunks takes as long as decoding many.
 	mostBatches = load.ExchangeBatches - slotsForSums
 	// mostReads is the maximum number of shares in a batch. A slot can wait for that many streams.
 	mostReads = 8

@@ -2,5 +2,5 @@ package codectest
 
 import "unsafe"
 
-// beyond writes to byte i of p, also outside its bounds.
+// beyond increments byte i of p, even if i is out of bounds.
 func beyond(p []byte, i int) { *(*byte)(unsafe.Add(unsafe.Pointer(unsafe.SliceData(p)), i))++ }

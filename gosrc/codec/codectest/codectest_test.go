@@ -65,7 +65,7 @@ func TestDecodeSeesFaults(t *testing.T) {
 	}
 }
 
-// The suite passes a correct codec, also for data that it cannot compress. Its random choices only depend on the
+// The suite passes a correct codec, even for data that it cannot compress. Its random choices only depend on the
 // seed.
 func TestRun(t *testing.T) {
 	var seen [2][]string

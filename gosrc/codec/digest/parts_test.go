@@ -100,7 +100,7 @@ func TestFastFromAnyWord(t *testing.T) {
 	}
 }
 
-// For every cut at a multiple of a word, the merged parts give the digest of the whole, also with many goroutines.
+// For every cut at a multiple of a word, the merged parts give the digest of the whole, even with many goroutines.
 func TestEveryCut(t *testing.T) {
 	for _, n := range []int{0, 1, 8, 15, 64, 129, 300} {
 		p := bytesOf(n)

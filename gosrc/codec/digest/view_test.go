@@ -27,7 +27,7 @@ func TestViews(t *testing.T) {
 		v, copied := codectest.AnyView(r, data)
 		views, want = append(views, v), append(want, digest.Of(copied))
 	}
-	// larger than a share
+	// more bytes than one worker sums at a time
 	big := digest.View{Address: address(data), Item: 1, Shape: []int64{3000, 3000}, Strides: []int64{0, 1}}
 	views, want = append(views, big), append(want, digest.Of(slices.Repeat(data[:3000], 3000)))
 	for _, workers := range []int{1, 3} {

@@ -78,7 +78,7 @@ func TestSuite(t *testing.T) {
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, n := range []int{8, 64, 2000, 3*blockBytes + 80} {
 		for _, s := range samples(r, n) {
-			if n > blockBytes && s.transform != Bytes { // their planes would be shorter than several blocks
+			if n > blockBytes && s.transform != Bytes { // the planes would not have several blocks
 				continue
 			}
 			var e Encoder
@@ -350,7 +350,7 @@ func TestCost(t *testing.T) {
 	}
 }
 
-// Each type allows its own transform and bytes.
+// Each dtype allows only its own transform and Bytes.
 func TestTransforms(t *testing.T) {
 	for d := tensor.DType(1); d.Valid(); d++ {
 		f := transforms[TransformFor(d)]

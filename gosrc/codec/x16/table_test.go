@@ -158,7 +158,7 @@ func TestModelCost(t *testing.T) {
 	}
 }
 
-// All segments are within the length limits, and at most a quarter of a chunk that is long enough.
+// Segments are within the length limits. If a chunk is long enough for four segments, each is at most a quarter of it.
 func TestGrid(t *testing.T) {
 	for tiles := 1; tiles < 5000; tiles++ {
 		s, g := segmentGrid(tiles, 0)

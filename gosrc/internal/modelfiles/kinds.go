@@ -19,8 +19,8 @@ type Kind struct {
 	Names []string
 	// What describes the file ("a GGUF file"), and Do says what to do with it.
 	What, Do string
-	// Foreign means that the file may be part of a model with other weights. Other kinds are only found in
-	// place of weights.
+	// Foreign means that a folder may contain such a file in addition to its weights. Files of other kinds
+	// only occur instead of weights.
 	Foreign bool
 }
 
@@ -114,7 +114,7 @@ var folders = []Kind{
 	{What: "a Megatron-LM checkpoint with a part for each rank", Names: []string{"mp_rank_00"},
 		Do: "Megatron-LM's tools/checkpoint/convert.py makes a torch_dist one, which overwire reads"},
 	{What: "a TensorFlow SavedModel", Names: []string{"saved_model.pb"},
-		Do: "PREFIX is its variables/variables: " + tensorflow},
+		Do: "PREFIX is FOLDER/variables/variables: " + tensorflow},
 	{What: "a TensorFlow checkpoint", Names: []string{"*.data-*-of-*", "*.index"}, Do: tensorflow},
 	{What: "a TensorRT-LLM engine", Names: []string{"rank*.engine"}, Do: engine},
 	{What: "an OpenVINO model", Names: []string{"openvino_*.xml"}, Do: openvino},
@@ -127,7 +127,7 @@ var folders = []Kind{
 	{What: "a NeMo file", Names: []string{"*.nemo"}, Do: convert + "it: name the file"},
 	{What: "a numpy archive", Names: []string{"*.npz"}, Do: convert + "it: name the file"},
 	{What: "a GGUF file", Names: []string{"*.gguf"},
-		Do: "overwire lists and verifies it by its name, and does not change it"},
+		Do: "overwire only lists and verifies GGUF files: name the file"},
 }
 
 // ListKinds returns the kinds of files.

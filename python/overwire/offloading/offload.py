@@ -359,7 +359,7 @@ def offload(
 
     Returns an `Offloaded`. Keep a reference to it. The model stays offloaded until its `close` is called. After an
     error the model is unchanged, but with a source, a model that had weights may have a mix of both.
-    Raises ArgumentError, also for freed memory and for a model that is already offloaded. Raises NotSupportedError for
+    Raises ArgumentError, for example for freed memory or for an already offloaded model. Raises NotSupportedError for
     parameters that consist of other tensors, and for a model that is compiled as a whole. Raises ModelMismatchError for
     a source that lacks weights, OutOfMemoryError for max_memory, host and device, and the errors of `load_file`. A
     forward with gradients, or during the capture of a CUDA graph, raises NotSupportedError.

@@ -251,7 +251,7 @@ def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterab
 
 
 def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
-    # Restores the names that were replaced, also in modules that were imported or changed since.
+    # Restores the names that were replaced, even in modules that were imported or changed since.
     for namespace, name in _bound.copy():
         _put(swap, namespace, (name,))
     for module_name, names in _namespaces():
