@@ -313,7 +313,7 @@ def test_changed_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_many_deltas(tmp_path: Path, rng: random.Random) -> None:
-    """A hundred deltas in a row give a model with equal bits."""
+    """A hundred consecutive deltas give a model with equal bits."""
     trained = {"w": torch.zeros(5000, dtype=torch.bfloat16), "b": torch.zeros(40)}
     live = {name: tensor.clone() for name, tensor in trained.items()}
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))

@@ -420,7 +420,7 @@ def _dict(count: int, value: bytes) -> bytes:
     ids=["names", "texts", "lists", "classes", "tensors"],
 )
 def test_what_is_there_once_is_not_many_times_as_large(tmp_path: Path, pickled: bytes, error: type[Exception]) -> None:
-    """A pickle that refers to one key, value, class or tensor many times is refused before it takes so much space."""
+    """A pickle that refers to one key, value, class or tensor many times is refused before the copies take space."""
     path = _archive(tmp_path / "small.pt", pickled + b".", (("data/0", bytes(1 << 20)),))
     with pytest.raises(error, match=re.escape(str(path))):
         ow.convert(path, tmp_path / "x.safetensors")

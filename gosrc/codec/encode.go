@@ -83,7 +83,7 @@ func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []by
 		}
 	}
 	take(ways.Planes)
-	// Also try single bytes, for data with a period that is not a multiple of the element size, and for packed integers.
+	// Single bytes suit packed integers, and data with a period that is not a multiple of the element size.
 	if ways.Planes != planes.Bytes && (planes.Integers(ways.Planes) || e.planes.Zipped()) {
 		take(planes.Bytes)
 	}

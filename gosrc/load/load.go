@@ -60,7 +60,7 @@ type Loading struct {
 	model   *Model
 	target  Target
 	wants   []plan.Want
-	casts   []device.Cast // by request; nil means none
+	casts   []device.Cast // indexed by request; nil means none
 	machine plan.Machine
 	queue   queueHandoff
 	files   fileViews
@@ -72,7 +72,7 @@ type Loading struct {
 // results holds the memory of the requests.
 type results struct {
 	mu    sync.Mutex
-	mem   []device.Memory // by request; zero once taken
+	mem   []device.Memory // indexed by request; zero once taken
 	taken []bool
 	over  bool // the job has ended; nothing writes to the memory anymore
 	shut  bool // Close was called; Take returns nothing anymore

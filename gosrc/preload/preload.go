@@ -340,7 +340,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 // other is a file of the preload that was replaced.
 func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
 	for i, id := range ids {
-		if id == (source.Identity{}) { // in memory, or the server reports no identity
+		if id == (source.Identity{}) { // the file is in memory, or the server reports no identity
 			continue
 		}
 		k := slices.IndexFunc(p.files, func(f preloaded) bool { return f.id == id })

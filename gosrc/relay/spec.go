@@ -26,7 +26,7 @@ type Spec struct {
 	// Needs, with Mapped, are the slices that each rank of this host needs. Dest of each request holds the rank. They
 	// may overlap. Without Needs every rank needs everything. If only one rank needs a slice, that rank reads it.
 	Needs []plan.Request `json:"-"`
-	Ranks int            `json:"ranks"` // in the group
+	Ranks int            `json:"ranks"` // number of ranks in the group
 	Here  int            `json:"here"`  // how many of them are on this host; 0 means all
 	Rank  int            `json:"rank"`  // this rank, in [0, Ranks)
 	load.Options

@@ -193,8 +193,8 @@ def sleep_return(word: str) -> None:
 
 
 def sleep(request: _requests.SleepRequest, numbers: bytes) -> JobNumber:
-    """Compress one device's tensors to host memory and return a model. The tensors must not change until
-    the job has ended. Numbers: for each tensor its address and size."""
+    """Compress one device's tensors, which must not change until the job has ended, to host memory as a
+    model. Numbers: for each tensor its address and size."""
     await_saves(request)
     return core().start("sleep", _encode_request(request), numbers)
 

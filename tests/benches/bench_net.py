@@ -118,7 +118,7 @@ def receive_all(path: Path, connections: int, device: str) -> None:
                 thread.join()
             for view in views:
                 view.release()
-        listener.shutdown(socket.SHUT_RDWR)  # wakes senders that have no receiver
+        listener.shutdown(socket.SHUT_RDWR)  # wakes threads that wait for a connection
         for thread in feeders:
             thread.join()
 
@@ -130,7 +130,7 @@ def load_one(uri: str, name: str) -> None:
 
 
 def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measures the rows one after the other."""
+    """Measures one row at a time."""
     size = sum(tensor.nbytes for tensor in tensors.values())
 
     def load_row(kind: str, url: str, link: str, floor: float, floor_name: str) -> dict[str, Any]:

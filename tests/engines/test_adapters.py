@@ -151,7 +151,7 @@ class Fails(Model):
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Fails(), context(base + "/compressed")))
 assert [one[1] for one in strategies.tried if one[0] == "overwire"] == [True], strategies.tried
 ctx = context(base + "/compressed")
-ctx.load_config = types.SimpleNamespace()  # of another engine
+ctx.load_config = types.SimpleNamespace()  # the configuration of another engine
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Model(), ctx))
 assert "overwire" not in [one[0] for one in strategies.tried]
 """

@@ -195,7 +195,7 @@ def offloaded(folder: Path) -> None:
 
 
 def ready(folder: Path) -> None:
-    """The engine is told of a GPU as soon as transformers has chosen it."""
+    """The engine starts to prepare a GPU as soon as transformers has chosen it."""
     import overwire.compat.safetensors._lazy as lazy
 
     if not FIVE:

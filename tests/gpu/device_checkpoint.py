@@ -26,7 +26,7 @@ from overwire.checkpoints import CheckpointReader, CheckpointStager, CheckpointW
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 warnings.filterwarnings("ignore")
-ONLY = os.environ.get("ONLY", "")  # parts of the names of methods to run, three times in a row
+ONLY = os.environ.get("ONLY", "")  # parts of the names of methods, each of which runs three times
 FOLDER, SIZE, RANKS = Path(sys.argv[1]), int(float(sys.argv[2]) * 1e9), int(os.environ.get("WORLD_SIZE", "1"))
 
 

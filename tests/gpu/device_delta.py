@@ -85,7 +85,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def chain(count: int, folder: Path) -> None:
-    """Applies many deltas in a row, compares the bits, and checks that memory returns to its old level."""
+    """Applies many deltas in sequence, compares the bits, and checks that memory returns to its old level."""
     torch.manual_seed(1)
     trained = {"w": torch.randn(1 << 20, device="cuda").bfloat16(), "b": torch.randn(1000, device="cuda")}
     live = {name: tensor.clone() for name, tensor in trained.items()}

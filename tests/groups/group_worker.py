@@ -386,8 +386,8 @@ def dying(folder: Path) -> None:
 
 
 def mapped(folder: Path) -> None:
-    """The engines exchange data through memory that they map from each other, for whole tensors, slices and two loads
-    in a row. A failure on one rank ends the load on all."""
+    """The engines exchange data through memory that they map from each other, for whole tensors, slices and two
+    consecutive loads. A failure on one rank ends the load on all."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     relays.SHARE = (1 << 20) + 4096
     members = grouping.members_of(world)

@@ -77,7 +77,7 @@ def torchrun(folder: Path, *argv: str) -> str:
 
 def both_ranks(folder: Path, *argv: str) -> None:
     """Runs a program as two ranks without the launcher, which would import torch a third time. `warm.run` cannot be
-    used, because it starts programs one after the other and the ranks wait for each other."""
+    used, because it starts one program at a time and the ranks wait for each other."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: run(folder, *argv, str(rank), start=warm.fresh), range(2)))
     assert said == ["done\n"] * 2

@@ -525,7 +525,7 @@ def test_towers_that_python_frees_without_recursion_load(fenced: Fenced) -> None
         "modules": module + b"\x94" + b"h\x00)\x81}\x8c\x01x" * count + b"N" + b"sb" * count,
         "frozensets": b"(" * count + b"\x91" * count,
     }
-    padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # makes the pickle large enough for so many modules
+    padding = b"B" + struct.pack("<I", 1 << 22) + bytes(1 << 22) + b"0"  # makes the pickle large enough for this many modules
     for name, body in towers.items():
         if name == "frozensets":  # each is a key of the next
             with pytest.raises(ow.UntrustedPickleError):

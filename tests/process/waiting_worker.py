@@ -311,7 +311,7 @@ def keys(folder: Path) -> None:
     import overwire as ow
     from overwire.records import KeyDerivation, derive_key
 
-    # So many passes take minutes with little memory.
+    # This number of passes takes minutes with little memory.
     passes, memory = 1024, 64 << 20
     path = folder / "sealed.tensors"
     ow.save_file({"a": np.zeros(1000, np.uint8)}, path, storage_options={"encryption_password": "x"})

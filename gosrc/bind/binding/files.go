@@ -122,7 +122,7 @@ type besideRequest struct {
 
 type besides struct {
 	Name string   `json:"name"`
-	Path string   `json:"path"` // without a query and without an hf:// revision
+	Path string   `json:"path"` // has no query and no hf:// revision
 	URIs []string `json:"uris"`
 }
 
@@ -147,7 +147,7 @@ type program struct {
 	Secrets map[string]string `json:"secrets"`
 	// Names are names for some of the paths in messages.
 	Names   map[string]string `json:"names"`
-	Measure bool              `json:"measure"` // for doctor
+	Measure bool              `json:"measure"` // only used by doctor
 }
 
 func (p program) env() cli.Env {
@@ -208,8 +208,7 @@ func fileVerbs() []*Verb {
 		answered("sleep_return", "Free the host memory that is cached for sleeps of a device.",
 			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
-			"Compress one device's tensors to host memory and return a model. The tensors must not change until the "+
-				"job has ended.",
+			"Compress one device's tensors, which must not change until the job has ended, to host memory as a model.",
 			startSleep).tail("for each tensor its address and size").onCallersMemory(),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {

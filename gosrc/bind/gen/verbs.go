@@ -16,7 +16,7 @@ import (
 // classes collects the TypedDicts that the verbs need. A class that is first used in a request has no required fields,
 // because a request may omit any field.
 type classes struct {
-	texts map[string]string // by name
+	texts map[string]string // keyed by name
 	order []string          // names in order; a class comes after the classes that it uses
 
 	names, kinds, docs map[string]string // overrides: class names, field types, docstrings

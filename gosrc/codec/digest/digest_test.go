@@ -182,7 +182,7 @@ func TestAvalanche(t *testing.T) {
 	const rounds = 4000
 	var counts [64][64]int
 	for range rounds {
-		x := r.Uint64() >> (r.IntN(3) * 16) // also small numbers
+		x := r.Uint64() >> (r.IntN(3) * 16) // includes small numbers
 		for i := range 64 {
 			d := mixWord(x) ^ mixWord(x^1<<i)
 			for ; d != 0; d &= d - 1 {

@@ -34,7 +34,7 @@ var withVariants = []string{"model", "diffusion_pytorch_model"}
 type Name struct {
 	Stem       string
 	Variant    string // "" means the default variant
-	Number, Of int    // of a shard; Of is 0 for a single file
+	Number, Of int    // shard Number of Of; Of is 0 for a single file
 	Marked     bool   // see Mark
 	Index      bool
 }

@@ -97,7 +97,7 @@ class _Copying:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Keeps all tensors alive until they are copied, because a mapping may create its tensors when they are read.
         self._tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, _Number] = {}  # by id, so that tied tensors stay tied
+        self._numbers: dict[int, _Number] = {}  # keyed by id, so that tied tensors stay tied
         self._copies: dict[int, torch.Tensor] = {}
 
     def number_tensors(self, value: Any, name: str) -> Any:

@@ -110,7 +110,7 @@ class TensorLoad:
         self._members = members
         self._deferred_error: BaseException | None = None
         self._count = self._bytes = 0  # number and bytes of the tensors that have arrived
-        self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
+        self._tasks: dict[int, CutTensor] = {}  # keyed by position, filled on demand
         self._frame = frame_for(framework)
         self._exchange = ranks.exchange_setting()
         # 0 means no budget. `apply_reports` replaces these by the smallest budgets of all ranks.

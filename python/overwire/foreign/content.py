@@ -162,7 +162,7 @@ def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool:
         try:
             list(start_thread(pool.map, copy_tensor, tensors))
-        except BaseException as error:  # also Ctrl-C in this thread: the workers stop at their next block
+        except BaseException as error:  # for example Ctrl-C: the workers stop at their next block
             failures.append(error)
             pool.shutdown(cancel_futures=True)
             raise failures[0] from None

@@ -18,7 +18,7 @@ _PAUSE = 0.004
 class many_objects:
     """A context manager that pauses the cycle collector while thousands of objects are created.
 
-    So many new objects would trigger full collections, which take longer than creating the objects and free nothing.
+    The new objects would trigger full collections, which take longer than creating the objects and free nothing.
     """
 
     __slots__ = ("_pauses",)

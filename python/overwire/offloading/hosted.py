@@ -36,7 +36,7 @@ class Hosted(Offloaded):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, False)
-        self._parameters: list[list[tuple[torch.nn.Module, str, torch.nn.Parameter]]] = []  # by block
+        self._parameters: list[list[tuple[torch.nn.Module, str, torch.nn.Parameter]]] = []  # indexed by block
         self._owners: dict[torch.nn.Module, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
 

@@ -224,7 +224,7 @@ def open_model(
     source: str | os.PathLike[str], framework: str, device: str = "cpu"
 ) -> list[tuple[safe_open, list[str]]]:
     """Opens the files of a model, each with the names of its tensors that belong to the model. If a saver replaces
-    the model in the meantime, tries once more, and then raises CorruptError."""
+    the model in the meantime, tries again. Raises CorruptError if that happens twice."""
     place = local_path(source)
     for is_last in (False, True):
         model = model_of(place)

@@ -44,7 +44,7 @@ type Queue struct {
 	c       *C.struct_owcu_queue
 	inPlace bool // kernels read slots in place; see ReadInPlace
 	pages   memory.Pages
-	size    int64   // of a slot
+	size    int64   // size of a slot
 	all     []*Slot // all allocated slots
 	slots   []*Slot // slots that are in use
 	free    *freeSlots
@@ -176,7 +176,7 @@ func (q *Queue) submitJoined(s *Slot) error {
 	defer q.order.Unlock()
 	b, isQueued := &s.build, false
 	defer func() {
-		if !isQueued { // also after a panic, because Close waits for every slot
+		if !isQueued { // true even after a panic; Close waits for every slot
 			q.free.putSlotAndJoined(s)
 		}
 	}()
@@ -244,8 +244,8 @@ func (q *Queue) Drain(ctx context.Context) error { return q.end.drain(ctx) }
 // slot may be in use.
 func (q *Queue) UsePolling() { q.end.polled = true }
 
-// FinishEnded finishes slots that the device has completed, on each stream in the order of submission: it calls done for their
-// tasks and frees them. It reports whether there were any. It does not wait for the device.
+// FinishEnded finishes slots that the device has completed, on each stream in the order of submission: it calls done
+// for their tasks and frees the slots. It reports whether there were any. It does not wait for the device.
 func (q *Queue) FinishEnded() (worked bool) { return q.end.finishEnded() }
 
 // CountFlying returns the number of submitted slots of a polled queue that are not finished or being finished.

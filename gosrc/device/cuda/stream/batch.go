@@ -65,7 +65,7 @@ type Batches struct {
 	waiting int // callers in Wait, whose events must not be destroyed
 	small   *arena
 	next    int
-	large   []*arena // with one pad each
+	large   []*arena // each holds one pad
 }
 
 // NewBatches returns the Batches of a device. x16 is the module with their kernels.

@@ -51,7 +51,7 @@ log = logging.getLogger("overwire")
 
 _lock = new_lock()
 _patches: list[SafetensorsPatch] = []  # active patches, in the order of their start
-_swapped: dict[int, tuple[Any, Any]] = {}  # by id: the original and its replacement
+_swapped: dict[int, tuple[Any, Any]] = {}  # keyed by id: the original and its replacement
 # By class and name: the class, the name, the original member and the current one.
 _members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 _seen: dict[str, int] = {}  # how many modules of a library existed when `_hook` last looked

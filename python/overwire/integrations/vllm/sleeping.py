@@ -34,7 +34,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self._asleep: Any = None
         self._memory: Any = None  # memory that is being prepared
-        self._dtypes: dict[int, torch.dtype] = {}  # by address, because addresses do not change
+        self._dtypes: dict[int, torch.dtype] = {}  # keyed by address, because addresses do not change
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:

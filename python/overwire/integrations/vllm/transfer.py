@@ -85,7 +85,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         super().__init__(*arguments, **more)
         self._info: Any = InitInfo()
         self._group: Group | None = None
-        self._places: dict[int, Places] = {}  # by the id of a model, which the engine's worker keeps alive
+        self._places: dict[int, Places] = {}  # keyed by the id of a model, which the engine's worker keeps alive
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Notes how to reach pushes, and joins the group if there is one.
