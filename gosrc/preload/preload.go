@@ -138,7 +138,7 @@ const (
 )
 
 // whenSettled opens files when their last change is old enough that another change would show in their times. If a file
-// has just been saved, it waits until then.
+// has just been saved, it waits until the change is old enough.
 func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
 	for look := range looks {

@@ -71,9 +71,9 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	return place.CreateTarget(sys, most, new(Listing), like)
 }
 
-// CreateTarget creates the temporary file for a place, and removes those of killed saves in the same folder. If
-// no file exists at the place, the new one takes over mode, owner, group and ACL of the first file among likes.
-// If there is none, its mode is most (0666 if most is 0) less the umask. All files of a save share a Listing.
+// CreateTarget creates the temporary file for p, and removes temporary files of killed saves in the same folder. If no
+// file exists at p, the new file takes over mode, owner, group and ACL from the first file in likes that exists. If
+// none exists, the mode is most (0666 if most is 0) less the umask. All files of a save share a Listing.
 func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes ...string) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
@@ -121,7 +121,7 @@ func Check(path string) error {
 	return err
 }
 
-// resolvePath follows a path to a place where a file may be written.
+// resolvePath follows a path, and returns an error if no file may be written there.
 func resolvePath(path string) (*Place, error) {
 	p, err := Follow(path)
 	if err != nil {
@@ -130,7 +130,7 @@ func resolvePath(path string) (*Place, error) {
 	return p, p.refuseUnwritable()
 }
 
-// A Place is the target of a path and the file that exists there. It is looked up once per save.
+// A Place is the target of a path, and the file that exists there. Each save looks it up once.
 type Place struct {
 	Path string // path with symbolic links in the last element resolved
 
@@ -139,10 +139,10 @@ type Place struct {
 	hasLinks bool        // a folder of the path is a symbolic link
 }
 
-// IsFile reports whether a regular file exists at the place.
+// IsFile reports whether p is an existing regular file.
 func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() }
 
-// refuseUnwritable returns an error for a place that cannot be written to.
+// refuseUnwritable returns an error if p cannot be written.
 func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
@@ -170,7 +170,7 @@ func (p *Place) RefuseStrangers() error {
 	return Failed(p.asked, -1, refuseStrangers(p.Path, p.old))
 }
 
-// isBlob reports whether a place is in the blobs folder of a Hugging Face cache. The name of a blob is the hash
+// isBlob reports whether p is in the blobs folder of a Hugging Face cache. The name of a blob is the hash
 // of its content, so snapshots would serve changed bytes as the original.
 func (p *Place) isBlob() bool {
 	dir, err := Folder(p.Path), error(nil)

@@ -294,7 +294,8 @@ def _elsewhere(target: str, folder: str) -> list[str]:
 
 def _keep_previous(target: str, container: str) -> None:
     # Gives the old container a second name, for readers of the old pickle. If an earlier save was killed, the container
-    # with the second name may be the one that belongs to the pickle. It is not replaced then.
+    # with the second name may be the one that belongs to the pickle. In that case it is not
+    # replaced.
     previous = layout.previous_of(container)
     if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return

@@ -43,7 +43,7 @@ class Hosted(Offloaded):
     def add(self, name: str, module: torch.nn.Module, weights: Iterable[HostedWeight]) -> None:
         """Compresses the weights of a block (at least one) into host memory. `read` returns them after this call.
 
-        Raises OutOfMemoryError and DeviceError. Nothing has changed then.
+        Raises OutOfMemoryError and DeviceError. After an error nothing has changed.
         """
         weights, at = list(weights), len(self._away)
         with torch.inference_mode(False), torch.no_grad():

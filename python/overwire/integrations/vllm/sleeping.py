@@ -42,7 +42,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         return True
 
     def suspend(self, level: int = 1) -> None:
-        """Frees the GPU memory. Raises the errors of `overwire.sleep`. All weights are awake then."""
+        """Frees the GPU memory. Raises the errors of `overwire.sleep`. After an error all weights are awake."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         allocator = get_mem_allocator_instance()
