@@ -98,8 +98,8 @@ class Places:
         """Applies a delta to the parameters on all ranks of the group, or on none.
 
         Raises on all ranks DeltaBaseError if the parameters are not the delta's base, ValueError if the load cannot be
-        planned, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If an error of
-        `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
+        planned, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If an error
+        of `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
         """
         from ...plumbing import apply_part
 

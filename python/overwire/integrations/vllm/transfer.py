@@ -135,8 +135,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         """Loads a push.
 
         Raises `Incomplete`, a ValueError, if the push lacks a weight, and DeltaBaseError for a delta of other weights.
-        Both leave the model unchanged. After any other error the model may have a mix of old and new weights, and the trainer
-        must push all weights again.
+        Both leave the model unchanged. After any other error the model may have a mix of old and new weights, and the
+        trainer must push all weights again.
         """
         if reason := reason_against(update_info.kind, update_info.path):
             if self._group is not None:

@@ -1,4 +1,4 @@
-"""Replaces nyacomp's extension module if overwire/compat/_path is on PYTHONPATH."""
+"""Replaces nyacomp's extension module if this file's folder is on PYTHONPATH."""
 
 import overwire.compat
 
