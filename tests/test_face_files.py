@@ -109,7 +109,7 @@ def test_plain_files_are_safetensors_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("metadata", [None, {}, {"a": "b"}])
 def test_no_metadata_and_empty_ones_are_kept_apart(tmp_path: Path, metadata) -> None:
     """Plain files have the same header as safetensors writes, except for padding. Every reader reports the saved
-    metadata of plain and compressed files, also after conversion."""
+    metadata of plain and compressed files, even after conversion."""
 
     def header(data: bytes) -> bytes:
         return data[8 : 8 + int.from_bytes(data[:8], "little")].rstrip()

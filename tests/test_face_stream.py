@@ -38,7 +38,7 @@ def test_stream_takes_the_arguments_of_load_file(tmp_path: Path) -> None:
 
 
 def test_stream_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With in_order the stream has the order of load_file's dict, or of keys, also with max_memory."""
+    """With in_order the stream has the order of load_file's dict, or of keys, even with max_memory."""
     arrive = Job.next
 
     def backwards(self: Job, timeout: float | None, raw: bool = False) -> object:

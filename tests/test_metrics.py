@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
-    """Runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, also in threads and
+    """Runs, tensors, bytes, seconds and stages of each function are counted, and errors by class, even in threads and
     for more calls than the queue of notes holds."""
     before = ow.metrics().get("load", ow.VerbMetrics())
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_what_caches_do(tmp_path: Path) -> None:
 
 
 def test_prometheus(model: Path) -> None:
-    """Prometheus' own parser reads the text, also with unusual characters in labels."""
+    """Prometheus' own parser reads the text, even with unusual characters in labels."""
     ow.load_file(model, framework="np")
     metering.note('od"d\\\n', "", "Error")
     samples = {

@@ -297,7 +297,7 @@ def test_blocks_are_cut_where_lists_cover_them() -> None:
 @pytest.mark.parametrize("keep", [0, 150_000, "1GB"])
 @pytest.mark.parametrize("compress", [True, False])
 def test_a_plan_says_what_is_kept_and_streamed(tmp_path: Path, keep: int | str, compress: bool) -> None:
-    """A plan derives the same blocks and bytes from tensor names, also for nested lists and tied weights."""
+    """A plan derives the same blocks and bytes from tensor names, even for nested lists and tied weights."""
     nested = torch.nn.Module()
     nested.stages = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
     for stage in nested.stages:

@@ -124,7 +124,7 @@ def test_copies_and_errors_and_threads(hosted: list[Hosted]) -> None:
 
 
 def test_what_is_shared_or_unusual_stays_with_accelerate(hosted: list[Hosted]) -> None:
-    """Tied weights, a layer in two blocks and strided weights are left to accelerate. Outputs are equal, also with
+    """Tied weights, a layer in two blocks and strided weights are left to accelerate. Outputs are equal, even with
     empty weights and offloaded buffers."""
 
     def unusual() -> Model:

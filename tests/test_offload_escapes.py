@@ -136,7 +136,7 @@ CHANGES: dict[str, Callable[[Square], Any]] = {
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("inference", [False, True])
 def test_weights_that_change_in_forward_stay_changed(how: str, inference: bool) -> None:
-    """Outputs and weights equal the resident model's, also for a model created in inference mode and after an error."""
+    """Outputs and weights equal the resident model's, even for a model created in inference mode and after an error."""
 
     def change(block: Square) -> None:
         CHANGES[how](block)

@@ -56,7 +56,7 @@ class Stream:
     def __init__(self, device: object) -> None:
         self.todo: list[Callable[[], None]] = []
         self.done = 0
-        self.after: dict[int, int] = {}  # by thread: its computing steps before this work
+        self.after: dict[int, int] = {}  # keyed by thread: its computing steps before this work
         self.cuda_stream = len(self.device.streams)
         self.device.streams.append(self)
 

@@ -331,7 +331,7 @@ def test_the_wheel_is_installed_and_run(tmp_path: Path) -> None:
 
 
 def test_chunks_that_no_writer_makes(tmp_path: Path) -> None:
-    """Both readers refuse tile sizes that X16 does not use, also in chunks of one symbol, and transforms of another
+    """Both readers refuse tile sizes that X16 does not use, even in chunks of one symbol, and transforms of another
     dtype. The error names tensor and chunk."""
     path = tmp_path / "m.safetensors"
     codes = {"BF16": 15, "F64": 20, "I32": 16, "U16": 13}

@@ -241,7 +241,7 @@ def test_settings_of_the_call(tmp_path: Path, caplog: Log) -> None:
 
 def test_a_failed_preload_is_no_error_of_the_load(tmp_path: Path, caplog: Log) -> None:
     """A failed preload of a missing, partial or invalid file, or of a pickle without its container, does not make the
-    load fail. The load reads the file as it is then."""
+    load fail. The load reads the current file."""
     path = tmp_path / "m.safetensors"
     whole = tmp_path / "whole.safetensors"
     ow.save_file(NEW, whole, compress=False)

@@ -132,7 +132,7 @@ def test_a_key_for_what_is_not_encrypted(tmp_path: Path, options: dict[str, Any]
             lambda path=path: ow.inspect(path, storage_options=options),
             lambda path=path: ow.convert(path, tmp_path / "out.safetensors", storage_options=options),
         ):
-            ow.load_file(path)  # also with a cached index
+            ow.load_file(path)  # even with a cached index
             with pytest.raises(ow.CryptographyError, match="not encrypted") as caught:
                 call()
             assert path in str(caught.value) and "secret one" not in str(caught.value) and "000102" not in str(caught.value)

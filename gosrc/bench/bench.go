@@ -54,7 +54,7 @@ const sampleBytes = 64 << 20
 
 // run is the state of one run.
 type run struct {
-	Options // with all defaults filled in
+	Options // all defaults are filled in
 	ctx     context.Context
 	job     *job.Job // may be nil
 	folder  string   // contains only the files of this run

@@ -22,7 +22,7 @@ type Reading struct {
 	Lo, Hi  int64
 	GPU     int    // device number, or -1 for the host
 	To      uint64 // destination address on that device
-	Slots   uint64 // for a GPU: address of pinned memory, with Each steps per thread
+	Slots   uint64 // for a GPU, the address of pinned memory with Each steps per thread
 	Threads int
 	Step    int64 // bytes per read; 0 means ReadStep
 	Each    int   // slots per thread; 0 means SlotsEach

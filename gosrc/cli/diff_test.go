@@ -19,7 +19,7 @@ func TestInspectTop(t *testing.T) {
 	}
 }
 
-// inspect --filter lists and counts only matching tensors, also with --digests. In a
+// inspect --filter lists and counts only matching tensors, even with --digests. In a
 // pattern, * matches any characters.
 func TestInspectFilter(t *testing.T) {
 	a := made(t, "llama-bf16")

@@ -35,7 +35,7 @@ tensor names.`,
 	example: "overwire load model.ow.safetensors --device cuda --repeat 3 --trace trace.json",
 	options: append([]option{
 		{name: "device", value: "DEVICE", words: devices, doc: "cpu (default), cuda, cuda:1"},
-		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "number of loads, one after the other (default 1)"},
+		{name: "repeat", value: "N", lo: 1, hi: 1000, doc: "number of consecutive loads (default 1)"},
 		{name: "plan", doc: "read only headers, and print how much memory the load would need"},
 		{
 			name: "keep", value: "SIZE", size: true, none: true,

@@ -54,11 +54,11 @@ type Folder struct {
 // A File is one auxiliary file.
 type File struct {
 	Name string
-	Path string // with links followed
+	Path string // symbolic links are resolved
 	Size int64
 	Mode fs.FileMode // permissions; 0 for a remote file, which has none
 
-	open func(ctx context.Context, uri string) (source.Source, error) // for a remote file
+	open func(ctx context.Context, uri string) (source.Source, error) // only set for a remote file
 }
 
 // Find lists the auxiliary files of a folder, except those in taken, and the paths of

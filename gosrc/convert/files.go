@@ -25,7 +25,7 @@ type modelSet struct {
 	*stored.Model
 	spec   *save.Spec
 	target save.Target
-	items  []*save.Item // by tensor
+	items  []*save.Item // indexed by tensor
 }
 
 // itemsOf returns the tensors of source k.

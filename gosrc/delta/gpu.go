@@ -53,7 +53,7 @@ func (g *gpu) prepareSteps(context.Context) error {
 	return nil
 }
 
-// apply applies the files one after the other. Their order does not matter, because XOR is commutative.
+// apply applies the files in sequence. Their order does not matter, because XOR is commutative.
 func (g *gpu) apply() error {
 	for i, chunks := range g.chunks {
 		if err := g.d.ApplyDelta(g.on, chunks); err != nil {

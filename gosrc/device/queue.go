@@ -14,7 +14,7 @@ type Slot interface {
 	// Memory returns the slot's bytes, which are in pinned memory if the device needs that.
 	Memory() []byte
 	// View replaces the slot's own bytes with b until the slot is returned. b must not be longer than the slot and must
-	// not change meanwhile. If the device needs registered memory, b must be registered.
+	// not change until then. If the device needs registered memory, b must be registered.
 	View(b []byte)
 	// ViewMirror returns the device memory to which Submit copies the slot's bytes, or nil if there is none. A caller
 	// of ViewMirror writes the bytes there before Submit. Submit then copies nothing and only accepts raw chunks.

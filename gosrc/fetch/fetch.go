@@ -1,4 +1,4 @@
-// Package fetch writes the bytes of URIs, one after the other, to one writer. It reads parts ahead: two at
+// Package fetch writes the bytes of URIs to one writer, in the given order. It reads parts ahead: two at
 // first, and one more for each part written, up to a fixed window. If the caller stops early, most of the rest
 // has not been downloaded.
 package fetch

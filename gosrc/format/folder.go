@@ -16,9 +16,9 @@ import (
 
 // A family is one model in a folder: an index, a single file, or shards without an index.
 type family struct {
-	modelfiles.Name // of the first file
+	modelfiles.Name // name of the first file
 	paths           []string
-	numbers         []int // of the shards
+	numbers         []int // shard numbers
 }
 
 // divideFamilies divides the files of a folder into families. unlisted contains the files that are marked as parts of

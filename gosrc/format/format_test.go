@@ -118,7 +118,7 @@ func attacks(ix *tensor.Index) []attack {
 		{"huge dimension", u64(64, 1<<62), f, ""},
 		{"dtype 0", u8(rec(whole), 0), f, "dtype code 0"},
 		{"dtype 23", u8(rec(whole), 23), f, "dtype code 23"},
-		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // also valid
+		{"another dtype", u8(rec(whole), byte(tensor.I8)), nil, ""}, // this dtype is valid
 		{"another dtype of a plain tensor", u8(rec(long), byte(tensor.U64)), f, "but the header"},
 		{"rank 65", u8(rec(whole)+1, 65), f, "rank 65"},
 		{"rank 255", u8(rec(whole)+1, 255), f, "rank 255"},

@@ -29,9 +29,9 @@ var spare, allotment int64 = 1 << 30, 256 << 20
 
 // destinations holds a load's destinations that become known while it runs.
 type destinations struct {
-	later []int64          // by request: bytes that allocatePostponed allocates; nil means none
-	bound []bool           // by request: the caller binds the destination; nil means none
-	known []atomic.Uintptr // by request; 0 means not yet
+	later []int64          // indexed by request: bytes that allocatePostponed allocates; nil means none
+	bound []bool           // indexed by request: the caller binds the destination; nil means none
+	known []atomic.Uintptr // indexed by request; 0 means not yet
 
 	mu    sync.Mutex
 	moved chan struct{} // closed and renewed when destinations become known

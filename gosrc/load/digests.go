@@ -24,7 +24,7 @@ func (m *Model) Digests(ctx context.Context, gpu int, tensors []int, done func(i
 	if err != nil {
 		return err
 	}
-	names := map[int][]int{} // by the tensor that holds the bytes
+	names := map[int][]int{} // keyed by the tensor that holds the bytes
 	var holders []int
 	for _, i := range tensors {
 		holder := i

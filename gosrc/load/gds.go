@@ -17,11 +17,11 @@ import (
 
 // gdsReads holds one load's use of GPUDirect Storage.
 type gdsReads struct {
-	by    []device.Reader // by source; nil means through the host
+	by    []device.Reader // indexed by source; nil means through the host
 	files []*gds.File
 	undo  func() // unregisters the staging memory
 	gpu   *cuda.Device
-	base  unsafe.Pointer // of the staging memory
+	base  unsafe.Pointer // start of the staging memory
 	bytes atomic.Int64   // bytes read by GPUDirect Storage
 	why   string         // why some sources are read through the host, "" if none are
 }

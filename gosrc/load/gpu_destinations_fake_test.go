@@ -22,8 +22,8 @@ import (
 )
 
 // Plain and compressed tensors land correctly in memory that is allocated while the load runs. They also land correctly
-// in destinations that the caller binds in any order, even while the queue is being made. Start does not wait for the
-// queue then.
+// in destinations that the caller binds in any order, even while the queue is being made, for which Start does not
+// wait.
 func TestLateDestinations(t *testing.T) {
 	for _, spec := range []save.Spec{{Compress: true, ChunkBytes: 64 << 10}, {}} {
 		for _, making := range []bool{false, true} {

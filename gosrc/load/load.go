@@ -60,7 +60,7 @@ type Loading struct {
 	model   *Model
 	target  Target
 	wants   []plan.Want
-	casts   []device.Cast // by request; nil means none
+	casts   []device.Cast // indexed by request; nil means none
 	machine plan.Machine
 	queue   queueHandoff
 	files   fileViews
@@ -72,7 +72,7 @@ type Loading struct {
 // results holds the memory of the requests.
 type results struct {
 	mu    sync.Mutex
-	mem   []device.Memory // by request; zero once taken
+	mem   []device.Memory // indexed by request; zero once taken
 	taken []bool
 	over  bool // the job has ended; nothing writes to the memory anymore
 	shut  bool // Close was called; Take returns nothing anymore
@@ -142,9 +142,9 @@ func (l *Loading) allocateRequests(reqs []Request) error {
 }
 
 // isShort reports whether the load runs on the calling thread. The load must be small enough for one worker, and all
-// files must be quick to read, because the caller cannot be interrupted meanwhile. A slice counts as its whole tensor
-// unless it is contiguous in a plain file: a column may need all bytes of its tensor, and a row may need a whole
-// chunk.
+// files must be quick to read, because the caller cannot be interrupted during a read. A slice counts as its whole
+// tensor unless it is contiguous in a plain file: a column may need all bytes of its tensor, and a row may need a
+// whole chunk.
 func (l *Loading) isShort() bool {
 	if l.target.GPU != nil {
 		return false

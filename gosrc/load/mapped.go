@@ -122,7 +122,7 @@ func (m *Model) divideRuns(source int, runs []run) (shared, own, copies []run) {
 
 // fileViews holds the requests of a load that the pipeline does not read.
 type fileViews struct {
-	mapped []bool // by request: whether it is in a mapped file
+	mapped []bool // indexed by request: whether it is in a mapped file
 	copies []run  // requests that the job copies before the pipeline starts
 }
 

@@ -58,9 +58,9 @@ type Model struct {
 	refs int // 1 for the handle plus 1 for each running load
 	shut bool
 
-	mappings []fileMapping // by source; nil before the first load that maps
+	mappings []fileMapping // indexed by source; nil before the first load that maps
 
-	preloaded []attached // by file: the preloaded tensors; nil means none
+	preloaded []attached // indexed by file: the preloaded tensors; nil means none
 
 	pinning bool    // Pin is running: no load may start
 	pin     *pinned // nil if not pinned

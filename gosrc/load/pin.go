@@ -31,7 +31,7 @@ type pinned struct {
 
 // A PinReport says how much memory and time pinning took.
 type PinReport struct {
-	Bytes   int64   `json:"bytes"` // of host memory
+	Bytes   int64   `json:"bytes"` // size of the host memory
 	Seconds float64 `json:"seconds"`
 }
 

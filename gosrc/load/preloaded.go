@@ -278,7 +278,7 @@ func (m *Model) servedByPreloaded(reqs []Request, wants []plan.Want, tgt Target,
 		return nil
 	}
 	var all []*due
-	same := make([]int8, len(sources)) // by file: 1 if unchanged since Attach, -1 if changed, 0 if not checked
+	same := make([]int8, len(sources)) // indexed by file: 1 if unchanged since Attach, -1 if changed, 0 if not checked
 	for i, r := range reqs {
 		if r.Dest == BindLater {
 			return nil

@@ -134,7 +134,7 @@ func (m *Model) LoadWhole(ctx context.Context, tensors []int, opt Options) ([]de
 type execution struct {
 	l              *Loading
 	opt            Options
-	dest           []unsafe.Pointer // by request
+	dest           []unsafe.Pointer // indexed by request
 	maps           []int            // requests that are mapped
 	bytes, mapped  int64
 	plan           *plan.Plan

@@ -40,7 +40,7 @@ type Board struct {
 	rank, ranks int
 	flags       *sharedMemory
 	lines       []*processFlags // nil before joining
-	processes   []*process      // by rank; nil for this process, and before joining
+	processes   []*process      // indexed by rank; nil for this process, and before joining
 
 	stop chan struct{} // ends the heartbeat
 	beat sync.WaitGroup

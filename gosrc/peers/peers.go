@@ -60,7 +60,7 @@ type Peers struct {
 
 	memory device.Memory    // on the GPU
 	file   *sharedMemory    // on the host
-	at     []unsafe.Pointer // by rank: address of its memory in this process; accessed atomically
+	at     []unsafe.Pointer // indexed by rank: address of its memory in this process; accessed atomically
 	files  []*sharedMemory
 	ended  bool
 	late   bool // End returned before the others had ended

@@ -22,7 +22,7 @@ const gap = 256 << 10
 // A feed distributes the shares to the workers, in order.
 type feed struct {
 	task    *Task
-	facts   []source.Facts  // by source
+	facts   []source.Facts  // indexed by source
 	permits context.Context // ends when no shares are left
 	empty   context.CancelFunc
 

@@ -193,7 +193,7 @@ type run struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	queue   device.Queue
-	staged  []staged       // by piece
+	staged  []staged       // indexed by piece
 	landed  atomic.Int64   // bytes
 	pending sync.WaitGroup // submitted tasks whose done call has not returned yet
 	last    string         // trace name of a worker's last stage

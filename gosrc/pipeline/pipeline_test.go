@@ -26,7 +26,7 @@ import (
 type model struct {
 	ix      *tensor.Index
 	srcs    []source.Source
-	logical [][]byte // by tensor
+	logical [][]byte // indexed by tensor
 	trace   *Trace   // for the next run
 	steps   int64    // Task.Range for the next run
 	slots   int      // of a separate queue; 0 leaves the queue to the pipeline

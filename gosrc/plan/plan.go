@@ -78,8 +78,8 @@ type Plan struct {
 	Pieces []Piece
 	Shares []Share // in the order of the pieces; every byte of a piece is in one share
 	Tasks  []device.DecodeTask
-	Refs   []Ref   // by task
-	Left   []int32 // by want: number of tasks; a want without tasks is already complete
+	Refs   []Ref   // indexed by task
+	Left   []int32 // indexed by want: number of tasks; a want without tasks is already complete
 	Slot   int64   // bytes of the largest piece that needs a slot
 	Read   int64   // bytes of all pieces
 }
@@ -217,7 +217,7 @@ type maker struct {
 	lim   Limits
 	wants []Want
 	p     *Plan
-	pos   []place // by task; sorted with the tasks
+	pos   []place // indexed by task; sorted with the tasks
 }
 
 // tasksOf estimates the number of tasks of the wants that have a destination. Slices may need fewer tasks, and plain

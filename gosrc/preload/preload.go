@@ -67,7 +67,7 @@ type Note struct {
 var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
 // Start starts to load everything that spec names. If the same files are already being preloaded to the same device, it
-// returns that preload, unless files were replaced or tensors taken meanwhile.
+// returns that preload, unless files were replaced or tensors were taken since it started.
 func Start(spec load.Spec, opt load.Options) *Preload {
 	p := &Preload{uris: normalizeURIs(spec.URIs), reached: spec.Storage.Key(), device: deviceName(opt.Device),
 		read:   readingMode(opt.Read),
@@ -138,7 +138,7 @@ const (
 )
 
 // whenSettled opens files when their last change is old enough that another change would show in their times. If a file
-// has just been saved, it waits until then.
+// has just been saved, it waits until the change is old enough.
 func (p *Preload) whenSettled(ctx context.Context, spec load.Spec) (*load.Model, []source.Identity, error) {
 	var before []source.Identity
 	for look := range looks {
@@ -340,7 +340,7 @@ func Join(m *load.Model, opt load.Options, alone bool, d time.Duration) (a Answe
 // other is a file of the preload that was replaced.
 func (p *Preload) matchFiles(srcs []tensor.Source, ids []source.Identity) (pairs [][2]int, other string) {
 	for i, id := range ids {
-		if id == (source.Identity{}) { // in memory, or the server reports no identity
+		if id == (source.Identity{}) { // the file is in memory, or the server reports no identity
 			continue
 		}
 		k := slices.IndexFunc(p.files, func(f preloaded) bool { return f.id == id })

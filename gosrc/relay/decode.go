@@ -31,10 +31,10 @@ type decoder struct {
 	landings *job.Landings
 
 	aimed  chan struct{}       // closed by setRequests, when the fields below are set
-	tasks  []device.DecodeTask // by piece, and within a piece by the rank that reads the chunk
-	refs   []plan.Ref          // by task
+	tasks  []device.DecodeTask // sorted by piece, and within a piece by the rank that reads the chunk
+	refs   []plan.Ref          // indexed by task
 	wants  []plan.Want
-	coming []int32 // by request: unfinished decode tasks
+	coming []int32 // indexed by request: unfinished decode tasks
 }
 
 // noTask is the task number of a placeholder that decodes nothing.

@@ -90,7 +90,7 @@ func TestDecodePieceEndsWithJob(t *testing.T) {
 }
 
 // While the goroutine of movePieces is blocked, readers that wait for slots do its work. A piece that is decoded
-// meanwhile is counted.
+// during that time is counted.
 func TestReadersMovePieces(t *testing.T) {
 	r, end := startOnFake(t, 40<<20)
 	var slot *queue.Slot
@@ -163,8 +163,8 @@ func TestPanicsWhileMoving(t *testing.T) {
 	}
 }
 
-// AwaitOwnShare returns after its timeout while the queues are being made. A job that is cancelled meanwhile ends when
-// the queues have been made.
+// AwaitOwnShare returns after its timeout while the queues are being made. A job that is cancelled
+// in this state ends when the queues have been made.
 func TestAwaitWhileQueuesAreMade(t *testing.T) {
 	end := cuda.Fake(64 << 20)
 	m := plain(t, []int64{1 << 20})

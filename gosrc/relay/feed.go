@@ -16,9 +16,9 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// mostGroups is the maximum number of groups of slots in flight to the GPU. Slots that readers fill meanwhile form the
-// next group. A group costs the driver little more than a single slot, and with two groups the link always has one
-// to copy.
+// mostGroups is the maximum number of groups of slots in flight to the GPU. Slots that readers fill in the meantime
+// form the next group. A group costs the driver little more than a single slot, and with two groups the link always
+// has one to copy.
 const mostGroups = 2
 
 // A feedQueue copies the slots that readers have filled to this rank's buffers on the GPU. Each copy waits until the

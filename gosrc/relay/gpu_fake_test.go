@@ -143,7 +143,7 @@ func TestRelayPrepared(t *testing.T) {
 	}
 }
 
-// While two groups of slots wait for the GPU, no third group is submitted. Slots that readers fill meanwhile are
+// While two groups of slots wait for the GPU, no third group is submitted. Slots that readers fill in the meantime are
 // submitted together.
 func TestSlotsGoInGroups(t *testing.T) {
 	end := cuda.Fake(512 << 20)

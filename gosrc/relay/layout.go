@@ -24,10 +24,10 @@ type layout struct {
 	transport *transport // nil if the caller exchanges the shares
 
 	ix         *tensor.Index // the index with chunks for all shared tensors
-	bare       []bool        // by tensor: its chunks exist only in ix, without checksums
-	offsets    []chunkOffset // by chunk of ix
+	bare       []bool        // indexed by tensor: its chunks exist only in ix, without checksums
+	offsets    []chunkOffset // indexed by chunk of ix
 	pieces     []loadPiece
-	parts      []rankPart       // by piece, and within a piece by rank
+	parts      []rankPart       // sorted by piece, and within a piece by rank
 	reads      []plan.ChunkRead // chunks that this rank reads, with their destinations; by piece
 	fetch      *plan.Plan       // plan of reads
 	fetchWants []plan.Want      // wants of fetch, one per read
@@ -235,7 +235,7 @@ func (l *layout) sortTasksByPart(p *plan.Plan, where []int) {
 	if slices.IsSorted(where) {
 		return
 	}
-	next := make([]int, len(l.parts)+1) // by part: index of its next task
+	next := make([]int, len(l.parts)+1) // indexed by part: index of its next task
 	for _, k := range where {
 		next[k+1]++
 	}

@@ -30,10 +30,10 @@ type mover struct {
 	lastRound atomic.Int64   // when movePieces began its last round, in nanoseconds; 0 before the first
 
 	turn        sync.Mutex      // held in moveOnce; guards the fields below while movePieces and readers run
-	next        []int           // by rank: the next piece to take from it
+	next        []int           // indexed by rank: the next piece to take from it
 	own, others []shares        // shares of this rank and of others that wait for a slot of the decoding queue
 	lastLook    time.Time       // time of the last carryShares, or zero
-	waits       []time.Duration // by rank: how long none of its shares was taken
+	waits       []time.Duration // indexed by rank: how long none of its shares was taken
 }
 
 // begin starts work in the background. An error from it ends the job.

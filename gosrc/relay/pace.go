@@ -2,7 +2,7 @@ package relay
 
 // This file paces goroutines that poll for events of readers, the device and other ranks, which occur every few
 // microseconds. In a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking it
-// costs the waker as much. If movePieces woke the readers, it could not feed the GPU meanwhile.
+// costs the waker as much. If movePieces woke the readers, it could not feed the GPU during that time.
 
 import (
 	"time"

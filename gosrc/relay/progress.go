@@ -18,8 +18,8 @@ type progress struct {
 	lay        *layout
 	mu         sync.Mutex
 	recycled   atomic.Int64  // buffers of the pieces [0, recycled) may be refilled; read without mu
-	queued     []int         // by rank: decoding of its shares of the pieces [0, queued) is queued
-	decoded    []int         // by rank: its shares of the pieces [0, decoded) are decoded
+	queued     []int         // indexed by rank: decoding of its shares of the pieces [0, queued) is queued
+	decoded    []int         // indexed by rank: its shares of the pieces [0, decoded) are decoded
 	sharesLeft int           // shares that are not decoded yet
 	lastDecode chan struct{} // closed when sharesLeft is 0
 	published  int           // this rank's shares of the pieces [0, published) can be read

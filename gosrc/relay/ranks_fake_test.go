@@ -549,7 +549,7 @@ func TestRanksWithOneBuffer(t *testing.T) {
 			g.fine(c, g.try(c))
 			c.Wrong, c.After, c.Rank = "soon", after, i%ranks
 			for rank, s := range g.try(c) {
-				// Other ranks may have joined a load that was closed meanwhile.
+				// The load that other ranks joined may have been closed since.
 				if s.Gone || s.Left != "" || s.Wrong != "" || len(s.Lost) > 0 || s.Class == "EngineError" ||
 					s.Error != "" && s.Class != "CancelledError" && s.Class != "IOFailure" && s.Class != "NotSupportedError" {
 					t.Fatalf("%+v: rank %d of %d: %+v", c, rank, ranks, s)

@@ -56,7 +56,7 @@ type Report struct {
 	// Ours means that the error does not concern bytes read by another rank. Otherwise that rank's error says more.
 	Ours   bool      `json:"ours"`
 	Pulled int64     `json:"pulled,omitempty"` // bytes copied from other ranks' memory
-	Waited []float64 `json:"waited,omitempty"` // by rank: seconds during which none of its shares was taken
+	Waited []float64 `json:"waited,omitempty"` // indexed by rank: seconds during which none of its shares was taken
 	Driver float64   `json:"driver,omitempty"` // seconds spent submitting fetches, copies and decoding
 	Flight int64     `json:"flight,omitempty"` // maximum bytes in flight to the GPU
 	Lost   []int     `json:"lost,omitempty"`   // ranks of this host that have exited
@@ -280,7 +280,7 @@ func (r *Relay) piecesAhead() int {
 	if r.move.feed == nil || r.lay.fetch.Slot > size {
 		return 0
 	}
-	counts := make([]int, len(r.lay.pieces)) // by piece: slots that it fills
+	counts := make([]int, len(r.lay.pieces)) // indexed by piece: slots that it fills
 	for i := range r.lay.fetch.Pieces {
 		counts[r.lay.pieceOfTask(r.lay.fetch.Pieces[i].First)]++
 	}

@@ -27,7 +27,7 @@ type Spec struct {
 	// Slices may overlap. Without Needs, every rank needs everything. If only one rank needs a slice, that rank
 	// reads it.
 	Needs []plan.Request `json:"-"`
-	Ranks int            `json:"ranks"` // in the group
+	Ranks int            `json:"ranks"` // number of ranks in the group
 	Here  int            `json:"here"`  // how many of them are on this host; 0 means all
 	Rank  int            `json:"rank"`  // this rank, in [0, Ranks)
 	load.Options
@@ -46,7 +46,7 @@ const (
 	// slotsForSums is the number of slots of the decoding queue that are reserved for comparing checksums.
 	slotsForSums = 2
 	// mostBatches is the maximum number of batches of shares that a GPU decodes or waits for. Shares that become ready
-	// meanwhile form the next batch, because decoding a few chunks takes as long as decoding many.
+	// in the meantime form the next batch, because decoding a few chunks takes as long as decoding many.
 	mostBatches = load.ExchangeBatches - slotsForSums
 	// mostReads is the maximum number of shares in a batch. A slot can wait for that many streams.
 	mostReads = 8

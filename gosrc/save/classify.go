@@ -39,7 +39,7 @@ const (
 // equal to others.
 type classifier struct {
 	spec    *Spec
-	path    string // for messages
+	path    string // only used in messages
 	threads int
 	trials  atomic.Int64 // bytes of the tensors with trials in memory, at most mostTrials
 }

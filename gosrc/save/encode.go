@@ -33,7 +33,7 @@ type encoder struct {
 	s      *session
 	plan   *filePlan
 	draft  publish.Draft
-	path   string // of the draft
+	path   string // path of the draft
 	pos    int64  // end of the data placed so far
 	starts []int  // start of each batch in tasks, and the end of the last batch
 	slots  []*slot

@@ -140,7 +140,7 @@ func TestAliases(t *testing.T) {
 }
 
 // A tensor is stored in column parts if all its aliases have rows of the same size, and otherwise in one part. Both
-// kinds pass verification and are restored, also if the file is compressed again.
+// kinds pass verification and are restored, even if the file is compressed again.
 func TestPartsOfAliases(t *testing.T) {
 	r := newRand(t)
 	a, b := bf16("a", r, 64, 256), bf16("b", r, 64, 256)

@@ -51,7 +51,7 @@ type Spec struct {
 	// file. The container is lossless, and is still a safetensors file.
 	Compress bool `json:"compress,omitempty"`
 	// Level chooses between speed and size. "" or "default" uses the codec that decodes
-	// at full speed, also on a GPU. "smaller" also tries a codec that only the CPU can
+	// at full speed on CPUs and GPUs. "smaller" also tries a codec that only the CPU can
 	// decode, slowly, and stores the smaller result of each chunk. It has no effect on
 	// tensors in several column parts.
 	Level string `json:"level,omitempty"`

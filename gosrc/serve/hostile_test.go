@@ -182,7 +182,7 @@ func TestHeaders(t *testing.T) {
 	}
 }
 
-// If more clients connect than connections are allowed, all are served, one after the other.
+// If more clients connect than connections are allowed, all are served eventually.
 func TestManyClients(t *testing.T) {
 	refuseLeft(t)
 	s := served(t, 1000, Options{Connections: 3})

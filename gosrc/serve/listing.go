@@ -22,7 +22,7 @@ type entry struct {
 	Name string `json:"name"`
 	Type string `json:"type"` // "file" or "directory"
 	Time string `json:"mtime"`
-	Size int64  `json:"size,omitempty"` // of a file
+	Size int64  `json:"size,omitempty"` // only set for files
 }
 
 // isHidden reports whether a path has a hidden element.

@@ -73,7 +73,7 @@ var errChanged = errors.New("the file has changed since its ETag was sent")
 type content struct {
 	*os.File
 	opened state
-	err    error // of the first read that failed
+	err    error // error of the first read that failed
 }
 
 func (c *content) Read(p []byte) (int, error) {

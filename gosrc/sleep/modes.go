@@ -41,7 +41,7 @@ func gpuOf(name string) (*cuda.Device, error) {
 // host encodes on the host's cores.
 type host struct {
 	encoders sync.Pool
-	out      [][]byte // by slot
+	out      [][]byte // indexed by slot
 }
 
 func hostMode(threads int) mode {

@@ -299,7 +299,7 @@ func (s *sleeper) encode(k, slot int) error {
 	return nil
 }
 
-// tensorOf returns the tensor, in the order of the layout, to which a chunk belongs.
+// tensorOf returns the position in s.lay.Tensors of the tensor that contains chunk c.
 func (s *sleeper) tensorOf(c int) int {
 	return sort.Search(len(s.lay.Tensors), func(t int) bool { return int(s.lay.Tensors[t].First) > c }) - 1
 }
@@ -382,9 +382,9 @@ func (s *sleeper) addSums(b *batch) error {
 	return nil
 }
 
-// writeFile hashes the tensors that no GPU has hashed, and writes the file. Host tensors are hashed in their own
-// memory. GPU tensors are hashed in the container, where they are stored uncompressed. Afterwards the host memory has
-// the same bytes as the file.
+// writeFile hashes the tensors that no GPU has hashed, and writes the file. It hashes host tensors in their own memory.
+// The remaining GPU tensors were stored uncompressed, so it hashes them in the container. Afterwards the host memory
+// has the same bytes as the file.
 func (s *sleeper) writeFile(ctx context.Context) error {
 	all := s.lay.Tensors
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {

@@ -31,7 +31,7 @@ func Size(d DType, shape []int64) (int64, error) {
 	if total%8 != 0 {
 		return 0, errs.OfRule("MisalignedSlice", errs.ErrFormat, "shape %v of %v ends inside a byte", shape, d)
 	}
-	return int64(total / 8), nil // at most 2^61
+	return int64(total / 8), nil // the result is at most 2^61
 }
 
 // Rows returns the number of rows of the tensor as a matrix: dimension 0, or 1 for rank 0.

@@ -19,7 +19,7 @@ import (
 // compared.
 type checked struct {
 	source.Source
-	tensors []partial // by offset
+	tensors []partial // sorted by offset
 }
 
 // A partial is the state of a tensor that is read in pieces.

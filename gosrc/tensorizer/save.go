@@ -77,7 +77,7 @@ func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error)
 	return at + Tail, to.Write(make([]byte, Tail), at)
 }
 
-// Records writes the records of a file and their data, one after the other from offset `at` of an open file, and sets
+// Records writes the records of a file and their data, in order from offset `at` of an open file, and sets
 // the Record of every item. The caller writes the head and the index. data holds the bytes of each item; it is not
 // changed. key, if not nil, encrypts the items that are Sealed. Records returns the end of the last record. The file
 // must not be open with O_APPEND.

@@ -83,7 +83,7 @@ func SourceOf(ctx context.Context, f *File, src source.Source, decrypt map[strin
 	}
 	s := &sealed{Source: src, size: f.Size, boxes: blocks.New[boxKey](
 		int64(runtime.GOMAXPROCS(0)+2) * (2 * ChunkBytes))}
-	keys := map[string]*[keyBytes]byte{} // by derivation; files usually have one for all tensors
+	keys := map[string]*[keyBytes]byte{} // keyed by derivation; files usually have one for all tensors
 	for i := range f.Entries {
 		e := &f.Entries[i]
 		s.zeros = s.zeros + e.full - e.Bytes

@@ -1,4 +1,4 @@
-// Package unpack presents tensors that only the host can decode as plain tensors, so all loads, also to a GPU, can read
+// Package unpack presents tensors that only the host can decode as plain tensors, so all loads, even to a GPU, can read
 // them. These are tensors with chunks of codec 6, and tensors in column parts that have an alias with rows of another
 // size.
 package unpack

@@ -354,8 +354,8 @@ def encode(
 
     Returns a memoryview that owns its memory. With `out` (a writable buffer, or a list
     with a buffer or None for each source) it returns the written part of `out`. Raises
-    ArgumentError, also if `out` is too small (`max_size` returns a sufficient size) or
-    overlaps another output or a source; then nothing is written.
+    ArgumentError, for example if `out` is too small (`max_size` returns a sufficient
+    size) or overlaps another output or a source. In these cases nothing is written.
     """
     how = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "level": level, "dtype": dtype}
     return _results_of(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
@@ -389,9 +389,9 @@ def decode(
     checksums. A raw Deflate, Gzip or GDeflate stream does not state its length and is
     decoded twice.
 
-    Raises CorruptError and FormatError for bad bytes, also for streams that only nvCOMP
-    reads; NotSupportedError for algorithms that only nvCOMP decodes and for nvCOMP's
-    checksums; and ArgumentError. For a list, the first error is raised after all streams are done.
+    Raises CorruptError for bad bytes; FormatError for other formats, including streams that
+    only nvCOMP reads; NotSupportedError for algorithms that only nvCOMP decodes and for
+    nvCOMP's checksums; and ArgumentError. For a list, the first error is raised after all streams are done.
     """
     return _results_of(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)
 

@@ -250,7 +250,7 @@ class ObjectWriter(io.BufferedRandom):
     are in an unnamed temporary file, and readers see the old object.
 
     `drop`, or an exception in a `with` block, leaves the store unchanged. A file that is still open
-    at process exit is written then, unless an exception ends the process. A file with data is also
+    is written at process exit, unless an exception ends the process. A file with data is also
     written when its last reference is dropped. If several threads close it, one writes and the
     others wait. In a forked child it is closed and never written.
     """

@@ -130,7 +130,7 @@ def load_one(uri: str, name: str) -> None:
 
 
 def measure_links(args: argparse.Namespace, folder: Path, tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measures the rows one after the other."""
+    """Measures one row at a time."""
     size = sum(tensor.nbytes for tensor in tensors.values())
 
     def load_row(kind: str, url: str, link: str, floor: float, floor_name: str) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def building(then: Any) -> Iterator[None]:
 
 
 def ahead(folder: Path) -> None:
-    """Reading of each model, also of the text encoder, begins before it is built, and at most one model ahead. A model
+    """Each model, including the text encoder, is read before it is built, and at most one model ahead. A model
     that the caller passes is not read."""
     folders(folder)
     built: list[str] = []

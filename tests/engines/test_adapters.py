@@ -151,7 +151,7 @@ class Fails(Model):
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Fails(), context(base + "/compressed")))
 assert [one[1] for one in strategies.tried if one[0] == "overwire"] == [True], strategies.tried
 ctx = context(base + "/compressed")
-ctx.load_config = types.SimpleNamespace()  # of another engine
+ctx.load_config = types.SimpleNamespace()  # the configuration of another engine
 raised(RuntimeError, lambda: strategies.LoadStrategyChain.run(Model(), ctx))
 assert "overwire" not in [one[0] for one in strategies.tried]
 """
@@ -159,7 +159,7 @@ assert "overwire" not in [one[0] for one in strategies.tried]
 
 
 def test_modelexpress_in_phases(programs: Path, model: Path, tmp_path: Path) -> None:
-    """If the chain prepares, processes and registers, the strategy only loads, also in a reload. A plug-in file adds it
+    """If the chain prepares, processes and registers, the strategy only loads, even in a reload. A plug-in file adds it
     only once."""
     for name, text in {**EXPRESS, **EXPRESS_PHASED}.items():
         path = tmp_path / f"{name}.py"

@@ -69,7 +69,7 @@ def test_pipelines_of_diffusers(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["transformers"])
 def test_the_page_runs(page: str, tmp_path: Path) -> None:
-    """The Python blocks of docs/transformers.md run unchanged, one after the other."""
+    """The Python blocks of docs/transformers.md run unchanged, in order."""
     pytest.importorskip("transformers")
     text = (ROOT / "docs" / f"{page}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)

@@ -440,7 +440,7 @@ there.download_model(config("/nowhere"))
 
 
 def test_collects_what_a_load_leaves(engines: Path, model: Path) -> None:
-    """During a load, vLLM's garbage collections only look at new objects. After the load, also after an error, earlier
+    """During a load, vLLM's garbage collections only look at new objects. After the load, even after an error, earlier
     objects are collected again. Objects that a program has frozen stay frozen, except the few that Python itself has
     frozen."""
     code = """

@@ -117,7 +117,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     def count(tensors: dict[str, Any]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    modules: dict[Any, Any] = {}  # by cut; made once, outside the timing
+    modules: dict[Any, Any] = {}  # keyed by cut; made once, outside the timing
 
     def filled(path: Path, shard: Any) -> dict[str, Any]:
         module = modules.get(shard)

@@ -7,8 +7,8 @@
 
 It makes a model of the given shape in four shards, plain and compressed, in memory (--dir). One process per rank then
 loads it with vLLM's `safetensors`, with overwire plain and compressed, and with sleep mode's memory pool. It compares
-every parameter byte for byte, also after sleep and wake (vLLM's and overwire's), after `reload_weights`, and after a
-trainer's pushes of all weights and of deltas. Then fresh processes alternately load it with each format.
+every parameter byte for byte, and again after sleep and wake (vLLM's and overwire's), after `reload_weights`, and
+after a trainer's pushes of all weights and of deltas. Then fresh processes alternately load it with each format.
 
 The output is vLLM's own line "Loading weights took", overwire's line about slices, and the bytes that overwire's ranks
 together read and copied from each other. The kind prepared:FOLDER is overwire with prepared state: a first start, which

@@ -1,5 +1,5 @@
-"""Tests which calls overwire.compat.nvcomp passes to nvCOMP. A real GPU uses the real nvCOMP. Any GPU, including the
-fake one of `make fakepy`, uses a replacement."""
+"""Tests which calls overwire.compat.nvcomp passes to nvCOMP. Most tests replace nvCOMP, so they also run on the fake
+GPU of `make fakepy`. The last tests use nvCOMP itself on a real GPU."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
 
 
 def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes) -> None:
-    """Only nvCOMP's native streams are passed to nvCOMP: in a batch with ours, into outputs, as a type, and with a
-    config."""
+    """Only nvCOMP's native streams are passed to nvCOMP. A batch may contain both. Outputs, types and configs work."""
     ours = nvcomp.Codec(algorithm="LZ4").encode(there(plain))
     theirs = marked(back(ours))
     for codec in (nvcomp.Codec(), nvcomp.Codec(algorithm="LZ4")):

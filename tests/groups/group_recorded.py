@@ -98,7 +98,7 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
 
 
 def recorded(folder: Path) -> None:
-    """Ranks read each stored byte once in total, also in the first load. A rank that cannot continue does not keep
+    """Ranks read each stored byte once in total, even in the first load. A rank that cannot continue does not keep
     others waiting, and damage ends the load on all."""
     rank, size = dist.get_rank(), dist.get_world_size()
     block_loads.SHARE = (1 << 20) + 4096

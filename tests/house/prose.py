@@ -47,7 +47,7 @@ MARKS = re.compile(r"^[ \t]*(?://|\#)[:!]?[ \t]?", re.M)
 CODE = re.compile(r"^```.*?^```[ \t]*$|<[^<>\n]*>|\]\([^)\s]*\)", re.M | re.S)
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 
-Texts = dict[str, list[tuple[str, str]]]  # by scope: file and text
+Texts = dict[str, list[tuple[str, str]]]  # keyed by scope: file and text
 Table = dict[str, dict[str, float]]
 
 

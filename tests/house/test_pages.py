@@ -157,7 +157,7 @@ def test_trace(browser: chromium.Chromium, trace: Path) -> None:
 
 
 def test_traces_of_a_gpu_and_hostile_names(browser: chromium.Chromium, tmp_path: Path) -> None:
-    """The page of a trace with 100,000 spans on workers, copies and kernels works, also with hostile names."""
+    """The page of a trace with 100,000 spans on workers, copies and kernels works, even with hostile names."""
     events: list[dict[str, object]] = []
     for pid, tid, name in [(1, 0, "load"), *((1, n + 1, f"worker {n}") for n in range(16)), (2, 0, "copies"), (2, 1, HOSTILE[0])]:
         events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})

@@ -75,7 +75,7 @@ def test_programs_name_what_there_is() -> None:
 
 
 def test_an_absent_name_is_seen() -> None:
-    """A renamed function is reported, also if it is called through its module."""
+    """A renamed function is reported, even if it is called through its module."""
     source = "from overwire.integrations.vllm import prepared\nfrom overwire.integrations.vllm.methods import GONE\n"
     assert [*absent_names(source + "prepared.gone()\nprepared.begin_writing()\n")] == [
         "2: overwire.integrations.vllm.methods.GONE",

@@ -270,7 +270,7 @@ def _parts(nbytes: int, *extents: tuple[int, int]) -> list[memoryview]:
 @pytest.mark.parametrize("algorithm", codecs.algorithms())
 def test_outputs_that_overlap_are_refused_before_anything_is_written(algorithm: str, kind: str) -> None:
     """An output that overlaps a source or another output, in part or as a whole, is refused before anything is written,
-    also in lists."""
+    even in lists."""
     plain = content(3000)
     stored = bytes(codecs.encode(plain, algorithm, bitstream=kind))
     most = codecs.max_size(len(plain), algorithm, bitstream=kind)

@@ -559,7 +559,7 @@ def test_context_manager_and_threads() -> None:
 
 
 def test_exit_with_live_objects(torch_script: Any) -> None:
-    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, also in cycles and threads."""
+    """The interpreter exits cleanly with live codecs, arrays, capsules and tensors, even in cycles and threads."""
     done = torch_script(
         """
 import threading

@@ -293,7 +293,7 @@ def test_a_file_without_tensors(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(tmp_path: pathlib.Path) -> None:
-    """Without a GPU, prefetching to one raises the original's error class, also for rows only, so that programs fall
+    """Without a GPU, prefetching to one raises the original's error class, even for rows only, so that programs fall
     back in the same way."""
     path = tmp_path / "x.safetensors"
     ours_pt.save_file({"one": torch.ones(1)}, path)

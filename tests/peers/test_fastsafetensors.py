@@ -77,7 +77,7 @@ def torchrun(folder: Path, *argv: str) -> str:
 
 def both_ranks(folder: Path, *argv: str) -> None:
     """Runs a program as two ranks without the launcher, which would import torch a third time. `warm.run` cannot be
-    used, because it starts programs one after the other and the ranks wait for each other."""
+    used, because it starts one program at a time and the ranks wait for each other."""
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(lambda rank: run(folder, *argv, str(rank), start=warm.fresh), range(2)))
     assert said == ["done\n"] * 2
@@ -118,7 +118,7 @@ def test_the_parallel_example_over_nccl(tmp_path: Path) -> None:
 @pytest.mark.imports_torch
 def test_ranks_share_what_they_loaded(tmp_path: Path) -> None:
     """Ranks share what they loaded, through get_tensor, get_sharded (uneven), push, multi_cols, as_dict, pipelines and
-    a subgroup, also with damage on one rank. See fastsafetensors_worker.py."""
+    a subgroup, even with damage on one rank. See fastsafetensors_worker.py."""
     torch.manual_seed(5)
     a = {"a0": torch.randn(10, 12), "a1": torch.randn(7, 12), "few": torch.arange(1)}
     fp8 = torch.randint(0, 255, (6, 5), dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -219,7 +219,7 @@ def test_a_prefix_of_a_read_can_be_waited_for(tmp_path: Path) -> None:
                 reader.wait_read_prefix(wrong, 1)
     gone = weakref.ref(reader)
     del reader  # waits for running reads
-    assert gone() is None  # also after failed reads
+    assert gone() is None  # even after failed reads
     cpp.cpu_free(address)
 
 

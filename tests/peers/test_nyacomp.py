@@ -540,6 +540,6 @@ def test_preloads_begin_as_nyacomps(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_annotate_is_that_of_nvtx() -> None:
-    """annotate works as a context manager and a decorator, with a positional or named message, also without nvtx."""
+    """annotate works as a context manager and a decorator, with a positional or named message, even without nvtx."""
     with nyacomp.annotate(message="a"), nyacomp.annotate("b"):
         assert nyacomp.annotate("c")(lambda: 7)() == 7

@@ -148,7 +148,7 @@ REAL_LISTS = {
 @pytest.mark.parametrize("name", REAL_LISTS)
 def test_makespan_of_real_lists(name: str, monkeypatch) -> None:
     """For the tensors of real models, the busiest thread gets no more bytes than with nyacomp's merge and MULTIFIT,
-    also for thread counts at which nyacomp fails. The tensors have no memory."""
+    even for thread counts at which nyacomp fails. The tensors have no memory."""
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in REAL_LISTS[name]]
     sizes = [tensor.nbytes for tensor in tensors]
     for threads in (8, 32):

@@ -97,7 +97,7 @@ def test_a_bundle_is_no_safetensors_file(tmp_path: Path) -> None:
 
 def test_where_the_container_lies(tmp_path: Path) -> None:
     """save_bundle writes into `tensors`. nyacomp's functions write into `nya`, with their csv. Each reader, and a
-    preload of the pickle, finds either, also after the folder was moved."""
+    preload of the pickle, finds either, even after the folder was moved."""
     for verb, files in (
         (ow.save_bundle, ["tensors/x.safetensors", "x.pkl"]),
         (ow.compress_pickle, ["nya/meta.csv", "nya/x.safetensors", "x.pkl"]),
@@ -118,7 +118,7 @@ def test_where_the_container_lies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verbs", [(ow.compress_pickle, ow.save_bundle), (ow.save_bundle, ow.compress_pickle)])
 def test_a_bundle_that_replaces_one_of_the_other_folder(tmp_path: Path, monkeypatch: Any, verbs: Any) -> None:
-    """The old object can be loaded until the new pickle is complete, and also if the save fails. Then files that only
+    """The old object can be loaded until the new pickle is complete, even if the save fails. Then files that only
     the old object used are removed. Another bundle in the folder stays."""
     old, new = verbs
     _save_by(old, tmp_path, 1)
@@ -206,7 +206,7 @@ def refuse_link(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize("links", [True, False])
 def test_readers_see_old_or_new_wherever_a_save_stops(tmp_path: Path, monkeypatch, links: bool) -> None:
-    """A save that is killed at any point leaves the old object or the new one, also without hard links."""
+    """A save that is killed at any point leaves the old object or the new one, even without hard links."""
     if not links:
         monkeypatch.setattr(os, "link", refuse_link)
     old, new = {"v": "old", "w": torch.zeros(999)}, {"v": "new", "w": torch.ones(999)}
@@ -322,7 +322,7 @@ def test_a_reader_beside_a_writer_gets_the_old_object_or_the_new_one(tmp_path: P
 
 @pytest.mark.parametrize("name", ["a\nb", "a\0b", "\ud800", "__metadata__", "overwire.index", ""])
 def test_keys_that_are_no_names_of_tensors(tmp_path: Path, name: str) -> None:
-    """A state dict comes back with any keys, also with keys that cannot be names in a container."""
+    """A state dict comes back with any keys, even with keys that cannot be names in a container."""
     state = {name: torch.arange(999), "blob.0": torch.ones(3), "plain": torch.zeros(3)}
     ow.compress(state, tmp_path / "x.pkl")
     loaded = ow.load_compressed(tmp_path / "x.pkl")

@@ -214,8 +214,8 @@ WITHOUT = {
 
 
 def test_every_path() -> None:
-    """Every public module of the reference, and `_crypt`, can be imported, also under its original name. It has all
-    public names of the reference except those in WITHOUT."""
+    """Every public module of the reference, and `_crypt`, can be imported under both names. It has all public names of
+    the reference except those in WITHOUT."""
     import importlib
     import pkgutil
 
@@ -460,7 +460,7 @@ def test_crc32_while_reading(tmp_path: Path) -> None:
 
 
 def test_preloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The deserialiser uses a preload of its path, also with a key."""
+    """The deserialiser uses a preload of its path, even with a key."""
     tensors = {f"t{i}": torch.randn(1000) for i in range(5)}
     caplog.set_level("DEBUG", "overwire")
     for options in ({}, {"encryption_key": bytes(32)}):

@@ -408,7 +408,7 @@ def test_certificates(authority: tuple[Path, ssl.SSLContext], monkeypatch: pytes
 
 
 def test_certificates_without_tls(authority: tuple[Path, ssl.SSLContext], tmp_path: Path) -> None:
-    """An http:// endpoint accepts all CAInfo forms, also without any certificate in them. A redirect to https uses
+    """An http:// endpoint accepts all CAInfo forms, even without any certificate in them. A redirect to https uses
     them."""
     folder, context = authority
     (tmp_path / "empty").mkdir()

@@ -169,7 +169,7 @@ held["asleep"].wake()
 
 
 def test_a_container_is_known_however_its_name_is_spelled(tmp_path: Path) -> None:
-    """A container is recognised if its header writes letters as JSON escapes, also without the engine."""
+    """A container is recognised even if its header has characters as JSON escapes, with and without the engine."""
     path = tmp_path / "m.safetensors"
     overwire.save_file({"w": np.zeros(9000, np.float32)}, path)
     data = path.read_bytes()

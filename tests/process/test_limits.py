@@ -202,7 +202,7 @@ def test_writers_of_an_old_system(tmp_path: Path) -> None:
 
 
 def test_errors_have_the_number_of_the_system(tmp_path: Path) -> None:
-    """An OSError has the system's errno, also after pickling, so that a full disk can be distinguished."""
+    """An OSError has the system's errno, even after pickling, so that a full disk can be distinguished."""
     run(
         """
 import errno, pickle, resource

@@ -351,7 +351,7 @@ assert len(load(small)) == 1 and e.knobs()
 
 
 def test_panic_poisons_and_python_lives() -> None:
-    """A panic in Go is an EngineError, also in later calls. Its stack is printed once, and the process continues."""
+    """After a panic in Go, this and later calls raise EngineError. The stack is printed once. The process continues."""
     done = run("""
 from overwire._engine import core
 for call in (lambda: core().call("panic", "", b""), lambda: e.knobs(), lambda: e.open_model("{}"), lambda: e.job_wait(1, None)):

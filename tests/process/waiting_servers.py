@@ -34,7 +34,7 @@ class Server(threading.Thread):
         self.kind = kind
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self.listener.getsockname()[1]
-        self.peers: set[tuple[str, int]] = set()  # of all connections so far
+        self.peers: set[tuple[str, int]] = set()  # peers of all connections so far
         self.reached = threading.Event()
         self.open: dict[socket.socket, bytes] = {}
         self.dribbles: set[socket.socket] = set()

@@ -267,7 +267,7 @@ def test_example(servers: dict[str, Store], tmp_path: Path) -> None:
 
 
 def test_nothing_leaks(store: Store) -> None:
-    """Connections and their descriptors are closed after the loads that used them, also after errors."""
+    """Connections and their descriptors are closed after the loads that used them, even after errors."""
     options, base = store
     ow.save_file(weights(), base + "leak", storage_options=options)
 
@@ -286,8 +286,7 @@ def test_nothing_leaks(store: Store) -> None:
 
 
 def test_tensors_sleep_into_a_store(store: Store) -> None:
-    """The file of sleeping tensors appears in a store like a save's. If it cannot be written, the tensors stay
-    awake."""
+    """sleep(to_file=) writes the tensors to a store. If the file cannot be written, the tensors stay awake."""
     torch: Any = pytest.importorskip("torch")
     options, base = store
     want = {**weights(), "turned": weights()["a"].T.copy()}

@@ -1,4 +1,6 @@
-"""Soak-tests overwire's public interface for a given time, with loops chosen by a seed, concurrency and faults.
+"""Soak-tests overwire's public interface for a given time.
+
+A seed chooses the loops. Some of them run concurrently or cause faults.
 
 `make soak SECONDS=600 SEED=7`, or `python tests/soak`. See `__main__`.
 """

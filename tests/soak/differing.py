@@ -239,7 +239,7 @@ def _compare_with_verify(round_: Round, path: Path, want: dict[str, Any]) -> Non
 
 
 def torch_files(round_: Round) -> None:
-    """For a file of torch.save, also with a changed pickle, convert gives the same names, dtypes, shapes and bytes as
+    """For a torch.save file, even with a changed pickle, convert gives the same names, dtypes, shapes and bytes as
     torch.load, or raises an error of overwire. It converts every unchanged file."""
     warnings.simplefilter("ignore")
     rng, path = round_.rng, round_.folder / "m.pt"

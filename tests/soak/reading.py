@@ -142,7 +142,7 @@ def _verified(round_: Round, rng: random.Random, model: Shared) -> None:
 
 
 def preloads(round_: Round) -> None:
-    """A load that joins a preload gets the file's current bytes, also if the file was replaced in the meantime, if
+    """A load that joins a preload gets the file's current bytes, even if the file was replaced in the meantime, if
     several loads join one preload, or if the preload is dropped before it ends."""
     rng = round_.rng
     tensors = random_tensors(rng, rng.choice((1 << 16, 1 << 21)))

@@ -91,7 +91,8 @@ func deltaVerbs() []*Verb {
 		started("delta_save",
 			"Write a delta between two models, which must not change until the job has ended.", saveDelta).
 			tail(pairsOf).onCallersMemory(),
-		started("delta_encode", "Encode the deltas of tensors for delta_save. The tensors must not change meanwhile.",
+		started("delta_encode",
+			"Encode the deltas of tensors for delta_save. The tensors must not change until the job has ended.",
 			func(ctx context.Context, j *job.Job, q deltaTensors, n []int64) (deltaPart, error) {
 				pairs, err := q.pairs(n, j)
 				if err != nil {

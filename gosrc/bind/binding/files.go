@@ -122,7 +122,7 @@ type besideRequest struct {
 
 type besides struct {
 	Name string   `json:"name"`
-	Path string   `json:"path"` // without a query and without an hf:// revision
+	Path string   `json:"path"` // has no query and no hf:// revision
 	URIs []string `json:"uris"`
 }
 
@@ -147,7 +147,7 @@ type program struct {
 	Secrets map[string]string `json:"secrets"`
 	// Names are names for some of the paths in messages.
 	Names   map[string]string `json:"names"`
-	Measure bool              `json:"measure"` // for doctor
+	Measure bool              `json:"measure"` // only used by doctor
 }
 
 func (p program) env() cli.Env {
@@ -193,7 +193,7 @@ func fileVerbs() []*Verb {
 			tail("for each tensor its address, size, and 1 + its GPU (0 for the host)").
 			onCallersMemory(),
 		answered("plain_front",
-			"Return a plain file's header without its length, and the tensors' order. For tensors on the host.",
+			"Return a plain file's header without its length, and the order of the tensors, which must be on the host.",
 			func(q saveRequest, n []int64) (save.Front, error) {
 				in, err := inputs(&q, n)
 				if err != nil {
@@ -208,7 +208,7 @@ func fileVerbs() []*Verb {
 		answered("sleep_return", "Free the host memory that is cached for sleeps of a device.",
 			func(device Text, _ []int64) (none, error) { return none{}, sleep.Return(string(device)) }),
 		begun[sleepRequest, sleep.Report]("sleep",
-			"Compress one device's tensors to host memory and return a model. The tensors must not change meanwhile.",
+			"Compress one device's tensors, which must not change until the job has ended, to host memory as a model.",
 			startSleep).tail("for each tensor its address and size").onCallersMemory(),
 		started("convert", "Rewrite files.",
 			func(ctx context.Context, j *job.Job, q convertRequest, _ []int64) (save.Report, error) {
@@ -229,7 +229,7 @@ func fileVerbs() []*Verb {
 			func(none, []int64) ([]string, error) { return append([]string{}, source.Notices()...), nil }),
 		answered("cache_counts", "Return the counters of the caches of remote objects in this process.",
 			func(none, []int64) (cache.Counts, error) { return cache.CountedObjects(), nil }).afterPanics(),
-		answered("beside", "Return the last name of a URI, and the URIs of other names in its folder.",
+		answered("beside", "Return the file name in a URI, and the URIs of other names in the same folder.",
 			func(q besideRequest, _ []int64) (besides, error) {
 				b := besides{Name: source.Name(q.URI), Path: source.Path(q.URI), URIs: []string{}}
 				for _, name := range q.Names {
@@ -433,7 +433,7 @@ func jobVerbs() []*Verb {
 				return &Result{Text: text}, err
 			})).ints("job").afterPanics(),
 		answered("cancel",
-			"Cancel a job without waiting. Until it has ended, it still uses its memory.", ofNumbered(jobOf,
+			"Cancel a job without waiting. The job may use the caller's memory until it has ended.", ofNumbered(jobOf,
 				func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil })).
 			ints("job").afterPanics(),
 		answered("empty_cache", "Free cached device and pinned memory.",

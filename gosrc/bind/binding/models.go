@@ -66,8 +66,9 @@ func modelVerbs() []*Verb {
 		begun[loadRequest, load.Report]("load",
 			"Load tensors of a model. `whole` loads every tensor completely. Destinations must stay valid until the "+
 				"job has ended.", startLoad).
-			ints("model", "whole").tail("for each request the tensor, the destination (0 allocates it, 1 leaves it " +
-			"to settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means to the end)"),
+			ints("model", "whole").tail("for each request the tensor, the destination (0 allocates it, 1 means " +
+			"that `settle` binds it), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means to " +
+			"the end)"),
 		answered("outlook",
 			"Estimate the memory that a load of tensors needs. Raises OutOfMemoryError above max_memory.",
 			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Estimate, error) {
@@ -111,7 +112,7 @@ func modelVerbs() []*Verb {
 				load.Prepare(string(device), n[0] != 0)
 				return none{}, nil
 			}).ints("exchange"),
-		begun[preloadRequest, none]("preload", "Preload files. Loads that attach take their tensors.",
+		begun[preloadRequest, none]("preload", "Preload files. A load can take their tensors after `join`.",
 			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
 				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil
 			}),
@@ -160,8 +161,7 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 	return r, nil
 }
 
-// requestWords is the number of numbers in a load request, which are in the order of the fields of
-// load.Request.
+// requestWords is how many numbers encode a load request, in the order of load.Request's fields.
 const requestWords = 6
 
 // requests converts numbers from Python to load requests.
@@ -189,7 +189,7 @@ func partsOf(n []int64) ([]load.Part, error) {
 	return parts, nil
 }
 
-// A loadRequest has the options of a load. after is the job of the load that it follows, or 0.
+// A loadRequest has the options of a load. after is the job of an earlier load (see load.Options), or 0.
 type loadRequest struct {
 	load.Options
 	After int64 `json:"after"`

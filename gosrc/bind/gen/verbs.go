@@ -16,7 +16,7 @@ import (
 // classes collects the TypedDicts that the verbs need. A class that is first used in a request has no required fields,
 // because a request may omit any field.
 type classes struct {
-	texts map[string]string // by name
+	texts map[string]string // keyed by name
 	order []string          // names in order; a class comes after the classes that it uses
 
 	names, kinds, docs map[string]string // overrides: class names, field types, docstrings
@@ -176,8 +176,8 @@ from typing_extensions import NotRequired
 func verbs() string {
 	_, functions := table()
 	return head + `# mypy: disable-error-code="no-any-return"
-"""Calls the engine's verbs. The argument numbers, which follows the request and the
-named numbers, has int64 values packed by ` + "`array`" + ` or ` + "`struct`" + `.
+"""Calls the engine's verbs. The argument ` + "`numbers`" + ` comes last. It has int64
+values packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
 An answered verb does not wait. A verb that waits can be interrupted: after Ctrl-C it is
 cancelled and no longer uses the caller's memory. A JobNumber identifies a running verb. See

@@ -30,7 +30,7 @@ func float16(f float32) uint16 {
 	return sign | uint16(exp)<<10 | uint16(b>>13)&0x3ff
 }
 
-// gaussian returns n weights as float32. Like in trained matrices, each row of 4096 has its own scale.
+// gaussian returns n weights as float32. As in trained matrices, each row of 4096 has its own scale.
 func gaussian(r *rand.Rand, n int) []float32 {
 	w := make([]float32, n)
 	scale := 0.0

@@ -15,7 +15,7 @@ import (
 // the core's cache. The memory is allocated once and never grows.
 type Queue struct {
 	free   chan *slot
-	memory device.Memory // of all slots; zero if there are no slots
+	memory device.Memory // holds all slots; zero if there are no slots
 }
 
 type slot struct {

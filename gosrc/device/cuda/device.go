@@ -38,7 +38,7 @@ var opened struct {
 var firstRing int64 = queue.MostBytes
 
 // Open returns the device with the given index. The first call makes its context, which takes about 0.2 s unless
-// torch has already done so, and meanwhile prepares the pinned memory of the first queue.
+// torch has already done so. While it does, Open prepares the pinned memory of the first queue.
 func Open(index int) (*Device, error) {
 	opened.mu.Lock()
 	defer opened.mu.Unlock()

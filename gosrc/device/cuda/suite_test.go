@@ -39,7 +39,7 @@ func random(t testing.TB) *rand.Rand {
 type piece struct {
 	bytes []byte
 	jobs  []device.DecodeTask
-	want  [][]byte // by job; nil if an error is expected
+	want  [][]byte // indexed by job; nil if an error is expected
 }
 
 func (p *piece) add(stored []byte, c tensor.Chunk, v *device.View, want []byte) {

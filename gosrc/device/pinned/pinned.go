@@ -231,7 +231,7 @@ func (m *Memory) growParts() {
 	switch {
 	case err != nil:
 		m.err, m.growing = err, false
-	case m.nextPart(m.ready) > m.ready: // Want was called meanwhile
+	case m.nextPart(m.ready) > m.ready: // Want was called during the allocation
 		spawn.Go("pinned", m.growParts)
 	default:
 		m.growing = false

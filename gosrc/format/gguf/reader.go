@@ -1,6 +1,6 @@
 package gguf
 
-// This file reads a header's values one after the other.
+// This file reads a header's values in file order.
 
 import (
 	"context"

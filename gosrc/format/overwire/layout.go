@@ -34,7 +34,7 @@ type Item struct {
 }
 
 // A Layout is a container that is being written. All counts, the size of the index, and the space for the header are
-// fixed from the start. The chunks are written first, one after the other from Start on, then the index and the
+// fixed from the start. The chunks are written first, in order from Start on, then the index and the
 // header.
 //
 //	l, err := NewLayout(metadata, items, origin, digests)

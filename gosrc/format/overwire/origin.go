@@ -21,7 +21,7 @@ import (
 // write that file again.
 type Origin struct {
 	Size   int64  `json:"size"`             // bytes of the file
-	SHA256 string `json:"sha256,omitempty"` // of the file, in 64 hex digits, or "" if unknown
+	SHA256 string `json:"sha256,omitempty"` // the file's hash in 64 hex digits, or "" if unknown
 	Header string `json:"header"`           // the bytes before its data section, deflated and base64-encoded
 }
 

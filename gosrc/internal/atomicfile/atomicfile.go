@@ -122,7 +122,7 @@ func Check(path string) error {
 	return err
 }
 
-// resolvePath follows a path to a place where a file may be written.
+// resolvePath follows a path, and returns an error if no file may be written there.
 func resolvePath(path string) (*Place, error) {
 	p, err := Follow(path)
 	if err != nil {
@@ -131,7 +131,7 @@ func resolvePath(path string) (*Place, error) {
 	return p, p.refuseUnwritable()
 }
 
-// A Place is the target of a path and the file that exists there. It is looked up once per save.
+// A Place is the target of a path, and the file that exists there. Each save looks it up once.
 type Place struct {
 	Path string // path with symbolic links in the last element resolved
 
@@ -140,10 +140,10 @@ type Place struct {
 	hasLinks bool        // a folder of the path is a symbolic link
 }
 
-// IsFile reports whether a regular file exists at the place.
+// IsFile reports whether p is an existing regular file.
 func (p *Place) IsFile() bool { return p.old != nil && p.old.Mode().IsRegular() }
 
-// refuseUnwritable returns an error for a place that cannot be written to.
+// refuseUnwritable returns an error if p cannot be written.
 func (p *Place) refuseUnwritable() error {
 	if p.isBlob() {
 		return errs.In("save", p.asked, errs.New(errs.ErrArgument,
@@ -171,7 +171,7 @@ func (p *Place) RefuseStrangers() error {
 	return Failed(p.asked, -1, refuseStrangers(p.Path, p.old))
 }
 
-// isBlob reports whether a place is in the blobs folder of a Hugging Face cache. The name of a blob is the hash
+// isBlob reports whether p is in the blobs folder of a Hugging Face cache. The name of a blob is the hash
 // of its content, so snapshots would serve changed bytes as the original.
 func (p *Place) isBlob() bool {
 	dir, err := Folder(p.Path), error(nil)

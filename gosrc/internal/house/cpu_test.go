@@ -66,7 +66,7 @@ func TestVectorFilesAskForTheirFeatures(t *testing.T) {
 			continue
 		}
 		asked := map[string]bool{}
-		needed := map[string]map[string]string{} // by file and feature: a call that needs it
+		needed := map[string]map[string]string{} // keyed by file and feature: a call that needs it
 		for file, calls := range simdCallsOf(t, tree, pkg, sources) {
 			for _, call := range calls {
 				if feature, ok := strings.CutPrefix(call, "X86Features."); ok {

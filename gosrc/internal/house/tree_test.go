@@ -35,7 +35,7 @@ func (f Finding) String() string { return f.Where + ": " + f.What + "\n\treason:
 // A Tree is the source code that the checks read.
 type Tree struct {
 	Root     string
-	Packages map[string]*Package // by path below gosrc
+	Packages map[string]*Package // keyed by path below gosrc
 	Texts    []string            // every text file of the repository, relative to the root
 	fset     *token.FileSet
 }

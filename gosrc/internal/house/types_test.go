@@ -36,7 +36,7 @@ func receiverOf(d ast.Decl) string {
 
 // checkMethodFiles requires all methods of a type to be in one file.
 func checkMethodFiles(t *Tree) (out []Finding) {
-	files := map[string]map[string]bool{} // by type: the files with its methods
+	files := map[string]map[string]bool{} // keyed by type: the files with its methods
 	t.eachFile(func(p *Package, f *File) {
 		if f.Test || f.Generated {
 			return

@@ -6,7 +6,7 @@ import "strings"
 // most is the longest name that is compared, because the cost grows with the square of the length.
 const most = 128
 
-// Best returns the name most similar to word, or "" if none is similar: at most a third of its letters may
+// Best returns the name most similar to word, or "" if none is similar: at most a third of its characters may
 // differ, ignoring case. The first one wins if several are equally similar.
 func Best(word string, names []string) string {
 	best, least := "", 0

@@ -144,7 +144,7 @@ func (p *Place) Ranks(ranks int) int {
 	return max(1, min(ranks, p.here))
 }
 
-// Within returns those of the given cores that are on the device's node, and how many cores the node has.
+// Within returns the cores in had that are on the device's node, and how many cores the node has.
 func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	if p == nil {
 		return near, 0
@@ -157,8 +157,8 @@ func (p *Place) Within(had *unix.CPUSet) (near unix.CPUSet, all int) {
 	return near, len(p.cores)
 }
 
-// coreSets returns the cores on which this thread may run, and those of them that are on the device's node. ok
-// means that there are such cores.
+// coreSets returns the cores on which this thread may run, and which of them are on the device's node. ok reports
+// whether any are.
 func (p *Place) coreSets() (had, near unix.CPUSet, ok bool) {
 	if p == nil || unix.SchedGetaffinity(0, &had) != nil {
 		return had, near, false

@@ -29,11 +29,11 @@ type FileSystem struct {
 // fileSystems are keyed by the number that statfs returns. Numbers without a name here are missing in package
 // unix.
 var fileSystems = map[uint32]FileSystem{
-	unix.TMPFS_MAGIC:     {"tmpfs", InMemory}, // also memfd_create and devtmpfs
+	unix.TMPFS_MAGIC:     {"tmpfs", InMemory}, // includes memfd_create and devtmpfs
 	unix.RAMFS_MAGIC:     {"ramfs", InMemory},
 	unix.HUGETLBFS_MAGIC: {"hugetlbfs", InMemory},
 
-	unix.EXT4_SUPER_MAGIC:      {"ext4", Disk}, // also ext2 and ext3
+	unix.EXT4_SUPER_MAGIC:      {"ext4", Disk}, // includes ext2 and ext3
 	unix.XFS_SUPER_MAGIC:       {"xfs", Disk},
 	unix.BTRFS_SUPER_MAGIC:     {"btrfs", Disk},
 	unix.BCACHEFS_SUPER_MAGIC:  {"bcachefs", Disk},
@@ -56,7 +56,7 @@ var fileSystems = map[uint32]FileSystem{
 	unix.CODA_SUPER_MAGIC: {"coda", Network},
 	unix.NCP_SUPER_MAGIC:  {"ncp", Network},
 	unix.V9FS_MAGIC:       {"9p", Network},
-	unix.FUSE_SUPER_MAGIC: {"fuse", Network}, // also virtiofs
+	unix.FUSE_SUPER_MAGIC: {"fuse", Network}, // includes virtiofs
 	0x19830326:            {"beegfs", Network},
 	0x47504653:            {"gpfs", Network},
 	0x0BD00BD0:            {"lustre", Network},

@@ -68,7 +68,7 @@ func Encode(dst, src []byte, level int, gz bool) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// A reader decodes streams one after the other.
+// A reader decodes one stream at a time.
 type reader struct {
 	src   bytes.Reader
 	gzip  gzip.Reader
@@ -100,7 +100,7 @@ func (r *reader) openMember() error {
 	return err
 }
 
-// members reads the members of a Gzip stream one after the other. Like gzip and Python, it skips zeros after a member.
+// members reads the members of a Gzip stream in order. Like gzip and Python, it skips zeros after a member.
 type members reader
 
 // Read reads from the current member, or from the next one.

@@ -73,7 +73,7 @@ func (w *writer) endStream() []byte {
 	return w.out
 }
 
-// An encoder encodes streams one after the other.
+// An encoder encodes one stream at a time.
 type encoder struct {
 	writer
 	finder

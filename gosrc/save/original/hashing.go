@@ -85,7 +85,7 @@ func (h *Hashing) Await(done <-chan struct{}) error {
 	}
 }
 
-// Done waits until the file is hashed. SHA256 is set then.
+// Done waits until the file is hashed and SHA256 is set.
 func (h *Hashing) Done() error {
 	if h == nil {
 		return nil

@@ -145,7 +145,7 @@ func (p *Copy) AddBytes(b []byte) {
 }
 
 // Done compares the copy's SHA-256, if it was computed, with the original's. If the original's is
-// unknown, Done sets it to the copy's; only the checksums of header and tensors were compared then.
+// unknown, Done sets it to the copy's. In that case only the checksums of header and tensors were compared.
 func (p *Copy) Done() error {
 	if p.sum == nil {
 		return nil

@@ -23,7 +23,7 @@ type localFiles struct {
 	pub     *Publication
 	files   []*File
 	like    string               // the file that gives new files their mode
-	targets []*atomicfile.Target // by file; nil if not created yet
+	targets []*atomicfile.Target // indexed by file; nil if not created yet
 	listing atomicfile.Listing
 }
 
@@ -80,7 +80,7 @@ func (l *localFiles) Drop(error) {
 // A localDraft is a local file that is being written.
 type localDraft struct {
 	*atomicfile.Target
-	ctx context.Context // of the save
+	ctx context.Context // context of the save
 }
 
 // URI returns the final path of the file, with symbolic links resolved.

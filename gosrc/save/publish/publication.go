@@ -33,7 +33,7 @@ type Publication struct {
 	Like       string          // gives new files their mode if no file is replaced; "" means the umask
 	Others     map[string]bool // names of other models' files that are written to the same folder
 	Options    source.Options
-	FS         atomicfile.FS // for local files
+	FS         atomicfile.FS // file system for local files
 	Job        *job.Job
 	WriteTime  *atomic.Int64 // writing time in nanoseconds is added to it
 

@@ -15,7 +15,7 @@ import (
 type objects struct {
 	pub    *Publication
 	files  []*File
-	drafts []source.Draft // by file; nil if not created yet
+	drafts []source.Draft // indexed by file; nil if not created yet
 }
 
 func (o *objects) Create(ctx context.Context, i int) (Draft, error) {

@@ -44,7 +44,7 @@ type direct struct {
 	mu    sync.Mutex // held while fd is opened or closed
 	tried bool
 	fd    int   // opened with O_DIRECT; valid if align > 0
-	align int64 // of offsets and lengths; 0 means that direct I/O is not possible
+	align int64 // alignment of offsets and lengths; 0 means that direct I/O is not possible
 }
 
 // windows has the state of each window of a file during a load.

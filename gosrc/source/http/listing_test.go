@@ -17,7 +17,7 @@ import (
 // names and endless folders. Servers with another kind of listing, or without one, give errs.ErrNotSupported.
 func TestWalk(t *testing.T) {
 	for name, c := range map[string]struct {
-		answers map[string]string // by path; "" means 404
+		answers map[string]string // keyed by path; "" means 404
 		want    string
 		class   error
 	}{

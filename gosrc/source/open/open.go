@@ -87,7 +87,7 @@ func wrapSource[S source.Source](s S, err error) (source.Source, error) {
 // http and https URIs. A cache, selected by the option "cache" or by a setting, stores whole objects of any
 // store; see package cache. Stores is safe for concurrent use.
 type Stores struct {
-	opt   source.Options // without the cache option
+	opt   source.Options // does not contain the cache option
 	local cache.Folder   // Path is "" if there is no cache
 	own   bool           // never use an external downloader
 	hub   http.Hub

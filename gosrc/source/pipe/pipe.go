@@ -1,5 +1,5 @@
 // Package pipe provides sources for bodies that another program downloads. The program receives URLs as
-// arguments and writes their bodies, one after the other, to its standard output, as curl and `overwire fetch`
+// arguments and writes their bodies, in that order, to its standard output, as curl and `overwire fetch`
 // do.
 //
 // The program is started by its path, without a shell. Every argument begins with http:// or https://, so no

@@ -13,7 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
 
-// between calls do after a file's values are listed and before their lengths are requested.
+// between is a hook. It calls do after a file's values are listed and before their lengths are requested.
 type between struct {
 	redis.Hook
 	do func()

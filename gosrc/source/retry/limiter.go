@@ -57,7 +57,7 @@ const (
 )
 
 var (
-	start = time.Now() // of the process
+	start = time.Now() // start time of the process
 
 	limitersMu sync.Mutex
 	limiters   = map[string]*limiter{}

@@ -38,7 +38,7 @@ type client struct {
 	refs    int
 	used    time.Time // when it was last acquired
 	apis    map[clientKey]*s3.Client
-	regions map[string]string // of buckets outside the configured region
+	regions map[string]string // maps buckets outside the configured region to their regions
 	bare    bool              // guessed, but the machine has no credentials: requests are not signed
 	plain   bool              // a server or proxy refuses "Expect: 100-continue"
 	summed  map[string]bool   // buckets that only accept uploads with a checksum

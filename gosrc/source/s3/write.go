@@ -38,12 +38,12 @@ type upload struct {
 	client *client
 
 	mu       sync.Mutex
-	id       *string   // of the multipart upload; nil before it begins
+	id       *string   // id of the multipart upload; nil before it begins
 	isSummed bool      // the parts have checksums
-	begun    time.Time // by the store's clock; zero if the store does not send its time
+	begun    time.Time // start time by the store's clock; zero if the store does not send its time
 	once     *string   // If-None-Match, so that an existing object is not replaced; nil: replace it
 	done     []types.CompletedPart
-	size     int64 // of the parts in done
+	size     int64 // total size of the parts in done
 }
 
 // Create begins an object of at most limit bytes. An existing object of this name remains until Publish. The

@@ -56,7 +56,7 @@ type Stream struct {
 	shut   error
 
 	// Used only by fillFile.
-	hash maphash.Hash // of the bytes already received
+	hash maphash.Hash // hash of the bytes already received
 	met  bool         // the store has responded at least once
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import FormatError, UntrustedPickleError
 
-# The bytes that an attribute takes in a dict, and the most letters of a name in a message.
+# The bytes that an attribute takes in a dict, and the maximum number of characters of a name in a message.
 ATTRIBUTE = 100
 LONGEST = 200
 

@@ -242,7 +242,7 @@ def _local_place(
             except OSError as error:  # this user may not be allowed to write to the other folder
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-        container = layout.container_of(target, folder)  # another writer may have created one meanwhile
+        container = layout.container_of(target, folder)  # another writer may have created one since
         rivals = layout.rivals_of(target)
         if _is_anothers(container) or any(_has_digest(container, _digest_of_file(rival)) for rival in rivals):
             container = layout.second_container_of(target, folder)
@@ -294,7 +294,8 @@ def _elsewhere(target: str, folder: str) -> list[str]:
 
 def _keep_previous(target: str, container: str) -> None:
     # Gives the old container a second name, for readers of the old pickle. If an earlier save was killed, the container
-    # with the second name may be the one that belongs to the pickle. It is not replaced then.
+    # with the second name may be the one that belongs to the pickle. In that case it is not
+    # replaced.
     previous = layout.previous_of(container)
     if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return

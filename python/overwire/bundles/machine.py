@@ -103,7 +103,7 @@ class Machine:
         return FormatError(f"{code} is not an opcode")
 
     def _skip_bytes(self, count: int) -> int:
-        """Skips `count` bytes and returns their offset. Raises FormatError if the data ends before."""
+        """Skips `count` bytes and returns their offset. Raises FormatError if the data is shorter."""
         start = self._at
         if count > len(self._data) - start:
             raise self._cut_short()

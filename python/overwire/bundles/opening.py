@@ -35,7 +35,7 @@ def open_pair(
     target: str, folders: Sequence[str], tensors: SourceLike | None, options: StorageOptions | None
 ) -> tuple[bytes, Model]:
     """Returns a pickle and the open container of the same save. Starts again if another save replaces the pickle
-    meanwhile."""
+    in the meantime."""
     remote = is_remote(target)
     for attempts in reversed(range(_TRIES)):
         state = None if remote else state_of_file(target)

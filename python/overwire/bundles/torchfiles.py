@@ -56,8 +56,7 @@ _CURE = "Nothing in it was run. If it is your own file, save only its state_dict
 #: All strided tensors together may have _SPARE bytes more than the file.
 _SPARE = 256 << 20
 
-#: All other tensors together may have at most _TIMES the bytes of the file plus _SPARE. They may have more bytes than
-#: the file, because a storage or tensor may have several names.
+#: All other tensors together may have _TIMES the file's bytes plus _SPARE, because storages may have several names.
 _TIMES = 64
 
 #: The longest name in a pickle, in characters.
@@ -260,8 +259,7 @@ class _Names(AllowList):
         return _Opaque(function)
 
     def _rebuild_of_type(self, function: Any, kind: Any, args: Any) -> Any:
-        # Returns a tensor without its attributes, or a placeholder for a subclass. A subclass may keep its content in
-        # attributes.
+        # Returns a tensor without its attributes, or a placeholder for a subclass, whose content may be in attributes.
         if type(function) is _Named and kind in _TENSOR_TYPES and type(args) is tuple:
             return self.call(function, args)
         self._reader.count_lost(args if type(args) is tuple else ())

@@ -136,8 +136,8 @@ class Place:
         """Locks the destination, and removes the remains of killed saves.
 
         Raises ArgumentError if the destination exists and is not a checkpoint or overwrite is False, or if another save
-        is running. Raises NotSupportedError if the file system cannot replace a checkpoint in one step. Nothing has
-        changed then.
+        is running. Raises NotSupportedError if the file system cannot replace a checkpoint in one step. In these
+        cases nothing has changed.
         """
         old = self._has_checkpoint()
         if self.remote:

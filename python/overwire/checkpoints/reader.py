@@ -92,7 +92,7 @@ class CheckpointReader(Located, StorageReader):
             self.close()
             if state in (None, now := state_of(self._path, self._options)):
                 raise
-            self._open_files(self._path, now)  # a save has replaced the checkpoint meanwhile
+            self._open_files(self._path, now)  # a save has replaced the checkpoint since it was opened
 
     def _open_files(self, path: str, state: Any) -> None:
         # state: the state of the checkpoint before it is opened.

@@ -59,7 +59,7 @@ class CheckpointStager(AsyncStager):
         Each value is read once. Raises NotSupportedError with the tensor's name for a tensor that is not just dense
         memory: sparse, nested, quantised, on the meta device, from a lazy module, or of a subclass (MaskedTensor,
         quantised weights) other than DTensor. Raises ArgumentError for memory that was freed (`sleep`) or shortened,
-        and OutOfMemoryError. Nothing has been copied then.
+        and OutOfMemoryError. After an error nothing has been copied.
         """
         sets = [(user() is None and not _is_used(buffers), user, buffers) for user, buffers in self._sets]
         self._sets = [(user, buffers) for is_free, user, buffers in sets if not is_free]
@@ -97,7 +97,7 @@ class _Copying:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         # Keeps all tensors alive until they are copied, because a mapping may create its tensors when they are read.
         self._tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, _Number] = {}  # by id, so that tied tensors stay tied
+        self._numbers: dict[int, _Number] = {}  # keyed by id, so that tied tensors stay tied
         self._copies: dict[int, torch.Tensor] = {}
 
     def number_tensors(self, value: Any, name: str) -> Any:

@@ -130,8 +130,8 @@ class BlockLoad:
         self.read, self.copied = 0, 0
 
     def try_land(self, meanwhile: Callable[[], None]) -> str:
-        """Loads all blocks in one pass over the files. Collective. Returns "", or the reason why the ranks cannot map
-        each other's memory. No block has been loaded then.
+        """Loads all blocks in one pass over the files. Collective. Returns "". If the ranks cannot map each
+        other's memory, loads no block and returns the reason.
 
         meanwhile: loads the rest of this rank's tensors. It runs while the first bytes are read, and its exceptions are
         raised on all ranks. If a rank fails or disappears, the others raise an error.

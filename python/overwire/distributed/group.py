@@ -77,7 +77,7 @@ class _VerbState:
     this object was created. number: how many collectives have begun. agreed: how often the ranks have agreed. depth:
     the nesting of calls. known: an error that all ranks know. halt: the error that `look_for_failure` raised after
     another rank had failed. interrupt: an interrupt while this rank waited, which the others do not know yet. failure:
-    the error with which this rank enters an agreement. until: how long it waits for the others then. broken: why the
+    the error with which this rank enters an agreement. until: how long it waits there for the others. broken: why the
     ranks are out of step.
     """
 

@@ -138,7 +138,7 @@ class GroupLoad:
         memory. (0, 0) means the results of `mapped_share` and `count_own_buffers`."""
         self._members, self._models, self._ring = members, models, ring
         self._device = models[0].device
-        self._buffers: list[Any] = []  # for collectives
+        self._buffers: list[Any] = []  # buffers of collectives
         self._room = 0
         self.link = members.sending_device(self._device)
         self.carrier = "none"
@@ -344,7 +344,7 @@ class _Relay:
             self._end_with_error(error)
 
     def gather_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
-        """Gathers the pieces one after the other, on all ranks together. All requests land at the end."""
+        """Gathers one piece at a time, on all ranks together. All requests land at the end."""
         members, shares = self._members, list[int]()
         self.try_step(lambda: shares.extend(relay_shares(self.job.number)))
         agree(self._error, True)  # all ranks have the same pieces after this

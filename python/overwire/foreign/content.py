@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Maximum bytes of a block.
 BLOCK = 16 << 20
 
-#: Maximum letters of plain values in a file's metadata.
+#: Maximum number of characters of plain values in a file's metadata.
 VALUES = 1 << 20
 
 _THREADS = 4
@@ -82,8 +82,8 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def text_of(values: dict[str, Any]) -> str | None:
-    """Encodes values as JSON. Returns None if the text is longer than `VALUES`: values may contain others many times.
-    """
+    """Encodes values as JSON. Returns None if the text is longer than `VALUES`, because values that are shared many
+    times could make it huge."""
     parts, letters = [], 0
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
         letters += len(part)
@@ -105,7 +105,7 @@ def write_plain(content: Content, number: int, source: str, is_header: bool = Fa
     if content.values and values is not None:
         notes["torch.values"] = values
     elif content.values:
-        left.append(f"{len(content.values)} plain values of more than {VALUES} letters")
+        left.append(f"{len(content.values)} plain values with more than {VALUES} characters in total")
     header, order = _lay_out(content, notes, source)
     try:
         os.fchmod(number, content.mode & 0o666 | 0o600)
@@ -162,7 +162,7 @@ def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
     with ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool:
         try:
             list(start_thread(pool.map, copy_tensor, tensors))
-        except BaseException as error:  # also Ctrl-C in this thread: the workers stop at their next block
+        except BaseException as error:  # for example Ctrl-C: the workers stop at their next block
             failures.append(error)
             pool.shutdown(cancel_futures=True)
             raise failures[0] from None

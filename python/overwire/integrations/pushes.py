@@ -148,8 +148,8 @@ class Group:
         self, address: str, port: int, rank: int, size: int, timeout: float = 300,
         has_ended: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        """Joins the group. has_ended: whether ranks that have not joined will never join. ArgumentError is raised
-        then."""
+        """Joins the group. has_ended: returns whether ranks that have not joined will never join. If it returns True,
+        raises ArgumentError."""
         from ..errors import ArgumentError
 
         dist: Any = importlib.import_module("torch.distributed")

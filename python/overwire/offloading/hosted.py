@@ -36,14 +36,14 @@ class Hosted(Offloaded):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, False)
-        self._parameters: list[list[tuple[torch.nn.Module, str, torch.nn.Parameter]]] = []  # by block
+        self._parameters: list[list[tuple[torch.nn.Module, str, torch.nn.Parameter]]] = []  # indexed by block
         self._owners: dict[torch.nn.Module, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, module: torch.nn.Module, weights: Iterable[HostedWeight]) -> None:
         """Compresses the weights of a block (at least one) into host memory. `read` returns them after this call.
 
-        Raises OutOfMemoryError and DeviceError. Nothing has changed then.
+        Raises OutOfMemoryError and DeviceError. After an error nothing has changed.
         """
         weights, at = list(weights), len(self._away)
         with torch.inference_mode(False), torch.no_grad():

@@ -452,7 +452,7 @@ def stream_blocks(
     """Streams blocks that the caller has chosen. In addition to the blocks, only the tensors in `moved` are moved to
     the device. keep: the bytes of blocks that stay on the device.
 
-    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError. The model is unchanged then.
+    Raises ArgumentError, NotSupportedError, OutOfMemoryError and DeviceError. After an error the model is unchanged.
     """
     import torch
 

@@ -31,11 +31,11 @@ _LONGEST_HEADER = 100_000_000
 _LARGEST_INDEX = 1 << 30
 _LARGEST_CHUNK = 16 << 20
 _X16, _PLANES = 1, 6
-_TRANSFORMS = {  # for X16, by dtype
+_TRANSFORMS = {  # transforms of X16, keyed by dtype
     "BF16": {1}, "F16": {2}, "F32": {3}, "C64": {3}, "F8_E4M3": {4}, "F8_E4M3FNUZ": {4}, "F8_E5M2": {5},
     "F8_E5M2FNUZ": {5}, "F4": {7}, "F8_E8M0": {8}, "BOOL": {8},
 } | {name: {6, 7, 8} for name in ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")}  # fmt: skip
-_PLANES_OF = {  # for planes, by dtype, in addition to 1, which is allowed for all
+_PLANES_OF = {  # transforms of planes, keyed by dtype; transform 1 is allowed for all
     "I16": 2, "U16": 2, "I32": 3, "U32": 3, "I64": 4, "U64": 4, "F16": 5, "BF16": 5, "F32": 6, "C64": 6, "F64": 7,
 }  # fmt: skip
 _MOST_TILES = 256

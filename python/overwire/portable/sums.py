@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _POLYNOMIAL = 0x82F63B78
-_WIDTHS = (2048, 256, 32)  # contiguous words
+_WIDTHS = (2048, 256, 32)  # words per row
 
 Words = NDArray[np.uint32]
 
@@ -82,7 +82,7 @@ def _moves_of_zeros(words: int) -> tuple[Words, Words]:
 def _matrix_of_zeros(nbytes: int) -> Words:
     # Returns the effect of that many zero bytes on each bit of the register, as a matrix.
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
-    power = _shift_bit(bits)  # for one bit
+    power = _shift_bit(bits)  # the effect of one bit
     result: Words = bits
     count = 8 * nbytes
     while count:

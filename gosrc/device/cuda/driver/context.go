@@ -42,7 +42,7 @@ type Context struct {
 	sms      int
 
 	reading sync.Mutex    // held while Read uses stream
-	stream  C.owcu_handle // for Read
+	stream  C.owcu_handle // only used by Read
 }
 
 // Near returns the NUMA node of a device, or nil if the host has only one node or the device's node is unknown.

@@ -22,8 +22,8 @@ type keptBlock struct {
 	bytes uint64
 }
 
-// keptBlocks caches blocks for the next load, because freeing a block may wait for all work queued on the device and
-// block other calls meanwhile. The oldest blocks come first. The owner of keptBlocks locks it.
+// keptBlocks caches blocks for the next load, because freeing a block may wait for all work queued on the device, and
+// other calls are blocked until then. The oldest blocks come first. The owner of keptBlocks locks it.
 type keptBlocks struct {
 	blocks  []keptBlock
 	touched time.Time // when a block was last added or taken

@@ -34,7 +34,7 @@ type completer struct {
 	inflight int
 	drained  chan struct{}    // closed and replaced when inflight becomes 0
 	broken   error            // the first device error, with which later submits fail
-	flying   []*Slot          // of a polled queue: submitted slots, in order of submission
+	flying   []*Slot          // submitted slots of a polled queue, in order of submission
 	trace    device.TraceFunc // nil if times are not reported
 	origin   time.Time
 }

@@ -30,7 +30,7 @@ const (
 type Pool struct {
 	ctx     *driver.Context
 	mem     *memory.Memory
-	spare   *memory.Spare // for the first queue
+	spare   *memory.Spare // memory of the first queue
 	kernels *driver.Kernels
 
 	making sync.Mutex // held while a queue is made

@@ -44,7 +44,7 @@ type Queue struct {
 	c       *C.struct_owcu_queue
 	inPlace bool // kernels read slots in place; see ReadInPlace
 	pages   memory.Pages
-	size    int64   // of a slot
+	size    int64   // size of a slot
 	all     []*Slot // all allocated slots
 	slots   []*Slot // slots that are in use
 	free    *freeSlots
@@ -176,7 +176,7 @@ func (q *Queue) submitJoined(s *Slot) error {
 	defer q.order.Unlock()
 	b, isQueued := &s.build, false
 	defer func() {
-		if !isQueued { // also after a panic, because Close waits for every slot
+		if !isQueued { // true even after a panic; Close waits for every slot
 			q.free.putSlotAndJoined(s)
 		}
 	}()

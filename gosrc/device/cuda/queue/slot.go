@@ -56,7 +56,7 @@ type slotModes struct {
 type slotResult struct {
 	count    int
 	done     func(task int, err error)
-	failures map[int]error // by task
+	failures map[int]error // keyed by task
 }
 
 // ownFresh makes the caller the owner of the slot, and resets the slot.

@@ -65,7 +65,7 @@ type Batches struct {
 	waiting int // callers in Wait, whose events must not be destroyed
 	small   *arena
 	next    int
-	large   []*arena // with one pad each
+	large   []*arena // each holds one pad
 }
 
 // NewBatches returns the Batches of a device. x16 is the module with their kernels.
@@ -429,7 +429,7 @@ func (b *Batch) Wait() ([]error, error) {
 	if p := b.pad; p != nil {
 		d.waiting++
 		d.mu.Unlock()
-		// A later batch may use the pad meanwhile, but only after this batch's result has been set.
+		// A later batch may use the pad during the wait, but only after this batch's result has been set.
 		isKnown, err := p.wait()
 		d.mu.Lock()
 		d.waiting--

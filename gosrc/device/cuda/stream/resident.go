@@ -43,7 +43,7 @@ const residentTables = 2
 // A residentTable is the memory of a kernel's table.
 type residentTable struct {
 	mu    sync.Mutex // held while a kernel runs
-	arena *arena     // with one pad
+	arena *arena     // holds one pad
 }
 
 // A residentLaunch is a kernel launch. The table has `room` bytes (0 means `bytes`), of which the first `bytes` are

@@ -229,7 +229,7 @@ class gds_device_buffer:
 class _Descriptor:
     # A shared file descriptor, which is closed with the last reference.
 
-    number = -1  # until it is set
+    number = -1  # means that it is not set yet
 
     def close(self) -> None:
         number, self.number = self.number, -1

@@ -192,7 +192,7 @@ class _Pass:
     # engine delivers them in file order.
 
     def __init__(self, device: str, cast: str) -> None:
-        self._names: dict[str, dict[str, None]] = {}  # by file, in the order of requests
+        self._names: dict[str, dict[str, None]] = {}  # keyed by file, in the order of requests
         self._begun = False
         self._device, self._cast = device, cast
         self._lock = new_lock()

@@ -51,7 +51,7 @@ log = logging.getLogger("overwire")
 
 _lock = new_lock()
 _patches: list[SafetensorsPatch] = []  # active patches, in the order of their start
-_swapped: dict[int, tuple[Any, Any]] = {}  # by id: the original and its replacement
+_swapped: dict[int, tuple[Any, Any]] = {}  # keyed by id: the original and its replacement
 # By class and name: the class, the name, the original member and the current one.
 _members: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
 _seen: dict[str, int] = {}  # how many modules of a library existed when `_hook` last looked
@@ -251,7 +251,7 @@ def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterab
 
 
 def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
-    # Restores the names that were replaced, also in modules that were imported or changed since.
+    # Restores the names that were replaced, even in modules that were imported or changed since.
     for namespace, name in _bound.copy():
         _put(swap, namespace, (name,))
     for module_name, names in _namespaces():

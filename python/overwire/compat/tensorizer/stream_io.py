@@ -93,7 +93,7 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
         if os.path.isdir(path):
             return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
         return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
-    except OSError:  # deleted meanwhile
+    except OSError:  # deleted in the meantime
         return False
 
 
@@ -211,7 +211,7 @@ class CURLStreamFile(_Stream):
     request to the URI's server, but not to other servers that it redirects to.
     buffer_size: bytes to buffer.
 
-    Broken connections are resumed. Raises OSError for an object that changes meanwhile, for a
+    Broken connections are resumed. Raises OSError for an object that changes during a read, for a
     failure that persists, and for an object that cannot be opened; ValueError for an invalid
     range.
     """

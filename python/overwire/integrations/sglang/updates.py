@@ -45,8 +45,8 @@ def message(
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Loads the push of a `message`. SGLang calls this function.
 
-    Raises ValueError for other tensors and DeltaBaseError for a delta of other weights. The model has not changed
-    then. Also raises the errors of loading.
+    Raises ValueError for other tensors and DeltaBaseError for a delta of other weights. Both leave the model
+    unchanged. Also raises the errors of loading.
     """
     pairs = list(named_tensors)
     if len(pairs) != 1 or pairs[0][0] != _NAME:

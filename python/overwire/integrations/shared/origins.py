@@ -92,7 +92,7 @@ class _CodeWalk:
         self._own = tuple(one + os.sep for one in own)
         self._python = sysconfig.get_path("stdlib") + os.sep
         self._tops = {engine, "torch", "overwire", "builtins"} | sys.stdlib_module_names - {"__main__"}
-        self._seen: dict[int, Any] = {}  # by id; refers to the object, so that its id stays unique
+        self._seen: dict[int, Any] = {}  # keyed by id; refers to the object, so that its id stays unique
         self._methods: set[tuple[int, type]] = set()  # id of the function, and class; the functions are in `_seen`
         self.facts: list[Any] = []
 

@@ -98,7 +98,7 @@ class Arriving:
     def __init__(self, path: str, rows: Mapping[str, list[Any]], device: torch.device) -> None:
         """Starts to load. rows: from `take_tensors`. device: for tensors that are not on the host. Raises Refused if
         the file contains other tensors, or if a row has an unknown device or dtype. Also raises errors of torch and of
-        opening the file. All memory is freed then."""
+        opening the file. After an error all memory is freed."""
         self._path, self._device = path, device
         self.rows = rows
         #: The tensors by name. They are loaded into this memory.
@@ -151,7 +151,7 @@ class Arriving:
         return copies.whole_copy(Stored(self._file, at, name, dtype, shape), target)
 
     def finish_loading(self) -> None:
-        """Waits until all tensors are loaded. Raises the errors of loading, and frees all memory then."""
+        """Waits until all tensors are loaded. Raises the errors of loading, after freeing all memory."""
         try:
             job, self._job = self._job, None
             if job is not None:

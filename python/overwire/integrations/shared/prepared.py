@@ -153,7 +153,7 @@ def keep_file(
     """Writes the file of a fingerprint, removes old files, and returns its path.
 
     digests: the digests of the tensors when they were described. Raises Refused if the tensors have changed since, or
-    if they are larger than the folder's limit. Also raises the errors of saving. No file appears then.
+    if they are larger than the folder's limit. Also raises the errors of saving. After an error there is no file.
     """
     import overwire
 

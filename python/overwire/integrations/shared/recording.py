@@ -95,7 +95,7 @@ class Recorder:
         self._size = 0  # bytes noted since `early` was last called
         self._destinations = Destinations()  # the destinations of the recorded copies
         self._entered = contextlib.ExitStack()
-        self._of: dict[int, _Stored] = {}  # by the identity of a stand-in's storage
+        self._of: dict[int, _Stored] = {}  # keyed by the identity of a stand-in's storage
         self._living: list[_Stored] = []  # stand-ins that were alive at the last check, and newer ones
         self._offered = False
         #: Whether everything was recorded and the load of the remaining copies has begun.

@@ -78,7 +78,7 @@ class Places:
     def load_whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
         """Loads all tensors of a file that the model uses.
 
-        If the load cannot be planned, logs the reason and returns False. Only small parameters may have changed then.
+        If the load cannot be planned, logs the reason and returns False. At most small parameters have changed.
         Raises `Incomplete` and the errors of loading. After an error, the parameters may have a mix of old and new
         values.
         """
@@ -98,8 +98,8 @@ class Places:
         """Applies a delta to the parameters on all ranks of the group, or on none.
 
         Raises on all ranks DeltaBaseError if the parameters are not the delta's base, ValueError if the load cannot be
-        planned, `Incomplete`, and the errors of `overwire.open_delta`. Nothing has changed then. If an error of
-        `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
+        planned, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If an error
+        of `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
         """
         from ...plumbing import apply_part
 

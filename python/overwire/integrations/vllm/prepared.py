@@ -99,8 +99,8 @@ class PreparedStart:
             raise
 
     def _begin_early(self, folder: str, likely: str) -> None:
-        # Starts to load the most recently used file. The fingerprint, which is computed meanwhile, decides whether the
-        # file is used.
+        # Starts to load the most recently used file. The fingerprint, which is computed at the same time, decides
+        # whether the file is used.
         try:
             self._kept = prepared.find_file(folder, likely)
             if self._kept is not None:

@@ -34,7 +34,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         super().__init__()
         self._asleep: Any = None
         self._memory: Any = None  # memory that is being prepared
-        self._dtypes: dict[int, torch.dtype] = {}  # by address, because addresses do not change
+        self._dtypes: dict[int, torch.dtype] = {}  # keyed by address, because addresses do not change
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
@@ -42,7 +42,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         return True
 
     def suspend(self, level: int = 1) -> None:
-        """Frees the GPU memory. Raises the errors of `overwire.sleep`. All weights are awake then."""
+        """Frees the GPU memory. Raises the errors of `overwire.sleep`. After an error all weights are awake."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         allocator = get_mem_allocator_instance()

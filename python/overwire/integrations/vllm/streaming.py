@@ -100,7 +100,7 @@ def refuse_config(config: Any, model_config: Any) -> None:
 
 
 def refuse_changes(what: str) -> None:
-    """Raises ValueError if layers are streamed, because nothing may change or read their weights then."""
+    """Raises ValueError if layers are streamed, because nothing may change or read the weights of such layers."""
     if any(handle.blocks for handle in _streams):
         raise ValueError(
             f"overwire: {what}: layers of the model are compressed on the host: start vLLM without the offload option"

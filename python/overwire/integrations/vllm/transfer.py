@@ -85,7 +85,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         super().__init__(*arguments, **more)
         self._info: Any = InitInfo()
         self._group: Group | None = None
-        self._places: dict[int, Places] = {}  # by the id of a model, which the engine's worker keeps alive
+        self._places: dict[int, Places] = {}  # keyed by the id of a model, which the engine's worker keeps alive
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Notes how to reach pushes, and joins the group if there is one.
@@ -135,8 +135,8 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         """Loads a push.
 
         Raises `Incomplete`, a ValueError, if the push lacks a weight, and DeltaBaseError for a delta of other weights.
-        Nothing has changed then. After any other error the model may have a mix of old and new weights, and the trainer
-        must push all weights again.
+        Both leave the model unchanged. After any other error the model may have a mix of old and new weights, and the
+        trainer must push all weights again.
         """
         if reason := reason_against(update_info.kind, update_info.path):
             if self._group is not None:

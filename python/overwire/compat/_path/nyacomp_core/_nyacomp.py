@@ -1,4 +1,4 @@
-"""Replaces nyacomp's extension when its folder is on PYTHONPATH."""
+"""Replaces nyacomp's extension module if this file's folder is on PYTHONPATH."""
 
 import overwire.compat
 

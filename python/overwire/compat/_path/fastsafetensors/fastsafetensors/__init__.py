@@ -1,4 +1,4 @@
-"""Replaces fastsafetensors when its folder is on PYTHONPATH: overwire takes this module's place in sys.modules."""
+"""Replaces fastsafetensors if the parent folder is on PYTHONPATH: overwire takes this module's place in sys.modules."""
 
 import overwire.compat
 

@@ -1,4 +1,4 @@
-"""Replaces nyacomp when its folder is on PYTHONPATH: overwire takes this module's place in sys.modules."""
+"""Replaces nyacomp if the parent folder is on PYTHONPATH: overwire takes this module's place in sys.modules."""
 
 import overwire.compat
 

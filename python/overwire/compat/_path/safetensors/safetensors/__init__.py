@@ -1,4 +1,4 @@
-"""Replaces safetensors when its folder is on PYTHONPATH: the real package takes this module's place
+"""Replaces safetensors if the parent folder is on PYTHONPATH: the real package takes this module's place
 in sys.modules, and reads through overwire."""
 
 import overwire.compat
