@@ -53,8 +53,8 @@ func convertTree(ctx context.Context, c *conversion, folder stored.Folder, to sa
 	return rep, nil
 }
 
-// A Partial is the error of a conversion of several models that failed after it had written
-// some of the files into a folder that was not empty.
+// A Partial is the error of a conversion that failed after some models were written. Their files stay, because the
+// target folder was not empty before.
 type Partial struct {
 	error
 	Files []string

@@ -12,11 +12,11 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// OpenAll resolves names, opens every file with open, and indexes them. If an index.json applies, the model has
-// exactly the tensors that it lists, each from the file that it names. If an index.json is replaced during the call,
-// its files are opened again, so that they match it. If the files of one checkpoint are from several saves, all files
-// are opened again. sets are the files of each name. The caller must close the sources; if OpenAll fails, it closes
-// them.
+// OpenAll resolves URIs to files, opens every file with open, and indexes the files. If an index.json applies, the
+// model has exactly the tensors that it lists, each from the file that it names. If an index.json is replaced during
+// the call, its files are opened again, so that they match it. If the files of one checkpoint are from several saves,
+// all files are opened again. sets[i] holds the files that uris[i] refers to. The caller must close the sources; if
+// OpenAll fails, it closes them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	if len(uris) == 0 {
@@ -75,8 +75,8 @@ func closeAll(srcs []source.Source) {
 	}
 }
 
-// openSet opens the files of one name. changed reports whether the index.json or listing that selected them was
-// replaced meanwhile. The caller closes the sources, even after an error.
+// openSet opens the files that one URI refers to. changed reports whether the index.json or listing that selected
+// them was replaced meanwhile. The caller closes the sources, even after an error.
 func openSet(ctx context.Context, at source.Location, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	set Files, changed bool, err error) {
 	set, srcs, err = openFiles(ctx, at, open, opt)
@@ -125,9 +125,9 @@ func Names(ctx context.Context, uris []string, open Opener, opt Options) (names 
 }
 
 // withoutStale decides which file provides a tensor that several files of a folder contain. The folder's index.json
-// decides, even if its files were named one by one, as inference engines do. Each part must be one local file of the
-// same folder. withoutStale removes such a tensor from a part if the index.json assigns it to another of the named
-// files. It leaves other duplicates in place; the reader of the parts refuses them.
+// decides. It also decides if a caller, such as an inference engine, names the folder's files one by one. Each part
+// must be one local file of the same folder. withoutStale removes such a tensor from a part if the index.json assigns
+// it to another of the named files. It leaves all other duplicates in place.
 func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open Opener, opt Options) []*tensor.Index {
 	folder := ""
 	for i, set := range sets {
@@ -145,7 +145,7 @@ func withoutStale(ctx context.Context, sets []Files, parts []*tensor.Index, open
 	if err != nil || model.Shards == nil {
 		return parts
 	}
-	// owners maps each duplicate that one of these files must provide to the number of that file's part.
+	// owners maps the names of duplicates to the numbers of the parts that must provide them.
 	owners := make(map[string]int, len(twins))
 	for _, w := range model.Shards.Weights {
 		for _, i := range twins[w.Name] {

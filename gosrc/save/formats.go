@@ -16,12 +16,12 @@ import (
 
 // A fileFormat is a format that files can be written in.
 type fileFormat struct {
-	// extension is the suffix of paths with this format. Other paths have the last format.
+	// extension is the suffix of paths with this format. Paths with other suffixes have the last format in formats.
 	extension string
 	coded     bool // tensors may be compressed, or be aliases
-	// refuse says what the format does not support in a Spec, or returns "".
+	// refuse says which part of a Spec the format does not support, or returns "".
 	refuse func(s *Spec) string
-	// settings are added to those of the sources that are read to write this format.
+	// settings are extra settings for reading the sources of a conversion to this format.
 	settings map[string]string
 	write    func(ctx context.Context, s *session, to publish.Draft, share writerShare, file *File) (written, error)
 }
@@ -83,7 +83,7 @@ func (t Target) At(path string) Target {
 // Coded reports whether tensors in the target's format may be compressed or be aliases.
 func (t Target) Coded() bool { return t.format.coded }
 
-// Settings returns settings to add to those of the sources that are read to write the target.
+// Settings returns extra settings for reading the sources of a conversion to the target.
 func (t Target) Settings() map[string]string { return t.format.settings }
 
 // Resolve checks a path and the parts of a Spec that do not depend on the tensors, and fills in defaults of the Spec.

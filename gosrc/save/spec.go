@@ -50,10 +50,9 @@ type Spec struct {
 	// Compress writes the container of docs/format.md instead of a plain safetensors
 	// file. The container is lossless, and is still a safetensors file.
 	Compress bool `json:"compress,omitempty"`
-	// Level chooses between speed and size. "" or "default" uses the codec that decodes
-	// at full speed, also on a GPU. "smaller" also tries a codec that only the CPU can
-	// decode, slowly, and stores the smaller result of each chunk. It has no effect on
-	// tensors in several column parts.
+	// Level chooses between speed and size. "" or "default" uses the codec that decodes at full speed on CPUs and
+	// GPUs. "smaller" also tries a codec that only the CPU can decode, slowly, and stores the smaller result of each
+	// chunk. It has no effect on tensors in several column parts.
 	Level string `json:"level,omitempty"`
 	// Digests stores the digest of each tensor in a container (docs/format.md 6). With
 	// it, a model in memory can be compared without reading the file's tensors.
@@ -82,8 +81,8 @@ type Spec struct {
 	// Like is a local file. New files get its mode, owner and ACL if no file of the
 	// model is replaced. If it is "", the umask decides.
 	Like string `json:"like,omitempty"`
-	// Beside allows writing a single file next to a shard index of the same name.
-	// Otherwise that is an error, because the folder would still be loaded by the index.
+	// Beside allows writing a single file next to a shard index of the same name. Otherwise that is an error, because
+	// readers of the folder would follow the index and still load the old model.
 	Beside bool `json:"beside,omitempty"`
 
 	// Storage says how to reach remote files: the target, and the sources of a conversion.
@@ -174,7 +173,7 @@ type Report struct {
 	OnGPU       int64    `json:"on_gpu,omitempty"` // bytes of BytesIn that a GPU encoded
 	Staged      float64  `json:"staged,omitempty"` // seconds until the tensors were allowed to change
 	Files       []string `json:"files"`            // files written, in order; an index.json is last
-	Copied      []string `json:"copied,omitempty"` // those of Files that are auxiliary files of source folders
+	Copied      []string `json:"copied,omitempty"` // the entries of Files that are auxiliary files of source folders
 	// Left lists files of source folders that were not copied: other weights, hidden files, links to other folders,
 	// and special files.
 	Left []string `json:"left,omitempty"`

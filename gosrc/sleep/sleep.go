@@ -299,7 +299,7 @@ func (s *sleeper) encode(k, slot int) error {
 	return nil
 }
 
-// tensorOf returns the tensor, in the order of the layout, to which a chunk belongs.
+// tensorOf returns the index in s.lay.Tensors of the tensor that chunk c belongs to.
 func (s *sleeper) tensorOf(c int) int {
 	return sort.Search(len(s.lay.Tensors), func(t int) bool { return int(s.lay.Tensors[t].First) > c }) - 1
 }
@@ -383,8 +383,8 @@ func (s *sleeper) addSums(b *batch) error {
 }
 
 // writeFile hashes the tensors that no GPU has hashed, and writes the file. Host tensors are hashed in their own
-// memory. GPU tensors are hashed in the container, where they are stored uncompressed. Afterwards the host memory has
-// the same bytes as the file.
+// memory. GPU tensors that were not compressed are hashed in the container. Afterwards the host memory has the same
+// bytes as the file.
 func (s *sleeper) writeFile(ctx context.Context) error {
 	all := s.lay.Tensors
 	err := spawn.Each(ctx, "sleep hash", runtime.GOMAXPROCS(0), len(all), func(i int) error {

@@ -1,6 +1,6 @@
-// Package unpack presents tensors that only the host can decode as plain tensors, so all loads, also to a GPU, can read
-// them. These are tensors with chunks of codec 6, and tensors in column parts that have an alias with rows of another
-// size.
+// Package unpack presents tensors that only the host can decode as plain tensors, so all loads, including loads to a
+// GPU, can read them. These are tensors with chunks of codec 6, and tensors in column parts that have an alias with
+// rows of another size.
 package unpack
 
 import (

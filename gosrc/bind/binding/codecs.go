@@ -14,7 +14,7 @@ import (
 
 type codecRequest = Dumped[nvcomp.Spec]
 
-// bufferWords is the number of numbers that describe a buffer.
+// bufferWords is how many numbers describe a buffer.
 const bufferWords = 5
 
 const buffers = "for each buffer its address and size, whether it has an output, and the output's address and size"

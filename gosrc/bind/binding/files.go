@@ -36,8 +36,7 @@ import (
 type saveRequest struct {
 	save.Spec
 	columns
-	// Places has, by tensor name, the address and size of each piece of tensors that are in several
-	// pieces.
+	// Places maps the name of each tensor in several pieces to the address and size of each piece.
 	Places map[string][]int64 `json:"places,omitempty"`
 	// Background allows the tensors to change after Next has returned, before the job ends.
 	Background bool `json:"background,omitempty"`
@@ -145,7 +144,7 @@ type program struct {
 	Storage source.Options `json:"storage"` // environment variables for stores
 	// Secrets are the values of environment variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
-	// Names are names for some of the paths in messages.
+	// Names maps paths to the names that messages use for them.
 	Names   map[string]string `json:"names"`
 	Measure bool              `json:"measure"` // for doctor
 }
@@ -193,7 +192,7 @@ func fileVerbs() []*Verb {
 			tail("for each tensor its address, size, and 1 + its GPU (0 for the host)").
 			onCallersMemory(),
 		answered("plain_front",
-			"Return a plain file's header without its length, and the tensors' order. For tensors on the host.",
+			"Return a plain file's header without its length, and the tensors' order. The tensors must be on the host.",
 			func(q saveRequest, n []int64) (save.Front, error) {
 				in, err := inputs(&q, n)
 				if err != nil {
@@ -229,7 +228,7 @@ func fileVerbs() []*Verb {
 			func(none, []int64) ([]string, error) { return append([]string{}, source.Notices()...), nil }),
 		answered("cache_counts", "Return the counters of the caches of remote objects in this process.",
 			func(none, []int64) (cache.Counts, error) { return cache.CountedObjects(), nil }).afterPanics(),
-		answered("beside", "Return the last name of a URI, and the URIs of other names in its folder.",
+		answered("beside", "Return the file name in a URI, and the URIs of files with other names in its folder.",
 			func(q besideRequest, _ []int64) (besides, error) {
 				b := besides{Name: source.Name(q.URI), Path: source.Path(q.URI), URIs: []string{}}
 				for _, name := range q.Names {
@@ -433,7 +432,7 @@ func jobVerbs() []*Verb {
 				return &Result{Text: text}, err
 			})).ints("job").afterPanics(),
 		answered("cancel",
-			"Cancel a job without waiting. Until it has ended, it still uses its memory.", ofNumbered(jobOf,
+			"Cancel a job without waiting. It may use the caller's memory until it has ended.", ofNumbered(jobOf,
 				func(e *entry, _ none, _ []int64) (none, error) { e.cancel(); return none{}, nil })).
 			ints("job").afterPanics(),
 		answered("empty_cache", "Free cached device and pinned memory.",

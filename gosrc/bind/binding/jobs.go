@@ -19,7 +19,8 @@ import (
 // An owner is a result with a handle in its JSON. The handle is freed if the result is not taken.
 type owner interface{ owns() uint64 }
 
-// An entry is a job with a handle, either of a verb or a preload. No handle owns a preload's tensors.
+// An entry is a job with a handle, either of a verb or a preload. Freeing the handle of a preload does not free its
+// tensors.
 type entry struct {
 	job   *job.Job         // nil for a preload
 	load  *load.Loading    // nil if it is not a load
@@ -190,8 +191,8 @@ func (e *entry) all(raw bool) (*Result, error) {
 	return r, nil
 }
 
-// export takes landed requests of a load. It sets the first number to how many have no memory, and appends the
-// addresses.
+// export takes the tensors of landed requests from a load. It counts the tensors without memory in numbers[0], and
+// appends the addresses to numbers.
 func export(l *load.Loading, at []int, numbers []int64, raw bool) *Result {
 	r := &Result{Tensors: make([]Exported, len(at)), Raw: raw}
 	for n, i := range at {
@@ -240,8 +241,8 @@ func (e *entry) cancel() {
 // returns.
 const abandonWait = 50 * time.Millisecond
 
-// rest cancels the job and waits until the caller's memory is no longer in use. A preload does not use it and
-// continues.
+// rest cancels the job and waits until the caller's memory is no longer in use. A preload does not use the caller's
+// memory, and continues.
 func (e *entry) rest(how int) {
 	if e.pre != nil {
 		return

@@ -31,8 +31,8 @@ type openedSource struct {
 	Remote   bool              `json:"remote"` // read over a network, including network file systems
 }
 
-// openRequest describes what to open. opened is 0 or the handle of a .tensors file that the verb `records` has opened.
-// The model takes it over.
+// openRequest describes what to open. opened is 0 or the handle of a .tensors file that the verb `records` has
+// opened. The model takes ownership of the file.
 type openRequest struct {
 	load.Spec
 	Opened uint64 `json:"opened"`
@@ -66,8 +66,8 @@ func modelVerbs() []*Verb {
 		begun[loadRequest, load.Report]("load",
 			"Load tensors of a model. `whole` loads every tensor completely. Destinations must stay valid until the "+
 				"job has ended.", startLoad).
-			ints("model", "whole").tail("for each request the tensor, the destination (0 allocates it, 1 leaves it " +
-			"to settle), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means to the end)"),
+			ints("model", "whole").tail("for each request the tensor, the destination (0 means new memory, 1 means that " +
+			"settle sets it), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means to the end)"),
 		answered("outlook",
 			"Estimate the memory that a load of tensors needs. Raises OutOfMemoryError above max_memory.",
 			ofNumbered(modelOf, func(m *load.Model, q load.Prospect, n []int64) (load.Estimate, error) {
@@ -111,7 +111,8 @@ func modelVerbs() []*Verb {
 				load.Prepare(string(device), n[0] != 0)
 				return none{}, nil
 			}).ints("exchange"),
-		begun[preloadRequest, none]("preload", "Preload files. Loads that attach take their tensors.",
+		begun[preloadRequest, none]("preload",
+			"Preload files. After join, loads of a model can take the preloaded tensors.",
 			func(_ *Verb, q preloadRequest, _ []int64) (*entry, error) {
 				return &entry{pre: preload.Start(q.Spec, q.Options)}, nil
 			}),
@@ -160,8 +161,7 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 	return r, nil
 }
 
-// requestWords is the number of numbers in a load request, which are in the order of the fields of
-// load.Request.
+// requestWords is how many numbers a load request has. They are the fields of load.Request, in order.
 const requestWords = 6
 
 // requests converts numbers from Python to load requests.
@@ -189,7 +189,8 @@ func partsOf(n []int64) ([]load.Part, error) {
 	return parts, nil
 }
 
-// A loadRequest has the options of a load. after is the job of the load that it follows, or 0.
+// A loadRequest has the options of a load. after is the job number of an earlier load that this load must follow, or
+// 0.
 type loadRequest struct {
 	load.Options
 	After int64 `json:"after"`

@@ -24,7 +24,8 @@ func relayVerbs() []*Verb {
 		begun[relayRequest, relay.Report]("relay",
 			"Run this rank's part of a group load of one or several models.",
 			startRelay).ints("model").
-			tail("the needs of each rank of the host, as requests with the rank as the address; default: everything"),
+			tail("the requests of each rank of the host, with the rank instead of an address; if omitted, every " +
+				"rank needs everything"),
 		answered("relay_shares", "Return, for each piece, the size of each rank's share in its buffer.",
 			ofNumbered(relayOf, func(r *relay.Relay, _ none, _ []int64) ([]int64, error) {
 				return r.ShareSizes()

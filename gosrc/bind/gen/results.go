@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/verify"
 )
 
-// pythonNames maps types, with the package in their Go names, to the names that users see.
+// pythonNames maps Go types to the names that users see. Each key is a package name followed by a type name.
 var pythonNames = map[string]string{
 	"VerifyInspection": "Inspection", "VerifyInspectedFile": "InspectedFile",
 	"VerifyInspectedTensor": "InspectedTensor", "StoredTotal": "Total", "VerifyReport": "Verification",
@@ -49,7 +49,7 @@ the hash stored in the compressed file, False if the file stores none.`,
 	"VerifiedFile": `One file.
 
 checked: whether every byte of the contents or only the structure was checked.
-sha256: SHA-256 of the Hugging Face Hub, which the file matches, if the download recorded it.
+sha256: the file's SHA-256, if the download recorded the Hugging Face Hub's hash and it matches.
 original: set by ` + "`verify(original=True)`" + ` if the file can restore its plain file.`,
 	"Verification": "The result of `verify`." + `
 
@@ -76,7 +76,7 @@ wire: GB/s of pinned copies to the device, if measured.`,
 engine: "ok", or the error.`,
 }
 
-// resultTypes writes the module of these types, which the package overwire exports.
+// resultTypes writes the module with the result types, which the package overwire exports.
 func resultTypes() string {
 	c := &classes{texts: map[string]string{}, names: pythonNames, kinds: fieldTypes, docs: docs, flat: true}
 	for _, t := range []reflect.Type{

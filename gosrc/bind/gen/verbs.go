@@ -176,8 +176,8 @@ from typing_extensions import NotRequired
 func verbs() string {
 	_, functions := table()
 	return head + `# mypy: disable-error-code="no-any-return"
-"""Calls the engine's verbs. The argument numbers, which follows the request and the
-named numbers, has int64 values packed by ` + "`array`" + ` or ` + "`struct`" + `.
+"""Calls the engine's verbs. The last argument of some functions, numbers, holds int64
+values packed by ` + "`array`" + ` or ` + "`struct`" + `.
 
 An answered verb does not wait. A verb that waits can be interrupted: after Ctrl-C it is
 cancelled and no longer uses the caller's memory. A JobNumber identifies a running verb. See

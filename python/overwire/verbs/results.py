@@ -80,7 +80,7 @@ class VerifiedFile(TypedDict):
     """One file.
 
     checked: whether every byte of the contents or only the structure was checked.
-    sha256: SHA-256 of the Hugging Face Hub, which the file matches, if the download recorded it.
+    sha256: the file's SHA-256, if the download recorded the Hugging Face Hub's hash and it matches.
     original: set by `verify(original=True)` if the file can restore its plain file.
     """
 
