@@ -217,7 +217,7 @@ func TestRoundTrip(t *testing.T) {
 	}
 }
 
-// A corrupt file gives exit status 1. The error names the tensor and the chunk, also in JSON.
+// A corrupt file gives exit status 1. The error names the tensor and the chunk, as text and in JSON.
 func TestDamage(t *testing.T) {
 	small := filepath.Join(t.TempDir(), "small.safetensors")
 	must(t, "compress", made(t, "llama-bf16"), "-o", small)

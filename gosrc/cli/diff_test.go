@@ -19,8 +19,8 @@ func TestInspectTop(t *testing.T) {
 	}
 }
 
-// inspect --filter lists and counts only matching tensors, also with --digests. In a
-// pattern, * matches any characters.
+// inspect --filter lists and counts only matching tensors, with and without --digests. In a pattern, * matches any
+// characters.
 func TestInspectFilter(t *testing.T) {
 	a := made(t, "llama-bf16")
 	out := must(t, "inspect", a, "--filter", "*.mlp.*_proj.weight")

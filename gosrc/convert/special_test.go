@@ -12,7 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Only regular auxiliary files are copied, also through links. Special files do not block the conversion.
+// Only regular auxiliary files are copied, directly or through links. Special files do not block the conversion.
 func TestConvertLeavesSpecialFiles(t *testing.T) {
 	dir, out := t.TempDir(), filepath.Join(t.TempDir(), "out")
 	at := func(n string) string { return filepath.Join(dir, n) }

@@ -38,7 +38,7 @@ func names(t *testing.T, dir string) (out []string) {
 	return out
 }
 
-// Shards of any size contain the same delta as one file, also with tied tensors. They can be read by folder, by
+// Shards of any size contain the same delta as one file, even if tensors are tied. They can be read by folder, by
 // index, or by folder without an index.
 func TestShards(t *testing.T) {
 	r := seeded(t)

@@ -146,7 +146,8 @@ func golden(t testing.TB) map[string][]byte {
 	}
 }
 
-// goldenPath returns the path of a golden file for the current writer. In overwire-1.0, the metadata entry has no note.
+// goldenPath returns the path of a golden file for the current writer. The metadata entry of files in the folder
+// overwire-1.0 has no member "note".
 func goldenPath(name string) string {
 	return filepath.Join(goldens, "overwire-1.0-note", name+".safetensors")
 }
@@ -222,7 +223,8 @@ func TestKinds(t *testing.T) {
 	for i := range ix.Tensors {
 		got = append(got, ix.Tensors[i].Name)
 	}
-	// First compressed tensors, then plain ones in multiples of 64 bytes, then by alignment; aliases last.
+	// Compressed tensors come first, then plain tensors with a multiple of 64 bytes, then other plain tensors by
+	// alignment, and aliases last.
 	want := []string{"eight", "nibbles", "two", "whole", "long", "none", "nothing", "scalar", "odd", "a tie of bytes",
 		"tied"}
 	if !slices.Equal(got, want) {

@@ -160,7 +160,7 @@ func fakeGDS(t *testing.T, mode string) (counts func() cufile) {
 	}
 }
 
-// Plain tensors and slices of every kind load through libcufile, also with short reads, with and without registered
+// Plain tensors and slices of every kind load through libcufile, even with short reads, with and without registered
 // staging memory, and to a coherent device. No handle or registration is left.
 func TestGDS(t *testing.T) {
 	for mode, device := range map[string]string{"": "cuda:0", "s": "cuda:1", "b": "cuda:0"} {

@@ -59,7 +59,8 @@ func ended(t testing.TB, end func() string) func() {
 	}
 }
 
-// Tensors on a GPU are restored unchanged, also from memory that earlier sleeps have used. The written file is valid.
+// Tensors on a GPU are restored unchanged, even if the sleep reuses memory of earlier sleeps. The written file is
+// valid.
 func TestSleepFake(t *testing.T) {
 	smaller(t)
 	defer ended(t, cuda.Fake(64<<20))()

@@ -118,7 +118,8 @@ func nothingRuns(t testing.TB) {
 	}
 }
 
-// Tensors of all kinds are restored unchanged, also from the written file. Tensors that share memory are stored once.
+// Tensors of all kinds are restored unchanged, from memory and from the written file. Tensors that share memory are
+// stored once.
 func TestSleep(t *testing.T) {
 	smaller(t)
 	r := random(t)

@@ -283,7 +283,7 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// Finder finds names in the requested source, also from several goroutines.
+// Finder finds names in the requested source, even if several goroutines use it.
 func TestFind(t *testing.T) {
 	find := container().Finder()
 	var wg sync.WaitGroup

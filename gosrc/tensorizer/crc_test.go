@@ -34,7 +34,7 @@ func TestJoin(t *testing.T) {
 	}
 }
 
-// crcPower equals repeated multiplication, also for exponents above 32 bits.
+// crcPower equals repeated multiplication, even for exponents above 32 bits.
 func TestPower(t *testing.T) {
 	p := uint32(1) << 31
 	for n := range uint64(3000) {

@@ -133,7 +133,7 @@ func everyFlip(t *testing.T, name string) {
 }
 
 func TestEveryTruncation(t *testing.T) {
-	// Every truncation and any extra bytes at the end are refused, also for plain files.
+	// Every truncation and any extra bytes at the end are refused, in plain files as well.
 	for name := range goldenSpecs {
 		b, err := os.ReadFile(filepath.Join(goldens, goldenVersion, name))
 		if err != nil {
