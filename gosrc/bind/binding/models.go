@@ -66,8 +66,8 @@ func modelVerbs() []*Verb {
 		begun[loadRequest, load.Report]("load",
 			"Load tensors of a model. `whole` loads every tensor completely. Destinations must stay valid until the "+
 				"job has ended.", startLoad).
-			ints("model", "whole").tail("for each request the tensor, the destination (0 means new memory, 1 means that " +
-			"settle sets it), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means " +
+			ints("model", "whole").tail("for each request the tensor, the destination (0 means new memory, 1 means " +
+			"that settle sets it), and the ranges lo0, hi0, lo1, hi1 of the first two dimensions (hi -1 means " +
 			"to the end)"),
 		answered("outlook",
 			"Estimate the memory that a load of tensors needs. Raises OutOfMemoryError above max_memory.",

@@ -104,7 +104,8 @@ func TestEveryByteOfAHeader(t *testing.T) {
 	}
 }
 
-// An index.json that is truncated at any byte is refused. One with a flipped bit is refused, or names only files next to it.
+// An index.json that is truncated at any byte is refused. An index.json with a flipped bit is refused, or names only
+// files next to it.
 func TestEveryByteOfAnIndex(t *testing.T) {
 	text := []byte(`{"metadata":{"total_size":12,"a":[1,{"b":null}]},"weight_map":{"w":"1.safetensors","x":"2.safetensors"},"more":true}`)
 	if s, err := ReadIndexJSON("x", text); err != nil || len(s.Weights) != 2 || s.TotalSize != 12 ||
