@@ -18,7 +18,7 @@ import (
 
 // addCompanions adds the auxiliary files of source folders before the files of the model, because files that refer to
 // others must be last. left lists the files that are not copied. Links to weights are followed anywhere, because only
-// the tensors of weights are copied.
+// the tensors of weight files are copied.
 func addCompanions(c *conversion, src []string, to save.Target, files []save.File, in branch) (all []save.File,
 	left []string, err error) {
 	taken := map[string]bool{}

@@ -88,8 +88,8 @@ func readingAccess(c *conversion, to save.Target) format.Access {
 	return access
 }
 
-// writeFolder writes files into a folder, together with the auxiliary files of the folders from. It creates the folder
-// if needed. If the folder is one of own, it may already contain that model's weights.
+// writeFolder writes files into a folder, together with the auxiliary files of the folders from. It creates the
+// folder if needed. If the target is one of the folders own, it may already contain the model's weights.
 func writeFolder(ctx context.Context, c *conversion, w *save.Writer, own, from []string, to save.Target,
 	files []save.File, in branch) (rep save.Report, err error) {
 	made, err := makeFolder(to)

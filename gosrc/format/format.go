@@ -121,7 +121,7 @@ func refuseParts(ix *tensor.Index) error {
 	}
 	return placeError(file.URI, errs.New(errs.ErrNotSupported, "its tensors may be parts, written by one rank of "+
 		"torch's HuggingFaceStorageWriter: name the folder; `overwire convert FOLDER -o OUT` (overwire.convert) and "+
-		"overwire.load_file join a local one"))
+		"overwire.load_file join the parts of a local folder"))
 }
 
 // readIndex reads the index of one source, and returns the source that reads its data.

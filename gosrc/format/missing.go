@@ -87,7 +87,7 @@ func namesIn(dir string) []string {
 // subfolders with weights, such as those of a diffusers pipeline. names are the folder's files.
 func foldersBelow(dir string, names []string) string {
 	if hint := nameSnapshots(dir); hint != "" {
-		return ": it is " + hint
+		return ": " + hint
 	}
 	if kind := modelfiles.KindOfFolder(names); kind != nil {
 		return ": it holds " + kind.String()

@@ -188,7 +188,7 @@ func shards(stem string, n int) (names []string) {
 	return names
 }
 
-// Resolve finds the model of a local folder. Its errors list the candidates, also those one level below.
+// Resolve finds the model of a local folder. Its errors list the candidates, including those one level below.
 func TestResolveFolders(t *testing.T) {
 	two := string(listing("a", "1.safetensors", "b", "2.safetensors"))
 	for _, c := range []struct {
@@ -450,7 +450,7 @@ func TestTheIndexDecides(t *testing.T) {
 	// It does not apply to tensors that the named files lack, or that only one of them has.
 	put("3.safetensors", of(t, "a", "c"))
 	ix, _, _, err = OpenAll(t.Context(), []string{dir + "3.safetensors", dir + "1.safetensors"}, open, Options{})
-	if err != nil || len(ix.Tensors) != 5 { // both copies; the reader refuses them later
+	if err != nil || len(ix.Tensors) != 5 { // both copies stay
 		t.Errorf("two copies, and the index names a third file: %+v, %v", ix, err)
 	}
 	put("3.safetensors", of(t, "b", "c"))

@@ -111,7 +111,7 @@ func (t *wholeCasts) castLanded(ctx context.Context, queue *queue.Queue, land fu
 	for _, i := range t.landed {
 		c := t.l.casts[i]
 		dst := device.Memory{Ptr: t.dest[i], Bytes: t.l.landingBytes(int(i))}
-		if uintptr(dst.Ptr) == pending { // known now that the request has landed
+		if uintptr(dst.Ptr) == pending { // its address is known, because the request has landed
 			dst.Ptr = device.Pointer(t.l.dests.known[i].Load())
 		}
 		if err := queue.CastAndWait(ctx, dst, t.mem[i], c.From, c.To); err != nil {

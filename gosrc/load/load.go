@@ -202,7 +202,7 @@ func (l *Loading) landingBytes(i int) int64 {
 	return n
 }
 
-// bindsMeanwhile reports whether the job waits for the load's queue instead of Start. That is the case if a queue is
+// bindsMeanwhile reports whether the job, and not Start, waits for the load's queue. That is the case if a queue is
 // being made, the caller can bind destinations in the meantime, and enough memory is free for the queue.
 func (l *Loading) bindsMeanwhile() bool {
 	if l.dests == nil || l.dests.bound == nil || !l.target.GPU.IsMakingQueue() {

@@ -25,7 +25,7 @@ type pinned struct {
 	bytes [][]byte
 
 	mu         sync.Mutex
-	gpu        *cuda.Device // the GPU through which the memory is registered; nil before
+	gpu        *cuda.Device // the GPU through which the memory is registered; nil before registration
 	registered int          // how many elements of bytes are registered
 }
 

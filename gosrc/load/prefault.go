@@ -15,9 +15,9 @@ import (
 const populateStep = 32 << 20 // bytes that one call populates
 
 // prefaultPages populates the pages of mapped tensors in the background; the job does not wait for it. One call
-// populates neighbours in the same mapping. It uses only cores that the process leaves idle: a caller that reads on all
-// cores immediately is faster without it. It holds a mapping until its pages are populated, the caller has released the
-// mapping, or no core was free for a second.
+// populates neighbours in the same mapping. It uses only cores that the process leaves idle, because a caller that
+// immediately reads on all cores is faster without it. It holds a mapping until its pages are populated, the caller
+// has released the mapping, or no core was free for a second.
 func prefaultPages(mem []device.Memory, maps []int) {
 	runs := make([]device.Memory, 0, len(maps))
 	for _, i := range maps {

@@ -17,8 +17,8 @@ import (
 )
 
 // A Preloaded holds all tensors of a model that is loaded before the program requests it. Loads of other models with
-// the same files (see Model.Attach) take tensors from it. Each tensor can be taken once. Loads read from the files what
-// they cannot take. If preloading fails, loads that use it do not fail.
+// the same files (see Model.Attach) take tensors from it. Each tensor can be taken once. Loads read the tensors that
+// they cannot take from the files. If preloading fails, loads that use it do not fail.
 type Preloaded struct {
 	model *Model
 	l     *Loading // request k is the whole tensor k

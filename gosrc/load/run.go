@@ -302,7 +302,7 @@ func (s *execution) prepareQueue() (*queue.Queue, error) {
 }
 
 // chooseQueue returns the load's queue. If its slots are too small for the largest piece of the plan, it makes a new
-// queue. Bind does not wait for that.
+// queue. Bind does not wait for the new queue.
 func (s *execution) chooseQueue() (*queue.Queue, error) {
 	l := s.l
 	queue, room := l.queue.give(), int64(0)

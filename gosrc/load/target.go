@@ -66,8 +66,8 @@ func (t Target) allocateFor(sizes []int64) ([]device.Memory, error) {
 	return cpu.Alloc(sizes)
 }
 
-// Ring returns the number of slots of a GPU's queue and their size. Slots are smaller for ranges that are read in steps
-// and for ranks that exchange what they read. They are smallest for OwnSlots.
+// Ring returns the number of slots of a GPU's queue and their size. Slots are smaller for ranges that are read in
+// steps and for ranks that exchange what they read. They are smallest if m.OwnSlots() is true.
 func Ring(m plan.Machine) (slots int, bytes int64) {
 	switch {
 	case m.OwnSlots():

@@ -127,9 +127,9 @@ func (f *faultyFile) Close() error {
 }
 
 func TestDiskFaults(t *testing.T) {
-	// If any disk call fails, the error has the path, the old model stays complete, and no unfinished file is left. The
-	// test fails one call after another until a save has no more calls. Only if the last call fails, the sync of the
-	// folder after the rename, is the new model in place.
+	// If any disk call fails, the error has the path, the old model stays complete, and no unfinished file is left.
+	// The test fails one call after another until a save has no more calls. The last call syncs the folder after the
+	// rename. If only that call fails, the new model is in place.
 	r := newRand(t)
 	old := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 40, 64), bf16("u", r, 40, 64)}
 	next := []save.Input{bf16("w", r, 40, 64), bf16("v", r, 41, 64), bf16("u", r, 40, 64)}

@@ -21,22 +21,22 @@ import (
 )
 
 const (
-	// minGain is the ratio above which a tensor is stored plain, so any safetensors reader
-	// can read it.
+	// minGain is a ratio of stored bytes to logical bytes. A tensor that does not compress below it is stored plain,
+	// so any safetensors reader can read it.
 	minGain = 0.99
 	// minWide is how many bytes compression must save for a multi-byte integer tensor.
 	// Readers of format 1.1 refuse files with such compressed tensors.
 	minWide = 4096
 
 	sampleRuns  = 16
-	sampleBytes = 16 << 10 // bytes of one run; a multiple of every element size and of a tile
+	sampleBytes = 16 << 10 // bytes of one run; a multiple of every element size and of the tile size
 	wholeSample = sampleRuns * sampleBytes
 
 	mostTrials = 16 << 20 // bytes of small tensors that are encoded only once, as a trial
 )
 
-// A classifier chooses how the tensors of one save are stored. It reads samples, and whole tensors only if they may be
-// equal to others.
+// A classifier chooses how the tensors of one save are stored. It reads samples of large tensors. It reads a large
+// tensor completely only if the tensor may be equal to another one.
 type classifier struct {
 	spec    *Spec
 	path    string // only used in messages
@@ -52,7 +52,7 @@ func (c *classifier) classify(ctx context.Context, items []*Item) error {
 	if err := c.findAliases(ctx, items); err != nil {
 		return err
 	}
-	// An alias with rows of another size cannot use the column parts of its tensor.
+	// If an alias has rows of another size than the tensor with its bytes, that tensor cannot have column parts.
 	for _, t := range items {
 		if t.form == alias && t.rowBits() != t.of.rowBits() {
 			t.of.joinParts()

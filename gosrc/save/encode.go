@@ -118,8 +118,9 @@ func firstError(ctx context.Context, err error) error {
 	return context.Cause(ctx)
 }
 
-// divideBatches divides the tasks into batches of small chunks. Each large chunk is a batch. So is each pack that a GPU
-// encodes, each tensor that is hashed first, and each chunk that is read from a store, so requests run in parallel.
+// divideBatches divides the tasks into batches of small chunks. Each large chunk is a batch. So is each pack that a
+// GPU encodes, each tensor that is hashed before its chunks are written, and each chunk that is read from a store, so
+// requests run in parallel.
 func (f *encoder) divideBatches() {
 	bytes := 0
 	for k := range f.plan.tasks {
@@ -154,7 +155,7 @@ type encodedChunk struct {
 	hashed <-chan struct{} // closed when data has been added to the original's SHA-256; may be nil
 }
 
-// A scratch is memory for the chunks of a batch, which take it one after another.
+// A scratch is a buffer from which memory for the chunks of a batch is allocated, one chunk after another.
 type scratch struct {
 	all  []byte
 	used int

@@ -16,10 +16,10 @@ import (
 
 // A fileFormat is a format that files can be written in.
 type fileFormat struct {
-	// extension is the suffix of paths with this format. Other paths have the last format.
+	// extension is the suffix of paths with this format. Paths with other suffixes have the last format in formats.
 	extension string
 	coded     bool // tensors may be compressed, or be aliases
-	// refuse says what the format does not support in a Spec, or returns "".
+	// refuse says which part of a Spec the format does not support, or returns "".
 	refuse func(s *Spec) string
 	// settings are storage options that are added when sources are read for this format.
 	settings map[string]string

@@ -30,12 +30,12 @@ const (
 	batchRows = 1024 // maximum number of chunks in a batch and in a Packer's slot
 	// leastFileSlots is the minimum number of slots for a file: one each to encode, copy and write a batch.
 	leastFileSlots = 3
-	// sampledAhead is the maximum number of tensors that are sampled in one batch.
+	// sampledAhead is the maximum number of tensors with samples that are read in advance.
 	sampledAhead = 1024
 )
 
-// leastOnGPU is the minimum size of all tensors on a GPU for which the GPU encodes them.
-// Otherwise the host does, which needs no GPU memory. Tests make it smaller.
+// leastOnGPU is the minimum total size of the tensors on a GPU for the GPU to encode them. Below that size, the host
+// encodes them, which needs no GPU memory. Tests make it smaller.
 var leastOnGPU int64 = 32 << 20
 
 // A gpu encodes the tensors of a save that are on one GPU.
@@ -121,7 +121,7 @@ func digestOn(d *cuda.Device, items []*Item) error {
 	return err
 }
 
-// readAhead reads the samples that a classifier needs in one batch.
+// readAhead reads the samples that a classifier needs, in one batch per sample size.
 func (g *gpu) readAhead(items []*Item) error {
 	for _, n := range []int64{glanceBytes, sampleBytes} {
 		var at []uint64
@@ -179,7 +179,7 @@ type row struct {
 	t            *Item
 	off          int64
 	n            int32
-	chunk        int // number of its record
+	chunk        int // number of the chunk record
 	begins, ends bool
 }
 

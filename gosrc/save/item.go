@@ -23,8 +23,8 @@ import (
 
 // A body reads the logical bytes of a tensor. It is safe for concurrent use.
 type body interface {
-	// bytes returns bytes [off, off+len(buf)) in plain order. It either fills and returns
-	// buf, or returns memory of the body that stays valid until the job ends.
+	// bytes returns bytes [off, off+len(buf)) of the tensor in row-major order. It either fills and returns buf, or
+	// returns memory of the body that stays valid until the job ends.
 	bytes(ctx context.Context, buf []byte, off int64) ([]byte, error)
 }
 
@@ -355,7 +355,7 @@ var (
 	encoders = sync.Pool{New: func() any { return new(codec.Encoder) }}
 )
 
-// walkBytes calls f with all bytes of a tensor, in plain order.
+// walkBytes calls f with all bytes of a tensor, in row-major order.
 func (t *Item) walkBytes(ctx context.Context, f func(p []byte) error) error {
 	buf := pieces.Get().(*[1 << 20]byte)
 	defer pieces.Put(buf)

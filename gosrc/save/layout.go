@@ -38,14 +38,14 @@ type filePlan struct {
 	packs    packsOf
 }
 
-// A task writes one chunk. If n is 0, it hashes a whole tensor before its chunks, which are
-// not in the order of its bytes.
+// A task writes one chunk. If n is 0, the task hashes a whole tensor before its chunks are written, because they are
+// not in the order of the tensor's bytes.
 type task struct {
 	t            *Item
 	part         int32
 	n            int32
 	off          int64 // offset in the part
-	chunk        int   // number of its record
+	chunk        int   // number of the chunk record
 	begins, ends bool  // whether it is the tensor's first or last chunk
 	pack         *pack // if set, the task is a pack of chunks that a GPU encodes
 }

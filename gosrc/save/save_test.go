@@ -170,8 +170,8 @@ func TestPartsOfAliases(t *testing.T) {
 	same(t, otherRows(), read(t, again))
 }
 
-// otherRows returns the tensors of the golden file other-rows-1.0. Some aliases have other rows than their column
-// parts.
+// otherRows returns the tensors of the golden file other-rows-1.0. Some aliases have rows of another size than the
+// tensors in column parts that they refer to.
 func otherRows() []save.Input {
 	r := fixedRand()
 	a := gaussian(r, 64, 256)
@@ -189,8 +189,8 @@ func otherRows() []save.Input {
 	}
 }
 
-// A golden file from an older writer, with aliases that have other rows than column parts, loads and passes
-// verification.
+// A golden file from an older writer, with aliases that have rows of another size than their tensors in column parts,
+// loads and passes verification.
 func TestGoldenOtherRows(t *testing.T) {
 	golden := filepath.Join(goldens, "other-rows-1.0", "parts.safetensors")
 	same(t, otherRows(), read(t, golden))

@@ -82,8 +82,8 @@ type Spec struct {
 	// Like is a local file. New files get its mode, owner and ACL if no file of the
 	// model is replaced. If it is "", the umask decides.
 	Like string `json:"like,omitempty"`
-	// Beside allows writing a single file next to a shard index of the same name.
-	// Otherwise that is an error, because the folder would still be loaded by the index.
+	// Beside allows writing a single file next to a shard index of the same name. Otherwise that is an error, because
+	// readers of the folder would follow the index and still load the old model.
 	Beside bool `json:"beside,omitempty"`
 
 	// Storage says how to reach remote files: the target, and the sources of a conversion.
@@ -174,7 +174,7 @@ type Report struct {
 	OnGPU       int64    `json:"on_gpu,omitempty"` // bytes of BytesIn that a GPU encoded
 	Staged      float64  `json:"staged,omitempty"` // seconds until the tensors were allowed to change
 	Files       []string `json:"files"`            // files written, in order; an index.json is last
-	Copied      []string `json:"copied,omitempty"` // those of Files that are auxiliary files of source folders
+	Copied      []string `json:"copied,omitempty"` // the entries of Files that are auxiliary files of source folders
 	// Left lists files of source folders that were not copied: other weights, hidden files, links to other folders,
 	// and special files.
 	Left []string `json:"left,omitempty"`

@@ -18,7 +18,7 @@ import (
 type Model struct {
 	Index   *tensor.Index
 	Sources []source.Source // in the order of Index.Sources
-	Sets    []format.Files  // one for each opened name
+	Sets    []format.Files  // one for each opened URI
 }
 
 // Open opens a model. If unlisted is set, the model includes tensors that are in the files of an

@@ -9,7 +9,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/ordered"
 )
 
-// A Span is a run of a tensor's bytes in plain order.
+// A Span is a range of a tensor's bytes in row-major order.
 type Span struct {
 	Reader *Tensor
 	Number int // tensor number, for the caller

@@ -67,8 +67,7 @@ func (s *Tensor) Step() int64 {
 	return s.Block()
 }
 
-// Fill fills buf with bytes [off, off+len(buf)) in plain order. It is safe for
-// concurrent use.
+// Fill fills buf with bytes [off, off+len(buf)) of the tensor in row-major order. It is safe for concurrent use.
 func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
 	if s.partCount() == 1 {
 		return s.fillFlat(ctx, buf, off)
@@ -81,8 +80,8 @@ func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
 	return nil
 }
 
-// spreadPart copies the bytes of part p that belong into buf. buf holds bytes in plain
-// order, starting at off.
+// spreadPart copies the bytes of part p that belong in buf. buf holds the tensor's bytes in row-major order, starting
+// at off.
 func (s *Tensor) spreadPart(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
 	// Include the part's bytes in every row that the request touches. Bytes outside the
@@ -90,7 +89,7 @@ func (s *Tensor) spreadPart(ctx context.Context, buf []byte, p, off int64) error
 	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
 	for b := lo / s.Block(); b*s.Block() < hi; b++ {
 		from, to := max(lo, b*s.Block()), min(hi, (b+1)*s.Block())
-		// plain returns the position of byte i of the part in plain order.
+		// plain returns the offset in the tensor of byte i of the part.
 		plain := func(i int64) int64 { return i/s.width*s.row + p*s.width + i%s.width }
 		if plain(from) >= end || plain(to-1) < off {
 			continue

@@ -72,7 +72,7 @@ type Grid struct {
 	PerPart    int64 // chunks per part
 }
 
-// Grid returns the tensor's chunk grid, or the zero Grid for a tensor without chunks. Of the tensor, at least Shape,
+// Grid returns the tensor's chunk grid, or the zero Grid for a tensor without chunks. At least the tensor's Shape,
 // DType, Bytes, Parts and ChunkBytes must be valid.
 func (t *Tensor) Grid() Grid {
 	if t.ChunkBytes == 0 || t.Parts == 0 {

@@ -84,7 +84,7 @@ type Source struct {
 	Unlisted int               // number of tensors left out because an index.json does not list them
 }
 
-// These formats have rules of their own in the engine. Files of other formats have only plain tensors.
+// The engine has special rules for these formats. Files of other formats have only plain tensors.
 const (
 	FormatOverwire    = "overwire" // has an overwire index
 	FormatSafetensors = "safetensors"

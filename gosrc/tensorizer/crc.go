@@ -7,8 +7,8 @@ import (
 	"sync"
 )
 
-// The arithmetic of CRC-32 (IEEE) works on polynomials modulo the CRC's. Their bits are reversed, as in the sums, so
-// 1<<31 is the polynomial 1.
+// The arithmetic of CRC-32 (IEEE) works on polynomials modulo the CRC polynomial. Their bits are reversed, as in the
+// sums, so 1<<31 is the polynomial 1.
 
 // multiplyCRC returns the product of two polynomials.
 func multiplyCRC(a, b uint32) uint32 {

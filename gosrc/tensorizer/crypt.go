@@ -249,7 +249,8 @@ func KeyOf(ctx context.Context, opt map[string]string) (*Key, error) {
 	return &Key{Bytes: k, Derive: d}, nil
 }
 
-// appendBox appends the encryption of a record, preceded by its length. A nil Crypt means that it is not encrypted.
+// appendBox appends the encryption of a record, preceded by its length. A nil Crypt means that the record is not
+// encrypted.
 func (c *Crypt) appendBox(dst []byte) []byte {
 	start := len(dst)
 	dst = le.AppendUint64(dst, 0)

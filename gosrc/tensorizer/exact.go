@@ -13,7 +13,7 @@ import (
 // Exact checks the bytes that no reader needs, but that every writer writes. It checks that there is nothing between
 // head, index, records and end, that unused bytes are zero, and that repeated values agree. Together with the
 // tensors' hashes, this verifies every byte of a file. The only exception is the key derivation's parameters if a
-// file is read with the key itself. The records of the file must have been read.
+// file is read with a key instead of a password. The records of the file must have been read.
 func Exact(ctx context.Context, f *File, src source.Source) error {
 	bad := func(name string, off int64, format string, args ...any) error {
 		return f.at(name, off, errs.New(errs.ErrCorrupt, format, args...))

@@ -22,7 +22,7 @@ type DigestReport struct {
 	Tensors []TensorDigest `json:"tensors"`
 	Bytes   int64          `json:"bytes"`  // bytes read and decoded to compute digests
 	Kept    int            `json:"kept"`   // number of digests that were stored in the files
-	OnGPU   int64          `json:"on_gpu"` // the part of Bytes that a GPU decoded; 0 from Digests itself
+	OnGPU   int64          `json:"on_gpu"` // the part of Bytes that a GPU decoded; Digests leaves it 0
 	Seconds float64        `json:"seconds"`
 }
 

@@ -72,7 +72,7 @@ func addFloats(r *rng, add func(string, tensor.DType, []int64, []byte)) {
 			{"subnormals", func(int) uint64 { return code(0) }},
 			{"infinities", func(i int) uint64 { return top<<f.man | uint64(i&1)<<(f.exp+f.man) }},
 			{"signed zeros", func(int) uint64 { return r.next() & 1 << (f.exp + f.man) }},
-			// One exponent more than the coder's alphabet. The one that does not fit is as common as the others.
+			// These are one exponent more than the coder's alphabet has. All of them are equally common.
 			{"17 exponents", func(int) uint64 { return code(top/4 + r.next()%min(17, top+1)) }},
 			{"16 exponents", func(int) uint64 { return code(r.next() % 16) }},
 			{"every exponent", func(int) uint64 { return code(r.next() & top) }},

@@ -155,10 +155,10 @@ const (
 	TakeLast = 1 << 2 // takes everything and the report, and frees the job
 )
 
-// Take waits up to d for a job's result, and returns nil if there is none. For a load, the numbers are how many tensors
-// have no memory or no bytes, and then the address of each tensor (0 for those). With TakeNext, the tensor's position
-// precedes each address. A result without tensors is the last one. After a panic, Take waits for the job's end and
-// returns nothing.
+// Take waits up to d for a job's result, and returns nil if there is none. For a load, the first number counts the
+// tensors without memory or bytes. The address of each tensor follows; it is 0 for a tensor without memory or bytes.
+// With TakeNext, the tensor's position precedes each address. A result without tensors is the last one. After a
+// panic, Take waits for the job's end and returns nothing.
 func Take(job uint64, d time.Duration, how int) (*Result, error) {
 	if spawn.Poisoned() != nil {
 		_, err := Wait(job, d)

@@ -22,7 +22,7 @@ type deltaSave struct {
 	deltaTensors
 	deltaTarget
 	Metadata map[string]string `json:"metadata"`
-	Encoded  []uint64          `json:"encoded"` // handles of delta_encode with other tensors
+	Encoded  []uint64          `json:"encoded"` // handles that delta_encode returned for other tensors
 }
 
 // deltaPart is the result of delta_encode.

@@ -36,8 +36,7 @@ import (
 type saveRequest struct {
 	save.Spec
 	columns
-	// Places has, by tensor name, the address and size of each piece of tensors that are in several
-	// pieces.
+	// Places maps the name of each tensor in several pieces to the address and size of each piece.
 	Places map[string][]int64 `json:"places,omitempty"`
 	// Background allows the tensors to change after Next has returned, before the job ends.
 	Background bool `json:"background,omitempty"`
@@ -145,7 +144,7 @@ type program struct {
 	Storage source.Options `json:"storage"` // environment variables for stores
 	// Secrets are the values of environment variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
-	// Names are names for some of the paths in messages.
+	// Names maps paths to the names that messages use for them.
 	Names   map[string]string `json:"names"`
 	Measure bool              `json:"measure"` // only used by doctor
 }

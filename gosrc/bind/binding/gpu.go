@@ -18,7 +18,7 @@ const (
 	streams = afters + "; then for each bitstream its address and size, those of its content, and the chunk size"
 )
 
-// streamWords and contentWords are how many numbers describe a bitstream, and a content to encode.
+// streamWords is how many numbers describe a bitstream, and contentWords is how many describe a content to encode.
 const (
 	streamWords  = 5
 	contentWords = 6

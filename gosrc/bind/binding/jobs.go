@@ -241,8 +241,8 @@ func (e *entry) cancel() {
 // returns.
 const abandonWait = 50 * time.Millisecond
 
-// rest cancels the job and waits until the caller's memory is no longer in use. A preload does not use it and
-// continues.
+// rest cancels the job and waits until the caller's memory is no longer in use. A preload does not use the caller's
+// memory, and continues.
 func (e *entry) rest(how int) {
 	if e.pre != nil {
 		return

@@ -31,8 +31,8 @@ type openedSource struct {
 	Remote   bool              `json:"remote"` // read over a network, including network file systems
 }
 
-// openRequest describes what to open. opened is 0 or the handle of a .tensors file that the verb `records` has opened.
-// The model takes it over.
+// openRequest describes what to open. opened is 0 or the handle of a .tensors file that the verb `records` has
+// opened. The model takes ownership of the file.
 type openRequest struct {
 	load.Spec
 	Opened uint64 `json:"opened"`

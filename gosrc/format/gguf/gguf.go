@@ -67,7 +67,7 @@ const (
 	NotKnown = ", not known"
 )
 
-// hasBytes reports whether a tensor's shape takes up bytes in the file.
+// hasBytes reports whether a tensor takes up bytes in the file.
 func (t *Tensor) hasBytes() bool {
 	return t.Bytes > 0 || t.Bytes == Unsized && !slices.Contains(t.Shape, 0)
 }

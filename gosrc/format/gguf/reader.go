@@ -224,7 +224,7 @@ func (r *reader) readArray(depth int, show bool) (string, error) {
 		return fmt.Sprintf("%d of %s", n, kindNames[kind]), r.skipBytes(int64(size))
 	}
 	var texts []string
-	for range n { // bounded, as each element takes at least 8 bytes of the header
+	for range n { // bounded, because each element takes at least 8 bytes of the header
 		v, err := r.readValue(kind, depth-1, show)
 		if err != nil {
 			return "", err

@@ -12,7 +12,7 @@ import (
 )
 
 // A parser accepts exactly the grammar of the header. Tensors share memory blocks for their names and shapes. Blocks
-// never grow, so the heap stays within a small multiple of the header, and tensors need no allocations of their own.
+// never grow, so the heap stays within a small multiple of the header, and tensors need no separate allocations.
 type parser struct {
 	scanner
 	data     int64

@@ -156,7 +156,8 @@ func inOrder(order []string, tensors []tensor.Tensor) map[string]bool {
 	for i := range tensors {
 		place[tensors[i].Name] = i
 	}
-	// A step is a tensor of order. bytes is the size of the best chain that ends with it, before its predecessor.
+	// A step is a tensor of order. bytes is the size of the best chain that ends with the step, and before is the
+	// previous step of that chain, or -1.
 	type step struct {
 		bytes  int64
 		before int

@@ -48,8 +48,8 @@ func checkListable(files []*File) error {
 	return nil
 }
 
-// refuseNextToIndex refuses to write a single file next to a shard index of the same name, because the folder would
-// still be loaded by that index, as the old model.
+// refuseNextToIndex refuses to write a single file next to a shard index of the same name, because readers of the
+// folder would follow the index and still load the old model.
 func refuseNextToIndex(ctx context.Context, p *Publication, files []*File) error {
 	path := files[len(files)-1].Path
 	if p.AllowIndex || p.Sharded || len(files) > 1 || !strings.HasSuffix(path, Extension) {
@@ -154,9 +154,9 @@ func renameShards(files []*File, rename func(string) string) {
 	index.Content = WholeFile(safetensors.AppendIndexJSON(nil, *index.Listing.Shards))
 }
 
-// staleFiles lists the files that a set at a path makes stale, according to the old index: the file at the path itself
-// (if there are several files now), the index (if there is one file now), and the shards that it listed. If it returns
-// an error, old is what is known without the index.
+// staleFiles lists the files that a set at a path makes stale, according to the old index: the file at the path
+// itself (if there are several files now), the index (if there is one file now), and the shards that it listed. If it
+// returns an error, old lists only the files that are known without the index.
 func staleFiles(ctx context.Context, p *Publication, path string, last *File) (old []string, err error) {
 	if p.Sharded {
 		old = append(old, path)
@@ -218,8 +218,8 @@ func (l *Listing) families() map[string]bool {
 	return out
 }
 
-// listsNothing reports whether an error from reading an index means that this process has no index, and not that a disk
-// or a server has failed.
+// listsNothing reports whether an error from reading an index means that there is no index that this process can
+// read, and not that a disk or a server has failed.
 func listsNothing(err error) bool {
 	return errors.Is(err, errs.ErrPermission) || errors.Is(err, errs.ErrArgument) ||
 		errors.Is(err, errs.ErrNotSupported)

@@ -8,8 +8,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// A Prewritten is a file with known content. An index.json lists its tensors Names, which have Tensors
-// bytes. Fill writes each of its Bytes once, from one or several goroutines.
+// A Prewritten is a file with known content. Names and Tensors are the names and the total bytes of its tensors, for an
+// index.json. Fill writes each byte of the file once, from one or several goroutines.
 type Prewritten struct {
 	Bytes   int64
 	Names   []string
