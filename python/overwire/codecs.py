@@ -12,7 +12,7 @@ lz4, zstandard, zlib, python-snappy and nvCOMP can read. "with_size" is the cont
 length (little-endian in 8 bytes; for LZ4 in 4, as in numcodecs) and a raw block. Native
 streams are overwire's own format; nvCOMP 2.2's are also read (docs/nvcomp.md).
 
-Streams may be untrusted. Before memory is allocated for a stated length, it is compared
+Streams may be untrusted. Before memory is allocated, a stated length is compared
 with the largest length that the stored bytes can decode to. A decoder fills exactly that
 length or raises CorruptError. Calls release the GIL, and Ctrl-C interrupts them.
 """
@@ -213,7 +213,7 @@ def run(
 
     `op` is "encode", "decode", "size" or "bound". `out` has an output for each source,
     or None for new memory. "bound" takes `sizes` and no sources. Errors about the whole
-    call are raised before anything is written: ArgumentError (also if an output
+    call are raised before anything is written: ArgumentError (including if an output
     overlaps another output or a source), OutOfMemoryError.
     """
     if bitstream not in BITSTREAMS:
@@ -354,8 +354,8 @@ def encode(
 
     Returns a memoryview that owns its memory. With `out` (a writable buffer, or a list
     with a buffer or None for each source) it returns the written part of `out`. Raises
-    ArgumentError, also if `out` is too small (`max_size` returns a sufficient size) or
-    overlaps another output or a source; then nothing is written.
+    ArgumentError for invalid arguments, and if `out` is too small (`max_size` returns a
+    sufficient size) or overlaps another output or a source. Nothing is written then.
     """
     how = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "level": level, "dtype": dtype}
     return _results_of(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
@@ -389,8 +389,8 @@ def decode(
     checksums. A raw Deflate, Gzip or GDeflate stream does not state its length and is
     decoded twice.
 
-    Raises CorruptError and FormatError for bad bytes, also for streams that only nvCOMP
-    reads; NotSupportedError for algorithms that only nvCOMP decodes and for nvCOMP's
+    Raises CorruptError or FormatError for bad bytes and for streams that only nvCOMP can
+    read; NotSupportedError for algorithms that only nvCOMP decodes and for nvCOMP's
     checksums; and ArgumentError. For a list, the first error is raised after all streams are done.
     """
     return _results_of(source, out, "decode", algorithm=algorithm, bitstream=bitstream, verify=verify)

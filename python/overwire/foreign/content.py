@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Maximum bytes of a block.
 BLOCK = 16 << 20
 
-#: Maximum letters of plain values in a file's metadata.
+#: Maximum number of characters of plain values in a file's metadata.
 VALUES = 1 << 20
 
 _THREADS = 4
@@ -82,7 +82,7 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def text_of(values: dict[str, Any]) -> str | None:
-    """Encodes values as JSON. Returns None if the text is longer than `VALUES`: values may contain others many times.
+    """Encodes values as JSON. Returns None if the text is longer than `VALUES`, because a value may occur many times.
     """
     parts, letters = [], 0
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(values):
@@ -105,7 +105,7 @@ def write_plain(content: Content, number: int, source: str, is_header: bool = Fa
     if content.values and values is not None:
         notes["torch.values"] = values
     elif content.values:
-        left.append(f"{len(content.values)} plain values of more than {VALUES} letters")
+        left.append(f"{len(content.values)} plain values of more than {VALUES} characters")
     header, order = _lay_out(content, notes, source)
     try:
         os.fchmod(number, content.mode & 0o666 | 0o600)

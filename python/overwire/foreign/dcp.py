@@ -40,7 +40,7 @@ METADATA, ENDING = ".metadata", ".distcp"
 
 # The descriptions of ranks that save independently (use_collectives=False).
 _OF_RANK = re.compile(r"__(\d+)\.metadata")
-# Limits: bytes of the description, letters of a name, and dimensions.
+# Limits: bytes of the description, characters of a name, and dimensions.
 _MOST, _LONGEST, _DIMS = 1 << 30, 1 << 10, 64
 # Advice for checkpoints that overwire cannot read.
 _TORCH = "convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT.pt`"
@@ -68,7 +68,7 @@ class _Names(AllowList):
 
     def find(self, module: str, name: str) -> Any:
         if len(module) + len(name) > _LONGEST:
-            raise self.budget.refuse(f"it has a name of {len(module) + len(name)} letters")
+            raise self.budget.refuse(f"it has a name of {len(module) + len(name)} characters")
         if module.split(".")[0] not in ("torch", "numpy", "megatron"):
             with contextlib.suppress(UntrustedPickleError):
                 return super().find(module, name)
@@ -225,7 +225,7 @@ class _Reader:
                 continue
             tensors.append(self._tensor_of(name, entry))
             if isinstance(reshaped, dict) and reshaped.get(name):
-                why = "Megatron-core stored it flattened, in an earlier layout: load it there, and save it again"
+                why = "Megatron-core stored it flattened, in an earlier layout: load and save it with Megatron-core"
                 raise self._error(why, NotSupportedError, name)
         stored = self._places_of(places)
         used = {os.path.basename(place.path) for place in stored.values()}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _POLYNOMIAL = 0x82F63B78
-_WIDTHS = (2048, 256, 32)  # contiguous words
+_WIDTHS = (2048, 256, 32)  # words per row
 
 Words = NDArray[np.uint32]
 

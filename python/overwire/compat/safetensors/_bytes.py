@@ -41,7 +41,7 @@ def _check(tensor_dict: Any, metadata: Any) -> None:
 def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: dict[str, str] | None = None) -> None:
     """Writes a plain safetensors file atomically.
 
-    Raises SafetensorError, also for errors of the operating system.
+    Raises SafetensorError, including for operating system errors.
     """
     write(tensor_dict, filename, metadata, compress=False)
 

@@ -32,7 +32,8 @@ _READERS = {
     "safetensors.paddle": ("load_file", "load"),
 }
 # Functions that write: safetensors' only function that writes files, and the functions for torch and numpy, which pass
-# addresses to it and to `serialize`. flax, mlx and tensorflow use numpy's functions. paddle's refuse other layouts.
+# addresses to it and to `serialize`. flax, mlx and tensorflow use numpy's functions. paddle's functions refuse
+# other layouts.
 _WRITERS = {
     "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
     "safetensors.numpy": ("save_file", "save"),
@@ -251,7 +252,7 @@ def _put(swap: dict[int, tuple[Any, Any]], names: dict[str, Any], chosen: Iterab
 
 
 def _unbind(swap: dict[int, tuple[Any, Any]]) -> None:
-    # Restores the names that were replaced, also in modules that were imported or changed since.
+    # Restores the names that were replaced, including those in modules that were imported or changed since.
     for namespace, name in _bound.copy():
         _put(swap, namespace, (name,))
     for module_name, names in _namespaces():

@@ -97,7 +97,7 @@ class Places:
     def apply_delta(self, where: Any, storage_options: Any) -> None:
         """Applies a delta to the parameters on all ranks of the group, or on none.
 
-        Raises on all ranks DeltaBaseError if the parameters are not the delta's base, ValueError if the load cannot be
+        On all ranks, raises DeltaBaseError if the parameters are not the delta's base, ValueError if the load cannot be
         planned, `Incomplete`, and the errors of `overwire.open_delta`. Nothing has changed then. If an error of
         `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
         """

@@ -1,4 +1,4 @@
-"""Replaces nyacomp's extension when its folder is on PYTHONPATH."""
+"""Replaces itself in sys.modules with overwire's version of nyacomp's extension; see `overwire.compat.path`."""
 
 import overwire.compat
 

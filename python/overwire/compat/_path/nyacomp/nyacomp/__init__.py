@@ -1,4 +1,4 @@
-"""Replaces nyacomp when its folder is on PYTHONPATH: overwire takes this module's place in sys.modules."""
+"""Replaces itself in sys.modules with overwire's nyacomp; see `overwire.compat.path`."""
 
 import overwire.compat
 

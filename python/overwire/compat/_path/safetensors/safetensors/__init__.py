@@ -1,5 +1,5 @@
-"""Replaces safetensors when its folder is on PYTHONPATH: the real package takes this module's place
-in sys.modules, and reads through overwire."""
+"""Replaces itself in sys.modules with the real package, which then reads through overwire; see
+`overwire.compat.path`."""
 
 import overwire.compat
 

@@ -1,4 +1,4 @@
-"""Replaces nvCOMP when its folder is on PYTHONPATH: overwire takes this module's place in sys.modules.
+"""Replaces itself in sys.modules with overwire's nvCOMP; see `overwire.compat.path`.
 There is no nvidia/__init__.py, because other packages share that namespace."""
 
 import overwire.compat
