@@ -30,7 +30,7 @@ def read_fragment(path: Path) -> tuple[str, str]:
     if path.suffix != ".md" or not parts or parts[1] not in KINDS:
         raise ValueError(f"{path}: expected a .md file with one line, `Kind: sentence`; the kinds are {', '.join(KINDS)}")
     if len(parts[2]) > LONGEST:
-        raise ValueError(f"{path}: the sentence has {len(parts[2])} letters; expected at most {LONGEST}")
+        raise ValueError(f"{path}: the sentence has {len(parts[2])} characters; expected at most {LONGEST}")
     return parts[1], parts[2]
 
 

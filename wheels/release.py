@@ -185,7 +185,7 @@ def reproduce(out: Path) -> None:
         step("two builds of the commit are the same", [] if made[0] == made[1] else made)
     there = {line.split()[1]: line for line in sums(out).splitlines()} if out.is_dir() else {}
     other = [line for line in made[0].splitlines() if there.get(line.split()[1], line) != line]
-    why = "from another commit or other tools, expected"
+    why = "built from another commit or with other tools: expected"
     step(f"{len(there)} files in {out.name} are the same", [f"{why} {line}" for line in other])
     print(made[0], end="")
 

@@ -1,6 +1,6 @@
 """Implements `overwire verify MODEL --against safetensors`: compares every tensor with what safetensors reads.
 
-It uses torch and the safetensors library, and nothing of the engine's own verification.
+It uses torch and the safetensors library, but none of the engine's own verification.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    # Compares bits, so that NaNs compare as well.
+    # Compares bits, so that NaNs with equal bits count as the same.
     import torch
 
     if a.dtype != b.dtype or a.shape != b.shape:

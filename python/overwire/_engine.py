@@ -312,7 +312,7 @@ class JobNumber(_Number):
     stopped using the caller's memory."""
 
     how = FREE_ENDED
-    #: An object that must live until then.
+    #: An object that must live until the job has stopped using its memory.
     memory: object = None
 
 

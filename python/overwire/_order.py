@@ -86,7 +86,7 @@ def await_path(path: str) -> None:
 
 
 def await_all() -> None:
-    """Waits for all background saves. For commands with paths that are not known here. Raises
+    """Waits for all background saves, for commands whose paths are not known here. Raises
     the error of a failed save unless it was raised before."""
     while _savers:
         with lock:
@@ -110,7 +110,7 @@ def _follow_saver(earlier: Saver) -> None:
 
 
 def _keys_of(path: str) -> list[str]:
-    # The path with all links resolved, and without resolving the last element, which may change during a save.
+    # Resolves all links in the path except in its last element, which may change during a save.
     if not is_remote(path):
         text = path_of(path) if is_file(path) else path
         folder, name = os.path.split(text.rstrip("/"))

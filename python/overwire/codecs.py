@@ -12,7 +12,7 @@ lz4, zstandard, zlib, python-snappy and nvCOMP can read. "with_size" is the cont
 length (little-endian in 8 bytes; for LZ4 in 4, as in numcodecs) and a raw block. Native
 streams are overwire's own format; nvCOMP 2.2's are also read (docs/nvcomp.md).
 
-Streams may be untrusted. Before memory is allocated for a stated length, it is compared
+Streams may be untrusted. Before memory is allocated, a stated length is compared
 with the largest length that the stored bytes can decode to. A decoder fills exactly that
 length or raises CorruptError. Calls release the GIL, and Ctrl-C interrupts them.
 """
@@ -213,7 +213,7 @@ def run(
 
     `op` is "encode", "decode", "size" or "bound". `out` has an output for each source,
     or None for new memory. "bound" takes `sizes` and no sources. Errors about the whole
-    call are raised before anything is written: ArgumentError (also if an output
+    call are raised before anything is written: ArgumentError (including if an output
     overlaps another output or a source), OutOfMemoryError.
     """
     if bitstream not in BITSTREAMS:

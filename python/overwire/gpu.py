@@ -227,7 +227,7 @@ class Batch:
         return self._results_of(False)
 
     def wait(self) -> list[BaseException | int | None]:
-        """Waits until all work is done. Returns an item for each stream: its error, or None after
+        """Waits until all work is done. Returns an item for each bitstream: its error, or None after
         decoding, or its number of bytes after encoding.
 
         Raises DeviceError if the device failed.
@@ -288,7 +288,7 @@ def decode(
     Bitstreams may be untrusted: if one does not match its numbers, the Batch returns an error for
     it. Memory outside source and destination is never accessed. Checksums are not compared.
 
-    Raises ArgumentError (also if a content overlaps another or a stream), NotSupportedError,
+    Raises ArgumentError (including if a content overlaps another content or a bitstream), NotSupportedError,
     DeviceError, OutOfMemoryError.
     """
     rows = streams if isinstance(streams, bytes) else pack_streams(streams)

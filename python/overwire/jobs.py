@@ -342,7 +342,7 @@ class Job:
                 return  # the job has ended with an error
 
     def free(self) -> None:
-        """Frees the job, and its memory that was not taken."""
+        """Frees the job, and the tensors that the caller has not taken."""
         if not self._freed:
             self._freed = True
             if self._watcher is not None:
@@ -378,7 +378,7 @@ class Job:
         text = self._said()
         note(self.verb, text)
         if not text.startswith("{"):
-            return  # this job has no report, or reports rows
+            return  # the job has no report, or its report is a list
         with _lock:
             _last = text
         if log.isEnabledFor(logging.INFO):

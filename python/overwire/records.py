@@ -50,7 +50,7 @@ class KeyDerivation:
     salt: bytes
 
     def spec(self) -> TensorizerDerivation:
-        """Converts it to the engine's request."""
+        """Converts the parameters to the engine's request."""
         return {"passes": self.passes, "memory": self.memory, "salt": base64.b64encode(self.salt).decode()}
 
 

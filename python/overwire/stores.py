@@ -75,7 +75,7 @@ def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) ->
 
 def publish(made: str, path: str) -> None:
     """Replaces `path` with the finished file `made` of the same folder, with the guarantees of
-    `write_bytes`. Raises the errors of `write_bytes`, and then leaves `made`.
+    `write_bytes`. Raises the errors of `write_bytes`; `made` still exists then.
 
     If `path` exists, create `made` with mode 0600."""
     with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
@@ -108,9 +108,9 @@ class ObjectReader(io.RawIOBase):
     """Reads the bytes of a path or URI in order, from `begin` to `end` (exclusive; None: to the
     end). Several connections read ahead; a broken connection is resumed.
 
-    Several paths or URIs are read in order, as one file. With `sizes`, the bytes of each, an
-    external downloader (OVERWIRE_DOWNLOADER) is started only once; an object of another size
-    raises CorruptError.
+    Several paths or URIs are read in order, as one file. With `sizes`, the size of each
+    source in bytes, an external downloader (OVERWIRE_DOWNLOADER) is started only once, and an
+    object of another size raises CorruptError.
 
     A reader of a single source can seek. Seeking backwards, or more than 16 MiB forwards, opens the
     object again, and raises CorruptError if its size, ETag or date has changed. Reads raise the

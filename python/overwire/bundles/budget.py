@@ -32,7 +32,7 @@ _SAME_HASH = 64
 _SHORT = 1 << 10
 # Integers up to this size are their own hash.
 _OWN_HASH = (1 << 61) - 2
-# The most levels of nested objects that Python frees recursively, because Python has no limit.
+# The most nesting levels of objects that Python frees recursively. Python itself has no limit.
 _NESTED = 50
 
 
@@ -50,7 +50,7 @@ class Budget:
         self._memory = _MEMORY_BASE + _MEMORY_EACH * size
         self._work = _WORK_BASE + _WORK_EACH * size
         self._growth = _NESTED
-        # By id, together with the object, so that its id stays unique.
+        # Keys are the ids of objects. Each value refers to the object, so that its id stays unique.
         self._depths: dict[int, tuple[int, Any]] = {}
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
         #: Copies of content that was checked; see `tensors`.

@@ -1,7 +1,7 @@
 """Saves any Python object with tensors as a small pickle and a compressed container next to it.
 
 A bundle consists of the pickle `D/x.pkl` and the container `D/tensors/x.safetensors`. nyacomp's functions write
-`D/nya/x.safetensors` and `D/nya/meta.csv` instead of the latter (see `layout`). The container is written before the
+`D/nya/x.safetensors` and `D/nya/meta.csv` instead of that container (see `layout`). The container is written before the
 pickle, and contains the pickle's digest. The previous container remains until the new pickle has replaced the old one.
 A reader thus gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of
 one bundle wait for each other (see `turns`). The object of the last writer remains.
@@ -76,7 +76,7 @@ def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **
     locks, so only one writer may write to a path in a store at a time. If the bundle replaces one in nyacomp's layout,
     the old container is removed.
 
-    options: the options of a bundle.
+    options: see `BundleOptions`.
     wait: False returns a `Saving` as soon as the object may change again. It is pickled by then, and the bytes of its
         tensors are in host memory.
 
@@ -103,7 +103,7 @@ def compress_pickle(
 
 
 def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
-    """Saves any Python object under nyacomp's name for this function. New programs use `save_bundle`.
+    """Saves any Python object. The function has nyacomp's name; new programs use `save_bundle`.
 
     It works like `save_bundle`, but writes `nya/<stem>.safetensors` and `nya/meta.csv`, and numbers the tensors.
 
@@ -279,7 +279,7 @@ def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions |
 
 
 def _elsewhere(target: str, folder: str) -> list[str]:
-    # Returns the files of the old pickle in the other folders: its container, and the csv if it lists only this.
+    # Returns the old pickle's files in the other folders: its container, and the csv if it lists only that container.
     if not is_there(target):
         return []
     files = []

@@ -28,7 +28,7 @@ def devices_of(blobs: Sequence[Any]) -> str:
 
 
 class Landing:
-    """Implements `unpickling.Blobs` for a container. It is a context manager. Nothing is written after its end.
+    """Implements `unpickling.Blobs` for a container. It is a context manager; nothing is written after its block.
 
     device: the device for all storages; None puts each on the device that it was saved from.
     """

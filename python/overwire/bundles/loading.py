@@ -28,7 +28,7 @@ def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]
     objects. If the same bundle was preloaded, uses that preload. Also loads bundles in nyacomp's layout. In a store,
     searches for the container in `tensors` first, then in `nya`.
 
-    options: the options of a bundle's load.
+    options: see `UnpickleOptions`.
 
     Returns the object. Its tensors own their memory. Raises UntrustedPickleError,
     NotFoundError if one of the files is missing, CorruptError, and FormatError.
@@ -38,7 +38,7 @@ def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]
 
 
 def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
-    """Loads a bundle under nyacomp's name for this function. New programs use `load_bundle`; see there for options and
+    """Loads a bundle. The function has nyacomp's name; new programs use `load_bundle`, which has the same options and
     errors. In a store, this function searches for the container in `nya` first."""
     check_options("load_compressed_pickle", options, UnpickleOptions)
     return _load_object(path, (layout.NYACOMP, layout.OWN), **options)

@@ -1,5 +1,5 @@
-"""Allocates host memory for a stager that the other ranks of the host can map. A rank that gathers a tensor copies the
-blocks of other ranks from there, so they need not be sent.
+"""Allocates a stager's host memory, which the other ranks of the host can map. A rank that gathers a tensor copies the
+blocks of other ranks from that memory, so the blocks need not be sent.
 
 A buffer is an anonymous memory file. Other processes of the same user open it through /proc, and recognise it by its
 random name.

@@ -364,7 +364,7 @@ def _states_below(folder: str) -> dict[str, tuple[int, int, int]]:
 
 
 def _is_at(state: os.stat_result, path: str) -> bool:
-    # Returns whether this path is the folder with this state. Raises OSError unless the path does not exist.
+    # Returns whether this path is the folder with this state. Returns False for a missing path. Raises other OSErrors.
     try:
         return os.path.samestat(state, os.lstat(path))
     except FileNotFoundError:

@@ -66,7 +66,7 @@ def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[Bloc
     """Returns the load of all ranks' blocks, or None and the reason why each rank must load by itself. Collective.
 
     prepare: returns the blocks that this rank needs, or None if nothing can be shared. Its exceptions are raised on all
-    ranks. Raises on all ranks ArgumentError if OVERWIRE_EXCHANGE differs, and CorruptError if the ranks have opened
+    ranks. On all ranks, raises ArgumentError if OVERWIRE_EXCHANGE differs, and CorruptError if the ranks have opened
     different files.
     """
     blocks: list[Blocks | None] = []

@@ -63,7 +63,7 @@ _ANSWER = 1.0
 # The exceptions that torch raises if a group's store cannot be reached.
 _UNREACHABLE = (RuntimeError, ValueError, AttributeError, KeyError)
 
-# The seconds that a rank with any other error waits for the next agreement. Reading ranks poll in that time.
+# The seconds that a rank waits for the next agreement after any other error. Reading ranks poll in that time.
 _PATIENCE = 4.0
 
 # For this many seconds, a rank that waits for a GPU polls without sleeping.
@@ -97,9 +97,9 @@ class _VerbState:
 class Members:
     """A process group, with the facts and functions that a load needs.
 
-    rank, size: of the group. local: the ranks of the group on this host, in order. most_local: the number of ranks on
-    the host with the most ranks. hosts: the number of hosts. unreachable: why the ranks of a host cannot map each
-    other's memory. reached: whether they have mapped it.
+    rank: this process in the group. size: the number of ranks. local: the ranks of the group on this host, in
+    order. most_local: the number of ranks on the host with the most ranks. hosts: the number of hosts.
+    unreachable: why the ranks of a host cannot map each other's memory. reached: whether they have done so.
     """
 
     def __init__(self, group: Any) -> None:
@@ -196,8 +196,8 @@ class Members:
 
     def look_for_failure(self) -> None:
         """Raises the error with which another rank has left a call, or CancelledError if another rank has failed and
-        waits for the next agreement. Not collective. For ranks that wait for something other than the group. It polls a
-        few times per second."""
+        waits for the next agreement. Not collective. Ranks that wait for something other than the group call this. It
+        polls a few times per second."""
         now = time.monotonic()
         if now - self._step.looked >= _LOOK:
             self._step.looked = now

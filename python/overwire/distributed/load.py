@@ -70,8 +70,8 @@ class Wants(NamedTuple):
 
 
 def share_of_rank(ranks: int, share: int, buffers: int = 1) -> int:
-    """Returns the bytes of each rank's share of a buffer: `share`, or less if the buffer would be too large, or if
-    `buffers` of them, which are decoded together, would be."""
+    """Returns the bytes of each rank's share of a buffer: `share`, or less if one buffer, or the
+    `buffers` buffers that are decoded together, would be too large."""
     return min(share, _LARGEST // ranks, _TOGETHER // buffers // ranks) // _ALIGN * _ALIGN
 
 
@@ -88,8 +88,8 @@ def count_own_buffers(ranks: int) -> int:
 
 
 def do_chunks_fit(ranks: int, room: int, mapped: bool) -> bool:
-    """Returns whether every chunk of a model fits into a share of this many ranks. mapped: by mapped memory instead of
-    collectives. room: see `Model.room`."""
+    """Returns whether every chunk of a model fits into a share of this many ranks. mapped: whether the transport is
+    mapped memory instead of collectives. room: see `Model.room`."""
     return room <= (mapped_share(ranks, room) if mapped else share_of_rank(ranks, SHARE))
 
 

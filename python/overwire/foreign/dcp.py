@@ -225,7 +225,7 @@ class _Reader:
                 continue
             tensors.append(self._tensor_of(name, entry))
             if isinstance(reshaped, dict) and reshaped.get(name):
-                why = "Megatron-core stored it flattened, in an earlier layout: load it there, and save it again"
+                why = "Megatron-core stored it flattened, in an earlier layout: load and save it with Megatron-core"
                 raise self._error(why, NotSupportedError, name)
         stored = self._places_of(places)
         used = {os.path.basename(place.path) for place in stored.values()}

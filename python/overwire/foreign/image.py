@@ -23,7 +23,7 @@ _DIMS = 64
 
 
 class Part(NamedTuple):
-    """A tensor of the file. offsets: of its first element in the whole tensor; None if they are not stated."""
+    """A tensor of the file. offsets: the position of its first element in the whole tensor; None if not stated."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -19,7 +19,7 @@ from ..portable.folders import choose_files, refuse_incomplete
 from . import arrays, dcp, shards, tars
 from .content import Content, Mapped
 
-#: The usual names of weights. Libraries that use them save all their weights so. A number distinguishes models.
+#: The usual names of weights. Libraries that use these names use them for all weights. A number distinguishes models.
 _WEIGHTS = re.compile(
     r"(pytorch_model|diffusion_pytorch_model|adapter_model|open_clip_pytorch_model)(_\d+)?([-.].*)?\.bin"
 )

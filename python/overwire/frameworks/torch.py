@@ -36,13 +36,13 @@ _REAL = frozenset(dtype for dtype in SAVED if not dtype.is_complex)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """torch's dtype for a file's dtype name; None if the installed torch lacks it."""
+    """Returns torch's dtype for a file's dtype name; None if the installed torch lacks it."""
     return _TYPES.get(name)
 
 
 @cache
 def _takes_natively(name: str) -> bool:
-    # Whether torch accepts capsules of this dtype unchanged. Try it, because torch added DLPack
+    # Returns whether torch accepts capsules of this dtype unchanged. Tries it, because torch added DLPack
     # dtypes one at a time.
     if name in PACKED or name not in _TYPES:
         return False
@@ -127,7 +127,7 @@ def divide_into_batches(
 ) -> Iterator[list[list[int]]]:
     """Yields a load's tensors in batches of groups, by position. If torch's `idle` cached bytes are enough, there is
     one batch; else the batches have `first` tensors, then twice as many each time, up to `most`. Each tensor is a
-    group by itself if `gpu` is None, and if idle memory is enough and no earlier load made groups on the GPU. The
+    group by itself if `gpu` is None, or if idle memory is enough and no earlier load made groups on the GPU. The
     groups of a batch are sorted by size: torch uses the smallest free block that is large enough, so in a repeated
     load each group gets the block that it had before."""
     groups = _group_sizes(sizes, _GROUP if first < len(sizes) else _LARGE_GROUP)
@@ -149,7 +149,7 @@ def divide_into_batches(
 
 
 def _round_sizes(sizes: Iterable[int]) -> int:
-    # The bytes that torch allocates for contiguous tensors of these sizes.
+    # Returns the bytes that torch allocates for contiguous tensors of these sizes.
     return sum(-(-size // _ROUND) * _ROUND for size in sizes)
 
 
@@ -246,7 +246,7 @@ def on_gpu(data: Any) -> bool:
 
 @cache
 def _device_number(device: torch.device) -> int:
-    """1 + the number of a tensor's GPU; 0 for the host."""
+    """Returns 1 + the number of a tensor's GPU; 0 for the host."""
     if device.type == "meta":
         raise ArgumentError("overwire: a tensor on the meta device has no bytes")
     if device.type == "cuda" and torch.version.cuda is not None:

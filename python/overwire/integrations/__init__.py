@@ -7,7 +7,7 @@ object and its replacement. The object is a module's attribute, or a class and t
 of the library lacks a name, that pair is omitted, and the library reads its files tensor by tensor.
 
 The packages for inference engines, `vllm` and `sglang`, are plug-ins that the engines' registries find. Both
-read with `iter_weights`. Libraries and engines use `AfterImport`.
+read with `iter_weights`. The modules for libraries and the plug-ins use `AfterImport`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Lazy(NamedTuple):
     """The services of a patch that `pair_replacements` can use.
 
     slice: the class of the unread tensors that `get_slice` returns while the patch is active.
-    ahead: creates one load for many such tensors, or returns the load that was passed to this thread. Both classes
-    are in `overwire.compat.safetensors._lazy`.
+    ahead: creates one load for many such tensors, or returns the load that was passed to this thread. The classes
+    `Slice` and `Ahead` are in `overwire.compat.safetensors._lazy`.
     passed: whether a load was passed to this thread.
     plan: a context manager for calls that open files themselves. Inside it, slices that this thread opens are loaded
     ahead if plan(name) returns their device.

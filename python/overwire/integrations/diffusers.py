@@ -81,7 +81,7 @@ class _Model:
     def __init__(self, paths: list[str], lazy: Lazy) -> None:
         self.paths = paths
         self.begun = False
-        self.whole = new_lock()  # for noting the tensors of all files
+        self.whole = new_lock()  # held while the tensors of all files are noted
         self._ahead, self._slice = lazy.ahead(), lazy.slice
         self._lock = new_lock()
         self._files: dict[str, dict[str, Any]] = {}

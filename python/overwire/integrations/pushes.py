@@ -89,7 +89,7 @@ class Publisher:
     @contextlib.contextmanager
     def push(self, tensors: Mapping[str, torch.Tensor], *, whole: bool = False) -> Iterator[Push]:
         """Returns a context that writes a push. The engines load it inside the block. An exception inside the block
-        means that they did not.
+        means that they did not load it.
 
         whole: pushes all tensors, for example for an engine that has just started.
 
@@ -193,7 +193,7 @@ class Group:
         return int(self._store.add(key, 0))
 
     def _reason_of_ranks(self, number: int, size: int, has_ended: Callable[[], bool]) -> str:
-        # Returns why a rank does not take a push of this size, or "" if all take it.
+        # Returns why a rank does not accept a push of this size, or "" if all accept it.
         def has_all() -> bool:
             return self._read_counter(f"{number}/answers") == self._size - 1
 

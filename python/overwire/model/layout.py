@@ -1,8 +1,8 @@
 """Finds the files of a pickled bundle, and reads and writes nyacomp's meta.csv.
 
 `D/x.pkl` is the pickle, and `D/tensors/x.safetensors` contains its tensors. nyacomp's functions write to `D/nya`
-instead, and also write `D/nya/meta.csv`. Readers search both folders. The csv has nyacomp's format, so scripts still
-work that upload the files it lists or set PRELOAD_PATH to it:
+instead, and also write `D/nya/meta.csv`. Readers search both folders. The csv has nyacomp's format, so scripts that
+upload the files it lists, or set PRELOAD_PATH to it, still work:
 
     line 1        thread bins: commas between threads, semicolons between files
     other lines   filename shape dtype decompressed_size compressed_size

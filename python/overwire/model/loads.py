@@ -9,7 +9,7 @@ from .._imports import pause_collector, resume_collector
 from ..frameworks.frame import Frame
 from ..jobs import Job
 
-# From this many tensors in the engine's memory on, tensors are created while the load runs instead of afterwards.
+# With at least this many tensors in the engine's memory, tensors are created while the load runs instead of afterwards.
 # _PAUSE is the time between two checks for new tensors, in seconds.
 _CROWD = 2000
 _PAUSE = 0.004

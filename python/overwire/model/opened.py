@@ -85,7 +85,7 @@ class Model:
     `close`."""
 
     read: str | None = None
-    chosen: list[int] | None = None  # the positions that keys and filter leave, None for all
+    chosen: list[int] | None = None  # the positions that keys and filter select, None for all
     #: The device on which `start` places tensors: `device`, or the host if a load to a GPU joins a preload
     #: to the host. None before the first call of `join`.
     lands: str | None = None
@@ -196,7 +196,7 @@ class Model:
         return self.lands
 
     def alone(self) -> None:
-        """Drops a preload of the files. For loads that cannot use it."""
+        """Drops a preload of the files. Loads that cannot use a preload call this."""
         if self.lands is None:
             join(self.handle, self.device, self.read, True)
             self.lands = self.device

@@ -251,7 +251,7 @@ def _read_index(
         first, count = (int(n) for n in row[24:32].view("<u4"))
         chunk_bytes, target = int(row[4:8].view("<u4")[0]), int(row[48:52].view("<u4")[0])
         entry = entries[name]
-        begins = first == chunk or not count and first < chunk  # without chunks the engine also ignores it
+        begins = first == chunk or not count and first < chunk  # the engine also ignores `first` without chunks
         is_sized = nbytes * 8 == prod(shape) * bits and (is_newer or not row[52:].any())
         checks.is_sound(is_sized and begins, "", name)
         checks.is_sound((target != 0xFFFFFFFF) == (layout == 2) and chunk + count <= chunks, "", name)

@@ -71,7 +71,7 @@ def is_cufile_found() -> bool:
 
 
 def cufile_version() -> int:
-    """cuFile's version as 1000 * major + 10 * minor; 0 without it."""
+    """Returns cuFile's version as 1000 * major + 10 * minor; 0 without cuFile."""
     library = _library("libcufile.so.0") if is_cuda_found() else None
     version = ctypes.c_int(0)
     if library is None or library.cuFileGetVersion(ctypes.byref(version)) != 0:

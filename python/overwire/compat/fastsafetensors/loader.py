@@ -82,7 +82,7 @@ class BaseSafeTensorsFileLoader:
         self._run_on_all_ranks(lambda: self._add(filenames))
 
     def _run_on_all_ranks(self, work: Callable[[], Any]) -> Any:
-        # Returns the result of `work`. A failure on one rank raises on all ranks, unless a pipeline handles that.
+        # Returns the result of `work`. A failure on one rank raises an error on all, unless a pipeline handles that.
         if not self._agrees:
             return work()
         result, error = None, None
@@ -125,7 +125,7 @@ class BaseSafeTensorsFileLoader:
         raised at that point. borrowed_tensors: raises ValueError unless the group has one rank; it
         has no other effect, because the caller owns the tensors.
         In a group of several ranks, all ranks make this call, and a failure on one rank raises
-        on all ranks.
+        an error on all ranks.
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")

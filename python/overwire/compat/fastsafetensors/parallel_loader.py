@@ -42,9 +42,9 @@ class _Loaded(NamedTuple):
 class PipelineParallel:
     """Yields the tensors of files, in batches of one file per rank.
 
-    queue_size: -1 reads a batch after the previous batch is used up (one batch in memory); n >= 0 has n + 2 batches in
-        memory. tensor_filter: only reads names that it accepts. max_batch_bytes: the maximum tensor bytes per file in a
-        batch; a larger tensor gets its own batch.
+    queue_size: -1 reads a batch after the previous batch is used up (one batch in memory); n >= 0 allows n + 2
+        batches in memory. tensor_filter: only reads names that it accepts. max_batch_bytes: the maximum tensor bytes
+        per file in a batch; a larger tensor gets its own batch.
     device_memory_budget: bytes that this rank may use. Batches get smaller, and fewer are in flight, until they fit.
         The budget includes yielded tensors that the caller keeps: all of them, or those that resident_tensor accepts,
         or none if accumulate_resident is False. Raises BudgetInfeasibleError if the budget is too small.
@@ -55,7 +55,8 @@ class PipelineParallel:
     broadcast_run_bytes, broadcast_run_tensors: no effect, but negative values raise ValueError.
     need_clone: exists for compatibility; tensors never have to be cloned.
 
-    All ranks of the group must iterate alike; a failure on one rank raises on all ranks. Unknown arguments are ignored.
+    All ranks of the group must iterate alike. A failure on one rank raises an error on all ranks. Unknown arguments are
+    ignored.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class PipelineParallel:
 
     def _finish(self) -> None:
         thread = self._thread
-        if thread is None or forked() or sys.is_finalizing():  # at exit no thread runs on or releases a lock
+        if thread is None or forked() or sys.is_finalizing():  # at exit, threads neither continue nor release locks
             return
         self._is_ending = True
         self._room.put(None)

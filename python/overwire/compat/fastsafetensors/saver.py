@@ -312,7 +312,7 @@ def save_sharded(
 class ParallelSaver:
     """Saves tensors as `num_shards` files of about equal size.
 
-    framework: of tensors that are not wrapped. num_threads: the number of tensors, or of
+    framework: the framework of unwrapped tensors. num_threads: the number of tensors, or of
     compressed files, that are written simultaneously. fill: writes the bytes of all entries
     to buffers; None: the sources are tensors. Other arguments are as for `plan_shards` and
     `write_shards`.

@@ -15,7 +15,7 @@ class DeviceType(Enum):
 
 @dataclass
 class Device:
-    """A device: its type and its number. None is the current device."""
+    """A device: its type and its number. The number None means the current device."""
 
     type: DeviceType = DeviceType.CPU
     index: int | None = None
@@ -38,7 +38,7 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> Device:
-        """Converts a Device, a str, or an object with such a `str` (torch.device)."""
+        """Converts a Device, or any object whose `str` is a text for `from_str` (torch.device)."""
         return device if isinstance(device, Device) else cls.from_str(str(device))
 
 

@@ -1,4 +1,4 @@
-"""Represents a file of one rank: its tensors on that rank, or their transfer from there."""
+"""Represents a file that one rank loads: its tensors on that rank, and their transfer to other ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LazyTensorFactory:
 
     def wait_io(self, dtype: DType = DType.AUTO, noalign: bool = False, borrowed_tensors: bool = False) -> None:
         """Waits for the file. If the copier can wait for single tensors and `dtype` is AUTO, only prepares
-        that. borrowed_tensors: no effect, because the caller owns the tensors."""
+        to do so. borrowed_tensors: no effect, because the caller owns the tensors."""
         self.dtype = dtype
         copier = self.copier
         if copier is None or self.gbuf is None:

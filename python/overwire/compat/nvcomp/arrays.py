@@ -451,7 +451,7 @@ def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]
     address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
     number = gpu.device_of(address) if address else streams.current()
     if number < 0:
-        return HOST  # nvCOMP's host Arrays have this interface too
+        return HOST  # nvCOMP's host Arrays also have this interface
     if interface.get("stream"):
         gpu.follow(stream, int(interface["stream"]), device=number)
     return 2, number

@@ -470,7 +470,7 @@ class Codec:
             nvcomp, at = self._ask_nvcomp(theirs_all), theirs_all.at
         if len(at) < len(sources):
             raise NotSupportedError(
-                "overwire: nvcomp: a config needs streams of one writer, and these are of overwire and of nvCOMP"
+                "overwire: nvcomp: one config cannot describe streams of both overwire and nvCOMP: make two"
             )
         return DecompressConfig._of(
             self, [], many, theirs=nvcomp.codec.decompression_config(nvcomp.to_theirs(sources, many))

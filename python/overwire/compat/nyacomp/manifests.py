@@ -46,7 +46,7 @@ def _check_bins(bins: Sequence[Sequence[int]], count: int, path: str) -> None:
 
 
 def read_csv(path: str | os.PathLike[str]) -> Manifest:
-    """Reads the meta.csv at a path or URI. It may have any number of bins, also empty ones.
+    """Reads the meta.csv at a path or URI. It may have any number of bins, including empty ones.
     Raises NotFoundError, FormatError."""
     place = os.fspath(path)
     text = os.fsdecode(overwire.read_bytes(place, _LIMIT))  # names may be any bytes

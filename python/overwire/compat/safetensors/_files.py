@@ -40,8 +40,8 @@ class safe_open:
     """Opens a file and returns tensors on request.
 
     filename: a path. framework: "pt", "np", "tf", "flax", "mlx" or "paddle", or the long name
-    of one of these. device: the device for tensors; only "pt" and "paddle" support others
-    than "cpu". backend: "mmap" or "pread".
+    of one of these. device: the device for tensors; only "pt" and "paddle" support
+    devices other than "cpu". backend: "mmap" or "pread".
 
     It is a context manager. Raises FileNotFoundError, SafetensorError.
     """

@@ -10,8 +10,8 @@ from ._errors import SafetensorError
 
 
 class Framework(NamedTuple):
-    """native: overwire's framework for the load. make: converts a tensor of it to this framework's,
-    on a device."""
+    """native: the framework in which overwire loads. make: converts a tensor of that framework to
+    this one, on a device."""
 
     native: Any
     make: Callable[[Any, str], Any]

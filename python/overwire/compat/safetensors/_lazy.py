@@ -203,7 +203,7 @@ class _Pass:
         self._failed: BaseException | None = None
 
     def note(self, path: str, name: str) -> bool:
-        """Adds a tensor. Returns False if it is too late."""
+        """Adds a tensor. Returns False if the load has begun without the tensor, or has already returned it."""
         with self._lock:
             if not self._begun:
                 self._names.setdefault(path, {})[name] = None
@@ -269,8 +269,8 @@ _thread = threading.local()
 
 
 def _plan_slices(device: Callable[[str], Any]) -> Iterator[None]:
-    """A context that loads slices ahead which this thread opens, if `device` returns a device for their names. The
-    first read loads all of them, in one pass per device."""
+    """A context in which slices that this thread opens are loaded ahead, if `device` returns a device for their names.
+    The first read loads all of them, in one pass per device."""
     load, before = ahead(), getattr(_thread, "plan", None)
 
     def note_slice(tensor: Slice) -> Callable[[], Any] | None:

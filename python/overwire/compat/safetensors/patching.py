@@ -32,7 +32,8 @@ _READERS = {
     "safetensors.paddle": ("load_file", "load"),
 }
 # Functions that write: safetensors' only function that writes files, and the functions for torch and numpy, which pass
-# addresses to it and to `serialize`. flax, mlx and tensorflow use numpy's functions. paddle's refuse other layouts.
+# addresses to it and to `serialize`. flax, mlx and tensorflow use numpy's functions. paddle's functions refuse
+# other layouts.
 _WRITERS = {
     "safetensors": ("serialize_file",), "safetensors.torch": ("save_file", "save"),
     "safetensors.numpy": ("save_file", "save"),

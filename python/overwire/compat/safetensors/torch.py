@@ -176,7 +176,7 @@ def _remove_duplicate_names(
 ) -> dict[str, list[str]]:
     """Returns for each group of tensors that share memory the name to keep, and the names to drop.
 
-    It keeps a name that covers the whole storage: if possible a preferred one, else one that is
+    It keeps the name of a tensor that covers the whole storage: if possible a preferred one, else one that is
     not in `discard_names`, and the alphabetically first of these.
     """
     preference, discard = set(preferred_names or ()), set(discard_names or ())

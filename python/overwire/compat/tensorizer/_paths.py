@@ -102,7 +102,7 @@ def build(level: Any, values: Mapping[Path, Any], proxies: bool) -> Any:
 def flatten(obj: Any, leaf: Callable[[Any], bool], prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields every leaf of nested mappings and sequences with its path."""
     if len(prefix) >= _DEEPEST:
-        raise ValueError(f"Cannot serialize structures of more than {_DEEPEST} levels, nor such as contain themselves")
+        raise ValueError(f"Cannot serialize structures that contain themselves or have more than {_DEEPEST} levels")
     if isinstance(obj, Mapping):
         for key in obj:
             if not isinstance(key, str):

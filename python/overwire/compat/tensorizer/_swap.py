@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 class Swap:
     """Installs replacements while any context is active, and restores the originals after the last one.
-    stand_ins: called on entry of the first context, returns (owner, name, replacement) for each."""
+    stand_ins: called on entry of the first context; returns (owner, name, replacement) for each function."""
 
     def __init__(self, stand_ins: Callable[[], Sequence[tuple[Any, str, Any]]]) -> None:
         self._stand_ins = stand_ins

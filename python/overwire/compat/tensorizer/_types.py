@@ -50,7 +50,7 @@ class TensorHash:
 @dataclass(order=True)
 class TensorEntry:
     """A tensor's entry in the index, and the checksums of its record. name: a text, or the tuple
-    of a path. dtype: numpy's. offset, data_offset: in the file."""
+    of a path. dtype: numpy's. offset, data_offset: byte offsets in the file."""
 
     metadata_version: int
     name: Any

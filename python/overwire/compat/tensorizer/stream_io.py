@@ -436,7 +436,7 @@ def open_stream(
     Writes to s3:// go to a temporary file until the stream is closed; if an exception ends a
     `with` block, nothing is written. Missing folders of a path to write are made.
     begin, end: as for CURLStreamFile; for a path, begin is the first offset. s3_*:
-    credentials ("" and "": none), endpoint and region; `_s3.options_for` lists their other
+    credentials ("" for both: none), endpoint and region; `_s3.options_for` lists their other
     sources. s3_config_path: used instead of ~/.s3cfg. force_http: disables TLS for s3://.
     s3_signature_version: has no effect; signatures are version 4.
 

@@ -62,7 +62,7 @@ class GlobalGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> GlobalGPUMemoryUsage | None:
-        """Measures now; None without a GPU."""
+        """Measures the memory; returns None without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -84,7 +84,7 @@ class TorchGPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> TorchGPUMemoryUsage | None:
-        """Measures now; None without a GPU."""
+        """Measures the memory; returns None without a GPU."""
         import torch
 
         if not torch.cuda.is_available():
@@ -113,7 +113,7 @@ class CPUMemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls) -> CPUMemoryUsage:
-        """Measures now."""
+        """Measures the memory."""
         most = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) << 10
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
@@ -135,7 +135,7 @@ class MemoryUsage(NamedTuple):
 
     @classmethod
     def now(cls, device: Any = None) -> MemoryUsage:
-        """Measures now."""
+        """Measures the memory."""
         return cls(CPUMemoryUsage.now(), GlobalGPUMemoryUsage.now(device), TorchGPUMemoryUsage.now(device))
 
     def __str__(self) -> str:

@@ -125,8 +125,8 @@ def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, in
 
 def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, list[Copy], list[Copy]]:
     """Starts a load of those copies that belong to the first copy's file and that the engine can land directly. Returns
-    the job, these copies, and the other copies. The job is None, and all copies are others, if there are no such copies
-    or if the file was preloaded."""
+    the job, these copies, and the other copies. If there are no such copies, or if the file was preloaded, the job is
+    None and all copies are other copies."""
     from ...plumbing import landing
 
     file = copies[0].of.file if copies else None

@@ -11,8 +11,8 @@ operations skip the recorder and cost nothing extra. Real tensors behave as usua
 report the device of the tensors that they represent.
 
 Noted copies are loaded while the loader still runs, as long as it only copies. If the loader must run again on real
-tensors, it first repeats the steps that it took on stand-ins. It thus overwrites everything that was loaded before it
-can read any of it.
+tensors, it first repeats the steps that it took on stand-ins. It thus overwrites all loaded data before it can
+read any.
 """
 
 from __future__ import annotations

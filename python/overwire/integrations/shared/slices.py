@@ -180,8 +180,8 @@ class SliceLoad:
 
 
 def land_together(together: Any, meanwhile: Callable[[], None], log: Any) -> bool:
-    """Loads the ranks' blocks together. Returns whether that succeeded. Collective. meanwhile: as for `land` of
-    BlockLoad. Logs how many bytes were read, or why each rank must read by itself."""
+    """Loads the ranks' blocks together. Returns whether that succeeded. Collective. meanwhile: as for
+    `BlockLoad.try_land`. Logs how many bytes were read, or why each rank must read by itself."""
     reason = together.try_land(meanwhile)
     if reason:
         log.info("overwire: each rank reads by itself: %s", reason)

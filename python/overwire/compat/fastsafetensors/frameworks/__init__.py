@@ -172,7 +172,7 @@ class FrameworkOpBase(ABC):
 
     @abstractmethod
     def get_global_rank(self) -> int:
-        """This process's global rank; 0 if it is not distributed."""
+        """Returns this process's global rank; 0 if it is not distributed."""
 
     @abstractmethod
     def wrap(self, tensor: Any, dtype: DType, device: Device) -> Any:

@@ -63,7 +63,7 @@ class PaddleTensor(TensorBase):
 
 
 class PaddleProcessGroup(ProcessGroupBase):
-    """A paddle.distributed group, or none."""
+    """Wraps a paddle.distributed group, or None."""
 
     def __init__(self, real_pg: Any) -> None:
         self.real_pg = real_pg

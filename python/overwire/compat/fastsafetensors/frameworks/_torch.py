@@ -72,7 +72,7 @@ class TorchTensor(TensorBase):
 
 
 class TorchProcessGroup(ProcessGroupBase):
-    """A torch.distributed group, or none. Tensors are sent as bytes, through the host if the group's
+    """Wraps a torch.distributed group, or None. Tensors are sent as bytes, through the host if the group's
     backend cannot send GPU memory."""
 
     def __init__(self, real_pg: Any) -> None:
