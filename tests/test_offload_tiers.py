@@ -21,7 +21,7 @@ from overwire.offloading import stored, tiers
 from test_offload import BYTES, Cast, Model, outputs, slots_are_poisoned  # noqa: F401
 from test_offload_streams import Device, device  # noqa: F401
 
-# A block of Model has about 53,000 stored bytes, so that two or three of five fit into this room.
+# A block of Model has about 53,000 stored bytes, so that two or three of five fit into this limit.
 TIERS: dict[str, dict[str, Any]] = {"device": {"where": "device"}, "auto": {"where": "auto", "room": 150_000}}
 
 
