@@ -294,7 +294,7 @@ class _Reader:
         if type(file) is not str or not file or "/" in file or "\0" in file or file in (".", ".."):
             raise self._error(f"{file!r:.100} is not the name of a file in the folder", name=name)
         if type(start) is not int or type(size) is not int or start < 0 or size < 0:
-            raise self._error(f"its bytes in {file} are malformed", name=name)
+            raise self._error(f"its offset or length in {file} is malformed", name=name)
         if about.get("transform_descriptors"):
             kind = f"{about['transform_descriptors']!r:.100}"
             raise self._error(f"it is stored through the extension {kind}: {_TORCH}", NotSupportedError, name)
