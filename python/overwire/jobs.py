@@ -145,7 +145,7 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     text += f" in {seconds:.3g} s" if seconds >= 0.001 else " in less than 1 ms"
     stages = report.get("stages") or {}
     if read > 0 and verb == "load" and stages.get("workers") == 0:
-        return text + ", since they were preloaded"
+        return text + ", because they were preloaded"
     if read > 0 and seconds > 0:
         text += f", {read / seconds / 1e9:.2f} GB/s"
     busy = {

@@ -165,7 +165,7 @@ class GroupLoad:
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
         log.warning(
-            "overwire: the ranks exchange by torch.distributed, because they cannot map each other's memory: %s",
+            "overwire: ranks exchange bytes through torch.distributed, because they cannot map each other's memory: %s",
             self._members.unreachable,
         )
 

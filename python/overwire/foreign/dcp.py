@@ -165,7 +165,7 @@ class _Reader:
         if len(of_ranks) > 1:
             raise NotSupportedError(
                 f"overwire: open {self._folder}: the ranks of this torch.distributed.checkpoint saved independently "
-                f"(use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}): load it with dcp.load in the same number "
+                f"(use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}): load it with dcp.load on the same number "
                 "of ranks, and save it again with dcp.save",
                 source=self._folder,
             )

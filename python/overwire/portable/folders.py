@@ -243,7 +243,7 @@ def refuse_mixture(files: Iterable[tuple[str, Mapping[str, str] | None]]) -> Non
         save = (metadata or {}).get(_SAVE)
         other, other_save = first.setdefault(folder.removesuffix("/training"), (path, save))
         if save != other_save:
-            text = "it was replaced meanwhile, or parts of two were mixed"
+            text = "the checkpoint was replaced meanwhile, or files of two saves were mixed"
             raise CorruptError(
                 f"overwire: {path}: it is from another save of the checkpoint than {other}: {text}", source=path
             )
