@@ -103,8 +103,8 @@ def entry_points() -> str:
 
 
 def metadata(licence: str = "", files: list[str] | None = None, requires: Iterable[str] = ()) -> str:
-    """Return METADATA. A wheel's has the licence of all its contents, the licence files, and the required packages. An
-    sdist's has the project's own licence, because an sdist has no library."""
+    """Return METADATA. For a wheel it has the licence of all contents, the licence files and the required packages.
+    For an sdist it has the project's own licence, because an sdist has no library."""
     p = project()
     lines = [
         "Metadata-Version: 2.4",

@@ -2,8 +2,8 @@
 
     S3=s3://bucket/folder/ REDIS=redis://localhost:6379/folder/ python stores.py
 
-Credentials are found as by the AWS tools (AWS_ACCESS_KEY_ID, profiles, pod,
-container and machine roles). AWS_ENDPOINT_URL_S3 selects another store.
+Credentials come from the same sources as for the AWS tools (AWS_ACCESS_KEY_ID,
+profiles, pod, container and machine roles). AWS_ENDPOINT_URL_S3 selects another store.
 REDISCLI_AUTH is the Redis password. storage_options override these for one call.
 """
 
@@ -19,7 +19,7 @@ for folder in filter(None, (os.environ.get("S3"), os.environ.get("REDIS"))):
     report = ow.save_file(weights, folder + "model.safetensors")
     print(f"{report.files[0]}: {report.bytes_out} bytes, ratio {report.ratio:.3f}")
 
-    # Ranges are read directly to the tensors. A read resumes if its connection breaks.
+    # Ranges are read directly into the tensors. A read resumes if its connection breaks.
     tensors = ow.load_file(folder + "model.safetensors", framework="np", storage_options={"timeout": 10})
     assert np.array_equal(tensors["embed"], weights["embed"])
 

@@ -127,7 +127,7 @@ def test_a_report_in_a_line() -> None:
     assert sentence("load", load | {"mapped": 1_500_000_000}) == half
     assert sentence("load", {"tensors": 1, "bytes": 0, "seconds": 0}) == "loaded 1 tensor, 0 B in less than 1 ms"
     joined = load | {"seconds": 2e-5, "stages": dict.fromkeys(stages, 0) | {"workers": 0}}
-    assert sentence("load", joined) == "loaded 290 tensors, 2 GB in less than 1 ms, since they were preloaded"
+    assert sentence("load", joined) == "loaded 290 tensors, 2 GB in less than 1 ms, because they were preloaded"
     save = {"tensors": 1234, "bytes_in": 4_500, "bytes_out": 2_999_999, "seconds": 2.0}
     assert sentence("save", save) == "saved 1,234 tensors, 4.5 kB as 3 MB in 2 s, 0.00 GB/s"
     stages = {"plan_ns": 5, "read_ns": 5, "encode_ns": 20, "hash_ns": 10, "write_ns": 50, "publish_ns": 10}

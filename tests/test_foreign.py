@@ -247,7 +247,7 @@ def test_hostile_descriptions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (lambda m: set_size(m, huge, 3), ow.FormatError, "no chunk has"),
         (lambda m: set_size(m, huge, huge, huge), ow.FormatError, "'w'.*malformed"),
         (lambda m: set_box(m, (3, 0), (3, 3)), ow.FormatError, "'w': chunk 1: .*overlap"),
-        (lambda m: set_box(m, (4, 0), (2, 2)), ow.FormatError, r"only those from \[4, 0\] to \[6, 2\]"),
+        (lambda m: set_box(m, (4, 0), (2, 2)), ow.FormatError, r"only the elements from \[4, 0\] to \[6, 2\]"),
         (lambda m: set_box(m, (4,), (2,)), ow.FormatError, "malformed"),
         (lambda m: chunk(m).__dict__.update(offsets=(-1, 0)), ow.FormatError, "'w'.*malformed"),
         (lambda m: m.state_dict_metadata["w"].chunks.clear(), ow.FormatError, "no chunk has"),
@@ -341,7 +341,7 @@ def test_parts_are_never_whole(tmp_path: Path) -> None:
         with ow.safe_open(path, "pt") as file:
             assert "DCP_SHARDING_INFO" in file.metadata()
     os.remove(one)
-    with pytest.raises(ow.FormatError, match="shard-00002.*tensor .*only those from"):
+    with pytest.raises(ow.FormatError, match="shard-00002.*tensor .*only the elements from"):
         ow.load_file(folder)
     os.remove(folder / "shard-00001-model-00002-of-00002.safetensors")
     with pytest.raises(ow.NotFoundError, match="shard-00001 are missing"):

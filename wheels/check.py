@@ -1,10 +1,10 @@
 """Audit wheels and import them in every CPython of this machine: python wheels/check.py FILE...
 
-The library must only export PyInit__core. It may only need libc, no newer glibc than its tag states, and Python's
-stable ABI of 3.10. The wheel must have a correct RECORD, the licences of all linked modules, and at most LARGEST bytes.
-Then each interpreter that is on PATH, in pyenv, or downloaded by wheels/pythons.sh imports the wheel and calls the
-engine. Wheels of another machine are imported by downloaded interpreters under qemu-user. The wheel without the engine
-must read all golden files with only numpy.
+The library must only export PyInit__core. It may only need libc, in no newer glibc version than its tag states,
+and Python's stable ABI of 3.10. The wheel must have a correct RECORD, the licences of all linked modules, and at most
+LARGEST bytes. Then each interpreter that is on PATH, in pyenv, or downloaded by wheels/pythons.sh imports the wheel
+and calls the engine. Wheels of another machine are imported by downloaded interpreters under qemu-user. The wheel
+without the engine must read all golden files with only numpy.
 """
 
 from __future__ import annotations

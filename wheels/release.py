@@ -7,7 +7,7 @@ A release is a tagged commit. The tree must be clean, the tag must match the ver
 CHANGELOG.md must have an entry for it. A rehearsal only needs a clean tree. The program
 then regenerates all generated files, builds the site, and writes the sdist, a wheel for
 each architecture, and their hashes to DIR. --reproduce builds the commit in two new
-folders, one of them with an empty build cache, and compares the files, also with DIR's.
+folders, one of them with an empty build cache, and compares their files with each other and with DIR.
 """
 
 from __future__ import annotations

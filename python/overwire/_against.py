@@ -49,14 +49,14 @@ def compare_with_safetensors(model: Path, plain: Path) -> tuple[int, list[str]]:
         with safe_open(file, "pt") as theirs, ow.safe_open(packed, "pt") as ours:
             both = set(theirs.keys()) & set(ours.keys())
             surplus = set(theirs.keys()) ^ set(ours.keys())
-            faults += [f"{packed}: {name}: only one reader has it" for name in sorted(surplus)]
+            faults += [f"{packed}: {name}: only one reader lists it" for name in sorted(surplus)]
             for name in sorted(both):
                 if not _is_same(ours.get_tensor(name), theirs.get_tensor(name)):
                     faults.append(f"{packed}: {name}: differs")
             count += len(both)
     if model.is_dir():
         compared = {file.relative_to(plain) for file in _list_files(plain)}
-        faults += [f"{p}: no plain file" for p in _list_files(model) if p.relative_to(model) not in compared]
+        faults += [f"{p}: it has no plain file" for p in _list_files(model) if p.relative_to(model) not in compared]
     return count, faults if count else [*faults, f"{plain}: no tensors"]
 
 

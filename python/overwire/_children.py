@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-# -c and -m put the working folder first on sys.path. It may contain untrusted files, such as a downloaded model's.
+# -c and -m put the working folder first on sys.path. It may contain untrusted files, such as a downloaded model.
 _LEAVE_FOLDER = "import sys; sys.path[:1] == [''] and sys.path.pop(0); "
 
 

@@ -110,7 +110,7 @@ def _follow_saver(earlier: Saver) -> None:
 
 
 def _keys_of(path: str) -> list[str]:
-    # Resolves all links in the path except in its last element, which may change during a save.
+    # Returns a local path twice: with all links resolved, and with its last element, which may be a link, unresolved.
     if not is_remote(path):
         text = path_of(path) if is_file(path) else path
         folder, name = os.path.split(text.rstrip("/"))

@@ -132,7 +132,7 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     text += f" in {seconds:.3g} s" if seconds >= 0.001 else " in less than 1 ms"
     stages = report.get("stages") or {}
     if read > 0 and verb == "load" and stages.get("workers") == 0:
-        return text + ", since they were preloaded"
+        return text + ", because they were preloaded"
     if read > 0 and seconds > 0:
         text += f", {read / seconds / 1e9:.2f} GB/s"
     busy = {
@@ -205,11 +205,11 @@ class Landed:
         self.addresses = flat[-count:].tolist() if count else []
 
     def pairs(self) -> list[tuple[Any, int]]:
-        """(capsule, address) of each tensor."""
+        """Returns (capsule, address) of each tensor."""
         return list(zip(self.capsules, self.addresses, strict=True))
 
     def usable(self) -> Iterator[tuple[int, Any]]:
-        """(position, capsule) of each tensor that has memory and bytes."""
+        """Yields (position, capsule) of each tensor that has memory and bytes."""
         if not self.missing:
             return zip(self.positions, self.capsules, strict=True)
         rows = zip(self.positions, self.capsules, self.addresses, strict=True)
@@ -248,7 +248,7 @@ class Job:
 
     def wait(self) -> None:
         """Waits for the end and raises the job's error. Ctrl-C ends the wait. When the time limit has
-        passed, it cancels the job and raises DeadlineError, unless the job still succeeds."""
+        passed, it cancels the job and raises DeadlineError, unless the job succeeds before that."""
         while True:
             remaining = None if self._end is None else max(0.0, self._end - time.monotonic())
             tick = remaining if self._watcher is None else _TICK if remaining is None else min(remaining, _TICK)

@@ -159,8 +159,8 @@ class ObjectReader(io.RawIOBase):
             os.close(sink)
 
     def found(self) -> tuple[int, str] | None:
-        """Returns the size and identity of a single source, or None before its first byte or its end was
-        read. The identity is an ETag (in double quotes) or a date, or "" if the store has neither."""
+        """Returns the size and identity of a single source, or None until its first byte or its end has
+        been read. The identity is an ETag (in double quotes) or a date, or "" if the store has neither."""
         if self._pin is None and self._job is not None and len(self._uris) == 1:
             report = self._job.report() or {}
             self._pin, self._headers = report.get("pin"), report.get("headers") or {}

@@ -89,7 +89,7 @@ class Place:
         self.join_save(secrets.token_hex(16))
 
     def join_save(self, save: str) -> None:
-        """Joins the save with the coordinator's id. This rank writes to it from now on."""
+        """Joins the coordinator's save, given its id. From now on `path_of` returns paths of that save."""
         self.save = save
         #: A part of all file names in a store, "" for a local folder.
         self.mark = f"-ow{save[:8]}" if self.remote else ""

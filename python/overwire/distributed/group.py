@@ -285,7 +285,7 @@ class Members:
 
     def tell_failure(self, error: BaseException, first: int, meets: bool) -> None:
         """Passes an error that ends a call on this rank to the other ranks, unless they know it. If the ranks have not
-        agreed yet in this call, uses the first agreement for that. Otherwise the ranks are out of step. first: the
+        agreed yet in this call, the first agreement passes the error. Otherwise the ranks are out of step. first: the
         result of `begin_verb`. meets: as for `group_verb`."""
         step = self._step
         if error is step.known:

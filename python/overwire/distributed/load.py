@@ -2,7 +2,7 @@
 
 A rank reads its share over the PCIe link of its own GPU, and gets the other shares from the other ranks. Then every
 rank decodes the tensors that it needs (plain tensors are copied). A load proceeds in pieces. Each piece is in one of a
-few buffers, and a load needs no other memory in addition to the tensors. The engine reads, assembles and decodes
+few buffers, and a load needs no memory other than the buffers and the tensors. The engine reads, assembles and decodes
 (`gosrc/relay`). There are two transports, and all ranks choose by the same rule (`choose_carrier`):
 
     mapped       between ranks of a host that map each other's memory. The engine copies.
@@ -165,7 +165,7 @@ class GroupLoad:
         self._members.unreachable = reason.removeprefix("overwire: ")
         self.carrier = "collective" if self.link and setting != "none" else "none"
         log.warning(
-            "overwire: the ranks exchange by torch.distributed, because they cannot map each other's memory: %s",
+            "overwire: ranks exchange bytes through torch.distributed, because they cannot map each other's memory: %s",
             self._members.unreachable,
         )
 

@@ -77,10 +77,10 @@ class _Bytes(NamedTuple):
                     rest = inflate.unconsumed_tail
                 total, length = zlib.crc32(data, total), length + len(data)
                 if length > self.size:
-                    raise self.error_of(f"more than the {self.size} bytes that its archive states", CorruptError)
+                    raise self.error_of(f"it has more than the {self.size} bytes that its archive states", CorruptError)
                 yield data
         if length != self.size:
-            raise self.error_of(f"only {length} of {self.size} bytes: copy or fetch it again", CorruptError)
+            raise self.error_of(f"it has only {length} of {self.size} bytes: copy or fetch it again", CorruptError)
         if self.checksum not in (None, total):
             raise self.error_of(f"checksum mismatch: {self.checksum:08x} stored, {total:08x} computed", CorruptError)
 

@@ -165,7 +165,7 @@ class _Reader:
         if len(of_ranks) > 1:
             raise NotSupportedError(
                 f"overwire: open {self._folder}: the ranks of this torch.distributed.checkpoint saved independently "
-                f"(use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}): load it with dcp.load in the same number "
+                f"(use_collectives=False; {of_ranks[0]} to {of_ranks[-1]}): load it with dcp.load on the same number "
                 "of ranks, and save it again with dcp.save",
                 source=self._folder,
             )
@@ -294,7 +294,7 @@ class _Reader:
         if type(file) is not str or not file or "/" in file or "\0" in file or file in (".", ".."):
             raise self._error(f"{file!r:.100} is not the name of a file in the folder", name=name)
         if type(start) is not int or type(size) is not int or start < 0 or size < 0:
-            raise self._error(f"its bytes in {file} are malformed", name=name)
+            raise self._error(f"its offset or length in {file} is malformed", name=name)
         if about.get("transform_descriptors"):
             kind = f"{about['transform_descriptors']!r:.100}"
             raise self._error(f"it is stored through the extension {kind}: {_TORCH}", NotSupportedError, name)

@@ -56,7 +56,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
         header = json.loads(text.decode(), **STRICTLY)
         metadata = header.pop("__metadata__", None) or {}
         if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("its metadata values are not texts")
+            raise ValueError("its metadata values are not strings")
         sharding = json.loads(metadata[SHARDING], **STRICTLY) if SHARDING in metadata else None
         entries = {name: (one["dtype"], one["shape"], one["data_offsets"]) for name, one in header.items()}
         offsets = None if sharding is None else {name: one["saved_offsets"] for name, one in sharding.items()}
@@ -73,7 +73,7 @@ def read_parts(files: Files, path: str, start: int = 0) -> dict[str, Part]:
         if high - low != bytes_of(dtype, tuple(shape)):
             raise make_error(f"its {high - low} bytes do not match shape {shape} of {dtype}", name)
         if high > whole - 8 - size:
-            why = f"truncated, it ends at byte {high}, but there are {whole - 8 - size}: copy or fetch it again"
+            why = f"truncated: it ends at byte {high} of the data, which has {whole - 8 - size}: copy or fetch it again"
             raise make_error(why, name, CorruptError)
         run = Run(files, path, start + 8 + size + low, high - low)
         parts[name] = Part(dtype, tuple(shape), None if at is None else tuple(at), run)

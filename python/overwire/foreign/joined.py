@@ -273,8 +273,8 @@ def check_cover(shape: tuple[int, ...], boxes: list[Box], make_error: Callable[[
             offsets, sizes = boxes[inside[0]]
             ends = tuple(map(sum, zip(offsets, sizes, strict=True)))
             if (offsets, ends) != (low, high):
-                region = f"of the elements from {list(low)} to {list(high)}"
-                why = f"{region}, only those from {list(offsets)} to {list(ends)} are stored"
+                region = f"instead of those from {list(low)} to {list(high)}"
+                why = f"only the elements from {list(offsets)} to {list(ends)} are stored {region}"
                 raise make_error(why, inside[0])
             continue
         for axis in range(len(shape)):

@@ -90,8 +90,8 @@ class Frame:
 
     name: str
 
-    #: Makes a tensor from a capsule and takes ownership of the capsule. Only for tensors with bytes and dtypes
-    #: that are exported unchanged. None unless a single C call can do this.
+    #: Makes a tensor from a capsule and takes ownership of the capsule. It supports only tensors with bytes, and
+    #: dtypes that are exported unchanged. None if no single C call does this.
     make: Callable[[Any], Any] | None = None
 
     def refuse_mode(self) -> None:

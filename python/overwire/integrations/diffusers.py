@@ -1,7 +1,7 @@
 """Patches diffusers' loader for `overwire.patch_safetensors`.
 
-A model's tensors load in one pass, each to the device and dtype of its parameter. In a pipeline, a model loads while
-diffusers builds it, and so does the next model of diffusers or transformers.
+A model's tensors load in one pass, each to the device and dtype of its parameter. In a pipeline, while
+diffusers builds one model, that model and the next model of diffusers or transformers load.
 
 diffusers reads a whole file to the CPU before it chooses devices. The patch gives it tensors that are not read yet.
 `_load_shard_file` loads them, because its arguments show the device and dtype of each parameter. The loaded tensor

@@ -201,7 +201,7 @@ class Group:
         if self._read_counter(f"{number}/refusals"):
             return str(self._store.get(f"{number}/refusal").decode())
         if not has_all():
-            return "the engines have answered, but not all of them have taken the push"
+            return "the engines have answered, but not all of them have accepted the push"
         sizes = {rank: self._store.get(f"{number}/{rank}").decode() for rank in range(1, self._size)}
         wrong = [rank for rank, one in sizes.items() if one != str(size)]
         return f"size is not {size}, the number of bytes sent, on ranks {wrong}" if wrong else ""

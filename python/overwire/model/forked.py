@@ -165,7 +165,7 @@ class ForkedModel(Model):
         ]
         if table is not None:
             if {row[:4] + row[5:6] for row in table} - {row[:4] + row[5:6] for row in self.table}:
-                why = f"overwire: open {uris[0]}: it was replaced since it was opened"
+                why = f"overwire: open {uris[0]}: it was replaced after it was opened"
                 raise errors.CorruptError(why, source=uris[0])
             self.table = table
         self._refuse_twins()

@@ -12,7 +12,7 @@ from .options import Placement, check_choice
 _EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.(?:.*\.)?([^.]+)$")
 
 # The last part of the names of an expert's large tensors. Its other tensors (scales, zero points, g_idx, shapes) are
-# small. Every rank loads those of all experts, because code that computes a common scale needs them.
+# small. Every rank loads these for all experts, because code that computes a common scale needs them.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 

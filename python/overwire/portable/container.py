@@ -97,7 +97,7 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
     base = 8 + size
     metadata = header.pop("__metadata__", None)
     texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    checks.is_file(metadata is None or texts, "its metadata are not an object of texts")
+    checks.is_file(metadata is None or texts, "its metadata is not an object of strings")
     entries = _entries_of_header(header, base, len(data), checks)
     note = None if metadata is None else metadata.get(_NOTE)
     if _INDEX not in entries and (note is None or _note_of(note) is None):  # another program may have the same entry

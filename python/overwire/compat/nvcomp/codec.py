@@ -102,10 +102,10 @@ class Codec:
 
     Keywords are nvCOMP's, and all are optional: `algorithm` (decoding detects it by default),
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`, `checksum_policy`,
-    `data_type`, `algorithm_type` and others. Two are new. `strict`: `decode` raises the error
-    of a wrong checksum, instead of the first access to the bytes. `ask_nvcomp`: False never
-    passes streams that overwire refuses to an installed nvCOMP, whose decoders trust their
-    input.
+    `data_type`, `algorithm_type` and others. Two are new. `strict`: a wrong checksum raises an
+    error in `decode`, instead of on the first access to the bytes. `ask_nvcomp`: if False,
+    streams that overwire refuses are never passed to an installed nvCOMP, whose decoders
+    trust their input.
 
     LZ4, Snappy, Cascaded and X16 streams on a GPU are decoded there, on `cuda_stream` (by
     default torch's current stream). With a DecompressConfig the call does not wait: errors
@@ -113,7 +113,7 @@ class Codec:
     by `decode` of a `strict` Codec. X16 is also encoded on the GPU; that call waits for the
     lengths. All other work, including checksums, runs on the CPU, and Arrays are copied there
     and back; see `backends()`. If there is a GPU, results are on it. Cascaded's elements have
-    `data_type`, or else the Arrays' type if all are of one type, or else are bytes.
+    `data_type`. Without it they have the Arrays' type, or are bytes if the Arrays differ in type.
 
     Native streams, sized streams and Cascaded are overwire's own formats (docs/nvcomp.md). RAW
     streams of the other algorithms are standard. ANS and Bitcomp, and native, sized and
@@ -572,7 +572,7 @@ def _algorithm_named(algorithm: str) -> str:
 
 def backends() -> dict[str, str]:
     """Returns where each algorithm runs on this machine: "cpu", or with a GPU how its Arrays are decoded
-    and encoded. For nvCOMP's own algorithms it is "nvcomp VERSION", or the missing wheel."""
+    and encoded. For nvCOMP's own algorithms it is "nvcomp VERSION", or names the missing wheel."""
     places = {name: "cpu" for name in codecs.algorithms()}
     if gpu.count():
         for name in places:

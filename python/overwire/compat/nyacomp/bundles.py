@@ -168,7 +168,7 @@ def _load_pickle(path: PathLike) -> Any:
 
 
 def _listed(path: PathLike) -> list[MetaRow] | None:
-    """Returns the files in the manifest of a bundle, or in that of PRELOAD_PATH; None without a manifest."""
+    """Returns the files in the manifest of a bundle, or in the manifest at PRELOAD_PATH; None without a manifest."""
     meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
     return manifests.read_csv(meta).rows if meta else None
 

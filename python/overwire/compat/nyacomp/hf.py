@@ -63,8 +63,8 @@ def compress_components(components: Iterable[_PathLike]) -> float:
 
 def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
     """Compresses the tensors of a torch or safetensors checkpoint that have more than `treshold`
-    bytes, into nya/ in its folder. Replaces the files of an earlier run, and those of other
-    checkpoints in the folder for equal keys. `good_load` of such a checkpoint then raises
+    bytes, into nya/ in its folder. Replaces the files of an earlier run, and the
+    files of other checkpoints in the folder for equal keys. `good_load` of such a checkpoint then raises
     CorruptError, unless the tensors are equal.
 
     Returns the original and the stored bytes of all tensors. Raises NotSupportedError for a

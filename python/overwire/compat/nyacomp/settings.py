@@ -1,4 +1,4 @@
-"""Reads nyacomp's environment variables, and documents their meaning here.
+"""Reads nyacomp's environment variables, and documents them.
 
 An invalid value is logged as a warning on the logger "overwire" and counts as not set.
 DEBUG, SILENT, NUM_THREADS, PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become settings of

@@ -55,7 +55,7 @@ def not_contiguous(name: str) -> ValueError:
 
 
 def check(what: str, value: Any, kind: type) -> None:
-    """Raises the original's TypeError if an argument, or a part of one, does not have a type."""
+    """Raises the original's TypeError if an argument, or a part of one, is not a `kind`."""
     if not isinstance(value, kind):
         raise TypeError(f"argument '{what}': {type(value).__name__!r} object is not an instance of '{kind.__name__}'")
 

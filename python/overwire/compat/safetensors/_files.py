@@ -88,7 +88,7 @@ class safe_open:
         return self._live().offset_keys()
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the entries of `__metadata__`, or None without it."""
+        """Returns the entries of `__metadata__`, or None if the header has none."""
         return self._live().metadata()
 
     def get_tensor(self, name: str) -> Any:

@@ -203,7 +203,7 @@ class TensorStream(Internal):
 
 
 def rows_of_plan(file: overwire.safe_open, plan: Any) -> dict[str, Rows | None]:
-    """Returns the tensors of a plan in file order, each with the first and end of its rows, or None for all rows.
+    """Returns the tensors of a plan in file order, each with the begin and end of its rows, or None for all rows.
 
     Raises SafetensorError for an invalid plan, before anything is read.
     """

@@ -315,7 +315,7 @@ def _hook(readers: dict[int, tuple[Any, Any]] | None = None) -> None:
 
 
 def _replace_readers(name: str, module: Any) -> None:
-    # For a module of safetensors that was imported after the patch.
+    # Replaces the readers in a safetensors module that was imported after the patch.
     with _lock:
         if _patches:
             swap = _readers_of(name, module)

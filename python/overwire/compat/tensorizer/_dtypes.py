@@ -62,7 +62,7 @@ def typed(tensor: Any, record: Any) -> Any:
 
 def opaque(text: str) -> tuple[str, str | None]:
     """Returns numpy's dtype for a file's dtype, and torch's name for it if numpy lacks the dtype. In that
-    case the first is an integer type of the same size."""
+    case the numpy dtype is an integer type of the same size."""
     form, _, name = text.partition("\0")
     if not name:
         return form, None

@@ -80,7 +80,7 @@ class OverwireModelLoader(DefaultModelLoader):  # type: ignore[misc, unused-igno
             super().download_model(model_config)
 
     def _at_source(self, model_config: Any, path: Any) -> bool:
-        """Returns whether weights are read from `source`. This is so for the served model, but not for a draft model
+        """Returns whether weights are read from `source`. This is true for the served model, but not for a draft model
         with its own files, although SGLang loads it with the same options."""
         if "source" not in self._options or model_config is None:
             return False

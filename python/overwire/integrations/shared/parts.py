@@ -145,9 +145,9 @@ class Arriving:
             raise Refused(f"{self._path} contains {name}, but its record does not")
         target = _dense_order(tensor)
         if tuple(target.shape) != shape:
-            raise Refused(f"{name} has the shape {shape} in {self._path}")
+            raise Refused(f"{name} has the shape {shape} in {self._path}, and another in its record")
         if dtype not in copies.PACKED and torch_dtype(dtype) is not tensor.dtype:
-            raise Refused(f"{name} is {dtype} in {self._path}")
+            raise Refused(f"{name} is {dtype} in {self._path}, and another dtype in its record")
         return copies.whole_copy(Stored(self._file, at, name, dtype, shape), target)
 
     def finish_loading(self) -> None:
@@ -231,7 +231,7 @@ def _dtype_of(row: list[Any]) -> torch.dtype:
 def _empty_tensor(row: list[Any], device: torch.device) -> torch.Tensor:
     on = torch.device("cpu") if row[4] == "cpu" else device
     if on.type != row[4]:
-        raise Refused(f"a tensor was on {row[4]}")
+        raise Refused(f"a tensor was on {row[4]}, but this model loads to {on.type}")
     return torch.empty_strided(row[2], row[3], dtype=_dtype_of(row), device=on)
 
 

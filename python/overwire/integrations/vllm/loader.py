@@ -222,8 +222,8 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         self._opening = Opening(functools.partial(self._likely_files, model_config), device, self._options)
 
     def at_source(self, model_config: Any) -> bool:
-        """Returns whether the weights are read from `source`. This is so for the served model, but not for a draft
-        model, although vLLM loads it with the same options."""
+        """Returns whether the weights are read from `source`. This is true for the served model, but not for a
+        draft model, although vLLM loads it with the same options."""
         from vllm.config import get_current_vllm_config_or_none
 
         if "source" not in self._options:

@@ -108,7 +108,7 @@ class PreparedStart:
         except Damaged as error:
             log.info("overwire: no prepared state: %s", error)
         except Exception:
-            self._kept = None  # if the fingerprint matches, opening the file again raises the error
+            self._kept = None  # if the fingerprint matches, the file is opened again and raises the error
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
