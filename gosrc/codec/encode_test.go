@@ -95,7 +95,7 @@ func TestEncodeTakesTheShortest(t *testing.T) {
 	}
 }
 
-// Data whose period is not a multiple of the element size may be shorter as bytes.
+// Data may be shorter as bytes if its period is not a multiple of the element size.
 func TestEncodeTriesBytes(t *testing.T) {
 	row := make([]byte, 1001) // not a multiple of an element
 	for i := range row {

@@ -39,7 +39,7 @@ func sumBytes(p []byte) uint32 {
 	return crc32.Update(crc32.Update(^uint32(0), castagnoli, tail[:]), castagnoli, p[n:])
 }
 
-// foldBlocks folds the whole blocks of p, of which there are at least two, and returns their length in bytes.
+// foldBlocks folds the whole blocks of p (at least two), and returns their length in bytes.
 func foldBlocks(left *[block]byte, p []byte) int {
 	k := archsimd.LoadUint64x8(&folds)
 	at := unsafe.Pointer(unsafe.SliceData(p))

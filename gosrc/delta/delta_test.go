@@ -483,7 +483,7 @@ func FuzzTable(f *testing.F) {
 		if len(table) < 128 || len(table)%64 != 0 || len(data) > 1<<16 {
 			return
 		}
-		// Correct the checksum, whose offset depends on the table's header.
+		// Correct the checksum. Its offset depends on the table's header.
 		end := headSize + 8*int(le.Uint32(table[16:])) + recordSize*int(le.Uint32(table[8:])) +
 			entrySize*int(le.Uint32(table[12:])) + int(le.Uint32(table[20:]))
 		if end+4 > len(table) {

@@ -266,7 +266,7 @@ func TestKilled(t *testing.T) {
 	}
 }
 
-// An offer whose descriptor refers to something else is refused.
+// An offer is refused if its descriptor refers to something else.
 func TestStrangers(t *testing.T) {
 	a, err := New(nil, 4096, 0, 2)
 	if err != nil {

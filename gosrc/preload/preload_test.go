@@ -236,7 +236,7 @@ func later(t *testing.T, path, data string) {
 	}
 }
 
-// refused loads a model whose file was written after it was opened, and expects an error.
+// refused loads a model after its open file was overwritten, and expects an error.
 func refused(t *testing.T, m *load.Model) {
 	t.Helper()
 	l, err := m.Start(nil, load.Options{})

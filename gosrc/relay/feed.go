@@ -85,7 +85,7 @@ func (q *feedQueue) submitSafely(all []submission) {
 }
 
 // Submit hands a filled slot to moveOnce and returns immediately. Later failures are reported for each task. tasks is
-// a subslice of lay.fetch.Tasks, whose position there determines the piece.
+// a subslice of lay.fetch.Tasks, and its position there determines the piece.
 func (q *feedQueue) Submit(s device.Slot, n int64, tasks []device.DecodeTask, done func(task int, err error)) error {
 	all := q.lay.fetch.Tasks
 	first := cap(all) - cap(tasks) // position of tasks in all

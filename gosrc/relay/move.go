@@ -143,7 +143,7 @@ func (m *mover) recycleTakenBuffers() (bool, error) {
 	return t != nil && job.IsClosed(t.joined) && m.prog.recycleTaken(t.Board.CountTaken()), nil
 }
 
-// carryShares takes the next piece from each rank whose share can be read. It begins when the ranks have joined and
+// carryShares takes the next piece from each rank if its share can be read. It begins when the ranks have joined and
 // this rank's requests are known.
 func (m *mover) carryShares() (worked bool, err error) {
 	t, spec, now := m.lay.transport, m.lay.spec, time.Now()

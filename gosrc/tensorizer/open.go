@@ -31,7 +31,7 @@ func Open(ctx context.Context, src source.Source, records bool) (*File, error) {
 	return f, err
 }
 
-// An Opened is a source whose head, index and records have been read. ReadIndex does not read them again.
+// An Opened is a source with its head, index and records, which have been read. ReadIndex does not read them again.
 type Opened struct {
 	source.Source
 	File *File

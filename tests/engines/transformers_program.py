@@ -114,7 +114,7 @@ def tied(folder: Path) -> None:
 
 
 def experts(folder: Path) -> None:
-    """Experts are stored one by one. transformers 5 stacks and joins them."""
+    """Loads experts that are stored one by one. transformers 5 stacks and joins them."""
     config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     save(transformers.MixtralForCausalLM(config).bfloat16(), folder)
     stored = json.loads((folder / "plain" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -152,7 +152,7 @@ def quantised(folder: Path) -> None:
 
 
 def odd(folder: Path) -> None:
-    """A name in two files, a tensor that the model lacks, and one that the files lack."""
+    """Loads files in which a name occurs twice, a tensor is unknown to the model, and one is missing."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).bfloat16()
     save(model, folder)
     for kind, write in (("plain", safetensors.torch.save_file), ("packed", ow.save_file)):

@@ -79,7 +79,7 @@ SHAPES["fp8"] = {**SHAPES["8b"], "quantization_config": FP8}
 SHAPES["short"], SHAPES["short-fp8"] = ({**SHAPES[shape], "num_hidden_layers": 4} for shape in ("8b", "fp8"))
 SHAPES["names"].update(moe_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, vocab_size=1024)
 TOOK = re.compile(r"(?:Loading weights took|restored prepared state: \d+ tensors in) ([0-9.]+) s")
-# Also the reasons why they do not.
+# Messages of overwire's loader: what it loaded or stored, or why it did not.
 SAID = re.compile(
     r"overwire: (?:loaded \d+ slices|each rank reads|the ranks share|restored|stored|loads |cannot store|no prepared).*"
 )

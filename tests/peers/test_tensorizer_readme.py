@@ -236,7 +236,7 @@ with tensorizer_loading(tensors_path, device="cpu"):
 assert os.path.exists("named-tensor-data.tensors") and not os.path.exists("named.pt.tensors")
 assert all(torch.equal(t, found[n]) and torch.equal(t, also[n]) for n, t in state_dict.items())
 
-# Both contexts together, nested, and only in this thread.
+# Use both contexts together, nested, and only in this thread.
 with tensorizer_saving("outer.tensors"), tensorizer_loading("outer.tensors", device="cpu"):
     with tensorizer_saving("inner.tensors", limit_cpu_concurrency=1):
         torch.save(state_dict, "x.pt")

@@ -21,9 +21,9 @@ const (
 // ballast counts as heap for the collector. It is never touched, so it takes no host memory.
 var ballast atomic.Pointer[[ballastBytes]byte]
 
-// putOffCollections is called once, at the start. Allocating the ballast then would trigger a collection, so it sets a
-// high percentage instead. The first collection allocates the ballast and restores the usual percentage, which a large
-// heap needs. If the process sets GOGC, nothing is changed.
+// putOffCollections is called once, at the start. Allocating the ballast so early would trigger a collection, so it
+// sets a high percentage instead. The first collection allocates the ballast and restores the usual percentage, which a
+// large heap needs. If the process sets GOGC, nothing is changed.
 var putOffCollections = sync.OnceFunc(func() {
 	if usual := debug.SetGCPercent(firstPercent); usual != usualPercent {
 		debug.SetGCPercent(usual)

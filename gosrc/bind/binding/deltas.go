@@ -64,7 +64,7 @@ type deltaFile struct {
 func (f deltaFile) owns() uint64 { return f.Handle }
 
 // deltaApply describes tensors. Their columns are the verb's numbers. DTypes and Shapes list the distinct dtypes and
-// shapes, of which a model has few, and Streams lists the streams of the GPUs.
+// shapes. A model has few of them. Streams lists the streams of the GPUs.
 type deltaApply struct {
 	Files   []uint64  `json:"files"`
 	Missing bool      `json:"missing"`

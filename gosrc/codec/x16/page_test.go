@@ -432,7 +432,7 @@ func (w pageWriter) chunk(transform uint8, size, segTiles int) (chunk, logical [
 	return append(chunk, logical[tiles*256*f.width/8:]...), logical
 }
 
-// fill fills logical with elements, of which the first n are encoded. palette has the values that may get symbols;
+// fill fills logical with elements. The first n are encoded. palette has the values that may get symbols;
 // few has all values that occur.
 func (w pageWriter) fill(logical []byte, f pageForm, n int) (palette, few []byte) {
 	for i := range logical {

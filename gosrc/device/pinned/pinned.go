@@ -67,7 +67,7 @@ func takeKept(gpu *cuda.Device) *Memory {
 	return m
 }
 
-// Take returns memory for up to room bytes, of which at most limit bytes become ready. It uses the cached memory of the
+// Take returns memory for up to room bytes. At most limit bytes of it become ready. It uses the cached memory of the
 // GPU if that is suitable, even if it is still growing. A nil GPU means ordinary memory.
 func Take(room, limit int64, gpu *cuda.Device) (*Memory, error) {
 	if room <= 0 || room > 1<<45 || limit <= 0 {

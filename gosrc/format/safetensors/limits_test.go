@@ -189,7 +189,7 @@ func TestMuchMetadata(t *testing.T) {
 	}
 }
 
-// failing is a source whose reads fail from a given byte on.
+// failing is a source that cannot be read from a given byte on.
 type failing struct {
 	*memory
 	from int64

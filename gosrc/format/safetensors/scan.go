@@ -143,7 +143,7 @@ func (s *scanner) skipPlain() {
 	}
 }
 
-// readEscape reads one escape sequence, whose backslash is at p.
+// readEscape reads the escape sequence that starts with the backslash at p.
 func (s *scanner) readEscape() bool {
 	if s.p+2 > len(s.b) {
 		return s.failWith("unterminated string")

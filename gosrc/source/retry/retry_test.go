@@ -318,7 +318,7 @@ func TestLimiter(t *testing.T) {
 	if src.limit.limit != 1 || src.limit.open != 0 {
 		t.Errorf("%d of %d open", src.limit.open, src.limit.limit)
 	}
-	// A waiter whose context ends leaves the queue.
+	// A waiter leaves the queue when its context ends.
 	if err := src.limit.acquire(context.Background()); err != nil {
 		t.Fatal(err)
 	}

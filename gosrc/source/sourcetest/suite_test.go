@@ -15,7 +15,7 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// closing is a Mem whose reads fail after Close.
+// closing is a Mem that cannot be read after Close.
 type closing struct {
 	Mem
 }

@@ -409,7 +409,7 @@ func (q *Queue) CastAndWait(ctx context.Context, dst, src device.Memory, from, t
 		return errs.New(errs.ErrArgument, "invalid cast of %d bytes of %v to %d bytes of %v",
 			src.Bytes, from, dst.Bytes, to)
 	}
-	const step = 64 << 20 // elements whose parts fit the tables
+	const step = 64 << 20 // the parts of this many elements fit the tables
 	for at := int64(0); at < n; at += step {
 		s, err := q.Get(ctx)
 		if err != nil {
