@@ -93,7 +93,7 @@ def test_native_streams_of_nvcomps_are_handed_to_it(stand_in: Any, plain: bytes)
         outs = [nvcomp.from_dlpack(there(bytes(65536)).to_dlpack()) for _ in range(2)]
         codec.decode([ours, there(theirs)], out=outs)
         assert [back(o) for o in outs] == [plain, plain]
-        with pytest.raises(errors.NotSupportedError, match="one writer"):
+        with pytest.raises(errors.NotSupportedError, match="streams of both overwire and nvCOMP"):
             codec.decompression_config([theirs, ours])
         assert len(stand_in.asked) == 1  # each of our Codecs makes one nvCOMP Codec
         stand_in.asked.clear()
