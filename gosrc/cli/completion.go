@@ -62,19 +62,19 @@ func verbNames(verbs []*verb) []string {
 
 // valuedOptions returns the options that take a value, as they are typed.
 func valuedOptions(verbs []*verb) []string {
-	seen := map[string]bool{}
+	names := map[string]bool{}
 	for _, v := range verbs {
 		for _, o := range v.options {
 			if o.value == "" {
 				continue
 			}
-			seen["--"+o.name] = true
+			names["--"+o.name] = true
 			if o.short != "" {
-				seen["-"+o.short] = true
+				names["-"+o.short] = true
 			}
 		}
 	}
-	return slices.Sorted(maps.Keys(seen))
+	return slices.Sorted(maps.Keys(names))
 }
 
 // bash writes a script that completes with a function, or with file names if the function

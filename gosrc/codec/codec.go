@@ -48,8 +48,7 @@ func Decode(dst, src []byte, c tensor.Chunk) error {
 			return errs.New(errs.ErrCorrupt, "a raw chunk has transform %d, expected 0", c.Transform)
 		}
 		if len(dst) != len(src) {
-			return errs.New(errs.ErrCorrupt, "a raw chunk has %d stored bytes, but %d logical bytes",
-				len(src), len(dst))
+			return errs.New(errs.ErrCorrupt, "a raw chunk has %d stored and %d logical bytes", len(src), len(dst))
 		}
 		copy(dst, src)
 		return nil

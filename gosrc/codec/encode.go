@@ -22,8 +22,7 @@ func Name(c tensor.Chunk) string {
 	return c.Codec.String()
 }
 
-// Names returns the names of all encodings of a tensor's chunks, joined by "+", with raw last. It returns "plain" if
-// all chunks are raw.
+// Names returns the encodings of a tensor's chunks, joined by "+", with raw last, or "plain" if all chunks are raw.
 func Names(chunks []tensor.Chunk) string {
 	var names []string
 	raw := ""
@@ -40,8 +39,7 @@ func Names(chunks []tensor.Chunk) string {
 	return strings.Join(names, "+") + raw
 }
 
-// worth limits the use of codec 6: it must save 1/worth of the chunk compared with X16, which decodes several times
-// as fast and can be decoded on a GPU.
+// worth limits codec 6: it must save 1/worth of the chunk compared with X16, which is faster and decodes on a GPU.
 const worth = 1024
 
 // Ways holds the transform to try for each codec. 0 means that the codec is not tried.
@@ -83,8 +81,7 @@ func (e *Encoder) Encode(buf, data []byte, ways Ways, record *tensor.Chunk) []by
 		}
 	}
 	take(ways.Planes)
-	// Also try single bytes, for data with a period that is not a multiple of the element size, and for packed
-	// integers.
+	// Also try single bytes, for packed integers and periods that are not a multiple of the element size.
 	if ways.Planes != planes.Bytes && (planes.Integers(ways.Planes) || e.planes.Zipped()) {
 		take(planes.Bytes)
 	}

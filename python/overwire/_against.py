@@ -42,21 +42,21 @@ def compare_with_safetensors(model: Path, plain: Path) -> tuple[int, list[str]]:
 
     faults, count = [], 0
     for file in _list_files(plain):
-        packed = model if model.is_file() else model / file.relative_to(plain)
-        if not packed.exists():
-            faults.append(f"{packed}: missing")
+        model_file = model if model.is_file() else model / file.relative_to(plain)
+        if not model_file.exists():
+            faults.append(f"{model_file}: missing")
             continue
-        with safe_open(file, "pt") as theirs, ow.safe_open(packed, "pt") as ours:
-            both = set(theirs.keys()) & set(ours.keys())
-            surplus = set(theirs.keys()) ^ set(ours.keys())
-            faults += [f"{packed}: {name}: only one reader lists it" for name in sorted(surplus)]
+        with safe_open(file, "pt") as plain_reader, ow.safe_open(model_file, "pt") as model_reader:
+            both = set(plain_reader.keys()) & set(model_reader.keys())
+            surplus = set(plain_reader.keys()) ^ set(model_reader.keys())
+            faults += [f"{model_file}: {name}: only one reader lists it" for name in sorted(surplus)]
             for name in sorted(both):
-                if not _is_same(ours.get_tensor(name), theirs.get_tensor(name)):
-                    faults.append(f"{packed}: {name}: differs")
+                if not _is_same(model_reader.get_tensor(name), plain_reader.get_tensor(name)):
+                    faults.append(f"{model_file}: {name}: differs")
             count += len(both)
     if model.is_dir():
-        compared = {file.relative_to(plain) for file in _list_files(plain)}
-        faults += [f"{p}: it has no plain file" for p in _list_files(model) if p.relative_to(model) not in compared]
+        plain_names = {file.relative_to(plain) for file in _list_files(plain)}
+        faults += [f"{p}: it has no plain file" for p in _list_files(model) if p.relative_to(model) not in plain_names]
     return count, faults if count else [*faults, f"{plain}: no tensors"]
 
 
@@ -64,8 +64,8 @@ def main(words: list[str]) -> int:
     """Runs the command; words exclude `verify`. Returns its exit status."""
     parser = argparse.ArgumentParser("overwire verify", description=_DOC, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a safetensors file, or a folder with such files")
-    against = 'plain files to compare with, or "safetensors"'
-    parser.add_argument("--against", required=True, metavar="PLAIN", help=against)
+    words_for_plain = 'plain files to compare with, or "safetensors"'
+    parser.add_argument("--against", required=True, metavar="PLAIN", help=words_for_plain)
     parser.add_argument("--json", action="store_true", help="print one JSON document for machines")
     args = parser.parse_args(words)
     model = Path(args.model)

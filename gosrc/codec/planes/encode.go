@@ -114,8 +114,7 @@ func (e *Encoder) appendBlocks(out, p []byte) []byte {
 		}
 		e.kinds = append(e.kinds, kind)
 	}
-	// Blocks for which the shared table is not worthwhile stop using it. Then it is fitted again to the remaining
-	// blocks.
+	// Blocks that do not gain from the shared table stop using it. Then it is fitted to the remaining blocks.
 	sharedTable := e.fitSharedTable()
 	e.chooseKinds(p, &sharedTable)
 	sharedTable = e.fitSharedTable()

@@ -83,8 +83,7 @@ _STORAGES = {
     "ComplexFloat": "C64",
     "Untyped": "U8",
 }
-# Functions that rebuild a tensor, each with the position of the first argument that may request lazy conjugation or
-# negation.
+# Functions that rebuild a tensor, with the position of the first argument for lazy conjugation or negation.
 _LAZY_BITS = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPES = {called: code for code, called in CALLED.items()}

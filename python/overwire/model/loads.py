@@ -18,7 +18,7 @@ _PAUSE = 0.004
 class many_objects:
     """A context manager that pauses the cycle collector while thousands of objects are created.
 
-    The new objects would otherwise trigger full collections, which take longer than creating the objects and free nothing.
+    Otherwise they trigger full collections, which take longer than creating the objects and free nothing.
     """
 
     __slots__ = ("_pauses",)
