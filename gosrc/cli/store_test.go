@@ -15,7 +15,7 @@ import (
 )
 
 // Files can be written to a store and read back. Nothing in the store is overwritten without --force. A presigned URL
-// returns the same bytes.
+// returns the compressed file.
 func TestStore(t *testing.T) {
 	s := sourcetest.StartS3(t, false)
 	b, _ := json.Marshal(s.Options())

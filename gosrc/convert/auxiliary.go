@@ -17,8 +17,8 @@ import (
 )
 
 // addCompanions adds the auxiliary files of source folders before the files of the model, because files that refer to
-// others must be last. left lists the files that are not copied. Links to weights are followed anywhere, because only
-// the tensors of weight files are copied.
+// others must be last. left lists the files that are not copied. A weight file may be a link to anywhere, because
+// only its tensors are copied.
 func addCompanions(c *conversion, src []string, to save.Target, files []save.File, in branch) (all []save.File,
 	left []string, err error) {
 	taken := map[string]bool{}

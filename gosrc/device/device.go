@@ -167,8 +167,8 @@ func ReturnPages(p unsafe.Pointer, n int64) {
 	_ = unix.Madvise(unsafe.Slice((*byte)(unsafe.Add(p, up)), whole), unix.MADV_DONTNEED)
 }
 
-// A View describes the wanted bytes of a chunk if they are not contiguous or not all wanted. The chunk contains bytes
-// [At, At+logical) of a matrix with rows of Row bytes (a column part). The matrix begins at byte Col of the tensor's
+// A View says which bytes of a chunk are wanted if only some are, or if they are not contiguous. The chunk contains
+// bytes [At, At+logical) of a matrix with rows of Row bytes, a column part of the tensor that begins at byte Col of its
 // rows. Rows [Row0, Row1) and byte columns [Col0, Col1) of the tensor are wanted and are packed at the destination.
 type View struct {
 	At, Row, Col           int64

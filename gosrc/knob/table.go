@@ -25,15 +25,16 @@ var (
 	Patch = flag("OVERWIRE_PATCH", "transformers.md#unchanged-programs",
 		"Patch the safetensors package when overwire is imported, so that unchanged programs read through overwire.")
 	Cache = text("OVERWIRE_CACHE", "", "stores.md#keep-a-copy",
-		"Folder for copies of remote objects, used if a store cannot be reached; on: in the user's cache folder.")
+		"Folder for copies of remote objects, used if a store cannot be reached; "+
+			"on selects one in the user's cache folder.")
 	CacheGB = number("OVERWIRE_CACHE_GB", 0, 1_000_000, 0, "stores.md#keep-a-copy",
 		"Size limit of that folder in GB; the least recently used objects are removed first; 0: no limit.")
 	Prepared = text("OVERWIRE_PREPARED", "", "vllm.md#prepared-state",
-		"Folder for the prepared models of the vLLM plug-in; default: a folder in the user's cache folder.")
+		"Folder for the prepared models of the vLLM plug-in; if not set, a folder in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
 		"Size limit of that folder in GB; the least recently used models are removed first.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
-		"Log level: info logs one line per load and save, debug also counters, json one object per line.",
+		"Log level: info logs one line per load and save, debug adds counters, json logs one object per line.",
 		[]string{"warning", "debug", "info", "json", "error", "silent"},
 		alias{name: "DEBUG", to: whenTrue("debug"), shared: true},
 		alias{name: "SILENT", to: whenTrue("silent"), shared: true})
@@ -46,7 +47,7 @@ var (
 	// Rarely needed.
 
 	MMap = choice("OVERWIRE_MMAP", "settings.md#how-local-files-are-read",
-		"Memory-map plain tensors instead of reading them; auto: those on local disks, for the CPU.",
+		"Memory-map plain tensors instead of reading them; auto: only on local disks, and if the device is the CPU.",
 		[]string{"auto", "on", "off"})
 	Read = choice("OVERWIRE_READ", "settings.md#how-local-files-are-read",
 		"How local files are read: through the page cache, by direct I/O, or by GPUDirect Storage.",

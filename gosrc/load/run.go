@@ -41,8 +41,8 @@ func (m *Model) Machine(gpu bool, threads int, stepped bool) plan.Machine {
 	return mc
 }
 
-// Start checks the requests, allocates their memory and starts to load. nil requests every tensor. Destinations in
-// requests must stay valid until the job has ended.
+// Start checks the requests, allocates their memory and starts to load. If reqs is nil, it loads every tensor.
+// Destinations in requests must stay valid until the job has ended.
 func (m *Model) Start(reqs []Request, opt Options) (*Loading, error) {
 	if reqs == nil {
 		reqs = make([]Request, len(m.ix.Tensors))
@@ -301,8 +301,8 @@ func (s *execution) prepareQueue() (*queue.Queue, error) {
 	return queue, nil
 }
 
-// chooseQueue returns the load's queue. If its slots are too small for the largest piece of the plan, it makes a new
-// queue. Bind does not wait for the new queue.
+// chooseQueue returns the load's queue. If the queue's slots are too small for the largest piece of the plan,
+// chooseQueue makes a new queue. Meanwhile it does not hold the lock of l.queue, so Bind does not wait.
 func (s *execution) chooseQueue() (*queue.Queue, error) {
 	l := s.l
 	queue, room := l.queue.give(), int64(0)
@@ -354,8 +354,8 @@ func (s *execution) pipelineTask(queue *queue.Queue, depth int) *pipeline.Task {
 	return t
 }
 
-// AnnouncePlan announces the plan to the files that it reads. host says that the destination is host memory. It returns
-// the files and the best number of reads in flight.
+// AnnouncePlan announces the plan to the files that it reads, and returns these files and the best number of reads in
+// flight. host says whether the destination is host memory.
 func AnnouncePlan(srcs []source.Source, p *plan.Plan, host bool, how string) (files []source.File, depth int) {
 	asked := make([]bool, len(srcs)) // a group load of several files returns to each file repeatedly
 	for i := range p.Pieces {

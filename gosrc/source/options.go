@@ -116,7 +116,7 @@ var choices = map[string]struct{ storage, env []string }{
 	"rediss": {[]string{"db"}, nil},
 }
 
-// StoreOf returns everything except the URI that determines which store a URI of this scheme refers to. Data
+// StoreOf returns the settings that, together with a URI of this scheme, determine which store it refers to. Data
 // from one store is never used for another, even if the ETags are equal. The result contains no secrets.
 func (o Options) StoreOf(scheme string) string {
 	values := map[string]string{}

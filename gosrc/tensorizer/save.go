@@ -33,7 +33,7 @@ type How struct {
 }
 
 // Write writes a whole file. The index has exactly the necessary size, and the data of each tensor starts at a page
-// boundary. One worker hashes, encrypts if requested, and writes each tensor. Write returns the size of the file.
+// boundary. Each tensor is hashed, encrypted if requested, and written by one worker. Write returns the file's size.
 func Write(ctx context.Context, to Output, how How, all []Tensor) (int64, error) {
 	fail := func(name string, err error) error { return errs.Locate("save", how.Path, name, -1, err) }
 	key, err := KeyOf(ctx, how.Encrypt)

@@ -1,6 +1,6 @@
 """Loads pipelines with this interpreter's diffusers and transformers, unpatched and under `patch_safetensors`, and
-compares every parameter byte for byte. `test_transformers.py` runs it with each release. The argument is an empty
-folder. The last line is "ok" and the release."""
+compares every parameter byte for byte. `test_transformers.py` runs it. The arguments are an empty folder and, to run
+only some cases, their names. The last line is "ok" and the releases of diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Passes:
             ow.stream = stream
 
     def ended(self) -> bool:
-        """Returns whether each pass has ended, with only its returned tensors in memory."""
+        """Returns whether each pass has ended."""
         return all("ended" in repr(stream) for stream in self.streams)
 
 
@@ -118,8 +118,7 @@ def stored(folder: Path) -> int:
 
 
 def whole(folder: Path) -> None:
-    """Compares each form of loading with the unpatched load. A model needs one pass per dtype, which begins before the
-    model is built."""
+    """Compares each form of loading with the unpatched load. Each of diffusers' own models is read in one pass."""
     folders(folder)
     shards = folder / "shards"
     folders(shards, max_shard_size="30KB")
@@ -147,7 +146,7 @@ def whole(folder: Path) -> None:
 
 @contextlib.contextmanager
 def building(then: Any) -> Iterator[None]:
-    """Calls then with the name of each model of the pipeline just before it is built."""
+    """Calls `then` with the name of each model of the pipeline just before the model is built."""
     build = diffusers.configuration_utils.ConfigMixin.from_config.__func__
     begin = transformers.CLIPTextModel.__init__
 
@@ -169,8 +168,8 @@ def building(then: Any) -> Iterator[None]:
 
 
 def ahead(folder: Path) -> None:
-    """Each model, including the text encoder, is read before it is built, and at most one model ahead. A model
-    that the caller passes is not read."""
+    """The engine begins to read each model, including the text encoder, before the model is built, and only one model
+    ahead. A model that the caller passes is not read."""
     folders(folder)
     built: list[str] = []
     passes = Passes()
@@ -210,8 +209,8 @@ def ahead(folder: Path) -> None:
 
 
 def alone(folder: Path) -> None:
-    """Loads single models: device maps of several modules, offload, without accelerate, in threads, and with adapter
-    readers."""
+    """Loads single models: with device maps of several modules, with offload to disk, with low_cpu_mem_usage=False and
+    other options, with load_state_dict, and in diffusers' worker threads."""
     folders(folder, max_shard_size="30KB")
 
     def unet(*args: Any, **kwargs: Any) -> Any:  # looks up the name while the patch is active
@@ -229,7 +228,7 @@ def alone(folder: Path) -> None:
                 model = unet(folder / kind / "unet", **how).eval()
             given = torch.ones(1, 4, 8, 8, dtype=model.dtype), 3, torch.ones(1, 5, 16, dtype=model.dtype)
             states.append({name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"})
-            # Some of these keep parameters elsewhere, and memory with another alignment may round differently.
+            # Parameters may be at another alignment than in the unpatched load, so results may be rounded differently.
             with torch.no_grad():
                 outputs.append(model(*given).sample)
         for output, state in zip(outputs, states, strict=True):
@@ -259,7 +258,7 @@ def lazy(folder: Path) -> None:
 
     def fix(self: Any, given: Any) -> None:
         state.update({name: tensor + 1 for name, tensor in given.items()})
-        given["conv_out.bias"] = given["conv_out.bias"] * 2  # as from another file format
+        given["conv_out.bias"] = given["conv_out.bias"] * 2  # now an ordinary tensor, not a lazy one
 
     before = diffusers.ModelMixin._fix_state_dict_keys_on_load
     diffusers.ModelMixin._fix_state_dict_keys_on_load = fix  # type: ignore[method-assign]
@@ -288,7 +287,7 @@ def lazy(folder: Path) -> None:
 
 
 def damaged(folder: Path) -> None:
-    """An error is typed and raised when its model is loaded. Nothing read ahead remains, and nothing of the patch."""
+    """An error is typed and raised when its model is loaded. Data read ahead is freed, and the patch is undone."""
     folders(folder)
     before = diffusers.ModelMixin.__dict__["from_pretrained"], DiffusionPipeline.__dict__["from_pretrained"], safetensors.safe_open
 

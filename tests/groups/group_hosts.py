@@ -1,9 +1,9 @@
-"""Runs ranks on several simulated hosts of this machine. Each has its own namespaces for network, host name and IPC and
-a rate-limited link, and a store counts its answers.
+"""Runs ranks on several simulated hosts on this machine. Each host has its own namespaces for network, host name and
+IPC, and a rate-limited link. The ranks load from a store that counts the bytes it sends.
 
     python tests/groups/group_hosts.py FOLDER RANKS [RANKS ...]
 
-makes a host for each number of ranks. Each rank compares the tensors it loads. For each load a line of JSON reports
+makes a host for each number of ranks. Each rank checks the tensors that it loads. For each load a line of JSON reports
 what the ranks have read, and a line at the end reports what the store has sent. The exit status is 77 if this machine
 allows no namespaces.
 """

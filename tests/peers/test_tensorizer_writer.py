@@ -61,8 +61,8 @@ def test_arrays_that_no_reader_has(array: np.ndarray, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unnamed", [True, False])
 def test_the_file_appears_when_it_is_closed(tmp_path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until a writer is closed, its path has no file, or the older one with its mode. Then it has the whole new file,
-    and the folder nothing else. The writer that is closed last wins."""
+    """Until a writer is closed, its path has no file or the older file. Then it has the whole new file with the older
+    file's mode, and the folder has no other files. The writer that is closed last wins."""
     if not unnamed:
         plain = os.open
 
@@ -113,7 +113,7 @@ def test_what_fails_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_open_files_stay_in_place(tmp_path: Path) -> None:
-    """A file that the caller has opened, also a device, is complete after each write, as in the reference."""
+    """A file that the caller has opened is complete after each write, as in the reference. A device is not replaced."""
     path = tmp_path / "x.tensors"
     with open(path, "wb+") as file:
         serializer = ours.TensorSerializer(file)
@@ -149,7 +149,7 @@ def test_how_a_process_ends(end: str, left: float, tmp_path: Path, torch_script:
 
 
 class _Copies(TorchFunctionMode):
-    """Records the strides of copies. Its memory is not pinned, so it needs no GPU."""
+    """Records the strides of copies. Ignores pin_memory, so the test needs no GPU."""
 
     def __init__(self) -> None:
         self.strides: list[tuple[Any, Any]] = []
@@ -161,7 +161,7 @@ class _Copies(TorchFunctionMode):
 
 
 def test_a_tensor_of_a_gpu_comes_down_in_the_order_of_its_memory() -> None:
-    """A transposed tensor is also copied once, in the order of its memory, without a second tensor on the GPU."""
+    """Even a transposed tensor is copied in the order of its memory, without a second tensor on the GPU."""
     dense = torch.arange(24.0).reshape(2, 3, 4)
     for tensor in (dense, dense.transpose(0, 2), dense[0, 0, 0], dense[:0]):
         with _Copies() as seen:

@@ -170,7 +170,7 @@ def test_s3_without_credentials(
 
 
 def test_hub_branch_that_moves(servers: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a Hub branch moves between the index and the shards, the load returns the first answer's commit."""
+    """If a Hub branch moves between the index and the shards, the load returns the first answer's tensors."""
     files: dict[str, dict[str, bytes]] = {}
     wants = []
     for commit, seed in (("1" * 40, 1), ("2" * 40, 2)):

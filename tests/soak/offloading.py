@@ -1,5 +1,5 @@
-"""A loop over offload: blocks store, change and replace their weights at random, and must give the resident model's
-results."""
+"""Tests offload repeatedly: blocks store, change and replace their weights at random, and must give the same results
+as in a model that is not offloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from .outcomes import Failure, Round
 
-# Objects with a weight's memory that a block may store.
+# What a block may store of its weight: objects that share the weight's memory.
 _HOLDS: list[Callable[[Any], Any]] = [
     lambda w: w.t(),
     lambda w: w.data[1],

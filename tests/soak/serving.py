@@ -1,4 +1,4 @@
-"""Loops over stores: servers that are slow, cut or send wrong answers, and real Redis and S3 servers."""
+"""Tests stores repeatedly: servers that are slow, cut answers or send wrong ones, and real Redis and S3 servers."""
 
 from __future__ import annotations
 

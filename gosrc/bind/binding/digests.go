@@ -135,7 +135,7 @@ func digestMemory(ctx context.Context, _ *job.Job, _ none, n []int64) (*Result, 
 	return r, nil
 }
 
-// viewsOf reads tensors in memory from numbers. The first tensors are contiguous.
+// viewsOf parses numbers that describe tensors in memory, as in tensorViews. The first tensors are contiguous.
 func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	const head = 3
 	if contiguous < 0 || contiguous > int64(len(flat))/2 {
@@ -159,8 +159,8 @@ func viewsOf(contiguous int64, flat []int64) ([]digest.View, error) {
 	return views, nil
 }
 
-// distinct returns each contiguous tensor once, and the index in the result of each given tensor, so that tied tensors
-// are read once.
+// distinct returns all without repeated contiguous tensors, so that tied tensors are read once. at contains the index
+// in views of each tensor of all.
 func distinct(all []digest.View) (views []digest.View, at []int) {
 	type memory struct{ address, bytes uint64 }
 	first := make(map[memory]int, len(all))

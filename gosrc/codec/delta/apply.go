@@ -8,7 +8,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// A chunk is a chunk with a parsed header. Its runs may still be invalid.
+// A chunk is a stored chunk whose header has been parsed and checked. Its runs may still be invalid.
 type chunk struct {
 	raw           []byte // the XOR of all bytes in mode 1, otherwise nil
 	k, run, runs  int    // parameter k, elements per run, number of runs

@@ -68,7 +68,7 @@ func TestGoldens(t *testing.T) {
 	}
 }
 
-// flip flips every bit of a chunk and decodes the result.
+// flip flips the bits of a chunk one at a time, and decodes the chunk each time.
 func flip(t *testing.T, name string, chunk, want []byte, transform uint8) {
 	got := make([]byte, len(want))
 	for i := range chunk {

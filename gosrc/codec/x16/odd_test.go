@@ -9,8 +9,8 @@ import (
 // oddSizes are logical sizes around a tile, a vector, a group of segments, and the longest segment of each transform.
 var oddSizes = []int{255, 257, 512, 1023, 1030, 4097, 16387, 65537, 131077, 262147}
 
-// odd returns reproducible data from a 64-bit congruential generator. Its symbol values have few kinds; the other
-// bits are arbitrary.
+// odd returns reproducible data from a 64-bit congruential generator. Most of its symbols have one of a few values; the
+// other bits are arbitrary.
 func odd(transform uint8, n int) []byte {
 	f := page[transform]
 	out := make([]byte, n)
@@ -32,8 +32,8 @@ func odd(transform uint8, n int) []byte {
 	return out
 }
 
-// oddGoldens lists the chunks of odd as version 0.1.0 writes them: bytes, tiles per segment, and CRC-32C. It is empty
-// if the data is not compressed.
+// oddGoldens lists the chunks of odd as version 0.1.0 writes them: bytes, tiles per segment, and CRC-32C. An entry is
+// empty if the data is not compressed.
 var oddGoldens = map[uint8][10][3]uint32{
 	BF16: {
 		{},                        // of 255

@@ -94,7 +94,7 @@ def _release(begin: int, pinned: bool, process: int) -> None:
 
 
 def offer_buffers() -> Offer:
-    """Returns the offer of this process. `BufferOffset`s refer to the buffers in one offer."""
+    """Returns the offer of this process. A `BufferOffset` is valid only with the offer for which it was made."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             host = file.read().strip()

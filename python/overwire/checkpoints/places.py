@@ -127,7 +127,7 @@ class Place:
         except AccessError:
             raise
         except BaseException:
-            if file == NAME:  # the object may exist even though the request failed, so its files must stay
+            if file == NAME:  # it may exist even though the request failed, so the files that it lists must stay
                 self._objects = []
             raise
         self._objects.append(path)
@@ -135,9 +135,9 @@ class Place:
     def begin(self) -> None:
         """Locks the destination, and removes the remains of killed saves.
 
-        Raises ArgumentError if the destination exists and is not a checkpoint or overwrite is False, or if another save
-        is running. Raises NotSupportedError if the file system cannot replace a checkpoint in one step. In these
-        cases nothing has changed.
+        Raises ArgumentError if the destination exists and either is not a checkpoint or must not be overwritten, or if
+        another save is running. Raises NotSupportedError if the file system cannot replace a checkpoint in one step. In
+        these cases the destination has not changed.
         """
         old = self._has_checkpoint()
         if self.remote:
@@ -403,5 +403,5 @@ def _rename_folder(made: str, path: str, exchange: bool) -> None:
 
 
 def _sync_folder(folder: str, entry: str = "") -> None:
-    # entry: a file in the folder, through which a folder that cannot be listed is synced.
+    # If the folder cannot be opened, because it cannot be listed, syncs the file system of `entry`, which is in it.
     _verbs.sync_names(entry or f"{folder}/{NAME}")

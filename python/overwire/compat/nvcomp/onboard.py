@@ -1,6 +1,6 @@
-"""Decodes and encodes on a GPU with kernels, on the caller's stream. Streams to decode are on the
-GPU or are copied there unchanged. Decoding does not wait if a config has the lengths of the
-contents. X16 encoding waits once, for the lengths."""
+"""Decodes and encodes on a GPU with kernels, on the caller's CUDA stream. Compressed streams to decode are
+on the GPU or are copied there unchanged. Decoding does not wait if the caller passes the sizes of the
+contents. X16 encoding waits once, for the compressed sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _RATIO = {"LZ4": 255, "Snappy": 32, "Cascaded": 512, "X16": 1 << 20}
 
 
 def shape_of(array: Array, algorithm: str, bitstream: str, stream: int) -> Shape | None:
-    """Reads the header of a stream on a GPU, after the work that is queued there. None if only the host
-    can read it or report its error."""
+    """Reads the header of a compressed stream on a GPU, after the work queued on the CUDA stream `stream`.
+    Returns None if only the host can read the header or report its error."""
     peeks = _peek_all([array], algorithm, bitstream, array._device[1], stream)
     return peeks[0] if peeks is not None else None
 
@@ -56,8 +56,8 @@ def decode(
     stream: int,
 ) -> list[Array] | None:
     """Queues the decoding of Arrays that are on the device, and returns Arrays for their
-    contents. Returns None, without any effect, if kernels do not support the streams. If
-    `shapes` is None it first reads the streams' headers, and waits for that.
+    contents. Returns None, without decoding, if kernels do not support the compressed streams.
+    If `shapes` is None, it first reads the headers of these streams, and waits for that.
 
     Raises ValueError if an `out` is too small or read-only.
     """
@@ -179,8 +179,8 @@ def _transform_of(array: Array, name: str | None, device: int, stream: int) -> i
 
 
 def _output_for(given: Array | None, size: int, kind: Kind, device: int, stream: int, exact: bool = True) -> Array:
-    """Returns the Array for a content: `given` if it has enough space, else a new one. exact=False: size is
-    an upper bound, so `given` may be smaller."""
+    """Returns the Array for a content, new or in the memory of `given`. If that is too small, a native `given` gets new
+    memory, and any other raises ValueError unless exact=False, because size is then an upper bound."""
     if given is None:
         return Array._of(streams.gpu_memory(size, device, stream), size, kind, (2, device), stream)
     check_out(given)

@@ -31,7 +31,7 @@ _FLAGS = (
 )
 
 #: Variables that are checked but have no effect: overwire has one ring of slots for all threads,
-#: no streams or buffers per thread, and hides no modules. Maps each to (lowest, highest).
+#: and no streams or buffers per thread. Maps each to (lowest, highest).
 PASSED_OVER: dict[str, tuple[int, int]] = {
     "NUM_STREAMS": (1, 1 << 16),
     "CHUNK_SIZE": (9, 40),  # log2 of bytes
