@@ -278,6 +278,9 @@ def test_memory_of_a_gpu_is_made_in_the_order_of_reading(
         def settle(self, pairs: list[int], stream: int) -> None:
             batches.append(pairs[::2])
 
+        def abandon(self) -> None:
+            raise AssertionError("the load is not abandoned")
+
     model = Model(tmp_path / "m")
     model.device = model.lands = "meta"  # stands in for a GPU
     monkeypatch.setattr("overwire.frameworks.torch.stream_of", lambda device: 1)

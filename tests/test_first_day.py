@@ -236,7 +236,7 @@ def test_a_download(run: Run, tmp_path: Path) -> None:
     assert "identical to the Hub's file" in run("verify", tmp_path)
     assert ow.verify(file)["files"][0].get("sha256") == hashlib.sha256(good).hexdigest()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert "differs from the Hub's" in run("verify", tmp_path, status=1)
+    assert "differs from the one on the Hub" in run("verify", tmp_path, status=1)
 
 
 def test_a_comparison_with_safetensors(tmp_path: Path) -> None:

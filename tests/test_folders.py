@@ -232,6 +232,6 @@ def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:
     index["weight_map"]["d"] = index["weight_map"]["a"]
     (source / _INDEX).write_text(json.dumps(index))
     for call in (ow.load_file, ow.verify, lambda path: ow.convert(path, tmp_path / "out/")):
-        with pytest.raises(ow.FormatError, match='"d".*not in this file'):
+        with pytest.raises(ow.FormatError, match='"d".*not in the file'):
             call(source)
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from .errors import OverwireError
 from .plumbing import module_command
 
 _DOC = """Compares the dtype, shape and bytes of every tensor with what the safetensors library reads from the
@@ -81,10 +82,18 @@ def main(words: list[str]) -> int:
                 sys.stderr.write(f"overwire: verify: {path}: not found\n")
                 return 3
         try:
+            from safetensors import SafetensorError
+
             count, faults = compare_with_safetensors(model, plain)
         except ImportError as error:
             sys.stderr.write(f"overwire: verify: --against needs {error.name}: pip install {error.name}\n")
             return 5
+        except OverwireError as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+        except SafetensorError as error:
+            sys.stderr.write(f"overwire: verify: {plain}: safetensors cannot read it: {error}\n")
+            return 1
     if args.json:
         text = json.dumps({"tensors": count, "differences": faults})
     else:

@@ -331,12 +331,12 @@ def test_a_group_carries_pushes() -> None:
             with pushing(1) as (push, (size, number)):
                 tell_workers(1, (size, number), (size, number + wrong))
                 answered = functools.partial(group._read_counter, f"{number}/answers")
-                with pytest.raises(overwire.ArgumentError, match="rank 2: |not all of them have taken"):
+                with pytest.raises(overwire.ArgumentError, match="rank 2: |not all of them have accepted"):
                     push.carry(lambda: answered() == 1 and wrong < 0)  # noqa: B023
                 assert answers_of_workers() == ["ArgumentError"] * 2
         with pushing(1) as (push, facts):
             tell_workers(1, facts)  # the other worker has ended
-            with pytest.raises(overwire.ArgumentError, match="not all of them have taken"):
+            with pytest.raises(overwire.ArgumentError, match="not all of them have accepted"):
                 push.carry(lambda: group._read_counter(f"{facts[1]}/answers") == 1)
             assert answers_of_workers(1) == ["ArgumentError"]
         for seed in (1, 2):

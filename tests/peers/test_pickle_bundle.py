@@ -417,7 +417,7 @@ def test_read_bytes(tmp_path: Path) -> None:
     for place, kind in wrong:
         with pytest.raises(kind):
             ow.read_bytes(place)
-    with pytest.raises(ow.FormatError, match="more than 2 bytes"):
+    with pytest.raises(ow.FormatError, match="larger than the limit of 2 bytes"):
         ow.read_bytes(path, 2)
 
 

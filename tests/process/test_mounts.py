@@ -101,8 +101,8 @@ for call, code, error, says in (
     ("fsync", errno.EINVAL, type(None), ""),
     ("fchmod", errno.EPERM, type(None), ""),
     ("pwrite", errno.EINVAL, ow.IOFailure, "nvalid argument"),
-    ("rename", errno.ENOSYS, ow.NotSupportedError, "its file system cannot"),
-    ("rename", errno.EINVAL, ow.NotSupportedError, "its file system cannot"),
+    ("rename", errno.ENOSYS, ow.NotSupportedError, "the file system cannot"),
+    ("rename", errno.EINVAL, ow.NotSupportedError, "the file system cannot"),
 ):
     shutil.copytree("old", "new")
     status = in_child(replace_all, call, code, error, says)

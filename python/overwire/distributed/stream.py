@@ -44,17 +44,17 @@ class GroupArrivals:
         """Ends the load on all ranks. error: the reason, which the other ranks get unless they know it."""
         _open.discard(self)
         load, self._load = self._load, None
-        try:
-            if load is not None:
-                with on_current_gpu(self._device):
+        with on_current_gpu(self._device):
+            try:
+                if load is not None:
                     if inspect.getgeneratorstate(self._tensors) == inspect.GEN_CREATED:
                         load.close_unbegun()  # a generator that has not started does not inform the other ranks
                     self._tensors.close()
-        finally:
-            if error is None:
-                self._stack.close()
-            else:
-                self._stack.__exit__(type(error), error, error.__traceback__)
+            finally:
+                if error is None:
+                    self._stack.close()
+                else:
+                    self._stack.__exit__(type(error), error, error.__traceback__)
 
 
 _open: weakref.WeakSet[GroupArrivals] = weakref.WeakSet()

@@ -435,9 +435,11 @@ def offload(
             whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
             handle._begin_streaming(every, whole, budget, slots, limit, weights, where, device_room)
     except BaseException:
-        handle.close()
-        if weights is not None:
-            weights.take_memory()
+        try:
+            handle.close()
+        finally:
+            if weights is not None:
+                weights.take_memory()
         raise
     return handle
 

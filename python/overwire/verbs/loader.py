@@ -195,7 +195,7 @@ class ForkedLoader(Loader):
 
 class GroupLoader(Loader):
     """Loads by the ranks of a group. They meet, and open their files, in the one method that is called. verb: ends the
-    call on this rank."""
+    call on this rank; the loader takes over what is on this stack."""
 
     def __init__(
         self, verb: ExitStack, target: Target, progress: ProgressLike, source: Any, opens: Mapping[str, Any],
@@ -203,8 +203,9 @@ class GroupLoader(Loader):
     ) -> None:  # fmt: skip
         from ..distributed.tensors import open_load
 
-        self._verb, self.target = verb, target
+        self.target = target
         self._open = partial(open_load, target, progress, source, opens, group, shard)
+        self._verb = verb.pop_all()  # last: an interrupt before it ends the call on all ranks
 
     def load_all(self) -> dict[str, Any]:
         with self._open() as load:
@@ -297,7 +298,7 @@ def open_loader(
         target = check_target(source, framework, default_device if device is None else device, options)
         opens, progress = opening(options), options.get("progress")
         if group is not None:
-            return GroupLoader(stack.pop_all(), target, progress, source, opens, group, shard)
+            return GroupLoader(stack, target, progress, source, opens, group, shard)
         if shard is not None:
             raise ArgumentError("overwire: shard: pass group=, the ranks that share the tensors")
         if forked():

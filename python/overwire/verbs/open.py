@@ -105,10 +105,10 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         self, source: Any = None, framework: Any = None, device: Any = "cpu", *, filename: Any = None, **options: Any
     ) -> None:
         loader = open_loader("safe_open", OpenOptions, options, source, device, framework, filename, parts=True)
-        self._loader: Loader | None = loader
         self._frame, self._dtype = loader.target.frame, loader.target.dtype
         self._ahead = ReadAhead(self._frame)
         self._uri = loader.model.uris[0]
+        self._loader: Loader | None = loader  # set last: `close` needs the others
 
     def __enter__(self) -> safe_open[T]:
         self._live_model()
