@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _verbs, errors
 from .._engine import forked
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .ring import Ring, Slot
     from .source import Source
     from .stored import StoredBlock
-    from .tiers import Tier, Tiers
+    from .tiers import Tiers
 
 
 class _Away:
@@ -134,7 +134,7 @@ class Offloaded:
         slots: int,
         limit: int = 0,
         source: Source | None = None,
-        where: Tier = "host",
+        where: Literal["host", "device", "auto"] = "host",
         room: int = 0,
     ) -> None:
         # Starts to stream blocks, except for `keep` bytes of them, and moves all other tensors to the device.
@@ -347,7 +347,7 @@ def offload(
     device: DeviceLike = "cuda",
     *,
     keep: int | str | None = None,
-    where: Tier = "host",
+    where: Literal["host", "device", "auto"] = "host",
     room: int | str | None = None,
     source: SourceLike | None = None,
     blocks: Iterable[torch.nn.Module | str] | None = None,

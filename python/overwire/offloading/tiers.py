@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from traceback import clear_frames
-from typing import Literal
 
 import torch
 
@@ -14,9 +13,6 @@ from ..frameworks.torch import _free_memory
 from ..jobs import log
 from .blocks import Block, Weight
 from .stored import DeviceMemory, HostMemory, StoredBlock, encode_block
-
-#: Values of `where=` of `offload`.
-Tier = Literal["host", "device", "auto"]
 
 
 class Tiers:
