@@ -86,5 +86,5 @@ def _room_on(device: torch.device, blocks: Sequence[Block], slots: int, room: in
         return room
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free += sum(weight.parameter.nbytes for block in blocks for weight in block.weights if weight.device == device)
-    free -= (min(slots, len(blocks)) + 2) * max((block.nbytes for block in blocks), default=0)
+    free -= (slots + 2) * max((block.nbytes for block in blocks), default=0)
     return max(0, min(free, room) if room else free - total // 5)
