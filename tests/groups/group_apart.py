@@ -154,7 +154,7 @@ def forked_streams(folder: Path) -> None:
         try:
             fails(ow.ForkedError, "forked from", lambda: next(streams[0]))
             for act in (ow.load_file, ow.stream):
-                fails(ow.ForkedError, "forked", lambda act=act: act(path, group=world))
+                fails(ow.ForkedError, "parent of this forked process", lambda act=act: act(path, group=world))
             streaming._close_all()  # the same as at exit
             streams.pop().close()
             gc.collect()
