@@ -61,8 +61,8 @@ def ready(device: torch.device) -> None:
 
 def keep(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
-    from overwire.integrations.shared import prepared
-    from overwire.integrations.shared.parts import take_tensors
+    from overwire.integrations.kept_model import keep_files
+    from overwire.integrations.kept_model.move_tensors import take_tensors
 
     torch.manual_seed(1)
     with torch.device(device):
@@ -75,7 +75,7 @@ def keep(args: argparse.Namespace, device: torch.device) -> None:
     digests = overwire.digest(tensors)
     digested = time.perf_counter()
     record = {"names": names, "tensors": rows, "modules": {}, "origins": "", "digests": digests}
-    path = prepared.keep_file(args.dir, "0" * 40, tensors, record, digests)
+    path = keep_files.keep_file(args.dir, "0" * 40, tensors, record, digests)
     size = sum(tensor.nbytes for tensor in tensors.values())
     kept = time.perf_counter() - digested
     print(f"kept: {len(tensors)} tensors, {size / 1e9:.2f} GB, stored {os.path.getsize(path) / size:.3f}, in {kept:.1f} s; ", end="")
@@ -84,8 +84,8 @@ def keep(args: argparse.Namespace, device: torch.device) -> None:
 
 def make(args: argparse.Namespace, device: torch.device) -> None:
     import overwire
-    from overwire.integrations.shared import prepared
-    from overwire.integrations.shared.parts import Arriving, match_processed, put_tensors, take_tensors
+    from overwire.integrations.kept_model import keep_files
+    from overwire.integrations.kept_model.move_tensors import Arriving, match_processed, put_tensors, take_tensors
 
     torch.zeros(1, device=device)
     ready(device)
@@ -93,7 +93,7 @@ def make(args: argparse.Namespace, device: torch.device) -> None:
     with torch.device("meta"):
         model = Model(args)
     made = time.perf_counter()
-    kept = prepared.find_file(args.dir, "0" * 40)
+    kept = keep_files.find_file(args.dir, "0" * 40)
     assert kept is not None
     arriving = Arriving(kept.path, kept.record["tensors"], device)
     tensors = put_tensors(model, arriving, kept.record["names"], "vllm")

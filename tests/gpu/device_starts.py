@@ -104,8 +104,8 @@ def stand_in_for_operations() -> types.ModuleType:
 def watch_parts(seconds: dict[str, float]) -> None:
     """Adds the seconds of the parts of loads to `seconds` by name. It uses sys.monitoring, from Python 3.12 on, and
     replaces no function, because prepared state is only stored for vLLM's unmodified code."""
-    from overwire.integrations.shared.parts import Arriving, put_tensors
-    from overwire.integrations.shared.prepared import find_file
+    from overwire.integrations.kept_model.keep_files import find_file
+    from overwire.integrations.kept_model.move_tensors import Arriving, put_tensors
     from overwire.integrations.vllm import identity, prepared
     from overwire.integrations.vllm.loader import OverwireModelLoader
     from vllm.model_executor.model_loader import default_loader, runai_streamer_loader, utils

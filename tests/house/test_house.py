@@ -55,8 +55,8 @@ DOORS = [*PUBLIC, *"""
     integrations.transformers
 """.split()]
 
-# Modules that integrations share. `pushes` is also an entry point for trainers.
-SHARED = "integrations.pushes integrations.shared*"
+# Modules for several integrations. `pushes` is also an entry point for trainers.
+COMMON = "integrations.pushes integrations.devices integrations.load_plan* integrations.kept_model*"
 
 # Exceptions: (importer, imported) -> reason.
 ALLOWED = {
@@ -144,7 +144,7 @@ def findings(package: Path, public: set[str]) -> list[str]:
             continue  # the two tables of names, or already reported
         if mine == top:
             wing, other = one.importer.split(".")[:2], one.imported.split(".")[:2]
-            shared = any(fnmatchcase(one.imported, pattern) for pattern in SHARED.split())
+            shared = any(fnmatchcase(one.imported, pattern) for pattern in COMMON.split())
             if one.imported == "":
                 out += [f"{where}: {name} is not a public name" for name in one.names if name not in public]
             elif theirs != top and one.imported.split(".")[0] not in PUBLIC:
@@ -224,6 +224,16 @@ def test_one_module_names_collectives() -> None:
     assert [name for name, path in inside.items() if collectives(path)] == ["checkpoints.exchange", "distributed.group"]
 
 
+# A package or module with such a name says nothing about its duty. The Go rules have the same list.
+VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "shared", "base", "lib"}
+
+
+def test_modules_are_named_after_their_duty() -> None:
+    """No package or module is called shared, or has another such name. compat has the names of other libraries."""
+    own = [name for name in modules(PACKAGE) if not name.startswith("compat.")]
+    assert [name for name in own if VAGUE.intersection(part.strip("_") for part in name.split("."))] == []
+
+
 # Where each mode of loading is defined.
 MODES = {"ForkedModel": "model.forked", "open_load": "distributed.tensors", "load_on": "verbs.deltas"}
 
@@ -285,9 +295,9 @@ TREE = {
     "compat/one/__init__.py": "from overwire import load_file\n",
     "compat/one/part.py": "from . import x\n",
     "compat/two.py": "from .. import errors\nfrom . import names\n",
-    "integrations/shared/__init__.py": "",
-    "integrations/shared/slices.py": "",
-    "integrations/engine.py": "from .shared.slices import x\n",
+    "integrations/load_plan/__init__.py": "",
+    "integrations/load_plan/copies.py": "",
+    "integrations/engine.py": "from .load_plan.copies import x\n",
 }
 
 

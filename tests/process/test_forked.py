@@ -419,7 +419,8 @@ from overwire.compat import fastsafetensors as fst, safetensors as sft, tensoriz
 from overwire.compat.fastsafetensors import cpp
 from overwire.compat.nyacomp import _nyacomp
 from overwire.compat.safetensors import _lazy
-from overwire.integrations.shared import parts, sheets
+from overwire.integrations.kept_model import move_tensors
+from overwire.integrations.load_plan import open_files
 from overwire.stores import FileWriter
 
 tensors = {f"t{i:02}": torch.full((300, 100), float(i)) for i in range(20)}
@@ -491,7 +492,7 @@ objects = {
     "offloaded": (offloaded, lambda it: it.run(), lambda it: it.close(), lambda it: it.run() is not None and it.close() is None and it.weights()),
     "object reader": (lambda: plumbing.ObjectReader("m.safetensors"), lambda it: it.read(8), lambda it: it.close(), lambda it: len(it.read(8)) == 8),
     "writer": (writer, lambda it: it.write(b"b"), lambda it: it.close(), lambda it: it.close() is None and open("written", "rb").read() == b"a" * 100),
-    "arriving": (lambda: parts.Arriving("m.safetensors", rows, torch.device("cpu")), lambda it: it.finish_loading(), lambda it: it.close(), lambda it: it.finish_loading() is None),
+    "arriving": (lambda: move_tensors.Arriving("m.safetensors", rows, torch.device("cpu")), lambda it: it.finish_loading(), lambda it: it.close(), lambda it: it.finish_loading() is None),
     "prefetch": (lambda: sft.safe_open("m.safetensors", "pt").prefetch(), lambda it: it.take("t03"), lambda it: it.close(), lambda it: len(dict(it)) == 20),
     "ahead": (wanted, lambda it: it.gives["t19"](), lambda it: it.close(), lambda it: it.gives["t19"]()[0, 0] == 19),
     "tensorizer": (serializer, lambda it: it.write_tensor(1, "b", 0, torch.ones(3)), lambda it: it.close(), lambda it: it.write_tensor(1, "b", 0, torch.ones(3)) is None and it.close() is None),

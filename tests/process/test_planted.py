@@ -13,7 +13,7 @@ import overwire as ow
 import pytest
 import torch
 from overwire.checkpoints import places
-from overwire.integrations.shared import prepared
+from overwire.integrations.kept_model import keep_files
 from overwire.stores import FileWriter, resolve_links
 
 STRANGER = 1234
@@ -165,9 +165,9 @@ def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
     (shared / "theirs/prepared").mkdir(parents=True, mode=0o700)
     (shared / "theirs/prepared").chmod(0o700)
     strangers(shared / "theirs")
-    with pytest.raises(prepared.Refused, match=f"belongs to user {STRANGER}"):
-        prepared.ensure_folder(str(shared / "theirs/prepared"))
-    assert prepared.ensure_folder(str(shared / "mine"))
+    with pytest.raises(keep_files.Refused, match=f"belongs to user {STRANGER}"):
+        keep_files.ensure_folder(str(shared / "theirs/prepared"))
+    assert keep_files.ensure_folder(str(shared / "mine"))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ...plumbing import start_thread
-from ..shared.origins import digest_of_file_times
-from ..shared.prepared import Refused, fingerprint
+from ..kept_model.check_origins import digest_of_file_times
+from ..kept_model.keep_files import Refused, fingerprint
 
 #: The modules that move weights for every model.
 CODE = (

@@ -30,9 +30,9 @@ from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
 from ...plumbing import parse_size
 from .. import check_options, iter_weights
-from ..shared.devices import tensor_parallel_group
-from ..shared.sheets import Opening
-from ..shared.slices import SliceLoad, load_by_slices
+from ..devices import tensor_parallel_group
+from ..load_plan.open_files import Opening
+from ..load_plan.run_plan import SliceLoad, load_by_slices
 from .coverage import Coverage
 from .device import device_of, device_of_config
 from .methods import COPIED

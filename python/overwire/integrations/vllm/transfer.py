@@ -29,9 +29,9 @@ from vllm.logger import init_logger
 from ...errors import ArgumentError
 from ...plumbing import start_thread
 from .. import iter_weights
+from ..devices import tensor_parallel_group
+from ..load_plan.update_weights import Incomplete, Places, reason_against
 from ..pushes import Group, Publisher
-from ..shared.devices import tensor_parallel_group
-from ..shared.updates import Incomplete, Places, reason_against
 from .coverage import Coverage
 from .device import device_of
 from .straight import obstacle_of

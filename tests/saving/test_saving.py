@@ -23,6 +23,7 @@ import pytest
 import stores
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+FOLDERS = [str(Path(__file__).parent), str(Path(stores.__file__).parent)]  # programs import from both
 
 
 def weights(seed: int, count: int = 40_000) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def test_late(tmp_path: Path) -> None:
 
 EXITING = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import overwire as ow, test_saving
 tensors = test_saving.weights(14, 2_000_000)
 ow.save_file(test_saving.weights(14), "old.safetensors")
@@ -289,7 +290,7 @@ for t in tensors.values():
 def test_the_interpreter_ends(tmp_path: Path, script: Run) -> None:
     """A save that is running when the program exits is completed, even after an exception."""
     for end in ("", "sys.exit(0)", "raise SystemExit(0)"):
-        done = script(EXITING.format(tests=str(Path(__file__).parent)) + end)
+        done = script(EXITING.format(folders=FOLDERS) + end)
         assert done.returncode == 0, done.stderr
         check(tmp_path / "m.safetensors", weights(14, 2_000_000))
         assert not hidden(tmp_path)
@@ -300,7 +301,7 @@ def test_killed(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     ow.save_file(weights(15), path)
     program = (
-        EXITING.format(tests=str(Path(__file__).parent))
+        EXITING.format(folders=FOLDERS)
         + "print('staged', flush=True)\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
@@ -319,7 +320,7 @@ def test_killed(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys, threading
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import overwire as ow, test_saving
 tensors = test_saving.weights(17, 20_000_000)
 ow.save_file(test_saving.weights(18), "m.safetensors")
@@ -343,7 +344,7 @@ if {background}:
 @pytest.mark.parametrize("background", [False, True])
 def test_interrupted(tmp_path: Path, script: Run, background: bool) -> None:
     """Ctrl-C ends a save that still reads its tensors. Later, it only ends the wait."""
-    done = script(INTERRUPTED.format(tests=str(Path(__file__).parent), how="wait=False" if background else "", background=background))
+    done = script(INTERRUPTED.format(folders=FOLDERS, how="wait=False" if background else "", background=background))
     assert done.returncode == 0, done.stderr
     assert not hidden(tmp_path)
     try:
@@ -357,7 +358,7 @@ def test_a_forked_child_is_refused(tmp_path: Path, script: Run) -> None:
     done = script(
         textwrap.dedent(f"""
         import os, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = {FOLDERS!r}
         import overwire as ow, test_saving
         saving = ow.save_file(test_saving.weights(19, 8_000_000), "m.safetensors", wait=False)
         child = os.fork()
@@ -382,7 +383,7 @@ def test_a_signal_handler_saves(tmp_path: Path, script: Run) -> None:
     done = script(
         textwrap.dedent(f"""
         import signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        sys.path[:0] = {FOLDERS!r}
         import overwire as ow, test_saving
         outcomes = []
         def handler(*_):

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from . import copies, recording
+from . import copies, record_copies
 from .copies import Copy
-from .recording import Opened, Recorder, Unplannable
+from .record_copies import Opened, Recorder, Unplannable
 
 #: If ranks share the reading, each loads a range of a tensor's rows by itself if the range has at least this many
 #: bytes. Other ranks may then read the first and the last chunk again, which costs little.
@@ -49,12 +49,12 @@ class SliceLoad:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Opens a source for `next_stand_ins`, and returns an empty iterator. The arguments are those of
         `iter_weights`."""
-        self._sources.append(recording.open_source(self._files, where, device, chosen, **asked))
+        self._sources.append(record_copies.open_source(self._files, where, device, chosen, **asked))
         return iter(())
 
     def next_stand_ins(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """Returns the stand-ins of the next opened source, or None while sources are being opened."""
-        return None if self._is_listing else recording.iter_stand_ins(self._recorder, self._left.pop(0))
+        return None if self._is_listing else record_copies.iter_stand_ins(self._recorder, self._left.pop(0))
 
     def load_recorded(self) -> None:
         """Loads the recorded copies. Call it after the last tensor of the last source."""

@@ -8,6 +8,7 @@ import tempfile
 import pytest
 import warm
 from conftest import ROOT, cleaned
+
 from soak import __main__ as program
 from soak.loops import LOOPS, PLANTED
 from soak.outcomes import KINDS

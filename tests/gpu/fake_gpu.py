@@ -2,7 +2,7 @@
 
 Their engine uses the fake driver of gosrc/device/cuda and the host twins of the kernels.
 
-    python tests/fake_gpu.py [pytest's arguments]
+    python tests/gpu/fake_gpu.py [pytest's arguments]
 
 The engine is compiled into build/fake, next to links to the package's files. `make fakepy` calls this, with the
 CGO_CXXFLAGS of Go's tests of the fake driver.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FAKE = ROOT / "build" / "fake"
 
 

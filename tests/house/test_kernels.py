@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CUDA = ROOT / "cuda"
 BUILT = CUDA / "built"
 MODULES = {"x16.fatbin", "x16_aarch64.fatbin", "resident.fatbin", "resident_aarch64.fatbin"}

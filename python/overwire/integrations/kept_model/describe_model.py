@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from .copies import memory_range
-from .prepared import Refused
+from ..load_plan.copies import memory_range
+from .keep_files import Refused
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _EXACT = frozenset(_PLAIN)

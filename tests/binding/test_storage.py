@@ -10,7 +10,7 @@ import pytest
 from overwire import _environment
 from overwire.model import storage
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_environment_names_are_those_of_the_engine() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ...plumbing import start_thread
-from . import copies
-from .copies import Copy, Stored, spanned_elements
-from .described import Memory
-from .prepared import Refused
+from ..load_plan import copies
+from ..load_plan.copies import Copy, Stored, spanned_elements
+from .describe_model import Memory
+from .keep_files import Refused
 
 # The most extra memory for loading tensors with gaps, in bytes.
 _MOST = 1 << 28

@@ -16,7 +16,7 @@ import tensorizer
 import torch
 from tensorizer.serialization import TensorType
 
-GOLDENS = Path(__file__).parent / "goldens/tensorizer/2.12.1"
+GOLDENS = Path(__file__).parents[1] / "goldens/tensorizer/2.12.1"
 
 try:  # the reference can only encrypt if the system has libsodium
     tensorizer.EncryptionParams.random()

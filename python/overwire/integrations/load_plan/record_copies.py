@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...plumbing import new_lock
 from .copies import Copy, Destinations, Stored, memory_range
-from .sheets import Opening, Sheet
+from .open_files import Opening, Sheet
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default

@@ -20,7 +20,7 @@ import torch
 
 from . import copies
 from .copies import Copy, Stored, block_of, view_in_shape
-from .recording import Opened, Recorder, iter_stand_ins, open_source
+from .record_copies import Opened, Recorder, iter_stand_ins, open_source
 
 
 class Incomplete(ValueError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import overwire as ow
 import pytest
 import torch
-from overwire.integrations.shared import copies, recording
+from overwire.integrations.load_plan import copies, record_copies
 
 NAMES = ("device", "is_meta", "is_cpu", "is_cuda")
 
@@ -17,11 +17,11 @@ NAMES = ("device", "is_meta", "is_cpu", "is_cuda")
 def test_a_torch_without_the_recorders_key_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """If torch lacks the hook for recording operations, the load continues tensor by tensor and torch is unchanged."""
     before = [vars(torch.Tensor).get(name) for name in NAMES]
-    recording._recorder_keys.cache_clear()
-    monkeypatch.setattr(recording, "_register_keys", lambda: (_ for _ in ()).throw(RuntimeError("no such key")))
-    with pytest.raises(recording.Unplannable, match="no such key"):
-        recording.Recorder(lambda copies: None).__enter__()
-    recording._recorder_keys.cache_clear()
+    record_copies._recorder_keys.cache_clear()
+    monkeypatch.setattr(record_copies, "_register_keys", lambda: (_ for _ in ()).throw(RuntimeError("no such key")))
+    with pytest.raises(record_copies.Unplannable, match="no such key"):
+        record_copies.Recorder(lambda copies: None).__enter__()
+    record_copies._recorder_keys.cache_clear()
     assert [vars(torch.Tensor).get(name) for name in NAMES] == before
 
 
@@ -29,7 +29,7 @@ def test_what_others_have_put_on_tensors_is_there_afterwards(monkeypatch: pytest
     """A property that another package set on torch.Tensor works during recording and afterwards."""
     other = property(lambda self: "other's")
     monkeypatch.setattr(torch.Tensor, "device", other, raising=False)
-    with recording._places:
+    with record_copies._places:
         assert torch.ones(1).device == "other's"
     assert vars(torch.Tensor)["device"] is other
 
@@ -49,10 +49,10 @@ def _copied(loads: Callable[[torch.Tensor, dict[str, torch.Tensor]], None], tmp_
         counts.append(len(every))
 
     with contextlib.ExitStack() as files:
-        recorder = recording.Recorder(load)
-        source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
+        recorder = record_copies.Recorder(load)
+        source = record_copies.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
         with recorder:
-            loads(target, dict(recording.iter_stand_ins(recorder, source)))
+            loads(target, dict(record_copies.iter_stand_ins(recorder, source)))
             recorder.load_rest()
     expected = torch.zeros_like(target)
     loads(expected, tensors)
@@ -81,7 +81,7 @@ def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
             other = target[rows, columns]
             other.copy_(weights.pop("v")[: other.shape[0], : other.shape[1]])
 
-        with pytest.raises(recording.Unplannable):
+        with pytest.raises(record_copies.Unplannable):
             _copied(loads, tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
 def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path, monkeypatch, reads: bool) -> None:
     """A loader gets scales with their data. Reading starts while it only copies them, and no longer once it computes
     with one."""
-    monkeypatch.setattr(recording, "EARLY", 1)
+    monkeypatch.setattr(record_copies, "EARLY", 1)
     tensors = {"a": torch.tensor([2.0]), "b": torch.rand(9, 9), "c": torch.rand(9, 9), "shape": torch.tensor([9, 9])}
     ow.save_file(tensors, tmp_path / "model.safetensors")
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -100,10 +100,10 @@ def test_small_tensors_that_are_copied_do_not_stop_early_reading(tmp_path: Path,
         return every
 
     with contextlib.ExitStack() as files:
-        recorder = recording.Recorder(lambda every: copies.load_copies(every, 1 << 20), begin)
-        source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
+        recorder = record_copies.Recorder(lambda every: copies.load_copies(every, 1 << 20), begin)
+        source = record_copies.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {})
         with recorder:
-            for name, tensor in recording.iter_stand_ins(recorder, source):
+            for name, tensor in record_copies.iter_stand_ins(recorder, source):
                 into[name].copy_(tensor * 1 if reads and name == "a" else tensor)
                 del tensor
             recorder.load_rest()
@@ -146,10 +146,10 @@ def test_packed_tensors_have_the_shape_that_torch_has(tmp_path: Path) -> None:
             want = cut(bits[name]).contiguous()
             into = torch.zeros_like(want).view(packed)
             with contextlib.ExitStack() as files:
-                recorder = recording.Recorder(lambda every: copies.load_copies(every, 1 << 20))
-                source = recording.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {}, wanted=name.__eq__)
+                recorder = record_copies.Recorder(lambda every: copies.load_copies(every, 1 << 20))
+                source = record_copies.open_source(files, str(tmp_path / "model.safetensors"), "cpu", {}, wanted=name.__eq__)
                 with recorder:
-                    for _, weight in recording.iter_stand_ins(recorder, source):
+                    for _, weight in record_copies.iter_stand_ins(recorder, source):
                         into.copy_(cut(weight))
                         del weight
                     recorder.load_rest()

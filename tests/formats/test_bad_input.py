@@ -24,7 +24,7 @@ import overwire as ow  # noqa: E402
 from conftest import soon  # noqa: E402
 from overwire.model import forked  # noqa: E402
 
-VECTORS = json.loads((Path(__file__).parent / "goldens" / "container" / "vectors.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[1] / "goldens" / "container" / "vectors.json").read_text())
 
 
 def _object(path: Path, **named: Any) -> Any:
