@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._imports import Undisturbed, imported, skip_at_exit, start_thread
     from ._locks import new_lock
     from ._order import await_path
+    from ._undo import after_error, keep_error, tell_error
     from ._verbs import read_floor
     from .bundles.bundle import save_listed
     from .bundles.loading import load_compressed_pickle
@@ -57,6 +58,7 @@ _HOMES = {
     "_imports": ("Undisturbed", "imported", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
     "_order": ("await_path",),
+    "_undo": ("after_error", "keep_error", "tell_error"),
     "_verbs": ("read_floor",),
     "bundles.bundle": ("save_listed",),
     "bundles.loading": ("load_compressed_pickle",),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from overwire.errors import ArgumentError, CancelledError
-from overwire.plumbing import forked, refuse_child, start_thread
+from overwire.plumbing import forked, keep_error, refuse_child, start_thread
 
 from .common import SafeTensorsMetadata, SingleGroup
 from .config import check_producers
@@ -172,11 +172,10 @@ class PipelineParallel:
             if self._is_closed or self._is_ending:
                 self.batch_queue.put(_Loaded.nothing())
                 return
-            try:
+            item = _Loaded.nothing()
+            with keep_error() as failure:
                 item = _Loaded(self._load_single_batch(batch), None)
-            except BaseException as error:
-                item = _Loaded(None, error)
-            self.batch_queue.put(item)
+            self.batch_queue.put(item._replace(error=failure.error))
             if item.buffer is None:
                 return
             item.buffer.drain()  # batches are read one after another
