@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire.plumbing import keep, new_lock, prepare
+from overwire._compat_api import KeptFile, new_lock, prepare
 
 from ._errors import reading
 from ._files import safe_open
@@ -295,7 +295,7 @@ def kept(filename: Any) -> Any:
     """Opens a file and keeps it open, or returns the one that is already open. Returns the name unchanged if
     the file cannot be opened; opening it later reports the error."""
     try:
-        return keep(filename)
+        return KeptFile.open_file(filename)
     except (overwire.OverwireError, OSError, TypeError, ValueError):
         return filename
 

@@ -101,7 +101,7 @@ class Places:
         planned, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If an error
         of `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
         """
-        from ...plumbing import apply_part
+        from ..._compat_api import apply_part
 
         ready: list[_Ready] = []
 
@@ -135,7 +135,7 @@ class Places:
     def _prepare_delta(self, where: Any, storage_options: Any) -> _Ready:
         import overwire
 
-        from ...plumbing import torch_shape
+        from ..._compat_api import torch_shape
 
         delta = overwire.open_delta(where, storage_options=storage_options)
         rows = [(name, delta.dtype(name), torch_shape(delta.dtype(name), delta.shape(name))) for name in delta.names]
@@ -167,7 +167,7 @@ class Places:
 
     def _change_tensors(self, members: Any, ready: _Ready) -> None:
         # Changes the tensors that are whole on this rank. Collective: all ranks succeed, or none changes anything.
-        from ...plumbing import apply_part
+        from ..._compat_api import apply_part
 
         names: list[str] = []
 
@@ -220,7 +220,7 @@ class Places:
     def _ranks_of_group(self) -> Any:
         if self._group is None:
             return contextlib.nullcontext(_Alone())
-        from ...plumbing import group_verb
+        from ..._compat_api import group_verb
 
         return group_verb(self._group, self._device)
 
