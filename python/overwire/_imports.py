@@ -175,12 +175,11 @@ class Undisturbed:
                 self._collects = False
             if self._handlers:
                 self.__exit__()  # Ctrl-C interrupted it
-        while self._came:
+        if self._came:
             try:
                 _signal.raise_signal(self._came.pop(0))
-            except BaseException:
-                self.__exit__()  # run the remaining handlers first
-                raise
+            finally:
+                self.__exit__()  # run the remaining handlers
 
 
 def start_thread(start: "Callable[..., Any]", *args: "Any") -> "Any":

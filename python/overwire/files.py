@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ._tables import FILE_KINDS
+from ._undo import after_error
 from .errors import (
     ArgumentError,
     FormatError,
@@ -42,15 +43,12 @@ def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXE
         if error.errno != errno.ENXIO:  # a socket, or a device that does not exist
             raise
         raise _refuse_special(path) from None
-    try:
+    with after_error(os.close, number):
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
             raise _refuse_special(path)
-    except BaseException:
-        os.close(number)
-        raise
     return number
 
 

@@ -11,11 +11,13 @@ import json
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from . import _verbs
 from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
+from ._imports import Undisturbed
 from ._locks import new_lock
 from ._notebook import Facts, size
 from .errors import ArgumentError, CancelledError, DeadlineError
@@ -172,20 +174,6 @@ def check_wait(timeout: float | None) -> None:
     raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, or None to wait for the end")
 
 
-class after_error:
-    """A context manager that calls a function if an exception leaves it."""
-
-    def __init__(self, cleanup: Callable[[], object]) -> None:
-        self._cleanup = cleanup
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self._cleanup()
-
-
 class Landed:
     """Tensors that have landed, in columns.
 
@@ -332,14 +320,9 @@ class Job:
             _verbs.cancel(self.number)
         except ArgumentError:
             return  # the engine has freed the job, and an interrupt came before we noted that
-        while True:
-            try:
-                if core().wait(self.number, 1.0):
-                    return
-            except KeyboardInterrupt:
-                continue  # the job may use the caller's buffers until it ends
-            except BaseException:
-                return  # the job has ended with an error
+        with Undisturbed(ctrl_c=True), suppress(Exception):  # the job may use the caller's buffers until it ends
+            while not core().wait(self.number, 1.0):
+                pass
 
     def free(self) -> None:
         """Frees the job, and the tensors that the caller has not taken."""

@@ -24,6 +24,7 @@ from . import _verbs
 from ._engine import buffer_of
 from ._imports import skip_at_exit
 from ._locks import new_lock
+from ._undo import after_error
 from .errors import ArgumentError
 from .jobs import Job, shown
 from .model.storage import storage
@@ -265,11 +266,8 @@ class ObjectWriter(io.BufferedRandom):
         _verbs.knobs()  # start the engine, so that its exit handler runs after the one registered below
         _finish_at_exit()
         number = self._open_temporary()
-        try:
+        with after_error(os.close, number):
             raw = io.FileIO(number, "r+")
-        except BaseException:
-            os.close(number)
-            raise
         super().__init__(raw)
         _unfinished.add(self)
 

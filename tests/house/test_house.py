@@ -23,7 +23,8 @@ PACKAGE = Path(overwire.__file__).parent
 # Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own and lower
 # ones.
 LAYERS: list[tuple[str, str]] = [
-    ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables"),
+    ("words", """errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables
+                 _undo"""),
     ("portable", "portable portable.*"),  # forked children read with it
     ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
@@ -254,6 +255,32 @@ def test_one_module_chooses_the_mode_of_a_load() -> None:
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules(PACKAGE).items()}
     for name, home in MODES.items():
         assert users_of(name, trees) - {home} == {"verbs.loader"}, name
+
+
+# The most handlers of a module that catch every exception: they look at it and then decide. `_undo` has context managers
+# for all others.
+CATCHING = {
+    "_imports": 1,  # `after_error` uses it
+    "checkpoints.exchange": 1,  # sends it to the other ranks
+    "checkpoints.groups": 1,  # raises another one
+    "distributed.group": 2,  # send it to the other ranks, or keep an interrupt
+    "model.opened": 1,  # counts it by its kind
+    "verbs.ahead": 1,  # raises only some of them
+    "verbs.streams": 1,  # the end of a stream is not an error
+}
+
+
+def catching(path: Path) -> int:
+    """Returns the number of a module's handlers that catch every exception."""
+    handlers = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ExceptHandler)]
+    return sum(node.type is None or "BaseException" in ast.unparse(node.type) for node in handlers)
+
+
+def test_few_handlers_catch_every_exception() -> None:
+    """Work that an error undoes is undone by `after_error`, which is right after Ctrl-C and if the undoing fails."""
+    inside = {name: path for name, path in modules(PACKAGE).items() if layer_of(name) != len(LAYERS) - 1}
+    found = {name: catching(path) for name, path in inside.items() if path.suffix == ".py"}
+    assert {name: count for name, count in found.items() if count} == CATCHING
 
 
 TREE = {

@@ -16,6 +16,7 @@ import test_offload as base
 import test_offload_escapes as escapes
 import test_offload_streams as streams
 import torch
+from overwire.offloading import offload as offloading
 from overwire.offloading import ring as rings
 from overwire.offloading import stored, tiers
 from test_offload import BYTES, Cast, Model, outputs, slots_are_poisoned  # noqa: F401
@@ -186,6 +187,48 @@ def test_close_on_a_full_device(tier: dict[str, Any], monkeypatch: pytest.Monkey
         offloaded.close()
     offloaded.close()
     assert next(left, None) is None and all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("step", ["acquire", "_copy_to"])
+def test_close_without_memory_for_a_decoded_block(
+    tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """close decodes on the host if the device has no memory to decode a block or to copy its weights."""
+    model = Model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    offloaded = ow.offload(model, "cpu")
+    place = rings.Ring if step == "acquire" else offloading
+    work, left = getattr(place, step), iter([False])
+
+    def fail(*args: Any) -> Any:
+        if next(left, True):
+            return work(*args)
+        raise ow.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(place, step, fail)
+    offloaded.close()
+    assert next(left, None) is None and all(map(torch.equal, model.parameters(), before))
+
+
+def test_an_error_has_the_handle_if_the_model_is_not_restored(
+    tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the weights cannot be restored after an error, the error has the handle, which can restore them later."""
+    model = Model()
+    expected, before = outputs(model), [parameter.clone() for parameter in model.parameters()]
+
+    def fail(*args: Any) -> Any:
+        raise ow.OutOfMemoryError("there is no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="first") as caught:
+        patch.setattr(offloading, "_decode_block", fail)
+        patch.setattr(offloading.Offloaded, "_run_by", lambda *_: exec("raise RuntimeError('first')"))
+        ow.offload(model, "cpu")
+    assert "there is no memory" in caught.value.__dict__["__notes__"][0]
+    with pytest.raises(ow.ArgumentError, match="already offloaded"):
+        ow.offload(model, "cpu")
+    caught.value.__dict__["offloaded"].close()
+    assert torch.equal(outputs(model), expected) and all(map(torch.equal, model.parameters(), before))
 
 
 def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
 from .._order import await_path
+from .._undo import after_error
 from ..errors import (
     ArgumentError,
     CorruptError,
@@ -203,12 +204,9 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
             for one_turn in turns:
                 one_turn.saver = saving
             return saving
-        try:
+        with after_error(one.undo):
             report = save_bytes(tensors, one.container, metadata, like=one.like, **options)
             one.publish(report)
-        except BaseException:
-            one.undo()
-            raise
     return report
 
 

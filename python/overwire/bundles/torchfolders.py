@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .._tables import MOST_OTHER, OTHER_WEIGHTS
+from .._undo import after_error
 from ..errors import ArgumentError, FormatError, NotFoundError
 from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign
 from ..foreign.content import write_plain
@@ -188,19 +189,13 @@ def _locked_folder(parent: str) -> tuple[str, int]:
     """Creates a temporary folder. Returns its path and the descriptor that locks it."""
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
-        with contextlib.suppress(FileNotFoundError):  # another conversion may remove the folder before it is locked
-            lock = -1
-            try:
-                lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
+        # Another conversion may remove the folder before it is locked.
+        with contextlib.suppress(FileNotFoundError), after_error(os.rmdir, top):
+            lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
+            with after_error(os.close, lock):
                 lock_file(lock, top, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(lock), os.stat(top)):
                     return top, lock
-            except BaseException:
-                if lock >= 0:
-                    os.close(lock)
-                with contextlib.suppress(OSError):
-                    os.rmdir(top)
-                raise
             os.close(lock)
 
 

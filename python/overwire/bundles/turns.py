@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 
 from .._order import Saver
+from .._undo import after_error
 from ..errors import ArgumentError
 from ..files import lock_file
 
@@ -56,20 +57,13 @@ def turn_of(path: str) -> Iterator[Turn]:
 def _lock_file(path: str) -> tuple[int, Turn]:
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
+        with after_error(os.close, number):
             turn = _note_owner(number, path)
-        except BaseException:
-            os.close(number)
-            raise
-        try:
-            lock_file(number, path, fcntl.LOCK_EX)
-            if _is_there(number, path):
-                return number, turn
-        except BaseException:
+            with after_error(_taken.remove, turn):
+                lock_file(number, path, fcntl.LOCK_EX)
+                if _is_there(number, path):
+                    return number, turn
             _taken.remove(turn)
-            os.close(number)
-            raise
-        _taken.remove(turn)
         os.close(number)  # the previous writer has removed the file
 
 

@@ -13,6 +13,7 @@ from .. import _verbs
 from .._engine import open_library, release
 from .._imports import imported
 from .._tables import CAST_FROM, CAST_TO
+from .._undo import after_error
 from ..dtypes import nbytes
 from ..errors import (
     ArgumentError,
@@ -25,7 +26,7 @@ from ..errors import (
 )
 from ..frameworks.choose import HOST, check_device, check_dtype, check_framework, device_number, frame_for
 from ..frameworks.frame import Frame, check_empty
-from ..jobs import Job, after_error, heed, log, shown
+from ..jobs import Job, heed, log, shown
 from ..metering import note
 from ..model.joining import join, written
 from ..paths import named_errors

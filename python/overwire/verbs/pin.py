@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .. import _verbs
 from .._engine import HandleOwner
+from .._undo import after_error
 from ..errors import ArgumentError
 from ..frameworks.choose import check_device, frame_for
-from ..jobs import Job, after_error
+from ..jobs import Job
 from ..model.opened import Model
 from ..model.options import (
     ArrayName,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .._engine import HandleOwner, forked, refuse_child
 from .._imports import skip_at_exit
 from .._locks import new_lock
+from .._undo import after_error
 from ..errors import ArgumentError, OverwireError
-from ..jobs import after_error
 from ..model.loads import Load
 from ..model.opened import Model, Target
 from ..model.options import parse_size
