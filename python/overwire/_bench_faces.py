@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 
 from ._bench import print_line, run_overwire
 from ._bench_saves import find_difference, measure_saves, show_save
-from .plumbing import code_command, parse_size
+from ._children import code_command
+from .model.options import parse_size
 
 Case = tuple[str, str]  # an entry point and a file
 

@@ -12,17 +12,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from ._children import code_command
+from .bundles.torchfolders import is_torch_model, names_of, plain_models
 from .errors import OverwireError
-from .plumbing import (
-    code_command,
-    is_torch_model,
-    local,
-    names_of,
-    plain_models,
-    read_components,
-    read_foreign,
-    without_scheme,
-)
+from .foreign.memory import read_components, read_foreign
+from .paths import local, without_scheme
 
 # Exit statuses of the command line.
 _STATUSES = {

@@ -28,7 +28,7 @@ from ._undo import after_error
 from .errors import ArgumentError
 from .jobs import Job, shown
 from .model.storage import storage
-from .paths import is_there, local
+from .paths import is_remote, is_there, local
 
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
@@ -389,6 +389,14 @@ class FileWriter(ObjectWriter):
         with open(self._hidden_name, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as copy:
             self.seek(0)
             shutil.copyfileobj(self, copy, 1 << 20)
+
+
+def open_writer(uri: str, *, storage_options: Mapping[str, object] | None = None) -> ObjectWriter:
+    """Opens a file that replaces a path or an object of a store when it is closed: a `FileWriter` for a local path, an
+    `ObjectWriter` for a URI."""
+    if is_remote(uri) or storage_options is not None:
+        return ObjectWriter(uri, storage_options=storage_options)
+    return FileWriter(local(uri))
 
 
 _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()

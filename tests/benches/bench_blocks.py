@@ -45,12 +45,12 @@ def blocks(
 ) -> tuple[list[bytes], list[tuple[Any, str, tuple[slice, ...], Any]]]:
     """Returns the requests by file, and all targets: file, name, torch's slices, memory."""
     import torch
-    from overwire import distributed, plumbing
+    from overwire import _compat_api, distributed
 
     requests, targets = [], []
     for file in files:
         flat = array("q")
-        for at, (name, dtype, shape) in enumerate(plumbing.table_of(file)):
+        for at, (name, dtype, shape) in enumerate(_compat_api.table_of(file)):
             cut, block = tuple(slice(None) for _ in shape), (0, -1, 0, -1)
             if len(shape) == 2:
                 dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
@@ -58,7 +58,7 @@ def blocks(
                 cut = (slice(None), slice(lo, hi)) if dim else (slice(lo, hi), slice(None))
                 block = (0, shape[0], lo, hi) if dim else (lo, hi, 0, -1)
                 shape = (shape[0], hi - lo) if dim else (hi - lo, shape[1])
-            target = torch.empty(shape, dtype=plumbing.torch_dtype(dtype), device=device)
+            target = torch.empty(shape, dtype=_compat_api.torch_dtype(dtype), device=device)
             flat.extend((at, target.data_ptr(), *block))
             targets.append((file, name, cut, target))
         requests.append(flat.tobytes())
@@ -69,7 +69,7 @@ def rank_main(folder: Path, rank: int, size: int, repeat: int) -> None:
     import overwire as ow
     import torch
     import torch.distributed as dist
-    from overwire import plumbing
+    from overwire import _compat_api
 
     gpu = torch.cuda.device_count() >= size
     device = f"cuda:{rank}" if gpu else "cpu"
@@ -79,15 +79,15 @@ def rank_main(folder: Path, rank: int, size: int, repeat: int) -> None:
     world = dist.group.WORLD
 
     def together(files: list[Any], requests: list[bytes]) -> tuple[int, int]:
-        offer = plumbing.Blocks(device, files, requests, [str(at) for at in range(len(files))])
-        made, why = plumbing.meet_to_load(world, lambda: offer)
+        offer = device, files, requests, [str(at) for at in range(len(files))]
+        made, why = _compat_api.meet_to_load(world, lambda: offer)
         assert made is not None, why
         assert not (why := made.try_land(lambda: None)), why
         return made.read, made.copied
 
     def alone(files: list[Any], requests: list[bytes]) -> tuple[int, int]:
         for file, one in zip(files, requests, strict=True):
-            with plumbing.landing(file, device, one) as job:
+            with _compat_api.landing(file, device, one) as job:
                 job.take()
         return 0, 0
 

@@ -139,7 +139,7 @@ def test_an_import_asks_no_url(tmp_path: Path, script) -> None:
         script(source + hand, PYTHONPATH=path, OVERWIRE_NO_PRELOAD="1")
         assert asked
         asked.clear()
-        found = "from overwire.model import layout\nfound = layout.containers_in('data/nya/meta.csv')\n"
+        found = "from overwire.bundles.manifest import Manifest\nfound = Manifest.read_csv('data/nya/meta.csv').list_containers()\n"
         waits = found + "try: overwire.load_file(found)\nexcept overwire.NotFoundError: pass"
         script(source + waits, PYTHONPATH=path, PRELOAD_PATH=str(meta), DOWNLOAD="1")
         assert asked

@@ -215,7 +215,7 @@ import pytest, torch
 import overwire as ow
 import torch.distributed.checkpoint as dcp
 from overwire.checkpoints import CheckpointWriter
-from overwire.plumbing import FileWriter, ObjectWriter
+from overwire.stores import FileWriter, ObjectWriter
 def save_all(box):
     for number in range(2):
         state = {"w": torch.full((1000,), number)}

@@ -106,10 +106,11 @@ def _meet_at_store(checkpoint: str, own_groups: list[OwnGroup]) -> Any:
         if time.monotonic() > end or not dist.is_initialized():
             for counter in (*counters, key):
                 store.add(counter, -1)  # the next save of this path must count from 0
-            late = f"only {here} of {size} ranks have begun the save of {checkpoint} in time: pass the same path on each"
-            raise IOFailure(
-                f"overwire: CheckpointWriter: {f'{late} rank' if dist.is_initialized() else _DESTROYED}"
-            )
+            why = _DESTROYED
+            if dist.is_initialized():
+                why = f"only {here} of {size} ranks have begun the save of {checkpoint} in time: pass the same path on"
+                why += " each rank"
+            raise IOFailure(f"overwire: CheckpointWriter: {why}")
         # Polls, because store.wait would block training's use of the store.
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])

@@ -86,7 +86,7 @@ def check_options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, 
 
     Raises ValueError for an unknown key or a value of the wrong type.
     """
-    from ..plumbing import parse_size
+    from .._compat_api import parse_size
 
     if not isinstance(given, dict):
         raise ValueError(f"overwire: model_loader_extra_config must be a mapping, got {type(given).__name__}")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from .. import _verbs
 from .._engine import program
 from .._notebook import Facts
+from ..bundles.manifest import uris_of
 from ..errors import ArgumentError, OverwireError
 from ..foreign.memory import read_components
 from ..jobs import Job, heed, shown
 from ..metering import note
-from ..model.locate import uris_of
 from ..model.options import Level, StorageOptions, check_values, parse_size
 from ..model.sources import Opened, SourceLike, resolve, resolve_plain
 from ..model.storage import storage

@@ -26,7 +26,7 @@ from ..model.options import (
 )
 from ..model.sources import named
 from ..model.storage import storage
-from ..paths import local_file
+from ..paths import local, local_file
 from ..progress import ProgressLike, watch
 from .saving import After, Report, Saving, begin
 
@@ -152,14 +152,14 @@ def notes_of(metadata: Any) -> dict[str, str]:
 
 def save_bytes(
     described: list[tuple[str, Bytes]],
-    path: str,
+    path: Any,
     metadata: Mapping[str, str] | None,
     *,
     end: float | None = None,
     **how: Any,
 ) -> Report:
     """Saves tensors that are already described. end: from `jobs.time_limit`. how: see `_start_job`."""
-    with _start_job(described, path, metadata, end=end, **how) as job:
+    with _start_job(described, local(path), metadata, end=end, **how) as job:
         return Report.of(job.finish())
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire.plumbing import after_error, keep, new_lock, prepare, tell_error
+from overwire._compat_api import KeptFile, new_lock, prepare
+from overwire._undo import after_error, tell_error
 
 from ._errors import reading
 from ._files import safe_open
@@ -291,7 +292,7 @@ def kept(filename: Any) -> Any:
     """Opens a file and keeps it open, or returns the one that is already open. Returns the name unchanged if
     the file cannot be opened; opening it later reports the error."""
     try:
-        return keep(filename)
+        return KeptFile.open_file(filename)
     except (overwire.OverwireError, OSError, TypeError, ValueError):
         return filename
 

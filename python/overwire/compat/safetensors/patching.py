@@ -15,8 +15,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import overwire
+from overwire._compat_api import KeptFile, await_path, forked, is_compressed, new_lock
+from overwire._undo import after_error
 from overwire.integrations import AfterImport, Lazy
-from overwire.plumbing import after_error, await_path, forget, forked, is_compressed, keep, new_lock
 
 from . import _bytes, _files, _lazy
 
@@ -210,7 +211,7 @@ class _Call:
         plain: Any = self.subject
         try:
             if isinstance(plain, (str, os.PathLike)):
-                return not keep(plain).compressed
+                return not KeptFile.open_file(plain).compressed
             if is_compressed(plain) is not False:
                 return False
             with overwire.safe_open(plain, "bytes"):
@@ -413,7 +414,7 @@ def _undo() -> None:
         _restore(key)
     _swapped.clear()
     _seen.clear()
-    forget()
+    KeptFile.forget_last()
 
 
 class SafetensorsPatch:
@@ -498,7 +499,7 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
     Raises MissingPackageError if safetensors is not installed, and SafetensorError for an
     invalid device.
     """
-    from overwire.plumbing import check_switches
+    from overwire._compat_api import check_switches
 
     check_switches(compress=compress, offload=offload)
     return SafetensorsPatch(device, compress, offload)

@@ -11,9 +11,10 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overwire.plumbing import after_error, new_lock, start_thread
+from overwire._compat_api import new_lock, start_thread
+from overwire._undo import after_error
 
-from ...plumbing import number_of, written
+from ..._compat_api import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
@@ -334,7 +335,7 @@ def _ready(spec: _Spec) -> _Ready:
         keep = numpy.ascontiguousarray(tensor)
         is_copy, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
     elif not tensor.is_meta:
-        from ...plumbing import check_memory  # imports torch
+        from ..._compat_api import check_memory  # imports torch
 
         check_memory(tensor, f"overwire: TensorSerializer: {_paths.text(spec.path)!r}")
         keep = tensor.detach().resolve_conj().resolve_neg()

@@ -64,8 +64,8 @@ class Kept(NamedTuple):
 def ensure_folder(chosen: bool | str) -> str:
     """Returns the folder that an engine's configuration asks for, and creates it. True means OVERWIRE_PREPARED, or
     overwire/prepared in the user's cache folder. Raises Refused if the folder cannot be used."""
+    from ..._compat_api import refuse_planted, setting
     from ...errors import AccessError
-    from ...plumbing import refuse_planted, setting
 
     path = chosen if isinstance(chosen, str) else str(setting("OVERWIRE_PREPARED"))
     if not path:
@@ -157,7 +157,7 @@ def keep_file(
     """
     import overwire
 
-    from ...plumbing import publish, setting
+    from ..._compat_api import publish, setting
 
     most = int(setting("OVERWIRE_PREPARED_GB")) * _GB
     size = sum(tensor.nbytes for tensor in tensors.values())

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ...plumbing import after_error, keep_error, start_thread
+from ..._compat_api import start_thread
+from ..._undo import after_error, keep_error
 from ..load_plan import copies
 from ..load_plan.copies import Copy, Stored, spanned_elements
 from .describe_model import Memory
@@ -127,13 +128,13 @@ class Arriving:
                 raise Refused(f"{self._path} lacks {min(absent)}")
 
     def _begin_loading(self) -> None:
-        from ...plumbing import table_of
+        from ..._compat_api import table_of
 
         every = [self._copy_of_row(at, *row) for at, row in enumerate(table_of(self._file))]
         self._job, _, self._rest = copies.begin_landing([one for one in every if one.target.numel()], self._device)
 
     def _copy_of_row(self, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> Copy:
-        from ...plumbing import torch_dtype
+        from ..._compat_api import torch_dtype
 
         tensor = self.tensors.get(name)
         if tensor is None:

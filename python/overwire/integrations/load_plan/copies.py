@@ -105,7 +105,7 @@ def _block_by_torch(copy: Copy, row: int, low: int, high: int, last: int) -> lis
 
 
 def request_of(copy: Copy, device: torch.device) -> tuple[int, int, int, int, int, int] | None:
-    """Returns a copy as an engine request (see `overwire.plumbing.landing`), or None if the engine cannot do it."""
+    """Returns a copy as an engine request (see `overwire._compat_api.landing`), or None if the engine cannot do it."""
     target = copy.target
     if copy.dtype != target.dtype or target.device != device or not target.is_contiguous() or copy.of.dtype in PACKED:
         return None
@@ -127,7 +127,7 @@ def begin_landing(copies: Sequence[Copy], device: torch.device) -> tuple[Any, li
     """Starts a load of those copies that belong to the first copy's file and that the engine can land directly. Returns
     the job, these copies, and the other copies. If there are no such copies, or if the file was preloaded, the job is
     None and all copies are other copies."""
-    from ...plumbing import landing
+    from ..._compat_api import landing
 
     file = copies[0].of.file if copies else None
     requests: list[tuple[int, int, int, int, int, int]] = []

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...plumbing import start_thread
+from ..._compat_api import start_thread
 from .copies import elements
 
 #: A loader gets tensors of at most this many elements with their data. These are scales and shapes of packed matrices,
@@ -20,7 +20,7 @@ class Sheet:
     """An open file and its table. rows: name, dtype and shape of each tensor. digest: a digest of the rows."""
 
     def __init__(self, file: Any) -> None:
-        from ...plumbing import table_of
+        from ..._compat_api import table_of
 
         self.file = file
         self.rows = table_of(file)

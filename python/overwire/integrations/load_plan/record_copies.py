@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...plumbing import new_lock, tell_error
+from ..._compat_api import new_lock
+from ..._undo import tell_error
 from .copies import Copy, Destinations, Stored, memory_range
 from .open_files import Opening, Sheet
 
@@ -492,7 +493,7 @@ def open_source(
 
 def iter_stand_ins(recorder: Recorder, source: Opened) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields names and tensors like `iter_weights`, but with stand-ins for all tensors except small ones."""
-    from ...plumbing import torch_dtype
+    from ..._compat_api import torch_dtype
 
     dtypes = {dtype: torch_dtype(dtype) for dtype in {one.dtype for one in source.tensors}}
     for one in source.tensors:

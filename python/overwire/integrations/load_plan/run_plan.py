@@ -83,7 +83,7 @@ class SliceLoad:
                 model.load_weights = own_loader
 
     def _load_slices(self, original: Any, look: Any, group: Any, pays: bool, weights: Any) -> Any:
-        from ...plumbing import many_objects
+        from ..._compat_api import many_objects
 
         # Tens of thousands of stand-ins would trigger full garbage collections, which visit everything that an engine
         # has imported.
@@ -102,7 +102,7 @@ class SliceLoad:
         if group is None:  # a single rank avoids importing the group code, which takes 20 ms
             opens()
             return
-        from ...plumbing import should_share_reading
+        from ..._compat_api import should_share_reading
 
         if should_share_reading(group, pays, opens):
             self._group = group
@@ -144,7 +144,7 @@ class SliceLoad:
         group, self._group = self._group, None
         if group is None:
             return None
-        from ...plumbing import meet_to_load
+        from ..._compat_api import meet_to_load
 
         together, why = meet_to_load(group, wanted)
         if together is None:
@@ -161,17 +161,13 @@ class SliceLoad:
         indirect: list[Copy] = []
 
         def request_blocks() -> Any:
-            from ...plumbing import Blocks
-
             for copy in noted:
                 request = copies.request_of(copy, self.device)
                 (indirect if request is None else blocks).append(copy)
                 rows[id(copy.of.file)].extend(request or ())
             sheets = [source.sheet for source in self._sources]
             requests = [row.tobytes() for row in rows.values()]
-            return Blocks(
-                str(self.device), [sheet.file for sheet in sheets], requests, [sheet.digest for sheet in sheets]
-            )
+            return str(self.device), [sheet.file for sheet in sheets], requests, [sheet.digest for sheet in sheets]
 
         together = self._meet_ranks(request_blocks)
         if together is None:

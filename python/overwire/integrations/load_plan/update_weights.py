@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...plumbing import after_error, apply_part, keep_error
+from ..._compat_api import apply_part
+from ..._undo import after_error, keep_error
 from . import copies
 from .copies import Copy, Stored, block_of, view_in_shape
 from .record_copies import Opened, Recorder, iter_stand_ins, open_source
@@ -134,7 +135,7 @@ class Places:
     def _prepare_delta(self, where: Any, storage_options: Any) -> _Ready:
         import overwire
 
-        from ...plumbing import torch_shape
+        from ..._compat_api import torch_shape
 
         delta = overwire.open_delta(where, storage_options=storage_options)
         rows = [(name, delta.dtype(name), torch_shape(delta.dtype(name), delta.shape(name))) for name in delta.names]
@@ -213,7 +214,7 @@ class Places:
     def _ranks_of_group(self) -> Any:
         if self._group is None:
             return contextlib.nullcontext(_Alone())
-        from ...plumbing import group_verb
+        from ..._compat_api import group_verb
 
         return group_verb(self._group, self._device)
 

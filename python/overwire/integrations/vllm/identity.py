@@ -15,7 +15,7 @@ import vllm
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ...plumbing import start_thread
+from ..._compat_api import start_thread
 from ..kept_model.check_origins import digest_of_file_times
 from ..kept_model.keep_files import Refused, fingerprint
 
@@ -163,7 +163,7 @@ def _facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
     # Yields facts that identify the model's weights and configuration files.
     import overwire
 
-    from ...plumbing import states_of
+    from ..._compat_api import states_of
 
     where: Any
     if loader.at_source(model_config):

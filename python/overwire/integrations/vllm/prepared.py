@@ -22,7 +22,8 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
-from ...plumbing import after_error, start_thread
+from ..._compat_api import start_thread
+from ..._undo import after_error
 from ..devices import tensor_parallel_group
 from ..kept_model import keep_files
 from ..kept_model.check_origins import Foreign, digest_of_code
@@ -129,7 +130,7 @@ class PreparedStart:
             self._drop_kept_file()
 
     def _load_kept(self, kept: Kept) -> torch.nn.Module | None:
-        from ...plumbing import many_objects
+        from ..._compat_api import many_objects
 
         model: torch.nn.Module | None = None
         with _restore_registries_unless(self._config, lambda: model is not None), many_objects():
