@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ._apart import apart
     from ._children import code_command, module_command
     from ._engine import forked, refuse_child
-    from ._imports import Undisturbed, imported, skip_at_exit, start_thread
+    from ._imports import Undisturbed, imported, many_objects, skip_at_exit, start_thread
     from ._locks import new_lock
     from ._order import await_path
     from ._verbs import read_floor
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .model.joining import written
     from .model.kept import forget, keep
     from .model.layout import MetaRow, beside, meta_rows, place_of, refuse_urls
-    from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import check_switches, parse_size, setting
     from .model.sources import resolve
@@ -54,7 +53,7 @@ _HOMES = {
     "_apart": ("apart",),
     "_children": ("code_command", "module_command"),
     "_engine": ("forked", "refuse_child"),
-    "_imports": ("Undisturbed", "imported", "skip_at_exit", "start_thread"),
+    "_imports": ("Undisturbed", "imported", "many_objects", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
     "_order": ("await_path",),
     "_verbs": ("read_floor",),
@@ -75,7 +74,6 @@ _HOMES = {
     "model.kept": ("forget", "keep"),
     "records": ("OpenRecords",),
     "model.layout": ("MetaRow", "beside", "meta_rows", "place_of", "refuse_urls"),
-    "model.loads": ("many_objects",),
     "model.opened": ("prepare",),
     "model.options": ("check_switches", "parse_size", "setting"),
     "model.sources": ("resolve",),

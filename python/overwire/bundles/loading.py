@@ -12,9 +12,11 @@ from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
 from ..model import layout
 from ..model.opened import prepare
-from ..model.options import StorageOptions, UnpickleOptions, check_options, spell_out
-from ..model.sources import SourceLike
+from ..model.options import check_options, spell_out
+from ..model.saveoptions import UnpickleOptions
+from ..model.sourcelike import SourceLike
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..progress import ProgressLike, watch
 from .landing import Landing
 from .opening import open_pair, resolve_pickle

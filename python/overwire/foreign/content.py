@@ -19,7 +19,7 @@ from .. import _verbs
 from .._imports import start_thread
 from .._tables import BITS
 from ..errors import ArgumentError, FormatError, OverwireError, error_of_system
-from ..frameworks.frame import Bytes
+from ..frameworks.views import Bytes
 
 if TYPE_CHECKING:
     from .._requests import SaveRequest

@@ -22,7 +22,8 @@ from .. import _verbs
 from .._environment import truth
 from .._tables import HEAD_BYTES
 from ..errors import AccessError, ArgumentError, FormatError, NotFoundError, NotSupportedError
-from ..files import kind_of_file, regular
+from ..filekinds import kind_of_file
+from ..files import regular
 from ..jobs import shown
 from ..paths import is_remote, is_there, raise_unless_absent
 from .reading import read_bytes

@@ -29,9 +29,10 @@ from ..jobs import check_wait, log, progress_of, shown
 from ..model import layout
 from ..model.joining import started
 from ..model.locate import uris_of
-from ..model.options import StorageOptions
-from ..model.sources import SourceLike, resolve
+from ..model.sourcelike import SourceLike
+from ..model.sources import resolve
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..progress import Progress
 
 if TYPE_CHECKING:
