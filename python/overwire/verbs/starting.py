@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .._imports import Undisturbed
 from ..errors import NotSupportedError
 from ..model.options import check_options
 from ..model.sources import named
@@ -41,12 +43,19 @@ def open_loader(
                 raise NotSupportedError(
                     "overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta"
                 )
-            from .loader import BasedLoader
-
             rest = {name: value for name, value in options.items() if name != "base"}
             load_base = partial(open_loader, verb, kind, rest, base, device, framework)
-            return BasedLoader(load_base, base, source, device, framework, rest)
-        start_engine(source, framework)  # the Go runtime starts during the import below
-        from .loader import choose_loader
+            based: Loader = _import_loaders().BasedLoader(load_base, base, source, device, framework, rest)
+            return based
+        start_engine(source, framework)  # the Go runtime starts during the imports
+        device = default_device if device is None else device
+        chosen: Loader = _import_loaders().choose_loader(stack, source, device, framework, options, parts)
+        return chosen
 
-        return choose_loader(stack, source, default_device if device is None else device, framework, options, parts)
+
+@cache
+def _import_loaders() -> ModuleType:
+    with Undisturbed():  # a signal handler may call overwire
+        from . import loader
+
+        return loader
