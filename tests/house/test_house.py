@@ -23,10 +23,10 @@ PACKAGE = Path(overwire.__file__).parent
 # Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own and lower
 # ones.
 LAYERS: list[tuple[str, str]] = [
-    ("words", """errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables
-                 _undo"""),
+    ("words", """errors dtypes paths files filekinds _apart _children _environment _imports _locks _notebook _order _run
+                 _tables _undo"""),
     ("portable", "portable portable.*"),  # forked children read with it
-    ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
+    ("engine", "_core _engine _requests _verbs progress captures counting metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     # Readers of other libraries' files and of possibly hostile pickles, which loads also use. rebuild keeps its name,
     # because pickles contain it.

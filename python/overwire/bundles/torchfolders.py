@@ -42,8 +42,9 @@ from ..verbs.inspecting import rewrite
 from ..verbs.saving import Report
 
 if TYPE_CHECKING:
-    from ..model.options import Level, StorageOptions
-    from ..model.sources import SourceLike
+    from ..model.options import Level
+    from ..model.sourcelike import SourceLike
+    from ..model.storageoptions import StorageOptions
 
 _MARK = ".overwire-torch-"
 

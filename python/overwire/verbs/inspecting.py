@@ -10,13 +10,15 @@ from .. import _verbs
 from .._engine import program
 from .._notebook import Facts
 from ..bundles.manifest import uris_of
+from ..counting import note
 from ..errors import ArgumentError, OverwireError
 from ..foreign.memory import read_components
 from ..jobs import Job, heed, shown
-from ..metering import note
-from ..model.options import Level, StorageOptions, check_values, parse_size
-from ..model.sources import Opened, SourceLike, resolve, resolve_plain
+from ..model.options import Level, check_values, parse_size
+from ..model.sourcelike import SourceLike
+from ..model.sources import Opened, resolve, resolve_plain
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..progress import ProgressLike, spell_count, watch
 from .results import Diagnosis, Inspection, Verification
@@ -34,7 +36,7 @@ def _plain_uris_of(source: SourceLike, options: Mapping[str, object] | None, is_
     opened = resolve_plain(source, is_header)
     if opened.keep is None:
         uris = [uri for path in opened.uris for uri in uris_of(path, options)]
-        return opened._replace(uris=uris, names=uris)
+        return Opened(uris, uris, None, opened.kinds)
     return opened
 
 
