@@ -22,6 +22,8 @@ type Options struct {
 	Env map[string]string `json:"env"`
 	// Once makes a write fail if the object exists already: see open.PutOnce.
 	Once bool `json:"-"`
+	// Outline is what the reader expects of the object that is opened.
+	Outline Outline `json:"-"`
 }
 
 // HeaderPrefix is the prefix of the keys in Options.Storage that set HTTP headers.

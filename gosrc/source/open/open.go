@@ -102,8 +102,15 @@ func Own(opt source.Options) *Stores { return &Stores{opt: opt, own: true} }
 
 // Open opens a URI.
 func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
+	return s.OpenLike(ctx, uri, source.Outline{})
+}
+
+// OpenLike opens a URI of which the reader expects an outline.
+func (s *Stores) OpenLike(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
+	opt := s.opt
+	opt.Outline = outline
 	if s.local.Path == "" || !source.Remote(uri) {
-		return s.openWhereItLies(ctx, uri)
+		return s.openWhereItLies(ctx, uri, opt)
 	}
 	if isImmutable(uri) || s.away.Load() {
 		last, err := s.local.Last(ctx, uri)
@@ -116,7 +123,7 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 			return wrapSource(last, err)
 		}
 	}
-	src, err := s.openWhereItLies(ctx, uri)
+	src, err := s.openWhereItLies(ctx, uri, opt)
 	switch {
 	case err == nil && src.Facts().File == nil:
 		return s.local.Keep(ctx, src)
@@ -156,19 +163,19 @@ func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 }
 
 // openWhereItLies opens a URI at its store.
-func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source, error) {
+func (s *Stores) openWhereItLies(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	if !s.own && Downloaded(uri) {
-		return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, s.opt))
+		return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
 	}
 	if err := checkSound("open", uri); err != nil && source.Remote(uri) {
 		return nil, err
 	}
 	scheme := source.Scheme(uri)
 	if fn := schemes[scheme]; fn != nil {
-		return fn(ctx, &s.hub, uri, s.opt)
+		return fn(ctx, &s.hub, uri, opt)
 	}
 	if fn := stores[scheme].open; fn != nil {
-		return fn(ctx, uri, s.opt)
+		return fn(ctx, uri, opt)
 	}
 	if err := RecipeOf(scheme); err != nil {
 		return nil, errs.In("open", uri, err)

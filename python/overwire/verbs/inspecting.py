@@ -14,7 +14,7 @@ from ..counting import note
 from ..errors import ArgumentError, OverwireError
 from ..foreign.memory import read_components
 from ..jobs import Job, heed, shown
-from ..model.options import Level, check_values, parse_size
+from ..model.options import check_values, parse_size
 from ..model.sourcelike import SourceLike
 from ..model.sources import Opened, resolve, resolve_plain
 from ..model.storage import storage
@@ -213,21 +213,13 @@ def verify(
     return cast("Verification", verified)
 
 
-def rewrite(
-    source: SourceLike,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    level: Level = "default",
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-) -> Report:
-    """Does `convert` for files that the engine reads."""
+def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Report:
+    """Does `convert`, with all of its options, for files that the engine reads."""
+    level, compress, sha256, metadata, storage_options = map(
+        options.__getitem__, ("level", "compress", "sha256", "metadata", "storage_options")
+    )
     check_values(level=level, compress=compress, sha256=sha256, storage_options=storage_options)
-    watcher, most = watch(progress, "convert"), parse_size(max_shard_size)
+    watcher, most = watch(options["progress"], "convert"), parse_size(options["max_shard_size"])
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris_of(source, reach or None)
     target = local(path)
