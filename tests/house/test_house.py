@@ -31,7 +31,7 @@ LAYERS: list[tuple[str, str]] = [
     # because pickles contain it.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
                    bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
-    ("model", "model model.* stores records"),
+    ("model", "model model.* stores records fleet fleet.*"),
     ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=) uses it
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
@@ -51,7 +51,7 @@ DOORS = [*PUBLIC, *"""
     compat.safetensors compat.safetensors.[!_]* compat.safetensors._safetensors_rust
     compat.tensorizer compat.tensorizer.[!_]*
     integrations.accelerate integrations.diffusers integrations.modelexpress integrations.pushes
-    integrations.transformers
+    integrations.ray integrations.transformers
 """.split()]
 
 # Modules that integrations share. `pushes` is also an entry point for trainers.

@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/cache"
+	"github.com/overwire/overwire/gosrc/source/fed"
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/http"
 	"github.com/overwire/overwire/gosrc/source/pipe"
@@ -103,7 +104,7 @@ func Own(opt source.Options) *Stores { return &Stores{opt: opt, own: true} }
 // Open opens a URI.
 func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 	if s.local.Path == "" || !source.Remote(uri) {
-		return s.openWhereItLies(ctx, uri)
+		return s.openFed(ctx, uri)
 	}
 	if isImmutable(uri) || s.away.Load() {
 		last, err := s.local.Last(ctx, uri)
@@ -116,7 +117,7 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 			return wrapSource(last, err)
 		}
 	}
-	src, err := s.openWhereItLies(ctx, uri)
+	src, err := s.openFed(ctx, uri)
 	switch {
 	case err == nil && src.Facts().File == nil:
 		return s.local.Keep(ctx, src)
@@ -153,6 +154,15 @@ func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 		}
 	}
 	return uris, err
+}
+
+// openFed opens a URI at its store. Pieces of the object may come from the process's supplier.
+func (s *Stores) openFed(ctx context.Context, uri string) (source.Source, error) {
+	src, err := s.openWhereItLies(ctx, uri)
+	if err != nil || !s.opt.Fed || !source.Remote(uri) {
+		return src, err
+	}
+	return fed.Wrap(src, s.opt.StoreOf(source.Scheme(uri))), nil
 }
 
 // openWhereItLies opens a URI at its store.

@@ -79,6 +79,8 @@ class StorageOptions(TypedDict, total=False):
     encryption_key or encryption_password to write. other_dtypes_as_bytes loads tensors with a dtype that
     safetensors lacks as "U8" with an extra dimension. verify_crc32 checks the CRC32 of plain tensors.
 
+    In a Ray cluster, `ray` reads each object once for all nodes, see `load_file`.
+
     If an object is replaced in a store while it is read, the read raises CorruptError. It never mixes old and new
     bytes.
     """
@@ -120,9 +122,11 @@ class StorageOptions(TypedDict, total=False):
     encryption_password: _Secret
     other_dtypes_as_bytes: bool | None
     verify_crc32: bool | None
+    ray: bool | None
 
 
 class _Reach(TypedDict, total=False):
+    ray: bool | None
     storage_options: StorageOptions | None
     lenient: bool
 
@@ -190,6 +194,9 @@ class LoadOptions(StreamOptions, total=False):
         (`doctor()["gpudirect_storage"]`) or does not support a file, overwire warns once and uses "auto".
         Cannot be combined with group.
     storage_options: how to reach URIs other than local files; see `StorageOptions`.
+    ray: whether objects in stores are read once for all nodes of a Ray cluster, which send each other what they read.
+        True raises an error if Ray is not installed or the process is in no cluster. Every fault of Ray ends with the
+        node reading its store. None means OVERWIRE_RAY.
     lenient: accepts plain files with errors that other readers ignore: bytes after the last tensor, a name or key
         that appears twice (the last one counts), metadata values that are not strings (returned as JSON text). False
         enforces the rules of the format.
