@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 import random
+import runpy
 import socket
 import sys
 import time
@@ -61,8 +62,8 @@ class Replica:
 
 
 class Setup:
-    def __init__(self, cluster: Any, options: dict[str, Any], proxy: Any) -> None:
-        self.cluster, self.options, self.proxy = cluster, options, proxy
+    def __init__(self, cluster: Any, options: dict[str, Any], folder: Path, proxy: Any) -> None:
+        self.cluster, self.options, self.folder, self.proxy = cluster, options, folder, proxy
         self.made = 0
 
     def model(self, compress: bool, tensors: int = 12, seed: int = 1, uri: str = "") -> tuple[str, dict[str, int], int]:
@@ -72,9 +73,8 @@ class Setup:
         uri = uri or f"s3://models/m{self.made}.safetensors"
         made = {f"t{at}": (rng.standard_normal(600_000 + at) * 0.02).astype(np.float16) for at in range(tensors)}
         ow.save_file(made, uri, compress=compress, storage_options=self.options)
-        return uri, {name: zlib.crc32(one.tobytes()) for name, one in made.items()}, ow.inspect(
-            uri, storage_options=self.options
-        ).files[0].size  # fmt: skip
+        size = (self.folder / uri.rpartition("/")[2]).stat().st_size
+        return uri, {name: zlib.crc32(one.tobytes()) for name, one in made.items()}, size
 
     def replica(self, node: int) -> Any:
         return ray.remote(Replica).options(num_cpus=0, resources={f"n{node}": 0.001}).remote()
@@ -119,13 +119,13 @@ def add_node(cluster: Any, number: int) -> Any:
 @pytest.fixture(scope="module")
 def setup() -> Iterator[Setup]:
     os.environ.update(ENV)
-    with stores.s3() as (options, _), stores.front(str(options["endpoint_url"])) as (url, proxy):
+    with stores.s3() as (options, folder), stores.front(str(options["endpoint_url"])) as (url, proxy):
         cluster = importlib.import_module("ray.cluster_utils").Cluster()
         try:
             for node in range(NODES):
                 add_node(cluster, node)
             ray.init(address=cluster.address, log_to_driver=False)
-            yield Setup(cluster, {**options, "endpoint_url": url}, proxy)
+            yield Setup(cluster, {**options, "endpoint_url": url}, folder, proxy)
         finally:
             ray.shutdown()
             cluster.shutdown()
@@ -159,8 +159,8 @@ def test_lost_owner(setup: Setup) -> None:
     time.sleep(1)
     setup.sent()
     got, lines = ray.get(other.load.remote(uri, setup.options))
-    assert got == want and len(lines) <= 2 and setup.sent() <= size * 1.1
-    assert all("lost" in line or "late" in line for line in lines)
+    assert got == want and any("lost" in line for line in lines)
+    assert len(lines) <= 3 and setup.sent() <= size * 1.1  # one line for each kind of fault
     assert ray.get(late.load.remote(uri, setup.options))[0] == want
 
 
@@ -281,6 +281,20 @@ def test_prefetch(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray.get(late.load.remote(uri, setup.options))[0] == want
     assert setup.sent() == 0
     release(nodes)
+
+
+def test_serve(setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example with two deployments of Ray Serve loads the model twice and reads it once."""
+    pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'ray[serve]'")
+    uri, _, size = setup.model(True)
+    monkeypatch.setenv("RAY_ADDRESS", setup.cluster.address)
+    path = Path(__file__).parents[2] / "examples/production/ray_serve.py"
+    setup.sent()
+    namespace = runpy.run_path(str(path))
+    namespace["main"](uri, {"endpoint_url": setup.options["endpoint_url"]})
+    text = capfd.readouterr().out
+    assert "first holds" in text and "second holds" in text
+    assert size * 0.9 < setup.sent() < size * 1.1
 
 
 def test_killed_node(setup: Setup) -> None:

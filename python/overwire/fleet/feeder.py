@@ -67,6 +67,7 @@ class Feeder:
         self._process = f"{self._node} {os.getpid()}"
         # The memory of the pieces that the engine uses, by file and piece.
         self._memory: dict[tuple[int, int], Any] = {}
+        self._asked: dict[int, set[int]] = {}  # the engine's open questions: pieces by file
         self._lock = new_lock()
         self._reads = BoundedSemaphore(_READS)
         self._leases = 0
@@ -84,10 +85,13 @@ class Feeder:
         except OverwireError:
             pass
 
-    def _say(self, what: str, why: object) -> None:
-        # Logs one line for each kind of fault. An error of Ray may quote anything, so its text is left out.
-        if what not in self._said:
-            self._said.add(what)
+    def _say(self, what: str, why: object, event: FedEvent | None = None) -> None:
+        # Logs one line for each kind of fault and object. An error of Ray may quote anything, so its text is left out.
+        kind = what if event is None else f"{what} {event['name']}"
+        if kind not in self._said:
+            self._said.add(kind)
+            if event is not None:
+                what = f"piece {event['piece']} of {event['uri']} {what}"
             text = type(why).__name__ if isinstance(why, BaseException) else why
             log.warning("overwire: ray: %s (%s): reading from the store instead", what, text)
 
@@ -109,20 +113,23 @@ class Feeder:
             work(event)
 
     def _handle(self, event: FedEvent) -> None:
-        what, file, uri = event["what"], event["file"], event["uri"]
+        what, file = event["what"], event["file"]
         if what == "ask":
+            self._asked.setdefault(file, set()).add(event["piece"])
             self._work.put((self._serve, event))
         elif what == "free":
             with self._lock:
                 self._memory.pop((file, event["piece"]), None)
         elif what == "bad":
-            self._say(f"piece {event['piece']} of {uri} has a wrong checksum", "dropped for all nodes")
+            self._say("has a wrong checksum", "dropped for all nodes", event)
             self._work.put((self._drop_bad, event))
         elif what == "late":
-            self._say(f"piece {event['piece']} of {uri} is late", "the store would be faster")
+            self._asked.get(file, set()).discard(event["piece"])
+            self._say("is late", "the store would be faster", event)
         else:
             if what == "alone":
-                self._say(f"pieces of {uri} do not arrive", "no more are asked for")
+                self._say("does not arrive", "no more pieces are asked for", event)
+            self._asked.pop(file, None)
             with self._lock:
                 for key in [key for key in self._memory if key[0] == file]:
                     del self._memory[key]
@@ -152,9 +159,15 @@ class Feeder:
                 self._memory[file, piece] = holder
         return is_used
 
+    def _is_over(self, event: FedEvent) -> bool:
+        # Whether the engine no longer waits for an answer, because it reads the store itself.
+        return event["piece"] not in self._asked.get(event["file"], ())
+
     def _share(self, event: FedEvent) -> bool:
         """Gets a piece from another process, or reads and shares it. Returns whether the question is answered."""
         for _ in range(2):
+            if self._is_over(event):
+                return True
             todo, refs, sums = self._call(
                 self._directory.ask, event["bytes"], self._node, self._process, self._room, _PATIENCE, event=event
             )
@@ -166,7 +179,7 @@ class Feeder:
             try:
                 memory = self._ray.get(refs[0], timeout=_FETCH)
             except self._ray.exceptions.RayError as error:
-                self._say(f"piece {event['piece']} of {event['uri']} is lost", error)
+                self._say("is lost", error, event)
                 self._directory.drop.remote(event["name"], event["piece"], refs)
                 continue  # the next answer may be to read and share the piece again
             self._answer(event, memory, sums)
@@ -187,6 +200,8 @@ class Feeder:
             memory = mmap(-1, size)
             address, _, holder = buffer_of(memory, True)
             with self._reads:
+                if self._is_over(event):
+                    return
                 sums = _verbs.feed_read(self._feed, event["file"], number, address, size)["sums"]
             self._answer(event, memory)
             began = time.monotonic()

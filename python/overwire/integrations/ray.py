@@ -28,11 +28,11 @@ _OPEN_OPTIONS = frozenset(
 class _Keeper:
     """An actor that reads objects and shares their pieces until it ends."""
 
-    def keep(self, uri: Any, options: dict[str, Any]) -> int:
+    def keep(self, uri: Any, options: Any) -> int:
         import overwire
 
         size = 0
-        for _, tensor in overwire.stream(uri, framework="np", max_memory="2GB", storage_options={**options, "ray": True}):
+        for _, tensor in overwire.stream(uri, framework="np", max_memory="2GB", storage_options=options, ray=True):
             size += tensor.nbytes
         return size
 
