@@ -33,7 +33,7 @@ LAYERS: list[tuple[str, str]] = [
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
                    bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
     # Loads and preloads also find the containers of bundles.
-    ("model", "model model.* stores records bundles.containers bundles.manifest"),
+    ("model", "model model.* stores records fleet fleet.* bundles.containers bundles.manifest"),
     ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=) uses it
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
@@ -54,7 +54,7 @@ DOORS = [*PUBLIC, *"""
     compat.safetensors compat.safetensors.[!_]* compat.safetensors._safetensors_rust
     compat.tensorizer compat.tensorizer.[!_]*
     integrations.accelerate integrations.diffusers integrations.modelexpress integrations.pushes
-    integrations.transformers
+    integrations.ray integrations.transformers
 """.split()]
 
 # Modules for several integrations. `pushes` is also an entry point for trainers.

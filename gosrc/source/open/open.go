@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/cache"
+	"github.com/overwire/overwire/gosrc/source/fed"
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/http"
 	"github.com/overwire/overwire/gosrc/source/pipe"
@@ -110,7 +111,7 @@ func (s *Stores) OpenLike(ctx context.Context, uri string, outline source.Outlin
 	opt := s.opt
 	opt.Outline = outline
 	if s.local.Path == "" || !source.Remote(uri) {
-		return s.openWhereItLies(ctx, uri, opt)
+		return s.openFed(ctx, uri, opt)
 	}
 	if isImmutable(uri) || s.away.Load() {
 		last, err := s.local.Last(ctx, uri)
@@ -123,7 +124,7 @@ func (s *Stores) OpenLike(ctx context.Context, uri string, outline source.Outlin
 			return wrapSource(last, err)
 		}
 	}
-	src, err := s.openWhereItLies(ctx, uri, opt)
+	src, err := s.openFed(ctx, uri, opt)
 	switch {
 	case err == nil && src.Facts().File == nil:
 		return s.local.Keep(ctx, src)
@@ -160,6 +161,15 @@ func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 		}
 	}
 	return uris, err
+}
+
+// openFed opens a URI at its store. Pieces of the object may come from the process's supplier.
+func (s *Stores) openFed(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+	src, err := s.openWhereItLies(ctx, uri, opt)
+	if err != nil || !opt.Fed || !source.Remote(uri) {
+		return src, err
+	}
+	return fed.Wrap(src, opt.StoreOf(source.Scheme(uri))), nil
 }
 
 // openWhereItLies opens a URI at its store.

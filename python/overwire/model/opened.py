@@ -65,8 +65,11 @@ _OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read")
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those options of a public function that `Model` takes."""
-    return {name: options[name] for name in _OPENS if name in options}
+    """Returns those options of a public function that `Model` takes. The option `ray` becomes one of the store's."""
+    opens = {name: options[name] for name in _OPENS if name in options}
+    if options.get("ray") is not None:
+        opens["storage_options"] = {**(opens.get("storage_options") or {}), "ray": options["ray"]}
+    return opens
 
 
 class Model:

@@ -51,6 +51,7 @@ ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | N
 
 
 class _Reach(TypedDict, total=False):
+    ray: bool | None
     storage_options: StorageOptions | None
     lenient: bool
 
@@ -118,6 +119,9 @@ class LoadOptions(StreamOptions, total=False):
         (`doctor()["gpudirect_storage"]`) or does not support a file, overwire warns once and uses "auto".
         Cannot be combined with group.
     storage_options: how to reach URIs other than local files; see `StorageOptions`.
+    ray: whether objects in stores are read once for all nodes of a Ray cluster, which send each other what they read.
+        True raises an error if Ray is not installed or the process is in no cluster. Every fault of Ray ends with the
+        node reading its store. None means OVERWIRE_RAY.
     lenient: accepts plain files with errors that other readers ignore: bytes after the last tensor, a name or key
         that appears twice (the last one counts), metadata values that are not strings (returned as JSON text). False
         enforces the rules of the format.

@@ -39,6 +39,8 @@ class StorageOptions(TypedDict, total=False):
     encryption_key or encryption_password to write. other_dtypes_as_bytes loads tensors with a dtype that
     safetensors lacks as "U8" with an extra dimension. verify_crc32 checks the CRC32 of plain tensors.
 
+    In a Ray cluster, `ray` reads each object once for all nodes, see `load_file`.
+
     If an object is replaced in a store while it is read, the read raises CorruptError. It never mixes old and new
     bytes.
     """
@@ -80,6 +82,7 @@ class StorageOptions(TypedDict, total=False):
     encryption_password: _Secret
     other_dtypes_as_bytes: bool | None
     verify_crc32: bool | None
+    ray: bool | None
 
 
 StorageOptions.__module__ = "overwire"  # users import it from there
