@@ -7,11 +7,12 @@ opens a file by name uses this module or the engine.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ._undo import after_error
@@ -73,6 +74,21 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
         text = "overwire: %s: files cannot be locked here (%s): let one process write at a time"
         logging.getLogger("overwire").warning(text, path, error.strerror)
+
+
+def lock_path(path: str, mode: int, kind: int, claim: Callable[[int], None] = lambda number: None) -> int:
+    """Creates and locks a file whose lock other processes wait for, and returns its descriptor. Whoever unlocks it may
+    remove it first. Refuses links. mode: of a new file. kind, and errors: as for `fcntl.flock`. claim: called with the
+    descriptor before it is locked."""
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with after_error(os.close, number):
+            claim(number)
+            lock_file(number, path, kind)
+            with contextlib.suppress(FileNotFoundError):  # its last holder has just removed it
+                if os.path.samestat(os.fstat(number), os.lstat(path)):
+                    return number
+        os.close(number)
 
 
 def state_of_file(place: Any) -> tuple[int, ...] | None:

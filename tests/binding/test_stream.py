@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -373,3 +374,48 @@ def test_a_stream_that_is_dropped_in_a_window_is_freed(tmp_path: Path) -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+class CloseAtLine:
+    """Closes a stream, as a signal handler could, at one line of overwire."""
+
+    folder = str(Path(ow.__file__).parent)
+
+    def __init__(self, stream: Any, at: int) -> None:
+        self.stream, self.at, self.lines = stream, at, 0
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self.folder):
+            return None
+        self.lines += 1
+        if self.lines == self.at:
+            sys.settrace(None)
+            self.stream.close()
+        return self
+
+
+@pytest.mark.parametrize("options", [{}, {"max_memory": 150_000}], ids=["at once", "windows"])
+def test_a_signal_handler_closes_a_stream_within_next(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Whichever line of next the handler interrupts, next returns a right tensor or ends the stream, which stays
+    closed."""
+    ow.save_file({f"t{at}": torch.full((300, 100), float(at)) for at in range(4)}, tmp_path / "m")
+    at = ends = 0
+    while True:
+        at += 1
+        stream = ow.stream(tmp_path / "m", **options)
+        next(stream)
+        handler = CloseAtLine(stream, at)
+        sys.settrace(handler)
+        try:
+            name, tensor = next(stream)
+        except StopIteration:
+            ends += 1
+        else:
+            same(tensor, torch.full((300, 100), float(name[1:])))
+        finally:
+            sys.settrace(None)
+        if handler.lines < at:
+            break
+        with pytest.raises(StopIteration):
+            next(stream)
+    assert ends > 10

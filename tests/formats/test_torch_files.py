@@ -469,6 +469,20 @@ def test_archives_that_lie_about_their_directory(tmp_path: Path) -> None:
         ow.convert(tmp_path / "model", tmp_path / "out/")
 
 
+def test_a_container_that_holds_itself(tmp_path: Path) -> None:
+    """A dict or list that holds itself has no finite list of names. One that occurs twice does."""
+    twice = {"w": torch.ones(3)}
+    loop: dict[str, Any] = {"w": torch.ones(3)}
+    loop["part"] = [loop]
+    torch.save({"a": twice, "b": [twice, torch.zeros(2)]}, tmp_path / "twice.pt")
+    assert set(ow.load_file(tmp_path / "twice.pt")) == {"a.w", "b.0.w", "b.1"}
+    torch.save({"a": loop}, tmp_path / "loop.pt")
+    for work in (ow.load_file, lambda path: ow.convert(path, tmp_path / "out.safetensors")):
+        with pytest.raises(ow.FormatError, match=r"loop.pt.*a\.part\.0 "):
+            work(tmp_path / "loop.pt")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_a_file_that_is_cut_off_while_it_is_read(torch_script: Any, tmp_path: Path) -> None:
     """A file that is truncated after its directory was read is a CorruptError instead of a crash, whether it happens
     before the pickle, a strided tensor or a plain one is read."""

@@ -307,7 +307,7 @@ def _keep_previous(target: str, container: str) -> None:
         except FileNotFoundError:
             raise
         except OSError:
-            os.rename(container, previous)  # the file system may not support links
+            publish(container, previous)  # the file system may not support links
 
 
 def _take_back(target: str, container: str) -> None:

@@ -33,7 +33,7 @@ from ..errors import (
     OverwireError,
     error_of_system,
 )
-from ..files import lock_file, state_of_file
+from ..files import lock_path, state_of_file
 from ..model.reading import read_bytes
 from ..paths import is_file, is_remote, local, path_of
 from ..stores import ObjectReader, refuse_planted, remove_objects, resolve_links, write_bytes
@@ -148,9 +148,10 @@ class Place:
             os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
             # The lock file is next to the folder. The lock is held until the new checkpoint is published and the old
             # one is removed.
-            lock = _lock_file(f"{self._prefix}.lock")
-            if lock is None:
-                raise self._error_at("another save of this checkpoint is running")
+            try:
+                lock = lock_path(f"{self._prefix}.lock", 0o600, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._error_at("another save of this checkpoint is running") from None
             self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._prefix}.lock", os.getpid())
             self._unlock.atexit = False
             with after_error(self.drop):
@@ -367,21 +368,6 @@ def _is_at(state: os.stat_result, path: str) -> bool:
         return os.path.samestat(state, os.lstat(path))
     except FileNotFoundError:
         return False
-
-
-def _lock_file(path: str) -> int | None:
-    # Locks a file and returns its descriptor, or None if another process or Place holds the lock.
-    while True:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with after_error(os.close, number), contextlib.suppress(FileNotFoundError):  # its last holder has removed it
-            try:
-                lock_file(number, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(number), os.lstat(path)):
-                    return number
-            except BlockingIOError:
-                os.close(number)
-                return None
-        os.close(number)
 
 
 def _release_lock(number: int, path: str, process: int) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from overwire._compat_api import forked, start_thread
+from overwire._compat_api import forked, keep_error, start_thread
 from overwire.errors import ArgumentError, CancelledError, ForkedError
 
 from .common import SafeTensorsMetadata, SingleGroup
@@ -175,11 +175,10 @@ class PipelineParallel:
             if self._is_closed or self._is_ending:
                 self.batch_queue.put(_Loaded.nothing())
                 return
-            try:
+            item = _Loaded.nothing()
+            with keep_error() as failure:
                 item = _Loaded(self._load_single_batch(batch), None)
-            except BaseException as error:
-                item = _Loaded(None, error)
-            self.batch_queue.put(item)
+            self.batch_queue.put(item._replace(error=failure.error))
             if item.buffer is None:
                 return
             item.buffer.drain()  # batches are read one after another

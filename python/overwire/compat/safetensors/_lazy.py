@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire._compat_api import KeptFile, new_lock, prepare
+from overwire._compat_api import KeptFile, after_error, new_lock, prepare, tell_error
 
 from ._errors import reading
 from ._files import safe_open
@@ -224,14 +224,10 @@ class _Pass:
             self.begin()
             if self._failed is not None:
                 raise self._failed
-            try:
+            with tell_error(setattr, self, "_failed"), after_error(self._landed.clear):
                 while (path, name) not in self._landed:
                     key, tensor = next(self._arrivals)
                     self._landed[key] = tensor
-            except BaseException as error:
-                self._failed = error
-                self._landed = {}
-                raise
             self._given.add((path, name))
             if len(self._given) == sum(map(len, self._names.values())):
                 for _ in self._arrivals:  # exhaust it, so that the load ends and is reported

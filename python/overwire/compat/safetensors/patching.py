@@ -15,7 +15,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import overwire
-from overwire._compat_api import KeptFile, await_path, forked, is_compressed, new_lock
+from overwire._compat_api import KeptFile, after_error, await_path, forked, is_compressed, new_lock
 from overwire.integrations import AfterImport, Lazy
 
 from . import _bytes, _files, _lazy
@@ -326,8 +326,7 @@ def _replace_readers(name: str, module: Any) -> None:
 def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
     # Installs all of a library's hooks in its classes, or none. Returns its hooks for module names, by id.
     swap: dict[int, tuple[Any, Any]] = {}
-    put: list[tuple[int, str]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for original, replacement in library.pair_replacements(_found, _LAZY):
             if not isinstance(original, tuple):
                 if id(original) not in _swapped:
@@ -335,11 +334,7 @@ def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
             elif (id(original[0]), original[1]) not in _members:
                 owner, name = original
                 _replace(owner, name, replacement)
-                put.append((id(original[0]), original[1]))
-    except BaseException:
-        for key in reversed(put):
-            _restore(key)
-        raise
+                stack.enter_context(after_error(_restore, (id(owner), name)))
     return swap
 
 
@@ -438,11 +433,8 @@ class SafetensorsPatch:
                 sys.meta_path.insert(0, _imports)
             _patches.append(self)
             self._on = True
-            try:
+            with after_error(self.undo):
                 _hook(readers)
-            except BaseException:
-                self.undo()
-                raise
 
     def __repr__(self) -> str:
         state = "active" if self._on else "ended"

@@ -11,7 +11,7 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overwire._compat_api import new_lock, start_thread
+from overwire._compat_api import after_error, new_lock, start_thread
 
 from ..._compat_api import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
@@ -118,11 +118,8 @@ class TensorSerializer:
         self._lock = new_lock()
         self._at = _HEAD_BYTES + self._room
         self._begun = False
-        try:
+        with after_error(self._drop):
             self._finish()
-        except BaseException:
-            self._drop()
-            raise
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -179,12 +176,9 @@ class TensorSerializer:
             for spec in specs:
                 _paths.add(self._tree, spec.path)
             self._make_room(specs)
-            try:
+            with after_error(self._drop):
                 self._write_turns(specs)
                 self._finish()
-            except BaseException:
-                self._drop()
-                raise
 
     def _write_turns(self, specs: list[_Spec]) -> None:
         specs.reverse()  # pop from the end, so finished tensors can be freed

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..._compat_api import start_thread
+from ..._compat_api import after_error, keep_error, start_thread
 from ..load_plan import copies
 from ..load_plan.copies import Copy, Stored, spanned_elements
 from .describe_model import Memory
@@ -106,30 +106,25 @@ class Arriving:
         self._file: Any = None
         self._job: Any = None
         self._rest: list[Copy] = []
-        self._failed: BaseException | None = None
+        self._failure = keep_error()  # of the opening thread
         self._opening = threading.Thread(target=self._open_file, name="overwire arriving", daemon=True)
-        try:
+        with after_error(self.close):
             start_thread(self._opening.start)
             self.tensors = {name: _empty_tensor(row, device) for name, row in rows.items() if row[5] is None}
             self._opening.join()
-            if self._failed is not None:
-                raise self._failed
+            if self._failure.error is not None:
+                raise self._failure.error
             # This runs here, because another thread would often wait for the GIL while the model is built.
             self._begin_loading()
-        except BaseException:
-            self.close()
-            raise
 
     def _open_file(self) -> None:
         import overwire
 
-        try:
+        with self._failure:
             self._file = overwire.safe_open(self._path, framework="pt", device=str(self._device))
             names = {name for name, row in self.rows.items() if row[5] is None}
             if absent := names.difference(self._file.offset_keys()):
                 raise Refused(f"{self._path} lacks {min(absent)}")
-        except BaseException as error:
-            self._failed = error
 
     def _begin_loading(self) -> None:
         from ..._compat_api import table_of

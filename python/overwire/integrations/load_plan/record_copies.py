@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..._compat_api import new_lock
+from ..._compat_api import new_lock, tell_error
 from .copies import Copy, Destinations, Stored, memory_range
 from .open_files import Opening, Sheet
 
@@ -171,13 +171,10 @@ class Recorder:
         self._size = 0
         if self._works or self._count_stand_ins() > _KEPT:
             return
-        try:
+        with tell_error(setattr, self, "failed"):
             with self.pause():
                 self._noted = self._early(self._noted)
             self._offered = True
-        except BaseException as error:
-            self.failed = error
-            raise
 
     def load_noted(self) -> None:
         """Loads the noted copies."""

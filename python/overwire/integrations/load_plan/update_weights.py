@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._compat_api import after_error, apply_part, keep_error
 from . import copies
 from .copies import Copy, Stored, block_of, view_in_shape
 from .record_copies import Opened, Recorder, iter_stand_ins, open_source
@@ -101,8 +102,6 @@ class Places:
         planned, `Incomplete`, and the errors of `overwire.open_delta`. These leave all weights unchanged. If an error
         of `overwire.apply_delta` occurs later, each whole tensor is either old or new, and the same on all ranks.
         """
-        from ..._compat_api import apply_part
-
         ready: list[_Ready] = []
 
         def describe_slices() -> dict[str, list[_SliceView]]:
@@ -167,8 +166,6 @@ class Places:
 
     def _change_tensors(self, members: Any, ready: _Ready) -> None:
         # Changes the tensors that are whole on this rank. Collective: all ranks succeed, or none changes anything.
-        from ..._compat_api import apply_part
-
         names: list[str] = []
 
         def change_part(part: str) -> None:
@@ -177,12 +174,8 @@ class Places:
             for target, name in ready.again:
                 target.copy_(ready.into[name])
 
-        try:
+        with after_error(lambda: change_part("undo") if names else None):
             _do_on_all_ranks(members, lambda: change_part("change"))
-        except BaseException:
-            if names:
-                change_part("undo")
-            raise
 
     def _batch_names(self, ready: _Ready) -> list[list[str]]:
         # Returns the names of the divided tensors that the delta changes, in batches that are the same on all ranks.
@@ -260,12 +253,9 @@ class _Alone:
 
 def _do_on_all_ranks(members: Any, work: Callable[[], Any]) -> None:
     # Runs the work. An exception on one rank is raised on all. Collective.
-    error: BaseException | None = None
-    try:
+    with keep_error() as failure:
         work()
-    except BaseException as caught:
-        error = caught
-    members.agree(error)
+    members.agree(failure.error)
 
 
 def _whole_target(copy: Copy) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
-from ..._compat_api import start_thread
+from ..._compat_api import after_error, start_thread
 from ..devices import tensor_parallel_group
 from ..kept_model import keep_files
 from ..kept_model.check_origins import Foreign, digest_of_code
@@ -80,24 +80,22 @@ class PreparedStart:
         self._name = ""
         self._kept: Kept | None = None
         self._arriving: Arriving | None = None
-        try:
-            self._folder = keep_files.ensure_folder(chosen)
-            start = fingerprint_prefix(config, model_config, prefix, self._device)
-            likely = keep_files.newest_name(self._folder, start)
-            if likely is not None:
-                self._begin_early(self._folder, likely)
-            self._name = fingerprint_of_load(config, model_config, prefix, loader, self._device)
-            if self._kept is None or self._name != likely:
+        with after_error(self._drop_kept_file):
+            try:
+                self._folder = keep_files.ensure_folder(chosen)
+                start = fingerprint_prefix(config, model_config, prefix, self._device)
+                likely = keep_files.newest_name(self._folder, start)
+                if likely is not None:
+                    self._begin_early(self._folder, likely)
+                self._name = fingerprint_of_load(config, model_config, prefix, loader, self._device)
+                if self._kept is None or self._name != likely:
+                    self._drop_kept_file()
+                    self._kept = keep_files.find_file(self._folder, self._name)
+            except Exception as error:
+                log.info("overwire: no prepared state: %s", error)
                 self._drop_kept_file()
-                self._kept = keep_files.find_file(self._folder, self._name)
-        except Exception as error:
-            log.info("overwire: no prepared state: %s", error)
-            self._drop_kept_file()
-            if not isinstance(error, Damaged):
-                self._folder = None
-        except BaseException:
-            self._drop_kept_file()
-            raise
+                if not isinstance(error, Damaged):
+                    self._folder = None
 
     def _begin_early(self, folder: str, likely: str) -> None:
         # Starts to load the most recently used file. The fingerprint, which is computed at the same time, decides
