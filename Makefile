@@ -141,6 +141,8 @@ engines33: build build/engines/.ready build/engines33/.ready ## do the same with
 quantisers: build build/quantisers/.ready ## load models of GPTQ, AWQ and other quantisers in transformers, patched and not, and compare every byte
 engines engines33 quantisers:
 	@.ci/check $@
+ray: build $(BIN)/versitygw ## load models through a real Ray cluster of several nodes, with faults
+	@.ci/check $@
 kernels: $(NVCC) ## recompile cuda/built/*.fatbin with the pinned compiler, byte for byte
 	sh cuda/built/build.sh "$(CURDIR)/$(NVCC)"
 

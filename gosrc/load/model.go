@@ -77,9 +77,9 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 		m.mapp = map[bool]string{true: "on", false: "off"}[*spec.Map]
 	}
 	stores := open.With(spec.Storage.Options)
-	opener := stores.Open
+	opener := stores.OpenLike
 	if spec.Opened != nil {
-		opener = func(context.Context, string) (source.Source, error) { return spec.Opened, nil }
+		opener = func(context.Context, string, source.Outline) (source.Source, error) { return spec.Opened, nil }
 	}
 	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, opener, format.Options{
 		Lenient: spec.Lenient, Parts: spec.Parts, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
@@ -110,7 +110,7 @@ func Of(ix *tensor.Index, src source.Source) *Model {
 // have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
 	stores := open.With(spec.Storage.Options)
-	return format.Names(ctx, spec.URIs, stores.Open, format.Options{List: stores.List})
+	return format.Names(ctx, spec.URIs, stores.OpenLike, format.Options{List: stores.List})
 }
 
 // Index returns the model's index as it is stored.

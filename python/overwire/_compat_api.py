@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._apart import apart
     from ._engine import forked
-    from ._imports import imported, skip_at_exit, start_thread
+    from ._imports import imported, many_objects, skip_at_exit, start_thread
     from ._locks import new_lock
     from ._order import await_path
     from .bundles.bundle import save_listed
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .model.forked import is_compressed
     from .model.joining import written
     from .model.kept import KeptFile
-    from .model.loads import many_objects
     from .model.opened import prepare
     from .model.options import check_switches, parse_size, setting
     from .model.sources import resolve
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "_apart": ("apart",),
     "_engine": ("forked",),
-    "_imports": ("imported", "skip_at_exit", "start_thread"),
+    "_imports": ("imported", "many_objects", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
     "_order": ("await_path",),
     "bundles.bundle": ("save_listed",),
@@ -65,7 +64,6 @@ _HOMES = {
     "model.forked": ("is_compressed",),
     "model.joining": ("written",),
     "model.kept": ("KeptFile",),
-    "model.loads": ("many_objects",),
     "model.opened": ("prepare",),
     "model.options": ("check_switches", "parse_size", "setting"),
     "model.sources": ("resolve",),

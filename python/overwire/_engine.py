@@ -19,8 +19,6 @@ import sys
 from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
 from ._locks import new_lock
-from .files import may_be_foreign
-from .paths import without_scheme
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -424,6 +422,8 @@ _READING = ("compress", "convert", "inspect", "verify", "load", "diff")
 def main() -> None:
     """Runs the `overwire` command. If a program calls it, it first waits for the program's background saves."""
     from ._order import await_all
+    from .files import may_be_foreign
+    from .paths import without_scheme
 
     await_all()
     if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in (["-h"], ["--help"]):

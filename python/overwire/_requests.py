@@ -12,6 +12,7 @@ from typing_extensions import NotRequired
 class SourceOptions(TypedDict, total=False):
     storage: dict[str, str]
     env: dict[str, str]
+    fed: bool
 
 
 class FormatAccess(SourceOptions, total=False):
@@ -465,3 +466,21 @@ class NvcompSpec(TypedDict, total=False):
 
 class DigestsRequest(FilesRequest, total=False):
     on: dict[str, int]
+
+
+class FedEvent(TypedDict):
+    what: str
+    file: int
+    name: str
+    uri: str
+    size: int
+    piece: int
+    bytes: int
+
+
+class FeedEvents(TypedDict):
+    events: list[FedEvent]
+
+
+class FeedSums(TypedDict):
+    sums: list[int]

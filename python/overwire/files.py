@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fnmatch
 import io
 import os
 import stat
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from ._tables import FILE_KINDS
 from ._undo import after_error
 from .errors import (
     ArgumentError,
@@ -170,25 +168,6 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
         text = f"overwire: read {name}: its {size} bytes exceed this machine's memory of {most} bytes"
         raise OutOfMemoryError(text, source=name, asked=size, total=most)
     raise FormatError(f"overwire: read {name}: larger than the limit of {limit} bytes", source=name)
-
-
-class FileKind(NamedTuple):
-    """A row of the engine's table of file kinds. foreign: whether folders of other libraries' weights have such files.
-    """
-
-    what: str
-    do: str
-    foreign: bool
-
-
-def kind_of_file(path: str, head: bytes) -> FileKind | None:
-    """Determines the kind of a file from its name and its first HEAD_BYTES bytes. Returns None if it is unknown."""
-    name = os.path.basename(path)
-    for offset, magics, globs, what, do, foreign in FILE_KINDS:
-        is_named = not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-        if is_named and (not magics or head[offset:].startswith(magics)):
-            return FileKind(what, do, foreign)
-    return None
 
 
 #: Name endings of torch.save files, and of all supported files of other libraries.

@@ -13,30 +13,20 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from . import _verbs
 from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
 from ._imports import Undisturbed
 from ._locks import new_lock
-from ._notebook import Facts, size
+from .counting import note
 from .errors import ArgumentError, CancelledError, DeadlineError
-from .metering import note
 from .paths import is_remote
-from .progress import Progress, Watcher
 
 if TYPE_CHECKING:
     from ._core import Result
-    from ._requests import PipelineStages
-
-    class WorkStages(PipelineStages, total=False):
-        """The stages of loads and saves."""
-
-        plan_ns: int
-        encode_ns: int
-        hash_ns: int
-        write_ns: int
-        publish_ns: int
+    from .metering import LastReport
+    from .progress import Progress, Watcher
 
 log = logging.getLogger("overwire")
 
@@ -72,45 +62,14 @@ def _say_once(reason: str) -> None:
         log.warning("overwire: GPUDirect Storage is not available, reading through host memory: %s", reason)
 
 
-class LastReport(TypedDict, total=False):
-    """Counters of the last load, save or other call. Each function sets some of them.
-
-    bytes: bytes of tensors.
-    mapped, direct, gds: the parts of `bytes` that were mapped, read by direct I/O, and read by
-        GPUDirect Storage.
-    bytes_in, bytes_out: bytes of tensors, and of the files written with them.
-    bytes_copied: bytes of a folder's other files, which were copied.
-    stored: bytes of the files that were verified.
-    on_gpu: bytes of tensors that a save encoded on their GPU.
-    staged: for a background save, seconds until the caller could change the tensors.
-    stages: time spent in each stage of a load or save, in nanoseconds summed over its threads.
-    """
-
-    seconds: float
-    tensors: int
-    bytes: int
-    mapped: int
-    direct: int
-    gds: int
-    stages: WorkStages
-    bytes_in: int
-    bytes_out: int
-    bytes_copied: int
-    ratio: float
-    compressed: int
-    aliases: int
-    on_gpu: int
-    staged: float
-    stored: int
-    files: list[Any]
-
-
 def last_report() -> LastReport | None:
     """Returns the report of the call that finished last in this process, in any thread.
 
     The report is a dict of the engine's counters (see `LastReport`), or None before the first
     call. Raises nothing.
     """
+    from ._notebook import Facts
+
     with _lock:
         text = _last
     report = json.loads(text)
@@ -123,6 +82,8 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     seconds, nbytes = report.get("seconds"), report.get("bytes", report.get("bytes_in"))
     if seconds is None or nbytes is None:
         return ""
+    from ._notebook import size
+
     count = report.get("tensors")
     tensors = "" if count is None else f"{count:,} tensor{'' if count == 1 else 's'}, "
     text = f"{_DONE.get(verb, verb)} {tensors}{size(nbytes)}"
@@ -154,6 +115,8 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
 
 def progress_of(number: int) -> Progress:
     """Returns the progress of a job."""
+    from .progress import Progress
+
     return Progress(*memoryview(_verbs.progress(number)[1]).cast("q"))
 
 

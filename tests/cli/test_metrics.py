@@ -16,7 +16,7 @@ import numpy as np
 import overwire as ow
 import processes
 import pytest
-from overwire import metering
+from overwire import counting
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -42,17 +42,17 @@ def test_what_verbs_did_is_added_up(model: Path, tmp_path: Path) -> None:
     assert after.runs - before.runs == 3 and after.tensors - before.tensors == 6
     assert after.bytes - before.bytes == 3 * (512 * 512 * 4 + 12)
     assert after.errors.get("CorruptError", 0) - before.errors.get("CorruptError", 0) == 1
-    assert after.seconds > before.seconds and set(after.stages) <= set(metering._STAGES.values()) and after.stages["decode"] > 0
+    assert after.seconds > before.seconds and set(after.stages) <= set(counting._STAGES.values()) and after.stages["decode"] > 0
     threads = [
-        threading.Thread(target=lambda: [metering.note("none", '{"bytes": 2, "seconds": 0.5}') for _ in range(300)]) for _ in range(4)
+        threading.Thread(target=lambda: [counting.note("none", '{"bytes": 2, "seconds": 0.5}') for _ in range(300)]) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    metering.note("none", "null")
+    counting.note("none", "null")
     one = ow.metrics()["none"]
-    assert (one.runs, one.bytes, one.seconds) == (1201, 2400, 600.0) and len(metering._noted) == 0
+    assert (one.runs, one.bytes, one.seconds) == (1201, 2400, 600.0) and len(counting._noted) == 0
     one.errors["x"] = 1
     assert not ow.metrics()["none"].errors  # the caller gets a copy
 
@@ -74,14 +74,14 @@ def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.Monk
         if len(calls) == 1:
             ow.metrics()
 
-    monkeypatch.setattr(metering, "_noted", Interrupted())
+    monkeypatch.setattr(counting, "_noted", Interrupted())
     before = signal.signal(signal.SIGUSR1, ask)
     try:
         for count in range(1, 5):
             calls.clear()
-            metering._totals.pop("asked", None)
+            counting._totals.pop("asked", None)
             for _ in range(count):
-                metering.note("asked", '{"bytes": 2}')
+                counting.note("asked", '{"bytes": 2}')
             assert ow.metrics()["asked"].runs == count and calls
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -89,11 +89,11 @@ def test_a_signal_handler_asks_while_verbs_are_added_up(monkeypatch: pytest.Monk
 
 def test_a_fork_while_another_thread_counts() -> None:
     """A forked child can read its own counts, even if another thread held the lock during the fork."""
-    metering.note("before", "null")
+    counting.note("before", "null")
     holds, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with metering._lock:
+        with counting._lock:
             holds.set()
             go_on.wait(20)
 
@@ -105,7 +105,7 @@ def test_a_fork_while_another_thread_counts() -> None:
         child = os.fork()
     if not child:
         signal.alarm(10)
-        metering.note("none", "null")
+        counting.note("none", "null")
         os._exit(0 if ow.metrics()["none"].runs and "before" not in ow.metrics() else 1)
     go_on.set()
     thread.join()
@@ -163,7 +163,7 @@ def test_what_caches_do(tmp_path: Path) -> None:
 def test_prometheus(model: Path) -> None:
     """Prometheus' own parser reads the text, even with unusual characters in labels."""
     ow.load_file(model, framework="np")
-    metering.note('od"d\\\n', "", "Error")
+    counting.note('od"d\\\n', "", "Error")
     samples = {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(ow.metrics().prometheus())
@@ -188,7 +188,7 @@ def test_spans(model: Path) -> None:
     trace.set_tracer_provider(provider)
     with trace.get_tracer("test").start_as_current_span("start-up"):
         ow.load_file(model, framework="np")
-    metering.note("verify", "", "CorruptError")
+    counting.note("verify", "", "CorruptError")
     load, whole, failed = exporter.get_finished_spans()
     assert load.name == "overwire.load" and load.parent.span_id == whole.context.span_id
     assert load.attributes["overwire.bytes"] == 512 * 512 * 4 + 12 and load.attributes["overwire.stages.decode_ns"] > 0

@@ -276,6 +276,11 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
             run_plan.APART, record_copies.EARLY = normal
             reload(model, config, theirs)
     if world == 1:
+        fails(
+            "vLLM's own loader",
+            ("compressed by overwire", "pip install"),
+            lambda: load(base / "llama/compressed", 1, rank, port, "auto"),
+        )
         bad(base, port)
         joins(base / "llama/compressed", port)
 

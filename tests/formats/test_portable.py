@@ -253,14 +253,15 @@ def test_both_readers_say_the_same_of_cut_off_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "minor", "is_taken"),
     [
-        ("1.0", 3, True), ("1.9", 9, True), ("01.00", 3, True), ("1.65535", 3, True),
+        ("1.4", 4, True), ("1.9", 9, True), ("01.04", 4, True), ("1.65535", 3, True), ("1.0", 3, False), ("1.3", 4, False),
         ("1.65536", 3, False), ("1_0.0", 3, False), (" 1.0", 3, False), ("+1.0", 3, False), ("1.0.0", 3, False),
-        ('1.0","FORMAT":"2.0', 3, True), ('2.0","Format":"1.0', 3, False), ("1", 3, False), ("-1.0", 3, False),
+        ('1.4","FORMAT":"2.0', 4, True), ('2.0","Format":"1.4', 4, False), ("1", 3, False), ("-1.0", 3, False),
         ("1.\u0661", 3, False), ("2.0", 3, False),
     ],
 )  # fmt: skip
 def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor: int, is_taken: bool) -> None:
-    """Both readers accept the same versions. In a newer minor version, reserved bytes may have a meaning."""
+    """Both readers accept the same versions. In a newer minor version, reserved bytes may have a meaning. Before 1.4, a
+    file must not have a notice."""
     path = tmp_path / "m.safetensors"
     ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
     data = path.read_bytes()
@@ -271,11 +272,41 @@ def test_both_readers_take_the_same_versions(tmp_path: Path, version: str, minor
     new = head[: old.start(1)] + version.replace('"', '\\"').encode() + head[old.end(1) :].rstrip(b" ")
     changed = bytearray(data[:8] + new.ljust(len(head)) + data[base:])
     struct.pack_into("<H", changed, base + 6, minor)
-    if minor > 3:
+    if minor > 4:
         changed[base + 50] = changed[base + 64 + 8 + 60] = 1
     path.write_bytes(with_checksums(changed))
     fates = [_fate(load, path) for load in (ow.load_file, read.load_file)]
     assert fates[0] == fates[1] and (fates[0] is not None) == is_taken, fates
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        (b'"shape":[0],"data_offsets":[1,1]', b'"shape":[0],"data_offsets":[0,0]', ow.CorruptError),  # no notice
+        (b'"shape":[0],"data_offsets":[1,1]', b'"shape":[0],"data_offsets":[2,2]', ow.FormatError),
+        (b'"shape":[0],"data_offsets":[1,1]', b'"shape":[1],"data_offsets":[1,1]', ow.FormatError),
+        (b'"shape":[0],"data_offsets":[1,1]', b'"shape":[false],"data_offsets":[1,1]', ow.FormatError),
+        (b"decompress)", b"decompress]", None),  # readers ignore the text
+        (b"(to read", b"\xff\xff\xff\xff\xff\xff\xff\xff", ow.FormatError),
+    ],
+)
+def test_both_readers_take_the_same_notices(
+    tmp_path: Path, old: bytes, new: bytes, error: type[Exception] | None
+) -> None:
+    """Both readers require the entry that makes other readers refuse a compressed file, and ignore only its name."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({"a": np.arange(3000, dtype=np.int64)}, path)
+    data = path.read_bytes()
+    base = 8 + int.from_bytes(data[:8], "little")
+    head = data[8:base]
+    assert head.count(old) == 1
+    path.write_bytes(with_checksums(bytearray(data[:8] + head.replace(old, new).rstrip(b" ").ljust(len(head)) + data[base:])))
+    for load in (ow.load_file, read.load_file):
+        if error is None:
+            assert load(path)["a"][-1] == 2999
+        else:
+            with pytest.raises(error):
+                load(path)
 
 
 def test_the_wheel_for_all_machines(tmp_path: Path) -> None:

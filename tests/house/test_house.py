@@ -23,17 +23,17 @@ PACKAGE = Path(overwire.__file__).parent
 # Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own and lower
 # ones.
 LAYERS: list[tuple[str, str]] = [
-    ("words", """errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables
-                 _undo"""),
+    ("words", """errors dtypes paths files filekinds _apart _children _environment _imports _locks _notebook _order _run
+                 _tables _undo"""),
     ("portable", "portable portable.*"),  # forked children read with it
-    ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
+    ("engine", "_core _engine _requests _verbs progress captures counting metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     # Readers of other libraries' files and of possibly hostile pickles, which loads also use. rebuild keeps its name,
     # because pickles contain it.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
                    bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
     # Loads and preloads also find the containers of bundles.
-    ("model", "model model.* stores records bundles.containers bundles.manifest"),
+    ("model", "model model.* stores records fleet fleet.* bundles.containers bundles.manifest"),
     ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=) uses it
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
@@ -55,7 +55,7 @@ DOORS = [*PUBLIC, *"""
     compat.safetensors compat.safetensors.[!_]* compat.safetensors._safetensors_rust
     compat.tensorizer compat.tensorizer.[!_]*
     integrations.accelerate integrations.diffusers integrations.modelexpress integrations.pushes
-    integrations.transformers
+    integrations.ray integrations.transformers
 """.split()]
 
 # Modules for several integrations. `pushes` is also an entry point for trainers.

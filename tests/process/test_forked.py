@@ -380,7 +380,7 @@ locks = {
     for key, value in vars(module).items() if isinstance(value, (kind, type(threading.Lock()), threading.Condition))
 }
 modules = {name.removeprefix("overwire.") for name in locks}
-assert {"_engine._lock", "jobs._lock", "metering._lock", "model.kept._lock", "verbs.saving._lock"} <= modules, modules
+assert {"_engine._lock", "jobs._lock", "counting._lock", "model.kept._lock", "verbs.saving._lock"} <= modules, modules
 
 def take_all():
     for name, lock in locks.items():

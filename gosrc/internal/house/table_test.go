@@ -40,6 +40,7 @@ var mayImport = map[string][]string{
 	"source/file":   {"source", "errs", "knob", "internal/..."},
 	"source/retry":  {"source", "errs", "knob", "internal/..."},
 	"source/memory": {"source", "errs"},
+	"source/fed":    {"source", "errs", "internal/..."},
 	"source/spool":  {"source", "source/retry", "errs", "internal/..."},
 	"source/cache":  {"source", "source/file", "errs", "internal/..."},
 	"source/pipe":   {"source", "source/route", "source/spool", "errs", "knob", "internal/..."},
@@ -142,7 +143,7 @@ var mayImport = map[string][]string{
 	// The Python binding.
 	"bind/api": {"bind/binding", "dlpack"},
 	"bind/binding": {"tensorizer", "format", "load", "stored", "save", "convert", "verify", "delta", "nvcomp", "cli", "bench", "preload", "sleep",
-		"source", "source/cache", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
+		"source", "source/cache", "source/fed", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},

@@ -85,7 +85,7 @@ func openScheme(ctx context.Context, uri string, opt source.Options, r *revision
 	})
 	if err == nil && s == nil { // no ranges, or an empty object
 		var stream *spool.Stream
-		if stream, err = spool.Open(ctx, &whole{object: o}, tries); err == nil {
+		if stream, err = spool.Open(ctx, &whole{object: o}, tries, opt.Outline); err == nil {
 			s = &Source{stream, o}
 		}
 	}

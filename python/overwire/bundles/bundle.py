@@ -31,9 +31,11 @@ from ..errors import (
 from ..files import regular
 from ..jobs import shown
 from ..model.opened import Model
-from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
+from ..model.options import check_options, check_values, spell_out
 from ..model.reading import read_uri
+from ..model.saveoptions import BundleOptions
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import classed_errors, is_remote, is_there
 from ..stores import publish, resolve_links, write_bytes
 from ..verbs.save import save_bytes, stage_bytes

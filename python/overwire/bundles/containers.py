@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from .. import _verbs
 from .._tables import HEAD_BYTES
 from ..errors import ArgumentError, FormatError, NotFoundError
-from ..files import kind_of_file, regular
+from ..filekinds import kind_of_file
+from ..files import regular
 from ..paths import is_there, raise_unless_absent
 
 OWN, NYACOMP = "tensors", "nya"

@@ -11,9 +11,11 @@ from .._imports import Undisturbed
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
 from ..model.opened import prepare
-from ..model.options import StorageOptions, UnpickleOptions, check_options, spell_out
-from ..model.sources import SourceLike
+from ..model.options import check_options, spell_out
+from ..model.saveoptions import UnpickleOptions
+from ..model.sourcelike import SourceLike
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..progress import ProgressLike, watch
 from . import containers
 from .landing import Landing

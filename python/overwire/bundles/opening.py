@@ -6,14 +6,14 @@ import hashlib
 import os
 from collections.abc import Sequence
 
+from ..counting import note
 from ..errors import CorruptError, FormatError, NotFoundError, OverwireError
 from ..files import read_file, state_of_file
 from ..jobs import shown
-from ..metering import note
 from ..model.opened import Model
-from ..model.options import StorageOptions
 from ..model.reading import read_uri
-from ..model.sources import SourceLike
+from ..model.sourcelike import SourceLike
+from ..model.storageoptions import StorageOptions
 from ..paths import is_file, is_remote, local_file, path_of
 from . import containers
 

@@ -16,7 +16,8 @@ from typing import BinaryIO, cast
 from .._tables import HEAD_BYTES
 from .._undo import after_error
 from ..errors import CorruptError, FormatError, NotFoundError, NotSupportedError, OverwireError, error_of_system
-from ..files import FileKind, kind_of_file, regular
+from ..filekinds import FileKind, kind_of_file
+from ..files import regular
 from ..foreign.zips import BAD_ZIP, LargeDirectory, Part, Span, entries_of, span_of
 
 #: The entries of an archive may inflate to at most _TIMES its size plus _SPARE bytes.

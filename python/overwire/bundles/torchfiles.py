@@ -39,8 +39,8 @@ from ..errors import (
 )
 from ..files import regular, state_of_file
 from ..foreign.zips import BAD_ZIP, Span, entries_of
-from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
+from ..frameworks.views import Bytes
 from .allowlist import CALLS, AllowList
 from .budget import Budget
 from .machine import Machine

@@ -42,8 +42,9 @@ from ..verbs.inspecting import rewrite
 from ..verbs.saving import Report
 
 if TYPE_CHECKING:
-    from ..model.options import Level, StorageOptions
-    from ..model.sources import SourceLike
+    from ..model.options import Level
+    from ..model.sourcelike import SourceLike
+    from ..model.storageoptions import StorageOptions
 
 _MARK = ".overwire-torch-"
 
@@ -89,9 +90,9 @@ def convert(
     names = source if isinstance(source, (list, tuple)) else [source]
     paths = [without_scheme(os.fsdecode(name)) for name in names if isinstance(name, (str, os.PathLike))]
     if not any(map(is_torch_model, paths)):
-        return rewrite(source, path, **options)
+        return rewrite(source, path, options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
-        report = rewrite(plain if len(plain) > 1 else plain[0], path, **options)
+        report = rewrite(plain if len(plain) > 1 else plain[0], path, options)
         sources = names_of(plain, [local(name) for name in names])
         left = [sources.get(one, one) for one in report.left]
     return replace(report, left=(*left, *remainder))

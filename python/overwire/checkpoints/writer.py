@@ -24,7 +24,8 @@ from .._undo import after_error
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.memory import check_memory
 from ..frameworks.spec import JoinedTensor
-from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
+from ..model.options import Level, TensorLike, check_values, parse_size
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks

@@ -26,7 +26,7 @@ from ..model.budget import fit
 from ..model.loads import Load
 from ..model.opened import WHOLE, Model, Target, pack_requests, prepare
 from ..model.options import ShardLike
-from ..model.sources import SourceLike
+from ..model.sourcelike import SourceLike
 from ..progress import Progress, ProgressLike, watch
 from . import group as ranks
 from .cuts import CutTensor, Cutting
@@ -108,7 +108,7 @@ class TensorLoad:
         self._deferred = keep_error()
         self._count = self._bytes = 0  # number and bytes of the tensors that have arrived
         self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
-        self._frame, device, self._dtype, max_memory = target
+        self._frame, device, self._dtype = target.frame, target.device, target.dtype
         self._exchange = ranks.exchange_setting()
         # 0 means no budget. `apply_reports` replaces these by the smallest budgets of all ranks.
         self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
@@ -128,7 +128,7 @@ class TensorLoad:
             self._dims = self._cut_dims(shard)
             if budgets[0] is None:
                 sizes = map(self.slice_size, self.positions)
-                fit(self.model, self._frame, self._dtype, max_memory, sizes)
+                fit(self.model, self._frame, self._dtype, target.max_memory, sizes)
 
     def close(self) -> None:
         """Closes the load. Not collective."""

@@ -20,7 +20,7 @@ from .._imports import start_thread
 from .._tables import BITS
 from .._undo import keep_error
 from ..errors import ArgumentError, FormatError, OverwireError, error_of_system
-from ..frameworks.frame import Bytes
+from ..frameworks.views import Bytes
 
 if TYPE_CHECKING:
     from .._requests import SaveRequest

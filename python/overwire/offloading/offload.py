@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..model.options import DeviceLike
-    from ..model.sources import SourceLike
+    from ..model.sourcelike import SourceLike
     from .away import Record
     from .binding import Binding
     from .blocks import Block, Weight

@@ -10,13 +10,15 @@ from .. import _verbs
 from .._engine import program
 from .._notebook import Facts
 from ..bundles.manifest import uris_of
+from ..counting import note
 from ..errors import ArgumentError, OverwireError
 from ..foreign.memory import read_components
 from ..jobs import Job, heed, shown
-from ..metering import note
-from ..model.options import Level, StorageOptions, check_values, parse_size
-from ..model.sources import Opened, SourceLike, resolve, resolve_plain
+from ..model.options import check_values, parse_size
+from ..model.sourcelike import SourceLike
+from ..model.sources import Opened, resolve, resolve_plain
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..progress import ProgressLike, spell_count, watch
 from .results import Diagnosis, Inspection, Verification
@@ -34,7 +36,7 @@ def _plain_uris_of(source: SourceLike, options: Mapping[str, object] | None, is_
     opened = resolve_plain(source, is_header)
     if opened.keep is None:
         uris = [uri for path in opened.uris for uri in uris_of(path, options)]
-        return opened._replace(uris=uris, names=uris)
+        return Opened(uris, uris, None, opened.kinds)
     return opened
 
 
@@ -211,21 +213,13 @@ def verify(
     return cast("Verification", verified)
 
 
-def rewrite(
-    source: SourceLike,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    level: Level = "default",
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-) -> Report:
-    """Does `convert` for files that the engine reads."""
+def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Report:
+    """Does `convert`, with all of its options, for files that the engine reads."""
+    level, compress, sha256, metadata, storage_options = map(
+        options.__getitem__, ("level", "compress", "sha256", "metadata", "storage_options")
+    )
     check_values(level=level, compress=compress, sha256=sha256, storage_options=storage_options)
-    watcher, most = watch(progress, "convert"), parse_size(max_shard_size)
+    watcher, most = watch(options["progress"], "convert"), parse_size(options["max_shard_size"])
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris_of(source, reach or None)
     target = local(path)

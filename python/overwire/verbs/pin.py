@@ -22,7 +22,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike
+from ..model.sourcelike import SourceLike
 from ..progress import ProgressLike, watch
 from .load import load_file
 from .stream import stream

@@ -28,9 +28,10 @@ from ..errors import ArgumentError, DeadlineError, FormatError, NotFoundError, N
 from ..frameworks.choose import check_device, device_number, frame_for
 from ..jobs import check_wait, log, progress_of, shown
 from ..model.joining import started
-from ..model.options import StorageOptions
-from ..model.sources import SourceLike, resolve
+from ..model.sourcelike import SourceLike
+from ..model.sources import resolve
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..progress import Progress
 
 if TYPE_CHECKING:

@@ -11,21 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_of
-from ..frameworks.frame import Bytes
 from ..frameworks.spec import JoinedTensor, TensorSpec
+from ..frameworks.views import Bytes
 from ..jobs import Job
-from ..model.options import (
-    Level,
-    SaveOptions,
-    StorageOptions,
-    TensorLike,
-    check_options,
-    check_values,
-    parse_size,
-    spell_out,
-)
+from ..model.options import Level, TensorLike, check_options, check_values, parse_size, spell_out
+from ..model.saveoptions import SaveOptions
 from ..model.sources import named
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import local, local_file
 from ..progress import ProgressLike, watch
 from .saving import After, Report, Saving, begin

@@ -21,7 +21,8 @@ from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
 from ..jobs import Job, check_wait, log, time_limit
 from ..model.opened import Model
-from ..model.options import StorageOptions, check_values, parse_size
+from ..model.options import check_values, parse_size
+from ..model.storageoptions import StorageOptions
 from ..paths import is_remote, local_file
 from ..progress import ProgressLike, Watcher, watch
 from .into import ALL, place_of

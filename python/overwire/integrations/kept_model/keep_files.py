@@ -86,7 +86,7 @@ def ensure_folder(chosen: bool | str) -> str:
 
 
 def _check_owner(found: os.stat_result, path: str) -> None:
-    # Whoever can write these files controls the model's weights and attributes.
+    # A user who can write these files controls the model's weights and attributes.
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise Refused(f"{path} belongs to another user, or other users may write to it")
 
