@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ._imports import imported, many_objects, skip_at_exit, start_thread
     from ._locks import new_lock
     from ._order import await_path
-    from ._undo import after_error, keep_error, tell_error
     from .bundles.bundle import save_listed
     from .bundles.manifest import Manifest
     from .bundles.unpickling import load_plain
@@ -51,7 +50,6 @@ _HOMES = {
     "_imports": ("imported", "many_objects", "skip_at_exit", "start_thread"),
     "_locks": ("new_lock",),
     "_order": ("await_path",),
-    "_undo": ("after_error", "keep_error", "tell_error"),
     "bundles.bundle": ("save_listed",),
     "bundles.manifest": ("Manifest",),
     "bundles.unpickling": ("load_plain",),

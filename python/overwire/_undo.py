@@ -1,8 +1,4 @@
-"""Context managers for errors: `after_error` undoes work that an exception ends, and `keep_error` keeps the exception.
-
-Signal handlers such as that of Ctrl-C can raise an exception between any two bytecodes, also while another exception
-is being handled. `after_error` therefore delays them until its function has returned.
-"""
+"""Context managers that undo work after an exception, or keep the exception."""
 
 import sys
 from functools import partial
@@ -11,17 +7,16 @@ from ._imports import Undisturbed
 
 
 class after_error(partial[object]):
-    """A context manager that calls a function once, with the given arguments, if an exception leaves its block. The
-    exception is then raised.
+    """A context manager that calls a function once, with its arguments, if an exception leaves its block, and then
+    raises the exception.
 
-    Signal handlers are delayed until the function has returned. If one raises an exception (Ctrl-C) just before or
-    just after the block, the function runs when this object is dropped. Nothing can interrupt the constructor, which
-    is that of `partial`.
+    Signal handlers such as that of Ctrl-C are delayed until the function has returned. If one raises an exception just
+    before or after the block, the function runs when this object is dropped. Nothing can interrupt the constructor of
+    `partial`.
 
-    If the function raises an Exception, the block's exception is still the one that is raised, and the traceback of
-    the second is added to its notes. Python drops GeneratorExit, which closes a generator, so the second exception is
-    raised instead of it. If Ctrl-C comes while the function runs, KeyboardInterrupt is raised after it, with the
-    block's exception as its context.
+    If the function raises an Exception, the block's exception is still raised, with the traceback of the second in its
+    notes. Python drops GeneratorExit, which closes a generator, so there the second is raised. If Ctrl-C comes while
+    the function runs, KeyboardInterrupt is raised after it, with the block's exception as its context.
 
     The function also runs in a child that was forked inside the block. Functions that change files or jobs must
     therefore do nothing in a forked child.

@@ -45,7 +45,8 @@ LAYERS: list[tuple[str, str]] = [
 ]
 
 # Modules that outside code may import, besides the names in overwire.__all__.
-PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "_compat_api", "records"}
+# `_undo` has context managers that know nothing of overwire.
+PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "_compat_api", "_undo", "records"}
 
 # Modules that users import by name and that define __all__. In other modules, names without an underscore are public.
 DOORS = [*PUBLIC, *"""
@@ -257,8 +258,8 @@ def test_one_module_chooses_the_mode_of_a_load() -> None:
         assert users_of(name, trees) - {home} == {"verbs.loader"}, name
 
 
-# The most handlers of a module that catch every exception: they look at it and then decide. `_undo` has context managers
-# for all others.
+# The handlers of each module that catch every exception: they look at it and then decide. `_undo` has context
+# managers for all others.
 CATCHING = {
     "_bench_faces": 1,  # reports it to the parent of a forked child, which must not run on
     "_imports": 1,  # `after_error` uses it

@@ -33,7 +33,7 @@ _PAUSES = (0.005, 0.2)
 # The longest time in which ranks that have met connect to each other. A rank that has just ended does not.
 _CONNECT = timedelta(seconds=120)
 
-_DESTROYED = "destroy_process_group() was called during this save: wait for its result() first"
+_GROUP_IS_GONE = "destroy_process_group() was called during this save: wait for its result() first"
 
 _lock = new_lock()
 _free_groups: dict[str, OwnGroup] = {}  # groups of this process without a writer, by name
@@ -79,7 +79,7 @@ def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup
             else:
                 wrapper.group = _meet_at_store(checkpoint, own_groups)
     except BaseException as failure:
-        why = failure if dist.is_initialized() else _DESTROYED
+        why = failure if dist.is_initialized() else _GROUP_IS_GONE
         error = failure if isinstance(failure, IOFailure) else IOFailure(f"overwire: CheckpointWriter: {why}")
 
         def refuse(*_: Any, **__: Any) -> Any:
@@ -106,10 +106,11 @@ def _meet_at_store(checkpoint: str, own_groups: list[OwnGroup]) -> Any:
         if time.monotonic() > end or not dist.is_initialized():
             for counter in (*counters, key):
                 store.add(counter, -1)  # the next save of this path must count from 0
-            late = f"only {here} of {size} ranks have begun the save of {checkpoint} in time: pass the same path on each"
-            raise IOFailure(
-                f"overwire: CheckpointWriter: {f'{late} rank' if dist.is_initialized() else _DESTROYED}"
-            )
+            why = _GROUP_IS_GONE
+            if dist.is_initialized():
+                why = f"only {here} of {size} ranks have begun the save of {checkpoint} in time: pass the same path on"
+                why += " each rank"
+            raise IOFailure(f"overwire: CheckpointWriter: {why}")
         # Polls, because store.wait would block training's use of the store.
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])

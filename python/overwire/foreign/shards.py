@@ -57,8 +57,8 @@ def _read_content(folder: str, names: list[str], files: Files) -> Content:
     most = max(of for _, of in numbers)
     if lacking := sorted(set(range(1, min(most, len(names) + 1) + 1)) - {number for number, _ in numbers}):
         # A mapping of torch's writer may skip a number, but without an index that looks like a file that was lost.
-        text = f"overwire: open {folder}: no rank has a file {lacking[0]:05d} of {most:05d}: fetch the folder again, or "
-        raise NotFoundError(f"{text}consolidate it with torch if its mapping skips this number", source=folder)
+        text = f"overwire: open {folder}: no rank has a file {lacking[0]:05d} of {most:05d}: fetch the folder again, "
+        raise NotFoundError(f"{text}or consolidate it with torch if its mapping skips this number", source=folder)
     found: dict[str, list[tuple[str, Part]]] = {}
     for name in sorted(names):
         path = os.path.join(folder, name)

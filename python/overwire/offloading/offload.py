@@ -93,8 +93,7 @@ class Offloaded:
         self.nbytes = self.stored = self.stored_on_device = self.ring = self.kept = 0
 
     def _close_after(self, error: BaseException) -> None:
-        # Restores the weights after an error. If that fails, the handle is added to the error, so that the caller can
-        # try again.
+        # If the weights cannot be restored after an error, the error gets the handle, so that the caller can try again.
         with after_error(setattr, error, "offloaded", self):
             self.close()
 

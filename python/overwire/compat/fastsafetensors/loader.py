@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from overwire._compat_api import after_error, keep_error
+from overwire._undo import after_error, keep_error
 
 from .common import SafeTensorsMetadata, TensorFrame, is_cuda, set_debug
 from .copier import copier_class_of, create_copier_constructor

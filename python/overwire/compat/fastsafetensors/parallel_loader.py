@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from overwire._compat_api import forked, keep_error, start_thread
+from overwire._compat_api import forked, start_thread
+from overwire._undo import keep_error
 from overwire.errors import ArgumentError, CancelledError, ForkedError
 
 from .common import SafeTensorsMetadata, SingleGroup

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire._compat_api import KeptFile, after_error, new_lock, prepare, tell_error
+from overwire._compat_api import KeptFile, new_lock, prepare
+from overwire._undo import after_error, tell_error
 
 from ._errors import reading
 from ._files import safe_open

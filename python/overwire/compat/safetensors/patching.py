@@ -15,7 +15,8 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import overwire
-from overwire._compat_api import KeptFile, after_error, await_path, forked, is_compressed, new_lock
+from overwire._compat_api import KeptFile, await_path, forked, is_compressed, new_lock
+from overwire._undo import after_error
 from overwire.integrations import AfterImport, Lazy
 
 from . import _bytes, _files, _lazy

@@ -11,7 +11,8 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overwire._compat_api import after_error, new_lock, start_thread
+from overwire._compat_api import new_lock, start_thread
+from overwire._undo import after_error
 
 from ..._compat_api import number_of, written
 from ...records import NewRecord, Record, make_front, write_records

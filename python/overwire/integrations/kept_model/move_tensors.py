@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ..._compat_api import after_error, keep_error, start_thread
+from ..._compat_api import start_thread
+from ..._undo import after_error, keep_error
 from ..load_plan import copies
 from ..load_plan.copies import Copy, Stored, spanned_elements
 from .describe_model import Memory

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..._compat_api import new_lock, tell_error
+from ..._compat_api import new_lock
+from ..._undo import tell_error
 from .copies import Copy, Destinations, Stored, memory_range
 from .open_files import Opening, Sheet
 

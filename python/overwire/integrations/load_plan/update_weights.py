@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._compat_api import after_error, apply_part, keep_error
+from ..._compat_api import apply_part
+from ..._undo import after_error, keep_error
 from . import copies
 from .copies import Copy, Stored, block_of, view_in_shape
 from .record_copies import Opened, Recorder, iter_stand_ins, open_source

@@ -22,7 +22,8 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
-from ..._compat_api import after_error, start_thread
+from ..._compat_api import start_thread
+from ..._undo import after_error
 from ..devices import tensor_parallel_group
 from ..kept_model import keep_files
 from ..kept_model.check_origins import Foreign, digest_of_code

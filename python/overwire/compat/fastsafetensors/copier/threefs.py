@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overwire._compat_api import after_error
+from overwire._undo import after_error
 
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda

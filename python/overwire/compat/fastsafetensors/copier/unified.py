@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from overwire._compat_api import after_error
+from overwire._undo import after_error
 
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda
