@@ -203,8 +203,19 @@ func (j *Job) Report() ([]byte, error) {
 	return b, nil
 }
 
-// live holds the running jobs, for CancelAll.
+// live holds the running jobs, for CancelAll and AwaitAll.
 var live sync.Map
+
+// AwaitAll waits up to d for all running jobs to end, and returns the names of those that have not.
+func AwaitAll(d time.Duration) (names []string) {
+	end := time.Now().Add(d)
+	for each := range live.Range {
+		if j := each.(*Job); !Within(j.gone, max(0, time.Until(end))) {
+			names = append(names, j.Name)
+		}
+	}
+	return names
+}
 
 // CancelAll cancels all running jobs and waits up to d for them to end. It reports
 // whether all have ended. A process calls it before it exits.

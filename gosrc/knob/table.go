@@ -40,6 +40,9 @@ var (
 		"Folder for the prepared models of the vLLM plug-in; if not set, a folder in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
 		"Size limit of that folder in GB; the least recently used models are removed first.")
+	SleepImages = text("OVERWIRE_SLEEP_IMAGES", "", "sleep.md#level-2-in-vllm",
+		"Folder for the files from which vLLM engines restore their weights after a level-2 sleep; if not set, there are "+
+			"none.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
 		"Log level: info logs one line per load and save, debug adds counters, json logs one object per line.",
 		[]string{"warning", "debug", "info", "json", "error", "silent"},
@@ -83,6 +86,7 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Ray, RayPieceMB, RayPercent, Prepared, PreparedGB, Log, Trace, Threads,
+	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Ray, RayPieceMB, RayPercent,
+	Prepared, PreparedGB, SleepImages, Log, Trace, Threads,
 	MMap, Read, Exchange, CPU, Downloader, DownloaderLog,
 }

@@ -191,6 +191,15 @@ func (p *Preload) Drop() {
 	p.dropWithNote("", true)
 }
 
+// DropAll drops all preloads. Later loads read their files.
+func DropAll() {
+	mu.Lock()
+	defer mu.Unlock()
+	for _, p := range slices.Clone(live) {
+		p.dropWithNote("the process was quiesced", true)
+	}
+}
+
 // dropWithNote implements Drop with a note for Join to report. The caller holds mu.
 func (p *Preload) dropWithNote(why string, routine bool) {
 	if !slices.Contains(live, p) {

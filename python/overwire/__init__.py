@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from .verbs.pin import Pinned as Pinned
     from .verbs.pin import empty_cache as empty_cache
     from .verbs.pin import pin as pin
+    from .verbs.pin import quiesce as quiesce
     from .verbs.preload import Preload as Preload
     from .verbs.preload import preload as preload
     from .verbs.results import Diagnosis as Diagnosis
@@ -148,7 +149,7 @@ _HOMES = {
     "verbs.load": ("load_file",),
     "verbs.modules": ("load_model", "save_model"),
     "verbs.open": ("TensorSlice", "safe_open"),
-    "verbs.pin": ("Pinned", "empty_cache", "pin"),
+    "verbs.pin": ("Pinned", "empty_cache", "pin", "quiesce"),
     "verbs.preload": ("Preload", "preload"),
     "verbs.results": ("Diagnosis", "Inspection", "Verification"),
     "verbs.save": ("save_file",),

@@ -153,6 +153,11 @@ class PeersOffer(TypedDict):
     bytes: int
 
 
+class Quiesced(TypedDict):
+    running: list[str]
+    held: list[str]
+
+
 class SaveSpec(TypedDict, total=False):
     path: str
     metadata: dict[str, str]

@@ -161,6 +161,12 @@ def empty_cache() -> None:
     core().call("empty_cache", "", b"")
 
 
+def quiesce(ms: int) -> _requests.Quiesced:
+    """Wait up to `ms` for running jobs. Then free all cached memory, and close the files and connections
+    that the engine keeps open. Return the running jobs, and what callers hold."""
+    return loads(core().call("quiesce", "", pack("=1q", ms))[0])
+
+
 def shutdown(ms: int) -> int:
     """Cancel all jobs at exit and wait up to `ms` for them. Return 1 if they have ended, otherwise 0."""
     return _number(core().call("shutdown", "", pack("=1q", ms)))

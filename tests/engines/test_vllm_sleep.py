@@ -27,6 +27,8 @@ class CuMemBackend:
     def suspend(self, level=1):
         ALLOCATOR.calls.append(("sleep", level))
         for data in ALLOCATOR.pointer_to_data.values():
+            if not data.is_asleep:
+                data.handle[2].zero_()
             data.is_asleep = True
     def resume(self, tags=None):
         ALLOCATOR.calls.append(("wake", tags))
@@ -53,6 +55,29 @@ class Worker:
     @property
     def sleep_mode_backend(self):
         return self.backend
+    def compile_or_warm_up_model(self):
+        return "warm"
+    def sleep(self, level=1):
+        self.backend.suspend(level)
+    def wake_up(self, tags=None):
+        self.backend.resume(tags)
+    def reload_weights(self, **named):
+        self.model_runner.reload_weights(**named)
+    def checkpoint_prepare(self):
+        ALLOCATOR.calls.append("checkpoint_prepare")
+""".replace("class", "from vllm.device_allocator import ALLOCATOR\nclass", 1),
+    "v1/worker/gpu_model_runner": """
+from vllm.device_allocator import ALLOCATOR
+def reload_weights(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format):
+    ALLOCATOR.calls.append("reload")
+    model.fill()
+class Runner:
+    def get_model(self):
+        return self.model
+    def reload_weights(self, weights_iterator=None, weights_path=None, is_checkpoint_format=True):
+        reload_weights(self.config, self.model, weights_iterator=weights_iterator, weights_path=weights_path,
+            is_checkpoint_format=is_checkpoint_format)
+        ALLOCATOR.calls.append("reset")
 """,
 }
 
@@ -108,8 +133,160 @@ assert ALLOCATOR.calls[-1] == ("discard", ("kv_cache",))
 assert backend.preserves_compiled_artifacts()
 """
 
+LEVEL2 = """
+folder, images = os.path.join(base, "model"), os.path.join(base, "images")
+os.environ["OVERWIRE_SLEEP_IMAGES"] = images  # before the engine starts
+import logging, overwire, shutil
+from vllm.config.load import LoadConfig
+from vllm.device_allocator import ALLOCATOR
+from overwire.integrations.vllm import sleeping
+from vllm.v1.worker import gpu_model_runner, gpu_worker
+register()
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+sleeping.log.addHandler(handler)
+sleeping.log.setLevel(logging.INFO)
+os.mkdir(folder)
+overwire.save_file({"w": torch.arange(9000).bfloat16()}, folder + "/m.safetensors")
+sleeping.memory_of = lambda ptr, size, device: ALLOCATOR.pointer_to_data[ptr].handle[2]
+torch.accelerator.synchronize = lambda device: None
+class Model:
+    def __init__(self):
+        self.memory = [torch.zeros(size, dtype=torch.uint8) for size in (1 << 16, 1 << 15, 9)]
+        self.cache = torch.ones(64, dtype=torch.uint8)
+        self.shift = 0
+    def fill(self):
+        made = torch.Generator().manual_seed(5 + self.shift)
+        for held in self.memory:
+            held.random_(0, 256, generator=made)
+class Worker(gpu_worker.Worker):
+    def __init__(self):
+        ALLOCATOR.pointer_to_data.clear()
+        model = Model()
+        for n, held in enumerate([*model.memory, model.cache]):
+            data = types.SimpleNamespace(handle=(0, held.numel(), held), tag="weights" if n < 3 else "kv_cache", is_asleep=False)
+            ALLOCATOR.pointer_to_data[1000 + n] = data
+        self.vllm_config = types.SimpleNamespace(
+            model_config=types.SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="overwire", model=folder, revision=None),
+            load_config=LoadConfig())
+        self.backend = sleeping.SleepBackend()
+        self.model_runner = gpu_model_runner.Runner()
+        self.model_runner.config, self.model_runner.model, self.model = self.vllm_config, model, model
+        model.fill()
+        self.want = [held.clone() for held in model.memory]
+    def start(self, **named):
+        self.load_model(**named)
+        assert self.compile_or_warm_up_model() == "warm"
+        return self
+    def is_right(self):
+        return all(map(torch.equal, self.model.memory, self.want))
+    def cycle(self, reloads, level=2, said=""):
+        # Runs the calls of vLLM's snapshot server.
+        del lines[:]
+        self.sleep(level=level)
+        assert not any(held.any() for held in self.model.memory)
+        self.wake_up(tags=["kv_cache"])
+        assert not any(held.any() for held in self.model.memory)
+        self.wake_up(tags=["weights"])
+        assert self.is_right() != reloads, lines
+        del ALLOCATOR.calls[:]
+        self.reload_weights()
+        assert ALLOCATOR.calls == (["reload", "reset"] if reloads else ["reset"]), ALLOCATOR.calls
+        assert self.is_right() and (said in " ".join(lines)), lines
+        self.backend.finish_storing()
+one = Worker().start()
+for _ in range(3):
+    one.cycle(False)
+assert len(os.listdir(images)) == 1 and "in 0." in lines[-1]
+one.cycle(False, said="restored")
+one.cycle(False, level=1)
+
+# Another engine with equal weights shares the file.
+Worker().start().cycle(False)
+assert len(os.listdir(images)) == 1
+
+# Changed weights are never restored. After a reload from the files, level 2 works again.
+one = Worker().start()
+one.backend.finish_storing()
+one.model.memory[1][5] += 1
+one.cycle(True, said="the weights have changed")
+one.cycle(False)
+
+# Reloads that are not from the unchanged files are vLLM's own.
+del ALLOCATOR.calls[:]
+for named in ({"weights_path": folder}, {"weights_iterator": iter(())}, {"is_checkpoint_format": False}):
+    one.reload_weights(**named)
+assert ALLOCATOR.calls == ["reload", "reset"] * 3
+overwire.save_file({"w": torch.arange(9001).bfloat16()}, folder + "/m.safetensors")
+one.model.shift = 1
+one.sleep(level=2)
+one.wake_up()
+assert one.is_right()
+del ALLOCATOR.calls[:]
+one.reload_weights()
+assert ALLOCATOR.calls == ["reload", "reset"] and not one.is_right()  # the files' new weights
+one.want = [held.clone() for held in one.model.memory]
+one.cycle(False)
+
+# Missing and damaged files lead to vLLM's own reload, and are then written again.
+for damage in (shutil.rmtree, lambda path: [os.truncate(os.path.join(path, name), 700) for name in os.listdir(path)]):
+    one = Worker().start()
+    one.backend.finish_storing()
+    one.want = [held.clone() for held in one.model.memory]
+    one.sleep(level=2)
+    damage(images)
+    os.makedirs(images, mode=0o700, exist_ok=True)
+    del lines[:]
+    one.wake_up()
+    assert not one.is_right() and len(lines) == 1 and "cannot restore the weights" in lines[0], lines
+    one.reload_weights()
+    assert one.is_right()
+    one.cycle(False)
+
+# Before the weights are stored, and for random weights or other formats, level 2 is vLLM's own.
+one = Worker()
+one.load_model()
+one.cycle(True, said="it was not written")
+one.cycle(False)
+del lines[:]
+Worker().start(load_dummy_weights=True).cycle(True)
+one = Worker()
+one.vllm_config.load_config.load_format = "dummy"
+del lines[:]
+one.start()
+assert "--load-format dummy is not supported" in lines[0]
+one = Worker()
+one.model.secondary_weights = ["more"]
+one.start().cycle(True)
+
+# What remains open prevents a snapshot, and is named. Everything else is closed.
+with overwire.safe_open(folder + "/m.safetensors", "pt") as file:
+    del lines[:], ALLOCATOR.calls[:]
+    one.checkpoint_prepare()
+    assert ALLOCATOR.calls == ["checkpoint_prepare"] and folder in lines[0], lines
+del lines[:]
+one.checkpoint_prepare()
+assert not lines
+
+# Without the setting nothing is stored and nothing is logged.
+sleeping.setting = lambda name: ""
+before = os.listdir(images)
+del lines[:]
+one = Worker().start()
+one.cycle(True)
+assert not lines and os.listdir(images) == before
+"""
+
 
 def test_vllm_sleeps(tmp_path: Path) -> None:
     """Waking restores the memory of any weights bit for bit. vLLM handles all other memory."""
     test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
     test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + SLEEPS, tmp_path)
+
+
+def test_level_2_restores_the_weights(tmp_path: Path) -> None:
+    """The weights of a level-2 sleep come from their file, so that `reload_weights` reads nothing. If the file, the
+    weights or the model's files have changed, vLLM's own reload runs."""
+    test_live.stand_ins(tmp_path / "vllm", {**test_vllm.VLLM, **SLEEP})
+    test_vllm.run(tmp_path, test_vllm.REGISTER + test_vllm.PRELUDE + LEVEL2, tmp_path)

@@ -239,7 +239,7 @@ def check(args: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
         allocator = CuMemAllocator.get_instance()
         with allocator.use_memory_pool(tag="weights"):
-            model, _ = load(args, "overwire:packed")
+            model, config = load(args, "overwire:packed")
         same(f"rank {args.rank}, in sleep mode's pool", model, theirs)
         began = time.perf_counter()
         allocator.sleep(offload_tags=("weights",))
@@ -248,6 +248,28 @@ def check(args: argparse.Namespace) -> None:
         print(f"  slept in {slept:.2f} s, woke in {time.perf_counter() - began - slept:.2f} s", flush=True)
         same(f"rank {args.rank}, after sleep and wake", model, theirs)
         sleeps(args, model, theirs)
+        if os.environ.get("OVERWIRE_SLEEP_IMAGES"):
+            sleeps_deeply(args, model, config, theirs)
+
+
+def sleeps_deeply(args: argparse.Namespace, model: Any, config: Any, theirs: dict[str, Any]) -> None:
+    """Tests and times level 2 with overwire's file in OVERWIRE_SLEEP_IMAGES, which must be set."""
+    import torch
+    from overwire.integrations.vllm.sleeping import SleepBackend
+
+    backend = SleepBackend()
+    backend.note_files(config, False)
+    backend.store_weights(model)
+    backend.finish_storing()
+    for cycle in range(5):
+        times = [time.perf_counter()]
+        for step in (lambda: backend.suspend(2), backend.resume, lambda: backend.has_loaded_weights(config)):
+            needless = step()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+        slept, woke, same_weights = (end - start for start, end in zip(times, times[1:], strict=False))
+        print(f"  level 2, cycle {cycle}: {slept:.3f} s, woke in {woke:.3f} s, reload {needless} in {same_weights:.3f} s")
+        same(f"rank {args.rank}, after level 2", model, theirs)
 
 
 def sleeps(args: argparse.Namespace, model: Any, theirs: dict[str, Any]) -> None:

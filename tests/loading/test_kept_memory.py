@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import same
 from overwire.frameworks import torch as frame_torch
+from processes import overwire_serve
 
 
 def test_empty_cache_starts_no_driver(script) -> None:
@@ -22,6 +23,88 @@ ow.empty_cache()
 ow.empty_cache()
 assert "libcuda" not in open("/proc/self/maps").read()
 """)
+
+
+QUIESCE = """
+import os, socket, sys, threading, time
+import numpy
+import overwire as ow
+ow.quiesce()  # the engine was not used
+def things():
+    out = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            out.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+        except OSError:
+            pass  # the descriptor of the listing
+    return out
+def left(before):
+    # Go's runtime keeps these.
+    own = ("anon_inode:[eventpoll]", "anon_inode:[eventfd]", "/sys/fs/cgroup/")
+    maps = {line.split()[-1] for line in open("/proc/self/maps") if "safetensors" in line}
+    return [thing for thing in things() - before if not thing[1].startswith(own)] + sorted(maps)
+folder, url = os.environ["FOLDER"], os.environ["URL"]
+before = things()
+tensors = {name: numpy.arange(70_000, dtype="float32") + number for number, name in enumerate("abc")}
+for name, compress in (("plain", False), ("packed", True)):
+    ow.save_file(tensors, f"{folder}/{name}.safetensors", compress=compress)
+def use():
+    for name in ("plain", "packed"):
+        for where in (folder, url):
+            for framework in ("np", "bytes"):
+                loaded = ow.load_file(f"{where}/{name}.safetensors", framework=framework)
+                assert bytes(memoryview(loaded["b"]).cast("B")) == tensors["b"].tobytes()
+    ow.save_file(tensors, f"{folder}/late.safetensors", wait=False)
+    ow.preload(f"{folder}/plain.safetensors").result(60)
+    ow.pin(f"{url}/packed.safetensors").release()
+    ow.verify(f"{folder}/packed.safetensors")
+for _ in range(2):
+    use()
+    assert left(before)
+    ow.quiesce()
+    assert not left(before), left(before)
+    assert numpy.array_equal(ow.load_file(f"{folder}/late.safetensors", framework="np")["c"], tensors["c"])
+use()
+with ow.safe_open(f"{folder}/plain.safetensors", "np") as file, ow.safe_open(f"{url}/packed.safetensors", "np"):
+    try:
+        ow.quiesce()
+        raise SystemExit("open models are no error")
+    except ow.ArgumentError as error:
+        assert f"{folder}/plain.safetensors" in str(error) and f"{url}/packed.safetensors" in str(error), error
+    assert numpy.array_equal(file.get_tensor("a"), tensors["a"])
+ow.quiesce()
+assert not left(before), left(before)
+silent = socket.create_server(("127.0.0.1", 0))
+waits = threading.Thread(target=ow.load_file, args=(f"http://127.0.0.1:{silent.getsockname()[1]}/x.safetensors",), daemon=True)
+waits.start()
+connection, _ = silent.accept()
+try:
+    ow.quiesce(timeout=0.2)
+    raise SystemExit("a running load is no error")
+except ow.DeadlineError as error:
+    assert "open" in str(error), error
+for wrong in (0, -1, True, "x"):
+    try:
+        ow.quiesce(timeout=wrong)
+        raise SystemExit("no error")
+    except ow.ArgumentError:
+        pass
+child = os.fork()
+if not child:
+    try:
+        ow.quiesce()
+    except ow.ForkedError:
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+def test_quiesce_leaves_nothing_open(script, tmp_path: Path) -> None:
+    """After loads, saves, preloads and pins of local and remote files, the engine has no files, connections or mapped
+    files, and the next calls work. What the program holds, and running calls, are errors."""
+    with overwire_serve(tmp_path) as url:
+        script(QUIESCE, FOLDER=str(tmp_path), URL=url.rstrip("/"))
 
 
 def test_what_torch_lacks_memory_for_is_our_error_with_sizes() -> None:

@@ -3,13 +3,20 @@ package binding
 // This file defines handles, with which Python refers to the engine's objects.
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/delta"
+	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
+	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
+	"github.com/overwire/overwire/gosrc/preload"
 	"github.com/overwire/overwire/gosrc/source/fed"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
@@ -66,6 +73,41 @@ func getAll[T any](handles []uint64) ([]T, error) {
 func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) }
 
 func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
+
+// A quiesced is the result of quiesce. It says what prevents a process from being quiet: the names of running jobs, and what callers still hold.
+type quiesced struct {
+	Running []string `json:"running"`
+	Held    []string `json:"held"`
+}
+
+// quiesce implements the verb of that name. It frees memory only if no job is running.
+func quiesce(_ none, n []int64) (q quiesced, err error) {
+	pinned.Trim() // also ends its growth in the background
+	preload.DropAll()
+	if q.Running = job.AwaitAll(time.Duration(n[0]) * time.Millisecond); len(q.Running) > 0 {
+		return q, nil
+	}
+	load.AwaitPreparations()
+	pinned.Trim()
+	err = cuda.Trim()
+	regular.CloseMounts()
+	for _, object := range handles.Range {
+		switch v := object.(type) {
+		case *load.Model:
+			for _, s := range v.Index().Sources {
+				q.Held = append(q.Held, "an open model: "+errs.RedactURI(s.URI))
+			}
+		case *stream.Batch:
+			q.Held = append(q.Held, "a batch of bitstreams")
+		case *delta.File:
+			q.Held = append(q.Held, "a delta")
+		case *tensorizer.Opened:
+			q.Held = append(q.Held, "a .tensors file")
+		}
+	}
+	slices.Sort(q.Held)
+	return q, err
+}
 
 // drop removes a handle and returns its object, or nil if there was none.
 func drop(h uint64) any {

@@ -80,6 +80,16 @@ func (m *mountTable) areLocal() bool {
 	return m.isLocal
 }
 
+// CloseMounts closes the kernel's list of mounts. The next call that needs it opens it again.
+func CloseMounts() {
+	mounts.mu.Lock()
+	defer mounts.mu.Unlock()
+	if mounts.isOpen {
+		_ = unix.Close(mounts.fd)
+		mounts.isOpen = false
+	}
+}
+
 // areKernelTypes reports whether a text in the format of /proc/self/mountinfo lists only kernelTypes. Mounts
 // below /proc are ignored, because they contain no user files.
 func areKernelTypes(text string) bool {

@@ -23,6 +23,7 @@ _LOADERS = "vllm.model_executor.model_loader"
 _TRANSFERS = "vllm.distributed.weight_transfer.factory"
 _SLEEPS = "vllm.device_allocator.sleep_mode_backend"
 _WORKERS = "vllm.v1.worker.gpu_worker"
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _CPU_WORKERS = "vllm.v1.worker.cpu_worker"
 _STRATEGIES = "modelexpress.load_strategy"
 
@@ -73,10 +74,12 @@ def _wrap_gpu_worker(workers: Any) -> None:
 
     @functools.wraps(load)
     def load_model(self: Any, *args: Any, **named: Any) -> Any:
-        model = load(self, *args, **named)
         config = self.vllm_config.model_config
-        if getattr(config, "enable_sleep_mode", False) and getattr(config, "sleep_mode_backend", None) == FORMAT:
-            self.sleep_mode_backend.prepare()
+        if not getattr(config, "enable_sleep_mode", False) or getattr(config, "sleep_mode_backend", None) != FORMAT:
+            return load(self, *args, **named)
+        self.sleep_mode_backend.note_files(self.vllm_config, bool(named.get("load_dummy_weights")))
+        model = load(self, *args, **named)
+        self.sleep_mode_backend.prepare()
         return model
 
     load_model.without_overwire = load  # type: ignore[attr-defined]
@@ -97,10 +100,12 @@ def _wrap_cpu_worker(workers: Any) -> None:
 
 def _write_after_warm_up(warm: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(warm)
-    def compile_or_warm_up_model(*args: Any, **named: Any) -> Any:
-        result = warm(*args, **named)
+    def compile_or_warm_up_model(self: Any, *args: Any, **named: Any) -> Any:
+        result = warm(self, *args, **named)
         if preparation := sys.modules.get(f"{__name__}.prepared"):
             preparation.begin_writing()
+        if backend := _sleep_backend():
+            backend.store_weights(self.model_runner.get_model())
         return result
 
     return compile_or_warm_up_model
@@ -115,9 +120,45 @@ def _finish_writing_before(change: Callable[..., Any]) -> Callable[..., Any]:
             streaming.refuse_changes(change.__name__)
         if written := sys.modules.get(f"{__name__}.prepared"):
             written.finish_writing()
-        return change(*args, **named)
+        backend = _sleep_backend()
+        if backend is not None:
+            backend.finish_storing()
+        result = change(*args, **named)
+        if change.__name__ == "checkpoint_prepare" and backend is not None:
+            backend.quiesce()
+        return result
 
     return changed
+
+
+def _sleep_backend() -> Any:
+    # Returns overwire's sleep back end of this process, or None.
+    sleeping = sys.modules.get(f"{__name__}.sleeping")
+    current = None if sleeping is None else sleeping.SleepBackend.current
+    return None if current is None else current()
+
+
+def _skip_needless_reloads(runners: Any) -> None:
+    reload = runners.reload_weights
+    if hasattr(reload, "__wrapped__"):
+        return
+
+    @functools.wraps(reload)
+    def reload_weights(
+        vllm_config: Any, model: Any, weights_iterator: Any = None, weights_path: Any = None,
+        is_checkpoint_format: bool = True,
+    ) -> None:  # fmt: skip
+        backend = _sleep_backend()
+        from_files = backend is not None and weights_iterator is None and weights_path is None and is_checkpoint_format
+        if from_files and backend.has_loaded_weights(vllm_config):
+            return
+        if from_files:
+            backend.note_files(vllm_config, False)
+        reload(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format)
+        if from_files:
+            backend.store_weights(model)
+
+    runners.reload_weights = reload_weights
 
 
 def _add_strategy(strategies: Any) -> None:
@@ -133,6 +174,7 @@ _ADDS: dict[str, Callable[[Any], None]] = {
     _SLEEPS: _add_sleep,
     _WORKERS: _wrap_gpu_worker,
     _CPU_WORKERS: _wrap_cpu_worker,
+    **dict.fromkeys(_RUNNERS, _skip_needless_reloads),
     _STRATEGIES: _add_strategy,
 }
 

@@ -103,7 +103,7 @@ def fingerprint_of_load(config: Any, model_config: Any, prefix: str, loader: Any
 
     with ThreadPoolExecutor(1) as worker:  # inspects vLLM's code while the headers of the weights are read
         code = start_thread(worker.submit, digest_of_file_times, "vllm")
-        weights = list(_facts_of_files(model_config, loader))
+        weights = list(facts_of_files(model_config, loader))
     whole = fingerprint(
         [1, vllm.__version__, torch.__version__, overwire.__version__, code.result()],
         [(name, _version_of(name)) for name in _KERNELS],
@@ -159,8 +159,9 @@ def _ranks_of_groups() -> Iterator[Any]:
         yield None if group is None else (group.rank_in_group, group.world_size)
 
 
-def _facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
-    # Yields facts that identify the model's weights and configuration files.
+def facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
+    """Yields facts that identify a model's weights and configuration files. loader: knows the files (`reader_of`).
+    Raises Refused if nothing identifies them, and the errors of opening them."""
     import overwire
 
     from ..._compat_api import states_of

@@ -319,6 +319,15 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         return sorted(files, key=_natural_order), index_path
 
 
+def reader_of(config: Any) -> Any:
+    """Returns a loader that knows the safetensors files of the models of an engine's configuration, also if its load
+    format is not overwire."""
+    chosen = config.load_config.model_loader_extra_config if config.load_config.load_format == "overwire" else {}
+    reader = _Reader(config.load_config, check_options(chosen, _KEYS))
+    reader.config = config
+    return reader
+
+
 def _natural_order(path: str) -> list[Any]:
     return [
         (int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", os.path.basename(path))

@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 
 from ..._compat_api import start_thread
 from ..._undo import after_error
-from ..devices import tensor_parallel_group
+from ..devices import all_agree
 from ..kept_model import keep_files
 from ..kept_model.check_origins import Foreign, digest_of_code
 from ..kept_model.describe_model import Describer, is_plain
@@ -124,7 +124,7 @@ class PreparedStart:
         """Returns the model restored from a file, or None if it must be loaded as usual. All ranks that divide tensors
         get a model, or none does."""
         try:
-            file = self._kept if _all_agree(self._kept is not None) else None
+            file = self._kept if all_agree(parallel_state, self._kept is not None) else None
             return None if file is None else self._load_kept(file)
         finally:
             self._drop_kept_file()
@@ -140,7 +140,7 @@ class PreparedStart:
                 model = self._make_model(kept)
             except Exception as error:
                 reason = error
-            if not _all_agree(reason is None):
+            if not all_agree(parallel_state, reason is None):
                 model = None
         if model is None:
             self._reject_kept(kept, reason)
@@ -220,16 +220,6 @@ def _write_prepared(
         log.info("overwire: cannot store prepared state: %s", error or type(error).__name__)
         return
     log.info("overwire: stored prepared state in %.1f s: %s", time.perf_counter() - began, path)
-
-
-def _all_agree(mine: bool) -> bool:
-    # Returns whether `mine` is true on all ranks that load together. Collective.
-    group = tensor_parallel_group(parallel_state, "cpu_group")
-    if group is None:
-        return mine
-    every = torch.tensor([mine], dtype=torch.int32)
-    torch.distributed.all_reduce(every, torch.distributed.ReduceOp.MIN, group)
-    return bool(every.item())
 
 
 @contextlib.contextmanager

@@ -3,21 +3,39 @@
 vLLM's own back end copies the weights to pinned memory that it allocates for each sleep. This back end encodes them on
 the GPU first, and reuses the pinned memory. In all other respects it works like vLLM's. Addresses stay the same, so
 captured graphs, communicators and compiled code stay valid. The KV cache is released. The pinned memory is prepared in
-the background once a worker has loaded its model. Written for vLLM 0.32 and 0.33.
+the background once a worker has loaded its model.
+
+Level 2 of vLLM discards the weights, and `reload_weights` reads the model again. If OVERWIRE_SLEEP_IMAGES names a
+folder, the weights are stored there when the engine is up (`image`), and waking restores them.
+
+Written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
+from vllm.distributed import parallel_state
 from vllm.logger import init_logger
+
+from ..._compat_api import setting
+from ..devices import all_agree
+from ..kept_model.keep_files import Refused, ensure_folder, fingerprint
+from .image import PoolImage
 
 log = init_logger("vllm.overwire")
 
 _TAG = "weights"
+
+# Load formats that read the safetensors files of the model's folder.
+_FORMATS = ("overwire", "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+
+# The longest wait for running calls before a level-2 sleep frees the engine's memory, in seconds.
+_LONGEST_WAIT = 30.0
 
 # The number of words of an allocation that are sampled.
 _SAMPLE = 4096
@@ -27,11 +45,17 @@ _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32, 4: torch.float
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
-    """A sleep back end for vLLM. Level 1 keeps the weights compressed in pinned memory. Other levels and `discard` work
-    like vLLM's."""
+    """A sleep back end for vLLM. Level 1 keeps the weights compressed in pinned memory. Level 2 restores them from a
+    file, if there is one. Other levels and `discard` work like vLLM's."""
+
+    #: The last back end of this process. vLLM has one per worker.
+    current: weakref.ref[SleepBackend] | None = None
 
     def __init__(self) -> None:
         super().__init__()
+        SleepBackend.current = weakref.ref(self)
+        self._image: PoolImage | None = None
+        self._restores = False  # whether the weights sleep, and the image restores them
         self._asleep: Any = None
         self._memory: Any = None  # memory that is being prepared
         self._dtypes: dict[int, torch.dtype] = {}  # keyed by address, because addresses do not change
@@ -42,29 +66,40 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         return True
 
     def suspend(self, level: int = 1) -> None:
-        """Frees the GPU memory. Raises the errors of `overwire.sleep`. After an error all weights are awake."""
-        from vllm.device_allocator import get_mem_allocator_instance
-
-        allocator = get_mem_allocator_instance()
+        """Frees the GPU memory. Raises the errors of `overwire.sleep`. After an error all weights are awake. After
+        level 2, the process holds no memory for the weights, and overwire has no files or registered memory."""
+        self.finish_storing()
         if level == 1:
-            self._put_to_sleep(allocator)
+            self._put_to_sleep()
+        elif level == 2 and self._image is not None and (blocks := _blocks_awake()):
+            reason = self._image.reason_against(self._tensors_of_blocks(blocks))
+            self._restores = not reason
+            if reason:
+                log.info("overwire: the weights are discarded, and reload_weights must read the model: %s", reason)
         super().suspend(level if level != 1 else 2)  # level 2 does not save the weights, which are already saved
+        if level == 2:
+            self.quiesce()
 
-    def _put_to_sleep(self, allocator: Any) -> None:
+    def quiesce(self) -> None:
+        """Calls `overwire.quiesce`. Logs its errors."""
+        import overwire
+
+        try:
+            overwire.quiesce(timeout=_LONGEST_WAIT)
+        except overwire.OverwireError as error:
+            log.warning("%s", error)
+
+    def _put_to_sleep(self) -> None:
         from vllm.device_allocator.cumem import unmap_and_release
 
         import overwire
 
-        blocks = {
-            ptr: data for ptr, data in allocator.pointer_to_data.items() if data.tag == _TAG and not data.is_asleep
-        }
+        blocks = _blocks_awake()
         if not blocks:
             return
         if self._asleep is not None:
             raise RuntimeError("overwire: sleep: some weights are asleep and others awake: wake them first")
-        tensors = self._tensors_of_blocks(blocks)
-        self._asleep = overwire.sleep(tensors, release=False)
-        del tensors
+        self._asleep = overwire.sleep(_by_name(self._tensors_of_blocks(blocks)), release=False)
         size, stored_size = self._asleep.nbytes, self._asleep.stored
         for data in blocks.values():
             try:
@@ -73,21 +108,63 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
                 data.is_asleep = True
         log.info("overwire: %.2f GiB of weights sleep in %.2f GiB of host memory", size / 2**30, stored_size / 2**30)
 
-    def prepare(self) -> None:
-        """Starts to prepare the host memory for the first sleep. Logs errors, because the sleep also works without
-        this."""
-        from vllm.device_allocator import get_mem_allocator_instance
+    def note_files(self, config: Any, is_dummy: bool) -> None:
+        """Notes which files the model is about to be loaded from, if the weights will be stored for level 2.
+        is_dummy: vLLM loads random weights."""
+        self._image = None
+        if not (chosen := str(setting("OVERWIRE_SLEEP_IMAGES"))):
+            return
+        try:
+            if is_dummy:
+                raise Refused("the weights are not those of the model")
+            self._image = PoolImage(ensure_folder(chosen), _facts_of_files(config), log)
+        except Exception as error:  # the load itself reports what is wrong with the files
+            log.info("overwire: the weights will not be stored for level-2 sleep: %s", error or type(error).__name__)
 
+    def store_weights(self, model: torch.nn.Module) -> None:
+        """Starts to store the weights for level 2 in the background. model: was just loaded from its files."""
+        if self._image is not None and (blocks := _blocks_awake()):
+            if any(getattr(model, name, None) for name in ("secondary_weights", "allow_patterns_overrides")):
+                log.info("overwire: the weights will not be stored for level-2 sleep: the model reads further files")
+                self._image = None
+                return
+            self._image.begin_writing(self._tensors_of_blocks(blocks))
+
+    def finish_storing(self) -> None:
+        """Waits for `store_weights`. Call it before the weights change or their memory is freed."""
+        if self._image is not None:
+            self._image.finish_writing()
+
+    def has_loaded_weights(self, config: Any) -> bool:
+        """Returns whether the weights are those that were loaded from the model's files, and the files are the same.
+        If the weights are not stored for level 2, returns False. All ranks get the same answer. Collective."""
+        if not setting("OVERWIRE_SLEEP_IMAGES"):
+            return False
+        same = False
+        try:
+            blocks = _blocks_awake()
+            same = bool(
+                self._image is not None
+                and self._image.has_bytes_of(self._tensors_of_blocks(blocks))
+                and self._image.facts == _facts_of_files(config)
+            )
+        except Exception as error:
+            log.info("overwire: reload_weights reads the model: %s", error or type(error).__name__)
+        return all_agree(parallel_state, same, ("_TP", "_PP"))
+
+    def prepare(self) -> None:
+        """Starts to prepare the host memory for the first sleep, unless the weights will be stored for level 2. Logs
+        errors, because the sleep also works without this."""
         import overwire
 
-        blocks = {ptr: data for ptr, data in get_mem_allocator_instance().pointer_to_data.items() if data.tag == _TAG}
-        if blocks and self._asleep is None:
+        blocks = _blocks_awake()
+        if blocks and self._asleep is None and self._image is None:
             try:
-                self._memory = overwire.prepare_sleep(self._tensors_of_blocks(blocks))
+                self._memory = overwire.prepare_sleep(_by_name(self._tensors_of_blocks(blocks)))
             except overwire.OverwireError as error:
                 log.warning("overwire: the first sleep will take longer: %s", error)
 
-    def _tensors_of_blocks(self, held: Any) -> dict[str, torch.Tensor]:
+    def _tensors_of_blocks(self, held: Any) -> dict[int, torch.Tensor]:
         for device in {data.handle[0] for data in held.values()}:
             torch.accelerator.synchronize(device)
         tensors = {}
@@ -95,17 +172,61 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             memory = memory_of(ptr, data.handle[1], data.handle[0])
             if ptr not in self._dtypes:
                 self._dtypes[ptr] = _dtype_for(memory)
-            tensors[f"{ptr:x}"] = memory.view(self._dtypes[ptr])
+            tensors[ptr] = memory.view(self._dtypes[ptr])
         return tensors
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Maps the memory again and decodes the weights into it. Can be called again after an error."""
+        """Maps the memory again and decodes the weights into it. Can be called again after an error. If the weights
+        sleep at level 2 and cannot be restored, logs the reason; `reload_weights` must then read the model."""
+        wakes = tags is None or _TAG in tags
+        if wakes and self._restores and self._image is not None:
+            self._restore_weights(self._image, tags)
+            return
         super().resume(tags)
-        if self._asleep is not None and (tags is None or _TAG in tags):
+        if self._asleep is not None and wakes:
             self._state = "RESUMING"
             self._asleep.wake()
             self._asleep = None
             self._state = "RUNNING"
+
+
+    def _restore_weights(self, image: PoolImage, tags: list[str] | None) -> None:
+        is_mapped = False
+
+        def map_weights() -> dict[int, torch.Tensor]:
+            nonlocal is_mapped
+            super(SleepBackend, self).resume(tags)
+            self._restores, is_mapped = False, True
+            return self._tensors_of_blocks(_blocks_awake())
+
+        try:
+            image.restore(map_weights)
+        except Exception as error:
+            if not is_mapped:
+                raise
+            log.warning("overwire: cannot restore the weights, and reload_weights must read the model: %s", error)
+
+
+def _blocks_awake() -> dict[int, Any]:
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    held = get_mem_allocator_instance().pointer_to_data.items()
+    return {ptr: data for ptr, data in held if data.tag == _TAG and not data.is_asleep}
+
+
+def _by_name(tensors: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{ptr:x}": tensor for ptr, tensor in tensors.items()}
+
+
+def _facts_of_files(config: Any) -> str:
+    # Returns a digest that identifies the files that `reload_weights` would read.
+    from .identity import facts_of_files
+    from .loader import reader_of
+
+    load_format = str(config.load_config.load_format)
+    if load_format not in _FORMATS:
+        raise Refused(f"--load-format {load_format} is not supported")
+    return fingerprint(*facts_of_files(config.model_config, reader_of(config)))
 
 
 def memory_of(ptr: int, size: int, device: int) -> torch.Tensor:
