@@ -33,6 +33,9 @@ var (
 		"Folder for the prepared models of the vLLM plug-in; if not set, a folder in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
 		"Size limit of that folder in GB; the least recently used models are removed first.")
+	Host = text("OVERWIRE_HOST", "off", "production.md#keep-models-in-memory",
+		"Take local files from the host store (`overwire host`): off, auto (the user's own store), or the path of its "+
+			"socket.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
 		"Log level: info logs one line per load and save, debug adds counters, json logs one object per line.",
 		[]string{"warning", "debug", "info", "json", "error", "silent"},
@@ -76,6 +79,6 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Prepared, PreparedGB, Log, Trace, Threads,
+	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Prepared, PreparedGB, Host, Log, Trace, Threads,
 	MMap, Read, Exchange, CPU, Downloader, DownloaderLog,
 }

@@ -77,6 +77,7 @@ def uses_disk(device_map: Any) -> bool:
 _KEYS: dict[str, tuple[Any, str]] = {
     "source": (str, "a URL of the weights (http, https, s3, hf), or a path"),
     "storage_options": (dict, "a mapping, as for overwire.load_file"),
+    "host": (bool, "true or false"),
     "max_memory": ((str, int), "a number of bytes, or a text like '1GiB'"),
 }
 
@@ -141,6 +142,7 @@ def iter_weights(
         max_memory=max(chosen["max_memory"], max(names.values(), default=1), 1),
         progress=progress,
         storage_options=reach,
+        host=chosen.get("host"),
     )
 
 
