@@ -43,6 +43,9 @@ var (
 	SleepImages = text("OVERWIRE_SLEEP_IMAGES", "", "sleep.md#level-2-in-vllm",
 		"Folder for the files from which vLLM engines restore their weights after a level-2 sleep; if not set, there are "+
 			"none.")
+	Host = text("OVERWIRE_HOST", "off", "production.md#keep-models-in-memory",
+		"Take local files from the host store (`overwire host`): off, auto (the user's own store), or the path of its "+
+			"socket.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
 		"Log level: info logs one line per load and save, debug adds counters, json logs one object per line.",
 		[]string{"warning", "debug", "info", "json", "error", "silent"},
@@ -87,6 +90,6 @@ var table = []interface {
 	row() Row
 }{
 	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Ray, RayPieceMB, RayPercent,
-	Prepared, PreparedGB, SleepImages, Log, Trace, Threads,
+	Prepared, PreparedGB, SleepImages, Host, Log, Trace, Threads,
 	MMap, Read, Exchange, CPU, Downloader, DownloaderLog,
 }

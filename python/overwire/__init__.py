@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .frameworks.spec import TensorSpec as TensorSpec
     from .jobs import last_report as last_report
     from .metering import CacheMetrics as CacheMetrics
+    from .metering import HostMetrics as HostMetrics
     from .metering import Metrics as Metrics
     from .metering import VerbMetrics as VerbMetrics
     from .metering import metrics as metrics
@@ -133,7 +134,7 @@ _HOMES = {
     ),
     "frameworks.spec": ("TensorSpec",),
     "jobs": ("last_report",),
-    "metering": ("CacheMetrics", "Metrics", "VerbMetrics", "metrics"),
+    "metering": ("CacheMetrics", "HostMetrics", "Metrics", "VerbMetrics", "metrics"),
     "model.options": ("LoadOptions",),
     "model.plan": ("LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "plan"),
     "model.reading": ("read_bytes",),

@@ -27,6 +27,7 @@ class LoadSpec(TypedDict, total=False):
     parts: bool
     storage: FormatAccess
     keys: list[str]
+    host: bool | None
 
 
 class OpenRequest(LoadSpec, total=False):
@@ -125,6 +126,16 @@ class PreloadNote(TypedDict):
 class PreloadAnswer(TypedDict):
     device: str | None
     notes: list[PreloadNote]
+
+
+class HoststoreCounted(TypedDict):
+    hits: int
+    hit_bytes: int
+    misses: int
+    puts: int
+    put_bytes: int
+    lost: int
+    distrusted: int
 
 
 class RelaySpec(LoadOptions, total=False):

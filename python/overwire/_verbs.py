@@ -100,6 +100,11 @@ def join(request: _requests.JoinRequest, model: int) -> _requests.PreloadAnswer:
     return loads(core().run("join", _encode_request(request), pack("=1q", handle(model)))[0])
 
 
+def host_counts() -> _requests.HoststoreCounted:
+    """Return this process's counters of the host store."""
+    return loads(core().call("host_counts", "", b"")[0])
+
+
 def sweep(request: str) -> _requests.PreloadAnswer:
     """Drop the preloads of a file or object that has just been replaced."""
     return loads(core().call("sweep", _encode_request(request), b"")[0])

@@ -167,10 +167,10 @@ class Landed:
         return ((at, capsule) for at, capsule, address in rows if address)
 
 
-def heed(uris: Iterable[str]) -> None:
-    """Logs the engine's notices about opened remote files, for instance that a model came from the
-    cache because its store could not be reached."""
-    if any(map(is_remote, uris)):
+def heed(uris: Iterable[str], hosted: bool = False) -> None:
+    """Logs the engine's notices about opened files, for instance that a model came from the cache because its store
+    could not be reached. Local files have notices only if they may come from the host store (hosted)."""
+    if hosted or any(map(is_remote, uris)):
         for text in _verbs.notices():
             log.warning("overwire: %s", text)
 

@@ -69,15 +69,35 @@ class CacheMetrics:
     evictions: int = 0
 
 
-class Metrics(dict[str, VerbMetrics]):
-    """The result of `metrics`: a `VerbMetrics` for each function that has run, by name, and `cache`,
-    a `CacheMetrics`."""
+@dataclass
+class HostMetrics:
+    """This process's counters of the host store (`overwire host`).
+
+    hits, hit_bytes: files that came from the store, and their bytes. misses: files that the store did not have. puts,
+        put_bytes: files that this process has put into the store. lost: models that were read from their files because
+        the store could not be reached or failed. distrusted: files that were dropped because their bytes were wrong.
+    """
 
     __module__ = "overwire"
 
-    def __init__(self, verbs: Mapping[str, VerbMetrics], cache: CacheMetrics) -> None:
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: int = 0
+    puts: int = 0
+    put_bytes: int = 0
+    lost: int = 0
+    distrusted: int = 0
+
+
+class Metrics(dict[str, VerbMetrics]):
+    """The result of `metrics`: a `VerbMetrics` for each function that has run, by name, `cache`, a `CacheMetrics`, and
+    `host`, a `HostMetrics`."""
+
+    __module__ = "overwire"
+
+    def __init__(self, verbs: Mapping[str, VerbMetrics], cache: CacheMetrics, host: HostMetrics) -> None:
         super().__init__(verbs)
-        self.cache = cache
+        self.cache, self.host = cache, host
 
     def prometheus(self) -> str:
         """Returns the counters in Prometheus' text format, version 0.0.4."""
@@ -100,12 +120,18 @@ class Metrics(dict[str, VerbMetrics]):
         ):
             counts = [(verb, label, n) for verb, one in self.items() for label, n in getattr(one, field_name).items()]
             lines += _counter_lines(name, text, [({"verb": verb, key: label}, n) for verb, label, n in counts])
-        one = self.cache
+        one, host = self.cache, self.host
+        files = {"hit": host.hits, "miss": host.misses, "put": host.puts}
         for name, text, rows in (
             ("cache_objects", "Remote objects, by origin.", _rows_by_origin(one.hits, one.fetches)),
             ("cache_bytes", "Bytes of remote objects, by origin.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
             ("cache_away", "Cached objects used while their store could not be reached.", [({}, one.away)]),
             ("cache_evictions", "Objects removed from the cache because of its size limit.", [({}, one.evictions)]),
+            ("host_files", "Files and the host store.", [({"result": result}, n) for result, n in files.items()]),
+            ("host_hit_bytes", "Bytes of files that came from the host store.", [({}, host.hit_bytes)]),
+            ("host_put_bytes", "Bytes of files that were put into the host store.", [({}, host.put_bytes)]),
+            ("host_lost", "Models that were read from files because the host store failed.", [({}, host.lost)]),
+            ("host_distrusted", "Files dropped from the host store for wrong bytes.", [({}, host.distrusted)]),
         ):
             lines += _counter_lines(name, text, rows)
         return "\n".join(lines) + "\n"
@@ -150,13 +176,10 @@ def metrics() -> Metrics:
         nbytes = overwire.metrics()["load"].bytes
         text = overwire.metrics().prometheus()
     """
-    return Metrics({verb: VerbMetrics(**counts) for verb, counts in add_up().items()}, _cache_metrics())
-
-
-def _cache_metrics() -> CacheMetrics:
-    if not is_loaded() or forked():
-        return CacheMetrics()  # the engine has these counters, and it is not loaded
-    return CacheMetrics(**_verbs.cache_counts())
+    verbs = {verb: VerbMetrics(**counts) for verb, counts in add_up().items()}
+    if not is_loaded() or forked():  # the engine has the other counters
+        return Metrics(verbs, CacheMetrics(), HostMetrics())
+    return Metrics(verbs, CacheMetrics(**_verbs.cache_counts()), HostMetrics(**_verbs.host_counts()))
 
 
 def _rows_by_origin(cache: int, store: int) -> list[tuple[dict[str, str], float]]:

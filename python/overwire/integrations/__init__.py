@@ -78,6 +78,7 @@ _KEYS: dict[str, tuple[Any, str]] = {
     "source": (str, "a URL of the weights (http, https, s3, hf), or a path"),
     "storage_options": (dict, "a mapping, as for overwire.load_file"),
     "ray": (bool, "true or false"),
+    "host": (bool, "true or false"),
     "max_memory": ((str, int), "a number of bytes, or a text like '1GiB'"),
 }
 
@@ -146,6 +147,7 @@ def iter_weights(
         max_memory=max(chosen["max_memory"], max(names.values(), default=1), 1),
         progress=progress,
         storage_options=reach,
+        host=chosen.get("host"),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -61,7 +62,7 @@ _NEAR = 500
 
 
 #: The options of public functions that are also keywords of `Model`.
-_OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read")
+_OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read", "host")
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,11 +101,12 @@ class Model:
         probe: bool = False,
         opened: int = 0,
         parts: bool = False,
+        host: bool | None = None,
     ):
         """Opens a model. keys, filter: select the tensors to load (`chosen`). With an index.json, only shards with
         selected tensors are opened. probe: the file may not exist, so metrics do not count an error. opened: the
         engine's number for a .tensors file that is open already. parts: accept files that contain only parts of
-        tensors, according to their metadata."""
+        tensors, according to their metadata. host: see `LoadOptions`."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)
@@ -141,6 +143,8 @@ class Model:
             spec["opened"] = opened
         if parts:
             spec["parts"] = True
+        if host is not None:
+            spec["host"] = bool(host)
         try:
             with many_objects(), named_errors(dict(zip(uris, paths, strict=True))):
                 text, _, _, table, self.handle = _verbs.open(spec)
@@ -151,7 +155,7 @@ class Model:
                 written(uris[0])  # a preload of these files is useless
             raise
         finally:
-            heed(uris)
+            heed(uris, bool(os.environ.get("OVERWIRE_HOST")) if host is None else host)
         del opened_source  # the engine has its own descriptors
         self._open = True
         assert table is not None
@@ -253,6 +257,11 @@ class Model:
         """Returns the most bytes that one chunk takes in a group load's buffer for each rank."""
         room: int = json.loads(self._sources).get("room", 0)
         return room
+
+    def from_host(self) -> int:
+        """Returns the number of files that are in the memory of the host store."""
+        count: int = json.loads(self._sources).get("host", 0)
+        return count
 
     def metadata(self) -> dict[str, str]:
         """Returns the metadata of the first source."""

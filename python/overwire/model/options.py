@@ -61,14 +61,18 @@ class _Together(TypedDict, total=False):
     shard: ShardLike
 
 
-class OpenOptions(_Reach, total=False):
+class _Hosted(TypedDict, total=False):
+    host: bool | None
+
+
+class OpenOptions(_Reach, _Hosted, total=False):
     """The options of `safe_open`; see `LoadOptions`."""
 
     dtype: DTypeLike | None
     mmap: bool | None
 
 
-class ModuleOptions(_Reach, _Together, total=False):
+class ModuleOptions(_Reach, _Together, _Hosted, total=False):
     """The options of `load_model`; see `LoadOptions`."""
 
     progress: ProgressLike
@@ -92,7 +96,7 @@ class PlanOptions(_Selection, _Reach, total=False):
     """The options of `plan`; see `LoadOptions`."""
 
 
-class StreamOptions(PlanOptions, _Together, total=False):
+class StreamOptions(PlanOptions, _Together, _Hosted, total=False):
     """The options of `stream`; see `LoadOptions`."""
 
     progress: ProgressLike
@@ -128,6 +132,12 @@ class LoadOptions(StreamOptions, total=False):
     max_memory: the most bytes that tensors may take on the device (int, "20GB", "512MiB"). A load that would
         take more raises an error with both numbers before it allocates anything. `plan` returns the bytes in advance,
         and the additional memory for reading. max_memory needs the engine, so it does not work in a forked child.
+    host: whether files come from the host store (`overwire host`), which keeps the stored bytes of models in memory for
+        all processes of this user. True uses the store of `OVERWIRE_HOST`, or else the user's own; None means that
+        `OVERWIRE_HOST` decides. A local file that the store does not have is read as usual, and put into the store
+        in the background when the load has ended and the file is closed. If the store cannot be reached, or its bytes
+        are wrong, overwire logs a warning and reads the files. Files other than safetensors, and plain files that
+        were changed in the last seconds, are not kept.
     group: a torch.distributed process group. All its ranks make this call and share the reading. An error on one
         rank is raised on all. None: this process reads everything itself.
     shard: with group: the dimension along which to cut a tensor, by name. This rank gets its block of
@@ -257,7 +267,7 @@ def check_values(**values: object) -> None:
     """Raises ArgumentError for a value that no function accepts for an argument of that name. Functions call it
     before they open or start anything. Names with different meanings in different functions are not checked."""
     for what, value in values.items():
-        if what in _SWITCHES or what in ("lenient", "mmap") and value is not None:
+        if what in _SWITCHES or what in ("lenient", "mmap", "host") and value is not None:
             check_switches(**{what: value})
         elif what == "level" or what == "read" and value is not None:
             check_choice(value, what, _CHOICES[what])

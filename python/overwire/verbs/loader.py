@@ -18,6 +18,7 @@ from .. import errors
 from .._engine import forked
 from ..dtypes import nbytes, torch_shape
 from ..errors import ArgumentError, CorruptError
+from ..jobs import log
 from ..model.opened import WHOLE, Model, Target, check_target, opening, prepare
 from ..model.options import parse_size
 
@@ -44,13 +45,27 @@ class Loader:
     ) -> None:
         prepare(target.device)
         self.target, self._progress = target, progress
-        self.model = Model(source, device=target.device, parts=parts, **opens)
+        if isinstance(opens.get("keys"), Iterator):  # `load_all` may open the files again
+            opens = {**opens, "keys": list(opens["keys"])}
+        self._open_model = partial(Model, source, device=target.device, parts=parts, **opens)
+        self.model = self._open_model()
         self._has_model = True
         self._states = _states_of_files(self.model.uris) if parts else []
 
     def load_all(self) -> dict[str, Any]:
         """Returns the chosen tensors by name."""
         self._check_memory()
+        try:
+            return self._load_chosen()
+        except CorruptError as error:
+            if not self.model.from_host():
+                raise
+            log.warning("overwire: the bytes in the host store are wrong, and were dropped: reading the files: %s", error)
+        self.model.close()
+        self.model = self._open_model(host=False)
+        return self._load_chosen()
+
+    def _load_chosen(self) -> dict[str, Any]:
         frame, dtype = self.target.frame, self.target.dtype
         return self.model.load(self.model.chosen, frame, dtype, _make_watcher(self._progress, "load"))
 

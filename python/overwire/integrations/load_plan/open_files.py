@@ -59,8 +59,8 @@ class Opening:
             result = self._find()
             if result is None:
                 return
-            options = self._chosen.get("storage_options")
-            sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, storage_options=options))
+            options: Any = {key: self._chosen.get(key) for key in ("storage_options", "host")}
+            sheet = Sheet(overwire.safe_open(result[0], framework="pt", device=self._device, **options))
             self._found, self._sheet = result, sheet  # `close` closes the file if an error follows
             self._absent = missing_names(result[1], result[0], {row[0] for row in sheet.rows})
         except Exception:

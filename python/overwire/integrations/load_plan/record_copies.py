@@ -471,7 +471,13 @@ def open_source(
         files.enter_context(sheet.file)
     else:
         file = files.enter_context(
-            overwire.safe_open(where, framework="pt", device=device, storage_options=chosen.get("storage_options"))
+            overwire.safe_open(
+                where,
+                framework="pt",
+                device=device,
+                storage_options=chosen.get("storage_options"),
+                host=chosen.get("host"),
+            )
         )
         sheet = Sheet(file)
         missing = missing_names(index, where, {row[0] for row in sheet.rows})
