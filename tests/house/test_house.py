@@ -10,6 +10,7 @@ import ast
 import pickle
 import re
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ import overwire
 import pytest
 from conftest import ROOT
 from overwire import _compat_api
+
+pytestmark = pytest.mark.xdist_group("house")  # one worker parses the package once
 
 PACKAGE = Path(overwire.__file__).parent
 
@@ -92,13 +95,22 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return parsed(path.read_text(encoding="utf-8"))
+
+
 def imports(package: Path) -> list[Import]:
     known = modules(package)
     out = []
     for name, path in known.items():
         whole = ["overwire", *name.split(".")] if name else ["overwire"]
         own = whole if path.stem == "__init__" else whole[:-1]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom):
                 base = [*own[: len(own) - node.level + 1]] if node.level else []
                 base += (node.module or "").split(".") if node.module else []
@@ -206,7 +218,7 @@ COLLECTIVE = (
 
 def collectives(path: Path) -> list[int]:
     """Returns the lines of a module that call a torch.distributed collective under any import name."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     names = {"dist", "_dist", "torch_dist"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -240,22 +252,21 @@ def test_modules_are_named_after_their_duty() -> None:
 MODES = {"ForkedModel": "model.forked", "open_load": "distributed.tensors", "load_on": "verbs.deltas"}
 
 
-def users_of(name: str, trees: dict[str, ast.AST]) -> set[str]:
-    """Returns the modules that import or use a name."""
+def names_in(tree: ast.AST) -> set[str]:
+    """Returns the names that a module imports or uses."""
     found = set()
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-            if name in (*names, getattr(node, "id", ""), getattr(node, "attr", "")):
-                found.add(module)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        found |= {getattr(node, "id", ""), getattr(node, "attr", "")}
     return found
 
 
 def test_one_module_chooses_the_mode_of_a_load() -> None:
     """Functions that load a model get a `Loader` and do not choose between a forked child, a group and deltas."""
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules(PACKAGE).items()}
+    used = {module: names_in(tree_of(path)) for module, path in modules(PACKAGE).items()}
     for name, home in MODES.items():
-        assert users_of(name, trees) - {home} == {"verbs.loader"}, name
+        assert {module for module, names in used.items() if name in names} - {home} == {"verbs.loader"}, name
 
 
 # The handlers of each module that catch every exception: they look at it and then decide. `_undo` has context

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import overwire as ow
+import processes
 import pytest
 import torch
 from overwire.checkpoints import places
@@ -170,36 +171,15 @@ def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
     assert keep_files.ensure_folder(str(shared / "mine"))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compress", "model.bin", "-o", "out.safetensors"],
-        ["bench", "--ranks", "1", "--size", "1MB", "--repeat", "1"],
-    ],
-)
-def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str]) -> None:
-    """The command and the processes that it starts run no Python file in the working folder."""
-    (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin/overwire"  # as pip installs it
-    command.write_text("from overwire._engine import main\nmain()\n")
-    model = tmp_path / "model"
-    model.mkdir()
-    torch.save({"w": torch.ones(3)}, model / "model.bin")
-    for name in ("torch", "numpy", "json", "argparse", "signal", "subprocess", "overwire", "safetensors"):
-        (model / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PYTHONPATH"] = str(Path(ow.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, str(command), *words],
-        cwd=model,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_modules_beside_a_model_are_not_imported(tmp_path: Path) -> None:
+    """The command and the processes that it starts run no Python file in the working folder. test_distributed.py also
+    tests it with ranks."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.bin")
+    words = [*processes.plant_modules(tmp_path), "compress", "model.bin", "-o", "out.safetensors"]
+    env = os.environ | {"PYTHONPATH": str(Path(ow.__file__).parents[1])}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert not list(model.glob("ran-*"))
+    assert not list(tmp_path.glob("ran-*"))
 
 
 @needs_root
