@@ -105,7 +105,8 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 // unencrypted local file on a file system that does not make the caller wait, without the host store.
 func IsBrief(spec *Spec) bool {
 	uris := spec.URIs
-	return len(uris) == 1 && len(spec.Storage.Decrypt) == 0 && hoststore.NewLink(spec.Host) == nil && !strings.Contains(uris[0], "://") &&
+	return len(uris) == 1 && len(spec.Storage.Decrypt) == 0 && hoststore.NewLink(spec.Host) == nil &&
+		!strings.Contains(uris[0], "://") &&
 		!strings.HasSuffix(uris[0], ".json") && regular.IsQuick(uris[0], plan.StepPiece)
 }
 

@@ -74,7 +74,8 @@ func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) 
 
 func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
 
-// A quiesced is the result of quiesce. It says what prevents a process from being quiet: the names of running jobs, and what callers still hold.
+// A quiesced is the result of quiesce. It says what prevents a process from being quiet: the names of running
+// jobs, and what callers still hold.
 type quiesced struct {
 	Running []string `json:"running"`
 	Held    []string `json:"held"`

@@ -189,7 +189,8 @@ func (f *Feed) Answer(file, number int64, bytes []byte, sums []uint32) (bool, er
 	return s.settle(number, bytes, sums), nil
 }
 
-// Read reads a piece of a source from its store, and returns the CRC32C of each block. len(to) is the size of the piece.
+// Read reads a piece of a source from its store, and returns the CRC32C of each block. len(to) is the size of the
+// piece.
 func (f *Feed) Read(ctx context.Context, file, number int64, to []byte) ([]uint32, error) {
 	s, n, err := f.find(file, number)
 	if err != nil {

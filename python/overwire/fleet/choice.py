@@ -56,7 +56,8 @@ def _connect() -> Any:
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
         except ConnectionError:
             raise NotSupportedError(
-                "overwire: ray=True: this process is in no Ray cluster: start one with `ray start --head`, or set RAY_ADDRESS"
+                "overwire: ray=True: this process is not in a Ray cluster: start one with `ray start --head`, or set "
+                "RAY_ADDRESS"
             ) from None
     return ray
 
@@ -73,7 +74,8 @@ def _start(ray: Any) -> bool:
             _feeder.stop()
             _feeder = None
         piece = int(setting("OVERWIRE_RAY_PIECE_MB")) << 20
-        store = next((one["Resources"].get("object_store_memory", 0) for one in ray.nodes() if one["NodeID"] == session[1]), 0)
+        sizes = (one["Resources"].get("object_store_memory", 0) for one in ray.nodes() if one["NodeID"] == session[1])
+        store = next(sizes, 0)
         room = int(store * int(setting("OVERWIRE_RAY_PERCENT")) / 100)
         if room < _FEWEST * piece:
             log.warning(

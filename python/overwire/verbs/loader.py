@@ -60,7 +60,8 @@ class Loader:
         except CorruptError as error:
             if not self.model.from_host():
                 raise
-            log.warning("overwire: the bytes in the host store are wrong, and were dropped: reading the files: %s", error)
+            text = "overwire: the bytes in the host store are wrong, and were dropped: reading the files: %s"
+            log.warning(text, error)
         self.model.close()
         self.model = self._open_model(host=False)
         return self._load_chosen()

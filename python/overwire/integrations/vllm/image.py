@@ -73,7 +73,8 @@ class PoolImage:
                     self._folder, name, tensors, _RECORD, dict(zip(tensors, digests.values(), strict=True))
                 )
                 seconds = time.perf_counter() - began
-                self._log.info("overwire: stored %.2f GiB of weights for level-2 sleep in %.1f s: %s", size, seconds, path)
+                text = "overwire: stored %.2f GiB of weights for level-2 sleep in %.1f s: %s"
+                self._log.info(text, size, seconds, path)
             self._reason = ""
         except Exception as error:
             self._reason = str(error) or type(error).__name__
