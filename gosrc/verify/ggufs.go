@@ -80,7 +80,7 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 	}
 	file = InspectedFile{
 		URI: errs.RedactURI(uri), Format: formatGGUF, Size: src.Size(), Header: h.Header, Metadata: h.Metadata,
-		Tensors: make([]InspectedTensor, len(h.Tensors)),
+		Tensors: make([]InspectedTensor, len(h.Tensors)), opened: uri,
 	}
 	for i, t := range h.Tensors {
 		shape := t.Shape

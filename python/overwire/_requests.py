@@ -294,6 +294,7 @@ class Program(TypedDict, total=False):
     storage: SourceOptions
     secrets: dict[str, str]
     names: dict[str, str]
+    kinds: dict[str, str]
     measure: bool
 
 

@@ -99,6 +99,16 @@ class Metrics(dict[str, VerbMetrics]):
         super().__init__(verbs)
         self.cache, self.host = cache, host
 
+    def _repr_html_(self) -> str:
+        from . import _notebook as html
+
+        rows = (
+            (verb, one.runs, sum(one.errors.values()), one.tensors, html.size(one.bytes), f"{one.seconds:.3g}")
+            for verb, one in self.items()
+        )
+        head = ("function", "runs", "errors", "tensors", "bytes", "seconds")
+        return html.block("Metrics", (), html.table("Calls of this process", head, rows))
+
     def prometheus(self) -> str:
         """Returns the counters in Prometheus' text format, version 0.0.4."""
         lines: list[str] = []

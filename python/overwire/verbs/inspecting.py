@@ -123,8 +123,9 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     storage_options: as for `load_file`.
 
     Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors",
-    "overwire", "tensors" or "gguf"), size, metadata and "tensors" (name, dtype, shape, bytes,
-    stored, ratio, coding, chunks), and "totals" over all of them.
+    "overwire", "tensors" or "gguf"; for files of other libraries "torch", "numpy", "nemo", "dcp" or
+    "shards"), size, metadata and "tensors" (name, dtype, shape, bytes, stored, ratio, coding,
+    chunks), and "totals" over all of them. Sizes are those of the plain file with these tensors.
     Raises NotFoundError, FormatError, CorruptError.
     """
     opened = _plain_uris_of(local(source), storage_options, True)
@@ -180,9 +181,9 @@ def verify(
     storage_options: as for `load_file`.
 
     Returns a dict: ok (always True, because damage raises), tensors, bytes, stored, seconds, and "files", each with
-    what was "checked": "contents", or only "structure" for plain safetensors files, which have no checksums. If such
-    a file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), the
-    Hub's "sha256" is compared. With original, a file that records what it was made from has "original": its
+    what was "checked": "contents", or only "structure" for plain safetensors and GGUF files, which have no checksums.
+    If such a file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), or
+    is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that records what it was made from has "original": its
     "sha256", and whether it was "compared" (False: the file has none, for example because the original came over
     a network).
     With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ", are "missing" in the model,
