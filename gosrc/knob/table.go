@@ -41,8 +41,7 @@ var (
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
 		"Size limit of that folder in GB; the least recently used models are removed first.")
 	SleepImages = text("OVERWIRE_SLEEP_IMAGES", "", "sleep.md#level-2-in-vllm",
-		"Folder for the files from which vLLM engines restore their weights after a level-2 sleep; if not set, there are "+
-			"none.")
+		"Folder for files from which vLLM engines restore weights after a level-2 sleep; if not set, there are none.")
 	Host = text("OVERWIRE_HOST", "off", "production.md#keep-models-in-memory",
 		"Take local files from the host store (`overwire host`): off, auto (the user's own store), or the path of its "+
 			"socket.")

@@ -76,7 +76,7 @@ def test_equal_workers_share_one_file(tmp_path: Path) -> None:
     for _ in range(2):
         for image, pool, at in ((images[0], one, 1000), (images[1], other, 9000)):
             assert image.reason_against(pool) == ""
-            image.restore(discard(pool))
+            image.restore_pool(discard(pool))
             assert_equal(pool, make_pool(at=at))
     stored(tmp_path, make_pool(4))
     stored(tmp_path, make_pool(), "other files")
@@ -141,7 +141,7 @@ def test_wrong_files_are_never_restored(tmp_path: Path, name: str) -> None:
         return discard(pool)()
 
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        image.restore(map_pool)
+        image.restore_pool(map_pool)
     assert mapped == [1] and str(caught.value)
     pool = make_pool()
     if name == "foreign":
@@ -154,7 +154,7 @@ def test_wrong_files_are_never_restored(tmp_path: Path, name: str) -> None:
         assert not file.exists() and image.reason_against(pool)
     again = stored(tmp_path, pool)
     assert again.reason_against(pool) == ""
-    again.restore(discard(pool))
+    again.restore_pool(discard(pool))
     assert_equal(pool, make_pool())
 
 
@@ -171,8 +171,8 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     assert image.reason_against(pool) in log.lines[0]
     image = stored(tmp_path, pool)
     with pytest.raises(MemoryError):
-        image.restore(lambda: (_ for _ in ()).throw(MemoryError("no memory")))
-    image.restore(discard(pool))
+        image.restore_pool(lambda: (_ for _ in ()).throw(MemoryError("no memory")))
+    image.restore_pool(discard(pool))
     assert_equal(pool, make_pool())
 
 
@@ -207,7 +207,7 @@ while True:
     pool = make_pool()
     image = stored(tmp_path, pool)
     assert len(os.listdir(tmp_path)) == 1 and not set(left) & set(os.listdir(tmp_path))
-    image.restore(discard(pool))
+    image.restore_pool(discard(pool))
     assert_equal(pool, make_pool())
 
 

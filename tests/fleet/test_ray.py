@@ -102,8 +102,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def add_node(cluster: Any, number: int) -> Any:
-    """Adds a node with a resource of its own. Ray waits 30 s for a node, and for ports that it chooses itself 15 s, which
-    a busy machine may exceed."""
+    """Adds a node with a resource of its own. Ray waits 30 s for a node, and for ports that it chooses itself 15 s,
+    which a busy machine may exceed."""
     for left in (3, 2, 1, 0):
         try:
             ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))

@@ -300,7 +300,8 @@ def test_both_readers_take_the_same_notices(
     base = 8 + int.from_bytes(data[:8], "little")
     head = data[8:base]
     assert head.count(old) == 1
-    path.write_bytes(with_checksums(bytearray(data[:8] + head.replace(old, new).rstrip(b" ").ljust(len(head)) + data[base:])))
+    changed = head.replace(old, new).rstrip(b" ").ljust(len(head))
+    path.write_bytes(with_checksums(bytearray(data[:8] + changed + data[base:])))
     for load in (ow.load_file, read.load_file):
         if error is None:
             assert load(path)["a"][-1] == 2999

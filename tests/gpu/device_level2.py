@@ -143,7 +143,7 @@ def run_rounds(pool: Pool, image: PoolImage, want: dict[str, torch.Tensor], roun
         part("sleep: quiesce", ow.quiesce)
         freed = torch.cuda.mem_get_info()[0] - free
         check(f"{freed / 1e9:.2f} GB of GPU memory are free", freed >= sum(one.nbytes for one in want.values()))
-        part("wake: map, load and compare", lambda: image.restore(pool.map))
+        part("wake: map, load and compare", lambda: image.restore_pool(pool.map))
         same = part("reload: compare digests", lambda: image.has_bytes_of(pool.tensors))
         columns.setdefault("all", []).append(time.perf_counter() - began)
         check("bytes", same and pool.equals(want))
@@ -195,7 +195,7 @@ def main() -> None:
         os.close(data)
         pool.unmap()
         with contextlib.suppress(ow.CorruptError):
-            image.restore(pool.map)
+            image.restore_pool(pool.map)
             check("a damaged file is noticed", False)
         check("a damaged file is noticed and removed", not file.exists())
         print(f"goal for 16 GB: {GOAL} s to load, at most {LIMIT}; the log above has the seconds to load and to map")

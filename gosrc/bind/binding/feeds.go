@@ -32,8 +32,8 @@ func feedVerbs() []*Verb {
 				events, err := f.Next(ctx, time.Duration(n[1])*time.Millisecond)
 				return feedEvents{events}, err
 			}).awaited().ints("feed", "ms"),
-		answered("feed_answer", "Answer a question for a piece. Without an address, the source reads its store. Return 1 "+
-			"if the memory is used, otherwise 0.",
+		answered("feed_answer", "Answer a question for a piece. Without an address, the source reads its store. "+
+			"Return 1 if the memory is used, otherwise 0.",
 			func(_ none, n []int64) (int64, error) {
 				f, err := feedOf(n[0])
 				if err != nil {
@@ -65,8 +65,8 @@ func feedVerbs() []*Verb {
 				sums, err := f.Read(ctx, n[1], n[2], to)
 				return feedSums{sums}, err
 			}).awaited().ints("feed", "file", "piece", "address", "nbytes").onCallersMemory(),
-		answered("feed_close", "Make all sources of a feed read only from their stores. On return none uses memory of a "+
-			"piece.",
+		answered("feed_close", "Make all sources of a feed read only from their stores. On return none uses memory of "+
+			"a piece.",
 			func(_ none, n []int64) (none, error) {
 				f, err := feedOf(n[0])
 				if err == nil {

@@ -445,7 +445,7 @@ func jobVerbs() []*Verb {
 		answered("empty_cache", "Free cached device and pinned memory.",
 			func(none, []int64) (none, error) { pinned.Trim(); return none{}, cuda.Trim() }),
 		answered("quiesce", "Wait up to `ms` for running jobs. Then free all cached memory, and close the files and "+
-			"connections that the engine keeps open. Return the running jobs, and what callers hold.", quiesce).
+			"connections that the engine keeps open. Return the running jobs, and what callers hold.", quiesceEngine).
 			ints("ms"),
 		answered("shutdown",
 			"Cancel all jobs at exit and wait up to `ms` for them. Return 1 if they have ended, otherwise 0.",

@@ -74,15 +74,14 @@ func modelOf(h int64) (*load.Model, error) { return get[*load.Model](uint64(h)) 
 
 func jobOf(h int64) (*entry, error) { return get[*entry](uint64(h)) }
 
-// A quiesced is the result of quiesce. It says what prevents a process from being quiet: the names of running
-// jobs, and what callers still hold.
+// A quiesced is the result of the verb quiesce: the names of running jobs, and what callers still hold.
 type quiesced struct {
 	Running []string `json:"running"`
 	Held    []string `json:"held"`
 }
 
-// quiesce implements the verb of that name. It frees memory only if no job is running.
-func quiesce(_ none, n []int64) (q quiesced, err error) {
+// quiesceEngine implements the verb quiesce. It frees memory only if no job is running.
+func quiesceEngine(_ none, n []int64) (q quiesced, err error) {
 	pinned.Trim() // also ends its growth in the background
 	preload.DropAll()
 	if q.Running = job.AwaitAll(time.Duration(n[0]) * time.Millisecond); len(q.Running) > 0 {

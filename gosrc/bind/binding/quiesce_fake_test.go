@@ -44,8 +44,7 @@ func TestQuiesceFake(t *testing.T) {
 		if text := quiesceNow(t); strings.Contains(text, "[") {
 			t.Error(text)
 		}
-		s := cudatest.ReadState()
-		if s.Blocks != 0 || s.Bytes != 0 || s.Pins != 0 || s.Attached != 0 || s.Pending != 0 {
+		if s := cudatest.ReadState(); s.Blocks+s.Bytes+s.Pins+s.Attached+s.Pending != 0 {
 			t.Errorf("left: %+v", s)
 		}
 	}

@@ -1,5 +1,6 @@
 // Package overwire reads and writes the index of overwire containers. A container is a safetensors file with one
-// entry, the notice, that makes other readers refuse it. Its first tensor, "overwire.index", describes how the other tensors are stored:
+// entry, the notice, that makes other readers refuse it. Its first tensor, "overwire.index", describes how the other
+// tensors are stored:
 //
 //	u64 N | N bytes of JSON | index | compressed tensors | plain tensors
 //	                          |
@@ -86,7 +87,8 @@ func featuresOf(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 
 // Notice is the name of an entry that makes readers without overwire refuse a container. They show it in their error.
 // It says what to do, also to the user of an older overwire. It has no dot, at which some viewers split names.
-const Notice = "compressed by overwire (to read it: pip install -U overwire; to restore plain files: overwire decompress)"
+const Notice = "compressed by overwire (to read it: pip install -U overwire; " +
+	"to restore plain files: overwire decompress)"
 
 // markOf returns the value of the metadata entry. empty means that the user's metadata is empty, not absent.
 func markOf(o *Origin, digests string, empty bool) string {

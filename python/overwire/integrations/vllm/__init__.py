@@ -125,7 +125,7 @@ def _finish_writing_before(change: Callable[..., Any]) -> Callable[..., Any]:
             backend.finish_storing()
         result = change(*args, **named)
         if change.__name__ == "checkpoint_prepare" and backend is not None:
-            backend.quiesce()
+            backend.quiesce_engine()
         return result
 
     return changed

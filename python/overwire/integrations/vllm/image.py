@@ -60,7 +60,7 @@ class PoolImage:
     def _write(self, pool: Pool) -> None:
         import overwire
 
-        began, size = time.perf_counter(), _size_of(pool)
+        start, size = time.perf_counter(), _size_of(pool)
         try:
             digests = dict(zip(pool, overwire.digest(_by_position(pool)).values(), strict=True))
             facts = [(pool[address].nbytes, digest) for address, digest in digests.items()]
@@ -72,9 +72,9 @@ class PoolImage:
                 path = keep_files.keep_file(
                     self._folder, name, tensors, _RECORD, dict(zip(tensors, digests.values(), strict=True))
                 )
-                seconds = time.perf_counter() - began
-                text = "overwire: stored %.2f GiB of weights for level-2 sleep in %.1f s: %s"
-                self._log.info(text, size, seconds, path)
+                seconds = time.perf_counter() - start
+                words = "overwire: stored %.2f GiB of weights for level-2 sleep in %.1f s: %s"
+                self._log.info(words, size, seconds, path)
             self._reason = ""
         except Exception as error:
             self._reason = str(error) or type(error).__name__
@@ -116,7 +116,7 @@ class PoolImage:
             return False
         return list(overwire.digest(_by_position(pool)).values()) == list(self._digests.values())
 
-    def restore(self, map_pool: Callable[[], Pool]) -> None:
+    def restore_pool(self, map_pool: Callable[[], Pool]) -> None:
         """Maps the pool's memory, and loads the file into it. The file is opened meanwhile. map_pool: maps the memory,
         and returns the pool.
 
@@ -125,11 +125,11 @@ class PoolImage:
         """
         import overwire
 
-        began = time.perf_counter()
+        start = time.perf_counter()
         with ThreadPoolExecutor(1) as worker:
             opening: Future[Any] = start_thread(worker.submit, self._open_file)
             pool = map_pool()
-            mapped = time.perf_counter()
+            map_end = time.perf_counter()
             try:
                 with opening.result() as file:
                     file.load_into((name, None, tensor) for name, tensor in _by_position(pool).items())
@@ -141,7 +141,7 @@ class PoolImage:
                 raise
         self._log.info(
             "overwire: restored %.2f GiB of weights in %.2f s, after %.2f s to map their memory",
-            _size_of(pool), time.perf_counter() - mapped, mapped - began,
+            _size_of(pool), time.perf_counter() - map_end, map_end - start,
         )  # fmt: skip
 
     def _open_file(self) -> Any:

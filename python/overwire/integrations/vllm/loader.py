@@ -322,8 +322,9 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
 def reader_of(config: Any) -> Any:
     """Returns a loader that knows the safetensors files of the models of an engine's configuration, also if its load
     format is not overwire."""
-    chosen = config.load_config.model_loader_extra_config if config.load_config.load_format == "overwire" else {}
-    reader = _Reader(config.load_config, check_options(chosen, _KEYS))
+    is_ours = config.load_config.load_format == "overwire"
+    options = config.load_config.model_loader_extra_config if is_ours else {}
+    reader = _Reader(config.load_config, check_options(options, _KEYS))
     reader.config = config
     return reader
 

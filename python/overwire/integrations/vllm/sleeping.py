@@ -78,9 +78,9 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
                 log.info("overwire: the weights are discarded, and reload_weights must read the model: %s", reason)
         super().suspend(level if level != 1 else 2)  # level 2 does not save the weights, which are already saved
         if level == 2:
-            self.quiesce()
+            self.quiesce_engine()
 
-    def quiesce(self) -> None:
+    def quiesce_engine(self) -> None:
         """Calls `overwire.quiesce`. Logs its errors."""
         import overwire
 
@@ -112,12 +112,13 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
         """Notes which files the model is about to be loaded from, if the weights will be stored for level 2.
         is_dummy: vLLM loads random weights."""
         self._image = None
-        if not (chosen := str(setting("OVERWIRE_SLEEP_IMAGES"))):
+        folder = str(setting("OVERWIRE_SLEEP_IMAGES"))
+        if not folder:
             return
         try:
             if is_dummy:
                 raise Refused("the weights are not those of the model")
-            self._image = PoolImage(ensure_folder(chosen), _facts_of_files(config), log)
+            self._image = PoolImage(ensure_folder(folder), _facts_of_files(config), log)
         except Exception as error:  # the load itself reports what is wrong with the files
             log.info("overwire: the weights will not be stored for level-2 sleep: %s", error or type(error).__name__)
 
@@ -200,7 +201,7 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
             return self._tensors_of_blocks(_blocks_awake())
 
         try:
-            image.restore(map_weights)
+            image.restore_pool(map_weights)
         except Exception as error:
             if not is_mapped:
                 raise
@@ -210,8 +211,8 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
 def _blocks_awake() -> dict[int, Any]:
     from vllm.device_allocator import get_mem_allocator_instance
 
-    held = get_mem_allocator_instance().pointer_to_data.items()
-    return {ptr: data for ptr, data in held if data.tag == _TAG and not data.is_asleep}
+    blocks = get_mem_allocator_instance().pointer_to_data.items()
+    return {ptr: data for ptr, data in blocks if data.tag == _TAG and not data.is_asleep}
 
 
 def _by_name(tensors: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
