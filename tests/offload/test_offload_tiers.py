@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,18 @@ def test_wrong_arguments_are_refused(wrong: Callable[[], dict[str, Any]]) -> Non
         with pytest.raises(ow.ArgumentError, match="room .*needs where='device' or where='auto'"):
             ow.offload(model, "cpu", room=room)
     assert outputs(model).shape
+
+
+def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """close needs no memory for the stored bytes of a block whose weights are back."""
+    offloaded = ow.offload(Model(), "cpu")
+    stored_bytes = [weakref.ref(one.stored.memory.tensor) for one in offloaded._away]
+    decode, left = offloading._decode_block, []
+
+    def decode_block(*args: Any) -> Any:
+        left.append(sum(one() is not None for one in stored_bytes))
+        return decode(*args)
+
+    monkeypatch.setattr(offloading, "_decode_block", decode_block)
+    offloaded.close()
+    assert left == [5, 4, 3, 2, 1]
