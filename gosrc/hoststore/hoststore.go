@@ -50,7 +50,7 @@ func defaultFolder() string {
 	if dir := knob.RuntimeFolder(); filepath.IsAbs(dir) && checkFolder(dir, 0o022) == nil {
 		return filepath.Join(dir, "overwire")
 	}
-	return fmt.Sprintf("/tmp/overwire-%d", os.Geteuid())
+	return filepath.Join("/tmp", fmt.Sprintf("overwire-%d", os.Geteuid()))
 }
 
 // makeFolder creates the folder of a socket if it is the default one, and checks that no other user can replace
