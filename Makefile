@@ -54,7 +54,7 @@ $(BIN)/gopy $(BIN)/staticcheck $(BIN)/versitygw:
 	.ci/install $(notdir $@) $(BIN)
 	@touch $@
 
-test: FUZZTIME = 5s
+test: FUZZTIME = 2s
 test: SITE = $(shell $(PYTHON) -c 'import sys; print("docs" if sys.version_info >= (3, 11) else "")')  # Sphinx needs 3.11
 test: ## run everything that must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer, the site
 	@for step in "packages compiled pylint race asan $(BIN)/versitygw $(SITE)" "collected wheel fuzz" suite; do \
@@ -73,6 +73,7 @@ packages: ; @.ci/packages
 
 more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## run everything that `make test` leaves out: Go's S3 tests, slow tests, long races
 	@.ci/check more
+	@.ci/fuzz
 	@$(MAKE) --no-print-directory soak SECONDS=120
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory fakegpu fakepy aarch64
