@@ -121,8 +121,8 @@ plots: $(DOCS)/.ready ## draw docs/plots/*.svg from docs/plots/figures.json
 	$(DOCS)/bin/python docs/plots/draw.py
 bench: build ## measure this machine and its limits, the binding, and loads over HTTP
 	$(PY) -m overwire bench
-	$(PY) tests/benches/bench_net.py
-	$(PY) tests/benches/bench_binding.py
+	$(PY) bench/bench_net.py
+	$(PY) bench/bench_binding.py
 
 docs: $(DOCS)/.ready ## build the site in build/docs/html from docs/ and the docstrings; needs no network once installed
 	$(DOCS)/bin/python -m sphinx -q -W --keep-going -E -c docs -d build/docs/doctrees . build/docs/html
@@ -148,4 +148,4 @@ kernels: $(NVCC) ## recompile cuda/built/*.fatbin with the pinned compiler, byte
 $(NVCC):
 	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
 gpubench: build ## on a machine with a GPU: run its tests and the memory checkers, and measure every figure
-	PYTHON=$(PY) tests/gpu/device_run.sh
+	PYTHON=$(PY) bench/gpu/device_run.sh
