@@ -1,6 +1,6 @@
-"""Runs the programs of tests/benches on the CPU.
+"""Runs the programs of bench on the CPU.
 
-tests/gpu/device_run.sh prints the same rows for a GPU.
+bench/gpu/device_run.sh prints the same rows for a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import overwire as ow
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "tests" / "benches"))
+sys.path.insert(0, str(ROOT / "bench"))
 import bench_start  # noqa: E402
 import bench_tensorizer  # noqa: E402
 
@@ -26,7 +26,7 @@ torch = pytest.importorskip("torch")
 @pytest.mark.slow
 def test_links_have_rows_beside_their_floors(tmp_path: Path) -> None:
     """Every link and the bare loopback have rows for both kinds of file, and no temporary file is left."""
-    command = [sys.executable, ROOT / "tests/benches/bench_net.py", "--size", "8MB", "--repeat", "1", "--json"]
+    command = [sys.executable, ROOT / "bench/bench_net.py", "--size", "8MB", "--repeat", "1", "--json"]
     done = subprocess.run([*command, "--dir", tmp_path], capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -70,7 +70,7 @@ def test_starts_count_from_the_start_of_the_process(tmp_path: Path) -> None:
 
 def test_codecs_have_rows_or_a_reason() -> None:
     """Without a GPU the codec bench says so. With a GPU, X16 makes weights smaller."""
-    command = [sys.executable, ROOT / "tests/benches/bench_codecs.py", "--json", "--size", "64MiB"]
+    command = [sys.executable, ROOT / "bench/bench_codecs.py", "--json", "--size", "64MiB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -79,7 +79,7 @@ def test_codecs_have_rows_or_a_reason() -> None:
 
 def test_parts_of_a_start_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python below 3.12 measures only the whole start, which is not reported as the time to load the weights."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "gpu"))
     import device_starts
 
     assert device_starts.parts_of({"whole": 3.0}) == {"whole": 3.0}

@@ -1,5 +1,5 @@
-"""Tests that programs in tests/ which cannot run here, because they need an engine or a GPU, only use names that
-overwire's modules have."""
+"""Tests that programs in bench/ and tests/ which cannot run here, because they need an engine or a GPU, only use names
+that overwire's modules have."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def absent_names(source: str) -> Iterator[str]:
 def test_programs_name_what_there_is() -> None:
     """No program or test uses a name that overwire's modules lack."""
     absent = []
-    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")]
+    files = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("examples/**/*.py")]
     for file in files:
         absent += [f"{file.relative_to(ROOT)}:{one}" for one in absent_names(file.read_text(encoding="utf-8"))]
     assert len(files) > 100 and not absent, absent

@@ -1,6 +1,6 @@
 """Compares sizes and speeds on real weights with other lossless compressors, in fresh processes.
 
-    python tests/benches/bench_compared.py [--rounds 3] [--packages DIR] [--folder DIR]
+    python bench/bench_compared.py [--rounds 3] [--packages DIR] [--folder DIR]
 
 The inputs are plain safetensors files of MiniLM (downloaded by examples/demo.py): the original, cast and quantised.
 Each tool gets a whole file and must return every byte. zstandard and ZipNN work in memory, ZipNN with the weights'
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 ZIPNN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32 that holds bf16": "float32"}
 TOOLS = ("overwire", "overwire, smaller", "zstd -3", "ZipNN")
 

@@ -1,7 +1,7 @@
 """Compares nvCOMP with overwire on a machine with a GPU: each decodes what the other encodes, at sizes around a
 chunk's.
 
-    python tests/gpu/device_nvcomp.py [--wheels FOLDER] [--only LZ4,Zstd] [--json]
+    python bench/gpu/device_nvcomp.py [--wheels FOLDER] [--only LZ4,Zstd] [--json]
 
 Each side reads the other's raw streams of standard algorithms. overwire.compat.nvcomp reads nvCOMP's native and sized
 streams, its checksums and its Cascaded through nvCOMP, and also ANS and Bitcomp.

@@ -1,6 +1,6 @@
 """Compares sizes of real weights at both levels with other compressors, and measures decoding speeds.
 
-    python tests/benches/bench_ratio.py [--folder DIR] [--device cuda] [FILE ...]
+    python bench/bench_ratio.py [--folder DIR] [--device cuda] [FILE ...]
 
 The inputs are the files, or MiniLM (downloaded by examples/demo.py): the original, cast, and quantised to int8 by rows
 and to 4 bits as packed by GPTQ. Every file is loaded back and compared. The sizes are printed next to zstandard at
@@ -26,7 +26,7 @@ import overwire as ow
 import torch
 import zstandard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import demo
 
 CHUNK = 1 << 20

@@ -1,6 +1,6 @@
 """Compares cold loads, and warm plain reads on two cores, with safetensors in fresh processes.
 
-    python tests/benches/bench_cold.py [--size 1GB] [--repeat 7] [--warm 9] [--folder DIR]
+    python bench/bench_cold.py [--size 1GB] [--repeat 7] [--warm 9] [--folder DIR]
 
 The files are generated bf16, plain and compressed, on a disk. For cold loads the file is dropped from the page cache
 before each load, and mincore reports the share that stays. Each round runs the variants in random order, then direct

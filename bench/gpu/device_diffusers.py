@@ -1,8 +1,8 @@
 """Measures a diffusers pipeline on a GPU unpatched and under `overwire.patch_safetensors`, with plain and with
 compressed files, against a baseline.
 
-    python tests/gpu/device_diffusers.py                        one GPU, 5.5 GB, about 100 s
-    python tests/gpu/device_diffusers.py --small --device cpu   without a GPU
+    python bench/gpu/device_diffusers.py                        one GPU, 5.5 GB, about 100 s
+    python bench/gpu/device_diffusers.py --small --device cpu   without a GPU
 
 It makes a pipeline of Stable Diffusion XL's UNet, CLIP's text encoder and an autoencoder, plain and compressed, in
 memory (--dir), and compares every parameter with the unpatched load's byte for byte. Then fresh processes alternately

@@ -1,6 +1,6 @@
 """Measures loads over HTTP from `overwire serve` on this machine against the link or bare TCP.
 
-    python tests/benches/bench_net.py [--device cpu] [--size 1GB] [--repeat 5] [--dir /dev/shm] [--json]
+    python bench/bench_net.py [--device cpu] [--size 1GB] [--repeat 5] [--dir /dev/shm] [--json]
 
 Loads generated bf16 weights, plain and compressed, over links of limited speed to the CPU, and over the bare loopback
 to any device. Every byte is compared before anything is timed. A figure is the median of several loads, timed until the
@@ -26,7 +26,7 @@ from typing import Any
 
 import overwire as ow
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from processes import overwire_serve  # noqa: E402
 
 # Total rate and rate per connection in GB/s, as arguments of `overwire serve`.

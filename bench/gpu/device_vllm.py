@@ -1,9 +1,9 @@
 """Compares vLLM's own load formats with overwire's in vLLM's real loaders on a GPU.
 
-    python tests/gpu/device_vllm.py                       one GPU, Llama 8B's shape, 16 GB, about 300 s
-    python tests/gpu/device_vllm.py --shape moe           18,867 tensors
-    python tests/gpu/device_vllm.py --ranks 2             two GPUs, tensor-parallel
-    python tests/gpu/device_vllm.py --shape tiny --device cpu    without a GPU
+    python bench/gpu/device_vllm.py                       one GPU, Llama 8B's shape, 16 GB, about 300 s
+    python bench/gpu/device_vllm.py --shape moe           18,867 tensors
+    python bench/gpu/device_vllm.py --ranks 2             two GPUs, tensor-parallel
+    python bench/gpu/device_vllm.py --shape tiny --device cpu    without a GPU
 
 It makes a model of the given shape in four shards, plain and compressed, in memory (--dir). One process per rank then
 loads it with vLLM's `safetensors`, with overwire plain and compressed, and with sleep mode's memory pool. It compares
@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "engines"))
 import engines_vllm as engines
 
 SHARDS = 4

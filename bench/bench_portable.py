@@ -1,6 +1,6 @@
 """Measures how fast the reader without the engine reads compressed bf16 weights on one core, for docs/portable.md.
 
-    taskset -c 0 python tests/benches/bench_portable.py [MB]
+    taskset -c 0 python bench/bench_portable.py [MB]
 
 Prints MB/s of tensors for each of five runs, by wall time and by processor time, next to the rate at which numpy copies
 them. The bytes are first compared with the engine's.

@@ -1,6 +1,6 @@
 """Measures the time before a load's first byte, and a load's memory, in fresh processes that alternate.
 
-    python tests/benches/bench_start.py [--size 2GB] [--repeat 5] [--dir /dev/shm] [--device cuda]
+    python bench/bench_start.py [--size 2GB] [--repeat 5] [--dir /dev/shm] [--device cuda]
 
 import: the time that `import overwire` adds to a bare interpreter. first: from the start of the process to the first
 tensor and to all of them, without torch. preload: from the start of the process until tensors that were loaded during

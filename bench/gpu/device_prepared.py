@@ -1,8 +1,8 @@
 """Tests prepared state on a GPU without an engine: a model with vLLM's shapes is stored in a file and created from it.
 
-    python tests/gpu/device_prepared.py             the fused tensors of Llama 8B, 16 GB, in /dev/shm
-    python tests/gpu/device_prepared.py --experts 48 layers with 128 experts each, 15 GB
-    python tests/gpu/device_prepared.py --device cpu --layers 1      without a GPU
+    python bench/gpu/device_prepared.py             the fused tensors of Llama 8B, 16 GB, in /dev/shm
+    python bench/gpu/device_prepared.py --experts 48 layers with 128 experts each, 15 GB
+    python bench/gpu/device_prepared.py --device cpu --layers 1      without a GPU
 
 The first process makes the weights and stores them. Fresh processes make the model on the meta device and load the file
 into it. Every tensor's digest is compared. The time is printed next to those of `load_file` on the same file and of

@@ -1,6 +1,6 @@
 """Tests deltas on a GPU: compares bytes, then prints a table of figures with baselines and goals.
 
-    python tests/gpu/device_delta.py [--size 16GB] [--tensors 291] [--chain 10000] [--repeat 5]
+    python bench/gpu/device_delta.py [--size 16GB] [--tensors 291] [--chain 10000] [--repeat 5]
 
 1 % or 4.5 % of the bf16 weights change by one step of the last bit. The baselines, measured in the same run, are a copy
 on the device, which reads and writes each byte, and a copy of the delta's bytes from pinned memory.

@@ -1,8 +1,8 @@
 """Tests work on weights that stay on a GPU: compares bytes, then measures against baselines.
 
-    python tests/gpu/device_resident.py                    every section; needs 40 GB of GPU memory
-    python tests/gpu/device_resident.py digest --size 16GB --repeat 7
-    python tests/gpu/device_resident.py digest --size 64MB --device cpu     without a GPU or baselines
+    python bench/gpu/device_resident.py                    every section; needs 40 GB of GPU memory
+    python bench/gpu/device_resident.py digest --size 16GB --repeat 7
+    python bench/gpu/device_resident.py digest --size 64MB --device cpu     without a GPU or baselines
 
 A section is a function of this file. It compares bytes, then adds rows to the table: name, seconds, bytes, baseline,
 goal. Figures are medians of --repeat runs after a warm-up run, and a baseline alternates with its row. The exit status

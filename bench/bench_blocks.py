@@ -1,6 +1,6 @@
 """Measures ranks that load blocks of several open files together.
 
-    python tests/benches/bench_blocks.py [--ranks 2] [--size 2GB] [--repeat 5] [--dir /dev/shm]
+    python bench/bench_blocks.py [--ranks 2] [--size 2GB] [--repeat 5] [--dir /dev/shm]
 
 Makes a model of four shards, plain and compressed. Each rank is a process with its own GPU, or with the CPU if there
 are not enough GPUs. It opens each shard separately, and all shards as one file. All ranks load tensor-parallel blocks.

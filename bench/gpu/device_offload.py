@@ -1,7 +1,7 @@
 """Tests offload on a GPU: compares outputs with the resident model's, then times passes of overwire and of other
 libraries in one run.
 
-    PYTHONPATH=python python tests/gpu/device_offload.py [--models llama,...] [--layers 5] [--repeat 5] [--ways keep,..]
+    PYTHONPATH=python python bench/gpu/device_offload.py [--models llama,...] [--layers 5] [--repeat 5] [--ways keep,..]
 
 The models are llama (2.43 GB of bf16 in 5 layers, a forward of 8 tokens, limited by the link), compute (the same with a
 forward of 16 x 4096 tokens, which hides the copies) and unet (Stable Diffusion XL's with random weights, one step at 64

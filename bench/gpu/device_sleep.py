@@ -1,7 +1,7 @@
 """Tests sleep and wake on a GPU: compares every byte, then measures times against baselines.
 
-    PYTHONPATH=python python tests/gpu/device_sleep.py [--size 16] [--rounds 20] [--cycles 1000] [--device cuda]
-    PYTHONPATH=python python tests/gpu/device_sleep.py --first [--size 16] [--rounds 3]
+    PYTHONPATH=python python bench/gpu/device_sleep.py [--size 16] [--rounds 20] [--cycles 1000] [--device cuda]
+    PYTHONPATH=python python bench/gpu/device_sleep.py --first [--size 16] [--rounds 3]
 
 --size is the GB of bf16 weights, in 291 tensors with a Llama's shapes. The baselines are torch's copies of the same
 number of stored bytes between the GPU and pinned memory, in the same run. The exit status is 1 if a byte is wrong or

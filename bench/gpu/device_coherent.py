@@ -2,7 +2,7 @@
 
 It compares bytes first and then prints a table of GB/s.
 
-    PYTHONPATH=python python tests/gpu/device_coherent.py [--size 8GB] [--repeat 7] [--dir /dev/shm] [--device cuda]
+    PYTHONPATH=python python bench/gpu/device_coherent.py [--size 8GB] [--repeat 7] [--dir /dev/shm] [--device cuda]
 
 A GPU with a coherent link (Grace, DGX Spark) always loads in place, so both columns measure the same there. Other GPUs
 load in place on request, over PCI Express. That shows that the mode is correct, but not how fast it is over a coherent

@@ -3,13 +3,13 @@
 # fast it is. Needs overwire and torch in PYTHON, and for some steps pytest,
 # compute-sanitizer and nvCOMP's wheels (in WHEELS).
 #
-#   tests/gpu/device_run.sh                      everything, 20 minutes at most
-#   tests/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench net python
-#   OUT=folder DIR=/dev/shm BENCH="--size 4GB" PYTHON=python3 tests/gpu/device_run.sh
+#   bench/gpu/device_run.sh                      everything, 20 minutes at most
+#   bench/gpu/device_run.sh bench                some steps: doctor tests sanitizer nvcomp bench net python
+#   OUT=folder DIR=/dev/shm BENCH="--size 4GB" PYTHON=python3 bench/gpu/device_run.sh
 set -u
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-/tmp/overwire-gpu}
-. tests/gpu/steps.sh
+. bench/gpu/steps.sh
 
 tests() {
     if "$PYTHON" -c 'import pytest' 2>/dev/null; then
@@ -56,13 +56,13 @@ for name in ${*:-doctor tests sanitizer nvcomp bench net python}; do
     doctor) step doctor 60 "$PYTHON" -m overwire doctor --measure ;;
     tests) tests ;;
     sanitizer) sanitizer ;;
-    nvcomp) step nvcomp 120 "$PYTHON" tests/benches/bench_codecs.py ${WHEELS:+--wheels "$WHEELS"} ;;
+    nvcomp) step nvcomp 120 "$PYTHON" bench/bench_codecs.py ${WHEELS:+--wheels "$WHEELS"} ;;
     # shellcheck disable=SC2086 # BENCH has several words
     bench) step bench 300 "$PYTHON" -m overwire bench --device cuda --dir "$DIR" ${BENCH:-} ;;
-    net) step net 200 "$PYTHON" tests/benches/bench_net.py --device cuda --size 8GB --repeat 3 --dir "$DIR" ;;
+    net) step net 200 "$PYTHON" bench/bench_net.py --device cuda --size 8GB --repeat 3 --dir "$DIR" ;;
     python)
         each_kind
-        step starts 120 "$PYTHON" tests/benches/bench_start.py --device cuda --dir "$DIR"
+        step starts 120 "$PYTHON" bench/bench_start.py --device cuda --dir "$DIR"
         ;;
     *) echo "unknown step: $name" && failed="$failed $name" ;;
     esac

@@ -1,8 +1,8 @@
 """Measures from_pretrained on a GPU unpatched and under `overwire.patch_safetensors`, with plain and with compressed
 files, against a baseline.
 
-    python tests/gpu/device_transformers.py                 one GPU, 7.5 GB, about 200 s
-    python tests/gpu/device_transformers.py --layers 2 --hidden 512 --device cpu   without a GPU
+    python bench/gpu/device_transformers.py                 one GPU, 7.5 GB, about 200 s
+    python bench/gpu/device_transformers.py --layers 2 --hidden 512 --device cpu   without a GPU
 
 It makes a model of Llama's shape in four shards, plain and compressed, in memory (--dir). Then fresh processes
 alternately time `from_pretrained`. The baseline is the same call with a `safe_open` that returns `torch.empty` on the

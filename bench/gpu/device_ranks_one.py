@@ -1,6 +1,6 @@
 """Tests ranks that map each other's memory (OVERWIRE_EXCHANGE=mapped) on one GPU or several.
 
-    python tests/gpu/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 480]
+    python bench/gpu/device_ranks_one.py [--ranks 2,4] [--size 4GB] [--dir /dev/shm] [--limit 480]
 
 For each number of ranks, separate processes form a gloo group. Rank r uses GPU r modulo the number of GPUs. The ranks
 load, stream and fill modules with whole tensors, tensor-parallel slices and columns of all matrices, compressed and

@@ -1,9 +1,9 @@
 """Measures the parts of a vLLM start on a GPU with each load format.
 
-    python tests/gpu/device_starts.py                     Llama 8B's shape, 16 GB, in /dev/shm
-    python tests/gpu/device_starts.py --shape moe,fp8     18,867 tensors, and Llama's in fp8
-    python tests/gpu/device_starts.py --ranks 2           two GPUs, tensor-parallel
-    python tests/gpu/device_starts.py --shape tiny --device cpu    without a GPU
+    python bench/gpu/device_starts.py                     Llama 8B's shape, 16 GB, in /dev/shm
+    python bench/gpu/device_starts.py --shape moe,fp8     18,867 tensors, and Llama's in fp8
+    python bench/gpu/device_starts.py --ranks 2           two GPUs, tensor-parallel
+    python bench/gpu/device_starts.py --shape tiny --device cpu    without a GPU
 
 One process per rank imports vLLM while others make the files, and then starts each model with each format in turn,
 --repeat times. The parts are vLLM's import, creating the modules, loading the weights (including recording the model's

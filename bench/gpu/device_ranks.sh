@@ -3,9 +3,9 @@
 # are right over NCCL, then how fast they are. Needs overwire, torch with NCCL and
 # pytest in PYTHON.
 #
-#   tests/gpu/device_ranks.sh                     everything, 4 minutes at most
-#   tests/gpu/device_ranks.sh bench               some steps: tests example bench
-#   OUT=folder DIR=/dev/shm SIZE=8GB RANKS=2 PYTHON=python3 tests/gpu/device_ranks.sh
+#   bench/gpu/device_ranks.sh                     everything, 4 minutes at most
+#   bench/gpu/device_ranks.sh bench               some steps: tests example bench
+#   OUT=folder DIR=/dev/shm SIZE=8GB RANKS=2 PYTHON=python3 bench/gpu/device_ranks.sh
 set -u
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-/tmp/overwire-ranks}
@@ -13,7 +13,7 @@ SIZE=${SIZE:-8GB}
 # NVLink multicast stays off: on a shared host it can disable other users' GPUs.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
-. tests/gpu/steps.sh
+. bench/gpu/steps.sh
 
 RANKS=${RANKS:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
 if [ "$RANKS" -lt 2 ]; then

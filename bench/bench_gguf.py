@@ -1,6 +1,6 @@
 """Computes the sizes of GGUF's blocks with an ideal coder of single values, for the table in docs/folders.md.
 
-    python tests/benches/bench_gguf.py
+    python bench/bench_gguf.py
 
 Prints stored / original of each type, for three kinds of values, by the order-0 entropy of each field of the blocks
 (values, and scales by byte), as X16 codes exponents. Q4_K and Q6_K are quantised to the nearest value, without

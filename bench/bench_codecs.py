@@ -1,6 +1,6 @@
 """Compares overwire's codecs on a GPU with nvCOMP's through nvCOMP's API, in one run.
 
-    python tests/benches/bench_codecs.py [--size 1GiB] [--wheels FOLDER] [--json]
+    python bench/bench_codecs.py [--size 1GiB] [--wheels FOLDER] [--json]
 
 X16 runs against nvCOMP's ANS `<f2` on the same bf16 weights. Both libraries decode LZ4 and Snappy from the same
 streams, written by nvCOMP. The cost of one call is measured with small batches, a config and the caller's output. Every

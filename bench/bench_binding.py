@@ -1,4 +1,4 @@
-"""Measures the cost of calls between Python and the engine: python tests/benches/bench_binding.py
+"""Measures the cost of calls between Python and the engine: python bench/bench_binding.py
 
 Prints figures and asserts nothing about time. A file of 18,867 tensors of 1 KB (as many as in a mixture-of-experts
 checkpoint) is opened, listed, loaded and exported.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "process"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "process"))
 
 import engine_calls as e
 from process_helper import write_plain

@@ -1,7 +1,7 @@
 """Compares `overwire.compat.tensorizer` with tensorizer itself, in fresh processes that alternate.
 
-    python tests/benches/bench_tensorizer.py [--size 500MB] [--repeat 2] [--dir /dev/shm]
-    python tests/benches/bench_tensorizer.py --device cuda [--kind moe-bf16] ...
+    python bench/bench_tensorizer.py [--size 500MB] [--repeat 2] [--dir /dev/shm]
+    python bench/bench_tensorizer.py --device cuda [--kind moe-bf16] ...
 
 Both sides are called in the same way, write files of generated weights, and read each other's files. Every byte is
 compared before anything is timed. A process loads twice. On the CPU every byte is read after a load, and writes are

@@ -1,6 +1,6 @@
 """Measures saves from a GPU against their baselines, after comparing bytes.
 
-    python tests/gpu/device_save.py [--gb 15] [--to /dev/shm/saves] [--seconds 95]
+    python bench/gpu/device_save.py [--gb 15] [--to /dev/shm/saves] [--seconds 95]
 
 Each figure is a line: seconds, GB/s of tensor bytes, and the process's CPU time in user space and in the kernel.
 """
