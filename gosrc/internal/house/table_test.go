@@ -91,8 +91,8 @@ var mayImport = map[string][]string{
 	"peers": {"device", "device/cuda", "errs", "internal/..."},
 
 	// The commands.
-	"stored": {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
-	"unpack": {"stored", "codec", "source", "tensor", "errs", "internal/..."},
+	"stored":    {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
+	"unpack":    {"stored", "codec", "source", "tensor", "errs", "internal/..."},
 	"hoststore": {"codec", "format", "source", "source/file", "knob", "tensor", "errs", "internal/..."},
 	"load": {"hoststore", "format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open",
 		"source/memory", "device/...", "job",
