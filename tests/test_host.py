@@ -155,6 +155,51 @@ def test_store_that_ends(store: Store, save: Callable[..., Path], tmp_path: Path
         new.kill()
 
 
+# A store that serves the file with one byte changed, and prints each command. The arguments are the socket and the file.
+FAKE = """
+import fcntl, json, os, socket, struct, sys
+path, file = sys.argv[1:]
+data = bytearray(open(file, "rb").read())
+data[len(data) // 2] ^= 1
+fd = os.memfd_create("fake", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+os.write(fd, data)
+fcntl.fcntl(fd, 1033, 15)  # F_ADD_SEALS
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(path)
+listener.listen()
+print("ready", flush=True)
+while True:
+    connection, _ = listener.accept()
+    while head := connection.recv(4):
+        request = json.loads(connection.recv(struct.unpack("<I", head)[0]))
+        print(request["op"], flush=True)
+        body = json.dumps({"found": True, "size": len(data)}).encode()
+        message = struct.pack("<I", len(body)) + body
+        socket.send_fds(connection, [message], [fd] if request["op"] == "get" else [])
+"""
+
+
+def test_wrong_bytes_in_memory(save: Callable[..., Path], tmp_path: Path) -> None:
+    """If a checksum is wrong, the entry is dropped, and load_file returns the bytes of the file after a warning. Other
+    functions raise the error."""
+    path, store = save("m.safetensors"), object.__new__(Store)
+    store.env = {**os.environ, "OVERWIRE_HOST": str(tmp_path / "fake")}
+    command = [sys.executable, "-c", FAKE, str(tmp_path / "fake"), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as fake:
+        assert fake.stdout is not None
+        try:
+            assert fake.stdout.readline() == "ready\n"
+            loaded = store.load(path)
+            assert [fake.stdout.readline() for _ in range(2)] == ["get\n", "drop\n"]
+            assert (loaded["host"]["hits"], loaded["host"]["distrusted"], len(loaded["log"])) == (1, 1, 1)
+            with pytest.raises(AssertionError, match="CorruptError"):
+                store.load(path, "stream")
+            assert [fake.stdout.readline() for _ in range(2)] == ["get\n", "drop\n"]
+        finally:
+            fake.kill()
+    assert loaded["digest"] == store.load(path, "file")["digest"]
+
+
 def test_commands(store: Store, save: Callable[..., Path], tmp_path: Path) -> None:
     """put, list, drop and budget do what their help says, and refuse what does not fit."""
     path = save("m.safetensors")
