@@ -1,8 +1,8 @@
 """Compares the first and later loads of builds of overwire and of other loaders, in fresh processes.
 
-    python tests/gpu/device_first.py --build new=python
-    python tests/gpu/device_first.py --build old=/tmp/old/python --build new=python --rounds 7 --states
-    python tests/gpu/device_first.py --build new=python --device cpu --size 50MB --state-size 3MB --dir /tmp    no GPU
+    python bench/gpu/device_first.py --build new=python
+    python bench/gpu/device_first.py --build old=/tmp/old/python --build new=python --rounds 7 --states
+    python bench/gpu/device_first.py --build new=python --device cpu --size 50MB --state-size 3MB --dir /tmp    no GPU
 
 --build: a name, and the folder of the package with its engine. Each load runs in a new fork of a process that has
 imported torch, and rows run in random order. A fork imports its loader and creates the CUDA context, then loads the

@@ -1,6 +1,6 @@
 """Tests and times level-2 sleep of a memory pool on a GPU, without vLLM.
 
-    PYTHONPATH=python python tests/gpu/device_level2.py [--size 16] [--rounds 5] [--folder /dev/shm/overwire-level2]
+    PYTHONPATH=python python bench/gpu/device_level2.py [--size 16] [--rounds 5] [--folder /dev/shm/overwire-level2]
 
 The pool is made with the driver's calls of vLLM's allocator: each of a Llama's tensors has its own reserved addresses,
 which are mapped to new physical memory when the pool wakes. --size is the GB of bf16 weights. Each round puts the pool
@@ -8,7 +8,7 @@ to sleep and wakes it as vLLM's worker does, and compares every byte. For compar
 from pinned memory, `overwire.load_file` of the same weights, and level 1. The exit status is 1 if a byte is wrong, if
 memory is not freed, or if a damaged file is restored.
 
-tests/gpu/device_vllm.py does the same in vLLM's own pool.
+bench/gpu/device_vllm.py does the same in vLLM's own pool.
 """
 
 from __future__ import annotations

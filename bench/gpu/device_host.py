@@ -1,6 +1,6 @@
 """Measures loads from the host store, in new processes, against files in /dev/shm and InstantTensor.
 
-    PYTHONPATH=python python tests/gpu/device_host.py [--size 8] [--rounds 3] [--device cuda] [--folder /dev/shm]
+    PYTHONPATH=python python bench/gpu/device_host.py [--size 8] [--rounds 3] [--device cuda] [--folder /dev/shm]
 
 --size is the GB of generated bf16 weights. Each load runs in a process of its own, which has imported torch and used
 the device before its clock starts. The kinds alternate, and all loads of one format must have the same digests. The
