@@ -1,7 +1,8 @@
 package verify
 
 // This file compares files with the SHA-256 that the Hugging Face Hub reported for them. The Hub sends it with hf://
-// files. For downloaded files, huggingface_hub stores it in both of its layouts: a cache uses it as the name of the blob, and a local folder has it in
+// files. For downloaded files, huggingface_hub stores it in both of its layouts: a cache uses it as the name of the
+// blob, and a local folder has it in
 // .cache/huggingface/download/FILE.metadata (three lines: commit, ETag, time of the download).
 
 import (

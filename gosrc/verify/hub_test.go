@@ -133,12 +133,14 @@ func TestVerifyOnTheHub(t *testing.T) {
 		for dir, b := range map[string][]byte{"good": b, "bad": damaged(file)} { // as huggingface_hub's cache
 			blob := filepath.Join(t.TempDir(), "blobs", sumOf(files[file]))
 			link := filepath.Join(filepath.Dir(filepath.Dir(blob)), file)
-			err := errors.Join(os.Mkdir(filepath.Dir(blob), 0o700), os.WriteFile(blob, b, 0o600), os.Symlink(blob, link))
+			err := errors.Join(os.Mkdir(filepath.Dir(blob), 0o700), os.WriteFile(blob, b, 0o600),
+				os.Symlink(blob, link))
 			if err != nil {
 				t.Fatal(err)
 			}
 			v, err := Verify(bg, nil, []string{link}, format.Access{}, false)
-			if dir == "good" && (err != nil || v.Files[0].SHA256 != sumOf(b)) || dir == "bad" && !errors.Is(err, errs.ErrCorrupt) {
+			if dir == "good" && (err != nil || v.Files[0].SHA256 != sumOf(b)) ||
+				dir == "bad" && !errors.Is(err, errs.ErrCorrupt) {
 				t.Errorf("%s, %s: %+v, %v", file, dir, v, err)
 			}
 		}

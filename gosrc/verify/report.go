@@ -41,8 +41,8 @@ type VerifiedFile struct {
 	Original *original.Summary `json:"original,omitempty"`
 }
 
-// addFile adds a GGUF file after a check of its structure. compare compares the file with a known hash, if there is one,
-// and then sets Checked.
+// addFile adds a GGUF file after a check of its structure. compare compares the file with a known hash, if there is
+// one, and then sets Checked.
 func (rep *Report) addFile(file InspectedFile, compare func(*VerifiedFile) error) error {
 	const note = "GGUF files have no checksums: only their structure was verified"
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
@@ -104,7 +104,7 @@ func (in *Inspection) sumUp() {
 // An InspectedFile is one file of an Inspection.
 type InspectedFile struct {
 	URI      string            `json:"uri"`
-	Format   string            `json:"format"` // "overwire", "safetensors", "tensors", "gguf", or a kind of other libraries
+	Format   string            `json:"format"` // "overwire", "safetensors", "tensors", "gguf", or another library's kind
 	Size     int64             `json:"size"`
 	Header   int64             `json:"header"` // bytes before the data section
 	Metadata map[string]string `json:"metadata"`

@@ -183,9 +183,9 @@ def verify(
     Returns a dict: ok (always True, because damage raises), tensors, bytes, stored, seconds, and "files", each with
     what was "checked": "contents", or only "structure" for plain safetensors and GGUF files, which have no checksums.
     If such a file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), or
-    is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that records what it was made from has "original": its
-    "sha256", and whether it was "compared" (False: the file has none, for example because the original came over
-    a network).
+    is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that records what it was
+    made from has "original": its "sha256", and whether it was "compared" (False: the file has none, for example
+    because the original came over a network).
     With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ", are "missing" in the model,
     or are "surplus" there.
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError; with
