@@ -155,7 +155,7 @@ def test_store_that_ends(store: Store, save: Callable[..., Path], tmp_path: Path
         new.kill()
 
 
-# A store that serves the file with one byte changed, and prints each command. The arguments are the socket and the file.
+# A store that serves a file with one byte changed, and prints each command. The arguments are the socket and the file.
 FAKE = """
 import fcntl, json, os, socket, struct, sys
 path, file = sys.argv[1:]

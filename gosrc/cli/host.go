@@ -42,8 +42,8 @@ full, the least recently used entries that no process uses are removed.
 		{name: "budget", value: "SIZE", size: true,
 			doc: "most memory for models (default: half of the memory that is available at the start)"},
 		{name: "socket", value: "PATH",
-			doc: "socket of the store (default: OVERWIRE_HOST, or host.sock in $XDG_RUNTIME_DIR/overwire or " +
-				"/tmp/overwire-UID)"},
+			doc: "socket of the store (default: OVERWIRE_HOST, or host.sock in $XDG_RUNTIME_DIR/overwire, " +
+				"or else in overwire-UID in /tmp)"},
 		storageOption,
 	},
 	run: func(c *call) error {
@@ -103,8 +103,8 @@ func listHost(c *call, ctx context.Context, client *hoststore.Client) error {
 	return c.show(r, func(w io.Writer) {
 		t := table(w)
 		for _, e := range r.Entries {
-			fmt.Fprintf(t, "%.12s\t%s\t%s\t%s\t%s\t%s\n", e.Name, bytesText(e.Size), e.State, countText(e.Users, "user"),
-				e.Used.Local().Format(time.DateTime), safe(e.Label))
+			fmt.Fprintf(t, "%.12s\t%s\t%s\t%s\t%s\t%s\n", e.Name, bytesText(e.Size), e.State,
+				countText(e.Users, "user"), e.Used.Local().Format(time.DateTime), safe(e.Label))
 		}
 		_ = t.Flush()
 		fmt.Fprintf(w, "%s: %s of %s used, %s available\n", safe(r.Socket), bytesText(r.Used), bytesText(r.Budget),

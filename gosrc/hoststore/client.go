@@ -93,7 +93,7 @@ func (c *Client) ask(ctx context.Context, q request, most time.Duration) (r repl
 		if fd >= 0 {
 			_ = unix.Close(fd)
 		}
-		return r, -1, &refused{errs.New(classOf(r.Class), "%s", errs.OneLine(r.Error))}
+		return r, -1, &refusalError{errs.New(classOf(r.Class), "%s", errs.OneLine(r.Error))}
 	}
 	if err != nil { // the next reply could belong to this request
 		c.Close()
@@ -105,10 +105,10 @@ func (c *Client) ask(ctx context.Context, q request, most time.Duration) (r repl
 	return r, fd, nil
 }
 
-// refused is the error of a command that a working store refused.
-type refused struct{ error }
+// refusalError is the error of a command that a working store refused.
+type refusalError struct{ error }
 
-func (r *refused) Unwrap() error { return r.error }
+func (r *refusalError) Unwrap() error { return r.error }
 
 // fetch returns a source of the bytes with a name, or nil if the store does not have them. uri names the source in
 // errors. It accepts only a descriptor whose bytes cannot change and are those that the name says.
@@ -182,8 +182,8 @@ func (c *Client) Put(ctx context.Context, src source.Source, done func(n int64))
 	}
 	shown := errs.OneLine(errs.RedactURI(src.URI()))
 	long := time.Minute + time.Duration(src.Size()/(100<<20))*time.Second
-	r, fd, err := c.ask(ctx, request{Op: opPut, Name: l.name, Size: src.Size(), Label: shown[max(0, len(shown)-maxText):]},
-		long)
+	r, fd, err := c.ask(ctx, request{Op: opPut, Name: l.name, Size: src.Size(),
+		Label: shown[max(0, len(shown)-maxText):]}, long)
 	if err != nil {
 		return "", err
 	}

@@ -43,8 +43,8 @@ func labelOf(ctx context.Context, src source.Source) (l label, ok bool, err erro
 	f, identity := src.Facts(), ""
 	if f.Identity.Known() && f.Settled {
 		id := f.Identity
-		text := sha256.Sum256(fmt.Appendf(nil, "%d %d %d %d %d %q %q", id.Device, id.Inode, id.Size, id.Modified, id.Changed,
-			id.Object, id.Pin))
+		text := sha256.Sum256(fmt.Appendf(nil, "%d %d %d %d %d %q %q", id.Device, id.Inode, id.Size, id.Modified,
+			id.Changed, id.Object, id.Pin))
 		identity = hex.EncodeToString(text[:])
 	}
 	l, isContainer, err := labelAs(ctx, src, identity)

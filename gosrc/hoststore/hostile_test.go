@@ -49,9 +49,12 @@ func TestHostileClients(t *testing.T) {
 	name := strings.Repeat("a", 64)
 	for _, body := range []string{"", "{", "null", "[]", "{}", `{"version":2,"op":"list"}`, `{"version":1,"op":"fly"}`,
 		`{"version":1,"op":"list"} {}`, `{"version":1,"op":"list"}x`, `{"version":1,"op":1}`, `{"version":1e99}`, strings.Repeat("[", 9000),
-		good(request{Op: opGet}), good(request{Op: opGet, Name: "../../etc/passwd"}), good(request{Op: opGet, Name: strings.Repeat("A", 64)}),
-		good(request{Op: opPut, Name: name}), good(request{Op: opPut, Name: name, Size: -1}), good(request{Op: opPut, Name: name, Size: 1 << 60}),
-		good(request{Op: opPut, Name: name, Size: 1, Label: strings.Repeat("x", 301)}), good(request{Op: opSeal, Name: name}),
+		good(request{Op: opGet}), good(request{Op: opGet, Name: "../../etc/passwd"}),
+		good(request{Op: opGet, Name: strings.Repeat("A", 64)}),
+		good(request{Op: opPut, Name: name}), good(request{Op: opPut, Name: name, Size: -1}),
+		good(request{Op: opPut, Name: name, Size: 1 << 60}),
+		good(request{Op: opPut, Name: name, Size: 1, Label: strings.Repeat("x", 301)}),
+		good(request{Op: opSeal, Name: name}),
 		good(request{Op: opBudget, Size: -5}), `{"version":1,"op":"put","name":"` + name + `","size":1.5}`} {
 		conn := raw(t, s)
 		if _, err := conn.Write(frame(uint32(len(body)), body)); err != nil {
@@ -107,7 +110,8 @@ func TestHostileClients(t *testing.T) {
 		if err == nil {
 			kept++
 			_ = unix.Close(fd)
-			if _, _, err := c.ask(t.Context(), request{Op: opPut, Name: fmt.Sprintf("%064d", 99), Size: 1}, time.Minute); !errors.Is(err, errs.ErrArgument) {
+			second := request{Op: opPut, Name: fmt.Sprintf("%064d", 99), Size: 1}
+			if _, _, err := c.ask(t.Context(), second, time.Minute); !errors.Is(err, errs.ErrArgument) {
 				t.Errorf("a second put: %v", err)
 			}
 		} else if !errors.Is(err, errs.ErrMemory) {
@@ -117,7 +121,8 @@ func TestHostileClients(t *testing.T) {
 	if kept != 16 {
 		t.Errorf("%d puts of 4 MiB in 64 MiB", kept)
 	}
-	if _, fd, err := held[0].ask(t.Context(), request{Op: opGet, Name: fmt.Sprintf("%064d", 0)}, quick); err != nil || fd >= 0 {
+	early := request{Op: opGet, Name: fmt.Sprintf("%064d", 0)}
+	if _, fd, err := held[0].ask(t.Context(), early, quick); err != nil || fd >= 0 {
 		t.Errorf("fetched before the seal: %d, %v", fd, err)
 	}
 	for _, c := range held {
@@ -266,7 +271,8 @@ func TestRandomCommands(t *testing.T) {
 						_ = src.Close()
 					}
 				case 4:
-					_, fd, _ := c.ask(t.Context(), request{Op: opPut, Name: fmt.Sprintf("%064d", r.IntN(3)), Size: 1 + r.Int64N(20<<20)}, time.Minute)
+					q := request{Op: opPut, Name: fmt.Sprintf("%064d", r.IntN(3)), Size: 1 + r.Int64N(20<<20)}
+					_, fd, _ := c.ask(t.Context(), q, time.Minute)
 					if fd >= 0 {
 						_ = unix.Close(fd)
 					}

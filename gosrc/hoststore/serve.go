@@ -79,7 +79,8 @@ func Listen(opt Options) (*Store, error) {
 // lockSocket takes the lock of a socket, which the kernel releases when the process ends.
 func lockSocket(path string) (fd int, err error) {
 	err = regular.Again(func() (err error) {
-		fd, err = unix.Open(path+".lock", unix.O_RDWR|unix.O_CREAT|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+		const flags = unix.O_RDWR | unix.O_CREAT | unix.O_CLOEXEC | unix.O_NOFOLLOW | unix.O_NONBLOCK
+		fd, err = unix.Open(path+".lock", flags, 0o600)
 		return err
 	})
 	if err != nil {
@@ -116,7 +117,8 @@ func listenAt(path string) (*net.UnixListener, error) {
 		}
 	}
 	if len(path) > 107 {
-		return nil, errs.New(errs.ErrArgument, "the path of a socket may have at most 107 bytes, this one has %d", len(path))
+		return nil, errs.New(errs.ErrArgument, "the path of a socket may have at most 107 bytes, this one has %d",
+			len(path))
 	}
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {

@@ -92,7 +92,8 @@ type table struct {
 }
 
 func newTable(budget int64, log func(text string)) *table {
-	return &table{budget: budget, log: log, available: hostmem.Available, entries: map[string]*entry{}, dropped: map[*entry]bool{}}
+	return &table{budget: budget, log: log, available: hostmem.Available, entries: map[string]*entry{},
+		dropped: map[*entry]bool{}}
 }
 
 // fetch returns an entry with a new read-only descriptor of it, or nil. The caller holds the entry until release.
@@ -227,8 +228,8 @@ func (t *table) allocate(ctx context.Context, e *entry) error {
 			return errs.Cause(ctx)
 		}
 		if left := t.available(); left < n+spare/2 {
-			return &errs.Memory{Where: "host store", Asked: e.size - off, Free: left, Total: left, Err: "another program " +
-				"has taken the memory"}
+			return &errs.Memory{Where: "host store", Asked: e.size - off, Free: left, Total: left,
+				Err: "another program has taken the memory"}
 		}
 		if err := regular.Again(func() error { return unix.Fallocate(fd, 0, off, n) }); err != nil {
 			return &errs.Memory{Where: "host store", Asked: e.size - off, Free: -1, Total: -1, Err: err.Error()}
@@ -316,7 +317,8 @@ func (t *table) setBudget(budget int64) {
 	t.budget = budget
 	var evicted []*entry
 	over := t.used - budget
-	for _, e := range slices.SortedFunc(maps.Values(t.entries), func(a, b *entry) int { return a.used.Compare(b.used) }) {
+	byUse := func(a, b *entry) int { return a.used.Compare(b.used) }
+	for _, e := range slices.SortedFunc(maps.Values(t.entries), byUse) {
 		if over > 0 && e.isReady && e.users == 0 {
 			t.remove(e)
 			t.counts.Evictions++

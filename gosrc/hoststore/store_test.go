@@ -575,7 +575,8 @@ func TestPlanted(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := Listen(Options{Socket: filepath.Join(dir, strings.Repeat("x", 120)), Budget: 1}); !errors.Is(err, errs.ErrArgument) {
+	long := filepath.Join(dir, strings.Repeat("x", 120))
+	if _, err := Listen(Options{Socket: long, Budget: 1}); !errors.Is(err, errs.ErrArgument) {
 		t.Error(err)
 	}
 	if s, err := Listen(Options{Socket: filepath.Join(dir, "s"), Budget: math.MaxInt64}); err != nil {

@@ -28,7 +28,7 @@ type Link struct {
 	mu     sync.Mutex
 	client *Client // nil before the first file and after the last one
 	users  int     // the opening model, and the open sources from the store
-	failed bool    // the store is not asked again
+	isLost bool    // the store is not asked again
 	names  []string
 	isRead bool // tensors of the model were loaded
 }
@@ -141,7 +141,7 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 		if src.Facts().File == nil {
 			return src // reading a remote file again would be slow
 		}
-		return &missed{Source: src, link: l, name: name.name}
+		return &absentFile{Source: src, link: l, name: name.name}
 	}
 	counts.hits.Add(1)
 	counts.hitBytes.Add(src.Size())
@@ -155,15 +155,15 @@ func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
 	l.users++
 	l.names = append(l.names, name.name)
 	l.mu.Unlock()
-	return &held{Source: bytes, facts: facts, leave: l.leave}
+	return &hostFile{Source: bytes, facts: facts, leave: l.leave}
 }
 
 // connect returns the client, or nil if the store cannot be reached.
 func (l *Link) connect(ctx context.Context) *Client {
 	l.mu.Lock()
-	if l.client != nil || l.failed {
+	if l.client != nil || l.isLost {
 		defer l.mu.Unlock()
-		if l.failed {
+		if l.isLost {
 			return nil
 		}
 		return l.client
@@ -177,7 +177,7 @@ func (l *Link) connect(ctx context.Context) *Client {
 			l.fail(err)
 		} else {
 			l.mu.Lock()
-			l.failed = true
+			l.isLost = true
 			l.mu.Unlock()
 		}
 	}
@@ -187,8 +187,8 @@ func (l *Link) connect(ctx context.Context) *Client {
 // fail reads this and later files of the model without the store.
 func (l *Link) fail(err error) {
 	l.mu.Lock()
-	again := l.failed
-	l.failed = true
+	again := l.isLost
+	l.isLost = true
 	l.mu.Unlock()
 	if !again {
 		path, _ := Socket(l.path)
@@ -199,32 +199,32 @@ func (l *Link) fail(err error) {
 	}
 }
 
-// held is a source from a store, with the facts of the file that it replaces.
-type held struct {
+// hostFile is a source from a store, with the facts of the file that it replaces.
+type hostFile struct {
 	source.Source
 	facts source.Facts
 	once  sync.Once
 	leave func()
 }
 
-func (h *held) Facts() source.Facts { return h.facts }
+func (h *hostFile) Facts() source.Facts { return h.facts }
 
-func (h *held) Close() error {
+func (h *hostFile) Close() error {
 	err := h.Source.Close()
 	h.once.Do(h.leave)
 	return err
 }
 
-// missed is a local file that the store does not have. When it is closed after a load, it is put into the store in the
-// background.
-type missed struct {
+// absentFile is a local file that the store does not have. When it is closed after a load, it is put into the store
+// in the background.
+type absentFile struct {
 	source.Source
 	link *Link
 	name string
 	once sync.Once
 }
 
-func (m *missed) Close() error {
+func (m *absentFile) Close() error {
 	m.once.Do(func() {
 		m.link.mu.Lock()
 		isRead := m.link.isRead
@@ -290,7 +290,7 @@ func (q *putQueue) add(path, name string, fd int, uri string) {
 	q.waiting = append(q.waiting, func() {
 		defer src.Close()
 		if err := putFile(path, src); err != nil {
-			var no *refused
+			var no *refusalError
 			source.Notice(fmt.Sprintf("host store: %s is not kept in memory: %s", errs.OneLine(errs.RedactURI(uri)),
 				errs.Message(err)))
 			if errors.As(err, &no) && !errors.Is(err, errs.ErrMemory) { // would be refused again, after another copy

@@ -69,8 +69,8 @@ func parseRequest(frame []byte) (q request, err error) {
 		return request{}, errs.New(errs.ErrArgument, "a request must be one JSON object")
 	}
 	if q.Version != protocol {
-		return request{}, errs.New(errs.ErrNotSupported, "the store has version %d of the protocol, the client %d: use "+
-			"the same version of overwire", protocol, q.Version)
+		return request{}, errs.New(errs.ErrNotSupported, "the store has version %d of the protocol, the client %d: "+
+			"use the same version of overwire", protocol, q.Version)
 	}
 	for _, text := range []string{q.Label, q.Identity, q.Sum} {
 		if len(text) > maxText {
@@ -210,8 +210,8 @@ func refuseOthers(conn *net.UnixConn) error {
 			"getsockopt", failed))
 	}
 	if peer.Uid != uint32(syscall.Geteuid()) {
-		return errs.New(errs.ErrPermission, "the process at the other end of the socket belongs to user %d, not to user "+
-			"%d: each user has a store of their own", peer.Uid, syscall.Geteuid())
+		return errs.New(errs.ErrPermission, "the process at the other end of the socket belongs to user %d, not to "+
+			"user %d: each user has a store of their own", peer.Uid, syscall.Geteuid())
 	}
 	return nil
 }

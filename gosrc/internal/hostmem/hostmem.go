@@ -52,12 +52,12 @@ func leftOfGroups(mount, membership string) int64 {
 // usedBy returns the bytes of a control group that the kernel cannot drop. The page cache does not count, except
 // shared memory, which has no file to read it from again. used is the name of the group's private memory.
 func usedBy(stat, used string) int64 {
-	private, _ := Field(stat, used)
-	shared, isHierarchical := Field(stat, "total_shmem ")
+	bytes, _ := Field(stat, used)
+	shmem, isHierarchical := Field(stat, "total_shmem ")
 	if !isHierarchical {
-		shared, _ = Field(stat, "shmem ")
+		shmem, _ = Field(stat, "shmem ")
 	}
-	return private + shared
+	return bytes + shmem
 }
 
 // Field returns the number after a word at the beginning of a line in a file.
