@@ -54,7 +54,7 @@ $(BIN)/gopy $(BIN)/staticcheck $(BIN)/versitygw:
 	.ci/install $(notdir $@) $(BIN)
 	@touch $@
 
-test: FUZZTIME = 5s
+test: FUZZTIME = 2s
 test: SITE = $(shell $(PYTHON) -c 'import sys; print("docs" if sys.version_info >= (3, 11) else "")')  # Sphinx needs 3.11
 test: ## run everything that must pass: lint, Go and Python tests, fuzzing, the wheel, AddressSanitizer, the site
 	@for step in "packages compiled pylint race asan $(BIN)/versitygw $(SITE)" "collected wheel fuzz" suite; do \
@@ -73,6 +73,7 @@ packages: ; @.ci/packages
 
 more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## run everything that `make test` leaves out: Go's S3 tests, slow tests, long races
 	@.ci/check more
+	@.ci/fuzz
 	@$(MAKE) --no-print-directory soak SECONDS=120
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory fakegpu fakepy aarch64
@@ -120,8 +121,8 @@ plots: $(DOCS)/.ready ## draw docs/plots/*.svg from docs/plots/figures.json
 	$(DOCS)/bin/python docs/plots/draw.py
 bench: build ## measure this machine and its limits, the binding, and loads over HTTP
 	$(PY) -m overwire bench
-	$(PY) tests/benches/bench_net.py
-	$(PY) tests/benches/bench_binding.py
+	$(PY) bench/bench_net.py
+	$(PY) bench/bench_binding.py
 
 docs: $(DOCS)/.ready ## build the site in build/docs/html from docs/ and the docstrings; needs no network once installed
 	$(DOCS)/bin/python -m sphinx -q -W --keep-going -E -c docs -d build/docs/doctrees . build/docs/html
@@ -141,10 +142,12 @@ engines33: build build/engines/.ready build/engines33/.ready ## do the same with
 quantisers: build build/quantisers/.ready ## load models of GPTQ, AWQ and other quantisers in transformers, patched and not, and compare every byte
 engines engines33 quantisers:
 	@.ci/check $@
+ray: build $(BIN)/versitygw ## load models through a real Ray cluster of several nodes, with faults
+	@.ci/check $@
 kernels: $(NVCC) ## recompile cuda/built/*.fatbin with the pinned compiler, byte for byte
 	sh cuda/built/build.sh "$(CURDIR)/$(NVCC)"
 
 $(NVCC):
 	$(PYTHON) -m pip install -q --disable-pip-version-check --target build/nvcc "cuda-toolkit[nvcc,cudart]==13.0.*"
 gpubench: build ## on a machine with a GPU: run its tests and the memory checkers, and measure every figure
-	PYTHON=$(PY) tests/gpu/device_run.sh
+	PYTHON=$(PY) bench/gpu/device_run.sh

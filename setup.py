@@ -63,7 +63,7 @@ LEAN_OWN = (
 EPOCH = 315532800  # 1980-01-01, the oldest time a zip can hold
 
 # Folders of an sdist. Built, cached and hidden files are left out.
-SDIST = ("cuda", "docs", "examples", "gosrc", "python", "requirements", "tests", "vendor", "wheels")
+SDIST = ("bench", "cuda", "docs", "examples", "gosrc", "python", "requirements", "tests", "vendor", "wheels")
 LEFT_OUT = re.compile(r"(^|/)(__pycache__|\.[^/]*)(/|$)|\.(so|pyc|whl)$|(^|/)testdata/fuzz/")
 
 

@@ -39,10 +39,10 @@ def share_cores(env: MutableMapping[str, str], cores: int) -> None:
 # The slowest tests run first. At the end, all other workers would wait for them.
 FIRST = ("test_transformers.py", "test_waiting.py", "test_process.py", "test_build.py")
 # Test files that start many processes or builds. `make quick` leaves them out.
-HEAVY = """benches build compat_nvcomp demo distributed examples face_memory face_stream fastsafetensors fastsafetensors_later
-    fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http interrupts nyacomp_readme
+HEAVY = """benches build compat_nvcomp demo distributed examples fastsafetensors fastsafetensors_later
+    fastsafetensors_plugins fastsafetensors_release forked guides hostile_manifests http interrupts memory nyacomp_readme
     patch_safetensors pickle_hostile pickle_limits preload preload_identity process process_handles processes
-    redirects secrets stores tensorizer_matrix tensorizer_readme tensorizer_stores tensorizer_streams
+    redirects secrets stores stream tensorizer_matrix tensorizer_readme tensorizer_stores tensorizer_streams
     transformers typing vllm waiting writers""".split()
 
 

@@ -39,6 +39,17 @@ def started(argv: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
                 pipe.close()
 
 
+def plant_modules(folder: Path) -> list[str]:
+    """Writes Python files with names of modules that the command imports. Each writes the file ran-NAME if it runs.
+    Returns the beginning of a command line of overwire, as pip installs it, that could run them."""
+    for name in ("torch", "numpy", "json", "argparse", "signal", "subprocess", "overwire", "safetensors"):
+        (folder / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
+    command = folder / "bin" / "overwire"
+    command.parent.mkdir()
+    command.write_text("from overwire._engine import main\nmain()\n")
+    return [sys.executable, str(command)]
+
+
 @contextlib.contextmanager
 def overwire_serve(folder: Path, *options: str) -> Iterator[str]:
     """Runs `overwire serve` on a folder until the block ends, and yields its URL."""

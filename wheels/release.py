@@ -161,7 +161,7 @@ def release(out: Path, twine: Path, rehearse: bool) -> None:
 
 def tracked() -> list[str]:
     """Return the files of the commit that an sdist must contain."""
-    top = ("cuda", "docs", "examples", "gosrc", "python", "tests", "wheels")
+    top = ("bench", "cuda", "docs", "examples", "gosrc", "python", "tests", "wheels")
     names = ask(ROOT, "git", "ls-files").splitlines()
     return [name for name in names if "/" not in name or name.startswith(tuple(f"{folder}/" for folder in top))]
 

@@ -39,6 +39,6 @@ done
 version=$(grep -m1 '^\.version' "$out/x16.ptx.tmp")
 rm "$out/x16.ptx.tmp"
 [ "$version" = ".version 9.0" ] || { echo "PTX $version, not 9.0: use the pinned compiler" >&2; exit 1; }
-# tests/test_kernels.py compares these hashes with the sources and modules.
+# tests/house/test_kernels.py compares these hashes with the sources and modules.
 sha256sum *.h *.cu *.cuh | grep -v warp_host.h >"$out/sources.sha256"
 (cd "$out" && sha256sum x16.fatbin x16_aarch64.fatbin resident.fatbin resident_aarch64.fatbin >>sources.sha256)

@@ -1,3 +1,3 @@
-// Package built embeds the compiled GPU kernels. build.sh compiles them, and tests/test_kernels.py checks that
+// Package built embeds the compiled GPU kernels. build.sh compiles them, and tests/house/test_kernels.py checks that
 // they match the sources.
 package built

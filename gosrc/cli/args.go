@@ -102,7 +102,7 @@ func storageTexts(text string) (map[string]string, error) {
 func verbGroups() []verbGroup {
 	return []verbGroup{
 		{"files", []*verb{compressVerb, decompressVerb, convertVerb, inspectVerb, verifyVerb, diffVerb}},
-		{"programs and stores", []*verb{loadVerb, runVerb, fetchVerb, cacheVerb}},
+		{"programs and stores", []*verb{loadVerb, runVerb, fetchVerb, cacheVerb, hostVerb}},
 		{"this machine", []*verb{doctorVerb, benchVerb, serveVerb, completionVerb}},
 	}
 }

@@ -92,7 +92,7 @@ func preparedFolder(asked []string) (string, error) {
 }
 
 // preparedFiles lists the prepared models in a folder, most recently used first. A missing
-// folder has none. python/overwire/integrations/shared/prepared.py defines the file names.
+// folder has none. python/overwire/integrations/kept_model/keep_files.py defines the file names.
 func preparedFiles(folder string) ([]prepared, error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

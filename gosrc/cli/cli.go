@@ -59,6 +59,9 @@ type Env struct {
 	Storage       source.Options // store options from the environment; --storage adds to them
 	// Secrets are the environment variables that arguments can name as env:NAME.
 	Secrets map[string]string
+	// Kinds are the kinds of files that were converted for a command, by the URIs of reports. Reports then show the
+	// kind as the file's format.
+	Kinds map[string]string
 }
 
 // A call is one run of a command.

@@ -279,6 +279,9 @@ temporary folder and compares every tensor with what the safetensors library rea
 		if err != nil {
 			return err
 		}
+		for i := range rep.Files {
+			c.nameKind(rep.Files[i].URI, &rep.Files[i].Format)
+		}
 		return c.show(rep, func(w io.Writer) {
 			for _, f := range rep.Files {
 				fmt.Fprintf(w, "%s: %s, %s verified, %s, %s\n", place(f.URI), f.Format, f.Checked,

@@ -91,7 +91,7 @@ func (c *call) remoteFolder() string {
 	isWebFolder := slices.Contains([]string{"http", "https"}, source.Scheme(uri)) && source.Folder(uri)
 	if len(c.args) == 1 && (open.Writable(uri) || source.Scheme(uri) == "hf" || isWebFolder) {
 		stores := open.With(c.storage.Options)
-		return format.RemoteFolder(c.ctx, source.LocationOf(uri), stores.Open, format.Options{List: stores.List})
+		return format.RemoteFolder(c.ctx, source.LocationOf(uri), stores.OpenLike, format.Options{List: stores.List})
 	}
 	return ""
 }

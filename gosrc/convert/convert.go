@@ -65,7 +65,7 @@ func convertAll(ctx context.Context, c *conversion, src []string, to save.Target
 	}
 	if to.Remote && !to.Named {
 		stores := open.With(c.spec.Storage.Options)
-		if dir := format.RemoteFolder(ctx, source.LocationOf(to.Path), stores.Open,
+		if dir := format.RemoteFolder(ctx, source.LocationOf(to.Path), stores.OpenLike,
 			format.Options{List: stores.List}); dir != "" {
 			to = to.At(dir)
 		}

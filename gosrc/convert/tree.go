@@ -100,7 +100,7 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 // last, together with the auxiliary files.
 func convertFolder(ctx context.Context, c *conversion, dir string, to save.Target, in branch) (rep save.Report,
 	err error) {
-	models, err := format.Models(ctx, dir, urisIn(dir, in.files), open.With(c.spec.Storage.Options).Open)
+	models, err := format.Models(ctx, dir, urisIn(dir, in.files), open.With(c.spec.Storage.Options).OpenLike)
 	if err != nil {
 		return rep, err
 	}

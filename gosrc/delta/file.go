@@ -18,6 +18,7 @@ import (
 	"encoding/binary"
 	"math"
 	"runtime"
+	"slices"
 	"unicode/utf8"
 
 	"github.com/overwire/overwire/gosrc/codec"
@@ -153,7 +154,8 @@ func layOut(f *File, table []byte) ([][]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	head, err := safetensors.AppendHeader(nil, metadata, entries, overwire.DataAlign)
+	head, err := safetensors.AppendHeader(nil, metadata,
+		slices.Insert(entries, 0, safetensors.NoticeEntry(overwire.DeltaNotice)), overwire.DataAlign)
 	if err != nil {
 		return nil, err
 	}

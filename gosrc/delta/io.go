@@ -29,8 +29,8 @@ const stem = "delta"
 func Read(ctx context.Context, uri string, opt source.Options) (*File, error) {
 	stores := open.With(opt)
 	lists := format.Options{List: stores.List}
-	folder := format.RemoteFolder(ctx, source.LocationOf(uri), stores.Open, lists)
-	set, err := format.Resolve(ctx, source.LocationOf(cmp.Or(folder, uri)), stores.Open, lists)
+	folder := format.RemoteFolder(ctx, source.LocationOf(uri), stores.OpenLike, lists)
+	set, err := format.Resolve(ctx, source.LocationOf(cmp.Or(folder, uri)), stores.OpenLike, lists)
 	if err != nil {
 		return nil, err
 	}

@@ -387,7 +387,7 @@ func FuzzIndex(f *testing.F) {
 			return
 		}
 		front := b[:ix.Sources[0].Data]
-		again := append(slices.Clone(front), overwire.Append(nil, ix.Tensors, ix.Chunks, front, nil, "")...)
+		again := append(slices.Clone(front), overwire.Append(nil, ix.Tensors, ix.Chunks, front)...)
 		if len(again) > len(b) {
 			t.Fatalf("written again: %d bytes of %d", len(again), len(b))
 		}

@@ -146,10 +146,10 @@ func golden(t testing.TB) map[string][]byte {
 	}
 }
 
-// goldenPath returns the path of a golden file for the current writer. The folder
-// overwire-1.0 has files from before the metadata entry contained a note.
+// goldenPath returns the path of a golden file for the current writer. The folders overwire-1.0 and overwire-1.0-note
+// have files of earlier writers.
 func goldenPath(name string) string {
-	return filepath.Join(goldens, "overwire-1.0-note", name+".safetensors")
+	return filepath.Join(goldens, "overwire-1.4", name+".safetensors")
 }
 
 // The writer reproduces the golden files byte for byte.

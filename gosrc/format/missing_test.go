@@ -26,7 +26,7 @@ func TestMissing(t *testing.T) {
 	if err := os.Symlink("nowhere", "link.safetensors"); err != nil {
 		t.Fatal(err)
 	}
-	opener := func(_ context.Context, uri string) (source.Source, error) { return file.Open(uri) }
+	opener := func(_ context.Context, uri string, _ source.Outline) (source.Source, error) { return file.Open(uri) }
 	for path, want := range map[string]string{
 		"model.safetensor":              "; did you mean model.safetensors?",
 		dir + "/Model.safetensors":      "; did you mean " + dir + "/model.safetensors?",

@@ -25,8 +25,8 @@ const (
 	indexSuffix = modelfiles.IndexSuffix
 )
 
-// An Opener opens one URI.
-type Opener = func(ctx context.Context, uri string) (source.Source, error)
+// An Opener opens one URI of which the reader expects an outline.
+type Opener = func(ctx context.Context, uri string, outline source.Outline) (source.Source, error)
 
 // Files are the files that a name refers to, in order.
 type Files struct {
@@ -53,7 +53,7 @@ func openFiles(ctx context.Context, at source.Location, open Opener, opt Options
 	if set.Shards != nil && opt.Keys != nil {
 		set.keepOnly(opt.Keys)
 	}
-	srcs, err = openSources(outlineOf(opt).In(ctx), set.URIs, open)
+	srcs, err = openSources(ctx, set.URIs, open, outlineOf(opt))
 	if errors.Is(err, errs.ErrNotFound) && set.Index == "" && !at.Folder {
 		if dir := RemoteFolder(ctx, at, open, opt); dir != "" {
 			return openFiles(ctx, source.LocationOf(dir), open, opt)
@@ -80,7 +80,7 @@ const together = 16
 
 // openSources opens files. The caller closes them, even after an error. It returns the error of the first file in
 // order that cannot be opened, and cancels the later ones.
-func openSources(ctx context.Context, files []string, open Opener) ([]source.Source, error) {
+func openSources(ctx context.Context, files []string, open Opener, outline source.Outline) ([]source.Source, error) {
 	srcs := make([]source.Source, len(files))
 	each, stop := make([]context.Context, len(files)), make([]context.CancelFunc, len(files))
 	for i := range files {
@@ -88,7 +88,7 @@ func openSources(ctx context.Context, files []string, open Opener) ([]source.Sou
 		defer stop[i]()
 	}
 	err := spawn.Each(ctx, "open", together, len(files), func(i int) error {
-		s, err := open(each[i], files[i])
+		s, err := open(each[i], files[i], outline)
 		if err != nil {
 			for _, stop := range stop[i+1:] {
 				stop()
@@ -192,7 +192,7 @@ func openRemoteFolder(ctx context.Context, at source.Location, open Opener, opt 
 		set, err := Files{URIs: []string{file}}, error(nil)
 		if strings.HasSuffix(name, indexSuffix) {
 			set, err = readShards(ctx, source.LocationOf(file), open)
-		} else if s, openErr := open(outlineOf(opt).In(ctx), file); openErr == nil {
+		} else if s, openErr := open(ctx, file, outlineOf(opt)); openErr == nil {
 			_ = s.Close()
 		} else {
 			err = openErr
@@ -236,7 +236,7 @@ func RemoteFolder(ctx context.Context, at source.Location, open Opener, opt Opti
 	if _, err := opt.List(ctx, at.Directory); err != nil {
 		return "" // opening it reports the error
 	}
-	if s, err := open(outlineOf(opt).In(ctx), at.URI); err == nil {
+	if s, err := open(ctx, at.URI, outlineOf(opt)); err == nil {
 		_ = s.Close()
 		return ""
 	}
@@ -275,7 +275,7 @@ func readContent(ctx context.Context, at source.Location, open Opener) ([]byte, 
 		b, err := regular.Read(at.Path, tensor.MaxHeader)
 		return b, id, errs.In("open", at.URI, err)
 	}
-	s, err := open(source.Outline{Most: tensor.MaxHeader}.In(ctx), at.URI)
+	s, err := open(ctx, at.URI, source.Outline{Most: tensor.MaxHeader})
 	if err != nil {
 		return nil, source.Identity{}, err
 	}

@@ -41,7 +41,7 @@ func (o *object) Close() error {
 	return nil
 }
 
-func (s *store) Open(_ context.Context, uri string) (source.Source, error) {
+func (s *store) Open(_ context.Context, uri string, _ source.Outline) (source.Source, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	b, ok := s.files[uri]
@@ -157,13 +157,14 @@ func TestRefusedNames(t *testing.T) {
 					opt.List = list
 				}
 				at := source.LocationOf(dir)
-				set, err := Resolve(t.Context(), at, func(ctx context.Context, uri string) (source.Source, error) {
-					src, err := s.Open(ctx, uri)
+				open := func(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
+					src, err := s.Open(ctx, uri, outline)
 					if err != nil {
 						err = refusal
 					}
 					return src, err
-				}, opt)
+				}
+				set, err := Resolve(t.Context(), at, open, opt)
 				found := there != "" && source.Scheme(dir) != "hf" && refusal != broken
 				if (err == nil) != found || found && len(set.URIs) != 1 || s.open != 0 {
 					t.Errorf("%s, %q, %v: got %v, %v, and %d sources open", dir, there, refusal, set.URIs, err, s.open)
@@ -315,7 +316,7 @@ func TestOpenAllLeavesNothingOpen(t *testing.T) {
 // If several files cannot be opened, the error names the first in order. openSources does not wait for later files.
 func TestTheFirstMissingFileIsNamed(t *testing.T) {
 	failed := make(chan struct{})
-	open := func(ctx context.Context, uri string) (source.Source, error) {
+	open := func(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
 		switch uri {
 		case "2": // fails last
 			<-failed
@@ -333,13 +334,13 @@ func TestTheFirstMissingFileIsNamed(t *testing.T) {
 		return &memory{name: uri}, nil
 	}
 	files := []string{"0", "1", "2", "3", "4", "5", "6", "7", "8", "9"}
-	srcs, err := openSources(t.Context(), files, open)
+	srcs, err := openSources(t.Context(), files, open, source.Outline{})
 	if !errors.Is(err, errs.ErrNotFound) || slices.Contains(srcs, nil) || len(srcs) < 2 { // at least 0 and 1
 		t.Errorf("%d sources were opened, %v", len(srcs), err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := openSources(ctx, files[:2], open); !errors.Is(err, errs.ErrCancelled) {
+	if _, err := openSources(ctx, files[:2], open, source.Outline{}); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("openSources with a cancelled context: %v", err)
 	}
 }
@@ -413,7 +414,7 @@ func TestTheIndexDecides(t *testing.T) {
 	put("1.safetensors", of(t, "a", "b", "more"))
 	put("2.safetensors", of(t, "a", "c"))
 	put("m.safetensors.index.json", listing("a", "./2.safetensors", "b", "1.safetensors", "c", "2.safetensors"))
-	open := func(_ context.Context, uri string) (source.Source, error) {
+	open := func(_ context.Context, uri string, outline source.Outline) (source.Source, error) {
 		b, err := os.ReadFile(uri)
 		if err != nil {
 			return nil, errs.In("open", uri, errs.FromOS(err))
@@ -505,8 +506,8 @@ func TestAnIndexThatIsReplaced(t *testing.T) {
 				}
 			}
 			save()
-			open := func(ctx context.Context, uri string) (source.Source, error) {
-				src, err := s.Open(ctx, uri)
+			open := func(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
+				src, err := s.Open(ctx, uri, outline)
 				if uri != index && saves > 0 {
 					saves--
 					save()

@@ -57,7 +57,7 @@ func TestFilesOfTwoSaves(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			open := func(_ context.Context, uri string) (source.Source, error) {
+			open := func(_ context.Context, uri string, outline source.Outline) (source.Source, error) {
 				b, err := os.ReadFile(uri)
 				return &memory{name: uri, b: b}, err
 			}
@@ -71,9 +71,9 @@ func TestFilesOfTwoSaves(t *testing.T) {
 			}
 			// A save replaces the files between the two attempts.
 			opened := 0
-			again := func(ctx context.Context, uri string) (source.Source, error) {
+			again := func(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
 				if opened++; opened <= 1 {
-					return open(ctx, uri)
+					return open(ctx, uri, outline)
 				}
 				return &memory{name: uri, b: savedAs(t, uri, two)}, nil
 			}

@@ -19,7 +19,7 @@ import (
 // An index.json that is not a regular file or never ends is refused. Opening it never waits for a writer or reads
 // more than fits in memory.
 func TestIndexIsAFile(t *testing.T) {
-	opener := func(_ context.Context, uri string) (source.Source, error) { return file.Open(uri) }
+	opener := func(_ context.Context, uri string, _ source.Outline) (source.Source, error) { return file.Open(uri) }
 	for name, c := range map[string]struct {
 		put  func(path string) error
 		want error

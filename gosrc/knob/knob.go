@@ -249,3 +249,7 @@ func shown(v any) string {
 	}
 	return fmt.Sprint(v)
 }
+
+// RuntimeFolder returns the folder for sockets of the user, as it was when this process started; "" if the system
+// has none.
+func RuntimeFolder() string { return os.Getenv("XDG_RUNTIME_DIR") }

@@ -29,12 +29,22 @@ var (
 			"on selects one in the user's cache folder.")
 	CacheGB = number("OVERWIRE_CACHE_GB", 0, 1_000_000, 0, "stores.md#keep-a-copy",
 		"Size limit of that folder in GB; the least recently used objects are removed first; 0: no limit.")
+	Ray = choice("OVERWIRE_RAY", "ray.md#settings",
+		"Read stores once for all nodes of a Ray cluster; auto: if the process is in one of several nodes.",
+		[]string{"auto", "off", "on"})
+	RayPieceMB = number("OVERWIRE_RAY_PIECE_MB", 1, 1024, 64, "ray.md#settings",
+		"Size in MiB of the pieces that hosts share through Ray; it must be the same on all hosts.")
+	RayPercent = number("OVERWIRE_RAY_PERCENT", 1, 90, 30, "ray.md#settings",
+		"Most memory of a host's Ray object store for shared pieces, in percent.")
 	Prepared = text("OVERWIRE_PREPARED", "", "vllm.md#prepared-state",
 		"Folder for the prepared models of the vLLM plug-in; if not set, a folder in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
 		"Size limit of that folder in GB; the least recently used models are removed first.")
 	SleepImages = text("OVERWIRE_SLEEP_IMAGES", "", "sleep.md#level-2-in-vllm",
 		"Folder for files from which vLLM engines restore weights after a level-2 sleep; if not set, there are none.")
+	Host = text("OVERWIRE_HOST", "off", "production.md#keep-models-in-memory",
+		"Take local files from the host store (`overwire host`): off, auto (the user's own store), or the path of its "+
+			"socket.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
 		"Log level: info logs one line per load and save, debug adds counters, json logs one object per line.",
 		[]string{"warning", "debug", "info", "json", "error", "silent"},
@@ -78,6 +88,7 @@ var table = []interface {
 	load(map[string]string) string
 	row() Row
 }{
-	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Prepared, PreparedGB, SleepImages, Log, Trace, Threads,
+	Preload, PreloadDevice, NoPreload, Patch, Cache, CacheGB, Ray, RayPieceMB, RayPercent,
+	Prepared, PreparedGB, SleepImages, Host, Log, Trace, Threads,
 	MMap, Read, Exchange, CPU, Downloader, DownloaderLog,
 }

@@ -3,6 +3,7 @@ package load
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"sync"
 	"time"
@@ -12,7 +13,9 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
@@ -39,6 +42,8 @@ type Spec struct {
 	// Keys are the tensor names that will be requested; nil means all. If the model has an index.json, only shards that
 	// contain at least one of these tensors are opened.
 	Keys []string `json:"keys"`
+	// Host says whether local files come from the host store; nil means that OVERWIRE_HOST decides.
+	Host *bool `json:"host"`
 }
 
 // A Model is an opened model. Its index is in memory and its sources are open.
@@ -49,6 +54,7 @@ type Model struct {
 	srcs []source.Source
 	mapp string // a value of OVERWIRE_MMAP
 	key  string // format.Access.Key of the spec
+	host *hoststore.Link
 	// The models that own the sources, which this model holds; nil if this model owns its sources.
 	parts []*Model
 	// The times when Open began and ended, for traces.
@@ -72,14 +78,15 @@ var headers format.Cache
 // Open opens and indexes a model, and validates all headers.
 func Open(ctx context.Context, spec Spec) (*Model, error) {
 	began := time.Now()
-	m := &Model{mapp: knob.MMap.Get(), key: spec.Storage.Key(), refs: 1}
+	m := &Model{mapp: knob.MMap.Get(), key: spec.Storage.Key(), refs: 1, host: hoststore.NewLink(spec.Host)}
+	defer m.host.Done()
 	if spec.Map != nil {
 		m.mapp = map[bool]string{true: "on", false: "off"}[*spec.Map]
 	}
 	stores := open.With(spec.Storage.Options)
-	opener := stores.Open
+	opener := m.host.Open(stores.OpenLike)
 	if spec.Opened != nil {
-		opener = func(context.Context, string) (source.Source, error) { return spec.Opened, nil }
+		opener = func(context.Context, string, source.Outline) (source.Source, error) { return spec.Opened, nil }
 	}
 	ix, srcs, _, err := format.OpenAll(ctx, spec.URIs, opener, format.Options{
 		Lenient: spec.Lenient, Parts: spec.Parts, Keys: spec.Keys, Known: codec.Known, Cache: &headers,
@@ -95,10 +102,22 @@ func Open(ctx context.Context, spec Spec) (*Model, error) {
 }
 
 // IsBrief reports whether opening takes less time than waking another thread. That is the case for a single, small,
-// unencrypted local file on a file system that does not make the caller wait.
-func IsBrief(uris []string, access format.Access) bool {
-	return len(uris) == 1 && len(access.Decrypt) == 0 && !strings.Contains(uris[0], "://") &&
+// unencrypted local file on a file system that does not make the caller wait, without the host store.
+func IsBrief(spec *Spec) bool {
+	uris := spec.URIs
+	return len(uris) == 1 && len(spec.Storage.Decrypt) == 0 && hoststore.NewLink(spec.Host) == nil &&
+		!strings.Contains(uris[0], "://") &&
 		!strings.HasSuffix(uris[0], ".json") && regular.IsQuick(uris[0], plan.StepPiece)
+}
+
+// FromHost returns how many files of the model are in the host store's memory.
+func (m *Model) FromHost() int { return m.host.Held() }
+
+// Distrust drops the model's files from the host store if err says that their bytes were wrong.
+func (m *Model) Distrust(err error) {
+	if errors.Is(err, errs.ErrCorrupt) {
+		m.host.Distrust(spawn.Context())
+	}
 }
 
 // Of makes a model from a validated index and its only source.
@@ -110,7 +129,7 @@ func Of(ix *tensor.Index, src source.Source) *Model {
 // have no index.
 func Names(ctx context.Context, spec Spec) (names []string, ok bool, err error) {
 	stores := open.With(spec.Storage.Options)
-	return format.Names(ctx, spec.URIs, stores.Open, format.Options{List: stores.List})
+	return format.Names(ctx, spec.URIs, stores.OpenLike, format.Options{List: stores.List})
 }
 
 // Index returns the model's index as it is stored.
@@ -154,6 +173,7 @@ func (m *Model) Hold() error {
 		return errs.New(errs.ErrArgument, "the model is being pinned")
 	}
 	m.refs++
+	m.host.NoteRead()
 	return nil
 }
 

@@ -57,6 +57,7 @@ func (m *Model) Pin(opt Options) (*job.Job, error) {
 		return nil, errs.New(errs.ErrArgument, "loads of the model are running: wait for them before you pin it")
 	}
 	m.pinning = true
+	m.host.NoteRead()
 	m.refs++
 	return job.Start("pin", func(ctx context.Context, j *job.Job) error {
 		defer m.Drop()

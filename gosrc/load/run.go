@@ -99,7 +99,9 @@ func (m *Model) startRequests(reqs []Request, wants []plan.Want, tgt Target, opt
 	}
 	begin(func(ctx context.Context, j *job.Job) error {
 		defer l.afterWorkers()
-		return runLoad(ctx, j, l, reqs, opt)
+		err := runLoad(ctx, j, l, reqs, opt)
+		m.Distrust(err)
+		return err
 	})
 	return l, nil
 }

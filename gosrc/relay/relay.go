@@ -226,8 +226,10 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 	}
 	isLeaving = true
 	r.closeExchange(ctx)
+	defer func() { r.model.Distrust(err) }()
 	r.prog.mu.Lock()
 	defer r.prog.mu.Unlock()
+	err = r.prog.err
 	rep := Report{Ours: r.prog.ours, Pulled: r.counts.pulled.Load(),
 		Driver: time.Duration(r.counts.driver.Load()).Seconds(), Flight: r.counts.mostFlight.Load()}
 	rep.Report = load.Report{Bytes: j.Bytes.Load(), Tensors: int64(len(r.dec.wants)),
@@ -242,7 +244,7 @@ func (r *Relay) runJob(ctx context.Context, j *job.Job) error {
 		rep.Lost, rep.Unmapped = slices.Sorted(slices.Values(t.Board.Lost())), t.unmapped.Load()
 	}
 	j.SetReport(rep)
-	return r.prog.err
+	return err
 }
 
 // readShares reads this rank's shares. For a GPU it also submits their copies.

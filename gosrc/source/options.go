@@ -20,8 +20,12 @@ type Options struct {
 	// Env holds the current values in Python's os.environ of the variables in EnvNames. Go's own environment
 	// only has the values from the start of the process.
 	Env map[string]string `json:"env"`
+	// Fed means that pieces of objects may come from the process's supplier; see package fed.
+	Fed bool `json:"fed"`
 	// Once makes a write fail if the object exists already: see open.PutOnce.
 	Once bool `json:"-"`
+	// Outline is what the reader expects of the object that is opened.
+	Outline Outline `json:"-"`
 }
 
 // HeaderPrefix is the prefix of the keys in Options.Storage that set HTTP headers.

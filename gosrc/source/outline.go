@@ -1,8 +1,6 @@
 package source
 
-// This file passes a reader's expectations about an object to the source that opens it.
-
-import "context"
+// This file describes what a reader expects of an object that it opens.
 
 // An Outline is what a reader expects of an object. Some stores do not report sizes, so their objects are read
 // from the beginning. With an outline, such a source stops when the object cannot be the expected one. The zero
@@ -16,17 +14,4 @@ type Outline struct {
 	Size func(uri string, head []byte) (size, need int64, err error)
 	// Longer says that the object may have more bytes than Size reports; those are not needed.
 	Longer bool
-}
-
-type outlineKey struct{}
-
-// In returns a context in which objects are opened with this outline.
-func (o Outline) In(ctx context.Context) context.Context {
-	return context.WithValue(ctx, outlineKey{}, o)
-}
-
-// OutlineOf returns the outline of a context.
-func OutlineOf(ctx context.Context) Outline {
-	o, _ := ctx.Value(outlineKey{}).(Outline)
-	return o
 }

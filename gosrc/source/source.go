@@ -70,6 +70,8 @@ type Facts struct {
 	// Headers are the headers of the response that opened the source, unverified. nil means that there was no
 	// response.
 	Headers map[string][]string
+	// SHA256 is the hash of the bytes in 64 lowercase hex digits, according to the store. "" means that it is unknown.
+	SHA256 string
 	// Prefetch announces a range that will be read soon. It neither waits nor fails. nil means that the source
 	// does not prefetch.
 	Prefetch func(off, n int64)

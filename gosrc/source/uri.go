@@ -1,6 +1,9 @@
 package source
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
 	"net/url"
 	"strings"
 
@@ -248,4 +251,22 @@ func (r HF) String() string {
 		rev = strings.ReplaceAll(rev, "/", "%2F") // an unescaped slash would begin the file name
 	}
 	return s + "@" + rev
+}
+
+// ObjectKey returns the same text for the same state of an object, in every process. store is the result of
+// Options.StoreOf, and pin is that of the object's Identity. Secrets in the URI do not count.
+func ObjectKey(uri, store, pin string, size int64) string {
+	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d", BareURI(uri), store, pin, size))
+	return hex.EncodeToString(hash[:16])
+}
+
+// BareURI returns a URI without user, query and fragment.
+func BareURI(uri string) string {
+	path := Path(uri)
+	scheme, rest, _ := strings.Cut(path, "://")
+	host, name, _ := strings.Cut(rest, "/")
+	if hf, ok := ParseHF(uri); ok {
+		return hf.String()
+	}
+	return scheme + "://" + host[strings.LastIndexByte(host, '@')+1:] + "/" + name
 }

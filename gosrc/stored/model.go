@@ -25,7 +25,7 @@ type Model struct {
 // index.json but not listed by it.
 func Open(ctx context.Context, uris []string, access format.Access, unlisted bool) (*Model, error) {
 	stores := open.With(access.Options)
-	ix, srcs, sets, err := format.OpenAll(ctx, uris, stores.Open, format.Options{
+	ix, srcs, sets, err := format.OpenAll(ctx, uris, stores.OpenLike, format.Options{
 		Known: codec.Known, List: stores.List, Settings: access.Decrypt, Unlisted: unlisted,
 	})
 	if err != nil {

@@ -28,7 +28,7 @@ func FolderAt(ctx context.Context, at source.Location, opt source.Options) (f Fo
 		return Folder{Path: at.Path}, true, nil
 	}
 	stores := open.With(opt)
-	dir := format.RemoteFolder(ctx, at, stores.Open, format.Options{List: stores.List})
+	dir := format.RemoteFolder(ctx, at, stores.OpenLike, format.Options{List: stores.List})
 	if dir == "" {
 		return Folder{Path: at.URI, Remote: true}, false, nil
 	}

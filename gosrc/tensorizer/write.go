@@ -122,8 +122,8 @@ func (it *Item) appendWords(dst []byte) []byte {
 	return it.appendShape(append(dst, it.Type))
 }
 
-// recordFront returns the record without padding and with zeros for the hashes, and the offsets of the hashes. crc is
-// 0 for an encrypted item, which has no CRC32.
+// recordFront returns the record (see the package comment) without padding and with zeros for the hashes, and the
+// offsets of the hashes. crc is 0 for an encrypted item, which has no CRC32.
 func (it *Item) recordFront() (dst []byte, crc, sha int) {
 	dst = le.AppendUint64(nil, 0) // recordBytes sets the length
 	dst = le.AppendUint16(dst, it.Module)
@@ -131,6 +131,7 @@ func (it *Item) recordFront() (dst []byte, crc, sha int) {
 	dst = le.AppendUint16(dst, uint16(len(it.Name)))
 	dst = append(dst, it.Name...)
 	dst = it.appendShape(dst)
+	// The hashes: their count, then for each its kind, its length and its sum: CRC32 and SHA-256, or only SHA-256.
 	if it.Crypt == nil {
 		dst = le.AppendUint16(dst, 1+2+4+2+32)
 		dst = append(dst, 2, 0, 4)

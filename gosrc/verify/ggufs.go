@@ -22,7 +22,7 @@ const formatGGUF = "gguf"
 func openOrList(
 	ctx context.Context, uris []string, access format.Access, unlisted bool,
 ) (*stored.Model, []InspectedFile, error) {
-	dial := open.With(access.Options).Open
+	dial := open.With(access.Options).OpenLike
 	isGGUF := func(uri string) bool { return strings.HasSuffix(source.Name(uri), "."+formatGGUF) }
 	files, others, err := listGGUFs(ctx, uris, dial, isGGUF)
 	if err != nil || len(others) == 0 && len(files) > 0 {
@@ -65,7 +65,7 @@ func listGGUFs(
 
 // inspectGGUF describes a GGUF file. is reports whether the file begins like a GGUF file.
 func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file InspectedFile, is bool, err error) {
-	src, err := dial(ctx, uri)
+	src, err := dial(ctx, uri, source.Outline{})
 	if err != nil {
 		return file, false, err
 	}
@@ -80,7 +80,7 @@ func inspectGGUF(ctx context.Context, uri string, dial format.Opener) (file Insp
 	}
 	file = InspectedFile{
 		URI: errs.RedactURI(uri), Format: formatGGUF, Size: src.Size(), Header: h.Header, Metadata: h.Metadata,
-		Tensors: make([]InspectedTensor, len(h.Tensors)),
+		Tensors: make([]InspectedTensor, len(h.Tensors)), opened: uri,
 	}
 	for i, t := range h.Tensors {
 		shape := t.Shape

@@ -1,7 +1,8 @@
 package verify
 
-// This file compares downloaded files with the SHA-256 that the Hugging Face Hub reported for them. huggingface_hub
-// stores it in both of its layouts: a cache uses it as the name of the blob, and a local folder has it in
+// This file compares files with the SHA-256 that the Hugging Face Hub reported for them. The Hub sends it with hf://
+// files. For downloaded files, huggingface_hub stores it in both of its layouts: a cache uses it as the name of the
+// blob, and a local folder has it in
 // .cache/huggingface/download/FILE.metadata (three lines: commit, ETag, time of the download).
 
 import (
@@ -63,14 +64,13 @@ func isSum(text string) bool {
 	return err == nil && len(text) == 2*sha256.Size && text == strings.ToLower(text)
 }
 
-// compareHubSum compares a local file with the SHA-256 that the Hub reported for it, and records the result in the
-// report. If the SHA-256 is unknown, it does nothing. Memory use does not depend on the file's size.
+// compareHubSum compares a file with the SHA-256 that the Hub reported for it, and records the result in the report. If
+// the SHA-256 is unknown, it does nothing. Memory use does not depend on the file's size.
 func compareHubSum(ctx context.Context, j *job.Job, src source.Source, rep *Report, f *VerifiedFile) error {
-	path, local := source.Local(src.URI())
-	if !local {
-		return nil
+	want := src.Facts().SHA256
+	if path, local := source.Local(src.URI()); local {
+		want = hubSum(path)
 	}
-	want := hubSum(path)
 	if want == "" {
 		return nil
 	}

@@ -29,7 +29,7 @@ type Report struct {
 // A VerifiedFile is one file of a Report.
 type VerifiedFile struct {
 	URI     string `json:"uri"`
-	Format  string `json:"format"`  // "overwire", "safetensors", "tensors" or "gguf"
+	Format  string `json:"format"`  // as in InspectedFile
 	Checked string `json:"checked"` // "contents": every byte; "structure": header and sizes
 	Tensors int    `json:"tensors"`
 	Bytes   int64  `json:"bytes"`
@@ -41,8 +41,9 @@ type VerifiedFile struct {
 	Original *original.Summary `json:"original,omitempty"`
 }
 
-// addFile adds a GGUF file after a check of its structure.
-func (rep *Report) addFile(file InspectedFile) {
+// addFile adds a GGUF file after a check of its structure. compare compares the file with a known hash, if there is
+// one, and then sets Checked.
+func (rep *Report) addFile(file InspectedFile, compare func(*VerifiedFile) error) error {
 	const note = "GGUF files have no checksums: only their structure was verified"
 	v := VerifiedFile{URI: file.URI, Format: file.Format, Checked: "structure", Stored: file.Size}
 	var unknown []string
@@ -54,16 +55,20 @@ func (rep *Report) addFile(file InspectedFile) {
 		}
 	}
 	v.Tensors = len(file.Tensors) - len(unknown)
+	if err := compare(&v); err != nil {
+		return err
+	}
 	rep.Files = append(rep.Files, v)
 	rep.Tensors += v.Tensors
 	rep.Stored += v.Stored
-	if !strings.Contains(rep.Note, note) {
+	if v.Checked == "structure" && !strings.Contains(rep.Note, note) {
 		rep.Note = strings.TrimPrefix(rep.Note+"; "+note, "; ")
 	}
 	if n := len(unknown); n > 0 {
 		rep.Note += fmt.Sprintf("; %s: %d of %d tensors have types that are unknown to this version, and were not "+
 			"verified, e.g. %s", file.URI, n, len(file.Tensors), unknown[0])
 	}
+	return nil
 }
 
 // An Inspection is the result of Inspect: the contents of headers and indexes.
@@ -99,11 +104,13 @@ func (in *Inspection) sumUp() {
 // An InspectedFile is one file of an Inspection.
 type InspectedFile struct {
 	URI      string            `json:"uri"`
-	Format   string            `json:"format"` // "overwire", "safetensors", "tensors" or "gguf"
+	Format   string            `json:"format"` // "overwire", "safetensors", "tensors", "gguf", or another library's kind
 	Size     int64             `json:"size"`
 	Header   int64             `json:"header"` // bytes before the data section
 	Metadata map[string]string `json:"metadata"`
 	Tensors  []InspectedTensor `json:"tensors"`
+
+	opened string // the URI that opens it
 }
 
 // CodingUnknown is the coding of a tensor of unknown type. Its bytes are reported as 0.

@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/save/original"
+	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/stored"
 	"github.com/zeebo/xxh3"
 )
@@ -20,7 +21,7 @@ import (
 // Verify verifies files. In an overwire file it checks every byte: header and index must be exactly as the writer would
 // write them, every chunk must match its CRC and decode, every tensor must match its XXH3-128, and padding must be
 // zero. A plain safetensors or GGUF file has no checksums, so Verify checks only its structure, and the report says so.
-// If the file was downloaded from the Hugging Face Hub and its SHA-256 is known, Verify compares that. In a .tensors
+// If the file is from the Hugging Face Hub and its SHA-256 is known, Verify compares that. In a .tensors
 // file it compares every tensor's hashes, and with the key also the tags of encrypted tensors. If originals is set,
 // Verify also restores the file from which a container was made, in memory, and compares its SHA-256. Verify stops at
 // the first error, which names file, tensor, chunk and offset if known.
@@ -45,7 +46,17 @@ func Verify(ctx context.Context, j *job.Job, uris []string, access format.Access
 		}
 	}
 	for _, file := range others {
-		rep.addFile(file)
+		if err != nil {
+			break
+		}
+		err = rep.addFile(file, func(f *VerifiedFile) error {
+			src, err := open.With(access.Options).Open(ctx, file.opened)
+			if err != nil {
+				return err
+			}
+			defer src.Close()
+			return compareHubSum(ctx, j, src, &rep, f)
+		})
 	}
 	rep.OK = err == nil
 	rep.Seconds = time.Since(start).Seconds()
@@ -82,7 +93,7 @@ func verifyModel(ctx context.Context, j *job.Job, m *stored.Model, rep *Report) 
 		} else if err := compareHubSum(ctx, j, m.Sources[k], rep, &rep.Files[k]); err != nil {
 			return err
 		} else if rep.Files[k].Checked == "structure" {
-			rep.Note = "plain safetensors files have no checksums: only their structure was verified"
+			rep.Note = "plain files have no checksums: only their structure was verified"
 		}
 	}
 	digests, err := storedDigests(m)

@@ -64,11 +64,11 @@ if TYPE_CHECKING:
     from .frameworks.spec import TensorSpec as TensorSpec
     from .jobs import last_report as last_report
     from .metering import CacheMetrics as CacheMetrics
+    from .metering import HostMetrics as HostMetrics
     from .metering import Metrics as Metrics
     from .metering import VerbMetrics as VerbMetrics
     from .metering import metrics as metrics
     from .model.options import LoadOptions as LoadOptions
-    from .model.options import StorageOptions as StorageOptions
     from .model.plan import LoadPlan as LoadPlan
     from .model.plan import PlannedFile as PlannedFile
     from .model.plan import PlannedOffload as PlannedOffload
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from .model.plan import plan as plan
     from .model.reading import read_bytes as read_bytes
     from .model.selection import experts as experts
+    from .model.storageoptions import StorageOptions as StorageOptions
     from .offloading.offload import Offloaded as Offloaded
     from .offloading.offload import offload as offload
     from .progress import Progress as Progress
@@ -133,11 +134,12 @@ _HOMES = {
     ),
     "frameworks.spec": ("TensorSpec",),
     "jobs": ("last_report",),
-    "metering": ("CacheMetrics", "Metrics", "VerbMetrics", "metrics"),
-    "model.options": ("LoadOptions", "StorageOptions"),
+    "metering": ("CacheMetrics", "HostMetrics", "Metrics", "VerbMetrics", "metrics"),
+    "model.options": ("LoadOptions",),
     "model.plan": ("LoadPlan", "PlannedFile", "PlannedOffload", "PlannedTensor", "plan"),
     "model.reading": ("read_bytes",),
     "model.selection": ("experts",),
+    "model.storageoptions": ("StorageOptions",),
     "offloading.offload": ("Offloaded", "offload"),
     "progress": ("Progress",),
     "verbs.deltas": (

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ._children import module_command
 from .errors import OverwireError
-from .plumbing import module_command
 
 _DOC = """Compares the dtype, shape and bytes of every tensor with what the safetensors library reads from the
 plain files. With --against safetensors, MODEL is decompressed into a temporary folder to get them. The exit

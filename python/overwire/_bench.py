@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .plumbing import module_command, parse_size
+from ._children import module_command
+from .model.options import parse_size
 
 _WAYS = ("mapped", "collective", "none")
 

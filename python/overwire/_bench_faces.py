@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 
 from ._bench import print_line, run_overwire
 from ._bench_saves import find_difference, measure_saves, show_save
-from .plumbing import code_command, parse_size
+from ._children import code_command
+from .model.options import parse_size
 
 Case = tuple[str, str]  # an entry point and a file
 
@@ -77,8 +78,8 @@ def _load_pickle(names: Any, file: str, device: str) -> Any:
     return names.load_compressed_pickle(file)
 
 
-def _copy_files(names: Any, file: str, device: str) -> dict[str, Any]:
-    loader = names.SafeTensorsFileLoader(names.SingleGroup(), device, nogds=True)
+def _copy_files(names: Any, file: str, device: str, **tuning: int) -> dict[str, Any]:
+    loader = names.SafeTensorsFileLoader(names.SingleGroup(), device, nogds=True, **tuning)
     loader.add_filenames({0: [file]})
     buffer = loader.copy_files_to_device()
     return {name: buffer.get_tensor(name) for name in loader.get_keys()}
@@ -98,6 +99,17 @@ def _read_instantly(names: Any, file: str, device: str) -> dict[str, Any]:
         return dict(reader.tensors())
 
 
+def _prefetch_tensors(names: Any, file: str, device: str) -> dict[str, Any]:
+    with names.safe_open(file, framework="pt", device=device) as reader, reader.prefetch(threads=16) as loader:
+        return dict(loader)
+
+
+def _stream_file(names: Any, file: str, device: str) -> dict[str, Any]:
+    with names.SafetensorsStreamer() as streamer:
+        streamer.stream_file(file)
+        return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
+
+
 _BOTH, _OURS, _TENSORS = ("plain", "compressed"), "overwire.compat.", ("tensors",)
 
 _FACES = {
@@ -113,7 +125,15 @@ _FACES = {
     "load_into_module by overwire": _Face(_OURS + "tensorizer", _load_into, _TENSORS, into=True),
     "safetensors load_file": _Face("safetensors.torch", _load_file, package="safetensors"),
     "safetensors get_slice": _Face("safetensors", _get_slices, package="safetensors"),
+    "safetensors prefetch": _Face("safetensors", _prefetch_tensors, package="safetensors", gpu=True),
     "fastsafetensors": _Face("fastsafetensors", _copy_files, package="fastsafetensors", gpu=True),
+    "fastsafetensors tuned": _Face(
+        "fastsafetensors",
+        partial(_copy_files, bbuf_size_kb=64 << 10, max_threads=16),
+        package="fastsafetensors",
+        gpu=True,
+    ),
+    "Run:ai model streamer": _Face("runai_model_streamer", _stream_file, package="runai_model_streamer", gpu=True),
     "tensorizer TensorDeserializer": _Face("tensorizer", _deserialize_file, _TENSORS, "tensorizer"),
     "tensorizer load_into_module": _Face("tensorizer", _load_into, _TENSORS, "tensorizer", into=True),
     "instanttensor": _Face("instanttensor", _read_instantly, package="instanttensor", gpu=True),

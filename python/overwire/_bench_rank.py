@@ -26,8 +26,8 @@ import torch.distributed
 import overwire as ow
 
 from ._bench_saves import read_plain
+from ._verbs import read_floor
 from .distributed import shard_range
-from .plumbing import read_floor
 
 dist: Any = torch.distributed  # the type stubs are incomplete
 

@@ -19,8 +19,6 @@ import sys
 from ._environment import engine_text, environment, settings
 from ._imports import Undisturbed
 from ._locks import new_lock
-from .files import may_be_foreign
-from .paths import without_scheme
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -353,9 +351,11 @@ def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     return buffer
 
 
-def program(argv: Sequence[str], names: dict[str, str] | None = None) -> Program:
+def program(
+    argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[str, str] | None = None
+) -> Program:
     """Collects the facts about this process that the engine's command line needs. names: maps paths to the names
-    that messages show."""
+    that messages show. kinds: maps paths of plain copies to the kinds of the files that they were made from."""
     version = "%d.%d.%d" % sys.version_info[:3]
     about: Program = {"argv": [engine_text(word) for word in argv], "python": sys.executable or "", "version": version}
     if any("://" in word for word in argv):
@@ -364,11 +364,14 @@ def program(argv: Sequence[str], names: dict[str, str] | None = None) -> Program
     about["secrets"] = {name: engine_text(os.environ[name]) for name in settings_of_argv if name in os.environ}
     if names:
         about["names"] = names
+    if kinds:
+        about["kinds"] = kinds
     return about
 
 
-def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
-    """Runs a command line and returns its exit status. argv excludes the program's name. names: as for `program`.
+def cli(argv: Sequence[str], names: dict[str, str] | None = None, kinds: dict[str, str] | None = None) -> int:
+    """Runs a command line and returns its exit status. argv excludes the program's name. names, kinds: as for
+    `program`.
 
     The engine writes to descriptors 1 and 2. Ctrl-C, SIGTERM, SIGHUP and a closed output
     (`| head`) cancel the work and wait until temporary files are removed. After Ctrl-C it
@@ -394,7 +397,7 @@ def cli(argv: Sequence[str], names: dict[str, str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup SIGHUP is ignored
             signal.signal(number, stop_on_signal)
-    job = core().start("cli", json.dumps(program(argv, names)), b"")
+    job = core().start("cli", json.dumps(program(argv, names, kinds)), b"")
     try:
         status = int(core().take(job, None, TAKE_LAST)[0])
         if status == _READER_GONE:
@@ -424,6 +427,8 @@ _READING = ("compress", "convert", "inspect", "verify", "load", "diff")
 def main() -> None:
     """Runs the `overwire` command. If a program calls it, it first waits for the program's background saves."""
     from ._order import await_all
+    from .files import may_be_foreign
+    from .paths import without_scheme
 
     await_all()
     if sys.argv[1:2] == ["run"] and sys.argv[2:3] not in (["-h"], ["--help"]):

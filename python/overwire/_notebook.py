@@ -52,6 +52,11 @@ def _format_fact(name: object, value: object) -> object:
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
+def _shorten_list(values: list[object], most: int = 5) -> str:
+    shown = [repr(value) for value in values[:most]]
+    return f"[{', '.join(shown + [f'and {len(values) - most} more'] * (len(values) > most))}]"
+
+
 def size(number: int) -> str:
     """Formats a number of bytes for people: 16.1 GB."""
     value, unit = float(number), 0
@@ -118,7 +123,7 @@ def block(title: str, facts: Iterable[tuple[str, object]], *tables: str) -> str:
 
 
 class Facts(dict[str, Any]):
-    """A dict that a notebook shows as facts and tables. It pickles and copies as a plain dict."""
+    """A dict that prints as one line, and in a notebook as facts and tables. It pickles and copies as a plain dict."""
 
     def __init__(self, title: str, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -126,6 +131,18 @@ class Facts(dict[str, Any]):
 
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, (dict(self),)
+
+    def __repr__(self) -> str:
+        facts, others = [], []
+        for name, value in self.items():
+            if isinstance(value, dict) or isinstance(value, list) and value and isinstance(value[0], dict):
+                others.append(repr(name))
+            elif isinstance(value, list):
+                facts.append(f"{name}={_shorten_list(value)}")
+            else:
+                facts.append(f"{name}={value!r}" if isinstance(value, str) else f"{name}={_format_fact(name, value)}")
+        named = f" with the key{'' if len(others) == 1 else 's'} {', '.join(others)}" if others else ""
+        return f"{self._title.title().replace(' ', '')}({', '.join(facts)}; a dict{named})"
 
     def _repr_html_(self) -> str:
         facts: list[tuple[str, object]] = []

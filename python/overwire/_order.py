@@ -23,7 +23,7 @@ lock = new_lock()
 _savers: list[Saver] = []  # running saves, and failed saves that have not raised their error yet
 
 # The parts of a shard's or index's name that a single file's name does not have.
-_SHARD = re.compile(
+_SHARD = (
     r"(-ow[0-9a-f]{8})?-\d{1,9}-of-\d{1,9}(?=\.[^/]*$)"
     r"|(?<=\.safetensors)(\.[^./]+)?\.index(\.[^./]+)?\.json$"
 )
@@ -121,4 +121,4 @@ def _keys_of(path: str) -> list[str]:
 
 
 def _family_of(key: str) -> str:
-    return _SHARD.sub("", key)
+    return re.sub(_SHARD, "", key)

@@ -12,6 +12,7 @@ from typing_extensions import NotRequired
 class SourceOptions(TypedDict, total=False):
     storage: dict[str, str]
     env: dict[str, str]
+    fed: bool
 
 
 class FormatAccess(SourceOptions, total=False):
@@ -26,6 +27,7 @@ class LoadSpec(TypedDict, total=False):
     parts: bool
     storage: FormatAccess
     keys: list[str]
+    host: bool | None
 
 
 class OpenRequest(LoadSpec, total=False):
@@ -124,6 +126,16 @@ class PreloadNote(TypedDict):
 class PreloadAnswer(TypedDict):
     device: str | None
     notes: list[PreloadNote]
+
+
+class HoststoreCounted(TypedDict):
+    hits: int
+    hit_bytes: int
+    misses: int
+    puts: int
+    put_bytes: int
+    lost: int
+    distrusted: int
 
 
 class RelaySpec(LoadOptions, total=False):
@@ -282,6 +294,7 @@ class Program(TypedDict, total=False):
     storage: SourceOptions
     secrets: dict[str, str]
     names: dict[str, str]
+    kinds: dict[str, str]
     measure: bool
 
 
@@ -470,3 +483,21 @@ class NvcompSpec(TypedDict, total=False):
 
 class DigestsRequest(FilesRequest, total=False):
     on: dict[str, int]
+
+
+class FedEvent(TypedDict):
+    what: str
+    file: int
+    name: str
+    uri: str
+    size: int
+    piece: int
+    bytes: int
+
+
+class FeedEvents(TypedDict):
+    events: list[FedEvent]
+
+
+class FeedSums(TypedDict):
+    sums: list[int]

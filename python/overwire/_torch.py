@@ -12,17 +12,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from ._children import code_command
+from .bundles.torchfolders import is_torch_model, names_of, plain_models
 from .errors import OverwireError
-from .plumbing import (
-    code_command,
-    is_torch_model,
-    local,
-    names_of,
-    plain_models,
-    read_components,
-    read_foreign,
-    without_scheme,
-)
+from .foreign.memory import read_components, read_foreign
+from .paths import local, without_scheme
 
 # Exit statuses of the command line.
 _STATUSES = {
@@ -58,12 +52,13 @@ def _read_only(words: list[str]) -> int:
             found[word], has_others = read_components(local(word))
             kept |= {word} if has_others else set()
     names = {one.uri: one.name for files in found.values() for one in files}
+    kinds = {one.uri: one.kind for files in found.values() for one in files}
     plain = []
     for word in words:
         files = [one.uri for one in found.get(word) or ()]
         plain += [word, *files] if word in kept or not files else files
     numbers = [int(path.rpartition("/")[2]) for path in names]
-    return _run_engine(plain, [], names, numbers)
+    return _run_engine(plain, [], names, numbers, kinds)
 
 
 def _rewrite(words: list[str]) -> int:
@@ -82,11 +77,15 @@ def _rewrite(words: list[str]) -> int:
 
 
 def _run_engine(
-    words: list[str], left: list[str], names: dict[str, str] | None = None, numbers: Sequence[int] = ()
+    words: list[str],
+    left: list[str],
+    names: dict[str, str] | None = None,
+    numbers: Sequence[int] = (),
+    kinds: dict[str, str] | None = None,
 ) -> int:
-    # names: maps plain files to the names that messages show. numbers: the descriptors of files in memory.
+    # names, kinds: map plain files to the names and kinds that messages show. numbers: descriptors of files in memory.
     # Ctrl-C reaches both processes: this one ignores it and waits while the other cleans up.
-    engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}))"
+    engine = f"import sys; from overwire._engine import cli; sys.exit(cli(sys.argv[1:], {names!r}, {kinds!r}))"
     with subprocess.Popen(code_command(engine, *words), pass_fds=numbers) as process:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

@@ -100,6 +100,11 @@ def join(request: _requests.JoinRequest, model: int) -> _requests.PreloadAnswer:
     return loads(core().run("join", _encode_request(request), pack("=1q", handle(model)))[0])
 
 
+def host_counts() -> _requests.HoststoreCounted:
+    """Return this process's counters of the host store."""
+    return loads(core().call("host_counts", "", b"")[0])
+
+
 def sweep(request: str) -> _requests.PreloadAnswer:
     """Drop the preloads of a file or object that has just been replaced."""
     return loads(core().call("sweep", _encode_request(request), b"")[0])
@@ -500,3 +505,31 @@ def digests(request: _requests.DigestsRequest) -> JobNumber:
     """Return the digests of files' tensors. `on` maps tensor names to the GPU that decodes them, if it
     has enough memory."""
     return core().start("digests", _encode_request(request), b"")
+
+
+def feed_open(size: int) -> int:
+    """Make a feed, which the sources opened from now on with `fed` ask for pieces of `size` bytes. It
+    replaces the process's former feed."""
+    return _number(core().call("feed_open", "", pack("=1q", size)))
+
+
+def feed_next(feed: int, ms: int) -> _requests.FeedEvents:
+    """Wait up to `ms` for events, and return them. The memory of a piece must stay valid and unchanged
+    until the event that frees it."""
+    return loads(core().run("feed_next", "", pack("=2q", feed, ms))[0])
+
+
+def feed_answer(feed: int, file: int, piece: int, address: int, nbytes: int, numbers: bytes) -> int:
+    """Answer a question for a piece. Without an address, the source reads its store. Return 1 if the
+    memory is used, otherwise 0. Numbers: the CRC32C of each MiB, or nothing."""
+    return _number(core().call("feed_answer", "", pack("=5q", feed, file, piece, address, nbytes) + numbers))
+
+
+def feed_read(feed: int, file: int, piece: int, address: int, nbytes: int) -> _requests.FeedSums:
+    """Read a piece from its store to memory. Return the CRC32C of each MiB."""
+    return loads(core().run("feed_read", "", pack("=5q", feed, file, piece, address, nbytes))[0])
+
+
+def feed_close(feed: int) -> None:
+    """Make all sources of a feed read only from their stores. On return none uses memory of a piece."""
+    core().call("feed_close", "", pack("=1q", feed))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 from . import _engine
 from ._apart import apart
+from ._undo import after_error
 from ._verbs import codec, codec_names, codec_now
 from .errors import ArgumentError, NotSupportedError, error_of
 from .jobs import Job
@@ -254,13 +255,8 @@ def run(
     if results[1]:
         return _coded_of(results)
     job = Job(codec(text, operands), f"codec {op}")
-    try:
+    with after_error(job.abandon):  # nothing writes to the buffers after this
         return _coded_of(job.result())
-    except BaseException:
-        job.cancel()  # nothing writes to the buffers after this
-        raise
-    finally:
-        job.free()
 
 
 def _coded_of(made: Result) -> list[Coded]:

@@ -7,15 +7,15 @@ opens a file by name uses this module or the engine.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fnmatch
 import io
 import os
 import stat
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from ._tables import FILE_KINDS
+from ._undo import after_error
 from .errors import (
     ArgumentError,
     FormatError,
@@ -42,15 +42,12 @@ def regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXE
         if error.errno != errno.ENXIO:  # a socket, or a device that does not exist
             raise
         raise _refuse_special(path) from None
-    try:
+    with after_error(os.close, number):
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
             raise _refuse_special(path)
-    except BaseException:
-        os.close(number)
-        raise
     return number
 
 
@@ -77,6 +74,21 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
         text = "overwire: %s: files cannot be locked here (%s): let one process write at a time"
         logging.getLogger("overwire").warning(text, path, error.strerror)
+
+
+def lock_path(path: str, mode: int, kind: int, claim: Callable[[int], None] = lambda number: None) -> int:
+    """Creates and locks a file whose lock other processes wait for, and returns its descriptor. Whoever unlocks it may
+    remove it first. Refuses links. mode: of a new file. kind, and errors: as for `fcntl.flock`. claim: called with the
+    descriptor before it is locked."""
+    while True:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with after_error(os.close, number):
+            claim(number)
+            lock_file(number, path, kind)
+            with contextlib.suppress(FileNotFoundError):  # its last holder has just removed it
+                if os.path.samestat(os.fstat(number), os.lstat(path)):
+                    return number
+        os.close(number)
 
 
 def state_of_file(place: Any) -> tuple[int, ...] | None:
@@ -156,25 +168,6 @@ def read_file(path: str, limit: int | None = None, name: str | None = None) -> b
         text = f"overwire: read {name}: its {size} bytes exceed this machine's memory of {most} bytes"
         raise OutOfMemoryError(text, source=name, asked=size, total=most)
     raise FormatError(f"overwire: read {name}: larger than the limit of {limit} bytes", source=name)
-
-
-class FileKind(NamedTuple):
-    """A row of the engine's table of file kinds. foreign: whether folders of other libraries' weights have such files.
-    """
-
-    what: str
-    do: str
-    foreign: bool
-
-
-def kind_of_file(path: str, head: bytes) -> FileKind | None:
-    """Determines the kind of a file from its name and its first HEAD_BYTES bytes. Returns None if it is unknown."""
-    name = os.path.basename(path)
-    for offset, magics, globs, what, do, foreign in FILE_KINDS:
-        is_named = not globs or any(fnmatch.fnmatchcase(name, glob) for glob in globs)
-        if is_named and (not magics or head[offset:].startswith(magics)):
-            return FileKind(what, do, foreign)
-    return None
 
 
 #: Name endings of torch.save files, and of all supported files of other libraries.

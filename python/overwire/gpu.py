@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,8 @@ from . import _verbs
 from ._apart import apart
 from ._engine import release
 from ._imports import imported, skip_at_exit
-from .errors import ArgumentError, ForkedError, NotSupportedError, OutOfMemoryError, error_of
+from .captures import beside_captures, refuse_capture
+from .errors import ArgumentError, ForkedError, OutOfMemoryError, error_of
 
 if TYPE_CHECKING:
     from ._core import Result
@@ -56,7 +57,6 @@ __all__ = [
     "transform",
 ]
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _KINDS = {"native": 0, "raw": 1, "with_size": 2}
 _five = struct.Struct("=5q").pack
 
@@ -124,27 +124,6 @@ def alloc(nbytes: int, device: int, stream: int = 1) -> Memory:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream if stream > 2 else 0, device=device)):
             tensor = _empty_tensor(torch, nbytes, device)
     return Memory(tensor.data_ptr(), nbytes, tensor, device)
-
-
-@contextlib.contextmanager
-def beside_captures() -> Iterator[None]:
-    """A context for torch calls that protects CUDA graphs which other threads capture in torch's
-    default mode. Without it, an allocation that grows torch's memory pool invalidates them."""
-    before = _verbs.gpu_mode(_RELAXED)
-    try:
-        yield
-    finally:
-        _verbs.gpu_mode(before)
-
-
-def refuse_capture(torch: Any) -> None:
-    """Raises NotSupportedError if torch's current stream is being captured into a CUDA graph.
-    Waiting for that stream would invalidate the capture."""
-    if torch.cuda.is_current_stream_capturing():
-        raise NotSupportedError(
-            "overwire: the current stream is being captured into a CUDA graph, and this call cannot be captured: "
-            "make it before the capture, or on another stream"
-        )
 
 
 def _empty_tensor(torch: Any, nbytes: int, device: int) -> Any:

@@ -11,30 +11,22 @@ import json
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
 from . import _verbs
 from ._engine import TAKE_LAST, TAKE_NEXT, TAKE_RAW, JobNumber, core, forget, forked, release
+from ._imports import Undisturbed
 from ._locks import new_lock
-from ._notebook import Facts, size
+from .counting import note
 from .errors import ArgumentError, CancelledError, DeadlineError
-from .metering import note
 from .paths import is_remote
-from .progress import Progress, Watcher
 
 if TYPE_CHECKING:
     from ._core import Result
-    from ._requests import PipelineStages
-
-    class WorkStages(PipelineStages, total=False):
-        """The stages of loads and saves."""
-
-        plan_ns: int
-        encode_ns: int
-        hash_ns: int
-        write_ns: int
-        publish_ns: int
+    from .metering import LastReport
+    from .progress import Progress, Watcher
 
 log = logging.getLogger("overwire")
 
@@ -70,45 +62,14 @@ def _say_once(reason: str) -> None:
         log.warning("overwire: GPUDirect Storage is not available, reading through host memory: %s", reason)
 
 
-class LastReport(TypedDict, total=False):
-    """Counters of the last load, save or other call. Each function sets some of them.
-
-    bytes: bytes of tensors.
-    mapped, direct, gds: the parts of `bytes` that were mapped, read by direct I/O, and read by
-        GPUDirect Storage.
-    bytes_in, bytes_out: bytes of tensors, and of the files written with them.
-    bytes_copied: bytes of a folder's other files, which were copied.
-    stored: bytes of the files that were verified.
-    on_gpu: bytes of tensors that a save encoded on their GPU.
-    staged: for a background save, seconds until the caller could change the tensors.
-    stages: time spent in each stage of a load or save, in nanoseconds summed over its threads.
-    """
-
-    seconds: float
-    tensors: int
-    bytes: int
-    mapped: int
-    direct: int
-    gds: int
-    stages: WorkStages
-    bytes_in: int
-    bytes_out: int
-    bytes_copied: int
-    ratio: float
-    compressed: int
-    aliases: int
-    on_gpu: int
-    staged: float
-    stored: int
-    files: list[Any]
-
-
 def last_report() -> LastReport | None:
     """Returns the report of the call that finished last in this process, in any thread.
 
     The report is a dict of the engine's counters (see `LastReport`), or None before the first
     call. Raises nothing.
     """
+    from ._notebook import Facts
+
     with _lock:
         text = _last
     report = json.loads(text)
@@ -121,6 +82,8 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
     seconds, nbytes = report.get("seconds"), report.get("bytes", report.get("bytes_in"))
     if seconds is None or nbytes is None:
         return ""
+    from ._notebook import size
+
     count = report.get("tensors")
     tensors = "" if count is None else f"{count:,} tensor{'' if count == 1 else 's'}, "
     text = f"{_DONE.get(verb, verb)} {tensors}{size(nbytes)}"
@@ -152,6 +115,8 @@ def sentence(verb: str, report: dict[str, Any]) -> str:
 
 def progress_of(number: int) -> Progress:
     """Returns the progress of a job."""
+    from .progress import Progress
+
     return Progress(*memoryview(_verbs.progress(number)[1]).cast("q"))
 
 
@@ -170,20 +135,6 @@ def check_wait(timeout: float | None) -> None:
     if timeout is None or not isinstance(timeout, bool) and isinstance(timeout, (int, float)) and timeout == timeout:
         return
     raise ArgumentError(f"overwire: timeout {timeout!r}: expected seconds, or None to wait for the end")
-
-
-class after_error:
-    """A context manager that calls a function if an exception leaves it."""
-
-    def __init__(self, cleanup: Callable[[], object]) -> None:
-        self._cleanup = cleanup
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self._cleanup()
 
 
 class Landed:
@@ -216,10 +167,10 @@ class Landed:
         return ((at, capsule) for at, capsule, address in rows if address)
 
 
-def heed(uris: Iterable[str]) -> None:
-    """Logs the engine's notices about opened remote files, for instance that a model came from the
-    cache because its store could not be reached."""
-    if any(map(is_remote, uris)):
+def heed(uris: Iterable[str], hosted: bool = False) -> None:
+    """Logs the engine's notices about opened files, for instance that a model came from the cache because its store
+    could not be reached. Local files have notices only if they may come from the host store (hosted)."""
+    if hosted or any(map(is_remote, uris)):
         for text in _verbs.notices():
             log.warning("overwire: %s", text)
 
@@ -332,14 +283,9 @@ class Job:
             _verbs.cancel(self.number)
         except ArgumentError:
             return  # the engine has freed the job, and an interrupt came before we noted that
-        while True:
-            try:
-                if core().wait(self.number, 1.0):
-                    return
-            except KeyboardInterrupt:
-                continue  # the job may use the caller's buffers until it ends
-            except BaseException:
-                return  # the job has ended with an error
+        with Undisturbed(ctrl_c=True), suppress(Exception):  # the job may use the caller's buffers until it ends
+            while not core().wait(self.number, 1.0):
+                pass
 
     def free(self) -> None:
         """Frees the job, and the tensors that the caller has not taken."""

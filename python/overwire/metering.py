@@ -1,47 +1,26 @@
-"""Counts the loads, saves and other calls of this process, for monitoring.
-
-Finished calls are queued, and added up when the counters are read. If the program has imported
-OpenTelemetry's API, each call also becomes a span.
-"""
+"""Reports the counters of this process's loads, saves and other calls, for monitoring. `counting` counts the calls."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import sys
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _verbs
 from ._engine import forked, is_loaded
-from ._locks import new_lock
+from .counting import add_up
 
-log = logging.getLogger("overwire")
+if TYPE_CHECKING:
+    from ._requests import PipelineStages
 
-# Stages of a report. Their counters are nanoseconds, summed over workers.
-_STAGES = {
-    f"{stage}_ns": stage
-    for stage in "read answer permit check decode wait plan encode hash write publish".split()
-}
-_KEPT = 256  # maximum number of queued calls
+    class WorkStages(PipelineStages, total=False):
+        """The stages of loads and saves."""
 
-_lock = new_lock()
-_noted: deque[tuple[str, str, str]] = deque()
-_totals: dict[str, VerbMetrics] = {}
-
-
-def _in_child() -> None:
-    _noted.clear()
-    _totals.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
+        plan_ns: int
+        encode_ns: int
+        hash_ns: int
+        write_ns: int
+        publish_ns: int
 
 @dataclass
 class VerbMetrics:
@@ -90,15 +69,45 @@ class CacheMetrics:
     evictions: int = 0
 
 
-class Metrics(dict[str, VerbMetrics]):
-    """The result of `metrics`: a `VerbMetrics` for each function that has run, by name, and `cache`,
-    a `CacheMetrics`."""
+@dataclass
+class HostMetrics:
+    """This process's counters of the host store (`overwire host`).
+
+    hits, hit_bytes: files that came from the store, and their bytes. misses: files that the store did not have. puts,
+        put_bytes: files that this process has put into the store. lost: models that were read from their files because
+        the store could not be reached or failed. distrusted: files that were dropped because their bytes were wrong.
+    """
 
     __module__ = "overwire"
 
-    def __init__(self, verbs: Mapping[str, VerbMetrics], cache: CacheMetrics) -> None:
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: int = 0
+    puts: int = 0
+    put_bytes: int = 0
+    lost: int = 0
+    distrusted: int = 0
+
+
+class Metrics(dict[str, VerbMetrics]):
+    """The result of `metrics`: a `VerbMetrics` for each function that has run, by name, `cache`, a `CacheMetrics`, and
+    `host`, a `HostMetrics`."""
+
+    __module__ = "overwire"
+
+    def __init__(self, verbs: Mapping[str, VerbMetrics], cache: CacheMetrics, host: HostMetrics) -> None:
         super().__init__(verbs)
-        self.cache = cache
+        self.cache, self.host = cache, host
+
+    def _repr_html_(self) -> str:
+        from . import _notebook as html
+
+        rows = (
+            (verb, one.runs, sum(one.errors.values()), one.tensors, html.size(one.bytes), f"{one.seconds:.3g}")
+            for verb, one in self.items()
+        )
+        head = ("function", "runs", "errors", "tensors", "bytes", "seconds")
+        return html.block("Metrics", (), html.table("Calls of this process", head, rows))
 
     def prometheus(self) -> str:
         """Returns the counters in Prometheus' text format, version 0.0.4."""
@@ -121,15 +130,54 @@ class Metrics(dict[str, VerbMetrics]):
         ):
             counts = [(verb, label, n) for verb, one in self.items() for label, n in getattr(one, field_name).items()]
             lines += _counter_lines(name, text, [({"verb": verb, key: label}, n) for verb, label, n in counts])
-        one = self.cache
+        one, host = self.cache, self.host
+        files = {"hit": host.hits, "miss": host.misses, "put": host.puts}
         for name, text, rows in (
             ("cache_objects", "Remote objects, by origin.", _rows_by_origin(one.hits, one.fetches)),
             ("cache_bytes", "Bytes of remote objects, by origin.", _rows_by_origin(one.hit_bytes, one.fetch_bytes)),
             ("cache_away", "Cached objects used while their store could not be reached.", [({}, one.away)]),
             ("cache_evictions", "Objects removed from the cache because of its size limit.", [({}, one.evictions)]),
+            ("host_files", "Files and the host store.", [({"result": result}, n) for result, n in files.items()]),
+            ("host_hit_bytes", "Bytes of files that came from the host store.", [({}, host.hit_bytes)]),
+            ("host_put_bytes", "Bytes of files that were put into the host store.", [({}, host.put_bytes)]),
+            ("host_lost", "Models that were read from files because the host store failed.", [({}, host.lost)]),
+            ("host_distrusted", "Files dropped from the host store for wrong bytes.", [({}, host.distrusted)]),
         ):
             lines += _counter_lines(name, text, rows)
         return "\n".join(lines) + "\n"
+
+
+class LastReport(TypedDict, total=False):
+    """Counters of the last load, save or other call. Each function sets some of them.
+
+    bytes: bytes of tensors.
+    mapped, direct, gds: the parts of `bytes` that were mapped, read by direct I/O, and read by
+        GPUDirect Storage.
+    bytes_in, bytes_out: bytes of tensors, and of the files written with them.
+    bytes_copied: bytes of a folder's other files, which were copied.
+    stored: bytes of the files that were verified.
+    on_gpu: bytes of tensors that a save encoded on their GPU.
+    staged: for a background save, seconds until the caller could change the tensors.
+    stages: time spent in each stage of a load or save, in nanoseconds summed over its threads.
+    """
+
+    seconds: float
+    tensors: int
+    bytes: int
+    mapped: int
+    direct: int
+    gds: int
+    stages: WorkStages
+    bytes_in: int
+    bytes_out: int
+    bytes_copied: int
+    ratio: float
+    compressed: int
+    aliases: int
+    on_gpu: int
+    staged: float
+    stored: int
+    files: list[Any]
 
 
 def metrics() -> Metrics:
@@ -138,87 +186,14 @@ def metrics() -> Metrics:
         nbytes = overwire.metrics()["load"].bytes
         text = overwire.metrics().prometheus()
     """
-    with _lock:
-        _add_up()
-        verbs = {verb: replace(one, errors={**one.errors}, stages={**one.stages}) for verb, one in _totals.items()}
-    return Metrics(verbs, _cache_metrics())
-
-
-def _cache_metrics() -> CacheMetrics:
-    if not is_loaded() or forked():
-        return CacheMetrics()  # the engine has these counters, and it is not loaded
-    return CacheMetrics(**_verbs.cache_counts())
+    verbs = {verb: VerbMetrics(**counts) for verb, counts in add_up().items()}
+    if not is_loaded() or forked():  # the engine has the other counters
+        return Metrics(verbs, CacheMetrics(), HostMetrics())
+    return Metrics(verbs, CacheMetrics(**_verbs.cache_counts()), HostMetrics(**_verbs.host_counts()))
 
 
 def _rows_by_origin(cache: int, store: int) -> list[tuple[dict[str, str], float]]:
     return [({"origin": "cache"}, cache), ({"origin": "store"}, store)]
-
-
-def note(verb: str, report: str, error: str = "") -> None:
-    """Queues a finished call to be counted. report: its report as JSON. error: the name of its error's class, or ""."""
-    with _lock:
-        _noted.append((verb, report, error))
-        if len(_noted) > _KEPT:
-            _add_up()
-    if "opentelemetry.trace" in sys.modules:
-        try:
-            _trace_span(verb, report, error)
-        except Exception as failure:  # a failing tracer must not change the result of the call
-            log.warning("overwire: metrics: OpenTelemetry did not accept the span of %s: %r", verb, failure)
-
-
-def _add_up() -> None:
-    notes: list[tuple[str, str, str]] = []
-    with suppress(IndexError):  # a signal handler may queue a call, or empty the queue
-        while True:
-            notes.append(_noted.popleft())
-    reports: list[Any] = json.loads(f"[{','.join(text or 'null' for _, text, _ in notes)}]")
-    for (verb, _, error), report in zip(notes, reports, strict=True):
-        one = _totals.get(verb) or _totals.setdefault(verb, VerbMetrics())
-        if error:
-            one.errors[error] = one.errors.get(error, 0) + 1
-            continue
-        one.runs += 1
-        if not isinstance(report, dict):
-            continue
-        one.tensors += _number_of(report, "tensors")
-        one.bytes += _number_of(report, "bytes" if "bytes" in report else "bytes_in")
-        one.mapped += _number_of(report, "mapped")
-        one.direct += _number_of(report, "direct")
-        one.written += _number_of(report, "bytes_out")
-        one.seconds += _number_of(report, "seconds")
-        counters: Any = report.get("stages")
-        for name, duration in counters.items() if isinstance(counters, dict) else ():
-            if duration and (stage := _STAGES.get(name)):
-                one.stages[stage] = one.stages.get(stage, 0.0) + duration / 1e9
-
-
-def _number_of(report: Mapping[str, Any], name: str) -> Any:
-    # Some reports have lists under the same names.
-    value = report.get(name, 0)
-    return value if isinstance(value, (int, float)) else 0
-
-
-def _trace_span(verb: str, text: str, error: str) -> None:
-    # The call has already ended. The span's parent is the caller's current span.
-    trace: Any = sys.modules["opentelemetry.trace"]
-    report = json.loads(text) if text else None
-    facts = report if isinstance(report, dict) else {}
-    end = time.time_ns()
-    prefix = "overwire"
-    span = trace.get_tracer(prefix).start_span(
-        f"{prefix}.{verb}", start_time=end - int(facts.get("seconds", 0.0) * 1e9)
-    )
-    for name, value in facts.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            span.set_attribute(f"{prefix}.{name}", value)
-    stages = facts.get("stages")
-    for name, value in stages.items() if isinstance(stages, dict) else ():
-        span.set_attribute(f"{prefix}.stages.{name}", value)
-    if error:
-        span.set_attribute("error.type", error)
-        span.set_status(trace.Status(trace.StatusCode.ERROR, error))
-    span.end(end_time=end)
 
 
 def _counter_lines(name: str, text: str, rows: Sequence[tuple[dict[str, str], float]]) -> list[str]:

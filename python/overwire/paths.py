@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .errors import ArgumentError, NotFoundError, OverwireError, error_of_system
-
-# Texts that match need more checks before they are used as a file name.
-_ODD = re.compile(r"\0|//|/\.|/\Z")
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES)
 
@@ -31,7 +27,7 @@ def local(path: Any) -> str:
 
     `os.fsencode` of the result is the name of the opened file. Raises ArgumentError for a text that
     cannot be a file name, and for a URI that is not UTF-8."""
-    if isinstance(path, str) and path[:1] == "/" and path.isascii() and not _ODD.search(path):
+    if isinstance(path, str) and path[:1] == "/" and path.isascii() and not _is_odd(path):
         return path  # the usual case
     try:
         text = os.fsdecode(path)
@@ -69,6 +65,11 @@ def local(path: Any) -> str:
             "an absolute path",
             source=text,
         ) from None
+
+
+def _is_odd(path: str) -> bool:
+    # Whether a path needs more checks before it is used as a file name.
+    return path.endswith("/") or "\0" in path or "//" in path or "/." in path
 
 
 def _from_root(path: str) -> str:

@@ -18,7 +18,8 @@ from ._engine import HandleOwner, ModelNumber, release
 from ._imports import skip_at_exit
 from .errors import ArgumentError
 from .model.opened import Model
-from .model.sources import SourceLike, resolve
+from .model.sourcelike import SourceLike
+from .model.sources import resolve
 from .model.storage import storage
 
 if TYPE_CHECKING:

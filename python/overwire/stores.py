@@ -24,10 +24,11 @@ from . import _verbs
 from ._engine import buffer_of
 from ._imports import skip_at_exit
 from ._locks import new_lock
+from ._undo import after_error
 from .errors import ArgumentError
 from .jobs import Job, shown
 from .model.storage import storage
-from .paths import is_there, local
+from .paths import is_remote, is_there, local
 
 if TYPE_CHECKING:
     from ._requests import FetchPin, FetchRequest
@@ -265,11 +266,8 @@ class ObjectWriter(io.BufferedRandom):
         _verbs.knobs()  # start the engine, so that its exit handler runs after the one registered below
         _finish_at_exit()
         number = self._open_temporary()
-        try:
+        with after_error(os.close, number):
             raw = io.FileIO(number, "r+")
-        except BaseException:
-            os.close(number)
-            raise
         super().__init__(raw)
         _unfinished.add(self)
 
@@ -391,6 +389,14 @@ class FileWriter(ObjectWriter):
         with open(self._hidden_name, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as copy:
             self.seek(0)
             shutil.copyfileobj(self, copy, 1 << 20)
+
+
+def open_writer(uri: str, *, storage_options: Mapping[str, object] | None = None) -> ObjectWriter:
+    """Opens a file that replaces a path or an object of a store when it is closed: a `FileWriter` for a local path, an
+    `ObjectWriter` for a URI."""
+    if is_remote(uri) or storage_options is not None:
+        return ObjectWriter(uri, storage_options=storage_options)
+    return FileWriter(local(uri))
 
 
 _unfinished: weakref.WeakSet[ObjectWriter] = weakref.WeakSet()

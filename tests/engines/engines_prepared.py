@@ -62,8 +62,8 @@ def start(path: Path, folder: Path, where: tuple[int, int, int], **more: Any) ->
 
 def held(model: Any) -> dict[str, Any]:
     """Returns all tensors of a model and its other attributes."""
-    from overwire.integrations.shared.described import Describer
-    from overwire.integrations.shared.parts import take_tensors
+    from overwire.integrations.kept_model.describe_model import Describer
+    from overwire.integrations.kept_model.move_tensors import take_tensors
     from overwire.integrations.vllm.identity import OPAQUE
 
     tensors, rows, names = take_tensors(model)
@@ -229,7 +229,7 @@ def check_failed_starts(path: Path, folder: Path, where: tuple[int, int, int], l
     if not waiting or prepared._waiting or alive:
         raise SystemExit(f"a deleted model has left {alive} tensors and {prepared._waiting} to write (before: {waiting})")
 
-    for owner, name in ((prepared, "_describe_model"), (prepared.prepared, "keep_file")):
+    for owner, name in ((prepared, "_describe_model"), (prepared.keep_files, "keep_file")):
         own = getattr(owner, name)
         setattr(owner, name, functools.partial(fail, RecursionError("too deep")))
         model, _ = start(path, folder, where)
@@ -242,9 +242,9 @@ def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int],
     """A record is refused if it would replace a method with a value or has a further module."""
     from overwire.integrations.vllm import prepared
 
-    find, note = prepared.prepared.find_file, prepared.prepared.note_refusal
+    find, note = prepared.keep_files.find_file, prepared.keep_files.note_refusal
     start(path, folder, where)
-    prepared.prepared.note_refusal = lambda *_: None  # keeps the file
+    prepared.keep_files.note_refusal = lambda *_: None  # keeps the file
 
     def find_changed(change: Callable[[dict[str, Any]], Any], *args: Any) -> Any:
         kept = find(*args)
@@ -255,10 +255,10 @@ def check_hostile_records(path: Path, folder: Path, where: tuple[int, int, int],
     changes = {"model.norm.forward is": lambda modules: modules["model.norm"].update(forward="1"),
                "it has no module gone": lambda modules: modules.update(gone={"": "gone"})}  # fmt: skip
     for text, change in changes.items():
-        prepared.prepared.find_file = functools.partial(find_changed, change)
+        prepared.keep_files.find_file = functools.partial(find_changed, change)
         start(path, folder, where)
         log.take(f"does not match: {text}")
-    prepared.prepared.find_file, prepared.prepared.note_refusal = find, note
+    prepared.keep_files.find_file, prepared.keep_files.note_refusal = find, note
 
 
 def check_refused_memory(path: Path, folder: Path, where: tuple[int, int, int], log: Log) -> int:

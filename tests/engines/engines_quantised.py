@@ -355,7 +355,7 @@ def compare(root: Path, case: str, kind: str, where: Where, starts: Starts, log:
 
 def takes_processed(model: torch.nn.Module) -> bool:
     """Returns whether a model's methods allow prepared state."""
-    from overwire.integrations.shared.prepared import Refused
+    from overwire.integrations.kept_model.keep_files import Refused
     from overwire.integrations.vllm.prepared import _check_supported
 
     try:

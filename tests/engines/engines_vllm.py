@@ -213,7 +213,7 @@ def without_kernels() -> None:
 
 def planned() -> list[int]:
     """Returns a list to which the number of slices of each executed plan is appended."""
-    from overwire.integrations.shared import copies
+    from overwire.integrations.load_plan import copies
 
     out: list[int] = []
     fill = copies.load_copies
@@ -228,17 +228,17 @@ def planned() -> list[int]:
 
 def reads() -> list[int]:
     """Returns a list to which each shared load appends the bytes that this rank has read."""
-    from overwire.integrations.shared import slices
+    from overwire.integrations.load_plan import run_plan
 
     read: list[int] = []
-    share = slices.land_together
+    share = run_plan.land_together
 
     def shared(together: Any, *arguments: Any) -> bool:
         if landed := share(together, *arguments):
             read.append(together.read)
         return landed
 
-    slices.land_together = shared
+    run_plan.land_together = shared
     return read
 
 
@@ -248,9 +248,9 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
         from_store(base, rank, port, urls[0])
         return
     import vllm
-    from overwire.integrations.shared import recording, slices
+    from overwire.integrations.load_plan import record_copies, run_plan
 
-    normal = slices.APART, recording.EARLY
+    normal = run_plan.APART, record_copies.EARLY
     without_kernels()
     print(f"vLLM {vllm.__version__}, rank {rank} of {world}", flush=True)
     plans = planned()
@@ -260,7 +260,7 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
         theirs = state(load(at / "plain", world, rank, port, "safetensors")[0])
         for kind in ("plain", "compressed"):
             if kind == "compressed":  # reads while the loader runs
-                slices.APART = recording.EARLY = 1
+                run_plan.APART = record_copies.EARLY = 1
             for plan in (True, False):
                 plans.clear()
                 read.clear()
@@ -273,9 +273,14 @@ def rank_main(base: Path, world: int, rank: int, port: int, urls: list[str]) -> 
                 print(f"  {name}, {kind}: {len(theirs)} tensors equal vLLM's own load, {sum(plans)} slices planned", flush=True)
                 if plan and world > 1 and kind == "plain":  # parts of small tensors share chunks
                     shared(at / kind, read)
-            slices.APART, recording.EARLY = normal
+            run_plan.APART, record_copies.EARLY = normal
             reload(model, config, theirs)
     if world == 1:
+        fails(
+            "vLLM's own loader",
+            ("compressed by overwire", "pip install"),
+            lambda: load(base / "llama/compressed", 1, rank, port, "auto"),
+        )
         bad(base, port)
         joins(base / "llama/compressed", port)
 

@@ -25,8 +25,8 @@ import test_sglang
 import test_vllm
 import torch
 import warm
+from overwire.integrations.load_plan.update_weights import Incomplete, Places
 from overwire.integrations.pushes import Group, Publisher
-from overwire.integrations.shared.updates import Incomplete, Places
 
 log = logging.getLogger("test")
 

@@ -18,8 +18,8 @@ import stores
 import test_live
 import test_sglang
 import test_vllm
+from overwire.integrations.load_plan.update_weights import reason_against
 from overwire.integrations.pushes import reason_against_numbers
-from overwire.integrations.shared.updates import reason_against
 
 Store = tuple[dict[str, Any], str]
 

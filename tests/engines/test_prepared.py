@@ -21,10 +21,11 @@ from typing import Any
 import overwire as ow
 import pytest
 import torch
-from overwire.integrations.shared import copies, prepared
-from overwire.integrations.shared.described import Describer
-from overwire.integrations.shared.parts import Arriving, match_processed, put_tensors, take_tensors
-from overwire.integrations.shared.prepared import Refused
+from overwire.integrations.kept_model import keep_files
+from overwire.integrations.kept_model.describe_model import Describer
+from overwire.integrations.kept_model.keep_files import Refused
+from overwire.integrations.kept_model.move_tensors import Arriving, match_processed, put_tensors, take_tensors
+from overwire.integrations.load_plan import copies
 
 
 class Weight(torch.nn.Parameter):
@@ -99,7 +100,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def kept(model: torch.nn.Module, folder: Path) -> tuple[str, Any]:
     tensors, rows, names = take_tensors(model)
     record = {"names": names, "tensors": rows}
-    return prepared.keep_file(str(folder), "a" * 40, tensors, record, ow.digest(tensors)), record
+    return keep_files.keep_file(str(folder), "a" * 40, tensors, record, ow.digest(tensors)), record
 
 
 def made(path: str, record: Any, kind: Callable[[], torch.nn.Module] = Model) -> Any:
@@ -201,59 +202,59 @@ def test_describes_what_a_model_holds() -> None:
 def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
     """A record in another form counts as damage, so its file is removed."""
     path = tmp_path / ("a" * 40 + ".safetensors")
-    ow.save_file({}, path, {prepared.KEY: text})
+    ow.save_file({}, path, {keep_files.KEY: text})
     path.chmod(0o600)
-    with pytest.raises(prepared.Damaged, match="is damaged"):
-        prepared.find_file(str(tmp_path), "a" * 40)
+    with pytest.raises(keep_files.Damaged, match="is damaged"):
+        keep_files.find_file(str(tmp_path), "a" * 40)
     assert not path.exists()
 
 
 def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file has its owner's mode. If weights have changed, no file appears. The limit removes the least recently used
     files. Damage, other owners and refusals are reported."""
-    folder = prepared.ensure_folder(str(tmp_path / "new"))
+    folder = keep_files.ensure_folder(str(tmp_path / "new"))
     tensors = {"a": torch.arange(1000)}
     digests = ow.digest(tensors)
     record = {"tensors": {}, "names": {}, "modules": {}, "origins": "x"}
-    path = prepared.keep_file(folder, "a" * 40, tensors, record, digests)
+    path = keep_files.keep_file(folder, "a" * 40, tensors, record, digests)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-    found = prepared.find_file(folder, "a" * 40)
-    assert found is not None and found.record == record and prepared.find_file(folder, "b" * 40) is None
+    found = keep_files.find_file(folder, "a" * 40)
+    assert found is not None and found.record == record and keep_files.find_file(folder, "b" * 40) is None
     tensors["a"][0] = 1
     with pytest.raises(Refused, match="weights have changed"):
-        prepared.keep_file(folder, "b" * 40, tensors, {}, digests)
+        keep_files.keep_file(folder, "b" * 40, tensors, {}, digests)
     assert os.listdir(folder) == ["a" * 40 + ".safetensors"]
-    monkeypatch.setattr(prepared, "_GB", os.path.getsize(path) * 2 // 200 + 1)
+    monkeypatch.setattr(keep_files, "_GB", os.path.getsize(path) * 2 // 200 + 1)
     os.utime(path, (1, 1))
     for name in "bc":
-        prepared.keep_file(folder, name * 40, tensors, {"x": 1}, ow.digest(tensors))
-        prepared.note_use(path)
+        keep_files.keep_file(folder, name * 40, tensors, {"x": 1}, ow.digest(tensors))
+        keep_files.note_use(path)
     assert sorted(file[0] for file in os.listdir(folder)) == ["a", "c"], "b was the least recently used"
     with pytest.raises(Refused, match="OVERWIRE_PREPARED_GB"):
-        prepared.keep_file(folder, "d" * 40, {"a": torch.zeros(1 << 20)}, {}, {})
-    prepared.note_refusal(folder, "e" * 40, "a reason")
+        keep_files.keep_file(folder, "d" * 40, {"a": torch.zeros(1 << 20)}, {}, {})
+    keep_files.note_refusal(folder, "e" * 40, "a reason")
     with pytest.raises(Refused, match="a reason"):
-        prepared.find_file(folder, "e" * 40)
+        keep_files.find_file(folder, "e" * 40)
     Path(path).write_bytes(b"\0" * 100)
     with pytest.raises(Refused, match="is damaged"):
-        prepared.find_file(folder, "a" * 40)
+        keep_files.find_file(folder, "a" * 40)
     assert not os.path.exists(path)
     os.chmod(folder, 0o777)
     with pytest.raises(Refused, match="other users may write"):
-        prepared.ensure_folder(folder)
+        keep_files.ensure_folder(folder)
 
 
 def test_the_file_of_a_place_that_was_used_last_is_found(tmp_path: Path) -> None:
     """The most recently used fingerprint with a given beginning is found. Other folders and unfinished files are
     not."""
-    assert prepared.newest_name(str(tmp_path), "a" * 8) is None
+    assert keep_files.newest_name(str(tmp_path), "a" * 8) is None
     for at, name in enumerate(("a" * 40, "a" * 8 + "b" * 32, "c" * 40)):
-        prepared.keep_file(str(tmp_path), name, {}, {}, {})
+        keep_files.keep_file(str(tmp_path), name, {}, {}, {})
         os.utime(tmp_path / f"{name}.safetensors", (at, at))
     (tmp_path / (".begun-1-" + "a" * 40 + ".safetensors")).touch()
-    assert prepared.newest_name(str(tmp_path), "a" * 8) == "a" * 8 + "b" * 32
-    prepared.note_use(str(tmp_path / ("a" * 40 + ".safetensors")))
-    assert prepared.newest_name(str(tmp_path), "a" * 8) == "a" * 40
+    assert keep_files.newest_name(str(tmp_path), "a" * 8) == "a" * 8 + "b" * 32
+    keep_files.note_use(str(tmp_path / ("a" * 40 + ".safetensors")))
+    assert keep_files.newest_name(str(tmp_path), "a" * 8) == "a" * 40
 
 
 def test_a_kept_file_was_read_twice(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_a_kept_file_was_read_twice(tmp_path: Path) -> None:
 
     tensors = {"a": torch.randint(256, (3_000_001,), dtype=torch.uint8)}
     digests, before = ow.digest(tensors), count_bytes()
-    path = prepared.keep_file(str(tmp_path), "a" * 40, tensors, {}, digests)
+    path = keep_files.keep_file(str(tmp_path), "a" * 40, tensors, {}, digests)
     assert count_bytes() - before >= 2 * os.path.getsize(path) > 6_000_000
 
 
@@ -369,7 +370,7 @@ def test_a_tensor_that_the_file_lacks_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that disappears during the search is skipped, and other files are still found."""
     for name in ("a" * 40, "a" * 8 + "b" * 32):
-        prepared.keep_file(str(tmp_path), name, {}, {}, {})
+        keep_files.keep_file(str(tmp_path), name, {}, {}, {})
     scan = os.scandir
 
     @contextlib.contextmanager
@@ -380,7 +381,7 @@ def test_a_file_that_another_process_removes_is_passed(tmp_path: Path, monkeypat
         yield names
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert prepared.newest_name(str(tmp_path), "a" * 8) == "a" * 8 + "b" * 32
+    assert keep_files.newest_name(str(tmp_path), "a" * 8) == "a" * 8 + "b" * 32
 
 
 def test_a_tensor_that_the_record_lacks_is_refused(tmp_path: Path) -> None:
@@ -432,9 +433,9 @@ def test_files_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in others:
         (tmp_path / name).write_bytes(bytes(1000))
         os.utime(tmp_path / name, (1, 1))
-    monkeypatch.setattr(prepared, "_GB", 0)
+    monkeypatch.setattr(keep_files, "_GB", 0)
     for name in "bc":
-        prepared.keep_file(str(tmp_path), name * 40, {}, {}, {})
+        keep_files.keep_file(str(tmp_path), name * 40, {}, {}, {})
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "c" * 40 + ".safetensors"])
 
 
@@ -447,14 +448,14 @@ def test_what_a_killed_writer_left_goes_before_the_next_is_written(
     program = f"""
 import os, signal
 import overwire as ow, torch
-from overwire import plumbing
-from overwire.integrations.shared import prepared
+from overwire import _compat_api
+from overwire.integrations.kept_model import keep_files
 def die(*args, **named): os.kill(os.getpid(), signal.SIGKILL)
 STEP = die
 tensors = {{"a": torch.arange(1000)}}
-prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors))
+keep_files.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors))
 """
-    for step in ("ow.verify", "prepared._activate_pages", "plumbing.publish"):
+    for step in ("ow.verify", "keep_files._activate_pages", "_compat_api.publish"):
         assert torch_script(program.replace("STEP", step), check=False).returncode == -signal.SIGKILL
     left = sorted(os.listdir(tmp_path))
     assert len(left) == 3 and all(name.startswith(".begun-") for name in left)
@@ -469,7 +470,7 @@ prepared.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors
     monkeypatch.setattr(ow, "save_file", save_file)
     with open(tmp_path / left[1], "rb") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        path = prepared.keep_file(str(tmp_path), "a" * 40, {}, {}, {})
+        path = keep_files.keep_file(str(tmp_path), "a" * 40, {}, {}, {})
     assert sorted(os.listdir(tmp_path)) == [*left[1:], os.path.basename(path)]
 
 
@@ -482,11 +483,11 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest
     def verify_late(*args: Any, **named: Any) -> Any:
         result = verify(*args, **named)
         for _ in inner:
-            prepared.keep_file(str(tmp_path), "a" * 40, others, {}, ow.digest(others))
+            keep_files.keep_file(str(tmp_path), "a" * 40, others, {}, ow.digest(others))
         return result
 
     monkeypatch.setattr(ow, "verify", verify_late)
-    path = prepared.keep_file(str(tmp_path), "a" * 40, tensors, {}, ow.digest(tensors))
+    path = keep_files.keep_file(str(tmp_path), "a" * 40, tensors, {}, ow.digest(tensors))
     assert torch.equal(ow.load_file(path)["a"], tensors["a"]) and len(os.listdir(tmp_path)) == 1
 
 
@@ -497,10 +498,10 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
     for error in (ow.OutOfMemoryError("no memory"), ow.OverwireError("too many files are open"), OSError("no")):
         monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, error))
         with pytest.raises(Refused, match="cannot be read") as caught:
-            prepared.find_file(str(tmp_path), "a" * 40)
-        assert not isinstance(caught.value, prepared.Damaged) and os.path.exists(path)
+            keep_files.find_file(str(tmp_path), "a" * 40)
+        assert not isinstance(caught.value, keep_files.Damaged) and os.path.exists(path)
     monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, ow.NotFoundError("gone")))
-    assert prepared.find_file(str(tmp_path), "a" * 40) is None
+    assert keep_files.find_file(str(tmp_path), "a" * 40) is None
 
 
 def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
@@ -516,9 +517,9 @@ def test_what_passes_is_no_refusal(tmp_path: Path) -> None:
     wrapped = ValueError("the model cannot be made")
     wrapped.__cause__ = caught.value
     for error in (caught.value, wrapped, ow.DeviceError("x"), torch.OutOfMemoryError("x"), OSError(24, "x")):
-        assert prepared.is_passing(error), error
+        assert keep_files.is_passing(error), error
     for error in (Refused("it is another one"), KeyError("w"), RuntimeError("size mismatch")):
-        assert not prepared.is_passing(error), error
+        assert not keep_files.is_passing(error), error
     with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
         arriving.finish_loading()
 

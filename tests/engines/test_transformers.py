@@ -132,6 +132,47 @@ def test_distributed_checkpoints(tmp_path: Path) -> None:
         same(state[name], tensor)
 
 
+WITHOUT_OVERWIRE = """
+import sys, traceback, diffusers, transformers
+assert transformers.__version__.startswith(sys.argv[1]), transformers.__version__
+for load, folder, options in (
+    (transformers.AutoModel.from_pretrained, "bert", {}),
+    (transformers.AutoModel.from_pretrained, "bert", {"ignore_mismatched_sizes": True}),
+    (transformers.AutoModel.from_pretrained, "bert", {"device_map": {"": "cpu"}}),
+    (diffusers.AutoencoderKL.from_pretrained, "vae", {}),
+    (diffusers.AutoencoderKL.from_pretrained, "vae", {"low_cpu_mem_usage": False}),
+):
+    try:
+        load(folder, **options)
+        said = "nothing"
+    except Exception:
+        said = traceback.format_exc()
+    print(folder, options, "compressed by overwire (to read it: pip install -U overwire;" in said or said)
+assert "overwire" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("release", [pytest.param("4.57", marks=pytest.mark.slow), "5"])
+def test_what_a_packed_folder_says_without_overwire(release: str, tmp_path: Path) -> None:
+    """transformers and diffusers refuse a compressed folder, and print that it needs overwire and how to install it.
+    Even an option to ignore sizes does not load it in part."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("diffusers")
+    if release == "5" and not FIVE.is_dir():
+        pytest.skip(f"no transformers 5 in {FIVE}: run make venv")
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
+    for name, file, config in (
+        ("bert", "model", {"model_type": "bert", "architectures": ["BertModel"], **small}),
+        ("vae", "diffusion_pytorch_model", {"_class_name": "AutoencoderKL", "block_out_channels": [32]}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        ow.save_file({"w": torch.randn(64, 64)}, tmp_path / name / f"{file}.safetensors", {"format": "pt"})
+    (tmp_path / "program.py").write_text(WITHOUT_OVERWIRE)
+    output = run(["program.py", release], tmp_path, FIVE if release == "5" else None).splitlines()
+    assert len(output) == 5 and all(line.endswith(" True") for line in output), output
+
+
 PROGRAM = """
 import sys, safetensors, safetensors.torch
 from safetensors import safe_open

@@ -239,7 +239,7 @@ def test_slices_land_in_their_places(engines: Path, model: Path) -> None:
     """Slices are loaded to where the loader would copy them. A loader that cannot be planned gets tensors."""
     code = """
 import vllm.model_executor.model_loader
-import overwire.integrations.shared.copies as copies
+import overwire.integrations.load_plan.copies as copies
 loads = []
 fill = copies.load_copies
 copies.load_copies = lambda noted, most: (loads.append([copy.of.name for copy in noted]), fill(noted, most))
@@ -301,9 +301,9 @@ def asks(self, t):
     self.other.copy_(part)
 @name_is("mlp.experts.0.weight")
 def lists(self, t): self.linear.first = self.qkv.weight.data.view(torch.int16).tolist()
-import overwire.integrations.shared.recording as recording
-usual = recording.EARLY
-for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain", 1), ("compressed", 1)):
+import overwire.integrations.load_plan.record_copies as record_copies
+usual = record_copies.EARLY
+for kind, record_copies.EARLY in (("plain", usual), ("compressed", usual), ("plain", 1), ("compressed", 1)):
     check(kind, nothing, linear, True)
     check(kind, nothing, linear, False, {"plan": False})
     check(kind, twice, stored[4], False)
@@ -318,7 +318,7 @@ for kind, recording.EARLY in (("plain", usual), ("compressed", usual), ("plain",
     written = stored[4][:32].clone()
     written.view(-1)[:8] = 0
     check(kind, writes, torch.cat([written, linear[32:]]), False)
-recording.EARLY = usual
+record_copies.EARLY = usual
 class Turns(Model):
     def load_weights(self, weights):
         self.turned = torch.zeros(64, 64, dtype=torch.bfloat16)
@@ -346,8 +346,8 @@ def test_loads_while_the_loader_runs(engines: Path, model: Path, tmp_path: Path)
     the same as from its own loader. Missing tensors are an error."""
     code = """
 import shutil, vllm.model_executor.model_loader
-import overwire.integrations.shared.copies as copies, overwire.integrations.shared.recording as recording
-recording.EARLY = 1
+import overwire.integrations.load_plan.copies as copies, overwire.integrations.load_plan.record_copies as record_copies
+record_copies.EARLY = 1
 begun = []
 begin, end = copies.Early.begin, copies.Early.end
 def noted(self, every):
@@ -401,7 +401,7 @@ data = bytearray(open(path, "rb").read())
 data[-100] ^= 1
 open(path, "wb").write(data)
 overwire = sys.modules["overwire"]
-for recording.EARLY in (1, 1 << 40):
+for record_copies.EARLY in (1, 1 << 40):
     text = raised(overwire.CorruptError, lambda: loader({"strict": False}).load_weights(Other(), config(sys.argv[2])))
     assert "model-1.safetensors" in text, text
 """

@@ -1,4 +1,4 @@
-"""Tests overwire's sleep back end for vLLM with stand-ins for vLLM's modules. tests/gpu/device_vllm.py tests it in real
+"""Tests overwire's sleep back end for vLLM with stand-ins for vLLM's modules. bench/gpu/device_vllm.py tests it in real
 vLLM."""
 
 from __future__ import annotations

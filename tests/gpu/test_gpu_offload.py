@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU that torch sees", allow_module_level=True)
 
+from overwire._compat_api import stream_blocks  # noqa: E402
 from overwire.offloading import ring as rings  # noqa: E402
-from overwire.plumbing import stream_blocks  # noqa: E402
 from test_offload import BYTES, Cast, Model  # noqa: E402
 
 IDS = torch.arange(14, device="cuda").reshape(2, 7)

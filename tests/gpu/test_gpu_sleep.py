@@ -1,6 +1,6 @@
 """Tests the pinned memory of sleeps with a GPU, real or fake.
 
-`make fakepy` runs this on the fake driver. tests/gpu/device_sleep.py tests sleeps themselves on a GPU.
+`make fakepy` runs this on the fake driver. bench/gpu/device_sleep.py tests sleeps themselves on a GPU.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,30 @@ def failing(folder: Path) -> None:
     checkpoints.groups._wrapper_of_save = finder
 
 
+def destroyed(folder: Path) -> None:
+    """A rank that waits for the others to begin a save, and whose groups are destroyed, raises an error at once."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    if rank == 0:
+        has_begun, meet = threading.Event(), checkpoints.groups._meet_at_store
+
+        def begin(*args: Any) -> Any:
+            has_begun.set()
+            return meet(*args)
+
+        checkpoints.groups._meet_at_store = begin
+        saving = dcp.async_save({"x": torch.ones(9)}, storage_writer=CheckpointWriter(folder / "never"))
+        assert has_begun.wait(60)
+        dist.destroy_process_group()
+        with pytest.raises(ow.IOFailure, match=r"destroy_process_group\(\) was called during this save"):
+            saving.result(60)
+        checkpoints.groups._meet_at_store = meet
+    else:
+        dist.destroy_process_group()
+    assert not (folder / "never").exists()
+    connect(f"{folder}-again", rank, size)
+
+
 def subset(folder: Path) -> None:
     """Some ranks save as a group, waiting and in the background, while the other rank trains or saves by itself."""
     group = dist.new_group([0, 2], backend="gloo")
@@ -138,12 +163,16 @@ def subset(folder: Path) -> None:
         assert ow.load_file(folder / "alone")["x"].sum() == 9
 
 
+def connect(store: str, rank: int, size: int) -> None:
+    limit = datetime.timedelta(seconds=90)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=limit, store=dist.FileStore(store, size))
+
+
 if __name__ == "__main__":
     folder, size = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
     rank = forked(size)
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / sys.argv[2]), size)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=90), store=store)
+    connect(str(folder / sys.argv[2]), rank, size)
     for step in sys.argv[3:]:
         globals()[step](folder / step)
         dist.barrier()

@@ -14,10 +14,11 @@ from typing import Any
 import overwire as ow
 import torch
 import torch.distributed as dist
-from overwire import _verbs, distributed, plumbing
+from overwire import _compat_api, _verbs, distributed
 from overwire.distributed import blocks as block_loads
 from overwire.distributed import group as grouping
 from overwire.distributed import load as relays
+from overwire.distributed.blocks import Blocks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from processes import overwire_serve  # noqa: E402
@@ -100,10 +101,10 @@ def together(
         def prepare() -> Any:
             if prepared is not None:
                 return prepared()
-            return plumbing.Blocks(DEVICE, files, [one.tobytes() for one in requests], ["the table"] * len(files))
+            return Blocks(DEVICE, files, [one.tobytes() for one in requests], ["the table"] * len(files))
 
         opened()
-        made, why = plumbing.meet_to_load(world, prepare)
+        made, why = _compat_api.meet_to_load(world, prepare)
         if made is None or (why := made.try_land(first)):
             return why
         for name, target, want in targets:
@@ -141,7 +142,7 @@ def blocks(folder: Path) -> None:
     rank cannot take part, all ranks learn the reason."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
-    assert plumbing.should_share_reading(world, False) and plumbing.should_share_reading(world, True)
+    assert _compat_api.should_share_reading(world, False) and _compat_api.should_share_reading(world, True)
     for file in ("plain.safetensors", "compressed.safetensors"):
         made = together(folder / file)
         read: list[Any] = [None] * size
@@ -180,7 +181,7 @@ def blocks(folder: Path) -> None:
         else:
             raise AssertionError("rank 1's error was not reported")
     assert together(good, prepared=(lambda: None) if rank == 1 else None) == "rank 1 has no plan"
-    other = plumbing.Blocks(DEVICE, [], [], ["another table"])
+    other = Blocks(DEVICE, [], [], ["another table"])
     assert together(good, prepared=(lambda: other) if rank == 1 else None) == "tables differ between ranks 0 and 1"
     for lost in blinded():
         why = together(good)
@@ -192,7 +193,7 @@ def block_stores(folder: Path) -> None:
     """By default, ranks share reads from a store, so the server sends each byte once in total."""
     size, world = dist.get_world_size(), dist.group.WORLD
     block_loads.SHARE = (1 << 20) + 4096
-    assert plumbing.should_share_reading(world, True) and not plumbing.should_share_reading(world, False)
+    assert _compat_api.should_share_reading(world, True) and not _compat_api.should_share_reading(world, False)
     with ExitStack() as stack:
         url = [stack.enter_context(overwire_serve(folder)) if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(url)

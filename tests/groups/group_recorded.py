@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from group_blocks import block_loads, expected_of
 from overwire.distributed import shard_range
-from overwire.integrations.shared import recording, slices
-from overwire.integrations.shared.slices import SliceLoad, load_by_slices
+from overwire.integrations.load_plan import record_copies, run_plan
+from overwire.integrations.load_plan.run_plan import SliceLoad, load_by_slices
 
 # The largest number of bytes of rows that are loaded separately.
 MOST = 1 << 20
@@ -68,7 +68,7 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
     """Returns whether the load used slices, the bytes this rank read of the shared blocks, and the log."""
     model, said, read = Model(path), [], []
     model.halfway = halfway or model.halfway
-    shared = slices.land_together
+    shared = run_plan.land_together
 
     def noted(together: Any, *more: Any) -> bool:
         done = shared(together, *more)
@@ -87,11 +87,11 @@ def load(path: Path, halfway: Callable[[torch.Tensor], Any] | None = None) -> tu
     log.setLevel(logging.INFO)
     log.handlers = [handler := logging.Handler()]
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    slices.land_together = noted
+    run_plan.land_together = noted
     try:
         sliced = load_by_slices(run, MOST, log)
     finally:
-        slices.land_together = shared
+        run_plan.land_together = shared
     if sliced:
         model.compare()
     return sliced, read[0] if read else None, said
@@ -109,10 +109,10 @@ def recorded(folder: Path) -> None:
         stored = (folder / file).stat().st_size
         assert sliced and None not in read, said
         assert sum(read) <= 1.05 * stored, (file, read, stored)
-    slices.APART, recording.EARLY, apart = 1, 1, (slices.APART, recording.EARLY)
+    run_plan.APART, record_copies.EARLY, apart = 1, 1, (run_plan.APART, record_copies.EARLY)
     sliced, mine, said = load(folder / file)  # parts of rows are read while the loader runs
     assert sliced and mine is not None and not any("; 0 slices were loaded while it ran" in line for line in said), said
-    slices.APART, recording.EARLY = apart
+    run_plan.APART, record_copies.EARLY = apart
     sliced, mine, said = load(folder / file, (lambda tensor: tensor.sum()) if rank == 1 else None)
     assert (sliced, mine) == (rank != 1, None), said
     assert any(("rank 1 has no plan" if rank != 1 else "slices cannot be planned") in line for line in said), said

@@ -21,8 +21,8 @@ def ranks(folder: Path, count: int, *steps: str) -> None:
 
 def test_saves_next_to_training(tmp_path: Path) -> None:
     """The documented program works with and without a process_group, with two writers at the same time, and after ranks
-    that are late or fail."""
-    ranks(tmp_path, 2, "documented", "given", "several", "late", "failing")
+    that are late, fail, or destroy their groups."""
+    ranks(tmp_path, 2, "documented", "given", "several", "late", "failing", "destroyed")
 
 
 def test_a_group_of_some_ranks_saves(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import pytest
 import warm
 from conftest import ROOT, cleaned
@@ -178,10 +179,16 @@ def bench(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("count", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
 def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
     """`overwire bench --ranks` prints the baselines and a row for each coding, mode and transport, with compared bytes.
-    It includes other libraries or says why not, and leaves no file."""
-    words = ("--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(tmp_path))
-    done = bench("--ranks", str(count), *words)
+    It includes other libraries or says why not, leaves no file, and runs no Python file in the working folder."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    words = ["bench", "--ranks", str(count), "--size", "8MB", "--repeat", "1", "--device", "cpu", "--json", "--dir", str(there)]
+    environment = cleaned() | {"PYTHONPATH": str(Path(ow.__file__).parents[1])}
+    command = [*processes.plant_modules(here), *words]
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
+    assert not list(here.glob("ran-*"))
     report = json.loads(done.stdout)
     assert report["ranks"] == count and report["bytes"] == 8_000_000
     rows = {row["row"]: row for row in report["rows"]}
@@ -197,7 +204,7 @@ def test_bench_of_ranks(tmp_path: Path, count: int) -> None:
                 assert row["all"] <= count * row["rank"] * 1.001
     for library in ("instanttensor", "fastsafetensors"):
         assert "GPU per rank" in rows.pop(f"{library}, plain, whole")["left_out"]
-    assert not rows and list(tmp_path.iterdir()) == []
+    assert not rows and list(there.iterdir()) == []
 
 
 @pytest.mark.imports_torch

@@ -6,7 +6,8 @@ No line of Go or Python may have more than 120 columns, and no name may contain 
     python tests/house/counts.py --write    lower the ceilings in tests/house/counts.json to the current counts
     python tests/house/counts.py --write --why "REASON"    also raise them; the reason is stored with each raised one
 
-A package is a folder of gosrc with the files directly in it, cuda, a part of python/overwire, or tests.
+A package is a folder of gosrc with the files directly in it, cuda, a part of python/overwire, or tests
+with bench.
 """
 
 from __future__ import annotations
@@ -84,11 +85,11 @@ def package_of(path: str) -> str:
     if folders[:1] == ["python"]:
         deep = 4 if len(folders) > 3 and folders[2] == "compat" else 3
         return "/".join(folders[1:deep])
-    return "tests" if folders[:1] == ["tests"] else "/".join(folders)
+    return "tests" if folders[0] in ("bench", "tests") else "/".join(folders)
 
 
 def is_test(path: str) -> bool:
-    return path.startswith("tests/") or path.endswith("_test.go") or path.split("/")[-2].endswith("test")
+    return path.startswith(("bench/", "tests/")) or path.endswith("_test.go") or path.split("/")[-2].endswith("test")
 
 
 def functions_and_values(path: str, text: str) -> tuple[list[str], list[str]]:
@@ -132,7 +133,7 @@ def without_literals(text: str) -> str:
 
 def long_lines(path: str, text: str) -> list[int]:
     """Returns the numbers of lines that are too long. Literals in tests may have any length."""
-    if not path.endswith((".go", ".py")):
+    if not path.endswith((".go", ".py")) or not any(len(line.expandtabs(4)) > WIDTH for line in text.splitlines()):
         return []
     if is_test(path) and path.endswith(".go"):
         text = GO_LITERAL.sub(lambda literal: '""' + "\n" * literal[0].count("\n"), text)
@@ -157,7 +158,7 @@ def count_file(path: str, text: str) -> dict[str, int]:
 
 def is_counted(path: str) -> bool:
     """Returns whether a file is a source of the product, its tools or its tests."""
-    ours = path.startswith(("gosrc/", "cuda/", "python/overwire/", "tests/")) and "/testdata/" not in path
+    ours = path.startswith(("gosrc/", "cuda/", "python/overwire/", "bench/", "tests/")) and "/testdata/" not in path
     return ours and path.endswith((".go", ".py", ".c", ".cc", ".h", ".cu", ".cuh"))
 
 

@@ -5,29 +5,40 @@ from __future__ import annotations
 import counts
 import pytest
 
+pytestmark = pytest.mark.xdist_group("house")  # one worker reads the sources once
 
-def test_every_package_is_below_its_ceilings() -> None:
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    return counts.sources(counts.ROOT)
+
+
+@pytest.fixture(scope="module")
+def rows(texts: dict[str, str]) -> counts.Counts:
+    return counts.count(texts)
+
+
+def test_every_package_is_below_its_ceilings(rows: counts.Counts) -> None:
     """No package has more lines, one-word functions or participles for values than tests/house/counts.json allows."""
-    assert counts.excesses(counts.count(counts.sources(counts.ROOT)), counts.read_table()) == []
+    assert counts.excesses(rows, counts.read_table()) == []
 
 
-def test_lines_fit() -> None:
+def test_lines_fit(texts: dict[str, str]) -> None:
     """No line of Go or Python has more than 120 columns, apart from literals in tests."""
-    assert counts.overlong(counts.sources(counts.ROOT)) == []
+    assert counts.overlong(texts) == []
 
 
-def test_no_name_has_a_retired_word() -> None:
+def test_no_name_has_a_retired_word(texts: dict[str, str]) -> None:
     """No name contains a word that docs/glossary.md has replaced, except names from other libraries."""
-    texts = counts.sources(counts.ROOT)
     assert counts.retired(texts) == []
     names = {name for path, text in texts.items() if "/compat/" in path for name in counts.identifiers(path, text)}
     assert counts.NAMES_OF_OTHERS.keys() <= names
 
 
-def test_names_say_their_object() -> None:
+def test_names_say_their_object(rows: counts.Counts) -> None:
     """At most 45 % of Go functions and 35 % of native Python functions have one-word names. At most 2 % of values are
     named by participles."""
-    assert counts.vague(counts.count(counts.sources(counts.ROOT))) == []
+    assert counts.vague(rows) == []
     row = {"functions": 10, "one_word": 4, "values": 100, "participles": 3}
     assert counts.vague({"gosrc/x": row}) == ["gosrc, cuda: 3.0% of the values are participles; at most 2% may"]
     assert len(counts.vague({"overwire/x": row})) == 2 and counts.vague({"overwire/compat/x": row}) == []

@@ -5,7 +5,6 @@ test_guides.py runs the code in them. `make docs` builds the site and checks eve
 
 from __future__ import annotations
 
-import ast
 import html
 import json
 import re
@@ -199,7 +198,7 @@ def _tests() -> set[str]:
     """Returns the names of all Python tests in tests/ and Go tests in gosrc."""
     there: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
-        there |= {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+        there |= set(re.findall(r"^ *def (\w+)\(", path.read_text(), re.M))
     for path in (ROOT / "gosrc").rglob("*_test.go"):
         there |= set(re.findall(r"^func (Test\w+)\(t \*testing\.T\)", path.read_text(), re.M))
     return there

@@ -69,7 +69,7 @@ def test_examples_of_the_api_print_what_they_show(page: str, tmp_path: Path) -> 
 
 
 # Tests that run the Python code of other pages, by page.
-ELSEWHERE = {"portable": "test_portable.py", "stores": "house/test_guides.py", "transformers": "engines/test_transformers.py"}
+ELSEWHERE = {"portable": "formats/test_portable.py", "stores": "house/test_guides.py", "transformers": "engines/test_transformers.py"}
 # Pages with code that no test can run here, and what is tested instead.
 UNRUN = {"live-updates": "needs a trainer and engines; examples/live_updates.py runs instead, and engine tests run vLLM and SGLang"}
 

@@ -10,39 +10,46 @@ import ast
 import pickle
 import re
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import overwire
 import pytest
 from conftest import ROOT
-from overwire import plumbing
+from overwire import _compat_api
+
+pytestmark = pytest.mark.xdist_group("house")  # one worker parses the package once
 
 PACKAGE = Path(overwire.__file__).parent
 
 # Layers from bottom to top, with patterns of module names without "overwire.". A module may import its own and lower
 # ones.
 LAYERS: list[tuple[str, str]] = [
-    ("words", "errors dtypes paths files _apart _children _environment _imports _locks _notebook _order _run _tables"),
+    ("words", """errors dtypes paths files filekinds _apart _children _environment _imports _locks _notebook _order _run
+                 _tables _undo"""),
     ("portable", "portable portable.*"),  # forked children read with it
-    ("engine", "_core _engine _requests _verbs progress metering jobs codecs gpu"),
+    ("engine", "_core _engine _requests _verbs progress captures counting metering jobs codecs gpu"),
     ("frameworks", "frameworks frameworks.*"),
     # Readers of other libraries' files and of possibly hostile pickles, which loads also use. rebuild keeps its name,
     # because pickles contain it.
     ("foreign", """foreign foreign.* rebuild bundles.allowlist bundles.budget bundles.machine bundles.tensors
                    bundles.torcharchive bundles.torchfiles bundles.unpickling"""),
-    ("model", "model model.* stores records"),
+    # Loads and preloads also find the containers of bundles.
+    ("model", "model model.* stores records fleet fleet.* bundles.containers bundles.manifest"),
     ("distributed", "distributed distributed.*"),  # below the public functions, because load_file(group=) uses it
     ("verbs", "verbs verbs.*"),
     ("offloading", "offloading offloading.*"),
     ("bundles", "bundles bundles.*"),
     ("checkpoints", "checkpoints checkpoints.*"),
-    ("plumbing", "plumbing"),
-    ("outside", "compat compat.* integrations integrations.* __main__ _against _bench _bench_* _torch"),
+    ("compat_api", "_compat_api"),
+    ("outside", "compat compat.* integrations integrations.*"),
+    ("programs", "__main__ _against _bench _bench_* _torch"),  # commands of this package, which run in own processes
 ]
 
 # Modules that outside code may import, besides the names in overwire.__all__.
-PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "plumbing", "records"}
+# `_undo` has context managers that know nothing of overwire.
+PUBLIC = {"checkpoints", "codecs", "distributed", "errors", "gpu", "_compat_api", "_undo", "records"}
 
 # Modules that users import by name and that define __all__. In other modules, names without an underscore are public.
 DOORS = [*PUBLIC, *"""
@@ -51,11 +58,11 @@ DOORS = [*PUBLIC, *"""
     compat.safetensors compat.safetensors.[!_]* compat.safetensors._safetensors_rust
     compat.tensorizer compat.tensorizer.[!_]*
     integrations.accelerate integrations.diffusers integrations.modelexpress integrations.pushes
-    integrations.transformers
+    integrations.ray integrations.transformers
 """.split()]
 
-# Modules that integrations share. `pushes` is also an entry point for trainers.
-SHARED = "integrations.pushes integrations.shared*"
+# Modules for several integrations. `pushes` is also an entry point for trainers.
+COMMON = "integrations.pushes integrations.devices integrations.load_plan* integrations.kept_model*"
 
 # Exceptions: (importer, imported) -> reason.
 ALLOWED = {
@@ -65,7 +72,6 @@ ALLOWED = {
     ("_engine", "_against"): "runs it as a program; imports nothing",
     ("_engine", "_bench"): "runs it as a program; imports nothing",
     ("_engine", "_bench_faces"): "runs it as a program; imports nothing",
-    ("__main__", "_engine"): "runs the engine's command line",
     ("compat.safetensors._errors", "compat.safetensors"): "sets a class's __module__; imports nothing",
     ("compat.tensorizer._s3", "compat.tensorizer.stream_io"): "looks up names at each use, because programs replace them there",
     ("compat.tensorizer._sums", "compat.tensorizer.serialization"): "looks up TensorHash at each use, because programs replace it there",
@@ -89,13 +95,22 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return parsed(path.read_text(encoding="utf-8"))
+
+
 def imports(package: Path) -> list[Import]:
     known = modules(package)
     out = []
     for name, path in known.items():
         whole = ["overwire", *name.split(".")] if name else ["overwire"]
         own = whole if path.stem == "__init__" else whole[:-1]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom):
                 base = [*own[: len(own) - node.level + 1]] if node.level else []
                 base += (node.module or "").split(".") if node.module else []
@@ -130,7 +145,7 @@ def layer_of(name: str) -> int | None:
 def findings(package: Path, public: set[str]) -> list[str]:
     """Returns the broken rules, one line each."""
     out = []
-    top = len(LAYERS) - 1
+    outside = [name for name, _ in LAYERS].index("outside")
     known = modules(package)
     for name in known:
         if name and layer_of(name) is None:
@@ -139,21 +154,21 @@ def findings(package: Path, public: set[str]) -> list[str]:
     for one in imports(package):
         where = f"{one.importer}:{one.line} imports {one.imported or 'overwire'}"
         mine, theirs = layer_of(one.importer), layer_of(one.imported)
-        if not one.importer or one.importer == "plumbing" or mine is None or (one.importer, one.imported) in ALLOWED:
+        if not one.importer or one.importer == "_compat_api" or mine is None or (one.importer, one.imported) in ALLOWED:
             continue  # the two tables of names, or already reported
-        if mine == top:
+        if mine == outside:
             wing, other = one.importer.split(".")[:2], one.imported.split(".")[:2]
-            shared = any(fnmatchcase(one.imported, pattern) for pattern in SHARED.split())
+            shared = any(fnmatchcase(one.imported, pattern) for pattern in COMMON.split())
             if one.imported == "":
                 out += [f"{where}: {name} is not a public name" for name in one.names if name not in public]
-            elif theirs != top and one.imported.split(".")[0] not in PUBLIC:
+            elif theirs != outside and one.imported.split(".")[0] not in PUBLIC:
                 out.append(f"{where}: not public")
-            elif theirs == top and len(wing) == len(other) == 2 and other != wing and "__main__" not in wing and not shared:
+            elif theirs == outside and len(wing) == len(other) == 2 and other != wing and not shared:
                 out.append(f"{where}: a neighbour, which may be removed")
             edges[one.importer].add(one.imported)
             continue
         if one.imported == "":
-            out.append(f"{where}: the package itself, which is above")
+            out += [f"{where}: the package itself, which is above"] if mine < outside else []
         elif theirs is not None and theirs > mine:
             out.append(f"{where}: upward, from {LAYERS[mine][0]} to {LAYERS[theirs][0]}")
         else:
@@ -186,7 +201,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_imports_go_downward() -> None:
-    assert findings(PACKAGE, set(overwire.__all__)) == []
+    assert findings(PACKAGE, {*overwire.__all__, *overwire._NYACOMP}) == []
 
 
 def test_every_exception_is_needed() -> None:
@@ -203,7 +218,7 @@ COLLECTIVE = (
 
 def collectives(path: Path) -> list[int]:
     """Returns the lines of a module that call a torch.distributed collective under any import name."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     names = {"dist", "_dist", "torch_dist"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -219,30 +234,120 @@ def collectives(path: Path) -> list[int]:
 def test_one_module_names_collectives() -> None:
     """Only distributed.group calls collectives for loading ranks, so their order is known, and only
     checkpoints.exchange for saving ranks. Integrations have their own groups."""
-    inside = {name: path for name, path in modules(PACKAGE).items() if layer_of(name) != len(LAYERS) - 1}
+    inside = {name: path for name, path in modules(PACKAGE).items() if (layer_of(name) or 0) < layer_of("compat")}
     assert [name for name, path in inside.items() if collectives(path)] == ["checkpoints.exchange", "distributed.group"]
+
+
+# A package or module with such a name says nothing about its duty. The Go rules have the same list.
+VAGUE = {"util", "utils", "common", "helper", "helpers", "misc", "shared", "base", "lib"}
+
+
+def test_modules_are_named_after_their_duty() -> None:
+    """No package or module is called shared, or has another such name. compat has the names of other libraries."""
+    own = [name for name in modules(PACKAGE) if not name.startswith("compat.")]
+    assert [name for name in own if VAGUE.intersection(part.strip("_") for part in name.split("."))] == []
 
 
 # Where each mode of loading is defined.
 MODES = {"ForkedModel": "model.forked", "open_load": "distributed.tensors", "load_on": "verbs.deltas"}
 
 
-def users_of(name: str, trees: dict[str, ast.AST]) -> set[str]:
-    """Returns the modules that import or use a name."""
+def names_in(tree: ast.AST) -> set[str]:
+    """Returns the names that a module imports or uses."""
     found = set()
-    for module, tree in trees.items():
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-            if name in (*names, getattr(node, "id", ""), getattr(node, "attr", "")):
-                found.add(module)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+        found |= {getattr(node, "id", ""), getattr(node, "attr", "")}
     return found
 
 
 def test_one_module_chooses_the_mode_of_a_load() -> None:
     """Functions that load a model get a `Loader` and do not choose between a forked child, a group and deltas."""
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules(PACKAGE).items()}
+    used = {module: names_in(tree_of(path)) for module, path in modules(PACKAGE).items()}
     for name, home in MODES.items():
-        assert users_of(name, trees) - {home} == {"verbs.loader"}, name
+        assert {module for module, names in used.items() if name in names} - {home} == {"verbs.loader"}, name
+
+
+# The handlers of each module that catch every exception: they look at it and then decide. `_undo` has context
+# managers for all others.
+CATCHING = {
+    "_bench_faces": 1,  # reports it to the parent of a forked child, which must not run on
+    "_imports": 1,  # `after_error` uses it
+    "checkpoints.exchange": 1,  # sends it to the other ranks
+    "checkpoints.groups": 1,  # raises another one
+    "compat.fastsafetensors.copier.base": 1,  # keeps another one
+    "distributed.group": 2,  # send it to the other ranks, or keep an interrupt
+    "integrations.transformers": 1,  # passes it to a Future
+    "model.opened": 1,  # counts it by its kind
+    "verbs.ahead": 1,  # raises only some of them
+    "verbs.streams": 1,  # the end of a stream is not an error
+}
+
+
+def catching(path: Path) -> int:
+    """Returns the number of a module's handlers that catch every exception."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = [node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+    return sum(kind is None or "BaseException" in ast.unparse(kind) for kind in kinds)
+
+
+def test_few_handlers_catch_every_exception() -> None:
+    """Work that an error undoes is undone by `after_error`, which is right after Ctrl-C and if the undoing fails."""
+    found = {name: catching(path) for name, path in modules(PACKAGE).items() if path.suffix == ".py"}
+    assert {name: count for name, count in found.items() if count} == CATCHING
+
+
+# What modules do themselves that publishes files or makes them durable. All others ask the engine, through `stores`.
+PUBLISHING = ("os.replace", "os.rename", "os.renames", "os.link", "os.symlink", "os.fsync", "os.fdatasync", "shutil.move")
+SCRATCH = "tempfile"
+WRITING = {
+    "_against": {"tempfile"},  # converts to a folder that it removes
+    "_bench": {"tempfile"},  # measures in a folder that it removes
+    "_bench_faces": {"tempfile"},
+    "_bench_saves": {"os.fsync"},  # measures the disk
+    "bundles.bundle": {"os.link"},  # gives a published container a second name
+    "bundles.torcharchive": {"tempfile"},  # an unnamed file
+    "bundles.torchfolders": {"os.link", "tempfile"},  # a folder that is read by the engine, and removed
+    "compat.nyacomp._nyacomp": {"tempfile"},
+    "integrations.pushes": {"tempfile"},  # the folder of a trainer that names none
+    "portable.files": {"os.replace", "os.fsync", "tempfile"},  # works without the engine
+    "stores": {"os.link", "tempfile"},  # names an unnamed file, which the engine then publishes
+}
+
+
+def writing(path: Path) -> set[str]:
+    """Returns the functions of PUBLISHING that a module uses, under any import name, and SCRATCH if it imports that."""
+    uses = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            uses.add(ast.unparse(node).lstrip("_"))
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            uses |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            uses |= {alias.name for alias in node.names}
+    return uses & {*PUBLISHING, SCRATCH}
+
+
+def test_the_engine_publishes_files() -> None:
+    """Only the engine gives new files their names and syncs them, so that one place decides about links, modes, owners
+    and interrupted writes. Modules with other temporary files are listed with the reason."""
+    found = {name: writing(path) for name, path in modules(PACKAGE).items() if path.suffix == ".py"}
+    assert {name: uses for name, uses in found.items() if uses} == WRITING
+
+
+@pytest.mark.parametrize(
+    ("text", "uses"),
+    [
+        ("import os\nos.replace(a, b)", {"os.replace"}),
+        ("from os import rename as move\nmove(a, b)", {"os.rename"}),
+        ("def f():\n    from tempfile import mkstemp", {"tempfile"}),
+        ("import shutil, os.path\nshutil.move(a, b)\nname.replace(a, b)", {"shutil.move"}),
+    ],
+)
+def test_a_module_that_publishes_is_found(tmp_path: Path, text: str, uses: set[str]) -> None:
+    (tmp_path / "m.py").write_text(text)
+    assert writing(tmp_path / "m.py") == uses
 
 
 TREE = {
@@ -258,9 +363,9 @@ TREE = {
     "compat/one/__init__.py": "from overwire import load_file\n",
     "compat/one/part.py": "from . import x\n",
     "compat/two.py": "from .. import errors\nfrom . import names\n",
-    "integrations/shared/__init__.py": "",
-    "integrations/shared/slices.py": "",
-    "integrations/engine.py": "from .shared.slices import x\n",
+    "integrations/load_plan/__init__.py": "",
+    "integrations/load_plan/copies.py": "",
+    "integrations/engine.py": "from .load_plan.copies import x\n",
 }
 
 
@@ -298,7 +403,7 @@ def test_the_makefile_lists_commands() -> None:
 
 def test_the_tables_of_names_agree() -> None:
     """Type checkers find each public name in the same module as the table says."""
-    for door in (overwire, plumbing):
+    for door in (overwire, _compat_api):
         tree = ast.parse(Path(door.__file__ or "").read_text(encoding="utf-8"))
         [block] = [one for one in tree.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING"]
         imports = [one for one in block.body if isinstance(one, ast.ImportFrom)]
@@ -308,6 +413,27 @@ def test_the_tables_of_names_agree() -> None:
         assert len(door.__all__) == len(checked) - len(hidden) == len(set(door.__all__) - hidden)
         for name in door.__all__:
             assert getattr(door, name) is not None, name
+
+
+# The internal names that drop-ins and integrations may use. The list only becomes shorter: add a public name instead.
+# Remove a name here with its last use.
+COMPAT_API = """
+    Hosted KeptFile Manifest ObjectReader OpenRecords apart apply_part await_path bytes_of_plain check_memory
+    check_switches error_of_system forked group_verb honour_nyacomp imported is_compressed is_remote landing
+    load_plain many_objects meet_to_load nbytes new_lock number_of open_writer parse_size path_of prepare
+    presign publish read_file refuse_planted regular resolve save_bytes save_listed setting should_share_reading
+    shown skip_at_exit start_thread state_of_file states_of stream_blocks table_of torch_dtype torch_shape
+    written
+""".split()
+
+
+def test_drop_ins_use_no_new_internal_names() -> None:
+    """The internal names for drop-ins and integrations are a frozen list, and each is used outside the core."""
+    assert _compat_api.__all__ == sorted(COMPAT_API) and len(COMPAT_API) <= 49
+    outside = [one for one in imports(PACKAGE) if one.imported == "_compat_api" and layer_of(one.importer) == layer_of("compat")]
+    texts = "".join(path.read_text(encoding="utf-8") for name, path in modules(PACKAGE).items() if layer_of(name) == layer_of("compat"))
+    used = {name for one in outside for name in one.names} | set(re.findall(r"\b_compat_api\.(\w+)", texts))
+    assert set(COMPAT_API) - used == set()
 
 
 def test_only_doors_list_their_names() -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import overwire as ow
 import pytest
 from overwire import stores
+from overwire.bundles.manifest import Manifest
 from overwire.compat.nyacomp import manifests
-from overwire.model import layout, sources
+from overwire.model import sources
 
 # Stems of file names. A name that is not UTF-8 must never become U+FFFD.
 STEMS = {
@@ -135,7 +136,7 @@ def test_bundles(tmp_path: Path) -> None:
     deep = tmp_path / "a\nfolder" / os.fsdecode(b"\xe9")
     deep.mkdir(parents=True)
     ow.compress_pickle({"w": np.ones(99)}, deep / "x.pkl")
-    assert layout.containers_in(str(deep / "nya/meta.csv")) == [str(deep / "nya/x.safetensors")]
+    assert Manifest.read_csv(str(deep / "nya/meta.csv")).list_containers() == [str(deep / "nya/x.safetensors")]
     for name in ("x" * 251 + ".pkl", "x" * 245 + ".pkl"):
         with pytest.raises(ow.ArgumentError):
             ow.compress_pickle({"w": np.ones(9)}, tmp_path / name)

@@ -29,6 +29,25 @@ def test_doctor_fits() -> None:
     assert re.search(r"<bdi>available</bdi></th><td><bdi>[\d.]+ GB</bdi>", text)
 
 
+def test_results_print_as_one_line(tmp_path: Path) -> None:
+    """The results of verify, doctor and last_report print as one line with units, and remain dicts."""
+    path = tmp_path / "m.safetensors"
+    ow.save_file({f"w{i}": np.zeros(10_000, "float32") for i in range(9)}, path, digests=True)
+    verified, compared = ow.verify(path), ow.verify(path, tensors={"w0": np.ones(10_000, "float32")})
+    ow.load_file(path, framework="np")
+    for thing, words in (
+        (verified, ("Verification(ok=True", "bytes=360 kB", "'files'")),
+        (compared, ("Comparison(ok=False", "differ=['w0']", "missing=['w1', 'w2', 'w3', 'w4', 'w5', and 3 more]")),
+        (ow.last_report(), ("LastReport(", "bytes=360 kB", "'stages'")),
+        (ow.doctor(), ("Diagnosis(version=", "'machine'")),
+    ):
+        text = repr(thing)
+        assert isinstance(thing, dict) and "\n" not in text and len(text) < 700, text
+        assert all(word in text for word in words), text
+        assert json.loads(json.dumps(thing)) == thing == pickle.loads(pickle.dumps(thing))
+    assert "<bdi>load</bdi>" in ow.metrics()._repr_html_() and "Metrics" in checked(ow.metrics()).texts
+
+
 def test_a_saved_notebook_keeps_no_bar(tmp_path: Path) -> None:
     """A saved notebook contains no progress bar, because its widget could not be displayed."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")

@@ -196,10 +196,10 @@ def test_nvcomp_is_loaded_once(first: str, script: Any) -> None:
     assert original._newest_wheel().version.startswith(done.stdout.strip()), done.stdout
 
 
-@pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: tests/gpu/device_nvcomp.py uses it")
+@pytest.mark.skipif(original._newest_wheel() is not None, reason="nvCOMP is installed: bench/gpu/device_nvcomp.py uses it")
 def test_the_script_for_real_nvcomp_works() -> None:
-    """tests/gpu/device_nvcomp.py, which needs a GPU, reports right and wrong cases if this module replaces nvCOMP."""
-    command = [sys.executable, str(ROOT / "tests/gpu/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
+    """bench/gpu/device_nvcomp.py, which needs a GPU, reports right and wrong cases if this module replaces nvCOMP."""
+    command = [sys.executable, str(ROOT / "bench/gpu/device_nvcomp.py"), "--json", "--module", "overwire.compat.nvcomp"]
     command += ["--sizes", "0,7,65537", "--only", "LZ4,ANS"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)

@@ -16,10 +16,9 @@ import pytest
 import torch
 from conftest import same
 from overwire.bundles import bundle as bundles
-from overwire.bundles import opening, turns
+from overwire.bundles import containers, manifest, opening, turns
 from overwire.compat import nyacomp
 from overwire.jobs import log
-from overwire.model import layout
 from torch import nn
 
 
@@ -174,9 +173,9 @@ def test_a_bundle_can_be_moved(tmp_path: Path) -> None:
     ow.compress_pickle({"w": torch.arange(9)}, tmp_path / "a/x.pkl")
     shutil.move(tmp_path / "a", tmp_path / "b")
     same(ow.load_compressed_pickle(tmp_path / "b/x.pkl")["w"], torch.arange(9))
-    assert layout.preload_uris(str(tmp_path / "b/nya/meta.csv")) == [str(tmp_path / "b/nya/x.safetensors")]
-    assert layout.preload_uris(str(tmp_path / "b/meta.csv")) == [str(tmp_path / "b/nya/x.safetensors")]
-    assert layout.preload_uris(str(tmp_path / "b/x.pkl")) == [str(tmp_path / "b/nya/x.safetensors")]
+    assert manifest.local_uris_of(str(tmp_path / "b/nya/meta.csv")) == [str(tmp_path / "b/nya/x.safetensors")]
+    assert manifest.local_uris_of(str(tmp_path / "b/meta.csv")) == [str(tmp_path / "b/nya/x.safetensors")]
+    assert manifest.local_uris_of(str(tmp_path / "b/x.pkl")) == [str(tmp_path / "b/nya/x.safetensors")]
     for verb in (ow.inspect, ow.verify):
         verb(tmp_path / "b/x.pkl")
         verb(tmp_path / "b/nya/meta.csv")
@@ -385,7 +384,7 @@ def test_a_pickle_that_the_disk_does_not_show_keeps_its_container(tmp_path: Path
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "the disk")
 
-    monkeypatch.setattr(layout, "regular", fail)
+    monkeypatch.setattr(containers, "regular", fail)
     with pytest.raises(ow.IOFailure, match=r"m\.pkl"):
         ow.save_bundle({"a": torch.zeros(9)}, tmp_path / "m.pth")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == kept
@@ -397,10 +396,10 @@ def test_a_header_that_begins_as_pickles_do_is_a_container(tmp_path: Path) -> No
     for length in (128, 640):
         header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'.ljust(length)
         path.write_bytes(length.to_bytes(8, "little") + header + b"abc")
-        assert layout.is_container(str(path)) and not layout.is_pickle(str(path))
+        assert containers.is_container(str(path)) and not containers.is_pickle(str(path))
         assert ow.inspect(path)["sources"][0]["tensors"][0]["name"] == "w"
     path.write_bytes(pickle.dumps({}))
-    assert layout.is_pickle(str(path)) and not layout.is_container(str(path))
+    assert containers.is_pickle(str(path)) and not containers.is_container(str(path))
 
 
 def test_read_bytes(tmp_path: Path) -> None:
@@ -448,7 +447,7 @@ def test_nyacomps_own_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "nya/0.gz").write_bytes(bytes(20))
     with pytest.raises(ow.NotSupportedError, match="nyacomp itself"):
         ow.preload(tmp_path / "nya/meta.csv")
-    rows = layout.read_meta(str(tmp_path / "nya/meta.csv"))
+    rows = manifest.Manifest.read_csv(str(tmp_path / "nya/meta.csv")).rows
     assert rows[0] == ("/model/nya/0.gz", (4, 4), "float16", 32, 20)
 
 
@@ -456,11 +455,11 @@ def test_meta_csv_with_spaces_and_nonsense(tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
     folder.mkdir()
     ow.compress_pickle({"w": torch.arange(3)}, folder / "my x.pkl")
-    assert layout.preload_uris(str(folder / "nya/meta.csv")) == [str(folder / "nya/my x.safetensors")]
+    assert manifest.local_uris_of(str(folder / "nya/meta.csv")) == [str(folder / "nya/my x.safetensors")]
     for text in ("", "0", "0\nfile", "0\nf x uint8 1 1", "0\nf 1 uint8 a 1"):
         (tmp_path / "meta.csv").write_text(text)
         with pytest.raises(ow.FormatError):
-            layout.preload_uris(str(tmp_path / "meta.csv"))
+            manifest.local_uris_of(str(tmp_path / "meta.csv"))
 
 
 def test_tensors_of_a_device_that_is_not_here(tmp_path: Path, monkeypatch) -> None:
@@ -563,7 +562,7 @@ def test_what_a_killed_save_left_of_a_bundle_that_is_gone(tmp_path: Path) -> Non
     """The second container of a killed save does not disturb later saves."""
     ow.save_bundle({"a": torch.arange(9)}, tmp_path / "x.pkl")
     container = tmp_path / "tensors" / "x.safetensors"
-    os.link(container, layout.previous_of(str(container)))
+    os.link(container, containers.previous_of(str(container)))
     (tmp_path / "x.pkl").unlink()
     ow.save_bundle({"a": torch.zeros(9)}, tmp_path / "x.pkl")
     assert torch.equal(ow.load_bundle(tmp_path / "x.pkl")["a"], torch.zeros(9))

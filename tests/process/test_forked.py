@@ -140,7 +140,7 @@ def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
 DROPPING = """
 import gc, os, sys
 import torch, overwire as ow
-from overwire import plumbing
+from overwire import _compat_api
 ow.save_file({f"t{i}": torch.full((100, 100), float(i)) for i in range(50)}, "m.safetensors")
 ow.save_file({"a": torch.ones(9)}, "preloaded.safetensors")
 ow.save_delta({"a": torch.zeros(5)}, {"a": torch.ones(5)}, "delta.safetensors")
@@ -153,7 +153,7 @@ held = {
     "delta": ow.open_delta("delta.safetensors"),
     "asleep": ow.sleep({"a": torch.ones(1000)}, release=False),
     "memory": ow.prepare_sleep({"a": torch.ones(1000)}),
-    "reader": plumbing.ObjectReader("m.safetensors"),
+    "reader": _compat_api.ObjectReader("m.safetensors"),
 }
 names = [next(held["stream"])[0], next(held["windows"])[0]]
 for name in list(held):
@@ -380,7 +380,7 @@ locks = {
     for key, value in vars(module).items() if isinstance(value, (kind, type(threading.Lock()), threading.Condition))
 }
 modules = {name.removeprefix("overwire.") for name in locks}
-assert {"_engine._lock", "jobs._lock", "metering._lock", "model.kept._lock", "verbs.saving._lock"} <= modules, modules
+assert {"_engine._lock", "jobs._lock", "counting._lock", "model.kept._lock", "verbs.saving._lock"} <= modules, modules
 
 def take_all():
     for name, lock in locks.items():
@@ -414,12 +414,13 @@ def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
 
 
 OBJECTS = """
-from overwire import plumbing
+from overwire import _compat_api
 from overwire.compat import fastsafetensors as fst, safetensors as sft, tensorizer
 from overwire.compat.fastsafetensors import cpp
 from overwire.compat.nyacomp import _nyacomp
 from overwire.compat.safetensors import _lazy
-from overwire.integrations.shared import parts, sheets
+from overwire.integrations.kept_model import move_tensors
+from overwire.integrations.load_plan import open_files
 from overwire.stores import FileWriter
 
 tensors = {f"t{i:02}": torch.full((300, 100), float(i)) for i in range(20)}
@@ -489,9 +490,9 @@ objects = {
     "preload": (lambda: ow.preload("preloaded.safetensors"), lambda it: it.wait(), repr, lambda it: it.wait()),
     "asleep": (lambda: ow.sleep({"a": torch.ones(1000)}, release=False), lambda it: it.wake(), lambda it: it.close(), lambda it: it.wake() is None),
     "offloaded": (offloaded, lambda it: it.run(), lambda it: it.close(), lambda it: it.run() is not None and it.close() is None and it.weights()),
-    "object reader": (lambda: plumbing.ObjectReader("m.safetensors"), lambda it: it.read(8), lambda it: it.close(), lambda it: len(it.read(8)) == 8),
+    "object reader": (lambda: _compat_api.ObjectReader("m.safetensors"), lambda it: it.read(8), lambda it: it.close(), lambda it: len(it.read(8)) == 8),
     "writer": (writer, lambda it: it.write(b"b"), lambda it: it.close(), lambda it: it.close() is None and open("written", "rb").read() == b"a" * 100),
-    "arriving": (lambda: parts.Arriving("m.safetensors", rows, torch.device("cpu")), lambda it: it.finish_loading(), lambda it: it.close(), lambda it: it.finish_loading() is None),
+    "arriving": (lambda: move_tensors.Arriving("m.safetensors", rows, torch.device("cpu")), lambda it: it.finish_loading(), lambda it: it.close(), lambda it: it.finish_loading() is None),
     "prefetch": (lambda: sft.safe_open("m.safetensors", "pt").prefetch(), lambda it: it.take("t03"), lambda it: it.close(), lambda it: len(dict(it)) == 20),
     "ahead": (wanted, lambda it: it.gives["t19"](), lambda it: it.close(), lambda it: it.gives["t19"]()[0, 0] == 19),
     "tensorizer": (serializer, lambda it: it.write_tensor(1, "b", 0, torch.ones(3)), lambda it: it.close(), lambda it: it.write_tensor(1, "b", 0, torch.ones(3)) is None and it.close() is None),
@@ -543,7 +544,7 @@ def test_no_object_waits_for_a_lock_of_the_parent(torch_script) -> None:
 WRITERS = """
 import gc, os, sys
 import overwire as ow
-from overwire.plumbing import FileWriter
+from overwire.stores import FileWriter
 ends = {
     "close": lambda files: files.pop().close(),
     "drop": lambda files: files.pop().drop(),

@@ -9,7 +9,7 @@ INTERRUPTING = """
 import gc, os, sys, threading, time
 from pathlib import Path
 import torch, overwire as ow
-from overwire import plumbing
+from overwire import _compat_api, stores
 from overwire.compat import fastsafetensors as fst, tensorizer
 from overwire.compat.fastsafetensors import cpp
 
@@ -25,7 +25,7 @@ def compare(loaded):
     assert {name: tensor[0, 0].item() for name, tensor in loaded.items()} == {f"t{i}": i for i in range(4)}
 
 def write_file():
-    with plumbing.FileWriter("written") as file:
+    with stores.FileWriter("written") as file:
         file.write(b"all of it")
 
 def is_whole():
@@ -33,7 +33,7 @@ def is_whole():
     Path("written").write_bytes(b"old")
 
 def read_file():
-    with plumbing.ObjectReader("p.safetensors") as file:
+    with _compat_api.ObjectReader("p.safetensors") as file:
         assert len(file.readall()) == os.path.getsize("p.safetensors")
 
 def deserialize():

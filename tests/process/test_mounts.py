@@ -20,7 +20,7 @@ import torch
 import overwire as ow
 import torch.distributed.checkpoint as dcp
 from overwire.checkpoints import CheckpointReader, CheckpointWriter
-from overwire.plumbing import FileWriter
+from overwire.stores import FileWriter
 
 def refuse_calls(numbers, code):
     rows = [(0x20, 0, 0, 0), *((0x15, len(numbers) - at, 0, number) for at, number in enumerate(numbers))]

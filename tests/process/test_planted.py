@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import overwire as ow
+import processes
 import pytest
 import torch
 from overwire.checkpoints import places
-from overwire.integrations.shared import prepared
+from overwire.integrations.kept_model import keep_files
 from overwire.stores import FileWriter, resolve_links
 
 STRANGER = 1234
@@ -165,41 +166,20 @@ def test_prepared_state_below_a_strangers_folder(shared: Path) -> None:
     (shared / "theirs/prepared").mkdir(parents=True, mode=0o700)
     (shared / "theirs/prepared").chmod(0o700)
     strangers(shared / "theirs")
-    with pytest.raises(prepared.Refused, match=f"belongs to user {STRANGER}"):
-        prepared.ensure_folder(str(shared / "theirs/prepared"))
-    assert prepared.ensure_folder(str(shared / "mine"))
+    with pytest.raises(keep_files.Refused, match=f"belongs to user {STRANGER}"):
+        keep_files.ensure_folder(str(shared / "theirs/prepared"))
+    assert keep_files.ensure_folder(str(shared / "mine"))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compress", "model.bin", "-o", "out.safetensors"],
-        ["bench", "--ranks", "1", "--size", "1MB", "--repeat", "1"],
-    ],
-)
-def test_modules_beside_a_model_are_not_imported(tmp_path: Path, words: list[str]) -> None:
-    """The command and the processes that it starts run no Python file in the working folder."""
-    (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin/overwire"  # as pip installs it
-    command.write_text("from overwire._engine import main\nmain()\n")
-    model = tmp_path / "model"
-    model.mkdir()
-    torch.save({"w": torch.ones(3)}, model / "model.bin")
-    for name in ("torch", "numpy", "json", "argparse", "signal", "subprocess", "overwire", "safetensors"):
-        (model / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["PYTHONPATH"] = str(Path(ow.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, str(command), *words],
-        cwd=model,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_modules_beside_a_model_are_not_imported(tmp_path: Path) -> None:
+    """The command and the processes that it starts run no Python file in the working folder. test_distributed.py also
+    tests it with ranks."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.bin")
+    words = [*processes.plant_modules(tmp_path), "compress", "model.bin", "-o", "out.safetensors"]
+    env = os.environ | {"PYTHONPATH": str(Path(ow.__file__).parents[1])}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert not list(model.glob("ran-*"))
+    assert not list(tmp_path.glob("ran-*"))
 
 
 @needs_root
@@ -215,7 +195,7 @@ import pytest, torch
 import overwire as ow
 import torch.distributed.checkpoint as dcp
 from overwire.checkpoints import CheckpointWriter
-from overwire.plumbing import FileWriter, ObjectWriter
+from overwire.stores import FileWriter, ObjectWriter
 def save_all(box):
     for number in range(2):
         state = {"w": torch.full((1000,), number)}

@@ -1,6 +1,7 @@
 """Tests import, fork, exit, signals and threads of the engine, each in a separate interpreter.
 
-Promises that depend on timing are tested hundreds of times with random delays from a seed.
+Promises that depend on timing are tested many times with random delays from a seed, and hundreds
+of times by `make more`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import processes
 import pytest
 import warm
 from process_helper import BIG, FEWER, PRELUDE, run, write_plain, write_sparse
-
-FORKS = 200 // FEWER
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,8 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 """)
 
 
-def test_forked_children_are_refused(big: str, small: str) -> None:
+@pytest.mark.parametrize("forks", [max(10, 40 // FEWER), pytest.param(200, marks=pytest.mark.slow)])
+def test_forked_children_are_refused(big: str, small: str, forks: int) -> None:
     """In a forked child every call raises ForkedError immediately, tensors stay readable, and the exit code is 0."""
     out = run("""
 import ctypes
@@ -79,7 +79,7 @@ assert not e.forked()
 assert e.job_progress(busy.job)[0] > 0
 assert ctypes.string_at(address, 256) == bytes(range(256))
 busy.end()
-""", big, small, FORKS)
+""", big, small, forks)
     print(out.stdout)
 
 
@@ -160,7 +160,7 @@ if __name__ == "__main__":
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("exits", [70, pytest.param(700, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exits", [28, pytest.param(700, marks=pytest.mark.slow)])
 def test_exit_with_work_under_way(big: str, small: str, exits: int, tmp_path: Path) -> None:
     """A process can exit with code 0 at any time during a load, a save or a preload, even if daemon threads wait."""
     run("""
@@ -194,7 +194,7 @@ def body():
 for i in range(n):
     code = child(body)
     assert code == 0, (i, i % 7, code)
-""", big, small, exits // FEWER, tmp_path)
+""", big, small, max(7, exits // FEWER), tmp_path)
 
 
 def test_exit_raises_nothing_in_daemon_threads(big: str) -> None:

@@ -307,9 +307,9 @@ def test_bundles(serve: Callable[..., str], tmp_path: Path) -> None:
 )
 def test_container_beside_a_uri(uri: str, first: str) -> None:
     """A container's possible folders are next to the pickle, whatever follows the pickle's name in the URI."""
-    from overwire.model import layout
+    from overwire.bundles import containers
 
-    places = layout.remote_containers_of(uri, layout.FOLDERS)
+    places = containers.remote_containers_of(uri, containers.FOLDERS)
     assert places[3] == first and places[0] == first.replace("/nya/", "/tensors/")
 
 

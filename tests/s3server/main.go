@@ -25,6 +25,8 @@ func main() {
 		MaxConnections:    250_000,
 		MaxRequests:       100_000,
 		MultipartMaxParts: 10_000,
+		IAMCacheTTL:       120,
+		IAMCachePrune:     3600, // with 0 it prunes without a pause and keeps one core busy
 	}
 	flag.StringVar(&c.Ports[0], "port", "", "`ADDRESS` to listen at")
 	flag.StringVar(&c.CertFile, "cert", "", "`FILE` with the certificate, for TLS")

@@ -145,7 +145,9 @@ type program struct {
 	// Secrets are the values of environment variables that the command line names.
 	Secrets map[string]string `json:"secrets"`
 	// Names maps paths to the names that messages use for them.
-	Names   map[string]string `json:"names"`
+	Names map[string]string `json:"names"`
+	// Kinds maps paths of plain copies to the kinds of the files that they were made from.
+	Kinds   map[string]string `json:"kinds"`
 	Measure bool              `json:"measure"` // only used by doctor
 }
 
@@ -260,7 +262,12 @@ func fileVerbs() []*Verb {
 				for path, name := range q.Names {
 					errs.CallPath(path, name)
 				}
-				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, q.env()), nil
+				env := q.env()
+				env.Kinds = make(map[string]string, len(q.Kinds))
+				for path, kind := range q.Kinds {
+					env.Kinds[errs.RedactURI(path)] = kind
+				}
+				return cli.Main(ctx, j, q.Argv, os.Stdout, os.Stderr, env), nil
 			}),
 		answered("knobs", "Return the settings with their current values.",
 			func(none, []int64) ([]knob.Row, error) { return knob.Table(), nil }),

@@ -17,11 +17,12 @@ import (
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
+	"github.com/overwire/overwire/gosrc/source/fed"
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// handles maps numbers to the objects that Python holds: *load.Model, *entry (a job), *stream.Batch, *delta.File and
-// *tensorizer.Opened. A number is never reused, so a stale handle is an error and never refers to another
+// handles maps numbers to the objects that Python holds: *load.Model, *entry (a job), *stream.Batch, *delta.File,
+// *tensorizer.Opened and *fed.Feed. A number is never reused, so a stale handle is an error and never refers to another
 // object.
 var (
 	handles    sync.Map
@@ -52,6 +53,8 @@ func get[T any](h uint64) (T, error) {
 		kind = "delta"
 	case *tensorizer.Opened:
 		kind = "open .tensors file"
+	case *fed.Feed:
+		kind = "feed"
 	}
 	return v, errs.New(errs.ErrArgument, "handle %d is not an existing %s: it was closed or never opened", h, kind)
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/preload"
@@ -21,6 +22,8 @@ import (
 type opened struct {
 	Sources []openedSource `json:"sources"`
 	Room    int64          `json:"room"` // see relay.RoomForChunk
+	// Host is how many files are in the memory of the host store.
+	Host int `json:"host"`
 }
 
 type openedSource struct {
@@ -38,7 +41,7 @@ type openRequest struct {
 	Opened uint64 `json:"opened"`
 }
 
-func (q *openRequest) isBrief() bool { return q.Opened == 0 && load.IsBrief(q.URIs, q.Storage) }
+func (q *openRequest) isBrief() bool { return q.Opened == 0 && load.IsBrief(&q.Spec) }
 
 // preloadRequest describes what to preload: what to open, and how to load it.
 type preloadRequest struct {
@@ -118,6 +121,8 @@ func modelVerbs() []*Verb {
 			}),
 		started("join", "Allow loads of a model to take preloaded tensors of its files.", joinPreload).awaited().
 			ints("model"),
+		answered("host_counts", "Return this process's counters of the host store.",
+			func(none, []int64) (hoststore.Counted, error) { return hoststore.CountedFiles(), nil }).afterPanics(),
 		answered("sweep", "Drop the preloads of a file or object that has just been replaced.",
 			func(uri string, _ []int64) (preload.Answer, error) {
 				preload.Sweep(uri)
@@ -147,7 +152,7 @@ func openModel(ctx context.Context, _ *job.Job, q openRequest, _ []int64) (*Resu
 		return nil, err
 	}
 	ix := m.Index()
-	o := opened{make([]openedSource, len(ix.Sources)), relay.RoomForChunk(m)}
+	o := opened{make([]openedSource, len(ix.Sources)), relay.RoomForChunk(m), m.FromHost()}
 	for i, s := range ix.Sources {
 		o.Sources[i] = openedSource{errs.RedactURI(s.URI), s.Size, s.Metadata, s.Overwire(),
 			m.Sources()[i].Facts().Remote}

@@ -12,11 +12,12 @@ const (
 	// FeatureDelta is the critical feature bit of delta files.
 	FeatureDelta = 1 << 2
 
-	deltaNote = "what changed between two models, by overwire; overwire.apply_delta puts it into the first"
+	// DeltaNotice is the Notice of delta files.
+	DeltaNotice = "changes between two models, by overwire (to apply them: pip install -U overwire; apply_delta)"
 )
 
 // DeltaMark returns the metadata entry of delta files.
-func DeltaMark() string { return encodeMark(0, deltaNote, nil, "", false) }
+func DeltaMark() string { return markOf(nil, "", false) }
 
 // DeltaIndexSize returns the size in bytes of the index of a delta file.
 func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
@@ -24,7 +25,7 @@ func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
 // AppendDelta appends the index of a delta file. head contains everything before the data section.
 func AppendDelta(dst, head []byte) []byte {
 	start := len(dst)
-	dst = appendFrame(dst, 0, FeatureDelta, 0, 0, 0, head)
+	dst = appendFrame(dst, FeatureDelta, 0, 0, 0, head)
 	return appendTrailer(dst, start)
 }
 

@@ -85,7 +85,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 	if digests {
 		l.Digests = strings.Repeat("A", base64.StdEncoding.EncodedLen(digestSize*len(items)))
 	}
-	l.metadata[MetadataKey] = markOf(origin, 0, l.Digests, l.empty)
+	l.metadata[MetadataKey] = markOf(origin, l.Digests, l.empty)
 	each, err := itemSizes(items)
 	if err != nil {
 		return nil, err
@@ -110,7 +110,7 @@ func NewLayout(metadata map[string]string, items []Item, origin *Origin, digests
 		return sizes.RoundUp(safetensors.HeaderBound(l.metadata, l.headerEntries(), end), DataAlign)
 	}
 	if l.header = bound(); l.header-8 > tensor.MaxHeader && (l.Origin != nil || l.Digests != "") {
-		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", markOf(nil, 0, "", l.empty)
+		l.Origin, l.Digests, l.metadata[MetadataKey] = nil, "", markOf(nil, "", l.empty)
 		l.header = bound()
 	}
 	if l.header-8 > tensor.MaxHeader {
@@ -142,7 +142,7 @@ func itemSizes(items []Item) ([]int64, error) {
 		switch {
 		case err != nil:
 			return nil, refuseItem(it, "%v", err)
-		case it.Name == IndexName:
+		case it.Name == IndexName || it.Name == Notice:
 			return nil, refuseItem(it, "this name is reserved")
 		case len(it.Shape) > tensor.MaxRank:
 			return nil, refuseItem(it, "rank %d is more than the maximum, %d", len(it.Shape), tensor.MaxRank)
@@ -302,8 +302,9 @@ func (l *Layout) skipPlain() {
 // headerEntries returns the tensors as entries of the safetensors header, with the stored sizes that are known so
 // far.
 func (l *Layout) headerEntries() []safetensors.Entry {
-	out := make([]safetensors.Entry, 0, len(l.Tensors)+1)
-	out = append(out, safetensors.Entry{Name: IndexName, DType: tensor.U8, Shape: []int64{l.index}, End: l.index})
+	out := make([]safetensors.Entry, 0, len(l.Tensors)+2)
+	out = append(out, safetensors.NoticeEntry(Notice),
+		safetensors.Entry{Name: IndexName, DType: tensor.U8, Shape: []int64{l.index}, End: l.index})
 	end := l.index
 	for i := range l.Tensors {
 		t := &l.Tensors[i]
@@ -329,7 +330,7 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 			l.Tensors[i].Hash = l.Tensors[a].Hash
 		}
 	}
-	l.metadata[MetadataKey] = markOf(l.Origin, featuresOf(l.Tensors, l.Chunks), l.Digests, l.empty)
+	l.metadata[MetadataKey] = markOf(l.Origin, l.Digests, l.empty)
 	front, err = safetensors.AppendHeader(make([]byte, 0, l.Start()), l.metadata, l.headerEntries(), int(l.header))
 	if err != nil {
 		return nil, 0, err
@@ -343,5 +344,5 @@ func (l *Layout) Seal(known tensor.Known) (front []byte, size int64, err error) 
 	if err := ix.Validate(known); err != nil {
 		return nil, 0, errs.New(errs.ErrEngine, "the written file would be invalid: %v", err)
 	}
-	return Append(front, l.Tensors, l.Chunks, front, l.Origin, l.Digests), l.pos, nil
+	return Append(front, l.Tensors, l.Chunks, front), l.pos, nil
 }

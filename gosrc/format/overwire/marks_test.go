@@ -33,7 +33,8 @@ func TestIs(t *testing.T) {
 		{mark("1.0"), false, false, errs.ErrCorrupt, "is missing"},
 		{mark("1.0"), true, true, nil, ""},
 		{mark("1.3"), true, true, nil, ""},
-		{mark("1.65535"), true, true, nil, ""},
+		{mark("1.4"), true, false, errs.ErrCorrupt, "makes other readers refuse"},
+		{mark("1.65535"), true, false, errs.ErrCorrupt, "makes other readers refuse"},
 		{mark("2.0"), true, false, errs.ErrNotSupported, "upgrade overwire"},
 		{mark("65535.0"), true, false, errs.ErrNotSupported, "upgrade overwire"},
 		{mark("0.9"), true, false, errs.ErrNotSupported, "compress the model again"},
@@ -60,6 +61,23 @@ func TestIs(t *testing.T) {
 		ours, err := Is(&h)
 		if ours != c.ours || !errors.Is(err, c.class) || err != nil && !strings.Contains(err.Error(), c.words) {
 			t.Errorf("entry %s, index %v: Is returned %v, %v", c.entry, c.indexed, ours, err)
+		}
+	}
+	// Since 1.4 a container has a notice. Earlier containers and other programs' files with this entry must not.
+	for _, c := range []struct {
+		entry   string
+		indexed bool
+		class   error
+	}{
+		{mark("1.4"), true, nil}, {mark("1.65535"), true, nil}, {mark("1.3"), true, errs.ErrFormat},
+		{mark("1.0"), true, errs.ErrFormat}, {"yes", false, errs.ErrFormat}, {mark("1.4"), false, errs.ErrCorrupt},
+	} {
+		h := safetensors.Header{Metadata: map[string]string{MetadataKey: c.entry}, Notice: Notice}
+		if c.indexed {
+			h.Tensors = []tensor.Tensor{{Name: IndexName}}
+		}
+		if ours, err := Is(&h); c.class == nil && !ours || !errors.Is(err, c.class) {
+			t.Errorf("entry %s with a notice, index %v: Is returned %v, %v", c.entry, c.indexed, ours, err)
 		}
 	}
 	for _, format := range []string{"", "1", ".", "1.", ".0", "1.65536", "65536.0", "1.-1", "+1.0", "-1.0", "1.0.0",
@@ -98,8 +116,7 @@ func sealed(t *testing.T, d tensor.DType, c tensor.Chunk, o *Origin, digests boo
 	return front{&h, b[l.Header():], size}, l
 }
 
-// The metadata entry and the index both state the smallest minor version that supports the file, and exactly the
-// features that its chunks need.
+// The metadata entry and the index both state the version, and the index exactly the features that its chunks need.
 func TestVersions(t *testing.T) {
 	raw, planes := tensor.Chunk{}, tensor.Chunk{Codec: tensor.CodecPlanes, Transform: 1}
 	x16 := tensor.Chunk{Codec: tensor.CodecX16, Transform: 8, SegTiles: 1}
@@ -107,33 +124,27 @@ func TestVersions(t *testing.T) {
 		dtype    tensor.DType
 		chunk    tensor.Chunk
 		features uint64
-		minor    int // without an origin and digests
 	}{
-		{tensor.U8, raw, 0, 0}, {tensor.BF16, x16, 0, 0}, {tensor.U8, x16, 0, 0}, {tensor.F32, x16, 0, 0},
-		{tensor.C64, x16, 0, 0},
-		{tensor.I16, x16, 1, 2}, {tensor.U16, x16, 1, 2}, {tensor.I32, x16, 1, 2}, {tensor.U32, x16, 1, 2},
-		{tensor.I64, x16, 1, 2}, {tensor.U64, x16, 1, 2},
-		{tensor.U64, raw, 0, 0}, {tensor.BF16, planes, 2, 2}, {tensor.I32, planes, 2, 2},
+		{tensor.U8, raw, 0}, {tensor.BF16, x16, 0}, {tensor.U8, x16, 0}, {tensor.F32, x16, 0},
+		{tensor.C64, x16, 0},
+		{tensor.I16, x16, 1}, {tensor.U16, x16, 1}, {tensor.I32, x16, 1}, {tensor.U32, x16, 1},
+		{tensor.I64, x16, 1}, {tensor.U64, x16, 1},
+		{tensor.U64, raw, 0}, {tensor.BF16, planes, 2}, {tensor.I32, planes, 2},
 	} {
 		for _, origin := range []*Origin{nil, {Size: 8}} {
 			for _, digests := range []bool{false, true} {
 				f, _ := sealed(t, c.dtype, c.chunk, origin, digests)
-				minor := c.minor
-				if origin != nil {
-					minor = max(minor, 1)
-				}
-				if digests {
-					minor = 3
-				}
 				var m struct{ Format string }
 				if err := json.Unmarshal([]byte(f.h.Metadata[MetadataKey]), &m); err != nil ||
-					m.Format != fmt.Sprintf("1.%d", minor) {
-					t.Errorf("%v, %v: the entry says %q, want minor %d: %v", c.dtype, c.chunk.Codec, m.Format, minor,
-						err)
+					m.Format != "1.4" {
+					t.Errorf("%v, %v: the entry says %q: %v", c.dtype, c.chunk.Codec, m.Format, err)
 				}
-				if got := int(le.Uint16(f.blob[6:])); got != minor || le.Uint64(f.blob[8:]) != c.features {
-					t.Errorf("%v, %v: the index says minor %d, features %#x; want %d, %#x", c.dtype, c.chunk.Codec, got,
-						le.Uint64(f.blob[8:]), minor, c.features)
+				if f.h.Notice != Notice {
+					t.Errorf("%v, %v: the notice is %q", c.dtype, c.chunk.Codec, f.h.Notice)
+				}
+				if got := le.Uint16(f.blob[6:]); got != Minor || le.Uint64(f.blob[8:]) != c.features {
+					t.Errorf("%v, %v: the index says minor %d, features %#x; want %#x", c.dtype, c.chunk.Codec, got,
+						le.Uint64(f.blob[8:]), c.features)
 				}
 				for features := range uint64(4) {
 					le.PutUint64(f.blob[8:], features)
@@ -165,7 +176,7 @@ func TestDigests(t *testing.T) {
 		for i := range sums {
 			sums[i] = digest.Sum{High: r.Uint64(), Low: r.Uint64()}
 		}
-		text := markOf(&Origin{Size: 8, Header: "x"}, 0, Digests(sums), false)
+		text := markOf(&Origin{Size: 8, Header: "x"}, Digests(sums), false)
 		for other := range n + 3 {
 			got, err := ReadDigests(text, other)
 			switch {
@@ -193,6 +204,7 @@ func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, 
 	t.Helper()
 	n := int64(blobSize(uint64(tensors), uint64(chunks), uint64(dims)))
 	head, err := safetensors.AppendHeader(nil, map[string]string{MetadataKey: DeltaMark()}, []safetensors.Entry{
+		safetensors.NoticeEntry(DeltaNotice),
 		{Name: IndexName, DType: tensor.U8, Shape: []int64{n}, End: n},
 		{Name: "overwire.table", DType: tensor.U8, Shape: []int64{64}, Begin: n, End: n + 64},
 		{Name: "overwire.chunks", DType: tensor.U8, Shape: []int64{0}, Begin: n + 64, End: n + 64},
@@ -204,7 +216,7 @@ func deltaFile(t *testing.T, features uint64, tensors, chunks, dims int) (head, 
 	if err != nil {
 		t.Fatal(err)
 	}
-	blob = appendFrame(nil, 0, features, tensors, chunks, dims, head)
+	blob = appendFrame(nil, features, tensors, chunks, dims, head)
 	blob = append(blob, make([]byte, 64*tensors+32*chunks+8*dims)...)
 	return head, appendTrailer(blob, 0), &parsed
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// If the header has no space for the origin, the container is written without it, in a version without origins.
+// If the header has no space for the origin, the container is written without it.
 func TestOriginWithoutSpace(t *testing.T) {
 	items := []Item{{Name: "w", DType: tensor.U8, Shape: []int64{64}, Plain: true, ChunkBytes: 4096}}
 	for _, c := range []struct {
@@ -40,9 +40,6 @@ func TestOriginWithoutSpace(t *testing.T) {
 		if err != nil || (o != nil) != c.kept || c.kept && *o != *l.Origin {
 			t.Errorf("an origin of %d bytes: read back %v, %v", c.bytes, o, err)
 		}
-		if minor := le.Uint16(front[l.header+6:]); (minor == 1) != c.kept {
-			t.Errorf("an origin of %d bytes: wrong minor version %d", c.bytes, minor)
-		}
 	}
 }
 
@@ -54,11 +51,11 @@ func FuzzOrigin(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	good := markOf(NewOrigin(head, int64(len(head))+3), 0, "", false)
+	good := markOf(NewOrigin(head, int64(len(head))+3), "", false)
 	f.Add(good, []byte{}, uint32(0))
-	f.Add(markOf(nil, 0, "", false), []byte{1}, uint32(1))
+	f.Add(markOf(nil, "", false), []byte{1}, uint32(1))
 	f.Add(strings.Replace(good, `"size":`, `"size":-`, 1), []byte(nil), uint32(2))
-	f.Add(markOf(&Origin{Size: 1 << 50, SHA256: Pending, Header: "7cEBAQ=="}, 0, "", false), head, uint32(3))
+	f.Add(markOf(&Origin{Size: 1 << 50, SHA256: Pending, Header: "7cEBAQ=="}, "", false), head, uint32(3))
 	f.Fuzz(func(t *testing.T, text string, change []byte, at uint32) {
 		o, err := ReadOrigin(text)
 		if err == nil && o != nil && len(change) > 0 { // change the decoded header
@@ -95,7 +92,7 @@ func TestOriginAgain(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for _, o := range []*Origin{nil, {Size: 8}, {Size: 1<<63 - 1, SHA256: Pending,
 		Header: base64.StdEncoding.EncodeToString([]byte{byte(r.Uint32()), 255, 254})}} {
-		text := markOf(o, 0, "", false)
+		text := markOf(o, "", false)
 		got, err := ReadOrigin(text)
 		if err != nil || (got == nil) != (o == nil) || o != nil && *got != *o {
 			t.Errorf("%s: read back %v, %v", text, got, err)
@@ -104,7 +101,7 @@ func TestOriginAgain(t *testing.T) {
 			t.Errorf("invalid JSON: %s", text)
 		}
 	}
-	if got := markOf(nil, 0, "", false); got != `{"format":"1.0","index":"overwire.index","note":"`+note+`"}` {
+	if got := markOf(nil, "", false); got != `{"format":"1.4","index":"overwire.index"}` {
 		t.Errorf("a container without an origin says %s", got)
 	}
 }

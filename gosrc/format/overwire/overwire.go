@@ -1,5 +1,6 @@
-// Package overwire reads and writes the index of overwire containers. A container is a safetensors file. Its first
-// tensor, "overwire.index", describes how the other tensors are stored:
+// Package overwire reads and writes the index of overwire containers. A container is a safetensors file with one
+// entry, the notice, that makes other readers refuse it. Its first tensor, "overwire.index", describes how the other
+// tensors are stored:
 //
 //	u64 N | N bytes of JSON | index | compressed tensors | plain tensors
 //	                          |
@@ -13,6 +14,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"encoding/json"
+	"fmt"
 	"hash/crc32"
 	"maps"
 	"math"
@@ -29,12 +31,13 @@ const (
 	// IndexName is the name of the tensor with the index. No other tensor may have it.
 	IndexName = "overwire.index"
 	// MetadataKey is the metadata entry that marks a file as a container.
-	MetadataKey = "overwire"
+	MetadataKey = safetensors.ContainerKey
 
-	// Major and Minor are the newest version that this package writes. A file has the smallest minor version that
-	// supports it: 0, 1 with an Origin, 2 with features, or 3 with digests. A reader refuses other major versions and
-	// accepts larger minor versions. No release has written major version 0.
-	Major, Minor = 1, 3
+	// Major and Minor are the version that this package writes. A reader refuses other major versions and accepts
+	// other minor versions. No release has written major version 0.
+	Major, Minor = 1, 4
+	// minorNotice is the first minor version with a notice. Every file since then has one, and no earlier file.
+	minorNotice = 4
 
 	// DataAlign is the alignment of the data section's offset.
 	DataAlign = 4096
@@ -82,29 +85,13 @@ func featuresOf(ts []tensor.Tensor, chunks []tensor.Chunk) (need uint64) {
 	return need
 }
 
-// minorVersion returns the smallest minor version for a file with the given origin,
-// features and digests.
-func minorVersion(o *Origin, features uint64, digests string) int {
-	switch {
-	case digests != "":
-		return 3
-	case features != 0:
-		return 2
-	case o != nil:
-		return 1
-	}
-	return 0
-}
-
-// note explains the file to people who look at it or find byte tensors in it with another reader. Readers ignore it.
-const note = "compressed by overwire; to read it: pip install overwire; to have plain safetensors: overwire decompress"
+// Notice is the name of an entry that makes readers without overwire refuse a container. They show it in their error.
+// It says what to do, also to the user of an older overwire. It has no dot, at which some viewers split names.
+const Notice = "compressed by overwire (to read it: pip install -U overwire; " +
+	"to restore plain files: overwire decompress)"
 
 // markOf returns the value of the metadata entry. empty means that the user's metadata is empty, not absent.
-func markOf(o *Origin, features uint64, digests string, empty bool) string {
-	return encodeMark(minorVersion(o, features, digests), note, o, digests, empty)
-}
-
-func encodeMark(minor int, note string, o *Origin, digests string, empty bool) string {
+func markOf(o *Origin, digests string, empty bool) string {
 	var metadata *struct{}
 	if empty {
 		metadata = &struct{}{}
@@ -112,11 +99,10 @@ func encodeMark(minor int, note string, o *Origin, digests string, empty bool) s
 	text, _ := json.Marshal(struct { // cannot fail
 		Format   string    `json:"format"`
 		Index    string    `json:"index"`
-		Note     string    `json:"note"`
 		Metadata *struct{} `json:"metadata,omitempty"`
 		Digests  string    `json:"digests,omitempty"`
 		Origin   *Origin   `json:"origin,omitempty"`
-	}{strconv.Itoa(Major) + "." + strconv.Itoa(minor), IndexName, note, metadata, digests, o})
+	}{fmt.Sprintf("%d.%d", Major, Minor), IndexName, metadata, digests, o})
 	return string(text)
 }
 
@@ -145,7 +131,7 @@ func Is(h *safetensors.Header) (bool, error) {
 	}
 	switch {
 	case !hasMark && !hasIndex:
-		return false, nil
+		return false, nil // Parse sets no notice without the mark
 	case !hasMark:
 		return false, errs.New(errs.ErrCorrupt, "the file has the tensor %s, but not the metadata entry %q",
 			IndexName, MetadataKey)
@@ -159,13 +145,14 @@ func Is(h *safetensors.Header) (bool, error) {
 	format, index, err := readMark(value)
 	if err != nil {
 		if !hasIndex {
-			return false, nil // another program's entry
+			return false, refuseNotice(h) // another program's entry
 		}
 		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: %v", MetadataKey, err)
 	}
 	major, minor, _ := strings.Cut(format, ".")
 	major64, err := strconv.ParseUint(major, 10, 16)
-	if _, err2 := strconv.ParseUint(minor, 10, 16); err != nil || err2 != nil {
+	minor64, err2 := strconv.ParseUint(minor, 10, 16)
+	if err != nil || err2 != nil {
 		return false, errs.New(errs.ErrCorrupt, "metadata entry %q: invalid format %q: expected MAJOR.MINOR",
 			MetadataKey, format)
 	}
@@ -176,7 +163,21 @@ func Is(h *safetensors.Header) (bool, error) {
 	if index != IndexName || !hasIndex {
 		return false, errs.New(errs.ErrCorrupt, "the index %q is missing", index)
 	}
+	if minor64 < minorNotice {
+		return true, refuseNotice(h)
+	}
+	if h.Notice == "" {
+		return false, errs.New(errs.ErrCorrupt, "the entry that makes other readers refuse the file is missing")
+	}
 	return true, nil
+}
+
+// refuseNotice refuses a notice in a file that must not have one, as the safetensors library does.
+func refuseNotice(h *safetensors.Header) error {
+	if h.Notice == "" {
+		return nil
+	}
+	return errs.OfRule("InvalidOffset", errs.ErrFormat, "tensor %q: its bytes are [1, 1) of the data section", h.Notice)
 }
 
 // readMark returns two members of a metadata entry, or "" for a missing member. It uses a map, because struct fields
@@ -247,17 +248,16 @@ func (r *record) readRecord(b []byte) {
 	}
 }
 
-// Append appends the index of a file to dst, in the smallest minor version for its chunks, origin and digests. ts and
-// chunks must be valid, belong to one source, and be numbered from 0. head contains everything before the data
-// section; the index stores its checksum.
-func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, o *Origin, digests string) []byte {
+// Append appends the index of a file to dst. ts and chunks must be valid, belong to one source, and be numbered from
+// 0. head contains everything before the data section; the index stores its checksum.
+func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte) []byte {
 	dims := 0
 	for i := range ts {
 		dims += len(ts[i].Shape)
 	}
 	need := featuresOf(ts, chunks)
 	start := len(dst)
-	dst = appendFrame(dst, minorVersion(o, need, digests), need, len(ts), len(chunks), dims, head)
+	dst = appendFrame(dst, need, len(ts), len(chunks), dims, head)
 	for i := range ts {
 		for _, d := range ts[i].Shape {
 			dst = le.AppendUint64(dst, uint64(d))
@@ -291,10 +291,10 @@ func Append(dst []byte, ts []tensor.Tensor, chunks []tensor.Chunk, head []byte, 
 }
 
 // appendFrame appends the header of an index.
-func appendFrame(dst []byte, minor int, features uint64, tensors, chunks, dims int, head []byte) []byte {
+func appendFrame(dst []byte, features uint64, tensors, chunks, dims int, head []byte) []byte {
 	dst = append(dst, magic...)
 	dst = le.AppendUint16(dst, Major)
-	dst = le.AppendUint16(dst, uint16(minor))
+	dst = le.AppendUint16(dst, Minor)
 	dst = le.AppendUint64(dst, features)
 	dst = le.AppendUint32(dst, uint32(tensors))
 	dst = le.AppendUint32(dst, uint32(chunks))

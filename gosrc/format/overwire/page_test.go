@@ -55,7 +55,7 @@ func pageIndex(blob []byte, h *safetensors.Header) ([]pageTensor, []pageChunk, e
 		u16(blob[30:]) != 32 || u64(blob[32:]) != uint64(len(blob)) || u32(blob[40:]) != h.Sum || h.Data%4096 != 0 {
 		return nil, nil, forbidden()
 	}
-	exact := u16(blob[6:]) <= 3 // a larger minor version may use reserved bytes
+	exact := u16(blob[6:]) <= 4 // a larger minor version may use reserved bytes
 	zeros := func(b []byte) bool { return !exact || !slices.ContainsFunc(b, func(x byte) bool { return x != 0 }) }
 	nt, nc, nd := uint64(u32(blob[16:])), uint64(u32(blob[20:])), uint64(u32(blob[24:]))
 	end := 64 + 8*nd + 64*nt + 32*nc

@@ -17,6 +17,7 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 	if err := h.checkUnique(uri, opt); err != nil {
 		return err
 	}
+	h.takeNotice()
 	order := func(a, b *tensor.Tensor) int {
 		if a.Off != b.Off {
 			return cmp.Compare(a.Off, b.Off)
@@ -73,6 +74,21 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 			"the file has %d bytes after the last tensor", have-end))
 	}
 	return nil
+}
+
+// takeNotice removes the notice from the tensors of a container. A second one is left and refused.
+func (h *Header) takeNotice() {
+	if _, isContainer := h.Metadata[ContainerKey]; !isContainer {
+		return
+	}
+	for i := range h.Tensors {
+		t := &h.Tensors[i]
+		if t.Off == noticeAt && t.Stored == 0 && t.DType == tensor.U8 && slices.Equal(t.Shape, []int64{0}) {
+			h.Notice = t.Name
+			h.Tensors = slices.Delete(h.Tensors, i, i+1)
+			return
+		}
+	}
 }
 
 // checkUnique refuses two tensors with the same name. In lenient mode it keeps the last one.

@@ -3,6 +3,7 @@ package safetensors
 import (
 	"cmp"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -338,6 +339,54 @@ func TestOtherKinds(t *testing.T) {
 		if _, err := Length("", []byte(head), size); !errors.Is(err, errs.ErrFormat) ||
 			!strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", head, err)
+		}
+	}
+}
+
+// A container's notice is written and read back. It is refused in any other file, if there are two, and if a tensor
+// has its name, as are entries that are only similar.
+func TestNotice(t *testing.T) {
+	mark, say := map[string]string{ContainerKey: "x"}, NoticeEntry("say")
+	first := Entry{Name: "w", DType: tensor.U8, Shape: []int64{64}, End: 64}
+	written := func(metadata map[string]string, entries ...Entry) (Header, error) {
+		head, err := AppendHeader(nil, metadata, entries, 0)
+		if err != nil {
+			return Header{}, err
+		}
+		return Parse("x", head, int64(len(head))+64, Options{})
+	}
+	for _, entries := range [][]Entry{{say, first}, {first, say}} {
+		h, err := written(mark, entries...)
+		if err != nil || h.Notice != "say" || len(h.Tensors) != 1 || h.Tensors[0].Name != "w" {
+			t.Errorf("%v: %+v, %v", entries, h, err)
+		}
+		for _, metadata := range []map[string]string{nil, {}, {"Overwire": "x"}} {
+			if _, err := written(metadata, entries...); !errors.Is(err, errs.ErrArgument) {
+				t.Errorf("written without the mark: %v", err)
+			}
+		}
+	}
+	if h, err := written(mark, first); err != nil || h.Notice != "" {
+		t.Errorf("without a notice: %q, %v", h.Notice, err)
+	}
+	const metadata, notice = `"__metadata__":{"overwire":"x"}`, `"say":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}`
+	const w = `"w":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}`
+	for text, class := range map[string]error{
+		metadata + "," + notice + "," + w: nil,
+		notice + "," + w + "," + metadata: nil,
+		notice + "," + w:                  errs.ErrFormat,
+		metadata + "," + notice + "," + strings.Replace(notice, "say", "2", 1) + "," + w: errs.ErrFormat,
+		metadata + "," + notice + "," + strings.Replace(w, "w", "say", 1):                errs.ErrFormat,
+		metadata + "," + strings.Replace(notice, "[0]", "[]", 1) + "," + w:               errs.ErrFormat,
+		metadata + "," + strings.Replace(notice, "[0]", "[0,1]", 1) + "," + w:            errs.ErrFormat,
+		metadata + "," + strings.Replace(notice, "U8", "I8", 1) + "," + w:                errs.ErrFormat,
+		metadata + "," + strings.Replace(notice, "1,1", "2,2", 1) + "," + w:              errs.ErrFormat,
+		metadata + "," + strings.Replace(notice, "1,1", "1,2", 1) + "," + w:              errs.ErrFormat,
+	} {
+		head := binary.LittleEndian.AppendUint64(nil, uint64(len(text)+2))
+		head = append(head, "{"+text+"}"...)
+		if _, err := Parse("x", head, int64(len(head))+64, Options{}); !errors.Is(err, class) {
+			t.Errorf("%s: %v", text, err)
 		}
 	}
 }

@@ -14,6 +14,8 @@
 //   - a rank over 64, a dimension or offset of 2^63 or more, and more than 65,536 entries
 //     of metadata, which no model has.
 //
+// It accepts one thing that the safetensors library refuses: the notice of a container (see Header.Notice).
+//
 // Unknown fields of a tensor entry are ignored, as in the safetensors library.
 package safetensors
 
@@ -38,6 +40,9 @@ const (
 
 	minEntry    = len(`"":{"dtype":"U8","shape":[],"data_offsets":[0,0]}`)
 	maxMetadata = 1 << 16
+
+	// ContainerKey is the metadata entry that marks a file as a container of package overwire.
+	ContainerKey = "overwire"
 	// maxDepth is the maximum number of nested levels, including the header's two. It is also serde_json's limit.
 	maxDepth = 127
 )
@@ -55,8 +60,11 @@ type Header struct {
 	// file, Source is 0, and Alias is -1.
 	Tensors  []tensor.Tensor
 	Metadata map[string]string // nil if the file has none
-	Data     int64             // offset of the data section, 8 + N
-	Sum      uint32            // CRC32C of everything before the data section
+	// Notice is the name of the entry that makes other readers refuse a container, or "". It is not in Tensors. Only a
+	// file with the metadata entry ContainerKey has one; package overwire checks whether it must.
+	Notice string
+	Data   int64  // offset of the data section, 8 + N
+	Sum    uint32 // CRC32C of everything before the data section
 	// Ahead contains the first bytes of the data section if they were read with the header. It may be empty.
 	Ahead []byte
 }

@@ -22,6 +22,21 @@ type Entry struct {
 	Begin, End int64
 }
 
+// noticeAt is the offset of a notice. No tensor can begin there, because the index of a container has more bytes.
+const noticeAt = 1
+
+// NoticeEntry returns an entry without bytes that the safetensors library refuses, in all versions, with a message
+// that has the entry's name. Only containers may have it.
+func NoticeEntry(name string) Entry {
+	return Entry{Name: name, DType: tensor.U8, Shape: []int64{0}, Begin: noticeAt, End: noticeAt}
+}
+
+func (e *Entry) isNotice(metadata map[string]string) bool {
+	_, isContainer := metadata[ContainerKey]
+	return isContainer && e.Begin == noticeAt && e.End == noticeAt && e.DType == tensor.U8 &&
+		slices.Equal(e.Shape, []int64{0})
+}
+
 // Place sets Begin and End of the entries without gaps and returns the size of the data section. A shape that is too
 // large for a file is errs.ErrArgument.
 func Place(entries []Entry) (int64, error) {
@@ -108,6 +123,9 @@ func checkWritable(metadata map[string]string, entries []Entry) error {
 		}
 		if len(e.Shape) > tensor.MaxRank {
 			return refuseEntry(e.Name, "rank %d is more than the maximum, %d", len(e.Shape), tensor.MaxRank)
+		}
+		if e.isNotice(metadata) {
+			continue
 		}
 		n, err := tensor.Size(e.DType, e.Shape)
 		if err != nil {

@@ -4,6 +4,7 @@ package hostmem
 import (
 	"math"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 )
@@ -15,22 +16,48 @@ func Available() int64 {
 	if v, ok := Field("/proc/meminfo", "MemAvailable:"); ok {
 		n = v << 10
 	}
-	return min(n, leftOfGroup("/sys/fs/cgroup/"))
+	return min(n, leftOfGroups("/sys/fs/cgroup/", "/proc/self/cgroup"))
 }
 
-// leftOfGroup returns how many bytes the limit of a control group leaves, for versions 1 and 2. In version 1, a
-// limit of about 2^63 means none. The page cache does not count as used, because it can be dropped.
-func leftOfGroup(group string) int64 {
-	for _, v := range []struct{ limit, stat, used string }{
-		{"memory.max", "memory.stat", "anon "},
-		{"memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss "},
+// leftOfGroups returns how many bytes the limits of the process's control group and of the groups above it leave.
+// membership is a file like /proc/self/cgroup. In a container, its paths may not exist below mount; the
+// container's own group is mount itself.
+func leftOfGroups(mount, membership string) int64 {
+	left := int64(math.MaxInt64)
+	text, _ := os.ReadFile(membership)
+	for _, v := range []struct{ is, below, limit, stat, used string }{
+		{"0::", "", "memory.max", "memory.stat", "anon "},
+		{":memory:", "memory/", "memory.limit_in_bytes", "memory.stat", "total_rss "},
 	} {
-		if limit, ok := Field(group+v.limit, ""); ok {
-			usage, _ := Field(group+v.stat, v.used)
-			return max(0, limit-usage)
+		group := "/"
+		for line := range strings.Lines(string(text)) {
+			if _, path, ok := strings.Cut(strings.TrimSpace(line), v.is); ok {
+				group = path
+			}
+		}
+		for ; ; group = filepath.Dir(group) {
+			at := filepath.Join(mount, v.below, group) + "/"
+			// In version 1, a limit of about 2^63 means none.
+			if limit, ok := Field(at+v.limit, ""); ok && limit < 1<<62 {
+				left = min(left, max(0, limit-usedBy(at+v.stat, v.used)))
+			}
+			if group == "/" || group == "." {
+				break
+			}
 		}
 	}
-	return math.MaxInt64
+	return left
+}
+
+// usedBy returns the bytes of a control group that the kernel cannot drop. The page cache does not count, except
+// shared memory, which has no file to read it from again. used is the name of the group's private memory.
+func usedBy(stat, used string) int64 {
+	private, _ := Field(stat, used)
+	shared, isHierarchical := Field(stat, "total_shmem ")
+	if !isHierarchical {
+		shared, _ = Field(stat, "shmem ")
+	}
+	return private + shared
 }
 
 // Field returns the number after a word at the beginning of a line in a file.

@@ -40,6 +40,7 @@ var mayImport = map[string][]string{
 	"source/file":   {"source", "errs", "knob", "internal/..."},
 	"source/retry":  {"source", "errs", "knob", "internal/..."},
 	"source/memory": {"source", "errs"},
+	"source/fed":    {"source", "errs", "internal/..."},
 	"source/spool":  {"source", "source/retry", "errs", "internal/..."},
 	"source/cache":  {"source", "source/file", "errs", "internal/..."},
 	"source/pipe":   {"source", "source/route", "source/spool", "errs", "knob", "internal/..."},
@@ -91,9 +92,10 @@ var mayImport = map[string][]string{
 	"peers": {"device", "device/cuda", "errs", "internal/..."},
 
 	// The commands.
-	"stored": {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
-	"unpack": {"stored", "codec", "source", "tensor", "errs", "internal/..."},
-	"load": {"format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open",
+	"stored":    {"codec", "format", "format/overwire", "source", "source/open", "tensor", "errs", "internal/..."},
+	"unpack":    {"stored", "codec", "source", "tensor", "errs", "internal/..."},
+	"hoststore": {"codec", "format", "source", "source/file", "knob", "tensor", "errs", "internal/..."},
+	"load": {"hoststore", "format/...", "plan", "pipeline", "unpack", "codec", "codec/digest", "source", "source/open",
 		"source/memory", "device/...", "job",
 		"knob", "tensor", "errs", "internal/..."},
 	"load/loadtest": {"load", "save", "plan", "weights", "dlpack", "codec/digest", "device/...", "job",
@@ -125,7 +127,7 @@ var mayImport = map[string][]string{
 	"bench": {"weights", "load", "save", "format", "codec/x16", "device", "device/cpu", "device/cuda",
 		"device/cuda/...", "job", "tensor", "errs", "internal/..."},
 	"page": {"verify", "errs"},
-	"cli": {"page", "format", "tensorizer", "load", "stored", "save", "convert", "verify", "delta", "plan", "preload", "bench", "weights",
+	"cli": {"page", "hoststore", "format", "tensorizer", "load", "stored", "save", "convert", "verify", "delta", "plan", "preload", "bench", "weights",
 		"pipeline", "source", "source/open", "serve", "fetch", "device/...",
 		"codec/...", "job", "knob", "tensor", "errs", "internal/..."},
 
@@ -141,8 +143,9 @@ var mayImport = map[string][]string{
 
 	// The Python binding.
 	"bind/api": {"bind/binding", "dlpack"},
-	"bind/binding": {"tensorizer", "format", "load", "stored", "save", "convert", "verify", "delta", "nvcomp", "cli", "bench", "preload", "sleep",
-		"source", "source/cache", "source/open", "fetch", "codec/...", "device/...", "peers", "relay", "dlpack", "job",
+	"bind/binding": {"tensorizer", "hoststore", "format", "load", "stored", "save", "convert", "verify", "delta", "nvcomp", "cli", "bench",
+		"preload", "sleep", "source", "source/cache", "source/fed", "source/open", "fetch", "codec/...", "device/...", "peers", "relay",
+		"dlpack", "job",
 		"knob",
 		"tensor", "errs", "internal/..."},
 	"bind/core": {"bind/api"},
@@ -153,7 +156,7 @@ var mayImport = map[string][]string{
 // modules lists the packages that may import a third-party module; "" means every package.
 var modules = map[string][]string{
 	"golang.org/x/sys": {""},
-	"github.com/zeebo/xxh3": {"codec", "codec/blocksum", "device/cuda", "save", "verify", "sleep", "format",
+	"github.com/zeebo/xxh3": {"codec", "codec/blocksum", "device/cuda", "hoststore", "save", "verify", "sleep", "format",
 		"load", "source/cache", "internal/atomicfile"},
 	"github.com/dustin/go-humanize":           {"cli"},
 	"github.com/pierrec/lz4/v4":               {"nvcomp/lz4"},

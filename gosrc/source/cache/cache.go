@@ -19,7 +19,6 @@ package cache
 import (
 	"context"
 	"crypto/rand"
-	"crypto/sha256"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -129,8 +128,7 @@ func (c Folder) makeFolder() error {
 }
 
 func (c Folder) keyOf(uri, pin string, size int64) string {
-	hash := sha256.Sum256(fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d", bareURI(uri), c.storeOf(uri), pin, size))
-	return filepath.Join(c.Path, hex.EncodeToString(hash[:16]))
+	return filepath.Join(c.Path, source.ObjectKey(uri, c.storeOf(uri), pin, size))
 }
 
 // removeLeftovers removes temporary files of killed processes, for objects and notes. The caller has locked the
@@ -208,17 +206,6 @@ func (c Folder) lastUse(object fs.FileInfo) time.Time {
 
 // isObject matches the names of objects. The folder may also contain the user's own files.
 var isObject = regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`)
-
-// bareURI returns a URI without user, query and fragment.
-func bareURI(uri string) string {
-	path := source.Path(uri)
-	scheme, rest, _ := strings.Cut(path, "://")
-	host, name, _ := strings.Cut(rest, "/")
-	if hf, ok := source.ParseHF(uri); ok {
-		return hf.String()
-	}
-	return scheme + "://" + host[strings.LastIndexByte(host, '@')+1:] + "/" + name
-}
 
 // findKept opens the file of a key if its hash matches. It removes files that do not match or that are not
 // trusted.

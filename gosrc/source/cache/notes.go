@@ -37,7 +37,7 @@ func (c Folder) notePath(uri string) string {
 	if _, hub := source.ParseHF(uri); !hub {
 		query = strings.TrimPrefix(uri, source.Path(uri))
 	}
-	hash := sha256.Sum256([]byte(bareURI(uri) + "\x00" + query + "\x00" + c.storeOf(uri)))
+	hash := sha256.Sum256([]byte(source.BareURI(uri) + "\x00" + query + "\x00" + c.storeOf(uri)))
 	return filepath.Join(c.Path, hex.EncodeToString(hash[:16])+".note")
 }
 

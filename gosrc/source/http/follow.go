@@ -48,6 +48,7 @@ func (o *object) followHops(ctx context.Context, h route.Hop, extra http.Header)
 				_ = resp.Body.Close()
 				return nil, err
 			}
+			o.takeSum(resp)
 		}
 		if !route.Redirect(resp.StatusCode) {
 			if hops > 0 && resp.StatusCode == http.StatusPartialContent {

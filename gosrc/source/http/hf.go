@@ -5,6 +5,8 @@ package http
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"maps"
 	"net/http"
 	"net/url"
@@ -116,6 +118,18 @@ func (r *revision) takeCommit(resp *http.Response) error {
 		return errs.New(errs.ErrCorrupt, "the Hub returned commit %s, but this load began with commit %s", c, r.commit)
 	}
 	return nil
+}
+
+// takeSum records the SHA-256 of a large file from a response of the hub, which has it as the ETag of the linked
+// object. Small files have shorter hashes, of Git.
+func (o *object) takeSum(resp *http.Response) {
+	sum := strings.ToLower(strings.Trim(resp.Header.Get("X-Linked-ETag"), `"`))
+	if b, err := hex.DecodeString(sum); err != nil || len(b) != sha256.Size {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.sum = sum
 }
 
 // IsCommit reports whether s is a full commit hash: a SHA-1 or a SHA-256.

@@ -84,7 +84,8 @@ func listFiles(ctx context.Context, ref source.HF, file string, opt source.Optio
 	kind, repo := kindOf(ref.Repo)
 	address := hubEndpoint(opt.Env) + "/api/" + kind + "/" + source.EscapePath(repo) + "/revision/" +
 		url.PathEscape(cmp.Or(ref.Rev, "main")) + "?blobs=true"
-	s, err := openScheme(source.Outline{Most: maxListing}.In(ctx), address, opt, nil)
+	opt.Outline = source.Outline{Most: maxListing}
+	s, err := openScheme(ctx, address, opt, nil)
 	if err != nil {
 		return "", nil, err
 	}

@@ -85,7 +85,7 @@ func openScheme(ctx context.Context, uri string, opt source.Options, r *revision
 	})
 	if err == nil && s == nil { // no ranges, or an empty object
 		var stream *spool.Stream
-		if stream, err = spool.Open(ctx, &whole{object: o}, tries); err == nil {
+		if stream, err = spool.Open(ctx, &whole{object: o}, tries, opt.Outline); err == nil {
 			s = &Source{stream, o}
 		}
 	}
@@ -101,6 +101,9 @@ func (s *Source) Facts() source.Facts {
 	f := s.Source.Facts()
 	f.Identity, f.Settled = source.Pinned(s, s.pin())
 	f.Headers = s.o.answer
+	s.o.mu.Lock()
+	defer s.o.mu.Unlock()
+	f.SHA256 = s.o.sum
 	return f
 }
 
@@ -150,6 +153,7 @@ type object struct {
 	// Only set for hf://.
 	revision *revision
 	at       func(rev string) string
+	sum      string // SHA-256 of the object in hex, or "" if the hub does not say it
 
 	size     int64
 	answer   http.Header // headers of the first response

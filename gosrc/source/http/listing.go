@@ -92,7 +92,9 @@ func (w *walk) listFolder(uri, below string) error {
 
 // readListing returns the server's response for a folder if it is JSON.
 func (w *walk) readListing(uri string) ([]byte, error) {
-	s, err := openScheme(source.Outline{Most: maxListing}.In(w.ctx), uri, w.opt, nil)
+	opt := w.opt
+	opt.Outline = source.Outline{Most: maxListing}
+	s, err := openScheme(w.ctx, uri, opt, nil)
 	if errors.Is(err, errs.ErrNotFound) || errors.Is(err, errs.ErrPermission) {
 		return nil, errs.New(errs.ErrNotSupported, "this server does not list folders, or the folder is missing: %v",
 			err)

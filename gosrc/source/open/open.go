@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/cache"
+	"github.com/overwire/overwire/gosrc/source/fed"
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/source/http"
 	"github.com/overwire/overwire/gosrc/source/pipe"
@@ -102,8 +103,15 @@ func Own(opt source.Options) *Stores { return &Stores{opt: opt, own: true} }
 
 // Open opens a URI.
 func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
+	return s.OpenLike(ctx, uri, source.Outline{})
+}
+
+// OpenLike opens a URI of which the reader expects an outline.
+func (s *Stores) OpenLike(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
+	opt := s.opt
+	opt.Outline = outline
 	if s.local.Path == "" || !source.Remote(uri) {
-		return s.openWhereItLies(ctx, uri)
+		return s.openFed(ctx, uri, opt)
 	}
 	if isImmutable(uri) || s.away.Load() {
 		last, err := s.local.Last(ctx, uri)
@@ -116,7 +124,7 @@ func (s *Stores) Open(ctx context.Context, uri string) (source.Source, error) {
 			return wrapSource(last, err)
 		}
 	}
-	src, err := s.openWhereItLies(ctx, uri)
+	src, err := s.openFed(ctx, uri, opt)
 	switch {
 	case err == nil && src.Facts().File == nil:
 		return s.local.Keep(ctx, src)
@@ -155,20 +163,29 @@ func (s *Stores) List(ctx context.Context, uri string) ([]string, error) {
 	return uris, err
 }
 
+// openFed opens a URI at its store. Pieces of the object may come from the process's supplier.
+func (s *Stores) openFed(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
+	src, err := s.openWhereItLies(ctx, uri, opt)
+	if err != nil || !opt.Fed || !source.Remote(uri) {
+		return src, err
+	}
+	return fed.Wrap(src, opt.StoreOf(source.Scheme(uri))), nil
+}
+
 // openWhereItLies opens a URI at its store.
-func (s *Stores) openWhereItLies(ctx context.Context, uri string) (source.Source, error) {
+func (s *Stores) openWhereItLies(ctx context.Context, uri string, opt source.Options) (source.Source, error) {
 	if !s.own && Downloaded(uri) {
-		return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, s.opt))
+		return wrapSource(pipe.Open(ctx, knob.Downloader.Get(), uri, opt))
 	}
 	if err := checkSound("open", uri); err != nil && source.Remote(uri) {
 		return nil, err
 	}
 	scheme := source.Scheme(uri)
 	if fn := schemes[scheme]; fn != nil {
-		return fn(ctx, &s.hub, uri, s.opt)
+		return fn(ctx, &s.hub, uri, opt)
 	}
 	if fn := stores[scheme].open; fn != nil {
-		return fn(ctx, uri, s.opt)
+		return fn(ctx, uri, opt)
 	}
 	if err := RecipeOf(scheme); err != nil {
 		return nil, errs.In("open", uri, err)

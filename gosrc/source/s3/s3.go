@@ -83,7 +83,7 @@ func Open(ctx context.Context, uri string, opt source.Options) (source.Source, e
 	})
 	if err == nil && f.inOrder {
 		var s source.Source
-		if s, err = spool.Open(ctx, &whole{f}, c.retry); err == nil {
+		if s, err = spool.Open(ctx, &whole{f}, c.retry, opt.Outline); err == nil {
 			return s, nil
 		}
 	}

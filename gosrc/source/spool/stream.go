@@ -62,8 +62,8 @@ type Stream struct {
 
 // Open opens an object and waits until its size is known. Closing the stream closes the object. If Open fails,
 // the caller closes the object.
-func Open(ctx context.Context, o Whole, tries retry.Options) (*Stream, error) {
-	f, err := New(o.URI(), source.OutlineOf(ctx))
+func Open(ctx context.Context, o Whole, tries retry.Options, outline source.Outline) (*Stream, error) {
+	f, err := New(o.URI(), outline)
 	if err != nil {
 		return nil, err
 	}

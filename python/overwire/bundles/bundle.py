@@ -1,10 +1,10 @@
 """Saves any Python object with tensors as a small pickle and a compressed container next to it.
 
 A bundle consists of the pickle `D/x.pkl` and the container `D/tensors/x.safetensors`. nyacomp's functions write
-`D/nya/x.safetensors` and `D/nya/meta.csv` instead of that container (see `layout`). The container is written before the
-pickle, and contains the pickle's digest. The previous container remains until the new pickle has replaced the old one.
-A reader thus gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of
-one bundle wait for each other (see `turns`). The object of the last writer remains.
+`D/nya/x.safetensors` and `D/nya/meta.csv` instead (see `manifest`). The container is written before the pickle, and
+contains the pickle's digest. The previous container remains until the new pickle has replaced the old one. A reader
+thus gets the old object or the new one, even while a bundle is replaced or after a save was killed. Writers of one
+bundle wait for each other (see `turns`). The object of the last writer remains.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from .._imports import Undisturbed, imported
 from .._order import await_path
+from .._undo import after_error
 from ..errors import (
     ArgumentError,
     CorruptError,
@@ -29,15 +30,17 @@ from ..errors import (
 )
 from ..files import regular
 from ..jobs import shown
-from ..model import layout
 from ..model.opened import Model
-from ..model.options import BundleOptions, StorageOptions, check_options, check_values, spell_out
+from ..model.options import check_options, check_values, spell_out
 from ..model.reading import read_uri
+from ..model.saveoptions import BundleOptions
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import classed_errors, is_remote, is_there
 from ..stores import publish, resolve_links, write_bytes
 from ..verbs.save import save_bytes, stage_bytes
 from ..verbs.saving import Report, Saving
+from . import containers, manifest
 from .landing import DEVICES, ORDER, devices_of
 from .opening import DIGEST, MOST_PICKLE, resolve_pickle
 from .turns import Turn, turn_of
@@ -87,7 +90,7 @@ def save_bundle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True, **
     the same bundle.
     """
     check_options("save_bundle", options, BundleOptions)
-    return _save_bundle(obj, path, _How(layout.OWN, _names_of_tensors(obj), wait), options)
+    return _save_bundle(obj, path, _How(containers.OWN, _names_of_tensors(obj), wait), options)
 
 
 @overload
@@ -111,14 +114,14 @@ def compress_pickle(obj: Any, path: str | os.PathLike[str], *, wait: bool = True
     third was saved. With wait=False, returns a `Saving`. Raises the errors of `save_bundle`.
     """
     check_options("compress_pickle", options, BundleOptions)
-    return _ratio_of(_save_bundle(obj, path, _How(layout.NYACOMP, {}, wait, _list_container), options))
+    return _ratio_of(_save_bundle(obj, path, _How(containers.NYACOMP, {}, wait, _list_container), options))
 
 
 def compress_model(model: Any, path: str | os.PathLike[str], *, wait: bool = True, **options: Any) -> float | Saving:
     """Implements `overwire.compress` for an object. Like `compress_pickle`, but tensors get their names in the
     model."""
     check_options("compress", options, BundleOptions)
-    how = _How(layout.NYACOMP, _names_in_model(model, path), wait, _list_container)
+    how = _How(containers.NYACOMP, _names_in_model(model, path), wait, _list_container)
     return _ratio_of(_save_bundle(model, path, how, options))
 
 
@@ -139,15 +142,15 @@ def save_listed(obj: Any, path: str | os.PathLike[str], compress: bool, is_model
     """Saves a model like `compress_model`, or any other object like `compress_pickle`, but calls `lister` instead of
     writing meta.csv. lister is called before the pickle is written."""
     names = _names_in_model(obj, path) if is_model else {}
-    report = _save_bundle(obj, path, _How(layout.NYACOMP, names, True, lister), {"compress": compress})
+    report = _save_bundle(obj, path, _How(containers.NYACOMP, names, True, lister), {"compress": compress})
     assert not isinstance(report, Saving)
     return report.ratio
 
 
 def _list_container(target: str, container: str, report: Report, options: StorageOptions | None) -> None:
     place = container.rpartition("/")[2] if is_remote(target) else container
-    text = layout.meta_text(place, report.bytes_out)
-    write_bytes(layout.meta_of(target), os.fsencode(text), options)
+    text = manifest.meta_text(place, report.bytes_out)
+    write_bytes(manifest.meta_of(target), os.fsencode(text), options)
 
 
 def _names_in_model(model: Any, path: str | os.PathLike[str]) -> dict[int, str]:
@@ -203,12 +206,9 @@ def _save_bundle(obj: Any, path: str | os.PathLike[str], how: _How, options: dic
             for one_turn in turns:
                 one_turn.saver = saving
             return saving
-        try:
+        with after_error(one.undo):
             report = save_bytes(tensors, one.container, metadata, like=one.like, **options)
             one.publish(report)
-        except BaseException:
-            one.undo()
-            raise
     return report
 
 
@@ -224,7 +224,7 @@ def _local_place(
     target: str, data: bytes, how: _How, turn: contextlib.ExitStack, turns: list[Turn]
 ) -> _Place:
     folder = how.folder
-    container = layout.container_of(target, folder)
+    container = containers.container_of(target, folder)
     if "\n" in os.path.basename(container):
         raise ArgumentError(
             f"overwire: compress {target!r}: the name must not have a line break, because meta.csv has a line per file"
@@ -233,8 +233,8 @@ def _local_place(
         raise ArgumentError(f"overwire: compress {target!r}: the name of its container would exceed 255 bytes")
     with classed_errors(target):
         os.makedirs(os.path.dirname(container), exist_ok=True)
-        for one in layout.FOLDERS:
-            lock = layout.lock_of(target, one)
+        for one in containers.FOLDERS:
+            lock = containers.lock_of(target, one)
             if not os.path.isdir(os.path.dirname(lock)):
                 continue
             try:
@@ -242,10 +242,10 @@ def _local_place(
             except OSError as error:  # this user may not be allowed to write to the other folder
                 if one == folder or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
-        container = layout.container_of(target, folder)  # another writer may have created one since
-        rivals = layout.rivals_of(target)
+        container = containers.container_of(target, folder)  # another writer may have created one since
+        rivals = containers.rivals_of(target)
         if _is_anothers(container) or any(_has_digest(container, _digest_of_file(rival)) for rival in rivals):
-            container = layout.second_container_of(target, folder)
+            container = containers.second_container_of(target, folder)
         _keep_previous(target, container)
         elsewhere = _elsewhere(target, folder)
 
@@ -253,7 +253,7 @@ def _local_place(
         with classed_errors(target):
             how.lister(target, container, report, None)
             write_bytes(target, data, None)
-            for old in (layout.previous_of(container), *elsewhere):
+            for old in (containers.previous_of(container), *elsewhere):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(old)
 
@@ -263,13 +263,13 @@ def _local_place(
 def _remote_place(target: str, data: bytes, how: _How, options: StorageOptions | None) -> _Place:
     # Two names alternate, so the container of the current pickle does not change until the new pickle has replaced the
     # old one.
-    new, old = layout.store_containers_of(target, how.folder)
+    new, old = containers.store_containers_of(target, how.folder)
     stale = []
     with contextlib.suppress(NotFoundError):
         if _has_digest(new, hashlib.sha256(read_uri(target, options, MOST_PICKLE)).hexdigest(), options):
             new, old = old, new
-        others = (one for one in layout.FOLDERS if one != how.folder)
-        stale = [name for one in others for name in layout.store_containers_of(target, one)]
+        others = (one for one in containers.FOLDERS if one != how.folder)
+        stale = [name for one in others for name in containers.store_containers_of(target, one)]
 
     def publish_remote(report: Report) -> None:
         how.lister(target, new, report, options)
@@ -283,12 +283,12 @@ def _elsewhere(target: str, folder: str) -> list[str]:
     if not is_there(target):
         return []
     files = []
-    for other in (layout.container_of(target, one) for one in layout.FOLDERS if one != folder):
+    for other in (containers.container_of(target, one) for one in containers.FOLDERS if one != folder):
         if is_there(other) and _has_digest(other, _digest_of_file(target)):
             files.append(other)
             with contextlib.suppress(OverwireError):
-                if layout.preload_uris(layout.meta_of(target)) == [other]:
-                    files.append(layout.meta_of(target))
+                if manifest.local_uris_of(manifest.meta_of(target)) == [other]:
+                    files.append(manifest.meta_of(target))
     return files
 
 
@@ -296,7 +296,7 @@ def _keep_previous(target: str, container: str) -> None:
     # Gives the old container a second name, for readers of the old pickle. If an earlier save was killed, the container
     # with the second name may be the one that belongs to the pickle. In that case it is not
     # replaced.
-    previous = layout.previous_of(container)
+    previous = containers.previous_of(container)
     if is_there(previous) and is_there(target) and not _has_digest(container, _digest_of_file(target)):
         return
     with contextlib.suppress(FileNotFoundError):
@@ -307,12 +307,12 @@ def _keep_previous(target: str, container: str) -> None:
         except FileNotFoundError:
             raise
         except OSError:
-            os.rename(container, previous)  # the file system may not support links
+            publish(container, previous)  # the file system may not support links
 
 
 def _take_back(target: str, container: str) -> None:
     # Gives the container of the old pickle its first name again after a failed save.
-    previous = layout.previous_of(container)
+    previous = containers.previous_of(container)
     with contextlib.suppress(OSError, OverwireError):
         if is_there(previous) and _has_digest(previous, _digest_of_file(target)):
             publish(previous, container)

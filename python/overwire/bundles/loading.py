@@ -10,12 +10,14 @@ from .._engine import open_library
 from .._imports import Undisturbed
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import shown
-from ..model import layout
 from ..model.opened import prepare
-from ..model.options import StorageOptions, UnpickleOptions, check_options, spell_out
-from ..model.sources import SourceLike
+from ..model.options import check_options, spell_out
+from ..model.saveoptions import UnpickleOptions
+from ..model.sourcelike import SourceLike
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..progress import ProgressLike, watch
+from . import containers
 from .landing import Landing
 from .opening import open_pair, resolve_pickle
 
@@ -34,14 +36,14 @@ def load_bundle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]
     NotFoundError if one of the files is missing, CorruptError, and FormatError.
     """
     check_options("load_bundle", options, UnpickleOptions)
-    return _load_object(path, (layout.OWN, layout.NYACOMP), **options)
+    return _load_object(path, (containers.OWN, containers.NYACOMP), **options)
 
 
 def load_compressed_pickle(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:
     """Loads a bundle. The function has nyacomp's name; new programs use `load_bundle`, which has the same options and
     errors. In a store, this function searches for the container in `nya` first."""
     check_options("load_compressed_pickle", options, UnpickleOptions)
-    return _load_object(path, (layout.NYACOMP, layout.OWN), **options)
+    return _load_object(path, (containers.NYACOMP, containers.OWN), **options)
 
 
 def load_compressed(path: str | os.PathLike[str], **options: Unpack[UnpickleOptions]) -> Any:

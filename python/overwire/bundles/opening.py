@@ -6,16 +6,16 @@ import hashlib
 import os
 from collections.abc import Sequence
 
+from ..counting import note
 from ..errors import CorruptError, FormatError, NotFoundError, OverwireError
 from ..files import read_file, state_of_file
 from ..jobs import shown
-from ..metering import note
-from ..model import layout
 from ..model.opened import Model
-from ..model.options import StorageOptions
 from ..model.reading import read_uri
-from ..model.sources import SourceLike
+from ..model.sourcelike import SourceLike
+from ..model.storageoptions import StorageOptions
 from ..paths import is_file, is_remote, local_file, path_of
+from . import containers
 
 # The metadata key of a container for the SHA-256 of its pickle.
 DIGEST = "overwire.pickle"
@@ -41,14 +41,15 @@ def open_pair(
         state = None if remote else state_of_file(target)
         data = read_uri(target, options, MOST_PICKLE) if remote else read_file(target)
         digest = hashlib.sha256(data).hexdigest()
-        candidates: list[SourceLike]
+        candidates: list[SourceLike] = []
         try:
             if tensors is not None:
                 candidates = [tensors]
             elif remote:
-                candidates = [*layout.remote_containers_of(target, folders)]
+                candidates = [*containers.remote_containers_of(target, folders)]
             else:  # only local folders may contain a previous container
-                candidates = [name for one in layout.containers_of(target) for name in (one, layout.previous_of(one))]
+                for one in containers.containers_of(target):
+                    candidates += [one, containers.previous_of(one)]
             return data, _open_container(target, digest, candidates, options if remote or tensors is not None else None)
         except (CorruptError, NotFoundError) as error:
             present = read_uri(target, options, MOST_PICKLE) if remote else state_of_file(target)
@@ -80,7 +81,7 @@ def _open_container(
     if damage is not None:
         raise damage
     if absent and not is_remote(target):
-        raise layout.not_beside(target, container)
+        raise containers.not_beside(target, container)
     if absent == len(candidates):
         raise NotFoundError(
             f"overwire: open {source}: there is no container {container}: upload that folder together with the pickle",

@@ -25,7 +25,7 @@ from .._imports import imported
 from ..dtypes import nbytes
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import frame_for
-from ..frameworks.frame import Bytes
+from ..frameworks.views import Bytes
 
 
 class Blob(NamedTuple):

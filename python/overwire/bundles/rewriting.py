@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .. import _verbs
 from ..errors import ArgumentError
 from ..jobs import shown
-from ..model.options import BundleOptions, Level, StorageOptions, check_switches, check_values, spell_out
+from ..model.options import Level, check_switches, check_values, spell_out
+from ..model.saveoptions import BundleOptions
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..progress import ProgressLike
 from ..verbs.save import notes_of

@@ -14,8 +14,10 @@ import zlib
 from typing import BinaryIO, cast
 
 from .._tables import HEAD_BYTES
+from .._undo import after_error
 from ..errors import CorruptError, FormatError, NotFoundError, NotSupportedError, OverwireError, error_of_system
-from ..files import FileKind, kind_of_file, regular
+from ..filekinds import FileKind, kind_of_file
+from ..files import regular
 from ..foreign.zips import BAD_ZIP, LargeDirectory, Part, Span, entries_of, span_of
 
 #: The entries of an archive may inflate to at most _TIMES its size plus _SPARE bytes.
@@ -109,19 +111,16 @@ def inflate_entries(
         text = f"its entries inflate to {total} bytes, more than {_TIMES} times the size of the file"
         raise NotSupportedError(f"overwire: open {path}: {text}", source=path)
     out = cast(BinaryIO, tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
-    try:
-        part = cast(BinaryIO, Part(file, (low, high)))
-        with zipfile.ZipFile(part) as archive, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as plain:
-            for entry in entries:
-                with archive.open(entry) as source, plain.open(entry.filename, "w", force_zip64=True) as target:
-                    shutil.copyfileobj(source, target, _BLOCK)
-                if plain.getinfo(entry.filename).file_size != entry.file_size:
-                    raise zipfile.BadZipFile("it ends early")
-        return out
-    except (*BAD_ZIP, zlib.error, EOFError) as error:
-        out.close()
-        text = f"{entry.filename:.200} is damaged ({error}): copy or fetch it again"
-        raise CorruptError(f"overwire: open {path}: {text}", source=path) from error
-    except BaseException:
-        out.close()
-        raise
+    with after_error(out.close):
+        try:
+            part = cast(BinaryIO, Part(file, (low, high)))
+            with zipfile.ZipFile(part) as archive, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as plain:
+                for entry in entries:
+                    with archive.open(entry) as source, plain.open(entry.filename, "w", force_zip64=True) as target:
+                        shutil.copyfileobj(source, target, _BLOCK)
+                    if plain.getinfo(entry.filename).file_size != entry.file_size:
+                        raise zipfile.BadZipFile("it ends early")
+        except (*BAD_ZIP, zlib.error, EOFError) as error:
+            text = f"{entry.filename:.200} is damaged ({error}): copy or fetch it again"
+            raise CorruptError(f"overwire: open {path}: {text}", source=path) from error
+    return out

@@ -39,8 +39,8 @@ from ..errors import (
 )
 from ..files import regular, state_of_file
 from ..foreign.zips import BAD_ZIP, Span, entries_of
-from ..frameworks.frame import Bytes
 from ..frameworks.spec import TensorSpec
+from ..frameworks.views import Bytes
 from .allowlist import CALLS, AllowList
 from .budget import Budget
 from .machine import Machine
@@ -309,6 +309,7 @@ class _Reader:
         self._used: set[str] = set()  # keys of storages that a tensor needs
         self._named = 0  # bytes of mapped tensors, counted once per name
         self._copied = 0  # bytes of strided tensors, which are copied
+        self._above: set[int] = set()  # the containers that the current value is in, by id
         self._odd = ""  # the class of the first object that is not plain data
         self._is_over = False  # whether the remaining checksums need not be computed
 
@@ -492,6 +493,8 @@ class _Reader:
         self._budget.charge_work(1)
         self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)
+        if id(value) in self._above:
+            raise self._error_of(f"{name} is an object that contains it, so its tensors have no last name")
         if isinstance(value, _Tensor):
             seen.add(id(value))
             found.tensors.append((name, self._bytes_of(name, value)))
@@ -501,6 +504,7 @@ class _Reader:
             self._odd = self._odd or kind
             found.left.append(f"{name or 'the whole file'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
+            self._above.add(id(value))
             for key, part in value.items():
                 if (text := self._text_of_key(key)) is None:  # `read_content` reports tensors below this key
                     kind = _kind_of(key)
@@ -508,6 +512,7 @@ class _Reader:
                     found.left.append(f"{name}: an entry with a key of type {kind}".removeprefix(": "))
                 else:
                     self._walk_value(found, part, (*at, text), seen)
+            self._above.discard(id(value))
         elif (size := self._size_of_plain(value)) is not None:
             self._budget.charge_memory(size)
             plain = list(value) if isinstance(value, (list, tuple)) else value
@@ -516,8 +521,10 @@ class _Reader:
             else:
                 found.values[name] = plain
         elif isinstance(value, (list, tuple)) and len(at) < 64:
+            self._above.add(id(value))
             for number, part in enumerate(value):
                 self._walk_value(found, part, (*at, str(number)), seen)
+            self._above.discard(id(value))
         else:
             found.left.append(f"{name}: {_kind_of(value)}")
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .._tables import MOST_OTHER, OTHER_WEIGHTS
+from .._undo import after_error
 from ..errors import ArgumentError, FormatError, NotFoundError
 from ..files import TORCH_ENDINGS, folders_of, has_weights, lock_file, may_be_foreign
 from ..foreign.content import write_plain
@@ -41,8 +42,9 @@ from ..verbs.inspecting import rewrite
 from ..verbs.saving import Report
 
 if TYPE_CHECKING:
-    from ..model.options import Level, StorageOptions
-    from ..model.sources import SourceLike
+    from ..model.options import Level
+    from ..model.sourcelike import SourceLike
+    from ..model.storageoptions import StorageOptions
 
 _MARK = ".overwire-torch-"
 
@@ -88,9 +90,9 @@ def convert(
     names = source if isinstance(source, (list, tuple)) else [source]
     paths = [without_scheme(os.fsdecode(name)) for name in names if isinstance(name, (str, os.PathLike))]
     if not any(map(is_torch_model, paths)):
-        return rewrite(source, path, **options)
+        return rewrite(source, path, options)
     with plain_models([local(name) for name in names], local(path)) as (plain, remainder):
-        report = rewrite(plain if len(plain) > 1 else plain[0], path, **options)
+        report = rewrite(plain if len(plain) > 1 else plain[0], path, options)
         sources = names_of(plain, [local(name) for name in names])
         left = [sources.get(one, one) for one in report.left]
     return replace(report, left=(*left, *remainder))
@@ -188,19 +190,13 @@ def _locked_folder(parent: str) -> tuple[str, int]:
     """Creates a temporary folder. Returns its path and the descriptor that locks it."""
     while True:
         top = tempfile.mkdtemp(prefix=_MARK, dir=parent)
-        with contextlib.suppress(FileNotFoundError):  # another conversion may remove the folder before it is locked
-            lock = -1
-            try:
-                lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
+        # Another conversion may remove the folder before it is locked.
+        with contextlib.suppress(FileNotFoundError), after_error(os.rmdir, top):
+            lock = os.open(top, os.O_RDONLY | os.O_CLOEXEC)
+            with after_error(os.close, lock):
                 lock_file(lock, top, fcntl.LOCK_EX)
                 if os.path.samestat(os.fstat(lock), os.stat(top)):
                     return top, lock
-            except BaseException:
-                if lock >= 0:
-                    os.close(lock)
-                with contextlib.suppress(OSError):
-                    os.rmdir(top)
-                raise
             os.close(lock)
 
 

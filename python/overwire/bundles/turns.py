@@ -13,20 +13,33 @@ import threading
 from collections.abc import Iterator
 
 from .._order import Saver
+from .._undo import after_error
 from ..errors import ArgumentError
-from ..files import lock_file
+from ..files import lock_path
 
 
 class Turn:
     """A lock that a thread of this process holds or waits for. saver: the background save to which the thread has
     passed it."""
 
-    def __init__(self, device: int, inode: int) -> None:
-        self._file, self._thread = (device, inode), threading.get_ident()
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._file: tuple[int, int] | None = None  # of the lock
         self.saver: Saver | None = None
 
-    def is_own(self, device: int, inode: int) -> bool:
-        """Returns whether this is the lock of that file and this thread holds it or waits for it."""
+    def claim_file(self, number: int, path: str) -> None:
+        """Notes the file that is locked next. Raises ArgumentError if this thread already holds its lock or waits for
+        it."""
+        state = os.fstat(number)
+        self._file = None
+        if any(turn._is_own(state.st_dev, state.st_ino) for turn in list(_taken)):
+            raise ArgumentError(
+                f"overwire: {path}: a signal handler or callback saves a bundle while it interrupts a save of this "
+                f"bundle"
+            )
+        self._file = state.st_dev, state.st_ino
+
+    def _is_own(self, device: int, inode: int) -> bool:
         owner = self._thread if self.saver is None else self.saver._thread
         return self._file == (device, inode) and owner == threading.get_ident()
 
@@ -41,7 +54,9 @@ def turn_of(path: str) -> Iterator[Turn]:
 
     If the file system has no locks, nothing else may write at the same time; see `lock_file`.
     """
-    number, turn = _lock_file(path)
+    _taken.append(turn := Turn())
+    with after_error(_taken.remove, turn):
+        number = lock_path(path, 0o666, fcntl.LOCK_EX, lambda number: turn.claim_file(number, path))
     try:
         yield turn
     finally:
@@ -51,41 +66,3 @@ def turn_of(path: str) -> Iterator[Turn]:
             fcntl.flock(number, fcntl.LOCK_UN)  # closing is not enough if a forked child also has the file open
         _taken.remove(turn)
         os.close(number)
-
-
-def _lock_file(path: str) -> tuple[int, Turn]:
-    while True:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            turn = _note_owner(number, path)
-        except BaseException:
-            os.close(number)
-            raise
-        try:
-            lock_file(number, path, fcntl.LOCK_EX)
-            if _is_there(number, path):
-                return number, turn
-        except BaseException:
-            _taken.remove(turn)
-            os.close(number)
-            raise
-        _taken.remove(turn)
-        os.close(number)  # the previous writer has removed the file
-
-
-def _note_owner(number: int, path: str) -> Turn:
-    state = os.fstat(number)
-    if any(turn.is_own(state.st_dev, state.st_ino) for turn in list(_taken)):
-        raise ArgumentError(
-            f"overwire: {path}: a signal handler or callback saves a bundle while it interrupts a save of this bundle"
-        )
-    _taken.append(turn := Turn(state.st_dev, state.st_ino))
-    return turn
-
-
-def _is_there(number: int, path: str) -> bool:
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(number), there)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._imports import start_thread
+from .._undo import after_error
 from ..errors import OutOfMemoryError
 
 # The bytes that one thread allocates at a time.
@@ -63,24 +64,20 @@ def host_memory(nbytes: int, pinned: bool) -> torch.Tensor:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     except OSError:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
-    try:
-        steps = [(descriptor, at, min(_STEP, nbytes - at)) for at in range(0, nbytes, _STEP)]
-        with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, 8)) as pool:
-            list(start_thread(pool.map, lambda step: os.posix_fallocate(*step), steps))
-        array = (ctypes.c_ubyte * nbytes).from_buffer(mmap.mmap(descriptor, nbytes))
-        begin = ctypes.addressof(array)
-        if pinned and int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 1)):  # type: ignore[no-untyped-call]
-            raise OutOfMemoryError(
-                f"overwire: CheckpointStager: cannot pin {nbytes} bytes of host memory", asked=nbytes
-            )
-    except OSError as error:
-        os.close(descriptor)
-        raise OutOfMemoryError(
-            f"overwire: CheckpointStager: cannot allocate {nbytes} bytes of host memory: {error.strerror}", asked=nbytes
-        ) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
+    with after_error(os.close, descriptor):
+        try:
+            steps = [(descriptor, at, min(_STEP, nbytes - at)) for at in range(0, nbytes, _STEP)]
+            with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1, 8)) as pool:
+                list(start_thread(pool.map, lambda step: os.posix_fallocate(*step), steps))
+            array = (ctypes.c_ubyte * nbytes).from_buffer(mmap.mmap(descriptor, nbytes))
+            begin = ctypes.addressof(array)
+            if pinned and int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 1)):  # type: ignore[no-untyped-call]
+                raise OutOfMemoryError(
+                    f"overwire: CheckpointStager: cannot pin {nbytes} bytes of host memory", asked=nbytes
+                )
+        except OSError as error:
+            text = f"overwire: CheckpointStager: cannot allocate {nbytes} bytes of host memory: {error.strerror}"
+            raise OutOfMemoryError(text, asked=nbytes) from error
     _buffers[begin] = _Buffer(begin, nbytes, descriptor, name)
     weakref.finalize(array, _release, begin, pinned, os.getpid()).atexit = False
     return torch.frombuffer(array, dtype=torch.uint8)

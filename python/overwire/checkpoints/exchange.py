@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from .._undo import after_error
 from ..errors import ArgumentError, CancelledError
 from ..frameworks.spec import JoinedTensor
 from .buffers import BufferOffset, find_block, map_buffers, offer_buffers
@@ -132,13 +133,8 @@ class Exchange:
             dist.all_gather_object(there, what, group=self._group)
         return there
 
-    @contextlib.contextmanager
-    def _mark_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.group_is_usable = False
-            raise
+    def _mark_failures(self) -> after_error:
+        return after_error(setattr, self, "group_is_usable", False)
 
     def _own_blocks(self) -> Iterator[Block]:
         for step in self._duty.rounds:

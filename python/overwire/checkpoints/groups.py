@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,6 +29,11 @@ from ..errors import IOFailure
 _MOST_FRAMES = 12
 # The shortest and the longest pause between two checks of the store for other ranks, in seconds.
 _PAUSES = (0.005, 0.2)
+
+# The longest time in which ranks that have met connect to each other. A rank that has just ended does not.
+_CONNECT = timedelta(seconds=120)
+
+_GROUP_IS_GONE = "destroy_process_group() was called during this save: wait for its result() first"
 
 _lock = new_lock()
 _free_groups: dict[str, OwnGroup] = {}  # groups of this process without a writer, by name
@@ -65,21 +71,22 @@ def group_of_save(checkpoint: str, writers_group: Any, own_groups: list[OwnGroup
     wrapper = _wrapper_of_save()
     if wrapper is None:
         return None
-    size = dist.get_world_size() if wrapper.use_dist else 1
-    if wrapper.group is None and size > 1 and is_next_to_training():
-        if writers_group is not None and dist.get_world_size(writers_group) == size:
-            wrapper.group = writers_group
-            return writers_group
-        try:
-            wrapper.group = _meet_at_store(checkpoint, own_groups)
-        except BaseException as failure:
-            error = failure if isinstance(failure, IOFailure) else IOFailure(f"overwire: CheckpointWriter: {failure}")
+    try:
+        size = dist.get_world_size() if wrapper.use_dist else 1
+        if wrapper.group is None and size > 1 and is_next_to_training():
+            if writers_group is not None and dist.get_world_size(writers_group) == size:
+                wrapper.group = writers_group
+            else:
+                wrapper.group = _meet_at_store(checkpoint, own_groups)
+    except BaseException as failure:
+        why = failure if dist.is_initialized() else _GROUP_IS_GONE
+        error = failure if isinstance(failure, IOFailure) else IOFailure(f"overwire: CheckpointWriter: {why}")
 
-            def refuse(*_: Any, **__: Any) -> Any:
-                raise error
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise error
 
-            wrapper.gather_object = refuse
-            raise error from failure
+        wrapper.gather_object = refuse
+        raise error from failure
     return wrapper.group
 
 
@@ -96,13 +103,14 @@ def _meet_at_store(checkpoint: str, own_groups: list[OwnGroup]) -> Any:
         store.add(counter, 1)
     end, pause = time.monotonic() + c10d.default_pg_timeout.total_seconds(), _PAUSES[0]
     while (here := store.add(counters[-1], 0)) < size:
-        if time.monotonic() > end:
+        if time.monotonic() > end or not dist.is_initialized():
             for counter in (*counters, key):
                 store.add(counter, -1)  # the next save of this path must count from 0
-            raise IOFailure(
-                f"overwire: CheckpointWriter: only {here} of {size} ranks have begun the save of {checkpoint} in time:"
-                " pass the same path on each rank"
-            )
+            why = _GROUP_IS_GONE
+            if dist.is_initialized():
+                why = f"only {here} of {size} ranks have begun the save of {checkpoint} in time: pass the same path on"
+                why += " each rank"
+            raise IOFailure(f"overwire: CheckpointWriter: {why}")
         # Polls, because store.wait would block training's use of the store.
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
@@ -129,9 +137,10 @@ def _make_group(name: str) -> Any:
         new_group: Any = c10d._new_process_group_helper
         made, _ = new_group(
             len(ranks), dist.get_rank(), ranks, c10d.Backend("gloo"), c10d._get_default_store(), name,
-            timeout=c10d.default_pg_timeout,
+            timeout=min(_CONNECT, c10d.default_pg_timeout),
         )  # fmt: skip
         c10d._world.pg_group_ranks[made] = {rank: rank for rank in ranks}
+        c10d._set_pg_timeout(c10d.default_pg_timeout, made)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise IOFailure(
             f"overwire: CheckpointWriter: the ranks cannot create a gloo group: {error}: pass dcp.async_save a"

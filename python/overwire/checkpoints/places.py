@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from .. import _verbs
+from .._undo import after_error
 from ..errors import (
     AccessError,
     ArgumentError,
@@ -32,7 +33,7 @@ from ..errors import (
     OverwireError,
     error_of_system,
 )
-from ..files import lock_file, state_of_file
+from ..files import lock_path, state_of_file
 from ..model.reading import read_bytes
 from ..paths import is_file, is_remote, local, path_of
 from ..stores import ObjectReader, refuse_planted, remove_objects, resolve_links, write_bytes
@@ -119,18 +120,18 @@ class Place:
         if not self.remote:
             write_bytes(self.make(file), text, self.options)
             return
-        path = self.path_of(file)
+        path, objects = self.path_of(file), self._objects
+        if file == NAME:  # it may exist even if the request fails, so the files that it lists must stay
+            self._objects = []
         try:
             write_bytes(path, text, self.options, once=file == NAME)
         except ArgumentError as error:
+            self._objects = objects
             raise self._error_at("another save of this checkpoint has finished first") from error
         except AccessError:
+            self._objects = objects
             raise
-        except BaseException:
-            if file == NAME:  # it may exist even though the request failed, so the files that it lists must stay
-                self._objects = []
-            raise
-        self._objects.append(path)
+        self._objects = [*objects, path]
 
     def begin(self) -> None:
         """Locks the destination, and removes the remains of killed saves.
@@ -147,20 +148,18 @@ class Place:
             os.makedirs(os.path.dirname(self._prefix), exist_ok=True)
             # The lock file is next to the folder. The lock is held until the new checkpoint is published and the old
             # one is removed.
-            lock = _lock_file(f"{self._prefix}.lock")
-            if lock is None:
-                raise self._error_at("another save of this checkpoint is running")
+            try:
+                lock = lock_path(f"{self._prefix}.lock", 0o600, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._error_at("another save of this checkpoint is running") from None
             self._unlock = weakref.finalize(self, _release_lock, lock, f"{self._prefix}.lock", os.getpid())
             self._unlock.atexit = False
-            try:
+            with after_error(self.drop):
                 self._replaced = _states_below(self._target) if old else None
                 self._remains = self._empty_leftovers()
                 os.mkdir(self._partial)
                 self._own_folder = os.stat(self._partial)
                 self._try_to_publish(old)
-            except BaseException:
-                self.drop()
-                raise
 
     def hand_over(self) -> None:
         """Passes the responsibility for this rank's objects to the coordinator, which publishes or removes them."""
@@ -369,25 +368,6 @@ def _is_at(state: os.stat_result, path: str) -> bool:
         return os.path.samestat(state, os.lstat(path))
     except FileNotFoundError:
         return False
-
-
-def _lock_file(path: str) -> int | None:
-    # Locks a file and returns its descriptor, or None if another process or Place holds the lock.
-    while True:
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            lock_file(number, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(number), os.lstat(path)):
-                return number
-        except FileNotFoundError:  # the previous holder has just removed the file
-            pass
-        except BlockingIOError:
-            os.close(number)
-            return None
-        except BaseException:
-            os.close(number)
-            raise
-        os.close(number)
 
 
 def _release_lock(number: int, path: str, process: int) -> None:

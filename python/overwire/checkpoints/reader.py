@@ -34,7 +34,7 @@ from ..errors import (
     UntrustedPickleError,
 )
 from ..frameworks.torch import torch_dtype
-from ..model.options import StorageOptions
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..verbs.into import table_of
 from ..verbs.open import safe_open

@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from .._imports import start_thread
+from .._undo import after_error
 from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.memory import check_memory
 from ..frameworks.spec import JoinedTensor
-from ..model.options import Level, StorageOptions, TensorLike, check_values, parse_size
+from ..model.options import Level, TensorLike, check_values, parse_size
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..verbs.save import save_file
 from .exchange import Copy, Exchange, Gathered, copy_blocks
@@ -154,7 +156,7 @@ class CheckpointWriter(Located, StorageWriter):
         items = {item.index: item for item in plan.items}
         results: list[WriteResult] = []
         exchange = Exchange(self._take_group(duty), duty, lambda index: _tensor_of(planner, items[index]))
-        try:
+        with after_error(self._drop_save, exchange):
             with ThreadPoolExecutor(_AT_ONCE, "overwire-checkpoint") as pool:
                 saves: deque[Executed[list[WriteResult]]] = deque()
 
@@ -175,11 +177,6 @@ class CheckpointWriter(Located, StorageWriter):
 
                 exchange.run(write_steps, finish_writing)
             self._place.hand_over()
-        except BaseException:
-            if not exchange.group_is_usable:
-                self._own_groups.clear()
-            self._drop_place()
-            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -215,13 +212,15 @@ class CheckpointWriter(Located, StorageWriter):
         place, manifest = self._place, self._duty.manifest
         files = [file for part in manifest.parts for file in part.files]
         place.take_over(files)
-        try:
+        with after_error(self._drop_place):
             place.write(NAME, encode(manifest))  # in a store, this succeeds for only one of several saves
             _write_indexes(place, manifest, results)
-        except BaseException:
-            self._drop_place()
-            raise
         place.publish([*files, NAME])
+
+    def _drop_save(self, exchange: Exchange) -> None:
+        if not exchange.group_is_usable:
+            self._own_groups.clear()
+        self._drop_place()
 
     def _drop_place(self) -> None:
         if self._place is not None:

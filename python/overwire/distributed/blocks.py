@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
     """The blocks of open files that a rank needs.
 
     device: the device to load to. files: the `safe_open` files. requests: for each file, packed requests as for
-    `overwire.plumbing.landing`. tables: digests of the files' tables, equal on all ranks.
+    `overwire._compat_api.landing`. tables: digests of the files' tables, equal on all ranks.
     """
 
     device: str
@@ -62,17 +62,18 @@ def should_share_reading(group: Any, pays: bool, open_all: Callable[[], None] = 
         return all(one["shares"] for one in reports) and members.most_local > 1 and not members.unreachable
 
 
-def meet_to_load(group: Any, prepare: Callable[[], Blocks | None]) -> tuple[BlockLoad | None, str]:
+def meet_to_load(group: Any, prepare: Callable[[], tuple[Any, ...] | None]) -> tuple[BlockLoad | None, str]:
     """Returns the load of all ranks' blocks, or None and the reason why each rank must load by itself. Collective.
 
-    prepare: returns the blocks that this rank needs, or None if nothing can be shared. Its exceptions are raised on all
-    ranks. On all ranks, raises ArgumentError if OVERWIRE_EXCHANGE differs, and CorruptError if the ranks have opened
-    different files.
+    prepare: returns the fields of `Blocks` for this rank, or None if nothing can be shared. Its exceptions are raised
+    on all ranks. On all ranks, raises ArgumentError if OVERWIRE_EXCHANGE differs, and CorruptError if the ranks have
+    opened different files.
     """
     blocks: list[Blocks | None] = []
 
     def prepare_and_describe() -> dict[str, Any]:
-        blocks.append(prepare())
+        fields = prepare()
+        blocks.append(None if fields is None else Blocks(*fields))
         return _describe_blocks(blocks[0])
 
     with group_verb(group) as members:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from ..dtypes import PACKED
 from ..frameworks.frame import Frame
-from ..model.opened import WHOLE, Row
+from ..model.opened import WHOLE
+from ..model.rows import Row
 
 #: The ranges of a whole tensor.
 ALL = (0, WHOLE, 0, WHOLE)

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 from .. import errors
 from .._engine import forked
 from .._imports import is_of_parent
+from .._undo import keep_error
 from .._verbs import knobs
 from ..errors import (
     ArgumentError,
@@ -149,12 +150,10 @@ class Members:
         """
         step = self._step
         result: Any = None
-        error: BaseException | None = step.interrupt
-        try:
-            if error is None:
+        with keep_error(step.interrupt) as failure:
+            if failure.error is None:
                 result = work()
-        except BaseException as caught:
-            error = caught
+        error = failure.error
         self._limit_wait(error, math.inf)
         self._post_failed(error)
         every = self._gather_objects(

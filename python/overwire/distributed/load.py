@@ -16,9 +16,11 @@ collectives with undefined bytes. The other ranks thus do not wait for it, and n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._undo import after_error, keep_error
 from .._verbs import relay, relay_aim, relay_decode, relay_join, relay_offer, relay_shares, relay_wait
 from ..errors import IOFailure, OverwireError
 from ..jobs import Job
@@ -187,7 +189,7 @@ class GroupLoad:
         Raises Unmapped on all ranks if some of them cannot map each other's memory.
         """
         mapped, engine = self.carrier == "mapped", _Relay(self._members, self._buffers)
-        try:
+        with after_error(engine.abandon_job):
             engine.try_step(lambda: (self._begin_mapped if mapped else self._begin_collective)(engine, wants))
             if mapped:
                 engine.join_engines()
@@ -195,9 +197,6 @@ class GroupLoad:
             engine.try_step(meanwhile)
             yield from engine.follow_mapped(agree, tell) if mapped else engine.gather_pieces(agree, tell)
             self.report = engine.end_job()
-        except BaseException:
-            engine.abandon_job()
-            raise
         if mapped and not self._members.reached:
             self._members.reached = True
             log.info("the ranks of each host can map each other's memory")
@@ -277,16 +276,18 @@ class _Relay:
         """Runs a step, unless an earlier step has failed. Not collective. A failure ends the job, and is raised on all
         ranks at the next agreement."""
         if self._error is None:
-            try:
+            with self._ending_job():
                 step()
-            except BaseException as error:
-                self._end_with_error(error)
 
-    def _end_with_error(self, error: BaseException) -> None:
-        self._error = self._error or error
-        if self._job is not None:
-            self._job.cancel()  # nothing writes to the ring after this call
-            self._ours = bool(self._read_report().get("ours", True))
+    @contextmanager
+    def _ending_job(self) -> Iterator[None]:
+        with keep_error() as failure:
+            yield
+        if failure.error is not None:
+            self._error = self._error or failure.error
+            if self._job is not None:
+                self._job.cancel()  # nothing writes to the ring after this call
+                self._ours = bool(self._read_report().get("ours", True))
 
     def _read_report(self) -> dict[str, Any]:
         # Returns the engine's report, or {} while the job runs.
@@ -309,7 +310,7 @@ class _Relay:
         """Yields requests while the engines of a host exchange bytes by themselves. If a rank disappears, the other
         ranks of its host raise an error without a collective, which would never end."""
         members = self._members
-        try:
+        with self._ending_job():
             if self._error is None:
                 while (landed := self.job.next(_TICK)) is None or landed.positions:
                     tell(self.job.progress().bytes)
@@ -317,10 +318,6 @@ class _Relay:
                         members.look_for_failure()
                     yield from landed.positions if landed is not None else ()
                 self.job.wait()
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._end_with_error(error)
         report = self._read_report()
         if report.get("unmapped"):
             self._error = Unmapped(str(self._error))
@@ -338,10 +335,8 @@ class _Relay:
             return relay_offer(self.job.number)
 
         offers = self._members.gather_results(offer)
-        try:
+        with self._ending_job():
             relay_join([offers[rank] for rank in self._members.local], self.job.number)
-        except BaseException as error:
-            self._end_with_error(error)
 
     def gather_pieces(self, agree: Agree, tell: Callable[[int], None]) -> Generator[int, None, None]:
         """Gathers one piece at a time, on all ranks together. All requests land at the end."""

@@ -19,14 +19,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
+from .._undo import after_error, keep_error
 from ..dtypes import torch_shape
 from ..errors import ArgumentError, CancelledError, NotSupportedError, OutOfMemoryError, OverwireError
-from ..jobs import after_error
 from ..model.budget import fit
 from ..model.loads import Load
 from ..model.opened import WHOLE, Model, Target, pack_requests, prepare
 from ..model.options import ShardLike
-from ..model.sources import SourceLike
+from ..model.sourcelike import SourceLike
 from ..progress import Progress, ProgressLike, watch
 from . import group as ranks
 from .cuts import CutTensor, Cutting
@@ -105,10 +105,10 @@ class TensorLoad:
         # Every rank opens the whole model, so that the table is the same on all ranks.
         whole = {name: value for name, value in opens.items() if name not in ("keys", "filter")}
         self._members = members
-        self._deferred_error: BaseException | None = None
+        self._deferred = keep_error()
         self._count = self._bytes = 0  # number and bytes of the tensors that have arrived
         self._tasks: dict[int, CutTensor] = {}  # by position, filled on demand
-        self._frame, device, self._dtype, max_memory = target
+        self._frame, device, self._dtype = target.frame, target.device, target.dtype
         self._exchange = ranks.exchange_setting()
         # 0 means no budget. `apply_reports` replaces these by the smallest budgets of all ranks.
         self._budget, self._unmapped_budget = budgets[0] or 0, budgets[1]
@@ -128,7 +128,7 @@ class TensorLoad:
             self._dims = self._cut_dims(shard)
             if budgets[0] is None:
                 sizes = map(self.slice_size, self.positions)
-                fit(self.model, self._frame, self._dtype, max_memory, sizes)
+                fit(self.model, self._frame, self._dtype, target.max_memory, sizes)
 
     def close(self) -> None:
         """Closes the load. Not collective."""
@@ -330,13 +330,9 @@ class TensorLoad:
 
     def _read_own(self, tasks: list[CutTensor]) -> Generator[tuple[int, Any], None, None]:
         # Reads tensors without the other ranks. Not collective. An error is raised at the next agreement.
-        try:
-            if self._deferred_error is None:
+        with self._deferred:
+            if self._deferred.error is None:
                 yield from self._read_tensors(tasks)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._deferred_error = self._deferred_error or error
 
     def _read_tensors(self, tasks: list[CutTensor]) -> Iterator[tuple[int, Any]]:
         reads = [(task, self._cutting.block(task), self._cutting.row(task)) for task in tasks]
@@ -363,8 +359,8 @@ class TensorLoad:
 
     def _finish_tensor(self, task: CutTensor, tensor: Any) -> Iterator[tuple[int, Any]]:
         # An error is raised at the next agreement. Until then no more tensors are finished.
-        try:
-            if self._deferred_error is None:
+        with self._deferred:
+            if self._deferred.error is None:
                 tensor = self._cutting.own_slice(task, tensor)
                 if str(tensor.device) == "cpu" != self.model.device:
                     tensor = tensor.to(self.model.device)
@@ -372,9 +368,7 @@ class TensorLoad:
                     tensor = self._frame.cast(tensor, task.row.dtype, self._dtype)
                 self._count, self._bytes = self._count + 1, self._bytes + self.model.table[task.at][3]
                 self._tell_progress(0)
-        except BaseException as error:
-            self._deferred_error = error
-        if self._deferred_error is None:
+        if self._deferred.error is None:
             yield task.at, tensor
 
     def _largest_size(self, at: int) -> int:
@@ -409,7 +403,7 @@ class TensorLoad:
         return windows
 
     def _agree_or_raise(self, error: BaseException | None = None, ours: bool = True) -> None:
-        late, self._deferred_error = self._deferred_error, None
+        late, self._deferred.error = self._deferred.error, None
         self._members.agree(late or error, ours or late is not None)
 
     def cut_tensor(self, at: int) -> CutTensor:

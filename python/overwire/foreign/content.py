@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from .. import _verbs
 from .._imports import start_thread
 from .._tables import BITS
+from .._undo import keep_error
 from ..errors import ArgumentError, FormatError, OverwireError, error_of_system
-from ..frameworks.frame import Bytes
+from ..frameworks.views import Bytes
 
 if TYPE_CHECKING:
     from .._requests import SaveRequest
@@ -145,27 +146,20 @@ def _lay_out(content: Content, notes: dict[str, str], source: str) -> tuple[byte
 
 def _copy_tensors(tensors: list[tuple[Stored, int]], number: int) -> None:
     """Writes tensors to their offsets in the file, several at a time."""
-    failures: list[BaseException] = []
+    failure = keep_error()  # of a worker, or Ctrl-C; then the workers stop at their next block
 
     def copy_tensor(one: tuple[Stored, int]) -> None:
         tensor, at = one
-        try:
-            for block in tensor.read_blocks():
-                if failures:
-                    return
+        with failure:
+            blocks = iter(tensor.read_blocks())
+            while failure.error is None and (block := next(blocks, None)) is not None:
                 _write_all(number, block, at)
                 at += len(block)
-        except BaseException as error:
-            failures.append(error)
-            raise
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool:
-        try:
-            list(start_thread(pool.map, copy_tensor, tensors))
-        except BaseException as error:  # for example Ctrl-C: the workers stop at their next block
-            failures.append(error)
-            pool.shutdown(cancel_futures=True)
-            raise failures[0] from None
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool, failure:
+        list(start_thread(pool.map, copy_tensor, tensors))
+    if failure.error is not None:
+        raise failure.error
 
 
 def _write_all(number: int, data: memoryview, at: int) -> None:

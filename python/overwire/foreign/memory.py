@@ -1,6 +1,6 @@
 """Converts files of other libraries to plain files in anonymous memory, for functions that only read a model.
 
-Every load imports this module. It imports the readers only for paths that may need them.
+It imports the readers only for paths that may need them.
 """
 
 from __future__ import annotations

@@ -56,8 +56,9 @@ def _read_content(folder: str, names: list[str], files: Files) -> Content:
     numbers = {(int(one[2]), int(one[3])) for one in map(_SHARD.fullmatch, names) if one}
     most = max(of for _, of in numbers)
     if lacking := sorted(set(range(1, min(most, len(names) + 1) + 1)) - {number for number, _ in numbers}):
-        text = f"overwire: open {folder}: no rank has a file {lacking[0]:05d} of {most:05d}: fetch the folder again"
-        raise NotFoundError(text, source=folder)
+        # A mapping of torch's writer may skip a number, but without an index that looks like a file that was lost.
+        text = f"overwire: open {folder}: no rank has a file {lacking[0]:05d} of {most:05d}: fetch the folder again, "
+        raise NotFoundError(f"{text}or consolidate it with torch if its mapping skips this number", source=folder)
     found: dict[str, list[tuple[str, Part]]] = {}
     for name in sorted(names):
         path = os.path.join(folder, name)

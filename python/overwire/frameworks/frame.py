@@ -7,49 +7,15 @@ the bytes of tensors for saving. torch and numpy are optional, and only imported
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._engine import buffer_of
 from .._tables import FLOATS
 from ..dtypes import nbytes
 from ..errors import NotSupportedError
 
-
-class Bytes(NamedTuple):
-    """A tensor's bytes to be saved: contiguous, on the host, or on the CUDA device `cuda` - 1,
-    where all work on them has finished.
-
-    `keep` owns the memory at `pointer` and must outlive its use. `pieces`: if the bytes are in
-    several host buffers, the address and size of each, in order.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pointer: int
-    nbytes: int
-    keep: Any
-    cuda: int = 0
-    pieces: tuple[int, ...] = ()
-
-
-class View(NamedTuple):
-    """A tensor's own memory, strided or not: on the host, or on the CUDA device `cuda` - 1.
-
-    dtype, shape: as in `Bytes`; dtype is "" if safetensors lacks it.
-    item: bytes of an element. dims: the dimensions in elements. strides: bytes from one element
-    to the next. A contiguous tensor may be described as one dimension of bytes. `keep` owns the
-    memory and must outlive its use.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pointer: int
-    item: int
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    keep: Any
-    cuda: int = 0
-
+if TYPE_CHECKING:
+    from .views import Bytes, View
 
 #: The kind of a tensor that its frame must describe separately.
 ODD = -1

@@ -11,7 +11,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -27,13 +27,6 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 LAZY = (UninitializedParameter, UninitializedBuffer)
 _count_users: Any = getattr(torch._C, "_storage_Use_Count", None)
 _UNWRITTEN = (torch.quint4x2, torch.quint2x4)
-
-
-class Part(NamedTuple):
-    """This process's part of a tensor. ranges: [low, high) of each dimension of the whole tensor."""
-
-    tensor: Any
-    ranges: tuple[tuple[int, int], ...]
 
 
 def address_of(tensor: Any) -> int:
@@ -209,8 +202,9 @@ def _copy_in_steps(into: Any, values: Any, flips: Sequence[int]) -> None:
     _copy_in_steps(into.narrow(dim, second, size - half), values.narrow(dim, half, size - half), flips)
 
 
-def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
-    """Returns this rank's part of a DTensor; None for other tensors.
+def local_part(tensor: Any, where: str, name: str | None = None) -> tuple[Any, tuple[tuple[int, int], ...]] | None:
+    """Returns this rank's part of a DTensor, and the [low, high) of each dimension of the whole tensor that it covers;
+    None for other tensors.
 
     Raises the errors of `check_memory`, and NotSupportedError if the part is not a block of the tensor: a
     partial sum, shards in an unknown order, a rank outside of its mesh.
@@ -231,7 +225,7 @@ def local_part(tensor: Any, where: str, name: str | None = None) -> Part | None:
         text = f"{where}: a DTensor placed as ({placements}) on a mesh of {mesh} has no block on this rank"
         raise NotSupportedError(text, tensor=name)
     check_memory(local, where, name)
-    return Part(local, ranges)
+    return local, ranges
 
 
 def _ranges_of_rank(

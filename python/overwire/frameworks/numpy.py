@@ -14,7 +14,8 @@ import numpy as np
 from .._tables import BITS, FLOATS
 from ..dtypes import CALLED, PACKED, named, nbytes, packed_shape
 from ..errors import ArgumentError, MissingPackageError, NotSupportedError
-from .frame import Bytes, Frame, View, check_empty
+from .frame import Frame, check_empty
+from .views import Bytes, View
 
 # The types of ml_dtypes; the others are numpy's own.
 _EXTRA = {name: called for name, called in CALLED.items() if called.startswith(("float8", "bfloat16"))} | {

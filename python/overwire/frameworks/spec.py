@@ -11,7 +11,7 @@ from .._tables import BITS
 from ..dtypes import CALLED, nbytes
 from ..errors import ArgumentError, NotSupportedError
 from .choose import frame_of
-from .frame import Bytes
+from .views import Bytes
 
 _NAMES = {called: name for name, called in CALLED.items()}
 

@@ -11,7 +11,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.dlpack
@@ -20,8 +20,11 @@ from .. import _verbs
 from .._tables import FLOATS
 from ..dtypes import CALLED, PACKED, named, packed_shape
 from ..errors import ArgumentError, DeviceError, NotSupportedError, OutOfMemoryError, OverwireError
-from .frame import ODD, Bytes, Columns, Frame, View, check_empty
+from .frame import ODD, Columns, Frame, check_empty
 from .memory import cast_tensor, check_memory, check_shape, copy_of, is_ready, refuse_fakes
+
+if TYPE_CHECKING:
+    from .views import Bytes, View
 
 # The C function, if this torch has it. torch's wrapper takes a quarter longer.
 from_dlpack: Any = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
@@ -61,7 +64,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @contextlib.contextmanager
 def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
     # Converts torch's GPU errors to ours, and protects CUDA graphs that other threads are capturing.
-    from ..gpu import beside_captures  # loads to the host do not need that module
+    from ..captures import beside_captures  # loads to the host do not need that module
 
     try:
         with beside_captures():
@@ -82,7 +85,7 @@ def _errors_of(device: str, wanted: int = 0) -> Iterator[None]:
 
 
 def _free_memory(device: str) -> tuple[int | None, int | None]:
-    from ..gpu import beside_captures
+    from ..captures import beside_captures
 
     try:
         with beside_captures():
@@ -219,7 +222,7 @@ def stream_of(device: str) -> int:
 
 
 def _refuse_capture(device: Any) -> None:
-    from ..gpu import refuse_capture
+    from ..captures import refuse_capture
 
     with torch.cuda.device(torch.device(device)):
         refuse_capture(torch)
@@ -445,6 +448,8 @@ class TorchFrame(Frame):
         return copy_of(result)  # a view would keep the whole block in memory
 
     def view(self, tensor: Any) -> View:
+        from .views import View
+
         check_shape(tensor, "overwire")
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise NotSupportedError(
@@ -469,6 +474,8 @@ class TorchFrame(Frame):
         return plain.resolve_neg() if plain.is_neg() else plain
 
     def describe(self, tensor: Any) -> Bytes:
+        from .views import Bytes
+
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"overwire: expected a torch tensor, got {type(tensor).__name__}")
         if not (ready := is_ready(tensor)):

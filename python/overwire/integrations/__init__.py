@@ -77,16 +77,19 @@ def uses_disk(device_map: Any) -> bool:
 _KEYS: dict[str, tuple[Any, str]] = {
     "source": (str, "a URL of the weights (http, https, s3, hf), or a path"),
     "storage_options": (dict, "a mapping, as for overwire.load_file"),
+    "ray": (bool, "true or false"),
+    "host": (bool, "true or false"),
     "max_memory": ((str, int), "a number of bytes, or a text like '1GiB'"),
 }
 
 
 def check_options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
-    """Checks an engine's extra configuration and returns it, with max_memory in bytes (default 1 GiB).
+    """Checks an engine's extra configuration and returns it, with max_memory in bytes (default 1 GiB), and with ray as
+    one of the storage options.
 
     Raises ValueError for an unknown key or a value of the wrong type.
     """
-    from ..plumbing import parse_size
+    from .._compat_api import parse_size
 
     if not isinstance(given, dict):
         raise ValueError(f"overwire: model_loader_extra_config must be a mapping, got {type(given).__name__}")
@@ -98,6 +101,9 @@ def check_options(given: Any, more: Mapping[str, tuple[Any, str]]) -> dict[str, 
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise ValueError(f"overwire: model_loader_extra_config: {key} must be {words}, got {value!r}")
+    if "ray" in given:
+        given = {**given, "storage_options": {**(given.get("storage_options") or {}), "ray": given["ray"]}}
+        del given["ray"]
     return {**given, "max_memory": parse_size(given.get("max_memory", "1GiB"), "model_loader_extra_config: max_memory")}
 
 
@@ -141,6 +147,7 @@ def iter_weights(
         max_memory=max(chosen["max_memory"], max(names.values(), default=1), 1),
         progress=progress,
         storage_options=reach,
+        host=chosen.get("host"),
     )
 
 

@@ -77,7 +77,7 @@ class _Weights(Mapping[str, Any]):
         self._weights[name] = hosted
 
     def __getitem__(self, name: str) -> Any:
-        from overwire.plumbing import Hosted
+        from overwire._compat_api import Hosted
 
         value = self._weights[name]
         return value.read(name) if isinstance(value, Hosted) else value
@@ -97,7 +97,7 @@ def _stream_modules(model: Any) -> None:
     import torch
     from accelerate.hooks import AlignDevicesHook
 
-    from overwire.plumbing import Hosted, listed_blocks
+    from overwire._compat_api import Hosted
 
     hooks: dict[Any, Any] = {module: getattr(module, "_hf_hook", None) for module in model.modules()}
     hooks_of_modules = {
@@ -107,7 +107,7 @@ def _stream_modules(model: Any) -> None:
     weights = {module: own for module, hook in hooks_of_modules.items() if (own := _weights_of(module, hook, maps))}
     _drop_shared(weights, hooks_of_modules)
     hosted_of: dict[torch.device, Hosted] = {}
-    for name, block, owners in _blocks_of(listed_blocks(model), weights):
+    for name, block, owners in _blocks_of(Hosted.find_blocks(model), weights):
         for device in dict.fromkeys(_device_of(hooks_of_modules[owner]) for owner in owners):
             own_blocks = [owner for owner in owners if _device_of(hooks_of_modules[owner]) == device]
             host = hosted_of.setdefault(device, Hosted(device))
@@ -125,7 +125,7 @@ def _stream_modules(model: Any) -> None:
 def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
     # Returns the weights that accelerate copies from host memory when a module runs. Returns [] if some of them are
     # not plain parameters.
-    from overwire.plumbing import HostedWeight, can_store
+    from overwire._compat_api import Hosted
 
     weights_map, out = _map_of(hook, maps), []
     buffers = hook.offload_buffers and any(True for _ in module.buffers(recurse=hook.place_submodules))
@@ -134,11 +134,12 @@ def _weights_of(module: Any, hook: Any, maps: dict[int, _Weights]) -> list[Any]:
     for name, parameter in module.named_parameters(recurse=hook.place_submodules):
         whole, (inner, _, key) = hook.weights_map.prefix + name, name.rpartition(".")
         values = weights_map.get(whole)
-        if values is None or type(parameter).__name__ != "Parameter" or not parameter.is_meta or not can_store(values):
+        if values is None or type(parameter).__name__ != "Parameter" or not parameter.is_meta:
             return []
-        if values.dtype != parameter.dtype or values.shape != parameter.shape:
+        weight = Hosted.weight_of(whole, module.get_submodule(inner), key, values)
+        if weight is None or values.dtype != parameter.dtype or values.shape != parameter.shape:
             return []
-        out.append(HostedWeight(whole, module.get_submodule(inner), key, values))
+        out.append(weight)
     return out
 
 

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..plumbing import new_lock
+from .._compat_api import new_lock
 from . import Lazy, uses_disk
 
 __all__ = ["MODULES", "pair_replacements"]
@@ -214,7 +214,7 @@ def _current_scope() -> _Scope | None:
 
 
 def _wrap_from_pretrained(owner: Any, lazy: Lazy, is_pipeline: bool) -> Any:
-    from ..plumbing import many_objects
+    from .._compat_api import many_objects
 
     original = inspect.getattr_static(owner, "from_pretrained")
 
@@ -272,7 +272,7 @@ def _wrap_shard_names(original: Any) -> Any:
 def _wrap_state_reading(original: Any) -> Any:
     @functools.wraps(original)
     def load_state_dict(checkpoint_file: Any, *args: Any, **kwargs: Any) -> Any:
-        from ..plumbing import torch_dtype
+        from .._compat_api import torch_dtype
 
         scope = _current_scope()
         special = args or any(kwargs.values())
@@ -401,7 +401,7 @@ def _fill_state(held: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
 
 
 def _dtype_of_torch(dtype: str) -> Any:
-    from ..plumbing import torch_dtype
+    from .._compat_api import torch_dtype
 
     return torch_dtype(dtype)
 

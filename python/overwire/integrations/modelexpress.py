@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..plumbing import is_compressed
+from .._compat_api import is_compressed
 
 __all__ = ["MODULE", "PLUGIN", "join", "strategy"]
 

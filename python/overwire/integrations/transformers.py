@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ..plumbing import new_lock
+from .._compat_api import new_lock
 from . import Lazy, uses_disk
 
 __all__ = ["MODULES", "pair_replacements"]

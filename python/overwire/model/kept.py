@@ -13,9 +13,9 @@ from ..paths import local
 from .opened import Model
 
 
-class Kept:
-    """An open file that can be passed as a source. It is closed when no model uses it and `keep` has opened
-    another file."""
+class KeptFile:
+    """An open file that can be passed as a source. It is closed when no model uses it and another file
+    was opened."""
 
     has_bytes = False
 
@@ -31,36 +31,36 @@ class Kept:
         """Returns the open model."""
         return self._model
 
+    @classmethod
+    def open_file(cls, path: str | os.PathLike[str]) -> KeptFile:
+        """Opens a local file, or returns it if it is already open and unchanged. Raises OSError if it is not a regular
+        file, and the errors of opening a model."""
+        global _last
+        name = local(path)
+        now = os.stat(name)
+        if not stat.S_ISREG(now.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        # While a file is open, no other file can get its inode number.
+        state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+        with _lock:
+            model = _open.get((name, state))
+        if model is None:
+            model = cls(name)
+            if not model.alone:
+                return model
+        with _lock:
+            _last = _open.setdefault((name, state), model)
+            return _last
+
+    @staticmethod
+    def forget_last() -> None:
+        """Closes the file that `open_file` returned last, unless a model uses it."""
+        global _last
+        with _lock:
+            _last = None
+
 
 _State = tuple[int, int, int, int, int]
 _lock = new_lock()
-_open: weakref.WeakValueDictionary[tuple[str, _State], Kept] = weakref.WeakValueDictionary()
-_last: Kept | None = None  # stays open for the next reader
-
-
-def keep(path: str | os.PathLike[str]) -> Kept:
-    """Opens a local file, or returns it if it is already open and unchanged. Raises OSError if it is not a regular
-    file, and the errors of opening a model."""
-    global _last
-    name = local(path)
-    now = os.stat(name)
-    if not stat.S_ISREG(now.st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", name)
-    # While a file is open, no other file can get its inode number.
-    state = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
-    with _lock:
-        model = _open.get((name, state))
-    if model is None:
-        model = Kept(name)
-        if not model.alone:
-            return model
-    with _lock:
-        _last = _open.setdefault((name, state), model)
-        return _last
-
-
-def forget() -> None:
-    """Closes the file that `keep` returned last, unless a model uses it."""
-    global _last
-    with _lock:
-        _last = None
+_open: weakref.WeakValueDictionary[tuple[str, _State], KeptFile] = weakref.WeakValueDictionary()
+_last: KeptFile | None = None  # stays open for the next reader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._imports import pause_collector, resume_collector
+from .._imports import many_objects
 from ..frameworks.frame import Frame
 from ..jobs import Job
 
@@ -13,22 +13,6 @@ from ..jobs import Job
 # _PAUSE is the time between two checks for new tensors, in seconds.
 _CROWD = 2000
 _PAUSE = 0.004
-
-
-class many_objects:
-    """A context manager that pauses the cycle collector while thousands of objects are created.
-
-    Otherwise they trigger full collections, which take longer than creating the objects and free nothing.
-    """
-
-    __slots__ = ("_pauses",)
-
-    def __enter__(self) -> None:
-        self._pauses = pause_collector()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._pauses:
-            resume_collector()
 
 
 class Load:

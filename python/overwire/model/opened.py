@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import _verbs
-from .._engine import open_library, release
-from .._imports import imported
+from .._engine import release
+from .._imports import imported, many_objects
 from .._tables import CAST_FROM, CAST_TO
+from .._undo import after_error
+from ..counting import note
 from ..dtypes import nbytes
 from ..errors import (
     ArgumentError,
@@ -23,22 +26,21 @@ from ..errors import (
     TensorNotFoundError,
     did_you_mean,
 )
-from ..frameworks.choose import HOST, check_device, check_dtype, check_framework, device_number, frame_for
+from ..frameworks.choose import HOST, check_device, check_dtype, device_number, frame_for
 from ..frameworks.frame import Frame, check_empty
-from ..jobs import Job, after_error, heed, log, shown
-from ..metering import note
+from ..jobs import Job, heed, log, shown
 from ..model.joining import join, written
 from ..paths import named_errors
-from ..progress import Watcher
-from .loads import Load, many_objects
+from .loads import Load
 from .options import check_values
-from .selection import Experts
-from .sources import check_source, resolve_plain
+from .sources import resolve_plain
 from .storage import storage
 
 if TYPE_CHECKING:
     from .._engine import ModelNumber
     from .._requests import LoadRequest, OpenRequest
+    from ..progress import Watcher
+    from .rows import Row
 
 #: A block to load: (tensor, destination address, lo0, hi0, lo1, hi1). If the address is 0, the engine allocates the
 #: memory.
@@ -59,25 +61,16 @@ _LATER = 1
 _NEAR = 500
 
 
-class Row(NamedTuple):
-    """One row of the engine's tensor table."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    stored: int
-    source: int
-    alias: int
-
-
 #: The options of public functions that are also keywords of `Model`.
-_OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read")
+_OPENS = ("mmap", "lenient", "keys", "filter", "storage_options", "read", "host")
 
 
 def opening(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those options of a public function that `Model` takes."""
-    return {name: options[name] for name in _OPENS if name in options}
+    """Returns those options of a public function that `Model` takes. The option `ray` becomes one of the store's."""
+    opens = {name: options[name] for name in _OPENS if name in options}
+    if options.get("ray") is not None:
+        opens["storage_options"] = {**(opens.get("storage_options") or {}), "ray": options["ray"]}
+    return opens
 
 
 class Model:
@@ -108,11 +101,12 @@ class Model:
         probe: bool = False,
         opened: int = 0,
         parts: bool = False,
+        host: bool | None = None,
     ):
         """Opens a model. keys, filter: select the tensors to load (`chosen`). With an index.json, only shards with
         selected tensors are opened. probe: the file may not exist, so metrics do not count an error. opened: the
         engine's number for a .tensors file that is open already. parts: accept files that contain only parts of
-        tensors, according to their metadata."""
+        tensors, according to their metadata. host: see `LoadOptions`."""
         self.device = device
         self.read = read
         check_values(keys=keys, filter=filter)
@@ -126,7 +120,8 @@ class Model:
                 self.lands = device  # needs no preload, because the source has the files' bytes in memory
             self.chosen = self.choose(keys, filter)
             return
-        uris, paths, keep, _ = resolve_plain(source)  # keep: until the engine has its own descriptors
+        opened_source = resolve_plain(source)
+        uris, paths = opened_source.uris, opened_source.names
         #: The names of the files for messages.
         self.uris = [shown(name) for name in paths]
         spec: OpenRequest = {"uris": uris}
@@ -148,6 +143,8 @@ class Model:
             spec["opened"] = opened
         if parts:
             spec["parts"] = True
+        if host is not None:
+            spec["host"] = bool(host)
         try:
             with many_objects(), named_errors(dict(zip(uris, paths, strict=True))):
                 text, _, _, table, self.handle = _verbs.open(spec)
@@ -158,8 +155,8 @@ class Model:
                 written(uris[0])  # a preload of these files is useless
             raise
         finally:
-            heed(uris)
-        del keep
+            heed(uris, bool(os.environ.get("OVERWIRE_HOST")) if host is None else host)
+        del opened_source  # the engine has its own descriptors
         self._open = True
         assert table is not None
         self.table: list[tuple[str, str, tuple[int, ...], int, int, int, int]] = table
@@ -247,6 +244,8 @@ class Model:
 
     def row(self, at: int) -> Row:
         """Returns one row of the table, with named fields."""
+        from .rows import Row
+
         return Row(*self.table[at])
 
     def info(self) -> list[dict[str, Any]]:
@@ -258,6 +257,11 @@ class Model:
         """Returns the most bytes that one chunk takes in a group load's buffer for each rank."""
         room: int = json.loads(self._sources).get("room", 0)
         return room
+
+    def from_host(self) -> int:
+        """Returns the number of files that are in the memory of the host store."""
+        count: int = json.loads(self._sources).get("host", 0)
+        return count
 
     def metadata(self) -> dict[str, str]:
         """Returns the metadata of the first source."""
@@ -413,33 +417,25 @@ class Model:
 
 
 def _filter_of(filter: Callable[[str], bool], names: Iterable[str]) -> Callable[[str], bool]:
+    from .selection import Experts
+
     return filter.over(names) if isinstance(filter, Experts) else filter
 
 
-def start_engine(source: Any) -> None:
-    """Starts the Go runtime, so that it starts while the caller imports modules. Raises errors of invalid sources
-    first, so that a program that catches them can still fork."""
-    check_source(source)
-    open_library()
-
-
-class Target(NamedTuple):
+class Target:
     """What a load makes. dtype: the framework's dtype to cast to; None: no cast. max_memory: the most bytes on the
     device; None: no limit."""
 
-    frame: Frame
-    device: str
-    dtype: Any
-    max_memory: int | str | None
+    def __init__(self, frame: Frame, device: str, dtype: Any, max_memory: int | str | None) -> None:
+        self.frame, self.device, self.dtype, self.max_memory = frame, device, dtype, max_memory
 
 
-def check_target(source: Any, framework: Any, device: Any, options: Mapping[str, Any]) -> Target:
-    """Returns the target of a load's arguments. Refuses invalid sources and frameworks before the engine is started, so
-    that a program that catches the error can still fork."""
-    check_source(source)
-    check_framework(framework)
-    open_library()  # the Go runtime starts during the imports below
-    frame = frame_for("pt" if framework is None and device_number(device) != HOST else framework)
+def check_target(framework: Any, device: Any, options: Mapping[str, Any]) -> Target:
+    """Returns the target of a load's arguments. Call `start_engine` first: Go's runtime then starts while the frame's
+    module is imported."""
+    if framework is None and (imported("torch") is not None or device_number(device) != HOST):
+        framework = "pt"
+    frame = frame_for(framework)
     dtype = options.get("dtype")
     return Target(frame, check_device(device, frame), check_dtype(frame, dtype), options.get("max_memory"))
 

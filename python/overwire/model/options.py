@@ -1,22 +1,25 @@
-"""Defines the types of the options of loads, saves, bundles and stores, and checks option values."""
+"""Defines the types of the options of loads, and checks the values of all options.
+
+Every load imports this module. `saveoptions` and `storageoptions` have the types that loads need only for annotations.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
 
 from .._verbs import knobs
 from ..errors import ArgumentError, did_you_mean
-from ..progress import ProgressLike, check_progress
 
 if TYPE_CHECKING:
     import numpy
     import torch
 
     from ..frameworks.spec import TensorSpec
+    from ..progress import ProgressLike
+    from .storageoptions import StorageOptions
 
 #: "cpu", "cuda", "cuda:1", a torch.device, or the number of a GPU.
 DeviceLike = Union[str, int, "torch.device"]
@@ -46,83 +49,9 @@ Placement = Literal["linear", "round_robin"]
 #: the dimension. None keeps a tensor whole.
 ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
 
-_Text = Union[str, "PathLike[str]", None]
-_Secret = str | bytes | None
-
-
-class StorageOptions(TypedDict, total=False):
-    """Options for reaching URIs other than local files, by scheme. None means that an option is not set. An option
-    that the scheme of the URI does not have raises ArgumentError.
-
-    http, https, hf: headers (a mapping), token (bearer), cacert, capath, insecure; timeout (seconds without
-    progress, default 30), connections (the most connections, default 64; they are added while each makes the load
-    faster), retries (default 8; a server that has never answered gets 3 attempts in all). Headers, token, and a URL's
-    user and password are sent only to the scheme, host and port that they were given for, never to another one after a
-    redirect. A server without ETags and dates is read by a single request, in order. All files of an hf:// URI come
-    from one commit. `cache` is a folder, or "on" for the user's cache, that stores whole files. Each file is fetched
-    once and compared with its hash on every use. It is also used if the store cannot be reached. "" disables the
-    cache. By default OVERWIRE_CACHE decides.
-
-    s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon (unsigned); region,
-    endpoint_url, path_style, sse_customer_key (32 bytes or their base64), cacert, timeout, connections, retries. The
-    names of boto3 and obstore also work: aws_access_key_id, access_key_id, aws_secret_access_key,
-    secret_access_key, aws_session_token, session_token, region_name, aws_region, aws_endpoint_url, endpoint,
-    profile_name. By default credentials, region and endpoint come from the sources that AWS's own tools use: AWS_* in
-    os.environ, shared files, web identity, SSO, credential processes, containers, instance metadata. If there are no
-    credentials, requests are unsigned. A store without ETags and dates is read by a single request.
-
-    redis, rediss (redis://user:password@host:port/key; only host and key are required): username, password
-    (default: from the URI, or else REDISCLI_AUTH), db, cacert, timeout, connections, retries. Reads a
-    single value, or tensorizer's keys `key:...:offset`.
-
-    .tensors files, in any location: decryption_key (32 bytes or 64 hex digits) or decryption_password to read,
-    encryption_key or encryption_password to write. other_dtypes_as_bytes loads tensors with a dtype that
-    safetensors lacks as "U8" with an extra dimension. verify_crc32 checks the CRC32 of plain tensors.
-
-    If an object is replaced in a store while it is read, the read raises CorruptError. It never mixes old and new
-    bytes.
-    """
-
-    headers: Mapping[str, str] | None
-    token: str | None
-    cacert: _Text
-    capath: _Text
-    insecure: bool | None
-    timeout: float | None
-    connections: int | None
-    retries: int | None
-    cache: _Text
-    key: str | None
-    secret: str | None
-    profile: str | None
-    anon: bool | None
-    region: str | None
-    endpoint_url: str | None
-    path_style: bool | None
-    sse_customer_key: str | None
-    aws_access_key_id: str | None
-    access_key_id: str | None
-    aws_secret_access_key: str | None
-    secret_access_key: str | None
-    aws_session_token: str | None
-    session_token: str | None
-    region_name: str | None
-    aws_region: str | None
-    aws_endpoint_url: str | None
-    endpoint: str | None
-    profile_name: str | None
-    username: str | None
-    password: str | None
-    db: int | None
-    decryption_key: _Secret
-    decryption_password: _Secret
-    encryption_key: _Secret
-    encryption_password: _Secret
-    other_dtypes_as_bytes: bool | None
-    verify_crc32: bool | None
-
 
 class _Reach(TypedDict, total=False):
+    ray: bool | None
     storage_options: StorageOptions | None
     lenient: bool
 
@@ -132,14 +61,18 @@ class _Together(TypedDict, total=False):
     shard: ShardLike
 
 
-class OpenOptions(_Reach, total=False):
+class _Hosted(TypedDict, total=False):
+    host: bool | None
+
+
+class OpenOptions(_Reach, _Hosted, total=False):
     """The options of `safe_open`; see `LoadOptions`."""
 
     dtype: DTypeLike | None
     mmap: bool | None
 
 
-class ModuleOptions(_Reach, _Together, total=False):
+class ModuleOptions(_Reach, _Together, _Hosted, total=False):
     """The options of `load_model`; see `LoadOptions`."""
 
     progress: ProgressLike
@@ -163,7 +96,7 @@ class PlanOptions(_Selection, _Reach, total=False):
     """The options of `plan`; see `LoadOptions`."""
 
 
-class StreamOptions(PlanOptions, _Together, total=False):
+class StreamOptions(PlanOptions, _Together, _Hosted, total=False):
     """The options of `stream`; see `LoadOptions`."""
 
     progress: ProgressLike
@@ -190,12 +123,21 @@ class LoadOptions(StreamOptions, total=False):
         (`doctor()["gpudirect_storage"]`) or does not support a file, overwire warns once and uses "auto".
         Cannot be combined with group.
     storage_options: how to reach URIs other than local files; see `StorageOptions`.
+    ray: whether objects in stores are read once for all nodes of a Ray cluster, which send each other what they read.
+        True raises an error if Ray is not installed or the process is in no cluster. Every fault of Ray ends with the
+        node reading its store. None means OVERWIRE_RAY.
     lenient: accepts plain files with errors that other readers ignore: bytes after the last tensor, a name or key
         that appears twice (the last one counts), metadata values that are not strings (returned as JSON text). False
         enforces the rules of the format.
     max_memory: the most bytes that tensors may take on the device (int, "20GB", "512MiB"). A load that would
         take more raises an error with both numbers before it allocates anything. `plan` returns the bytes in advance,
         and the additional memory for reading. max_memory needs the engine, so it does not work in a forked child.
+    host: whether files come from the host store (`overwire host`), which keeps the stored bytes of models in memory for
+        all processes of this user. True uses the store of `OVERWIRE_HOST`, or else the user's own; None means that
+        `OVERWIRE_HOST` decides. A local file that the store does not have is read as usual, and put into the store
+        in the background when the load has ended and the file is closed. If the store cannot be reached, or its bytes
+        are wrong, overwire logs a warning and reads the files. Files other than safetensors, and plain files that
+        were changed in the last seconds, are not kept.
     group: a torch.distributed process group. All its ranks make this call and share the reading. An error on one
         rank is raised on all. None: this process reads everything itself.
     shard: with group: the dimension along which to cut a tensor, by name. This rank gets its block of
@@ -207,70 +149,7 @@ class LoadOptions(StreamOptions, total=False):
     base: Any
 
 
-class BundleOptions(TypedDict, total=False):
-    """The options of `save_bundle`, and of `compress` for objects.
-
-    compress: False stores the tensors uncompressed, in a container that every safetensors reader can read.
-    storage_options: as for `load_file`, for a path that is a URI.
-    max_memory: as for `save_file`.
-    """
-
-    compress: bool
-    progress: ProgressLike
-    storage_options: StorageOptions | None
-    max_memory: int | str | None
-
-
-class SaveOptions(BundleOptions, total=False):
-    """The options of `save_file` and `save_model`.
-
-    compress: True writes overwire's container, which only overwire can read. It compresses a tensor without loss if
-        that saves at least 1 %. False writes a plain file for every safetensors reader.
-    level: "default" decodes at full speed on CPU and GPU. "smaller" saves another 0.2 to 1.5 % of the original size,
-        but saving is slow. Only the CPU decodes such tensors, about ten times as slowly, even for a GPU. Readers need
-        an overwire that supports format 1.2.
-    digests: stores the digest of each tensor in a compressed file (see `digest`), so that
-        `verify(path, tensors=)` need not read the file's tensors.
-    max_shard_size: the most tensor bytes in one file ("5GB", "512MiB", int). A larger model is split into
-        model-00001-of-00002.safetensors and so on, with model.safetensors.index.json. If the folder already contains
-        shards, or weights that no index lists, the new names get a mark (model-ow1f2e3d4c-00001-of-00002.safetensors).
-        Old and new shards are then both complete until the index is replaced. After that the old ones are removed.
-    storage_options: as for `load_file`, if path is a URI. If several processes write to one key at the same time, the
-        file of one of them remains. `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
-        encrypts a .tensors file with tensorizer's XSalsa20-Poly1305. Tensor bytes are encrypted, but names and shapes
-        are not.
-    max_memory: with wait=False, the most host memory for the copy of the tensors ("20GB", int); None: no limit other
-        than the available memory. A save that would need more if nothing compressed is refused before it begins. For
-        GPU tensors the memory is pinned, and cached for the next save or sleep until `empty_cache` is called.
-    """
-
-    level: Level
-    digests: bool
-    max_shard_size: int | str | None
-
-
-class UnpickleOptions(TypedDict, total=False):
-    """The options of `load_bundle`.
-
-    trust: whether to allow all globals, because a pickle can run any code. False allows containers, plain data,
-        tensors, parameters, numpy arrays and torch.nn's own modules. The first other global raises
-        UntrustedPickleError, which names it.
-    device: the device for all torch tensors: "cpu", "cuda", "cuda:1". None puts each on the device that it was saved
-        from, and raises DeviceError if that is not available. numpy arrays stay on the host. GPU tensors are decoded
-        on the GPU.
-    tensors: the path or URI of the container, if it is not next to the pickle as `save_bundle` wrote it.
-    storage_options: as for `load_file`, for a path that is a URI.
-    """
-
-    trust: bool
-    device: Any
-    tensors: Any
-    progress: ProgressLike
-    storage_options: StorageOptions | None
-
-
-for _kind in (LoadOptions, StorageOptions):
-    _kind.__module__ = "overwire"  # users import them from there
+LoadOptions.__module__ = "overwire"  # users import it from there
 
 
 # Options with a default other than False and None.
@@ -332,8 +211,22 @@ def _as_source(annotation: Any) -> Any:
 
 def _fields_of(docstring: str) -> dict[str, str]:
     """Returns the parts of a docstring that explain arguments, by the names before the colon."""
-    fields = re.finditer(r"^([a-z]\w*(?:, \w+)*): .*(?:\n    .*)*", inspect.cleandoc(docstring), re.M)
-    return {found[1]: found[0] for found in fields}
+    fields: dict[str, str] = {}
+    names = ""
+    for line in inspect.cleandoc(docstring).splitlines():
+        title, colon, text = line.partition(":")
+        if names and line.startswith("    "):
+            fields[names] += f"\n{line}"
+        elif colon and text.startswith(" ") and all(map(_is_argument, title.split(", "))):
+            names = title
+            fields[names] = line
+        else:
+            names = ""
+    return fields
+
+
+def _is_argument(name: str) -> bool:
+    return name.isidentifier() and name.islower()
 
 
 def _explain_options(owner: Any, kind: Any) -> None:
@@ -374,7 +267,7 @@ def check_values(**values: object) -> None:
     """Raises ArgumentError for a value that no function accepts for an argument of that name. Functions call it
     before they open or start anything. Names with different meanings in different functions are not checked."""
     for what, value in values.items():
-        if what in _SWITCHES or what in ("lenient", "mmap") and value is not None:
+        if what in _SWITCHES or what in ("lenient", "mmap", "host") and value is not None:
             check_switches(**{what: value})
         elif what == "level" or what == "read" and value is not None:
             check_choice(value, what, _CHOICES[what])
@@ -383,6 +276,8 @@ def check_values(**values: object) -> None:
         elif what in ("max_memory", "max_shard_size"):
             parse_size(value, what)
         elif what == "progress":
+            from ..progress import check_progress
+
             check_progress(value)
         elif what == "storage_options" and not isinstance(value, Mapping):
             raise ArgumentError(f"overwire: storage_options: expected a mapping, got {type(value).__name__}")

@@ -9,7 +9,8 @@ from ..progress import spell_count
 from .budget import estimate
 from .opened import Model, check_target, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size, spell_out
-from .sources import SourceLike
+from .sourcelike import SourceLike
+from .starting import start_engine
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -153,10 +154,11 @@ def plan(
     """
     check_options("plan", options, PlanOptions)
     size = None if keep is None else parse_size(None if keep == 0 else keep, "keep")
-    frame, device, dtype, _ = check_target(source, framework, device, options)
-    with Model(source, device=device, **opening(options)) as model:
+    start_engine(source, framework)
+    target = check_target(framework, device, options)
+    with Model(source, device=target.device, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]
-        load = estimate(model, frame, dtype, keep=size)
+        load = estimate(model, target.frame, target.dtype, keep=size)
         info = model.info()
     tensors = tuple(
         PlannedTensor(row.name, row.dtype, row.shape, size, row.stored, info[row.source]["uri"])

@@ -6,30 +6,11 @@ import contextlib
 import io
 import os
 import stat
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, Union
+from typing import Any
 
 from ..errors import ArgumentError
-from ..files import AnonymousMemory, number_of
-from ..foreign.memory import InMemory, read_foreign
-from ..paths import local
-
-
-class BinaryFile(Protocol):
-    """A file that is open for reading in binary mode."""
-
-    def read(self, size: int = ..., /) -> bytes: ...
-
-
-class Shared(Protocol):
-    """A model that is already open, such as a `Pinned`."""
-
-    def shared_model(self) -> Any: ...
-
-
-#: A path or URI of a file, a folder or an index.json; a list of these; a binary file that is open for reading; or a
-#: `Pinned` model. An open file is read from its current position, or from the beginning if it is at its end.
-SourceLike = Union[str, "os.PathLike[str]", Iterable[Union[str, "os.PathLike[str]"]], BinaryFile, Shared]
+from ..files import AnonymousMemory, may_be_foreign, number_of
+from ..paths import is_remote, local
 
 
 def named(verb: str, source: Any, filename: Any, name: str = "source") -> Any:
@@ -72,23 +53,24 @@ def resolve(source: Any) -> tuple[list[str], Any]:
     return uris, None
 
 
-class Opened(NamedTuple):
+class Opened:
     """A source that can be opened. uris: for the engine. names: for messages, one for each URI. keep: must stay alive
     until the URIs are open. kinds: the formats of other libraries' files, by name."""
 
-    uris: list[str]
-    names: list[str]
-    keep: Any
-    kinds: dict[str, str]
+    def __init__(self, uris: list[str], names: list[str], keep: Any, kinds: dict[str, str]) -> None:
+        self.uris, self.names, self.keep, self.kinds = uris, names, keep, kinds
 
 
 def resolve_plain(source: Any, is_header: bool = False) -> Opened:
     """Resolves a source for functions that only read a model. Local files and folders of other libraries are converted
     to plain files in memory. is_header: only headers will be read."""
     uris, keep = resolve(source)
-    found: dict[str, list[InMemory]] = {}
-    if keep is None:
-        found = {uri: files for uri in uris if (files := read_foreign(uri, is_header))}
+    others = [uri for uri in uris if not is_remote(uri) and may_be_foreign(uri, is_tree=False)] if keep is None else []
+    if not others:
+        return Opened(uris, uris, keep, {})
+    from ..foreign.memory import read_foreign
+
+    found = {uri: files for uri in others if (files := read_foreign(uri, is_header))}
     if not found:
         return Opened(uris, uris, keep, {})
     pairs = [(one.uri, one.name) if one else (uri, uri) for uri in uris for one in found.get(uri) or (None,)]

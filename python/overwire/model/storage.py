@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .._environment import environment
 from ..errors import ArgumentError
+from ..fleet.choice import feeds
 from ..jobs import log
 from ..paths import is_remote
 from .options import check_values
@@ -43,6 +44,9 @@ def storage(options: Mapping[str, object] | None, uris: Iterable[str], *, writes
             )
         access["encrypt"] = encrypt
     if is_any_remote:
+        ray = settings.pop("ray", None)
+        if not writes and feeds(ray):
+            access["fed"] = True
         access["storage"], access["env"] = _option_texts(settings), environment()
     elif settings:
         raise ArgumentError("overwire: storage_options: expected a URI: local paths have no such options")

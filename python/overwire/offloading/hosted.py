@@ -14,15 +14,14 @@ from typing import NamedTuple
 import torch
 
 from .binding import binding_of
-from .blocks import Block, cut_model
+from .blocks import Block, can_store, cut_model
 from .offload import Offloaded, _Away
 from .ring import Slot
 from .stored import decode_tensor, encode_block
 
 
 class HostedWeight(NamedTuple):
-    """A parameter to stream. owner: its module. key: its name in the module. values: its values; `can_store` must be
-    true for them."""
+    """A parameter to stream. owner: its module. key: its name in the module. values: its values."""
 
     name: str
     owner: torch.nn.Module
@@ -39,6 +38,18 @@ class Hosted(Offloaded):
         self._parameters: list[list[tuple[torch.nn.Module, str, torch.nn.Parameter]]] = []  # indexed by block
         self._owners: dict[torch.nn.Module, int] = {}
         self._places: dict[str, tuple[int, int]] = {}
+
+    @staticmethod
+    def find_blocks(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+        """Returns the names and modules of the blocks that `offload` would choose."""
+        names = {module: name for name, module in model.named_modules()}
+        return [(names[module], module) for module in dict.fromkeys(cut_model(model))]
+
+    @staticmethod
+    def weight_of(name: str, owner: torch.nn.Module, key: str, values: torch.Tensor) -> HostedWeight | None:
+        """Returns a weight for `add`, or None if its values cannot be stored: they must be dense and not empty, with a
+        dtype that files support."""
+        return HostedWeight(name, owner, key, values) if can_store(values) else None
 
     def add(self, name: str, module: torch.nn.Module, weights: Iterable[HostedWeight]) -> None:
         """Compresses the weights of a block (at least one) into host memory. `read` returns them after this call.
@@ -122,9 +133,3 @@ class Hosted(Offloaded):
 
 def _is_placeholder(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and parameter.is_meta
-
-
-def listed_blocks(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Returns the names and modules of the blocks that `offload` would choose."""
-    names = {module: name for name, module in model.named_modules()}
-    return [(names[module], module) for module in dict.fromkeys(cut_model(model))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import _verbs, errors
 from .._engine import forked
+from .._undo import after_error, tell_error
 from ..errors import ArgumentError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for
 from ..jobs import log
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..model.options import DeviceLike
-    from ..model.sources import SourceLike
+    from ..model.sourcelike import SourceLike
     from .away import Record
     from .binding import Binding
     from .blocks import Block, Weight
@@ -90,11 +92,15 @@ class Offloaded:
         self._hooks, self.blocks, self._closed = [], [], True
         self.nbytes = self.stored = self.stored_on_device = self.ring = self.kept = 0
 
+    def _close_after(self, error: BaseException) -> None:
+        # If the weights cannot be restored after an error, the error gets the handle, so that the caller can try again.
+        with after_error(setattr, error, "offloaded", self):
+            self.close()
+
     def _put_back(self) -> None:
         import torch
 
         from .away import bring, is_away
-        from .ring import Ring
         from .stored import copy_to_host
 
         while self._away:
@@ -106,19 +112,17 @@ class Offloaded:
                         parameter.data = _copy_to(parameter.data, device)
                 self._away.pop()
                 continue
-            try:
-                ring = Ring([one.stored], self._device, 1)
-            except OutOfMemoryError:  # the device is full of compressed blocks
+            values = None
+            with contextlib.suppress(OutOfMemoryError):  # the device may be full of compressed blocks
+                values = _decode_block(one, self._device)
+            if values is None:  # the memory that the error referred to is free now
                 one.stored = copy_to_host(one.stored)
-                ring = Ring([one.stored], torch.device("cpu"), 1)
-            for weight, view in zip(one.block.weights, ring.acquire(0, sys._getframe()).views[0], strict=True):
-                values = _copy_to(view, weight.device)
+                values = _decode_block(one, torch.device("cpu"))
+            for weight, tensor in zip(one.block.weights, values, strict=True):
                 if is_away(weight.parameter):
-                    bring(weight.parameter, values)
+                    bring(weight.parameter, tensor)
                 else:
-                    weight.parameter.data = values
-            ring.release(0)
-            ring.close()
+                    weight.parameter.data = tensor
             self._away.pop()
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
         while self._moved:
@@ -390,7 +394,8 @@ def offload(
     kernels) are noticed after each run on the CPU, and on a GPU after a block's 1st, 2nd, 4th, 8th ... run.
 
     Returns an `Offloaded`. Keep a reference to it. The model stays offloaded until its `close` is called. After an
-    error the model is unchanged, but with a source, a model that had weights may have a mix of both.
+    error the model is unchanged, but with a source, a model that had weights may have a mix of both. If there is no
+    memory to restore the weights, the error has the `Offloaded` as its attribute `offloaded`: call `close` again later.
     Raises ArgumentError, also for freed memory and for a model that is already offloaded. Raises NotSupportedError
     for parameters that consist of other tensors, and for a model that is compiled as a whole. Raises
     ModelMismatchError for a source that lacks weights, OutOfMemoryError for max_memory, room, host and device, and
@@ -426,21 +431,18 @@ def offload(
         from .source import Source
 
         weights = Source(models[""], source, handle._device)
-    try:
-        with torch.inference_mode(inference), torch.no_grad():
-            if weights is not None:
-                weights.give_memory()
-            parts = models.items()
-            every = [block for name, part in parts for block in _blocks_of(part, blocks, name, len(models) > 1)]
-            whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
-            handle._begin_streaming(every, whole, budget, slots, limit, weights, where, device_room)
-    except BaseException:
-        try:
-            handle.close()
-        finally:
-            if weights is not None:
-                weights.take_memory()
-        raise
+    with contextlib.ExitStack() as stack:
+        if weights is not None:
+            stack.enter_context(after_error(weights.take_memory))
+        stack.enter_context(tell_error(handle._close_after))
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.no_grad())
+        if weights is not None:
+            weights.give_memory()
+        parts = models.items()
+        every = [block for name, part in parts for block in _blocks_of(part, blocks, name, len(models) > 1)]
+        whole = [t for part in models.values() for t in [*part.parameters(), *part.buffers()]]
+        handle._begin_streaming(every, whole, budget, slots, limit, weights, where, device_room)
     return handle
 
 
@@ -460,12 +462,8 @@ def stream_blocks(
 
     inference = any(tensor.is_inference() for tensor in model.parameters())
     offloaded = Offloaded(device, inference)
-    try:
-        with torch.inference_mode(inference), torch.no_grad():
-            offloaded._begin_streaming(_blocks_of(model, blocks, "", False), list(moved), keep, 2)
-    except BaseException:
-        offloaded.close()
-        raise
+    with tell_error(offloaded._close_after), torch.inference_mode(inference), torch.no_grad():
+        offloaded._begin_streaming(_blocks_of(model, blocks, "", False), list(moved), keep, 2)
     return offloaded
 
 
@@ -515,6 +513,19 @@ def _copy_once(tensor: torch.Tensor, device: torch.device, copies: dict[tuple[An
     if key not in copies:
         copies[key] = _copy_to(tensor, device)
     return copies[key]
+
+
+def _decode_block(away: _Away, device: torch.device) -> list[torch.Tensor]:
+    # Decodes a stored block on a device, and returns copies of its weights on their original devices.
+    from .ring import Ring
+
+    ring = Ring([away.stored], device, 1)
+    try:
+        views = ring.acquire(0, sys._getframe()).views[0]
+        return [_copy_to(view, weight.device) for view, weight in zip(views, away.block.weights, strict=True)]
+    finally:
+        ring.release(0)
+        ring.close()
 
 
 def _copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

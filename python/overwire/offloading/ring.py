@@ -159,6 +159,7 @@ class Ring:
                 raise NotSupportedError("overwire: offload: close: a block is running, in this thread or another")
             self._carrier.wait()
             self._free_left()
+            self._blocks = ()  # so that restoring a block frees its stored bytes
 
     def _slot_of(self, at: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.block == at), None) or self._left.get(at)

@@ -14,7 +14,7 @@ from ..verbs.states import tensors_of_module
 from .blocks import Weight
 
 if TYPE_CHECKING:
-    from ..model.sources import SourceLike
+    from ..model.sourcelike import SourceLike
 
 
 class Source:

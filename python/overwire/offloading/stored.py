@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _verbs, codecs, gpu
+from .._undo import after_error
 from ..errors import DeviceError, OutOfMemoryError
 from ..frameworks.torch import SAVED, _errors_of
 from ..jobs import Job
@@ -149,11 +150,8 @@ def _digest_rows(rows: list[tuple[int, int]], memory: torch.Tensor) -> bytes:
     numbers = array("q", [address for address, _ in rows] + [nbytes for _, nbytes in rows])
     stream = gpu.current_stream(number) if memory.is_cuda else 0
     job = Job(_verbs.digest(number, stream, len(rows), numbers.tobytes()), "digest")
-    try:
+    with after_error(job.abandon):
         return bytes(job.result()[1])
-    except BaseException:
-        job.abandon()
-        raise
 
 
 def decode_tensor(block: StoredBlock, number: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ DTYPES = {
 BITS = dict(DTYPES.values())
 
 _INDEX, _NOTE = "overwire.index", "overwire"
+_NOTICE = ("U8", [0], [1, 1])  # an entry that makes readers without overwire refuse the file
 _LONGEST_HEADER = 100_000_000
 _LARGEST_INDEX = 1 << 30
 _LARGEST_CHUNK = 16 << 20
@@ -40,7 +41,8 @@ _PLANES_OF = {  # transforms of planes, keyed by dtype; transform 1 is allowed f
 }  # fmt: skip
 _MOST_TILES = 256
 _VERSION = re.compile("([0-9]+)[.]([0-9]+)")
-_MINOR = 3  # the newest minor version that this reader knows
+_MINOR = 4  # the newest minor version that this reader knows
+_MINOR_NOTICE = 4  # the first minor version with a notice (section 1.3)
 _WIDE = ("I16", "U16", "I32", "U32", "I64", "U64")
 
 
@@ -98,15 +100,18 @@ def parse(data: Bytes | memoryview, path: str) -> Container:
     metadata = header.pop("__metadata__", None)
     texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     checks.is_file(metadata is None or texts, "its metadata is not an object of strings")
-    entries = _entries_of_header(header, base, len(data), checks)
     note = None if metadata is None else metadata.get(_NOTE)
+    entries, notice = _entries_of_header(header, base, len(data), checks, note is not None)
     if _INDEX not in entries and (note is None or _note_of(note) is None):  # another program may have the same entry
+        checks.is_file(notice is None, f"tensor {notice!r}: a gap or an overlap before it")
         return Container(entries, metadata, False)
     if metadata is None or note is None or _INDEX not in entries:
         raise CorruptError(
             f"overwire: {path}: it has only one of the index and the note about it in the metadata", source=path
         )
-    _check_note(note, path)
+    minor = _check_note(note, path)
+    checks.is_file(notice is None or minor >= _MINOR_NOTICE, f"tensor {notice!r}: a gap or an overlap before it")
+    checks.is_sound(notice is not None or minor < _MINOR_NOTICE, "the entry that makes other readers refuse the file")
     first = next(iter(entries))
     index = entries.pop(_INDEX)
     is_first = first == _INDEX and index.offset == base and index.dtype == "U8" and base % 4096 == 0
@@ -160,9 +165,11 @@ class _Checks(NamedTuple):
             raise CorruptError(f"overwire: {self.path}: corrupt data: {where}check failed: {what}", source=self.path)
 
 
-def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Checks) -> dict[str, Tensor]:
-    # Returns the tensors of a safetensors header, in the order of their bytes.
-    rows = []
+def _entries_of_header(
+    header: dict[str, Any], base: int, size: int, checks: _Checks, marked: bool
+) -> tuple[dict[str, Tensor], str | None]:
+    # Returns the tensors of a safetensors header, in the order of their bytes, and the name of a marked file's notice.
+    rows, notice = [], None
     for name, entry in header.items():
         where = f"tensor {name!r}"
         is_entry = isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= set(entry)
@@ -172,6 +179,9 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
         checks.is_file(is_dtype and isinstance(shape, list) and len(shape) <= 64, f"{where}: invalid dtype or shape")
         numbers = [*shape, *offsets] if isinstance(offsets, list) and len(offsets) == 2 else [None]
         checks.is_file(all(type(n) is int and 0 <= n < 1 << 63 for n in numbers), f"{where}: invalid shape or offsets")
+        if marked and notice is None and (dtype, shape, offsets) == _NOTICE:
+            notice = name
+            continue
         products = accumulate((*shape, BITS[dtype]), mul)
         checks.is_file(all(n < 1 << 64 for n in products), f"{where}: its shape is too large")
         nbytes, rest = divmod(prod(shape) * BITS[dtype], 8)
@@ -184,7 +194,7 @@ def _entries_of_header(header: dict[str, Any], base: int, size: int, checks: _Ch
         end = high
     checks.is_sound(base + end <= size, f"truncated: the file has {size} of {base + end} bytes")
     checks.is_file(base + end == size, f"the file has {size - base - end} bytes after the last tensor")
-    return {name: tensor for _, _, name, tensor in rows}
+    return {name: tensor for _, _, name, tensor in rows}, notice
 
 
 def _note_of(text: str) -> tuple[Any, Any] | None:
@@ -197,7 +207,8 @@ def _note_of(text: str) -> tuple[Any, Any] | None:
     return facts if all(isinstance(fact, str) for fact in facts) else None
 
 
-def _check_note(text: str, path: str) -> None:
+def _check_note(text: str, path: str) -> int:
+    # Returns the minor version.
     version, index = _note_of(text) or ("", "")
     numbers = _VERSION.fullmatch(version)
     major, minor = (int(n) for n in numbers.groups()) if numbers else (1 << 16, 0)
@@ -207,6 +218,7 @@ def _check_note(text: str, path: str) -> None:
         raise CorruptError(f"overwire: {path}: corrupt data: its note does not name the index", source=path)
     if major != 1:
         raise NotSupportedError(f"overwire: {path}: format {major}.{minor}: this reader supports format 1", source=path)
+    return minor
 
 
 def _read_index(

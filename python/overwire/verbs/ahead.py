@@ -85,6 +85,9 @@ class ReadAhead:
     requests in order to begin.
 
     Blocks are read ahead if tensors whose names differ only in numbers were cut the same way.
+
+    The order of the bytes does not suffice: `keys` is sorted by name, and libraries loop over it or over the names of
+    an index. A file shuffled against its names would then be read once for each tensor.
     """
 
     def __init__(self, frame: Frame) -> None:

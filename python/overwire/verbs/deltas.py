@@ -16,8 +16,9 @@ from ..errors import ArgumentError, NotSupportedError
 from ..frameworks.choose import check_device, columns_of, frame_of
 from ..frameworks.frame import ODD
 from ..jobs import Job, time_limit
-from ..model.options import StorageOptions, check_values, parse_size
+from ..model.options import check_values, parse_size
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..progress import ProgressLike, spell_count, watch
 from .save import notes_of

@@ -12,8 +12,9 @@ from .. import _verbs
 from .._imports import imported
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import columns_of, frame_of
-from ..frameworks.frame import ODD, View
+from ..frameworks.frame import ODD
 from ..frameworks.spec import TensorSpec
+from ..frameworks.views import View
 from ..gpu import current_stream
 from ..jobs import Job, time_limit
 from ..progress import Watcher

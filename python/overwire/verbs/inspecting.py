@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from .. import _verbs
 from .._engine import program
 from .._notebook import Facts
+from ..bundles.manifest import uris_of
+from ..counting import note
 from ..errors import ArgumentError, OverwireError
 from ..foreign.memory import read_components
 from ..jobs import Job, heed, shown
-from ..metering import note
-from ..model.locate import uris_of
-from ..model.options import Level, StorageOptions, check_values, parse_size
-from ..model.sources import Opened, SourceLike, resolve, resolve_plain
+from ..model.options import check_values, parse_size
+from ..model.sourcelike import SourceLike
+from ..model.sources import Opened, resolve, resolve_plain
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..paths import local
 from ..progress import ProgressLike, spell_count, watch
 from .results import Diagnosis, Inspection, Verification
@@ -34,7 +36,7 @@ def _plain_uris_of(source: SourceLike, options: Mapping[str, object] | None, is_
     opened = resolve_plain(source, is_header)
     if opened.keep is None:
         uris = [uri for path in opened.uris for uri in uris_of(path, options)]
-        return opened._replace(uris=uris, names=uris)
+        return Opened(uris, uris, None, opened.kinds)
     return opened
 
 
@@ -121,8 +123,9 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
     storage_options: as for `load_file`.
 
     Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors",
-    "overwire", "tensors" or "gguf"), size, metadata and "tensors" (name, dtype, shape, bytes,
-    stored, ratio, coding, chunks), and "totals" over all of them.
+    "overwire", "tensors" or "gguf"; for files of other libraries "torch", "numpy", "nemo", "dcp" or
+    "shards"), size, metadata and "tensors" (name, dtype, shape, bytes, stored, ratio, coding,
+    chunks), and "totals" over all of them. Sizes are those of the plain file with these tensors.
     Raises NotFoundError, FormatError, CorruptError.
     """
     opened = _plain_uris_of(local(source), storage_options, True)
@@ -178,11 +181,11 @@ def verify(
     storage_options: as for `load_file`.
 
     Returns a dict: ok (always True, because damage raises), tensors, bytes, stored, seconds, and "files", each with
-    what was "checked": "contents", or only "structure" for plain safetensors files, which have no checksums. If such
-    a file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), the
-    Hub's "sha256" is compared. With original, a file that records what it was made from has "original": its
-    "sha256", and whether it was "compared" (False: the file has none, for example because the original came over
-    a network).
+    what was "checked": "contents", or only "structure" for plain safetensors and GGUF files, which have no checksums.
+    If such a file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), or
+    is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that records what it was
+    made from has "original": its "sha256", and whether it was "compared" (False: the file has none, for example
+    because the original came over a network).
     With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ", are "missing" in the model,
     or are "surplus" there.
     Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError; with
@@ -211,21 +214,13 @@ def verify(
     return cast("Verification", verified)
 
 
-def rewrite(
-    source: SourceLike,
-    path: str | os.PathLike[str],
-    *,
-    compress: bool = True,
-    level: Level = "default",
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = True,
-    progress: ProgressLike = None,
-    storage_options: StorageOptions | None = None,
-) -> Report:
-    """Does `convert` for files that the engine reads."""
+def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[str, Any]) -> Report:
+    """Does `convert`, with all of its options, for files that the engine reads."""
+    level, compress, sha256, metadata, storage_options = map(
+        options.__getitem__, ("level", "compress", "sha256", "metadata", "storage_options")
+    )
     check_values(level=level, compress=compress, sha256=sha256, storage_options=storage_options)
-    watcher, most = watch(progress, "convert"), parse_size(max_shard_size)
+    watcher, most = watch(options["progress"], "convert"), parse_size(options["max_shard_size"])
     reach = {name: value for name, value in (storage_options or {}).items() if not name.startswith("encryption_")}
     uris, keep = _uris_of(source, reach or None)
     target = local(path)

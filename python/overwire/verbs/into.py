@@ -17,7 +17,8 @@ from ..frameworks.choose import frame_for
 from ..frameworks.frame import Frame
 from ..jobs import Job
 from ..model.budget import fit
-from ..model.opened import WHOLE, Model, Request, Row
+from ..model.opened import WHOLE, Model, Request
+from ..model.rows import Row
 from ..progress import Watcher
 
 #: Rows and columns of a tensor: [lo, hi) of dimension 0 and of dimension 1.
@@ -256,23 +257,24 @@ def local_destination(target: Destination, row: Row, prefix: str) -> Destination
     from ..frameworks.memory import check_writable, local_part
 
     part = local_part(target.tensor, prefix, row.name)
-    check_writable(target.tensor if part is None else part.tensor, prefix, row.name)
+    tensor, ranges = part or (target.tensor, ())
+    check_writable(tensor, prefix, row.name)
     if part is None:
         return target
-    if part.ranges == tuple((0, size) for size in target.tensor.shape):
-        return target._replace(tensor=part.tensor, put=None)
-    if not part.tensor.numel():
+    if ranges == tuple((0, size) for size in target.tensor.shape):
+        return target._replace(tensor=tensor, put=None)
+    if not tensor.numel():
         return None
     if row.dtype in PACKED:
         raise NotSupportedError(
             f"{prefix}: a DTensor of {row.dtype} that is cut where elements share bytes", tensor=row.name
         )
     lo0, _, lo1, _ = target.block
-    rows, columns = (*part.ranges, (0, 0))[:2]
-    block = (lo0 + rows[0], lo0 + rows[1], lo1 + columns[0], lo1 + columns[1] if len(part.ranges) > 1 else WHOLE)
-    shape = tuple(high - low for low, high in part.ranges[:2]) + target.shape[2:]
-    cut = tuple(slice(*one) for one in part.ranges[2:]) if shape != tuple(part.tensor.shape) else ()
-    return Destination(target.at, block, shape, part.tensor, None, cut)
+    rows, columns = (*ranges, (0, 0))[:2]
+    block = (lo0 + rows[0], lo0 + rows[1], lo1 + columns[0], lo1 + columns[1] if len(ranges) > 1 else WHOLE)
+    shape = tuple(high - low for low, high in ranges[:2]) + target.shape[2:]
+    cut = tuple(slice(*one) for one in ranges[2:]) if shape != tuple(tensor.shape) else ()
+    return Destination(target.at, block, shape, tensor, None, cut)
 
 
 def parse_targets(targets: Any) -> list[tuple[str, Any, Any]]:

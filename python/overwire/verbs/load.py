@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
-from ..model.loads import many_objects
+from .._imports import many_objects
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, LoadOptions, TorchName, spell_out
-from ..model.sources import SourceLike
-from .loader import open_loader
+from .starting import open_loader
 
 if TYPE_CHECKING:
     import numpy
     import torch
     from typing_extensions import Unpack
+
+    from ..model.sourcelike import SourceLike
 
 
 @overload

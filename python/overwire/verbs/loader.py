@@ -1,7 +1,7 @@
 """Opens a model for `load_file`, `stream`, `load_model` and `safe_open`.
 
 A model is loaded in one of four modes: by this process (`Loader`), by the ranks of a group (`GroupLoader`), in a forked
-child without the engine (`ForkedLoader`), or by applying deltas to a base (`BasedLoader`). Only `open_loader` chooses
+child without the engine (`ForkedLoader`), or by applying deltas to a base (`BasedLoader`). Only `choose_loader` chooses
 between them. Modules that a single mode needs are imported when that mode is used.
 """
 
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from .. import errors
 from .._engine import forked
 from ..dtypes import nbytes, torch_shape
-from ..errors import ArgumentError, CorruptError, NotSupportedError
+from ..errors import ArgumentError, CorruptError
+from ..jobs import log
 from ..model.opened import WHOLE, Model, Target, check_target, opening, prepare
-from ..model.options import check_options, parse_size
-from ..model.sources import named
-from ..progress import ProgressLike, spell_count, watch
+from ..model.options import parse_size
 
 if TYPE_CHECKING:
     from ..distributed.tensors import TensorLoad
     from ..model.forked import ForkedModel
+    from ..progress import ProgressLike, Watcher
     from .ahead import Block, ReadAhead
     from .into import Destination
 
@@ -45,15 +45,30 @@ class Loader:
     ) -> None:
         prepare(target.device)
         self.target, self._progress = target, progress
-        self.model = Model(source, device=target.device, parts=parts, **opens)
+        if isinstance(opens.get("keys"), Iterator):  # `load_all` may open the files again
+            opens = {**opens, "keys": list(opens["keys"])}
+        self._open_model = partial(Model, source, device=target.device, parts=parts, **opens)
+        self.model = self._open_model()
         self._has_model = True
         self._states = _states_of_files(self.model.uris) if parts else []
 
     def load_all(self) -> dict[str, Any]:
         """Returns the chosen tensors by name."""
         self._check_memory()
-        frame, _, dtype, _ = self.target
-        return self.model.load(self.model.chosen, frame, dtype, watch(self._progress, "load"))
+        try:
+            return self._load_chosen()
+        except CorruptError as error:
+            if not self.model.from_host():
+                raise
+            text = "overwire: the bytes in the host store are wrong, and were dropped: reading the files: %s"
+            log.warning(text, error)
+        self.model.close()
+        self.model = self._open_model(host=False)
+        return self._load_chosen()
+
+    def _load_chosen(self) -> dict[str, Any]:
+        frame, dtype = self.target.frame, self.target.dtype
+        return self.model.load(self.model.chosen, frame, dtype, _make_watcher(self._progress, "load"))
 
     def _check_memory(self) -> None:
         if self.target.max_memory is not None:
@@ -63,6 +78,7 @@ class Loader:
 
     def iter_tensors(self, in_order: bool) -> Iterator[tuple[str, Any]]:
         """Starts to load the chosen tensors. The iterator over (name, tensor) stays valid when the loader is closed."""
+        from ..progress import spell_count
         from .streams import ModelArrivals, Stream
 
         target, model, windows, text = self.target, self.model, None, ""
@@ -77,7 +93,7 @@ class Loader:
             rest = iter(positions)
             windows = [(list(islice(rest, one["tensors"])), one["bytes"]) for one in load["windows"] or ()]
             text = f", {parse_size(target.max_memory)} bytes at a time"
-        arrivals = ModelArrivals(model, target, windows, watch(self._progress, "stream"))
+        arrivals = ModelArrivals(model, target, windows, _make_watcher(self._progress, "stream"))
         self._has_model = False
         text = f"{spell_count(len(positions), 'tensor')} to {target.device}{text}"
         return Stream(arrivals, range(len(positions)) if in_order else None, text)
@@ -88,7 +104,7 @@ class Loader:
         from .into import fill
 
         destinations, device = self._choose_destinations(choose), self.target.device if fixed else None
-        fill(self.model, self.target.frame, destinations, device, max_memory, watch(progress, "load"))
+        fill(self.model, self.target.frame, destinations, device, max_memory, _make_watcher(progress, "load"))
 
     def _choose_destinations(self, choose: Choose) -> Sequence[Destination]:
         return choose(self.model, lambda at: torch_shape(*self.model.table[at][1:3]))
@@ -146,6 +162,15 @@ class Loader:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
+
+
+def _make_watcher(progress: ProgressLike, verb: str) -> Watcher | None:
+    # Most loads show no progress and do not import the module.
+    if progress is None or progress is False:
+        return None
+    from ..progress import watch
+
+    return watch(progress, verb)
 
 
 def _states_of_files(paths: Iterable[str]) -> list[tuple[int, ...] | None]:
@@ -213,6 +238,7 @@ class GroupLoader(Loader):
 
     def iter_tensors(self, in_order: bool) -> Iterator[tuple[str, Any]]:
         from ..distributed.stream import GroupArrivals
+        from ..progress import spell_count
         from .streams import Stream
 
         device = self.target.device
@@ -269,42 +295,21 @@ class BasedLoader(Loader):
         return load_on(load_base, *self._rest)
 
 
-def open_loader(
-    verb: str, kind: Any, options: Mapping[str, Any], source: Any, device: Any, framework: Any = None,
-    filename: Any = None, check: Callable[[Any], Any] = lambda _: None, parts: bool = False,
-) -> Loader:  # fmt: skip
-    """Checks the arguments of a call and opens what it loads. With a group, an error is raised on all ranks.
+def choose_loader(
+    verb: ExitStack, source: Any, device: Any, framework: Any, options: Mapping[str, Any], parts: bool
+) -> Loader:
+    """Returns the loader for the checked arguments of `open_loader`. verb: ends a group's call on this rank."""
+    group = options.get("group")
+    target = check_target(framework, device, options)
+    opens, progress = opening(options), options.get("progress")
+    if group is not None:
+        return GroupLoader(verb, target, progress, source, opens, group, options.get("shard"))
+    if options.get("shard") is not None:
+        raise ArgumentError("overwire: shard: pass group=, the ranks that share the tensors")
+    if forked():
+        from ..model.forked import ForkedModel
 
-    verb, kind: the function's name, and the type of its options. check: checks other arguments of the function. It
-        gets the source, and returns the device if `device` is None. parts: see `Model`.
-    """
-    base, group, shard = options.get("base"), options.get("group"), options.get("shard")
-    with ExitStack() as stack:
-        if group is not None:
-            from ..distributed.group import group_verb
-
-            stack.enter_context(group_verb(group, device))
-        check_options(verb, options, kind)
-        source = named(verb, source, filename)
-        default_device = check(source)
-        if base is not None:
-            if group is not None or shard is not None:
-                raise NotSupportedError(
-                    "overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta"
-                )
-            rest = {name: value for name, value in options.items() if name != "base"}
-            load_base = partial(open_loader, verb, kind, rest, base, device, framework)
-            return BasedLoader(load_base, base, source, device, framework, rest)
-        target = check_target(source, framework, default_device if device is None else device, options)
-        opens, progress = opening(options), options.get("progress")
-        if group is not None:
-            return GroupLoader(stack, target, progress, source, opens, group, shard)
-        if shard is not None:
-            raise ArgumentError("overwire: shard: pass group=, the ranks that share the tensors")
-        if forked():
-            from ..model.forked import ForkedModel
-
-            if target.max_memory is not None:
-                raise errors.forked("max_memory=")
-            return ForkedLoader(ForkedModel(source, target.device, **opens), target)
-        return Loader(source, target, opens, progress, parts)
+        if target.max_memory is not None:
+            raise errors.forked("max_memory=")
+        return ForkedLoader(ForkedModel(source, target.device, **opens), target)
+    return Loader(source, target, opens, progress, parts)

@@ -9,15 +9,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from .._imports import imported
+from .._imports import imported, many_objects
 from ..errors import ArgumentError, ModelMismatchError, NotSupportedError
 from ..frameworks.choose import frame_for
-from ..model.loads import many_objects
-from ..model.opened import Model, start_engine
-from ..model.options import DeviceLike, ModuleOptions, SaveOptions, check_options, check_values, spell_out
-from ..model.sources import SourceLike
+from ..model.opened import Model
+from ..model.options import DeviceLike, ModuleOptions, check_options, check_values, spell_out
+from ..model.saveoptions import SaveOptions
+from ..model.sourcelike import SourceLike
+from ..model.starting import start_engine
 from .into import ALL, Destination, common_device, local_destination
-from .loader import open_loader
+from .starting import open_loader
 from .states import EXTRA, tensors_of_module
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from ..errors import ArgumentError, NotSupportedError
 from ..model.indexing import plan
 from ..model.opened import Model
 from ..model.options import ArrayName, BytesName, DeviceLike, FrameworkName, OpenOptions, TorchName, spell_out
-from ..model.sources import SourceLike
+from ..model.sourcelike import SourceLike
 from ..progress import ProgressLike, spell_count
 from .ahead import ReadAhead
 from .into import destination_of, parse_targets
-from .loader import Loader, open_loader
+from .loader import Loader
+from .starting import open_loader
 
 if TYPE_CHECKING:
     import numpy

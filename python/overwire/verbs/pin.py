@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .. import _verbs
 from .._engine import HandleOwner, is_loaded, refuse_child
+from .._undo import after_error
 from ..errors import ArgumentError, DeadlineError
 from ..frameworks.choose import check_device, frame_for
-from ..jobs import Job, after_error, time_limit
+from ..jobs import Job, time_limit
 from ..model.opened import Model
 from ..model.options import (
     ArrayName,
@@ -22,7 +23,7 @@ from ..model.options import (
     check_options,
     spell_out,
 )
-from ..model.sources import SourceLike
+from ..model.sourcelike import SourceLike
 from ..progress import ProgressLike, watch
 from .load import load_file
 from .stream import stream

@@ -23,15 +23,15 @@ from .._engine import HandleOwner, core, release
 from .._environment import adopt_nyacomp, truth
 from .._imports import skip_at_exit
 from .._tables import SETTINGS
+from ..bundles.manifest import Manifest, uris_of
 from ..errors import ArgumentError, DeadlineError, FormatError, NotFoundError, NotSupportedError
 from ..frameworks.choose import check_device, device_number, frame_for
 from ..jobs import check_wait, log, progress_of, shown
-from ..model import layout
 from ..model.joining import started
-from ..model.locate import uris_of
-from ..model.options import StorageOptions
-from ..model.sources import SourceLike, resolve
+from ..model.sourcelike import SourceLike
+from ..model.sources import resolve
 from ..model.storage import storage
+from ..model.storageoptions import StorageOptions
 from ..progress import Progress
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def start_from_environment(name: str = "OVERWIRE_PRELOAD") -> None:
         _refuse_special(path)
         _refuse_other_kinds(path)
         if "://" not in path and path.endswith(".csv"):
-            layout.refuse_urls(path)
+            Manifest.read_csv(path).refuse_urls()
         preload(path, device=os.environ.get("OVERWIRE_PRELOAD_DEVICE") or "cpu")
     except Exception as error:  # an import must not fail for this
         log.warning("overwire: %s=%s: nothing is preloaded: %s", name, shown(os.environ[name]), error)

@@ -11,22 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from .. import _verbs
 from ..errors import ArgumentError, NotSupportedError, name_tensor
 from ..frameworks.choose import frame_of
-from ..frameworks.frame import Bytes
 from ..frameworks.spec import JoinedTensor, TensorSpec
+from ..frameworks.views import Bytes
 from ..jobs import Job
-from ..model.options import (
-    Level,
-    SaveOptions,
-    StorageOptions,
-    TensorLike,
-    check_options,
-    check_values,
-    parse_size,
-    spell_out,
-)
+from ..model.options import Level, TensorLike, check_options, check_values, parse_size, spell_out
+from ..model.saveoptions import SaveOptions
 from ..model.sources import named
 from ..model.storage import storage
-from ..paths import local_file
+from ..model.storageoptions import StorageOptions
+from ..paths import local, local_file
 from ..progress import ProgressLike, watch
 from .saving import After, Report, Saving, begin
 
@@ -152,14 +145,14 @@ def notes_of(metadata: Any) -> dict[str, str]:
 
 def save_bytes(
     described: list[tuple[str, Bytes]],
-    path: str,
+    path: Any,
     metadata: Mapping[str, str] | None,
     *,
     end: float | None = None,
     **how: Any,
 ) -> Report:
     """Saves tensors that are already described. end: from `jobs.time_limit`. how: see `_start_job`."""
-    with _start_job(described, path, metadata, end=end, **how) as job:
+    with _start_job(described, local(path), metadata, end=end, **how) as job:
         return Report.of(job.finish())
 
 

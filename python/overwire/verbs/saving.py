@@ -13,8 +13,9 @@ from .._engine import HandleOwner, refuse_child
 from .._imports import start_thread
 from .._order import Saver
 from .._order import lock as _lock
+from .._undo import after_error, keep_error, tell_error
 from ..errors import ArgumentError, CancelledError, DeadlineError
-from ..jobs import Job, after_error, log, shown, time_limit
+from ..jobs import Job, log, shown, time_limit
 from ..progress import Progress, spell_count
 
 
@@ -211,32 +212,42 @@ class Saving(HandleOwner, Saver):
         # Runs in its own thread.
         assert self._job is not None
         self._thread = threading.get_ident()
+        failure = keep_error()
         try:
-            try:
-                with self._job as job:
-                    report = Report.of(job.finish())
-                if after.then is not None:
-                    if self._cancelled:
-                        raise CancelledError(f"overwire: save {shown(self.path)}: cancelled")
-                    self._is_publishing = True
-                    after.then(report)
-            except BaseException:
-                self._is_publishing = True
-                after.undo()
-                raise
-            finally:
-                after.over()
-            self._report = report
-            self._seen = Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors)
-        except BaseException as error:
-            self._error = error
-            if not isinstance(error, CancelledError):
-                log.error("a save in the background has failed: %s", error)
+            with failure:
+                with contextlib.ExitStack() as stack:
+                    stack.callback(after.over)
+                    stack.enter_context(after_error(self._undo_files, after))
+                    with self._job as job:
+                        report = Report.of(job.finish())
+                    if after.then is not None:
+                        if self._cancelled:
+                            raise CancelledError(f"overwire: save {shown(self.path)}: cancelled")
+                        self._is_publishing = True
+                        after.then(report)
+                self._report = report
+                self._seen = Progress(report.bytes_in, report.bytes_in, report.tensors, report.tensors)
+            self._error = failure.error
+            if self._error is not None and not isinstance(self._error, CancelledError):
+                log.error("a save in the background has failed: %s", self._error)
         finally:
             self._thread = 0
             self._ended.set()
             if self._error is None or isinstance(self._error, CancelledError):
                 self.forget_saver()
+
+    def _undo_files(self, after: After) -> None:
+        self._is_publishing = True
+        after.undo()
+
+    def _end_unstarted(self, after: After, error: BaseException) -> None:
+        try:
+            after.undo()
+        finally:
+            after.over()
+            self._error = error
+            self._ended.set()
+            self.forget_saver()
 
 
 def begin(
@@ -246,21 +257,12 @@ def begin(
     change. start: starts the job. key: the path of the bundle or checkpoint that path belongs to. is_sharded: path
     names a set of shards."""
     saving = Saving([key, path] if key else [path], is_sharded)
-    try:
+    with tell_error(saving._end_unstarted, after):
         saving.claim_paths()
         saving._job = start()
         with after_error(saving._job.abandon):
             while saving._job.next(0.1) is None:
                 pass
-    except BaseException as error:
-        try:
-            after.undo()
-        finally:
-            after.over()
-            saving._error = error
-            saving._ended.set()
-            saving.forget_saver()
-        raise
     saving._thread = 0
     try:
         start_thread(threading.Thread(target=saving._run_saving, args=(after,), name="overwire saving").start)

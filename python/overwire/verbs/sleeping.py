@@ -15,12 +15,14 @@ from .. import _verbs
 from .._engine import HandleOwner, forked
 from .._imports import skip_at_exit
 from .._locks import new_lock
+from .._undo import after_error
 from ..errors import ArgumentError, DeadlineError, ForkedError, NotSupportedError, OutOfMemoryError
 from ..frameworks.choose import check_device, frame_for, frame_of
 from ..frameworks.frame import overlaps_itself
-from ..jobs import Job, after_error, check_wait, log, time_limit
+from ..jobs import Job, check_wait, log, time_limit
 from ..model.opened import Model
-from ..model.options import StorageOptions, check_values, parse_size
+from ..model.options import check_values, parse_size
+from ..model.storageoptions import StorageOptions
 from ..paths import is_remote, local_file
 from ..progress import ProgressLike, Watcher, watch
 from .into import ALL, place_of

@@ -8,9 +8,10 @@ from typing import Any
 
 from ..errors import ArgumentError, DeviceError, NotSupportedError
 from ..frameworks.choose import frame_for, frame_of
-from ..frameworks.frame import Bytes, overlaps_itself
+from ..frameworks.frame import overlaps_itself
+from ..frameworks.views import Bytes
 from ..model.opened import Model
-from ..model.options import StorageOptions
+from ..model.storageoptions import StorageOptions
 from .save import describe_named
 
 #: The last part of a module's extra state's name in a state dict.

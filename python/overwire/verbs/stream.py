@@ -15,8 +15,8 @@ from ..model.options import (
     check_switches,
     spell_out,
 )
-from ..model.sources import SourceLike
-from .loader import open_loader
+from ..model.sourcelike import SourceLike
+from .starting import open_loader
 
 if TYPE_CHECKING:
     import numpy

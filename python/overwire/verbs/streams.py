@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .._engine import HandleOwner, forked, refuse_child
 from .._imports import skip_at_exit
 from .._locks import new_lock
+from .._undo import after_error
 from ..errors import ArgumentError, OverwireError
-from ..jobs import after_error
 from ..model.loads import Load
 from ..model.opened import Model, Target
 from ..model.options import parse_size
@@ -41,12 +41,18 @@ class Stream(HandleOwner, Iterator[tuple[str, Any]]):
         refuse_child("overwire: stream: its load runs in")
         with self._lock:
             self._refuse_within("next")
-            self._taking = True
+            self._taking, had_ended = True, self._has_ended
             try:
                 name, make = self._take_next()
-                return name, make()
+                pair = name, make()
+                if self._has_ended and not had_ended:
+                    self._arrivals.close()  # ends a window that began after a signal handler had closed the stream
+                return pair
             except BaseException as error:
+                is_closed = self._has_ended and not had_ended  # by a signal handler, under the step that failed
                 self._end_load(None if isinstance(error, StopIteration) else error)
+                if is_closed and isinstance(error, (OverwireError, IndexError)):
+                    raise StopIteration from None
                 raise
             finally:
                 self._taking = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from overwire.plumbing import new_lock
+from overwire._compat_api import new_lock
 
 # Weak references to memory owners, and their bytes. The keys are ids, because owners need not be
 # hashable. No lock is used: garbage collection may call `_forget` at any point, and each step here

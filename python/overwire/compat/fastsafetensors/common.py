@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 import overwire
-from overwire.plumbing import regular
+from overwire._compat_api import regular
 
 from . import cpp
 from .frameworks import FrameworkOpBase, TensorBase

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from overwire.plumbing import regular
+from overwire._compat_api import regular
 
 from .common import init_logger
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import overwire
-from overwire.plumbing import new_lock, regular, start_thread
+from overwire._compat_api import new_lock, regular, start_thread
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.malloc.restype = ctypes.c_void_p

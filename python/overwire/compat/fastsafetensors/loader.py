@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from overwire._undo import after_error, keep_error
 
 from .common import SafeTensorsMetadata, TensorFrame, is_cuda, set_debug
 from .copier import copier_class_of, create_copier_constructor
@@ -85,17 +88,11 @@ class BaseSafeTensorsFileLoader:
         # Returns the result of `work`. A failure on one rank raises an error on all, unless a pipeline handles that.
         if not self._agrees:
             return work()
-        result, error = None, None
-        try:
+        result = None
+        with keep_error() as failure:
             result = work()
-        except BaseException as caught:
-            error = caught
-        try:
-            self.pg.agree(error)
-        except BaseException:
-            if result is not None:
-                result.close()
-            raise
+        with after_error(lambda: result.close() if result is not None else None):
+            self.pg.agree(failure.error)
         return result
 
     def _add(self, filenames: Mapping[int, list[str]]) -> None:
@@ -158,7 +155,7 @@ class BaseSafeTensorsFileLoader:
         loaders: dict[int, list[LazyTensorFactory]] = {}
         factories: list[LazyTensorFactory] = []
         keeps = self.tensor_filter if self._chunk is None else self._chunk[0].__contains__
-        try:
+        with contextlib.ExitStack() as stack:
             for _, (metadata, rank) in sorted(self.meta.items()):
                 local = rank == self.pg.rank() or self.pg.size() == 1
                 names = None if keeps is None else [name for name in metadata.tensors if keeps(name)]
@@ -171,6 +168,7 @@ class BaseSafeTensorsFileLoader:
                 of_rank.append(factory)
                 if local:
                     factories.append(factory)
+                    stack.enter_context(after_error(factory.free_dev_ptrs))
             buffer = FilesBufferOnDevice(loaders, self.pg, self.framework)  # raises if a name is in two files
             for factory in factories:
                 factory.submit_io(
@@ -180,10 +178,6 @@ class BaseSafeTensorsFileLoader:
                 )
             for factory in factories:
                 factory.wait_io(dtype)
-        except BaseException:
-            for factory in factories:
-                factory.free_dev_ptrs()
-            raise
         return buffer
 
 

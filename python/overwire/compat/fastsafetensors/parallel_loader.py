@@ -8,15 +8,19 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from overwire.errors import ArgumentError, CancelledError
-from overwire.plumbing import forked, refuse_child, start_thread
+from overwire._compat_api import forked, start_thread
+from overwire._undo import keep_error
+from overwire.errors import ArgumentError, CancelledError, ForkedError
 
 from .common import SafeTensorsMetadata, SingleGroup
 from .config import check_producers
 from .file_buffer import FilesBufferOnDevice
 from .loader import BaseSafeTensorsFileLoader, SafeTensorsFileLoader
 
-_READ_BY = "PipelineParallel: it is read by"  # the start of a message; see refuse_child
+
+def _refuse_child() -> None:
+    if forked():
+        raise ForkedError("PipelineParallel: it is read by the process that this one was forked from")
 
 
 class BudgetInfeasibleError(ValueError):
@@ -172,11 +176,10 @@ class PipelineParallel:
             if self._is_closed or self._is_ending:
                 self.batch_queue.put(_Loaded.nothing())
                 return
-            try:
+            item = _Loaded.nothing()
+            with keep_error() as failure:
                 item = _Loaded(self._load_single_batch(batch), None)
-            except BaseException as error:
-                item = _Loaded(None, error)
-            self.batch_queue.put(item)
+            self.batch_queue.put(item._replace(error=failure.error))
             if item.buffer is None:
                 return
             item.buffer.drain()  # batches are read one after another
@@ -187,7 +190,7 @@ class PipelineParallel:
         and CancelledError if another thread closes the loader."""
         if self._is_closed:
             return
-        refuse_child(_READ_BY)
+        _refuse_child()
         if self._is_ending:
             self._finish()  # an earlier call was interrupted
         if self._thread is not None:
@@ -201,14 +204,14 @@ class PipelineParallel:
         try:
             start_thread(self._start_producing)
             for _ in self._plan:
-                refuse_child(_READ_BY)
+                _refuse_child()
                 item = self.batch_queue.get()
                 try:
                     group.agree(item.error)
                     buffer = item.buffer
                     assert buffer is not None
                     for name in list(buffer.key_to_rank_lidx):
-                        refuse_child(_READ_BY)
+                        _refuse_child()
                         yield name, buffer.get_tensor(name)
                 finally:
                     if item.buffer is not None and not sys.is_finalizing():

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import overwire
-from overwire.plumbing import FileWriter, start_thread
+from overwire._compat_api import open_writer, start_thread
 
 from .common import MAX_HEADER, SafeTensorsMetadata
 from .frameworks import TensorBase, get_framework_op
@@ -255,11 +255,11 @@ def write_shards(
         counts[disk] = counts.get(disk, 0) + plan.total_bytes
         _check_room(folder, counts[disk], min_free_bytes)
     with ExitStack() as stack:
-        writers: list[FileWriter] = []
+        writers: list[Any] = []
         work: list[tuple[memoryview, WriteEntry]] = []
         mappings: list[tuple[memoryview, mmap.mmap]] = []
         for path, plan in zip(paths, plans, strict=True):
-            writers.append(FileWriter(path))
+            writers.append(open_writer(path))
             stack.callback(writers[-1].drop)
             number = writers[-1].fileno()
             os.posix_fallocate(number, 0, plan.total_bytes)  # a full disk raises here; a write would get SIGBUS

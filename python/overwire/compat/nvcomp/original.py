@@ -13,7 +13,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 from typing import Any
 
-from overwire.plumbing import new_lock
+from overwire._compat_api import new_lock
 
 from ... import gpu
 from ...errors import DeviceError, NotSupportedError, OverwireError

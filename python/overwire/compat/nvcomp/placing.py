@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ... import codecs, gpu
+from ..._compat_api import apart
 from ...errors import ArgumentError, NotSupportedError
-from ...plumbing import apart
 from . import streams
 from .arrays import Array, BatchArray
 from .dtypes import Kind, elements

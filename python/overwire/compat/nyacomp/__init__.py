@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ...plumbing import honour_nyacomp, imported
+from ..._compat_api import honour_nyacomp, imported
 from . import _nyacomp, bundles, hf, partition, settings
 from .bundles import (
     PathLike,

@@ -18,14 +18,12 @@ from urllib.parse import urlsplit
 
 import overwire
 import overwire.gpu as gpu
-from overwire.plumbing import (
+from overwire._compat_api import (
     ObjectReader,
-    beside,
     error_of_system,
     imported,
     new_lock,
     path_of,
-    place_of,
     regular,
     shown,
 )
@@ -105,7 +103,7 @@ def decompress(filename: str | os.PathLike[str], shape: Sequence[int], dtype: st
     """Returns the tensor in one file."""
     size = math.prod(shape) * _dtype(dtype, os.fspath(filename)).itemsize
     file = CompressedFile(os.fspath(filename), shape, dtype, size, size)
-    return _read_entries([_Entry(file, _place(file.filename, ""))], None, sizes=False)[0]
+    return _read_entries([_Entry(file, _place(file.filename))], None, sizes=False)[0]
 
 
 def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequence[int]]) -> list[Any]:
@@ -122,7 +120,7 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
         raise overwire.ArgumentError(
             f"overwire: assignments: expected different positions of {len(files)} files, got {assignments!r:.100}"
         )
-    return _read_entries([_Entry(file, _place(file.filename, "")) for file in files], None)
+    return _read_entries([_Entry(file, _place(file.filename)) for file in files], None)
 
 
 def decompress_from_meta(csv_path: str | os.PathLike[str]) -> list[Any]:
@@ -174,21 +172,21 @@ class _Entry(NamedTuple):
 
 def _parse_entries(csv_path: str) -> list[_Entry]:
     manifest = manifests.read_csv(csv_path)
-    return [_Entry(CompressedFile(*row), _place(row.filename, csv_path)) for row in manifest.rows]
+    return [_Entry(CompressedFile(*row), _place(row.filename, manifest)) for row in manifest.rows]
 
 
-def _place(filename: str, csv_path: str) -> str:
+def _place(filename: str, manifest: manifests.Manifest | None = None) -> str:
     """Returns the current location of a listed file. Searches as overwire does for containers,
     first next to the csv. With DOWNLOAD a listed URL is always used.
 
     A csv from a URL may name files next to it, and URLs on its own server or on HOST, but no
     local files and no other servers. Raises FormatError."""
-    if "://" in csv_path:
-        return _sibling(filename, csv_path)
-    if "://" in filename and (settings.flag("DOWNLOAD") or not csv_path):
+    if manifest is not None and "://" in manifest.path:
+        return _sibling(filename, manifest.path)
+    if "://" in filename and (settings.flag("DOWNLOAD") or manifest is None):
         return filename
-    if csv_path:
-        return place_of(csv_path, filename)
+    if manifest is not None:
+        return manifest.place_of(filename)
     return next((place for place in (filename, filename.lstrip("/")) if os.path.exists(place)), filename)
 
 
@@ -204,7 +202,7 @@ def _sibling(filename: str, csv_path: str) -> str:
         raise _misfit(csv_path, f"{filename!r} is not a file name")
     path, mark, rest = csv_path.partition("?")
     folder = path[: path.rindex("/") + 1]
-    return folder + beside(folder, filename) + mark + rest
+    return folder + manifests.Manifest.name_in(folder, filename) + mark + rest
 
 
 def device() -> str:

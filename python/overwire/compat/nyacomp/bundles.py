@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Union
 
 import overwire
-from overwire.plumbing import MetaRow, refuse_urls, regular, save_listed
-from overwire.plumbing import load_compressed_pickle as load_object  # import it now, not at the first call
+from overwire import load_compressed_pickle as load_object  # import it now, not at the first call
+from overwire._compat_api import Manifest, regular, save_listed
 
 from . import _nyacomp, manifests, partition, settings
 from .merging import split_tensors, tensor_size
@@ -52,7 +52,7 @@ def _save_listed(obj: Any, path: PathLike, is_model: bool) -> float:
         name = os.path.basename(container) if "\n" in container else container
         if settings.host():
             name = manifests.host_name(folder / manifests.FOLDER / os.path.basename(container))
-        row = MetaRow(name, (size,), "uint8", size, size)._asdict() | {"shape": [size]}
+        row = dict(filename=name, shape=[size], dtype="uint8", decompressed_size=size, compressed_size=size)
         manifests.write(folder, [row], [[0]], ",".join(map(str, range(report.tensors))))
 
     return save_listed(obj, path, not settings.flag("UNCOMPRESSED"), is_model, write_manifests)
@@ -84,7 +84,7 @@ def get_pipeline_params(pipeline: Any) -> list[Any]:
 
 def tensor_bytes(tensor: Any) -> bytes:
     """Returns a copy of a tensor's elements as bytes, in row-major order."""
-    from overwire.plumbing import check_memory  # imports torch
+    from overwire._compat_api import check_memory  # imports torch
 
     check_memory(tensor, "overwire: tensor_bytes")
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -138,7 +138,7 @@ def start_preload() -> None:
     elif not path and os.path.exists(DEFAULT_META):
         start = False
         with contextlib.suppress(overwire.OverwireError):  # get() raises the same error when it is called
-            refuse_urls(os.path.abspath(DEFAULT_META))
+            Manifest.read_csv(os.path.abspath(DEFAULT_META)).refuse_urls()
             start = True
         decompressor = _nyacomp.AsyncDecompressor(DEFAULT_META, start=start)
 
@@ -167,7 +167,7 @@ def _load_pickle(path: PathLike) -> Any:
         return _References(file, tensors, os.fspath(path)).load()
 
 
-def _listed(path: PathLike) -> list[MetaRow] | None:
+def _listed(path: PathLike) -> list[Any] | None:
     """Returns the files in the manifest of a bundle, or in the manifest at PRELOAD_PATH; None without a manifest."""
     meta = manifests.find(path, manifests.META) or settings.text("PRELOAD_PATH")
     return manifests.read_csv(meta).rows if meta else None

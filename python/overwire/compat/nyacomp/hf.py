@@ -17,7 +17,7 @@ from typing import Any, Union
 from urllib.parse import quote
 
 import overwire
-from overwire.plumbing import ObjectWriter, regular
+from overwire._compat_api import open_writer, regular
 
 from . import _nyacomp, partition, settings
 from .merging import tensor_size
@@ -102,7 +102,7 @@ def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, in
         total, stored_size = total + size, stored_size + small
     bins = partition.massage(sizes, settings.num_threads())
     state["meta"] = [[keys[at] for at in part] for part in bins]
-    with ObjectWriter(str(_boneless(place).absolute())) as whole:
+    with open_writer(str(_boneless(place).absolute())) as whole:
         torch.save(state, whole)
     return total, stored_size
 

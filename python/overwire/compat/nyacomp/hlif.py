@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import overwire
 from overwire import codecs
-from overwire.plumbing import regular
+from overwire._compat_api import regular
 
 log = logging.getLogger("overwire")
 

@@ -12,10 +12,11 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import overwire
-from overwire.plumbing import MetaRow, load_plain, local, meta_rows, write_bytes
+from overwire import _compat_api
+from overwire._compat_api import load_plain, open_writer
 
 from . import settings
 
@@ -26,12 +27,14 @@ MERGE_INFO = "merged_tensors.csv"
 _LIMIT = 1 << 26  # maximum bytes of a manifest
 
 
-class Manifest(NamedTuple):
+# The fields of a row.
+_FIELDS = ("filename", "shape", "dtype", "decompressed_size", "compressed_size")
+
+
+class Manifest(_compat_api.Manifest):
     """A meta.csv: its location, the positions of files for each thread, and the files."""
 
-    path: str
     bins: list[list[int]]
-    rows: list[MetaRow]
 
 
 def bins_fit(bins: Sequence[Sequence[int]], count: int) -> bool:
@@ -56,9 +59,10 @@ def read_csv(path: str | os.PathLike[str]) -> Manifest:
         raise overwire.FormatError(
             f"overwire: open {place} line 1: expected bins such as '0;2,1'", source=place
         ) from error
-    rows = meta_rows(place, text)
-    _check_bins(bins, len(rows), place)
-    return Manifest(place, bins, rows)
+    manifest = Manifest(place, text)
+    manifest.bins = bins
+    _check_bins(bins, len(manifest.rows), place)
+    return manifest
 
 
 def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
@@ -86,7 +90,8 @@ def ints(i: Sequence[int]) -> str:
 def write_file(path: Path, data: bytes) -> None:
     """Replaces a file atomically: readers see the old file or the new one. Keeps the mode and owner,
     and follows a symbolic link."""
-    write_bytes(local(path), data, None)
+    with open_writer(str(path)) as file:
+        file.write(data)
 
 
 def host_name(path: str | os.PathLike[str]) -> str:
@@ -127,7 +132,7 @@ def _beside(path: str | os.PathLike[str], name: str) -> Path:
 
 
 def _is_row(row: Mapping[str, Any]) -> bool:
-    name, shape, dtype, *sizes = (row.get(field) for field in MetaRow._fields)
+    name, shape, dtype, *sizes = (row.get(field) for field in _FIELDS)
     if not isinstance(name, str) or "\0" in name or not isinstance(dtype, str) or not isinstance(shape, (list, tuple)):
         return False
     return all(type(size) is int and size >= 0 for size in (*shape, *sizes))

@@ -48,7 +48,7 @@ def serialize_file(tensor_dict: dict[str, TensorSpec], filename: Any, metadata: 
 
 def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] | None, *, compress: bool) -> None:
     """Does the work of `serialize_file` for overwire's specs."""
-    from overwire.plumbing import local, save_bytes  # reading does not need these
+    from overwire._compat_api import save_bytes  # reading does not need it
 
     _check(tensor_dict, metadata)
     path = os.fspath(filename)
@@ -56,12 +56,12 @@ def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] |
         descriptions = [(name, spec.describe()) for name, spec in tensor_dict.items()]
         # Do not touch other files in the folder: transformers writes the index of its shards
         # after them.
-        save_bytes(descriptions, local(path), metadata, compress=compress, beside=True)
+        save_bytes(descriptions, path, metadata, compress=compress, beside=True)
 
 
 def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | None = None) -> bytes:
     """Returns a plain safetensors file as bytes. Raises SafetensorError."""
-    from overwire.plumbing import bytes_of_plain
+    from overwire._compat_api import bytes_of_plain
 
     _check(tensor_dict, metadata)
     with writing():

@@ -8,7 +8,7 @@ from typing import Any
 
 import overwire
 from overwire import safe_open as open_tensors  # import it now, not at the first call
-from overwire.plumbing import nbytes, state_of_file
+from overwire._compat_api import nbytes, state_of_file
 
 from ._errors import SafetensorError, check, reading
 from ._frameworks import Framework, framework_of

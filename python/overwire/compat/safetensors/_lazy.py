@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import overwire
-from overwire.plumbing import keep, new_lock, prepare
+from overwire._compat_api import KeptFile, new_lock, prepare
+from overwire._undo import after_error, tell_error
 
 from ._errors import reading
 from ._files import safe_open
@@ -224,14 +225,10 @@ class _Pass:
             self.begin()
             if self._failed is not None:
                 raise self._failed
-            try:
+            with tell_error(setattr, self, "_failed"), after_error(self._landed.clear):
                 while (path, name) not in self._landed:
                     key, tensor = next(self._arrivals)
                     self._landed[key] = tensor
-            except BaseException as error:
-                self._failed = error
-                self._landed = {}
-                raise
             self._given.add((path, name))
             if len(self._given) == sum(map(len, self._names.values())):
                 for _ in self._arrivals:  # exhaust it, so that the load ends and is reported
@@ -295,7 +292,7 @@ def kept(filename: Any) -> Any:
     """Opens a file and keeps it open, or returns the one that is already open. Returns the name unchanged if
     the file cannot be opened; opening it later reports the error."""
     try:
-        return keep(filename)
+        return KeptFile.open_file(filename)
     except (overwire.OverwireError, OSError, TypeError, ValueError):
         return filename
 

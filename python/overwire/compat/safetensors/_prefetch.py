@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import overwire
-from overwire.plumbing import forked, new_lock, refuse_child
+from overwire._compat_api import forked, new_lock
 
 from ._errors import SafetensorError, check, reading
 
@@ -122,7 +122,8 @@ class PrefetchLoader(Internal):
     @contextlib.contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
         # The lock is reentrant, so a signal handler can acquire it again. `_busy` refuses that.
-        refuse_child(f"{self._name}: it is loaded by")
+        if forked():
+            raise overwire.ForkedError(f"{self._name}: it is loaded by the process that this one was forked from")
         with self._lock:
             if self._busy:
                 raise SafetensorError("a signal handler used the prefetch loader during another call to the loader")
@@ -159,7 +160,7 @@ class PrefetchLoader(Internal):
     def _load_rows(self) -> dict[str, Any]:
         import torch
 
-        from overwire.plumbing import torch_dtype, torch_shape
+        from overwire._compat_api import torch_dtype, torch_shape
 
         tensors, targets = {}, []
         for name, (first, end) in self._rows.items():
@@ -214,7 +215,7 @@ def rows_of_plan(file: overwire.safe_open, plan: Any) -> dict[str, Rows | None]:
                 raise SafetensorError("prefetch plan keys must be tensor names")
             if name not in file:
                 raise SafetensorError(f"File does not contain tensor {name}")
-    from overwire.plumbing import torch_dtype  # imports torch
+    from overwire._compat_api import torch_dtype  # imports torch
 
     parts: dict[str, Rows | None] = {}
     for name in file.offset_keys():

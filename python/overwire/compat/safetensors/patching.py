@@ -15,8 +15,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import overwire
+from overwire._compat_api import KeptFile, await_path, forked, is_compressed, new_lock
+from overwire._undo import after_error
 from overwire.integrations import AfterImport, Lazy
-from overwire.plumbing import await_path, forget, forked, is_compressed, keep, new_lock
 
 from . import _bytes, _files, _lazy
 
@@ -210,7 +211,7 @@ class _Call:
         plain: Any = self.subject
         try:
             if isinstance(plain, (str, os.PathLike)):
-                return not keep(plain).compressed
+                return not KeptFile.open_file(plain).compressed
             if is_compressed(plain) is not False:
                 return False
             with overwire.safe_open(plain, "bytes"):
@@ -326,8 +327,7 @@ def _replace_readers(name: str, module: Any) -> None:
 def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
     # Installs all of a library's hooks in its classes, or none. Returns its hooks for module names, by id.
     swap: dict[int, tuple[Any, Any]] = {}
-    put: list[tuple[int, str]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for original, replacement in library.pair_replacements(_found, _LAZY):
             if not isinstance(original, tuple):
                 if id(original) not in _swapped:
@@ -335,11 +335,7 @@ def _hooked(library: Any) -> dict[int, tuple[Any, Any]]:
             elif (id(original[0]), original[1]) not in _members:
                 owner, name = original
                 _replace(owner, name, replacement)
-                put.append((id(original[0]), original[1]))
-    except BaseException:
-        for key in reversed(put):
-            _restore(key)
-        raise
+                stack.enter_context(after_error(_restore, (id(owner), name)))
     return swap
 
 
@@ -418,7 +414,7 @@ def _undo() -> None:
         _restore(key)
     _swapped.clear()
     _seen.clear()
-    forget()
+    KeptFile.forget_last()
 
 
 class SafetensorsPatch:
@@ -438,11 +434,8 @@ class SafetensorsPatch:
                 sys.meta_path.insert(0, _imports)
             _patches.append(self)
             self._on = True
-            try:
+            with after_error(self.undo):
                 _hook(readers)
-            except BaseException:
-                self.undo()
-                raise
 
     def __repr__(self) -> str:
         state = "active" if self._on else "ended"
@@ -506,7 +499,7 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
     Raises MissingPackageError if safetensors is not installed, and SafetensorError for an
     invalid device.
     """
-    from overwire.plumbing import check_switches
+    from overwire._compat_api import check_switches
 
     check_switches(compress=compress, offload=offload)
     return SafetensorsPatch(device, compress, offload)

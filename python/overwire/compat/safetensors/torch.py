@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import overwire
+from overwire._compat_api import check_memory, torch_dtype
 from overwire.compat.safetensors import TensorSpec, deserialize, safe_open, serialize, serialize_file
 from overwire.compat.safetensors._bytes import bytes_file
 from overwire.compat.safetensors._errors import not_contiguous, reading
-from overwire.plumbing import check_memory, torch_dtype
 
 __all__ = [
     "TensorSpec",

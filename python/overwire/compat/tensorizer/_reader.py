@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
+from ..._compat_api import ObjectReader, OpenRecords, prepare, resolve, shown, skip_at_exit
 from ...errors import CorruptError, CryptographyError, FormatError, NotSupportedError
-from ...plumbing import ObjectReader, OpenRecords, prepare, resolve, shown, skip_at_exit
 from ...records import Record, derive_key
 from . import _dtypes, _paths, _s3
 from ._encryption import DecryptionParams

@@ -6,8 +6,8 @@ import os
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from ..._compat_api import presign, read_file
 from ...errors import AccessError, NotFoundError, OverwireError
-from ...plumbing import presign, read_file
 
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from overwire.plumbing import new_lock
+from overwire._compat_api import new_lock
 
 _T = TypeVar("_T")
 

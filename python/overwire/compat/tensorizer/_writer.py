@@ -11,9 +11,10 @@ import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from overwire.plumbing import new_lock, start_thread
+from overwire._compat_api import new_lock, start_thread
+from overwire._undo import after_error
 
-from ...plumbing import number_of, written
+from ..._compat_api import number_of, written
 from ...records import NewRecord, Record, make_front, write_records
 from . import _dtypes, _paths
 from ._encryption import EncryptionParams
@@ -118,11 +119,8 @@ class TensorSerializer:
         self._lock = new_lock()
         self._at = _HEAD_BYTES + self._room
         self._begun = False
-        try:
+        with after_error(self._drop):
             self._finish()
-        except BaseException:
-            self._drop()
-            raise
 
     @property
     def total_tensor_bytes(self) -> int:
@@ -179,12 +177,9 @@ class TensorSerializer:
             for spec in specs:
                 _paths.add(self._tree, spec.path)
             self._make_room(specs)
-            try:
+            with after_error(self._drop):
                 self._write_turns(specs)
                 self._finish()
-            except BaseException:
-                self._drop()
-                raise
 
     def _write_turns(self, specs: list[_Spec]) -> None:
         specs.reverse()  # pop from the end, so finished tensors can be freed
@@ -340,7 +335,7 @@ def _ready(spec: _Spec) -> _Ready:
         keep = numpy.ascontiguousarray(tensor)
         is_copy, pointer, size = keep is not tensor, keep.ctypes.data, keep.nbytes
     elif not tensor.is_meta:
-        from ...plumbing import check_memory  # imports torch
+        from ..._compat_api import check_memory  # imports torch
 
         check_memory(tensor, f"overwire: TensorSerializer: {_paths.text(spec.path)!r}")
         keep = tensor.detach().resolve_conj().resolve_neg()

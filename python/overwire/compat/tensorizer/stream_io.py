@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
+from ..._compat_api import ObjectReader, await_path, read_file, regular, shown
+from ..._compat_api import open_writer as open_target
 from ...errors import OverwireError
-from ...plumbing import FileWriter, ObjectReader, ObjectWriter, await_path, read_file, regular, shown
 from . import _s3
 from ._s3 import default_s3_read_endpoint, default_s3_write_endpoint
 
@@ -410,7 +411,7 @@ def s3_upload(
 
     _s3.parse_uri(target_uri)
     options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
-    with open(path, "rb", opener=regular) as source, ObjectWriter(target_uri, storage_options=options) as target:
+    with open(path, "rb", opener=regular) as source, open_target(target_uri, storage_options=options) as target:
         shutil.copyfileobj(source, target, 16 << 20)
 
 
@@ -469,7 +470,7 @@ def open_stream(
             s3_region_name,
         )
         if normal != "br":
-            return ObjectWriter(path, storage_options=options)
+            return open_target(path, storage_options=options)
         return _S3StreamFile(path, options, begin, end, buffer_size, certificate_handling)
     if scheme and scheme != "file":
         raise ValueError(f"Unsupported scheme: {scheme}://")
@@ -499,4 +500,4 @@ def open_writer(path_uri: str | bytes | os.PathLike[str]) -> Any:
         return open_stream(path_uri, "wb+")
     path = os.path.abspath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    return FileWriter(path)
+    return open_target(path)

@@ -17,8 +17,8 @@ from sglang.srt.configs.load_config import LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader, maybe_add_mtp_safetensors
 
 from .. import check_options, iter_weights
-from ..shared.devices import device_or_host
-from ..shared.slices import SliceLoad, load_by_slices
+from ..devices import device_or_host
+from ..load_plan.run_plan import SliceLoad, load_by_slices
 
 log = logging.getLogger("sglang.overwire")
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from .. import iter_weights
-from ..shared.devices import device_or_host, tensor_parallel_group
-from ..shared.updates import Places, reason_against
+from ..devices import device_or_host, tensor_parallel_group
+from ..load_plan.update_weights import Places, reason_against
 
 log = logging.getLogger("sglang.overwire")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..shared.devices import device_or_host
+from ..devices import device_or_host
 
 
 def device_of(model: torch.nn.Module, load_config: Any) -> str:

@@ -15,9 +15,9 @@ import vllm
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from ...plumbing import start_thread
-from ..shared.origins import digest_of_file_times
-from ..shared.prepared import Refused, fingerprint
+from ..._compat_api import start_thread
+from ..kept_model.check_origins import digest_of_file_times
+from ..kept_model.keep_files import Refused, fingerprint
 
 #: The modules that move weights for every model.
 CODE = (
@@ -164,7 +164,7 @@ def facts_of_files(model_config: Any, loader: Any) -> Iterator[Any]:
     Raises Refused if nothing identifies them, and the errors of opening them."""
     import overwire
 
-    from ...plumbing import states_of
+    from ..._compat_api import states_of
 
     where: Any
     if loader.at_source(model_config):

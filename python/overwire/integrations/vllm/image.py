@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ...plumbing import prepare, start_thread
-from ..shared import prepared
-from ..shared.prepared import Damaged, Refused
+from ..._compat_api import prepare, start_thread
+from ..kept_model import keep_files
+from ..kept_model.keep_files import Damaged, Refused
 
 # An image has no record of modules.
 _RECORD: dict[str, Any] = {"tensors": {}, "names": {}, "modules": {}, "origins": "image of a memory pool"}
@@ -64,12 +64,12 @@ class PoolImage:
         try:
             digests = dict(zip(pool, overwire.digest(_by_position(pool)).values(), strict=True))
             facts = [(pool[address].nbytes, digest) for address, digest in digests.items()]
-            name = prepared.fingerprint("image", self.facts, facts)
+            name = keep_files.fingerprint("image", self.facts, facts)
             self._name, self._digests = name, digests
             self._device = str(next(iter(pool.values())).device)
             if self._find_file() is None:
                 tensors = _by_position(pool)
-                path = prepared.keep_file(
+                path = keep_files.keep_file(
                     self._folder, name, tensors, _RECORD, dict(zip(tensors, digests.values(), strict=True))
                 )
                 seconds = time.perf_counter() - start
@@ -83,7 +83,7 @@ class PoolImage:
     def _find_file(self) -> str | None:
         # Returns the path of the file, or None. A damaged file is removed.
         try:
-            kept = prepared.find_file(self._folder, self._name)
+            kept = keep_files.find_file(self._folder, self._name)
         except Damaged:
             return None
         if kept is None:
@@ -105,7 +105,7 @@ class PoolImage:
         if path is None:
             self._reason = "the file with the weights has been removed"
             return self._reason
-        prepared.note_use(path)
+        keep_files.note_use(path)
         return ""
 
     def has_bytes_of(self, pool: Pool) -> bool:
@@ -137,7 +137,7 @@ class PoolImage:
                     raise Damaged(f"{self._path} has other bytes than the weights that were stored")
             except (overwire.CorruptError, overwire.FormatError, Damaged) as error:
                 self._reason = str(error)
-                prepared.try_remove(self._path)
+                keep_files.try_remove(self._path)
                 raise
         self._log.info(
             "overwire: restored %.2f GiB of weights in %.2f s, after %.2f s to map their memory",

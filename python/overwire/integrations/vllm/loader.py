@@ -28,11 +28,11 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
-from ...plumbing import parse_size
+from ..._compat_api import parse_size
 from .. import check_options, iter_weights
-from ..shared.devices import tensor_parallel_group
-from ..shared.sheets import Opening
-from ..shared.slices import SliceLoad, load_by_slices
+from ..devices import tensor_parallel_group
+from ..load_plan.open_files import Opening
+from ..load_plan.run_plan import SliceLoad, load_by_slices
 from .coverage import Coverage
 from .device import device_of, device_of_config
 from .methods import COPIED
@@ -212,7 +212,7 @@ class _Reader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
     def sharing_pays(self) -> bool:
         """Whether ranks gain by sharing the reading, because weights go to GPUs or come from a store; see
         `should_share_reading`. Valid after `note_model`."""
-        from ...plumbing import is_remote
+        from ..._compat_api import is_remote
 
         return self._device != "cpu" or (self._sourced_model is not None and is_remote(str(self.source)))
 

@@ -22,13 +22,14 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
-from ...plumbing import start_thread
-from ..shared import prepared
-from ..shared.described import Describer, is_plain
-from ..shared.devices import all_agree
-from ..shared.origins import Foreign, digest_of_code
-from ..shared.parts import Arriving, match_processed, put_tensors, take_tensors
-from ..shared.prepared import Damaged, Kept, Refused
+from ..._compat_api import start_thread
+from ..._undo import after_error
+from ..devices import all_agree
+from ..kept_model import keep_files
+from ..kept_model.check_origins import Foreign, digest_of_code
+from ..kept_model.describe_model import Describer, is_plain
+from ..kept_model.keep_files import Damaged, Kept, Refused
+from ..kept_model.move_tensors import Arriving, match_processed, put_tensors, take_tensors
 from .identity import CODE, OPAQUE, fingerprint_of_load, fingerprint_prefix
 
 log = init_logger("vllm.overwire")
@@ -80,29 +81,28 @@ class PreparedStart:
         self._name = ""
         self._kept: Kept | None = None
         self._arriving: Arriving | None = None
-        try:
-            self._folder = prepared.ensure_folder(chosen)
-            likely = prepared.newest_name(self._folder, fingerprint_prefix(config, model_config, prefix, self._device))
-            if likely is not None:
-                self._begin_early(self._folder, likely)
-            self._name = fingerprint_of_load(config, model_config, prefix, loader, self._device)
-            if self._kept is None or self._name != likely:
+        with after_error(self._drop_kept_file):
+            try:
+                self._folder = keep_files.ensure_folder(chosen)
+                start = fingerprint_prefix(config, model_config, prefix, self._device)
+                likely = keep_files.newest_name(self._folder, start)
+                if likely is not None:
+                    self._begin_early(self._folder, likely)
+                self._name = fingerprint_of_load(config, model_config, prefix, loader, self._device)
+                if self._kept is None or self._name != likely:
+                    self._drop_kept_file()
+                    self._kept = keep_files.find_file(self._folder, self._name)
+            except Exception as error:
+                log.info("overwire: no prepared state: %s", error)
                 self._drop_kept_file()
-                self._kept = prepared.find_file(self._folder, self._name)
-        except Exception as error:
-            log.info("overwire: no prepared state: %s", error)
-            self._drop_kept_file()
-            if not isinstance(error, Damaged):
-                self._folder = None
-        except BaseException:
-            self._drop_kept_file()
-            raise
+                if not isinstance(error, Damaged):
+                    self._folder = None
 
     def _begin_early(self, folder: str, likely: str) -> None:
         # Starts to load the most recently used file. The fingerprint, which is computed at the same time, decides
         # whether the file is used.
         try:
-            self._kept = prepared.find_file(folder, likely)
+            self._kept = keep_files.find_file(folder, likely)
             if self._kept is not None:
                 self._arriving = Arriving(self._kept.path, self._kept.record["tensors"], self._device)
         except Damaged as error:
@@ -130,7 +130,7 @@ class PreparedStart:
             self._drop_kept_file()
 
     def _load_kept(self, kept: Kept) -> torch.nn.Module | None:
-        from ...plumbing import many_objects
+        from ..._compat_api import many_objects
 
         model: torch.nn.Module | None = None
         with _restore_registries_unless(self._config, lambda: model is not None), many_objects():
@@ -149,7 +149,7 @@ class PreparedStart:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             return None
-        prepared.note_use(kept.path)
+        keep_files.note_use(kept.path)
         count = len(kept.record["tensors"])
         log.info("overwire: restored prepared state: %d tensors in %.2f s", count, time.perf_counter() - began)
         return model
@@ -161,12 +161,12 @@ class PreparedStart:
             log.info("overwire: loads the model as usual: another rank has no matching prepared state")
         elif isinstance(reason, overwire.CorruptError | overwire.FormatError):
             log.warning("overwire: loads the model as usual, and will store its prepared state again: %s", reason)
-            prepared.try_remove(kept.path)
+            keep_files.try_remove(kept.path)
         else:
             log.info("overwire: loads the model as usual: the prepared state %s does not match: %s", kept.path, reason)
             # After a temporary error a note would replace a good file.
-            if not isinstance(reason, Foreign) and not prepared.is_passing(reason) and self._folder is not None:
-                prepared.note_refusal(self._folder, self._name, f"the model does not match: {reason}")
+            if not isinstance(reason, Foreign) and not keep_files.is_passing(reason) and self._folder is not None:
+                keep_files.note_refusal(self._folder, self._name, f"the model does not match: {reason}")
             self._folder = None
 
     def _make_model(self, kept: Kept) -> torch.nn.Module:
@@ -215,7 +215,7 @@ def _write_prepared(
 ) -> None:
     began = time.perf_counter()
     try:
-        path = prepared.keep_file(folder, name, tensors, record, digests)
+        path = keep_files.keep_file(folder, name, tensors, record, digests)
     except Exception as error:
         log.info("overwire: cannot store prepared state: %s", error or type(error).__name__)
         return

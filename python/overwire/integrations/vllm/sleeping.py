@@ -22,9 +22,9 @@ from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
-from ...plumbing import setting
-from ..shared.devices import all_agree
-from ..shared.prepared import Refused, ensure_folder, fingerprint
+from ..._compat_api import setting
+from ..devices import all_agree
+from ..kept_model.keep_files import Refused, ensure_folder, fingerprint
 from .image import PoolImage
 
 log = init_logger("vllm.overwire")

@@ -48,7 +48,7 @@ class HostedLayers(BaseOffloader):  # type: ignore[misc, unused-ignore]
 
         Raises ValueError for a model without layers, and the errors of `overwire.offload`.
         """
-        from ...plumbing import stream_blocks
+        from ..._compat_api import stream_blocks
 
         modules = set(model.modules())
         inner = {part for layer in self._names for part in layer.modules() if part is not layer}

@@ -26,12 +26,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.logger import init_logger
 
+from ..._compat_api import start_thread
 from ...errors import ArgumentError
-from ...plumbing import start_thread
 from .. import iter_weights
+from ..devices import tensor_parallel_group
+from ..load_plan.update_weights import Incomplete, Places, reason_against
 from ..pushes import Group, Publisher
-from ..shared.devices import tensor_parallel_group
-from ..shared.updates import Incomplete, Places, reason_against
 from .coverage import Coverage
 from .device import device_of
 from .straight import obstacle_of
@@ -92,7 +92,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
 
         Raises ValueError if the trainer will push deltas and this model does not support them. The error thus
         comes before the first training step instead of at the second push."""
-        from ...plumbing import parse_size
+        from ..._compat_api import parse_size
 
         self.shutdown()
         parse_size(init_info.max_memory, "init_info: max_memory")
@@ -171,7 +171,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         self._load_layerwise(where)
 
     def _places_of_model(self) -> Places:
-        from ...plumbing import parse_size
+        from ..._compat_api import parse_size
 
         model = self.model
         if id(model) not in self._places:
@@ -194,7 +194,7 @@ class TransferEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        from ...plumbing import parse_size
+        from ..._compat_api import parse_size
 
         device = device_of(self.model, self.vllm_config.load_config)  # before vLLM removes the parameters
         options = {

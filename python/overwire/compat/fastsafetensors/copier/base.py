@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from overwire import stream as stream_tensors  # import it now, not at the first call
-from overwire.plumbing import new_lock
+from overwire._compat_api import new_lock
 
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda

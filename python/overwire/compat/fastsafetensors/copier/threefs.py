@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from overwire._undo import after_error
+
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda
 from ..frameworks import FrameworkOpBase, TensorBase
@@ -33,7 +35,7 @@ class ThreeFSFileCopier(CopierInterface):
         offset, length = meta.header_length, meta.size_bytes - meta.header_length
         through_host = is_cuda(self.device) and self.framework.get_name() == "pytorch"
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
-        try:
+        with after_error(self.framework.free_tensor_memory, gbuf, self.device):
             if not through_host:
                 self._read_range(gbuf.get_base_address(), offset, length, max_copy_block_size)
             elif length:
@@ -43,9 +45,6 @@ class ThreeFSFileCopier(CopierInterface):
                     self._read_range(buffer.data_ptr(), offset + at, size, max_copy_block_size)
                     cpp.memcpy_h2d_async(gbuf.get_base_address() + at, buffer.data_ptr(), size)
                     self.framework.synchronize_current_stream(self.device)
-        except BaseException:
-            self.framework.free_tensor_memory(gbuf, self.device)
-            raise
         return gbuf
 
     def _read_range(self, address: int, offset: int, length: int, block: int) -> None:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from overwire._undo import after_error
+
 from .. import cpp
 from ..common import SafeTensorsMetadata, is_cuda
 from ..frameworks import FrameworkOpBase, TensorBase
@@ -50,14 +52,10 @@ class UnifiedMemCopier(EngineCopier):
         start, length = self.metadata.header_length, self.metadata.data_length
         self._pinned = [self.framework.mmap_file_pinned(self.metadata.src, length, start)]
         gbuf = self.framework.alloc_tensor_memory(length, self.device)
-        try:
+        with after_error(self.framework.free_tensor_memory, gbuf, self.device), after_error(self._pinned.clear):
             error = cpp.memcpy_h2d_async(gbuf.get_base_address(), self._pinned[0].data_ptr(), length)
             if error:
                 raise RuntimeError(f"{self.metadata.src}: memcpy_h2d_async: CUDA error {error}")
-        except BaseException:
-            self._pinned = []
-            self.framework.free_tensor_memory(gbuf, self.device)
-            raise
         return gbuf
 
     def enable_tensor_readiness(self) -> bool:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 import overwire
-from overwire.plumbing import regular, torch_dtype
+from overwire._compat_api import regular, torch_dtype
 
 from .. import cpp
 from ..allocation import track

@@ -1,0 +1,206 @@
+package hoststore
+
+// This file names files, copies them and checks their contents.
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"hash"
+	"runtime"
+	"slices"
+
+	"github.com/zeebo/xxh3"
+	"golang.org/x/sys/unix"
+
+	"github.com/overwire/overwire/gosrc/codec"
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/format"
+	"github.com/overwire/overwire/gosrc/internal/regular"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+	"github.com/overwire/overwire/gosrc/tensor"
+)
+
+// block is the unit in which files are copied and plain files are summed.
+const block = 4 << 20
+
+// maxHeader is the largest header of a safetensors file.
+const maxHeader = 100_000_000
+
+// A label is the name of a file's bytes.
+type label struct {
+	name     string
+	identity string // see request.Identity
+}
+
+// labelOf names the bytes of a source. ok is false if they cannot have a name: the file is not safetensors, or is
+// plain and could change without a change of its identity. It reads only what the name covers.
+func labelOf(ctx context.Context, src source.Source) (l label, ok bool, err error) {
+	f, identity := src.Facts(), ""
+	if f.Identity.Known() && f.Settled {
+		id := f.Identity
+		text := sha256.Sum256(fmt.Appendf(nil, "%d %d %d %d %d %q %q", id.Device, id.Inode, id.Size, id.Modified, id.Changed,
+			id.Object, id.Pin))
+		identity = hex.EncodeToString(text[:])
+	}
+	l, isContainer, err := labelAs(ctx, src, identity)
+	return l, l.name != "" && (isContainer || identity != ""), err
+}
+
+// labelAs names the bytes of a source that has an identity if it is a plain file. The name is "" if the file is not
+// safetensors. A plain file that merely resembles a container gets a name that no store accepts.
+func labelAs(ctx context.Context, src source.Source, identity string) (l label, isContainer bool, err error) {
+	head, err := source.Head(ctx, src)
+	if err != nil || len(head) < 9 || head[8] != '{' {
+		return label{}, false, err
+	}
+	data := 8 + int64(min(binary.LittleEndian.Uint64(head), maxSize))
+	if data > 8+maxHeader || data > src.Size() {
+		return label{}, false, nil
+	}
+	end := data
+	var frame [40]byte // the start of a container's index, which has its size
+	if src.Size() >= data+int64(len(frame)) {
+		if err := src.ReadAt(ctx, frame[:], data); err != nil {
+			return label{}, false, err
+		}
+	}
+	if isContainer = string(frame[:4]) == "OWIX"; isContainer {
+		n := binary.LittleEndian.Uint64(frame[32:])
+		if n > tensor.MaxIndex || int64(n) > src.Size()-data {
+			return label{}, false, nil
+		}
+		end, identity = end+int64(n), ""
+	}
+	sum := sha256.New()
+	fmt.Fprintf(sum, "overwire host %d %q %d %d\n", protocol, identity, src.Size(), end)
+	_, _ = sum.Write(head[:min(int64(len(head)), end)])
+	if err := addRest(ctx, src, sum, int64(len(head)), end); err != nil {
+		return label{}, false, err
+	}
+	return label{hex.EncodeToString(sum.Sum(nil)), identity}, isContainer, nil
+}
+
+// addRest adds the bytes from off to end to a digest.
+func addRest(ctx context.Context, src source.Source, sum hash.Hash, off, end int64) error {
+	buf := make([]byte, max(0, min(1<<20, end-off)))
+	for ; off < end; off += int64(len(buf)) {
+		buf = buf[:min(int64(len(buf)), end-off)]
+		if err := src.ReadAt(ctx, buf, off); err != nil {
+			return err
+		}
+		_, _ = sum.Write(buf)
+	}
+	return nil
+}
+
+// copyInto copies the bytes of a source to a memfd, and returns their sum.
+func copyInto(ctx context.Context, fd int, src source.Source, done func(n int64)) (string, error) {
+	return sumBlocks(ctx, src, func(b []byte, off int64) error {
+		for len(b) > 0 {
+			n := 0
+			err := regular.Again(func() (err error) {
+				n, err = unix.Pwrite(fd, b, off)
+				return err
+			})
+			if err != nil {
+				return errs.FromOS(err)
+			}
+			b, off = b[n:], off+int64(n)
+			done(int64(n))
+		}
+		return nil
+	})
+}
+
+// sumBlocks reads all bytes of a source on several workers, and returns the SHA-256 of the XXH3-128 of each block.
+// use gets each block.
+func sumBlocks(ctx context.Context, src source.Source, use func(b []byte, off int64) error) (string, error) {
+	sums := make([][16]byte, (src.Size()+block-1)/block)
+	workers := min(8, runtime.GOMAXPROCS(0))
+	free := make(chan []byte, workers)
+	for range workers {
+		free <- nil
+	}
+	err := spawn.Each(ctx, "host store", workers, len(sums), func(i int) error {
+		b := <-free
+		if b == nil {
+			b = make([]byte, block)
+		}
+		defer func() { free <- b }()
+		off := int64(i) * block
+		b = b[:min(block, src.Size()-off)]
+		defer func() { b = b[:block] }()
+		if err := src.ReadAt(ctx, b, off); err != nil {
+			return err
+		}
+		sums[i] = codec.HashOf(xxh3.Hash128(b))
+		return use(b, off)
+	})
+	all := sha256.New()
+	for i := range sums {
+		_, _ = all.Write(sums[i][:])
+	}
+	return hex.EncodeToString(all.Sum(nil)), err
+}
+
+// checkContents returns an error unless the sealed bytes of fd have the name of the request, and are a valid file
+// whose checksums are all right.
+func checkContents(ctx context.Context, fd int, q *request) error {
+	src, err := file.FromFD(fd, "entry "+q.Name[:12])
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	ix, err := format.Open(ctx, []source.Source{src}, format.Options{Known: codec.Known, Parts: true})
+	if err != nil {
+		return err
+	}
+	isContainer := ix.Sources[0].Overwire()
+	if !isContainer && ix.Sources[0].Format != tensor.FormatSafetensors || isContainer != (q.Identity == "") {
+		return errs.New(errs.ErrArgument, "the file has another format than its name says")
+	}
+	if err := compareName(ctx, src, label{q.Name, q.Identity}); err != nil {
+		return err
+	}
+	if isContainer {
+		return compareSums(ctx, src, ix)
+	}
+	sum, err := sumBlocks(ctx, src, func([]byte, int64) error { return nil })
+	if err == nil && sum != q.Sum {
+		err = errs.New(errs.ErrCorrupt, "the bytes differ from those that the client has read")
+	}
+	return err
+}
+
+// compareName returns an error unless the bytes of src, with the identity of l, have the name of l.
+func compareName(ctx context.Context, src source.Source, l label) error {
+	now, _, err := labelAs(ctx, src, l.identity)
+	if err == nil && now != l {
+		err = errs.New(errs.ErrCorrupt, "the header does not have the digest that its name says")
+	}
+	return err
+}
+
+// compareSums compares the checksums of all chunks of a container.
+func compareSums(ctx context.Context, src source.Source, ix *tensor.Index) error {
+	return spawn.Each(ctx, "host store", runtime.GOMAXPROCS(0), len(ix.Tensors), func(i int) error {
+		t := &ix.Tensors[i]
+		var b []byte
+		for k, c := range ix.Chunks[t.First : t.First+t.Count] {
+			b = slices.Grow(b[:0], int(c.Stored))[:c.Stored]
+			if err := src.ReadAt(ctx, b, c.Off); err != nil {
+				return err
+			}
+			if sum := codec.Sum(b); sum != c.Sum {
+				return &errs.At{Verb: "check", Source: src.URI(), Tensor: t.Name, Chunk: int64(k), Offset: c.Off,
+					Err: errs.NewMismatch(c.Sum, sum)}
+			}
+		}
+		return nil
+	})
+}

@@ -1,0 +1,339 @@
+package hoststore
+
+// This file opens files through a store.
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/knob"
+	"github.com/overwire/overwire/gosrc/source"
+	"github.com/overwire/overwire/gosrc/source/file"
+)
+
+// An Opener opens a URI of which the reader expects an outline.
+type Opener = func(ctx context.Context, uri string, outline source.Outline) (source.Source, error)
+
+// A Link takes the files of one model from a store. It connects at the first file, and disconnects when the last
+// source from the store is closed. A nil Link is valid and uses no store.
+type Link struct {
+	path    string
+	isAsked bool // a missing store is worth a notice
+
+	mu     sync.Mutex
+	client *Client // nil before the first file and after the last one
+	users  int     // the opening model, and the open sources from the store
+	failed bool    // the store is not asked again
+	names  []string
+	isRead bool // tensors of the model were loaded
+}
+
+// NewLink returns the link of a model, or nil if it uses no store. ask is the caller's choice; nil means the
+// setting. The caller calls Done when all files are open.
+func NewLink(ask *bool) *Link {
+	path := knob.Host.Get()
+	if ask == nil && path == off || ask != nil && !*ask {
+		return nil
+	}
+	if path == off {
+		path = auto
+	}
+	return &Link{path: path, isAsked: ask != nil || path != auto, users: 1}
+}
+
+// Done undoes NewLink.
+func (l *Link) Done() {
+	if l != nil {
+		l.leave()
+	}
+}
+
+func (l *Link) leave() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.users--; l.users == 0 && l.client != nil {
+		l.client.Close()
+		l.client = nil
+	}
+}
+
+// Held returns how many files of the model came from the store.
+func (l *Link) Held() int {
+	if l == nil {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.names)
+}
+
+// NoteRead notes that tensors of the model are loaded, so that files that the store does not have are worth their
+// memory.
+func (l *Link) NoteRead() {
+	if l != nil {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.isRead = true
+	}
+}
+
+// Distrust drops the model's entries from the store, because their bytes were wrong.
+func (l *Link) Distrust(ctx context.Context) {
+	if l == nil {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, name := range l.names {
+		if l.client == nil {
+			return
+		}
+		if _, err := l.client.Drop(ctx, name); err == nil {
+			counts.distrusted.Add(1)
+		}
+	}
+	l.names = nil
+}
+
+// Open returns an opener that takes files from the store. A file that the store does not have is put into it after
+// the model has read it. Without a store, open opens the file.
+func (l *Link) Open(open Opener) Opener {
+	if l == nil {
+		return open
+	}
+	return func(ctx context.Context, uri string, outline source.Outline) (source.Source, error) {
+		src, err := open(ctx, uri, outline)
+		if err != nil {
+			return nil, err
+		}
+		return l.replace(ctx, src), nil
+	}
+}
+
+// replace returns a source of the same bytes in the store if the store has them.
+func (l *Link) replace(ctx context.Context, src source.Source) source.Source {
+	name, ok, err := labelOf(ctx, src)
+	if err != nil || !ok {
+		return src // opening the file reports the error
+	}
+	client := l.connect(ctx)
+	if client == nil {
+		return src
+	}
+	bytes, err := client.fetch(ctx, name, src.Size(), src.URI())
+	switch {
+	case ctx.Err() != nil:
+		return src
+	case err != nil:
+		counts.lost.Add(1)
+		if errors.Is(err, errs.ErrCorrupt) {
+			_, _ = client.Drop(ctx, name.name)
+		}
+		l.fail(err)
+		return src
+	case bytes == nil:
+		counts.misses.Add(1)
+		if src.Facts().File == nil {
+			return src // reading a remote file again would be slow
+		}
+		return &missed{Source: src, link: l, name: name.name}
+	}
+	counts.hits.Add(1)
+	counts.hitBytes.Add(src.Size())
+	was, facts := src.Facts(), bytes.Facts()
+	// Other ranks and preloads may have opened the file itself.
+	facts.Identity, facts.Settled, facts.Headers = was.Identity, was.Settled, was.Headers
+	facts.Now = func() (source.Identity, error) { return was.Identity, nil }
+	facts.Remote = was.Remote && was.File != nil
+	_ = src.Close()
+	l.mu.Lock()
+	l.users++
+	l.names = append(l.names, name.name)
+	l.mu.Unlock()
+	return &held{Source: bytes, facts: facts, leave: l.leave}
+}
+
+// connect returns the client, or nil if the store cannot be reached.
+func (l *Link) connect(ctx context.Context) *Client {
+	l.mu.Lock()
+	if l.client != nil || l.failed {
+		defer l.mu.Unlock()
+		if l.failed {
+			return nil
+		}
+		return l.client
+	}
+	client, err := Dial(ctx, l.path)
+	l.client = client
+	l.mu.Unlock()
+	if err != nil && ctx.Err() == nil {
+		if l.isAsked || !errors.Is(err, errs.ErrNotFound) {
+			counts.lost.Add(1)
+			l.fail(err)
+		} else {
+			l.mu.Lock()
+			l.failed = true
+			l.mu.Unlock()
+		}
+	}
+	return client
+}
+
+// fail reads this and later files of the model without the store.
+func (l *Link) fail(err error) {
+	l.mu.Lock()
+	again := l.failed
+	l.failed = true
+	l.mu.Unlock()
+	if !again {
+		path, _ := Socket(l.path)
+		if at, ok := errors.AsType[*errs.At](err); ok && at.Source == path {
+			err = at.Err
+		}
+		source.Notice(fmt.Sprintf("host store %s: %s: reading the files instead", path, errs.Message(err)))
+	}
+}
+
+// held is a source from a store, with the facts of the file that it replaces.
+type held struct {
+	source.Source
+	facts source.Facts
+	once  sync.Once
+	leave func()
+}
+
+func (h *held) Facts() source.Facts { return h.facts }
+
+func (h *held) Close() error {
+	err := h.Source.Close()
+	h.once.Do(h.leave)
+	return err
+}
+
+// missed is a local file that the store does not have. When it is closed after a load, it is put into the store in the
+// background.
+type missed struct {
+	source.Source
+	link *Link
+	name string
+	once sync.Once
+}
+
+func (m *missed) Close() error {
+	m.once.Do(func() {
+		m.link.mu.Lock()
+		isRead := m.link.isRead
+		m.link.mu.Unlock()
+		if !isRead {
+			return
+		}
+		_ = m.Facts().File.WithFD(func(fd int) error {
+			puts.add(m.link.path, m.name, fd, m.URI())
+			return nil
+		})
+	})
+	return m.Source.Close()
+}
+
+// Counted are numbers of files since this process started: taken from a store, not found there, put into it; and
+// loads that lost their store, and entries that were dropped because their bytes were wrong.
+type Counted struct {
+	Hits       int64 `json:"hits"`
+	HitBytes   int64 `json:"hit_bytes"`
+	Misses     int64 `json:"misses"`
+	Puts       int64 `json:"puts"`
+	PutBytes   int64 `json:"put_bytes"`
+	Lost       int64 `json:"lost"`
+	Distrusted int64 `json:"distrusted"`
+}
+
+var counts struct{ hits, hitBytes, misses, puts, putBytes, lost, distrusted atomic.Int64 }
+
+// CountedFiles returns the counts so far.
+func CountedFiles() Counted {
+	return Counted{Hits: counts.hits.Load(), HitBytes: counts.hitBytes.Load(), Misses: counts.misses.Load(),
+		Puts: counts.puts.Load(), PutBytes: counts.putBytes.Load(), Lost: counts.lost.Load(),
+		Distrusted: counts.distrusted.Load()}
+}
+
+// puts are the files that wait to be put into a store in the background, one at a time.
+var puts = &putQueue{seen: map[string]bool{}}
+
+type putQueue struct {
+	mu      sync.Mutex
+	waiting []func()
+	seen    map[string]bool // names that wait, and names that a store has refused
+	running bool
+}
+
+// maxWaiting is how many files may wait, each with an open descriptor.
+const maxWaiting = 256
+
+// add puts an open file into the store at path, unless it was tried before.
+func (q *putQueue) add(path, name string, fd int, uri string) {
+	key := path + "\x00" + name
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.seen[key] || len(q.waiting) >= maxWaiting {
+		return
+	}
+	src, err := file.FromFD(fd, uri)
+	if err != nil {
+		return
+	}
+	q.seen[key] = true
+	q.waiting = append(q.waiting, func() {
+		defer src.Close()
+		if err := putFile(path, src); err != nil {
+			var no *refused
+			source.Notice(fmt.Sprintf("host store: %s is not kept in memory: %s", errs.OneLine(errs.RedactURI(uri)),
+				errs.Message(err)))
+			if errors.As(err, &no) && !errors.Is(err, errs.ErrMemory) { // would be refused again, after another copy
+				return
+			}
+		}
+		q.mu.Lock()
+		delete(q.seen, key)
+		q.mu.Unlock()
+	})
+	if !q.running {
+		q.running = true
+		spawn.Go("host put", q.run)
+	}
+}
+
+func (q *putQueue) run() {
+	for {
+		q.mu.Lock()
+		if len(q.waiting) == 0 {
+			q.running = false
+			q.mu.Unlock()
+			return
+		}
+		next := q.waiting[0]
+		q.waiting = q.waiting[1:]
+		q.mu.Unlock()
+		next()
+	}
+}
+
+// putFile puts a file into the store at path.
+func putFile(path string, src source.Source) error {
+	ctx := spawn.Context()
+	client, err := Dial(ctx, path)
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	state, err := client.Put(ctx, src, func(int64) {})
+	if err == nil && state == "kept" {
+		counts.puts.Add(1)
+		counts.putBytes.Add(src.Size())
+	}
+	return err
+}

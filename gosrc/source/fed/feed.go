@@ -1,0 +1,248 @@
+// Package fed provides sources whose bytes may come from a supplier in Python instead of their store. The supplier
+// has pieces of objects in memory that it shares with other processes.
+//
+// A fed source wraps the object at its store. When a read needs a piece, the source asks the supplier. The supplier
+// answers with the address of the piece, or that the source has to read its store. A source never waits much longer
+// for a piece than its store would need. The blocks of a piece have checksums, which are compared before a byte is
+// used, so the supplier is not trusted to keep the bytes intact.
+//
+// The supplier can also use a source to read a piece from the store into its memory. Credentials therefore stay in the
+// engine.
+package fed
+
+import (
+	"context"
+	"hash/crc32"
+	"sync"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/sizes"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+const (
+	// Block is the number of bytes of a piece that one checksum covers. It fits the L2 cache, so that comparing the
+	// checksum before the bytes are copied costs little.
+	Block = 1 << 20
+	// part is the size of the reads from a store that fill a piece, and parts is how many of them run in parallel.
+	part, parts = 8 << 20, 8
+	// patience is the least time that a source waits for a piece while no other piece arrives.
+	patience = 2 * time.Second
+	// maxMissed is after how many pieces in succession that were late a source reads only from its store.
+	maxMissed = 2
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+// The values of Event.What.
+const (
+	Ask   = "ask"   // a read needs the piece: call Answer
+	Late  = "late"  // the piece did not arrive in time: an answer is no longer needed
+	Bad   = "bad"   // a checksum of the piece was wrong
+	Free  = "free"  // the source no longer uses the memory of the piece
+	Alone = "alone" // the source reads only from its store from now on
+	Close = "close" // the source is closed and uses no memory of its pieces
+)
+
+// An Event tells the supplier what a source needs or no longer needs.
+type Event struct {
+	What string `json:"what"`
+	// File is the number of the source. Name is the same for equal bytes of one object in one store, in all processes,
+	// and contains no secret. URI is redacted. Size is the size of the object.
+	File int64  `json:"file"`
+	Name string `json:"name"`
+	URI  string `json:"uri"`
+	Size int64  `json:"size"`
+	// Piece is the number of the piece, Bytes is its size.
+	Piece int64 `json:"piece"`
+	Bytes int64 `json:"bytes"`
+}
+
+// A Feed connects the sources of a process with their supplier. It is safe for concurrent use.
+type Feed struct {
+	size int64 // of a piece, except the last one of an object
+
+	mu      sync.Mutex
+	events  []Event
+	more    chan struct{} // closed when an event is added, and then replaced
+	sources map[int64]*Source
+	last    int64         // number of the newest source
+	took    time.Duration // average time that a store needed for a piece; 0 if unknown
+	shut    bool
+}
+
+// New returns a feed of pieces of a size in bytes.
+func New(size int64) (*Feed, error) {
+	if size < Block || size%Block != 0 || size > 1<<32 {
+		return nil, errs.New(errs.ErrArgument, "pieces of %d bytes: expected a multiple of 1 MiB, at most 4 GiB", size)
+	}
+	return &Feed{size: size, more: make(chan struct{}), sources: map[int64]*Source{}}, nil
+}
+
+// current is the feed that Wrap uses.
+var current struct {
+	sync.Mutex
+	feed *Feed
+}
+
+// Use makes Wrap use a feed. It closes the feed that was used before.
+func Use(f *Feed) {
+	current.Lock()
+	before := current.feed
+	current.feed = f
+	current.Unlock()
+	if before != nil {
+		before.Close()
+	}
+}
+
+// Wrap returns a fed source for an object at its store. store is the result of source.Options.StoreOf. It returns src
+// itself if there is no supplier, or if the object has no identity, cannot be read by ranges, or is so small that it
+// was read when it was opened.
+func Wrap(src source.Source, store string) source.Source {
+	current.Lock()
+	f := current.feed
+	current.Unlock()
+	facts := src.Facts()
+	if f == nil || facts.Ranges == nil || !facts.Settled || facts.Identity.Pin == "" || src.Size() <= source.HeadBytes {
+		return src
+	}
+	return f.add(src, source.ObjectKey(src.URI(), store, facts.Identity.Pin, src.Size()))
+}
+
+func (f *Feed) add(src source.Source, name string) source.Source {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.shut {
+		return src
+	}
+	f.last++
+	s := &Source{Source: src, feed: f, file: f.last, name: name, pieces: map[int64]*piece{}}
+	s.ctx, s.cancel = context.WithCancelCause(context.Background())
+	f.sources[s.file] = s
+	return s
+}
+
+// tell adds an event.
+func (f *Feed) tell(e Event) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.events = append(f.events, e)
+	if e.What == Close {
+		delete(f.sources, e.File)
+	}
+	close(f.more)
+	f.more = make(chan struct{})
+}
+
+// Next returns the events since the last call. If there are none, it waits up to d for one.
+func (f *Feed) Next(ctx context.Context, d time.Duration) ([]Event, error) {
+	late := time.After(d)
+	for {
+		f.mu.Lock()
+		events, more, shut := f.events, f.more, f.shut
+		f.events = nil
+		f.mu.Unlock()
+		switch {
+		case len(events) > 0:
+			return events, nil
+		case shut:
+			return nil, errs.New(errs.ErrArgument, "the feed is closed")
+		}
+		select {
+		case <-more:
+		case <-late:
+			return nil, nil
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+func (f *Feed) find(file, number int64) (*Source, int64, error) {
+	f.mu.Lock()
+	s := f.sources[file]
+	f.mu.Unlock()
+	if s == nil {
+		return nil, 0, errs.New(errs.ErrArgument, "file %d is not open", file)
+	}
+	if number < 0 || number >= sizes.CeilDiv(s.Size(), f.size) {
+		return nil, 0, errs.New(errs.ErrArgument, "piece %d of file %d does not exist", number, file)
+	}
+	return s, min(f.size, s.Size()-number*f.size), nil
+}
+
+// Answer gives a piece to a source. The bytes must stay valid and unchanged until the event Free or Close. sums has the
+// CRC32C of each block; nil means that they are known to be right. bytes is nil if the source has to read its store.
+// Answer reports whether the source uses the bytes: it does not if they come too late.
+func (f *Feed) Answer(file, number int64, bytes []byte, sums []uint32) (bool, error) {
+	s, n, err := f.find(file, number)
+	if err != nil {
+		return false, nil // closed since it asked
+	}
+	if bytes != nil && (int64(len(bytes)) != n || sums != nil && int64(len(sums)) != sizes.CeilDiv(n, Block)) {
+		bytes = nil // not the piece: other processes may share anything
+		s.tell(Bad, number)
+	}
+	return s.settle(number, bytes, sums), nil
+}
+
+// Read reads a piece of a source from its store, and returns the CRC32C of each block. len(to) is the size of the
+// piece.
+func (f *Feed) Read(ctx context.Context, file, number int64, to []byte) ([]uint32, error) {
+	s, n, err := f.find(file, number)
+	if err != nil {
+		return nil, err
+	}
+	if int64(len(to)) != n {
+		return nil, errs.New(errs.ErrArgument, "piece %d of file %d has %d bytes, not %d", number, file, n, len(to))
+	}
+	began := time.Now()
+	err = spawn.Each(ctx, "feed", parts, int(sizes.CeilDiv(n, part)), func(i int) error {
+		from, to := int64(i)*part, to[i*part:min(n, int64(i+1)*part)]
+		return s.Source.ReadAt(ctx, to, number*f.size+from)
+	})
+	if err != nil {
+		return nil, err
+	}
+	f.measure(time.Since(began))
+	sums := make([]uint32, sizes.CeilDiv(n, Block))
+	for i := range sums {
+		sums[i] = crc32.Checksum(to[i*Block:min(n, int64(i+1)*Block)], castagnoli)
+	}
+	return sums, nil
+}
+
+func (f *Feed) measure(took time.Duration) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.took == 0 {
+		f.took = took
+	}
+	f.took += (took - f.took) / 4
+}
+
+// wait returns how long a source waits for a piece while no other piece arrives.
+func (f *Feed) wait() time.Duration {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return max(patience, f.took)
+}
+
+// Close makes all sources read only from their stores, and waits until none uses memory of the supplier.
+func (f *Feed) Close() {
+	f.mu.Lock()
+	f.shut = true
+	var all []*Source
+	for _, s := range f.sources {
+		all = append(all, s)
+	}
+	close(f.more)
+	f.more = make(chan struct{})
+	f.mu.Unlock()
+	for _, s := range all {
+		s.leave(Alone)
+	}
+}

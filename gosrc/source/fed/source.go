@@ -1,0 +1,366 @@
+package fed
+
+// This file implements the source.
+
+import (
+	"context"
+	"hash/crc32"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/source"
+)
+
+// maxIdle is how many pieces a source keeps that no read uses and that were not read completely.
+const maxIdle = 4
+
+// A Source is an object at its store, of which some pieces are in memory. It implements source.Source.
+type Source struct {
+	source.Source // the object at its store
+	feed          *Feed
+	file          int64
+	name          string
+	ctx           context.Context // ends with Close
+	cancel        context.CancelCauseFunc
+
+	memory sync.RWMutex // held for reading by every copy from a piece
+	gone   bool         // no memory of a piece may be read any more, and no piece is asked for
+
+	mu     sync.Mutex
+	pieces map[int64]*piece
+	idle   []*piece  // pieces in memory without users; the longest unused first
+	moved  time.Time // when the last piece was settled
+	missed int       // late pieces in succession
+}
+
+// A piece is part of an object. The supplier was asked for it. It is settled when the supplier has answered, or is
+// late.
+type piece struct {
+	number  int64
+	asked   time.Time
+	settled chan struct{} // closed when the fields below are set
+	bytes   []byte        // nil: read the store
+	sums    []uint32
+	right   []atomic.Bool // blocks with the right checksum
+	bad     atomic.Bool   // a block has a wrong checksum: read the store
+	read    atomic.Int64  // bytes copied
+
+	// Guarded by the source's mu.
+	users int
+	done  bool // settled is closed
+}
+
+func (s *Source) tell(what string, number int64) {
+	size := s.feed.size
+	s.feed.tell(Event{What: what, File: s.file, Name: s.name, URI: errs.RedactURI(s.URI()), Size: s.Size(),
+		Piece: number, Bytes: min(size, s.Size()-number*size)})
+}
+
+// Facts implements source.Source. The bytes are those of the object at its store.
+func (s *Source) Facts() source.Facts {
+	f := s.Source.Facts()
+	n := f.RangeBytes
+	f = f.ReadAtOnly()
+	f.RangeBytes, f.Ranges = n, s
+	return f
+}
+
+// hold returns a piece that stays in memory until release. It asks for a piece that it does not have.
+func (s *Source) hold(number int64) *piece {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.pieces[number]
+	if p == nil {
+		p = &piece{number: number, settled: make(chan struct{}), asked: time.Now()}
+		s.pieces[number] = p
+		if s.isGone() {
+			p.finish(nil, nil)
+		} else {
+			s.tell(Ask, number)
+		}
+	}
+	if p.users++; p.users == 1 {
+		s.idle = slices.DeleteFunc(s.idle, func(one *piece) bool { return one == p })
+	}
+	return p
+}
+
+// release undoes hold. A piece that was read completely is freed.
+func (s *Source) release(p *piece) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if p.users--; p.users == 0 && p.bytes != nil {
+		s.rest(p)
+	}
+}
+
+// rest frees a piece without users, or keeps it for later reads. The caller holds s.mu.
+func (s *Source) rest(p *piece) {
+	if !p.bad.Load() && p.read.Load() < int64(len(p.bytes)) {
+		if s.idle = append(s.idle, p); len(s.idle) <= maxIdle {
+			return
+		}
+		p, s.idle = s.idle[0], s.idle[1:]
+	}
+	if s.pieces[p.number] != p {
+		return // freed by leave
+	}
+	delete(s.pieces, p.number)
+	if p.bad.Load() {
+		atStore := &piece{number: p.number, settled: make(chan struct{})}
+		atStore.finish(nil, nil)
+		s.pieces[p.number] = atStore
+	}
+	s.tell(Free, p.number)
+}
+
+// finish settles a piece. The caller holds the source's mu.
+func (p *piece) finish(bytes []byte, sums []uint32) {
+	p.bytes, p.sums, p.right, p.done = bytes, sums, make([]atomic.Bool, len(sums)), true
+	close(p.settled)
+}
+
+// settle gives a piece to its readers. It returns false if the bytes are not used.
+func (s *Source) settle(number int64, bytes []byte, sums []uint32) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.pieces[number]
+	if p == nil || p.done {
+		return false
+	}
+	s.moved = time.Now()
+	p.finish(bytes, sums)
+	if bytes == nil {
+		return false
+	}
+	s.missed = 0
+	if p.users == 0 {
+		s.rest(p)
+	}
+	return true
+}
+
+// await waits until a piece is settled.
+func (s *Source) await(ctx context.Context, p *piece) error {
+	for {
+		s.mu.Lock()
+		since := p.asked
+		if s.moved.After(since) {
+			since = s.moved
+		}
+		s.mu.Unlock()
+		late := time.NewTimer(time.Until(since.Add(s.feed.wait())))
+		select {
+		case <-p.settled:
+			late.Stop()
+			return nil
+		case <-ctx.Done():
+			late.Stop()
+			return context.Cause(ctx)
+		case <-s.ctx.Done():
+			late.Stop()
+			return errs.Place("read", s.URI(), "", -1, context.Cause(s.ctx))
+		case <-late.C:
+			s.giveUp(p, since)
+		}
+	}
+}
+
+// giveUp settles a piece that is late, unless another piece has arrived since the wait began.
+func (s *Source) giveUp(p *piece, since time.Time) {
+	s.mu.Lock()
+	if p.done || s.moved.After(since) {
+		s.mu.Unlock()
+		return
+	}
+	s.moved = time.Now()
+	p.finish(nil, nil)
+	s.missed++
+	alone := s.missed >= maxMissed
+	s.mu.Unlock()
+	s.tell(Late, p.number)
+	if alone {
+		s.leave(Alone)
+	}
+}
+
+// leave makes the source read only from its store. When it returns, no memory of a piece is in use.
+func (s *Source) leave(what string) {
+	s.memory.Lock()
+	s.gone = true
+	s.memory.Unlock()
+	s.mu.Lock()
+	for _, p := range s.pieces {
+		if !p.done {
+			p.finish(nil, nil)
+		}
+	}
+	clear(s.pieces)
+	s.idle = nil
+	s.mu.Unlock()
+	s.tell(what, 0)
+}
+
+// isGone reports whether leave was called.
+func (s *Source) isGone() bool {
+	s.memory.RLock()
+	defer s.memory.RUnlock()
+	return s.gone
+}
+
+// copyFrom copies bytes of a settled piece that the caller holds. It returns false if they have to be read from the
+// store.
+func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
+	s.memory.RLock()
+	defer s.memory.RUnlock()
+	if s.gone || p.bytes == nil || p.bad.Load() {
+		return false
+	}
+	for i := from / Block; p.sums != nil && i*Block < from+int64(len(to)); i++ {
+		if p.right[i].Load() {
+			continue
+		}
+		if crc32.Checksum(p.bytes[i*Block:min(int64(len(p.bytes)), (i+1)*Block)], castagnoli) != p.sums[i] {
+			if !p.bad.Swap(true) {
+				s.tell(Bad, p.number)
+			}
+			return false
+		}
+		p.right[i].Store(true)
+	}
+	p.read.Add(int64(copy(to, p.bytes[from:])))
+	return true
+}
+
+// ReadAt implements source.Source. The bytes that were read when the object was opened come from there.
+func (s *Source) ReadAt(ctx context.Context, p []byte, off int64) error {
+	if n := int64(len(p)); off < 0 || n == 0 || off > s.Size() || n > s.Size()-off || off+n <= source.HeadBytes ||
+		ctx.Err() != nil || s.isGone() {
+		return s.Source.ReadAt(ctx, p, off)
+	}
+	r := span{s: s}
+	defer r.Close()
+	r.take(ctx, off, int64(len(p)))
+	return r.Next(p)
+}
+
+// Close implements source.Source.
+func (s *Source) Close() error {
+	if s.ctx.Err() == nil {
+		s.cancel(errs.New(errs.ErrArgument, "the source is closed"))
+		s.leave(Close)
+	}
+	return s.Source.Close()
+}
+
+// AtOnce implements source.Ranges.
+func (s *Source) AtOnce() int { return s.Source.Facts().Ranges.AtOnce() }
+
+// OpenRange implements source.Ranges. A range needs no permit, because most ranges send no request to the store.
+func (s *Source) OpenRange(ctx context.Context) (source.Range, error) {
+	switch {
+	case s.ctx.Err() != nil:
+		return nil, errs.Place("read", s.URI(), "", -1, context.Cause(s.ctx))
+	case ctx.Err() != nil:
+		return nil, context.Cause(ctx)
+	}
+	return &span{s: s}, nil
+}
+
+// A span is a range of a fed source. It holds its pieces until Close.
+type span struct {
+	s       *Source
+	ctx     context.Context
+	at, end int64
+	held    []*piece
+	store   source.Range // reads the whole range from the store; nil if pieces are used
+	waited  time.Duration
+}
+
+func (r *span) take(ctx context.Context, off, n int64) {
+	r.ctx, r.at, r.end = ctx, off, off+n
+	for number := off / r.s.feed.size; number*r.s.feed.size < r.end; number++ {
+		r.held = append(r.held, r.s.hold(number))
+	}
+}
+
+// Begin implements source.Range. If the first piece has to be read from the store, so has the whole range.
+func (r *span) Begin(ctx context.Context, off, n int64) error {
+	s := r.s
+	isInside := off >= 0 && n >= 0 && off <= s.Size() && n <= s.Size()-off
+	if isInside && n > 0 && !s.isGone() && ctx.Err() == nil {
+		r.take(ctx, off, n)
+		began := time.Now()
+		err := s.await(ctx, r.held[0])
+		r.waited += time.Since(began)
+		if err != nil || r.held[0].bytes != nil {
+			return err
+		}
+		r.drop()
+	}
+	store, err := s.Source.Facts().Ranges.OpenRange(ctx)
+	if err != nil {
+		return err
+	}
+	r.store = store
+	return store.Begin(ctx, off, n)
+}
+
+// Next implements source.Range.
+func (r *span) Next(p []byte) error {
+	s := r.s
+	switch {
+	case r.store != nil:
+		return r.store.Next(p)
+	case r.ctx.Err() != nil:
+		return context.Cause(r.ctx)
+	case int64(len(p)) > r.end-r.at:
+		return errs.Place("read", s.URI(), "", r.at, errs.New(errs.ErrEngine,
+			"%d bytes requested, but the range has %d left", len(p), r.end-r.at))
+	}
+	for len(p) > 0 {
+		number := r.at / s.feed.size
+		one := r.held[number-r.held[0].number]
+		from := r.at - number*s.feed.size
+		n := min(int64(len(p)), s.feed.size-from)
+		if err := s.await(r.ctx, one); err != nil {
+			return err
+		}
+		if !s.copyFrom(one, p[:n], from) {
+			if err := s.Source.ReadAt(r.ctx, p[:n], r.at); err != nil {
+				return err
+			}
+		}
+		p, r.at = p[n:], r.at+n
+	}
+	return nil
+}
+
+// Waited implements source.Range.
+func (r *span) Waited() (permit, answer time.Duration) {
+	if r.store != nil {
+		permit, answer = r.store.Waited()
+	}
+	answer += r.waited
+	r.waited = 0
+	return permit, answer
+}
+
+func (r *span) drop() {
+	for _, p := range r.held {
+		r.s.release(p)
+	}
+	r.held = nil
+}
+
+// Close implements source.Range.
+func (r *span) Close() error {
+	r.drop()
+	if r.store != nil {
+		return r.store.Close()
+	}
+	return nil
+}

@@ -1,0 +1,33 @@
+"""Protects CUDA graphs that a program captures from torch calls of overwire, and refuses calls in a capture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from . import _verbs
+from .errors import NotSupportedError
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """A context for torch calls that protects CUDA graphs which other threads capture in torch's
+    default mode. Without it, an allocation that grows torch's memory pool invalidates them."""
+    before = _verbs.gpu_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        _verbs.gpu_mode(before)
+
+
+def refuse_capture(torch: Any) -> None:
+    """Raises NotSupportedError if torch's current stream is being captured into a CUDA graph.
+    Waiting for that stream would invalidate the capture."""
+    if torch.cuda.is_current_stream_capturing():
+        raise NotSupportedError(
+            "overwire: the current stream is being captured into a CUDA graph, and this call cannot be captured: "
+            "make it before the capture, or on another stream"
+        )

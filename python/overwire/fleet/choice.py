@@ -1,0 +1,87 @@
+"""Decides whether a call reads objects through Ray, and starts this process's supplier."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .._engine import forked
+from .._locks import new_lock
+from ..errors import MissingPackageError, NotSupportedError
+from ..jobs import log
+from ..model.options import check_switches, setting
+
+if TYPE_CHECKING:
+    from .feeder import Feeder
+
+_lock = new_lock()
+_feeder: Feeder | None = None
+_session: object = None  # Ray's session that the supplier belongs to
+
+# A node whose object store has room for fewer pieces shares none.
+_FEWEST = 4
+
+
+def feeds(ray: object) -> bool:
+    """Returns whether objects are read through Ray, and connects to it. ray: the option of that name; None: the setting
+    OVERWIRE_RAY.
+
+    Raises ArgumentError for an invalid option; and if Ray is required, MissingPackageError if it is not installed and
+    NotSupportedError if there is no cluster."""
+    if ray is not None:
+        check_switches(ray=ray)
+    way = str(setting("OVERWIRE_RAY")) if ray is None else "on" if ray else "off"
+    if way == "off" or forked():
+        return False
+    if way == "on":
+        return _start(_connect())
+    module = sys.modules.get("ray")
+    try:
+        if module is None or not module.is_initialized() or sum(1 for one in module.nodes() if one["Alive"]) < 2:
+            return False
+        return _start(module)
+    except Exception as error:
+        log.info("ray: not used (%s)", type(error).__name__)
+        return False
+
+
+def _connect() -> Any:
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise MissingPackageError("overwire: ray=True needs the package ray: pip install ray") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, configure_logging=False)
+        except ConnectionError:
+            raise NotSupportedError(
+                "overwire: ray=True: this process is not in a Ray cluster: start one with `ray start --head`, or set "
+                "RAY_ADDRESS"
+            ) from None
+    return ray
+
+
+def _start(ray: Any) -> bool:
+    global _feeder, _session
+    from .feeder import Feeder
+
+    with _lock:
+        session = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().get_node_id()
+        if _feeder is not None and _session == session:
+            return True
+        if _feeder is not None:  # the process has left a cluster and joined another one
+            _feeder.stop()
+            _feeder = None
+        piece = int(setting("OVERWIRE_RAY_PIECE_MB")) << 20
+        sizes = (one["Resources"].get("object_store_memory", 0) for one in ray.nodes() if one["NodeID"] == session[1])
+        store = next(sizes, 0)
+        room = int(store * int(setting("OVERWIRE_RAY_PERCENT")) / 100)
+        if room < _FEWEST * piece:
+            log.warning(
+                "overwire: ray: %d %% of this node's object store has no room for %d pieces of %d MiB: not used",
+                setting("OVERWIRE_RAY_PERCENT"), _FEWEST, piece >> 20,
+            )  # fmt: skip
+            return False
+        _feeder, _session = Feeder(ray, piece, room), session
+    return True

@@ -1,0 +1,5 @@
+"""Loads a model by the copies that its own loader makes, without reading a tensor twice.
+
+`record_copies` finds out where a model's loader copies each part, `copies` describes the copies, `open_files` opens the
+files, `run_plan` runs the load, and `update_weights` loads new weights into a running model.
+"""

@@ -1,0 +1,61 @@
+"""Starts the engine for a load before it imports the modules that load, so that both happen at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .._imports import Undisturbed
+from ..errors import NotSupportedError
+from ..model.options import check_options
+from ..model.sources import named
+from ..model.starting import start_engine
+
+if TYPE_CHECKING:
+    from .loader import Loader
+
+
+def open_loader(
+    verb: str, kind: Any, options: Mapping[str, Any], source: Any, device: Any, framework: Any = None,
+    filename: Any = None, check: Callable[[Any], Any] = lambda _: None, parts: bool = False,
+) -> Loader:  # fmt: skip
+    """Checks the arguments of a call and opens what it loads. With a group, an error is raised on all ranks. Invalid
+    sources and frameworks are refused before the engine is started, so that a program that catches the error can still
+    fork.
+
+    verb, kind: the function's name, and the type of its options. check: checks other arguments of the function. It
+        gets the source, and returns the device if `device` is None. parts: see `Model`.
+    """
+    base, group, shard = options.get("base"), options.get("group"), options.get("shard")
+    with ExitStack() as stack:
+        if group is not None:
+            from ..distributed.group import group_verb
+
+            stack.enter_context(group_verb(group, device))
+        check_options(verb, options, kind)
+        source = named(verb, source, filename)
+        default_device = check(source)
+        if base is not None:
+            if group is not None or shard is not None:
+                raise NotSupportedError(
+                    "overwire: load_file: base= is not for group= or shard=: load the base, then apply_delta"
+                )
+            rest = {name: value for name, value in options.items() if name != "base"}
+            load_base = partial(open_loader, verb, kind, rest, base, device, framework)
+            based: Loader = _import_loaders().BasedLoader(load_base, base, source, device, framework, rest)
+            return based
+        start_engine(source, framework)  # the Go runtime starts during the imports
+        device = default_device if device is None else device
+        chosen: Loader = _import_loaders().choose_loader(stack, source, device, framework, options, parts)
+        return chosen
+
+
+@cache
+def _import_loaders() -> ModuleType:
+    with Undisturbed():  # a signal handler may call overwire
+        from . import loader
+
+        return loader

@@ -1,0 +1,12 @@
+"""Tests the generated lists of the casts that the engine does on a GPU. tests/house/test_build.py compares them with
+the engine."""
+
+from __future__ import annotations
+
+from overwire._tables import BITS, CAST_FROM, CAST_TO, FLOATS
+
+
+def test_the_lists_of_casts_agree() -> None:
+    """Only floats are cast, to dtypes of more than 8 bits that are also cast from."""
+    assert CAST_FROM <= FLOATS
+    assert {name for name in CAST_FROM if BITS[name] > 8} == CAST_TO

@@ -1,0 +1,285 @@
+"""Tests that blocks may stay compressed in device memory, or in both memories, with the resident model's outputs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import overwire as ow
+import pytest
+import test_offload as base
+import test_offload_escapes as escapes
+import test_offload_streams as streams
+import torch
+from overwire.offloading import offload as offloading
+from overwire.offloading import ring as rings
+from overwire.offloading import stored, tiers
+from test_offload import BYTES, Cast, Model, outputs, slots_are_poisoned  # noqa: F401
+from test_offload_streams import Device, device  # noqa: F401
+
+# A block of Model has about 53,000 stored bytes, so that two or three of five fit into this limit.
+TIERS: dict[str, dict[str, Any]] = {"device": {"where": "device"}, "auto": {"where": "auto", "room": 150_000}}
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Makes `offload` use a tier by default."""
+    options = TIERS[request.param]
+    monkeypatch.setattr(ow, "offload", functools.partial(ow.offload, **options))
+    return options
+
+
+def tiers_of(offloaded: Any) -> str:
+    """Returns a letter for each streamed block: d for device memory, h for host memory."""
+    return "".join("hd"[one.stored.memory.is_on_device] for one in offloaded._away)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_outputs_in_every_order(device: Device, tier: dict[str, Any], slots: int, seed: int) -> None:  # noqa: F811
+    """Outputs are right in every order of the blocks, and only blocks of the host are copied. close restores every
+    byte."""
+    model, dice = Model(), random.Random(seed)
+    reference = copy.deepcopy(model)
+    with ow.offload(model, "cpu", slots=slots) as offloaded:
+        on_device = [one.stored.memory.address for one in offloaded._away if one.stored.memory.is_on_device]
+        assert len(on_device) == (5 if tier["where"] == "device" else 2)
+        for _ in range(8):
+            model.order = reference.order = [dice.randrange(5) for _ in range(dice.randrange(1, 7))]
+            assert torch.equal(outputs(model), outputs(reference))
+        assert bool(device.staged) == (tier["where"] == "auto")
+        assert not any(device.was_copied(address) for address in on_device)
+        assert not set(device.decoded).isdisjoint(on_device)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_streams_threads_and_errors(device: Device, tier: dict[str, Any], seed: int) -> None:  # noqa: F811
+    """Dtypes, threads, and errors of a block, of Ctrl-C and of the driver, as for weights on the host."""
+    tests: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
+        *((streams.test_every_dtype, (dtype, seed)) for dtype in (torch.float16, torch.float32, *BYTES)),
+        *((streams.test_errors_in_the_middle_of_a_pass, (error,)) for error in (ValueError, KeyboardInterrupt)),
+        (streams.test_threads_on_streams_of_their_own, ()),
+        (streams.test_a_part_of_the_weights_may_leave, ()),
+    ]
+    for test, arguments in tests:
+        device.read.clear()  # memory of the test before may get the same addresses
+        device.staged.clear()
+        test(device, *arguments)
+
+
+def test_a_parameter_that_is_away_says_so(tier: dict[str, Any]) -> None:
+    """State dicts, pickles and copies of an offloaded model are refused. Compiled blocks work."""
+    base.test_a_parameter_that_is_away_says_so()
+    base.test_what_is_offloaded_is_not_pickled_or_copied()
+    base.test_compiled_blocks_work()
+    base.test_parameters_are_those_of_before_also_for_autograd()
+
+
+@pytest.mark.parametrize("how", [*escapes.HOLDING, *escapes.CHANGES])
+def test_what_a_block_keeps_or_changes_stays_right(tier: dict[str, Any], how: str) -> None:
+    """Outputs and weights equal the resident model's if a block keeps or changes its weights."""
+    if how in escapes.HOLDING:
+        escapes.assert_as_resident(escapes.HOLDING[how], 2)
+    if how in escapes.CHANGES:
+        escapes.assert_as_resident(lambda block: (escapes.CHANGES[how](block), None)[1], 2)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_weights_come_from_a_file(tier: dict[str, Any], tmp_path: Path, compress: bool) -> None:
+    """A model on meta gets its weights from a file, into each tier."""
+    base.test_weights_come_from_a_file(tmp_path, compress)
+
+
+def test_each_tier_is_reported() -> None:
+    """Bytes are counted by tier, also with keep, and are 0 after close."""
+    model = Model()
+    with ow.offload(model, "cpu") as host:
+        stored, nbytes = host.stored, host.nbytes
+        assert host.stored_on_device == 0 and f"bytes in {stored} of host memory)" in repr(host)
+    for room, letters in ((10**9, "ddddd"), (stored * 3 // 5 + 1000, "dhdhd"), (stored // 5 + 500, "hhdhh"), (9, "hhhhh")):
+        with ow.offload(model, "cpu", where="auto", room=room) as both:
+            assert tiers_of(both) == letters and both.stored + both.stored_on_device == stored
+            assert both.stored_on_device <= room and both.nbytes == nbytes
+        assert both.stored_on_device == both.stored == 0
+    with ow.offload(model, "cpu", where="device", keep=150_000, max_memory=1) as kept:
+        assert kept.kept and kept.stored == 0 and 0 < kept.stored_on_device < stored
+        assert repr(kept) == f"Offloaded(3 blocks, {kept.nbytes} bytes in {kept.stored_on_device} of device memory)"
+    with ow.offload(model, "cpu", where="auto", room=stored // 2) as both:
+        assert f"{both.stored} of host memory and {both.stored_on_device} of device memory" in repr(both)
+
+
+@pytest.mark.parametrize("rows", [[600, 61, 61, 61, 61], [61, 61, 600, 61, 61], [61, 9, 200, 33, 600]])
+def test_a_block_that_is_larger_than_room(rows: list[int]) -> None:
+    """Blocks that do not fit into room stay on the host, and smaller ones go to the device."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Cast(torch.bfloat16, one) for one in rows)
+    room = 3 * 61 * 53 * 2
+    inputs = [torch.linspace(-1, 1, 2 * one).reshape(2, -1) for one in rows]
+    expected = [layer(x) for layer, x in zip(model.layers, inputs, strict=True)]
+    with ow.offload(model, "cpu", where="auto", room=room) as offloaded, torch.no_grad():
+        assert tiers_of(offloaded)[rows.index(600)] == "h" and tiers_of(offloaded).count("d") >= 2
+        assert 0 < offloaded.stored_on_device <= room
+        for layer, x, y in zip(model.layers, inputs, expected, strict=True):
+            assert torch.equal(layer(x), y)
+    with pytest.raises(ow.OutOfMemoryError, match=r"more than room, 900 bytes .* block 'layers\.\d'.* where='device'"):
+        ow.offload(model, "cpu", where="device", room=900)
+    assert all(torch.equal(layer(x), y) for layer, x, y in zip(model.layers, inputs, expected, strict=True))
+
+
+def device_with(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Lets `count` blocks into device memory. The next one is out of memory."""
+    left = iter(range(count))
+    empty = torch.empty
+
+    class Full(stored.DeviceMemory):
+        def __init__(self, nbytes: int, cpu: torch.device) -> None:
+            def fail(*args: Any, **options: Any) -> torch.Tensor:
+                if next(left, None) is None:
+                    raise torch.OutOfMemoryError("the fake device is full")
+                return empty(*args, **options)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(torch, "empty", fail)
+                super().__init__(nbytes, cpu)
+
+    monkeypatch.setattr(tiers, "DeviceMemory", Full)
+    monkeypatch.setattr("overwire.frameworks.torch._free_memory", lambda name: (7, 9))
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_a_device_that_is_full(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, count: int  # noqa: F811
+) -> None:
+    """"device" names the tier and the block and leaves the model as it was. "auto" logs one line and goes on."""
+    model = Model()
+    expected = outputs(model)
+    device_with(monkeypatch, count)
+    with pytest.raises(ow.OutOfMemoryError, match=rf"full.* block 'layers\.{count}'.* where='device'") as caught:
+        ow.offload(model, "cpu", where="device")
+    assert caught.value.asked and caught.value.free == 7 and torch.equal(outputs(model), expected)
+    device_with(monkeypatch, count)
+    with caplog.at_level(logging.WARNING), ow.offload(model, "cpu", where="auto", room="1GB") as offloaded:
+        assert tiers_of(offloaded) == "d" * count + "h" * (5 - count)
+        assert torch.equal(outputs(model), expected)
+    assert [f"of layers.{count}:" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_close_on_a_full_device(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """close decodes on the host if the device has no memory for a slot, and a failed close can be repeated."""
+    model = Model()
+    expected, before = outputs(model), [parameter.clone() for parameter in model.parameters()]
+    offloaded = ow.offload(model, "cpu")
+    assert torch.equal(outputs(model), expected)
+    make, left = rings.Ring._make_slot, iter([False, False, True, False, True, False])
+
+    def fail(ring: Any) -> Any:
+        if next(left, True):
+            return make(ring)
+        raise ow.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(rings.Ring, "_make_slot", fail)
+    with pytest.raises(ow.OutOfMemoryError):
+        offloaded.close()
+    offloaded.close()
+    assert next(left, None) is None and all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("step", ["acquire", "_copy_to"])
+def test_close_without_memory_for_a_decoded_block(
+    tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """close decodes on the host if the device has no memory to decode a block or to copy its weights."""
+    model = Model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    offloaded = ow.offload(model, "cpu")
+    place = rings.Ring if step == "acquire" else offloading
+    work, left = getattr(place, step), iter([False])
+
+    def fail(*args: Any) -> Any:
+        if next(left, True):
+            return work(*args)
+        raise ow.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(place, step, fail)
+    offloaded.close()
+    assert next(left, None) is None and all(map(torch.equal, model.parameters(), before))
+
+
+def test_an_error_has_the_handle_if_the_model_is_not_restored(
+    tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the weights cannot be restored after an error, the error has the handle, which can restore them later."""
+    model = Model()
+    expected, before = outputs(model), [parameter.clone() for parameter in model.parameters()]
+
+    def fail(*args: Any) -> Any:
+        raise ow.OutOfMemoryError("there is no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="first") as caught:
+        patch.setattr(offloading, "_decode_block", fail)
+        patch.setattr(offloading.Offloaded, "_run_by", lambda *_: exec("raise RuntimeError('first')"))
+        ow.offload(model, "cpu")
+    assert "there is no memory" in caught.value.__dict__["__notes__"][0]
+    with pytest.raises(ow.ArgumentError, match="already offloaded"):
+        ow.offload(model, "cpu")
+    caught.value.__dict__["offloaded"].close()
+    assert torch.equal(outputs(model), expected) and all(map(torch.equal, model.parameters(), before))
+
+
+def test_the_default_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is what will be free, less slots, two more blocks and a fifth of the GPU. A larger room is lowered."""
+    gpu, blocks = torch.device("cuda", 0), base.Model(3)
+    found = tiers.Block("a", blocks, [tiers.Weight("w", torch.nn.Parameter(torch.empty(250)), torch.device("cpu"))])
+    free: list[Any] = [20_000, 40_000]
+    monkeypatch.setattr(tiers, "_free_memory", lambda name: tuple(free))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: 500)
+    assert tiers._room_on(gpu, [found], 2, 0) == 20_200 - 4 * 1000 - 8000
+    assert tiers._room_on(gpu, [found], 2, 99_999) == 20_200 - 4 * 1000
+    assert tiers._room_on(gpu, [found], 3, 77) == 77
+    at_home = found._replace(weights=[found.weights[0]._replace(device=gpu)])
+    assert tiers._room_on(gpu, [at_home], 2, 0) == 20_200 + 1000 - 4 * 1000 - 8000
+    free[:] = [3_000, 40_000]
+    assert tiers._room_on(gpu, [found], 2, 0) == tiers._room_on(gpu, [found], 2, 500) == 0
+    assert tiers._room_on(torch.device("cpu"), [found], 2, 0) == 0
+    with ow.offload(blocks, "cpu", where="auto") as offloaded:
+        assert tiers_of(offloaded) == "hhh"
+
+
+WRONG: list[Callable[[], dict[str, Any]]] = [
+    lambda: {"where": "disk"}, lambda: {"where": None}, lambda: {"where": "auto", "room": 0},
+    lambda: {"where": "device", "room": "much"}, lambda: {"where": "auto", "room": -1},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments_are_refused(wrong: Callable[[], dict[str, Any]]) -> None:
+    """The error says which values are allowed, and the model does not change."""
+    model = Model(2)
+    with pytest.raises(ow.ArgumentError, match=r"expected ('host', 'device' or 'auto'|a number of bytes)"):
+        ow.offload(model, "cpu", **wrong())
+    for room in ("1GB", 5):
+        with pytest.raises(ow.ArgumentError, match="room .*needs where='device' or where='auto'"):
+            ow.offload(model, "cpu", room=room)
+    assert outputs(model).shape
+
+
+def test_close_frees_each_block_that_it_restores(tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """close needs no memory for the stored bytes of a block whose weights are back."""
+    offloaded = ow.offload(Model(), "cpu")
+    stored_bytes = [weakref.ref(one.stored.memory.tensor) for one in offloaded._away]
+    decode, left = offloading._decode_block, []
+
+    def decode_block(*args: Any) -> Any:
+        left.append(sum(one() is not None for one in stored_bytes))
+        return decode(*args)
+
+    monkeypatch.setattr(offloading, "_decode_block", decode_block)
+    offloaded.close()
+    assert left == [5, 4, 3, 2, 1]
