@@ -104,7 +104,7 @@ func (in *Inspection) sumUp() {
 // An InspectedFile is one file of an Inspection.
 type InspectedFile struct {
 	URI      string            `json:"uri"`
-	Format   string            `json:"format"` // "overwire", "safetensors", "tensors", "gguf", or another library's kind
+	Format   string            `json:"format"` // "overwire", "safetensors", "tensors", "gguf", or another kind
 	Size     int64             `json:"size"`
 	Header   int64             `json:"header"` // bytes before the data section
 	Metadata map[string]string `json:"metadata"`
