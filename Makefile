@@ -72,8 +72,7 @@ compiled: # one after the other, because each uses what the previous one has com
 packages: ; @.ci/packages
 
 more: build packages lint $(BIN)/gopy $(BIN)/versitygw ## run everything that `make test` leaves out: Go's S3 tests, slow tests, long races
-	@.ci/check more
-	@.ci/fuzz
+	@.ci/check more && .ci/fuzz
 	@$(MAKE) --no-print-directory soak SECONDS=120
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory fakegpu fakepy aarch64
@@ -123,7 +122,6 @@ bench: build ## measure this machine and its limits, the binding, and loads over
 	$(PY) -m overwire bench
 	$(PY) bench/bench_net.py
 	$(PY) bench/bench_binding.py
-
 docs: $(DOCS)/.ready ## build the site in build/docs/html from docs/ and the docstrings; needs no network once installed
 	$(DOCS)/bin/python -m sphinx -q -W --keep-going -E -c docs -d build/docs/doctrees . build/docs/html
 	$(DOCS)/bin/python docs/_site/checksite.py build/docs/html
@@ -140,9 +138,8 @@ build/%/.ready: requirements/engines.txt requirements/quantisers.txt .ci/install
 engines: build build/engines/.ready ## load tiny models with real vLLM and SGLang through overwire, and compare every byte
 engines33: build build/engines/.ready build/engines33/.ready ## do the same with vLLM 0.33, from its source archive
 quantisers: build build/quantisers/.ready ## load models of GPTQ, AWQ and other quantisers in transformers, patched and not, and compare every byte
-engines engines33 quantisers:
-	@.ci/check $@
 ray: build $(BIN)/versitygw ## load models through a real Ray cluster of several nodes, with faults
+engines engines33 quantisers ray:
 	@.ci/check $@
 kernels: $(NVCC) ## recompile cuda/built/*.fatbin with the pinned compiler, byte for byte
 	sh cuda/built/build.sh "$(CURDIR)/$(NVCC)"

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import overwire as ow  # noqa: E402
 from overwire import _engine, codecs  # noqa: E402
-from overwire.model import options  # noqa: E402
+from overwire.model import options, saveoptions  # noqa: E402
 
 LINEAR = torch.nn.Linear(1, 1)
 STATE = {"a": torch.arange(10.0), "b": torch.ones(3)}
@@ -181,13 +181,13 @@ def test_signatures_have_the_options(function: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
-        (ow.save_file, options.SaveOptions),
-        (ow.save_model, options.SaveOptions),
-        (ow.save_bundle, options.BundleOptions),
-        (ow.compress_pickle, options.BundleOptions),
-        (ow.load_bundle, options.UnpickleOptions),
-        (ow.load_compressed, options.UnpickleOptions),
-        (ow.load_compressed_pickle, options.UnpickleOptions),
+        (ow.save_file, saveoptions.SaveOptions),
+        (ow.save_model, saveoptions.SaveOptions),
+        (ow.save_bundle, saveoptions.BundleOptions),
+        (ow.compress_pickle, saveoptions.BundleOptions),
+        (ow.load_bundle, saveoptions.UnpickleOptions),
+        (ow.load_compressed, saveoptions.UnpickleOptions),
+        (ow.load_compressed_pickle, saveoptions.UnpickleOptions),
     ],
 )
 def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None:
@@ -199,7 +199,7 @@ def test_signatures_of_saving_have_the_options(function: Any, kind: Any) -> None
         (name, one.default) for name, one in shown.items() if name in ("compress", "level", "trust")
     }
     with pytest.raises(TypeError, match="unexpected keyword argument 'compres'"):
-        function(STATE, "x.pkl", compres=True) if kind is not options.UnpickleOptions else function("x.pkl", compres=1)
+        function(STATE, "x.pkl", compres=True) if kind is not saveoptions.UnpickleOptions else function("x.pkl", compres=1)
 
 
 @pytest.mark.parametrize("timeout", ["x", float("nan"), [], True])
