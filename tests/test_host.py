@@ -239,3 +239,27 @@ def test_prepared_for_engines() -> None:
         check_options({"host": "yes"}, {})
     with pytest.raises(overwire.ArgumentError, match="host"):
         overwire.load_file("none.safetensors", host="yes")  # type: ignore[call-overload]
+
+
+QUIESCE = """
+import os, sys
+import overwire as ow
+def things():
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [os.readlink(name) for name in names if os.path.exists(name) or os.path.islink(name)]
+ow.load_file(sys.argv[1], framework="np", host=True)
+ow.quiesce(timeout=60)
+assert ow.metrics().host.puts == 1
+assert not [thing for thing in things() if thing.startswith(("socket:", "/memfd:", os.path.dirname(sys.argv[1])))], things()
+assert len(ow.load_file(sys.argv[1], framework="bytes", host=True)) and ow.metrics().host.hits == 1
+"""
+
+
+def test_quiesce_waits_for_background_puts(store: Store, tmp_path: Path) -> None:
+    """quiesce waits until a file is in the store. Then the process has no connection to the store, and later calls
+    use it again."""
+    path = tmp_path / "m.safetensors"
+    overwire.save_file({"w": np.arange(3_000_000, dtype="f4")}, path)
+    words = [sys.executable, "-c", QUIESCE, str(path)]
+    done = subprocess.run(words, env=store.env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

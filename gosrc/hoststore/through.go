@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
@@ -319,6 +320,18 @@ func (q *putQueue) run() {
 		q.waiting = q.waiting[1:]
 		q.mu.Unlock()
 		next()
+	}
+}
+
+// AwaitPuts waits up to d until no file waits to be put into a store, and reports whether that is so.
+func AwaitPuts(d time.Duration) bool {
+	for end := time.Now().Add(d); ; time.Sleep(5 * time.Millisecond) {
+		puts.mu.Lock()
+		running := puts.running
+		puts.mu.Unlock()
+		if !running || time.Now().After(end) {
+			return !running
+		}
 	}
 }
 

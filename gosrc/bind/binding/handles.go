@@ -13,6 +13,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/hoststore"
 	"github.com/overwire/overwire/gosrc/internal/regular"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
@@ -84,7 +85,11 @@ type quiesced struct {
 func quiesceEngine(_ none, n []int64) (q quiesced, err error) {
 	pinned.Trim() // also ends its growth in the background
 	preload.DropAll()
-	if q.Running = job.AwaitAll(time.Duration(n[0]) * time.Millisecond); len(q.Running) > 0 {
+	wait := time.Duration(n[0]) * time.Millisecond
+	if q.Running = job.AwaitAll(wait); len(q.Running) == 0 && !hoststore.AwaitPuts(wait) {
+		q.Running = []string{"host put"}
+	}
+	if len(q.Running) > 0 {
 		return q, nil
 	}
 	load.AwaitPreparations()
