@@ -310,6 +310,7 @@ LOCKS = r"\b(?:Lock|RLock|Condition|Semaphore|BoundedSemaphore|Barrier|allocate_
 OTHER_LOCKS = {
     "_engine.py": "daemon threads wait for it at exit",
     "_locks.py": "creates all locks",
+    "fleet/feeder.py": "only its own threads wait for it, and a forked child does not have them",
 }
 
 
