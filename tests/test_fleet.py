@@ -126,9 +126,9 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     from overwire.fleet.choice import feeds
 
     assert not feeds(None)
-    assert not feeds(False)
-    monkeypatch.setenv("OVERWIRE_RAY", "off")
+    monkeypatch.setenv("OVERWIRE_RAY", "auto")
     assert not feeds(None)
+    assert not feeds(False)
 
 
 def _ask(one: Directory, node: str, number: int = 0, room: int = 100, patience: float = 5, name: str = "a") -> Any:

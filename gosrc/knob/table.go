@@ -31,7 +31,7 @@ var (
 		"Size limit of that folder in GB; the least recently used objects are removed first; 0: no limit.")
 	Ray = choice("OVERWIRE_RAY", "ray.md#settings",
 		"Read stores once for all nodes of a Ray cluster; auto: if the process is in one of several nodes.",
-		[]string{"auto", "off", "on"})
+		[]string{"off", "auto", "on"})
 	RayPieceMB = number("OVERWIRE_RAY_PIECE_MB", 1, 1024, 64, "ray.md#settings",
 		"Size in MiB of the pieces that hosts share through Ray; it must be the same on all hosts.")
 	RayPercent = number("OVERWIRE_RAY_PERCENT", 1, 90, 30, "ray.md#settings",
