@@ -247,6 +247,11 @@ func fileVerbs() []*Verb {
 			func(ctx context.Context, _ *job.Job, q presignRequest, _ []int64) (string, error) {
 				return open.Presign(ctx, q.URI, q.Storage.Options, time.Duration(q.Seconds)*time.Second)
 			}).awaited(),
+	}
+}
+
+func programVerbs() []*Verb {
+	return []*Verb{
 		started("read_floor", "Read bytes [begin, end) of a file to a GPU (-1 means the host) through pinned slots.",
 			func(ctx context.Context, _ *job.Job, path Text, n []int64) (none, error) {
 				r := bench.Reading{Path: string(path), Lo: n[0], Hi: n[1], GPU: int(n[2]), To: uint64(n[3]),

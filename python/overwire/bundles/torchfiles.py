@@ -309,7 +309,6 @@ class _Reader:
         self._used: set[str] = set()  # keys of storages that a tensor needs
         self._named = 0  # bytes of mapped tensors, counted once per name
         self._copied = 0  # bytes of strided tensors, which are copied
-        self._above: set[int] = set()  # the containers that the current value is in, by id
         self._odd = ""  # the class of the first object that is not plain data
         self._is_over = False  # whether the remaining checksums need not be computed
 
@@ -488,43 +487,36 @@ class _Reader:
         self._used.add(storage.key)
         return _Tensor(storage, dtype, shape, strides, first)
 
-    def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int]) -> None:
-        # Charges each path, because one object may have many paths, and one key may occur in many of them.
+    def _walk_value(self, found: TorchFile, value: Any, at: tuple[str, ...], seen: set[int], *above: int) -> None:
+        # Charges each path: an object may have many, and a key may be in many. above: the ids of value's containers.
         self._budget.charge_work(1)
         self._budget.charge_memory(_ENTRY + sum(map(len, at)))
         name = ".".join(at)
-        if id(value) in self._above:
+        if id(value) in above:
             raise self._error_of(f"{name} is an object that contains it, so its tensors have no last name")
         if isinstance(value, _Tensor):
             seen.add(id(value))
             found.tensors.append((name, self._bytes_of(name, value)))
         elif isinstance(value, (_Opaque, _Named)):
-            kind = _kind_of(value)
-            self._budget.charge_memory(len(kind))
+            self._budget.charge_memory(len(kind := _kind_of(value)))
             self._odd = self._odd or kind
             found.left.append(f"{name or 'the whole file'}: {kind}")
         elif isinstance(value, dict) and len(at) < 64:
-            self._above.add(id(value))
             for key, part in value.items():
                 if (text := self._text_of_key(key)) is None:  # `read_content` reports tensors below this key
-                    kind = _kind_of(key)
-                    self._budget.charge_memory(len(kind))
+                    self._budget.charge_memory(len(kind := _kind_of(key)))
                     found.left.append(f"{name}: an entry with a key of type {kind}".removeprefix(": "))
                 else:
-                    self._walk_value(found, part, (*at, text), seen)
-            self._above.discard(id(value))
+                    self._walk_value(found, part, (*at, text), seen, *above, id(value))
         elif (size := self._size_of_plain(value)) is not None:
             self._budget.charge_memory(size)
-            plain = list(value) if isinstance(value, (list, tuple)) else value
             if name in found.values:
                 found.left.append(f"{name}: another value with this name ({type(value).__name__})")
             else:
-                found.values[name] = plain
+                found.values[name] = list(value) if isinstance(value, (list, tuple)) else value
         elif isinstance(value, (list, tuple)) and len(at) < 64:
-            self._above.add(id(value))
             for number, part in enumerate(value):
-                self._walk_value(found, part, (*at, str(number)), seen)
-            self._above.discard(id(value))
+                self._walk_value(found, part, (*at, str(number)), seen, *above, id(value))
         else:
             found.left.append(f"{name}: {_kind_of(value)}")
 
