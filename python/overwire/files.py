@@ -78,8 +78,8 @@ def lock_file(number: int, path: str, kind: int) -> None:
 
 def lock_path(path: str, mode: int, kind: int, claim: Callable[[int], None] = lambda number: None) -> int:
     """Creates and locks a file whose lock other processes wait for, and returns its descriptor. The process that
-    unlocks it may remove it first. Refuses links. mode: of a new file. kind, and errors: as for `fcntl.flock`. claim: called with the
-    descriptor before it is locked."""
+    unlocks it may remove it first. Refuses links. mode: of a new file. kind, and errors: as for `fcntl.flock`. claim:
+    called with the descriptor before it is locked."""
     while True:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with after_error(os.close, number):
