@@ -216,8 +216,8 @@ var recipes = map[string]string{
 const (
 	gcs = "Google Cloud Storage supports S3: write s3://BUCKET/KEY, with storage_options endpoint_url " +
 		"https://storage.googleapis.com, and an HMAC key as key and secret (project Settings, Interoperability)"
-	azure = "Azure Blob Storage can be read over https, but not written to: write " +
-		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB?SAS, with a shared access signature for reading"
+	azure = "Azure Blob Storage can be read over https, but not written to: write the URL of the blob, " +
+		"https://ACCOUNT.blob.core.windows.net/CONTAINER/BLOB, followed by ? and a shared access signature for reading"
 )
 
 // withoutCache returns opt without the cache option, for calls that must reach the store.
