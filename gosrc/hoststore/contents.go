@@ -41,7 +41,7 @@ type label struct {
 // plain and could change without a change of its identity. It reads only what the name covers.
 func labelOf(ctx context.Context, src source.Source) (l label, ok bool, err error) {
 	f, identity := src.Facts(), ""
-	if f.Identity.Known() && f.Settled {
+	if f.Identity.Known() && f.Settled && showsChanges(f) {
 		id := f.Identity
 		text := sha256.Sum256(fmt.Appendf(nil, "%d %d %d %d %d %q %q", id.Device, id.Inode, id.Size, id.Modified,
 			id.Changed, id.Object, id.Pin))
@@ -49,6 +49,22 @@ func labelOf(ctx context.Context, src source.Source) (l label, ok bool, err erro
 	}
 	l, isContainer, err := labelAs(ctx, src, identity)
 	return l, l.name != "" && (isContainer || identity != ""), err
+}
+
+// showsChanges reports whether each change of a plain file changes its identity. Writes to a mapping do not change
+// the times of a file in memory, and images have inode numbers and times that their builder chose. The identity of a
+// remote file does not say which store it is from.
+func showsChanges(f source.Facts) bool {
+	if f.File == nil {
+		return false
+	}
+	var on regular.FileSystem
+	err := f.File.WithFD(func(fd int) (err error) {
+		on, err = regular.IdentifyFile(fd)
+		return err
+	})
+	images := []string{"squashfs", "erofs", "iso9660", "udf", "vfat", "exfat"}
+	return err == nil && on.Kind != regular.InMemory && !slices.Contains(images, on.Name)
 }
 
 // labelAs names the bytes of a source that has an identity if it is a plain file. The name is "" if the file is not

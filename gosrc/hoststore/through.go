@@ -89,16 +89,17 @@ func (l *Link) Distrust(ctx context.Context) {
 		return
 	}
 	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, name := range l.names {
-		if l.client == nil {
-			return
-		}
-		if _, err := l.client.Drop(ctx, name); err == nil {
+	client, names := l.client, l.names
+	if client == nil {
+		names = nil
+	}
+	l.names = l.names[len(names):]
+	l.mu.Unlock()
+	for _, name := range names {
+		if _, err := client.Drop(ctx, name); err == nil {
 			counts.distrusted.Add(1)
 		}
 	}
-	l.names = nil
 }
 
 // Open returns an opener that takes files from the store. A file that the store does not have is put into it after

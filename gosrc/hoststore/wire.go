@@ -22,7 +22,7 @@ import (
 const (
 	protocol   = 1
 	maxRequest = 16 << 10
-	maxReply   = 4 << 20
+	maxReply   = 32 << 20
 	maxSize    = 1 << 50
 	maxText    = 300 // bytes of a label, an identity or a sum
 	nameLength = 64

@@ -189,3 +189,12 @@ type Range interface {
 	// Close discards the bytes that were not read.
 	Close() error
 }
+
+type urgentKey struct{}
+
+// Urgent returns a context for reads that do not wait for a permit, because their caller holds resources for which
+// the owners of permits wait.
+func Urgent(ctx context.Context) context.Context { return context.WithValue(ctx, urgentKey{}, true) }
+
+// IsUrgent reports whether ctx is from Urgent.
+func IsUrgent(ctx context.Context) bool { return ctx.Value(urgentKey{}) != nil }

@@ -81,7 +81,8 @@ type quiesced struct {
 	Held    []string `json:"held"`
 }
 
-// quiesceEngine implements the verb quiesce. It frees memory only if no job is running.
+// quiesceEngine implements the verb quiesce. It drops preloads and cached host memory, and frees the rest only if no
+// job is running.
 func quiesceEngine(_ none, n []int64) (q quiesced, err error) {
 	pinned.Trim() // also ends its growth in the background
 	preload.DropAll()

@@ -92,6 +92,9 @@ func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 	if at, ok := errors.AsType[*errs.At](err); ok {
 		err = at.Err
 	}
+	if err == nil {
+		err = refuseNotice(&h) // an original is a plain file
+	}
 	if err != nil {
 		return bad(err)
 	}

@@ -78,7 +78,9 @@ func (h *Header) checkTensors(uri string, size int64, opt Options) error {
 
 // takeNotice removes the notice from the tensors of a container. A second one is left and refused.
 func (h *Header) takeNotice() {
-	if _, isContainer := h.Metadata[ContainerKey]; !isContainer {
+	_, isMarked := h.Metadata[ContainerKey]
+	endsThere := func(t tensor.Tensor) bool { return t.Off == 0 && t.Stored == noticeAt } // only in plain files
+	if !isMarked || slices.ContainsFunc(h.Tensors, endsThere) {
 		return
 	}
 	for i := range h.Tensors {

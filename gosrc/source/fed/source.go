@@ -44,9 +44,8 @@ type piece struct {
 	settled chan struct{} // closed when the fields below are set
 	bytes   []byte        // nil: read the store
 	sums    []uint32
-	right   []atomic.Bool // blocks with the right checksum
-	bad     atomic.Bool   // a block has a wrong checksum: read the store
-	read    atomic.Int64  // bytes copied
+	bad     atomic.Bool  // a block has a wrong checksum: read the store
+	read    atomic.Int64 // bytes copied
 
 	// Guarded by the source's mu.
 	users int
@@ -119,7 +118,7 @@ func (s *Source) rest(p *piece) {
 
 // finish settles a piece. The caller holds the source's mu.
 func (p *piece) finish(bytes []byte, sums []uint32) {
-	p.bytes, p.sums, p.right, p.done = bytes, sums, make([]atomic.Bool, len(sums)), true
+	p.bytes, p.sums, p.done = bytes, sums, true
 	close(p.settled)
 }
 
@@ -219,19 +218,35 @@ func (s *Source) copyFrom(p *piece, to []byte, from int64) bool {
 	if s.gone || p.bytes == nil || p.bad.Load() {
 		return false
 	}
-	for i := from / Block; p.sums != nil && i*Block < from+int64(len(to)); i++ {
-		if p.right[i].Load() {
-			continue
+	if p.sums == nil {
+		p.read.Add(int64(copy(to, p.bytes[from:])))
+		return true
+	}
+	var own []byte // a copy of a block of which only a part is wanted
+	for at, rest := from, to; len(rest) > 0; {
+		i := at / Block
+		shared := p.bytes[i*Block : min(int64(len(p.bytes)), (i+1)*Block)]
+		skip := int(at - i*Block)
+		n := min(len(rest), len(shared)-skip)
+		checked := rest[:n] // the copy, because the shared bytes may change after any check
+		if n < len(shared) {
+			own = append(own[:0], shared...)
+			checked = own
+		} else {
+			copy(checked, shared)
 		}
-		if crc32.Checksum(p.bytes[i*Block:min(int64(len(p.bytes)), (i+1)*Block)], castagnoli) != p.sums[i] {
+		if crc32.Checksum(checked, castagnoli) != p.sums[i] {
 			if !p.bad.Swap(true) {
 				s.tell(Bad, p.number)
 			}
 			return false
 		}
-		p.right[i].Store(true)
+		if n < len(shared) {
+			copy(rest[:n], own[skip:])
+		}
+		at, rest = at+int64(n), rest[n:]
 	}
-	p.read.Add(int64(copy(to, p.bytes[from:])))
+	p.read.Add(int64(len(to)))
 	return true
 }
 
@@ -330,7 +345,7 @@ func (r *span) Next(p []byte) error {
 			return err
 		}
 		if !s.copyFrom(one, p[:n], from) {
-			if err := s.Source.ReadAt(r.ctx, p[:n], r.at); err != nil {
+			if err := s.Source.ReadAt(source.Urgent(r.ctx), p[:n], r.at); err != nil {
 				return err
 			}
 		}

@@ -113,7 +113,7 @@ func (s *Source) pin() string {
 	switch isDated := tagOfDate(s.o.etag, s.o.modified, s.Size()); {
 	case isWeak(s.o.etag), (isDated || s.o.etag == "") && !isOldDate(s.o.date, s.o.modified, settle):
 		return ""
-	case s.o.etag != "":
+	case s.o.etag != "" && !isDated:
 		return s.o.etag
 	}
 	if q := s.o.url.RawQuery; q != "" { // objects with other queries may have the same date

@@ -178,7 +178,7 @@ func (r *byteRange) Next(p []byte) error {
 func (r *byteRange) readBody(p []byte) (int, error) {
 	s := r.s
 	if r.body == nil {
-		if !r.permit {
+		if !r.permit && !source.IsUrgent(r.ctx) {
 			if err := r.acquire(r.ctx); err != nil {
 				return 0, err
 			}

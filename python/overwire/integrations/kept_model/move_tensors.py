@@ -164,7 +164,7 @@ class Arriving:
         job, self._job = self._job, None
         if job is not None:
             job.abandon()
-        self.tensors, self._rest, self._failed = {}, [], None
+        self.tensors, self._rest, self._failure = {}, [], keep_error()
         file, self._file = self._file, None
         if file is not None:
             file.close()

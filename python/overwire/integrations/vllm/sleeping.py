@@ -125,11 +125,19 @@ class SleepBackend(CuMemBackend):  # type: ignore[misc, unused-ignore]
     def store_weights(self, model: torch.nn.Module) -> None:
         """Starts to store the weights for level 2 in the background. model: was just loaded from its files."""
         if self._image is not None and (blocks := _blocks_awake()):
+            if any(getattr(parameter, "_vllm_is_uva_offloaded", False) for parameter in model.parameters()):
+                log.info("overwire: the weights will not be stored for level-2 sleep: some are on the host")
+                self._image = None
+                return
             if any(getattr(model, name, None) for name in ("secondary_weights", "allow_patterns_overrides")):
                 log.info("overwire: the weights will not be stored for level-2 sleep: the model reads further files")
                 self._image = None
                 return
-            self._image.begin_writing(self._tensors_of_blocks(blocks))
+            try:
+                self._image.begin_writing(self._tensors_of_blocks(blocks))
+            except Exception as error:
+                log.warning("overwire: the weights will not be stored for level-2 sleep: %s", error)
+                self._image = None
 
     def finish_storing(self) -> None:
         """Waits for `store_weights`. Call it before the weights change or their memory is freed."""
