@@ -359,7 +359,7 @@ func TestChain(t *testing.T) {
 		last := models[len(models)-1]
 		next := last.clone()
 		next.data[len(next.data)-1] = next.data[0]
-		for next.same(last) { // a step without changes would make no gap
+		for first := true; first || next.same(last); first = false { // a step without changes would make no gap
 			for i := range next.data[:len(next.data)-1] {
 				if r.IntN(3) > 0 {
 					next.step(r, i, r.Float64()*r.Float64()*0.1)
