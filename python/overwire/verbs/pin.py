@@ -55,8 +55,9 @@ def quiesce(*, timeout: float | None = None) -> None:
     Later calls work as before, also in a restored process. The next load to a GPU allocates its memory again, which
     takes about 50 ms. GPU contexts, and the epoll descriptor and control group files of Go's runtime, stay open.
 
-    Raises DeadlineError if calls still run after the timeout; then only preloads and cached host memory are freed. Raises ArgumentError if the
-    program itself still holds open models (`safe_open`, `pin`, `sleep`) or similar objects; everything else is freed.
+    Raises DeadlineError if calls still run after the timeout; then only preloads and cached host memory are freed.
+    Raises ArgumentError if the program itself still holds open models (`safe_open`, `pin`, `sleep`) or similar objects;
+    everything else is freed.
     Also raises DeviceError for a lost device. Does nothing if the engine has not been used.
     """
     end = time_limit(timeout)
