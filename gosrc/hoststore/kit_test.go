@@ -110,10 +110,12 @@ func (c *child) run() {
 		c.fail(err)
 	}
 	c.at("sealed")
-	if _, fd, err = client.ask(ctx, request{Op: opGet, Name: l.name}, time.Minute); err != nil {
+	_, held, err := client.ask(ctx, request{Op: opGet, Name: l.name}, time.Minute)
+	if err != nil {
 		c.fail(err)
 	}
 	c.at("fetched")
+	_ = unix.Close(held)
 	if _, err := client.Drop(ctx, l.name); err != nil {
 		c.fail(err)
 	}
