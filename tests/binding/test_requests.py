@@ -59,6 +59,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan": (ow.plan, {"source": "m.safetensors"}),
     "prepare_sleep": (ow.prepare_sleep, {"tensors": 1000}),
     "preload": (ow.preload, {"source": "m.safetensors"}),
+    "quiesce": (ow.quiesce, {}),
     "read_bytes": (ow.read_bytes, {"source": "m.safetensors"}),
     "safe_open": (ow.safe_open, {"source": "m.safetensors"}),
     "save_bundle": (ow.save_bundle, {"obj": STATE, "path": "x.pkl"}),
