@@ -35,7 +35,7 @@ var (
 	RayPieceMB = number("OVERWIRE_RAY_PIECE_MB", 1, 1024, 64, "ray.md#settings",
 		"Size in MiB of the pieces that hosts share through Ray; it must be the same on all hosts.")
 	RayPercent = number("OVERWIRE_RAY_PERCENT", 1, 90, 30, "ray.md#settings",
-		"Most memory of a host's Ray object store for shared pieces, in percent.")
+		"Maximum share of a host's Ray object store for shared pieces, in percent.")
 	Prepared = text("OVERWIRE_PREPARED", "", "vllm.md#prepared-state",
 		"Folder for the prepared models of the vLLM plug-in; if not set, a folder in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
