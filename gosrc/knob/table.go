@@ -25,12 +25,12 @@ var (
 	Patch = flag("OVERWIRE_PATCH", "transformers.md#unchanged-programs",
 		"Patch the safetensors package when overwire is imported, so that unchanged programs read through overwire.")
 	Cache = text("OVERWIRE_CACHE", "", "stores.md#keep-a-copy",
-		"Folder for copies of remote objects, used if a store cannot be reached; "+
-			"on selects one in the user's cache folder.")
+		"Folder that keeps downloaded objects, so that each is downloaded once; "+
+			"on selects a folder in the user's cache folder.")
 	CacheGB = number("OVERWIRE_CACHE_GB", 0, 1_000_000, 0, "stores.md#keep-a-copy",
-		"Size limit of that folder in GB; the least recently used objects are removed first; 0: no limit.")
+		"Size limit in GB of OVERWIRE_CACHE; the least recently used objects are removed first; 0: no limit.")
 	Ray = choice("OVERWIRE_RAY", "ray.md#settings",
-		"Read stores once for all nodes of a Ray cluster; auto: if the process is in one of several nodes.",
+		"Read objects from stores once for all nodes of a Ray cluster; auto: only in a cluster of several nodes.",
 		[]string{"off", "auto", "on"})
 	RayPieceMB = number("OVERWIRE_RAY_PIECE_MB", 1, 1024, 64, "ray.md#settings",
 		"Size in MiB of the pieces that hosts share through Ray; it must be the same on all hosts.")
@@ -39,11 +39,12 @@ var (
 	Prepared = text("OVERWIRE_PREPARED", "", "vllm.md#prepared-state",
 		"Folder for the prepared models of the vLLM plug-in; if not set, a folder in the user's cache folder.")
 	PreparedGB = number("OVERWIRE_PREPARED_GB", 1, 1<<20, 200, "vllm.md#prepared-state",
-		"Size limit of that folder in GB; the least recently used models are removed first.")
+		"Size limit in GB of OVERWIRE_PREPARED, and of OVERWIRE_SLEEP_IMAGES; "+
+			"the least recently used models are removed first.")
 	SleepImages = text("OVERWIRE_SLEEP_IMAGES", "", "sleep.md#level-2-in-vllm",
-		"Folder for files from which vLLM engines restore weights after a level-2 sleep; if not set, there are none.")
+		"Folder for files from which vLLM engines restore weights after a level-2 sleep; if not set, none are written.")
 	Host = text("OVERWIRE_HOST", "off", "production.md#keep-models-in-memory",
-		"Take local files from the host store (`overwire host`): off, auto (the user's own store), or the path of its "+
+		"Load local files from the host store (`overwire host`): off, auto (the user's own store), or the path of its "+
 			"socket.")
 	Log = choice("OVERWIRE_LOG", "metrics.md",
 		"Log level: info logs one line per load and save, debug adds counters, json logs one object per line.",
@@ -59,7 +60,7 @@ var (
 	// Rarely needed.
 
 	MMap = choice("OVERWIRE_MMAP", "settings.md#how-local-files-are-read",
-		"Memory-map plain tensors instead of reading them; auto: only on local disks, and if the device is the CPU.",
+		"Memory-map plain tensors instead of reading them; auto: only for the CPU, and only from local disks.",
 		[]string{"auto", "on", "off"})
 	Read = choice("OVERWIRE_READ", "settings.md#how-local-files-are-read",
 		"How local files are read: through the page cache, by direct I/O, or by GPUDirect Storage.",
@@ -68,7 +69,7 @@ var (
 		"How the ranks of a group pass bytes to each other: by mapped memory or torch.distributed.",
 		[]string{"auto", "mapped", "collective", "none"})
 	CPU = choice("OVERWIRE_CPU", "settings.md#decoders",
-		"Decoder to use; if this CPU does not support it, the best supported one.",
+		"Decoder to use; if this CPU does not support it, the best supported decoder is used.",
 		[]string{"auto", "scalar", "neon", "avx2", "avx512"})
 	Downloader = text("OVERWIRE_DOWNLOADER", "", "nyacomp.md#variables",
 		"Program that overwire runs to download http and https URLs; it writes them to its standard output.",
