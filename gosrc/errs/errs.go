@@ -52,20 +52,20 @@ var classes = []ClassOf{
 		false},
 	{ErrCorrupt, "CorruptError", "ValueError", "The bytes of a valid file have changed.", false},
 	{ErrFormat, "FormatError", "ValueError", "The bytes were never a valid file of this format.", false},
-	{ErrNotFound, "NotFoundError", "FileNotFoundError", "No such file or object.", false},
+	{ErrNotFound, "NotFoundError", "FileNotFoundError", "The file or object does not exist.", false},
 	{ErrPermission, "AccessError", "PermissionError", "The file is there, but may not be read or written.", false},
 	{ErrTimeout, "DeadlineError", "TimeoutError", "The time limit has passed.", false},
 	{ErrMemory, "OutOfMemoryError", "MemoryError",
 		"Not enough host or device memory. Everything allocated so far is freed.", true},
 	{ErrArgument, "ArgumentError", "ValueError", "An argument is invalid; the message names it.", false},
 	{ErrKey, "TensorNotFoundError", "KeyError", "There is no tensor with that name.", false},
-	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "Valid, but not supported by this build.", false},
+	{ErrNotSupported, "NotSupportedError", "NotImplementedError", "This build does not support the input.", false},
 	{ErrDevice, "DeviceError", "RuntimeError", "The device or its driver failed.", false},
 	{ErrCrypto, "CryptographyError", "ValueError", "A key is missing or wrong, or encrypted bytes have changed.",
 		false},
 	{ErrBase, "DeltaBaseError", "ValueError",
 		"The delta was made from different tensors than those it was applied to. Nothing was changed.", false},
-	{ErrIO, "IOFailure", "OSError", "The medium failed: an I/O error, a full disk, a short read.", false},
+	{ErrIO, "IOFailure", "OSError", "The disk or the network failed: an I/O error, a full disk, a short read.", false},
 }
 
 // Classes lists the classes.

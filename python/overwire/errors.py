@@ -134,7 +134,7 @@ class FormatError(OverwireError, ValueError):
 
 
 class NotFoundError(OverwireError, FileNotFoundError):
-    """No such file or object."""
+    """The file or object does not exist."""
 
 
 class AccessError(OverwireError, PermissionError):
@@ -154,7 +154,7 @@ class TensorNotFoundError(OverwireError, KeyError):
 
 
 class NotSupportedError(OverwireError, NotImplementedError):
-    """Valid, but not supported by this build."""
+    """This build does not support the input."""
 
 
 class DeviceError(OverwireError, RuntimeError):
@@ -170,7 +170,7 @@ class DeltaBaseError(OverwireError, ValueError):
 
 
 class IOFailure(OverwireError, OSError):
-    """The medium failed: an I/O error, a full disk, a short read."""
+    """The disk or the network failed: an I/O error, a full disk, a short read."""
 
 
 # End of what is generated.

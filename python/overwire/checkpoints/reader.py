@@ -56,7 +56,7 @@ class CheckpointReader(Located, StorageReader):
     storage_options: as for `load_file`.
 
     Any number of ranks can load it, with any sharding. Each rank reads the blocks of its own tensors directly
-    into their memory. Other objects are unpickled as by `torch.load(weights_only=True)`. Objects that this refuses
+    into their memory. Other objects are unpickled as by `torch.load(weights_only=True)`. Classes that it refuses
     raise UntrustedPickleError, unless `torch.serialization.add_safe_globals` allows them.
 
     The constructor or `reset` opens the checkpoint. Both raise NotFoundError if no complete checkpoint exists,

@@ -47,9 +47,9 @@ class CheckpointWriter(Located, StorageWriter):
         several saves run at the same time, one of them succeeds.
     model: the key of the model in the state. The tensors below this key are stored in the folder itself, named
         without the key. Everything else is stored in the subfolder `training`. If the state is not nested or lacks
-        the key, all tensors belong to the model.
+        the key, all tensors are stored as the model.
     compress, level: as for `save_file`.
-    max_shard_size: the most tensor bytes in a file. Each rank writes four files at a time. To gather sharded
+    max_shard_size: the most tensor bytes in a file. Each rank writes up to four files at a time. To gather sharded
         tensors, it needs memory for them on the device on which it gathers.
     overwrite: whether to replace an older checkpoint.
     process_group: the group through which the ranks send blocks of tensors to each other. By default it is
@@ -64,8 +64,8 @@ class CheckpointWriter(Located, StorageWriter):
 
     A save raises torch's CheckpointException. Its `failures` contains the error of each rank: ArgumentError for a
     folder that is not a checkpoint, NotSupportedError for tensors with more data than their elements (quantised,
-    sparse), NotFoundError if the coordinator has ended, IOFailure, and the errors of `save_file`. In a save next to
-    training, a rank raises IOFailure directly if the other ranks do not begin the save.
+    sparse), NotFoundError if the coordinator has ended, IOFailure, and the errors of `save_file`. In a background
+    save, a rank raises IOFailure directly if the other ranks do not begin the save.
     """
 
     _schemes = ("s3",)

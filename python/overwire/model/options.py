@@ -45,8 +45,8 @@ Level = Literal["default", "smaller"]
 #: Values of the argument `placement=` of `experts`.
 Placement = Literal["linear", "round_robin"]
 
-#: The dimension along which to cut each tensor: a mapping by name, or a callable that takes (name, shape) and returns
-#: the dimension. None keeps a tensor whole.
+#: The dimension along which each tensor is split: a mapping by name, or a callable that takes (name, shape) and
+#: returns the dimension. None keeps a tensor whole.
 ShardLike = Mapping[str, int] | Callable[[str, tuple[int, ...]], int | None] | None
 
 
@@ -123,9 +123,9 @@ class LoadOptions(StreamOptions, total=False):
         (`doctor()["gpudirect_storage"]`) or does not support a file, overwire warns once and uses "auto".
         Cannot be combined with group.
     storage_options: how to reach URIs other than local files; see `StorageOptions`.
-    ray: whether objects in stores are read once for all nodes of a Ray cluster, which send each other what they read.
-        True raises an error if Ray is not installed or the process is in no cluster. Every fault of Ray ends with the
-        node reading its store. None means OVERWIRE_RAY.
+    ray: whether the nodes of a Ray cluster read objects in stores once, and send each other what they read. True
+        raises an error if Ray is not installed or the process is not in a cluster. If Ray fails later, each node reads
+        the store itself. None means OVERWIRE_RAY.
     lenient: accepts plain files with errors that other readers ignore: bytes after the last tensor, a name or key
         that appears twice (the last one counts), metadata values that are not strings (returned as JSON text). False
         enforces the rules of the format.
@@ -138,12 +138,12 @@ class LoadOptions(StreamOptions, total=False):
         in the background when the load has ended and the file is closed. If the store cannot be reached, or its bytes
         are wrong, overwire logs a warning and reads the files. Files other than safetensors, and plain files that
         were changed in the last seconds, are not kept.
-    group: a torch.distributed process group. All its ranks make this call and share the reading. An error on one
-        rank is raised on all. None: this process reads everything itself.
-    shard: with group: the dimension along which to cut a tensor, by name. This rank gets its block of
-        ceil(size / ranks).
-    base: the model to which source, a delta or a list of chained deltas, is applied: a path or URI, or tensors by name
-        or a module, which are copied. See `apply_delta`.
+    group: a torch.distributed process group. All its ranks must make this call, and share the reading. An error on
+        one rank is raised on all. None: this process reads everything itself.
+    shard: with group: the dimension along which each tensor is split, by name; see `ShardLike`. This rank gets its
+        block of ceil(size / ranks).
+    base: if source is a delta or a list of chained deltas, the model to which it is applied: a path or URI, tensors by
+        name, or a module. Tensors are copied first. See `apply_delta`.
     """
 
     base: Any

@@ -57,7 +57,7 @@ class PlannedFile:
 class PlannedOffload:
     """The memory that `offload` would use for a model, in bytes.
 
-    rest: weights that belong to no block. They stay on the device.
+    rest: weights outside the blocks. They stay on the device.
     kept: blocks that stay on the device.
     streamed: blocks that are streamed. stored: the most host memory that they take.
     ring: device memory for streaming, with two slots.

@@ -55,8 +55,8 @@ class SaveOptions(BundleOptions, total=False):
 class UnpickleOptions(TypedDict, total=False):
     """The options of `load_bundle`.
 
-    trust: whether to allow all globals, because a pickle can run any code. False allows containers, plain data,
-        tensors, parameters, numpy arrays and torch.nn's own modules. The first other global raises
+    trust: whether to allow every class and function, with which a pickle can run any code. False allows containers,
+        plain data, tensors, parameters, numpy arrays and torch.nn's own modules. Anything else raises
         UntrustedPickleError, which names it.
     device: the device for all torch tensors: "cpu", "cuda", "cuda:1". None puts each on the device that it was saved
         from, and raises DeviceError if that is not available. numpy arrays stay on the host. GPU tensors are decoded

@@ -19,9 +19,9 @@ class StorageOptions(TypedDict, total=False):
     faster), retries (default 8; a server that has never answered gets 3 attempts in all). Headers, token, and a URL's
     user and password are sent only to the scheme, host and port that they were given for, never to another one after a
     redirect. A server without ETags and dates is read by a single request, in order. All files of an hf:// URI come
-    from one commit. `cache` is a folder, or "on" for the user's cache, that stores whole files. Each file is fetched
-    once and compared with its hash on every use. It is also used if the store cannot be reached. "" disables the
-    cache. By default OVERWIRE_CACHE decides.
+    from one commit. `cache` is a folder that keeps whole files, or "on" for one in the user's cache folder. Each file
+    is fetched once and compared with its hash on every use. If the store cannot be reached, the cached file is used.
+    "" disables the cache. By default OVERWIRE_CACHE decides.
 
     s3 (s3://bucket/key, s3://bucket/folder/): key, secret, token; profile; anon (unsigned); region,
     endpoint_url, path_style, sse_customer_key (32 bytes or their base64), cacert, timeout, connections, retries. The
@@ -39,7 +39,7 @@ class StorageOptions(TypedDict, total=False):
     encryption_key or encryption_password to write. other_dtypes_as_bytes loads tensors with a dtype that
     safetensors lacks as "U8" with an extra dimension. verify_crc32 checks the CRC32 of plain tensors.
 
-    In a Ray cluster, `ray` reads each object once for all nodes, see `load_file`.
+    In a Ray cluster, `ray` reads each object once for all nodes; see `load_file`.
 
     If an object is replaced in a store while it is read, the read raises CorruptError. It never mixes old and new
     bytes.

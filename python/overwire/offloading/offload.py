@@ -366,13 +366,13 @@ def offload(
 
     model: a `torch.nn.Module`, or a diffusers pipeline for all its models. Everything outside of blocks is
         moved to the device, including buffers.
-    device: "cuda", "cuda:1", or "cpu". On the CPU, weights take two thirds of their memory.
+    device: "cuda", "cuda:1", or "cpu". On the CPU, bf16 weights take two thirds of their memory.
     keep: bytes of device memory ("8GB", int) for blocks that stay on the device, spread evenly over the model; None
         streams all blocks.
     where: the memory for compressed weights: "host"; "device", for a model that almost fits; or "auto", which puts as
         many blocks on the device as `room` allows, spread evenly over the model, and the others on the host.
     room: the most device memory that compressed weights may take ("40GB", int). The default for "auto" is the free
-        memory, minus `slots` + 2 times the largest block, minus a fifth of the GPU; on the CPU it is 0.
+        memory, minus (`slots` + 2) times the largest block, minus a fifth of the GPU's memory; on the CPU it is 0.
     source: a file or folder, as for `load_file`, with the model's names. The weights are read from there instead of
         from the model, which may be on the meta device.
     blocks: modules, or their names, each of which is loaded as one block. By default the blocks are the children of
@@ -382,21 +382,21 @@ def offload(
         decoding with computation. The ring takes `slots` times the largest block, and twice the stored bytes of the
         largest block on the host.
 
-    Only inference is supported. Outputs equal those of the resident model, bit for bit. Parameters keep their objects,
-    names, dtypes, shapes and ties. Values from a source are cast to the parameters' dtypes. While a block does not
-    run, reading or writing its parameters raises NotSupportedError, which names the parameter.
+    Only inference is supported. Outputs equal those of the resident model, bit for bit. Parameters stay the same
+    objects, with their names, dtypes, shapes and ties. Values from a source are cast to the parameters' dtypes. While a
+    block does not run, reading or writing its parameters raises NotSupportedError, which names the parameter.
 
     Some weights stay on the device: weights that several modules share, weights with dtypes that files do not support,
     and views of other memory. If something still uses a block's weights after a run (a view that the block has returned
     or kept, numpy, DLPack, tensors saved by autograd), the block stays on the device as long as they are used. A
     block that changes its weights in `forward` stays on the device permanently, and a warning is logged. It never runs
-    with older weights. Changes that torch counts are noticed after each run. Other changes (through `.data`, numpy,
-    kernels) are noticed after each run on the CPU, and on a GPU after a block's 1st, 2nd, 4th, 8th ... run.
+    with older weights. In-place changes that torch records (`_version`) are noticed after each run. Other changes
+    (`.data`, numpy, kernels) are noticed on the CPU after each run, and on a GPU after a block's 1st, 2nd, 4th ... run.
 
     Returns an `Offloaded`. Keep a reference to it. The model stays offloaded until its `close` is called. After an
-    error the model is unchanged, but with a source, a model that had weights may have a mix of both. If there is no
-    memory to restore the weights, the error has the `Offloaded` as its attribute `offloaded`: call `close` again later.
-    Raises ArgumentError, also for freed memory and for a model that is already offloaded. Raises NotSupportedError
+    error the model is unchanged, but with a source, a model that had weights may have some old and some new ones. If
+    the weights cannot be restored for lack of memory, the error's `offloaded` is the `Offloaded`: call `close` later.
+    Raises ArgumentError, for example for a model that is already offloaded. Raises NotSupportedError
     for parameters that consist of other tensors, and for a model that is compiled as a whole. Raises
     ModelMismatchError for a source that lacks weights, OutOfMemoryError for max_memory, room, host and device, and
     the errors of `load_file`. A forward with gradients, or during the capture of a CUDA graph, raises

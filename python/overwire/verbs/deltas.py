@@ -33,7 +33,7 @@ DeltaLike = Union[str, "os.PathLike[str]", bytes, bytearray, memoryview, "Delta"
 
 @dataclass(frozen=True)
 class DeltaReport:
-    """Tells what was written or applied.
+    """Describes what was written or applied.
 
     tensors: how many tensors the deltas name; changed: how many of them change.
     bytes: the size of these tensors, including unchanged ones. stored: bytes of the delta that was written, or of the
@@ -216,7 +216,7 @@ def open_delta(source: DeltaLike, *, storage_options: StorageOptions | None = No
         contents of a delta file as bytes, which are copied.
     storage_options: as for `load_file`.
 
-    Raises NotFoundError (also if a shard is missing), CorruptError, FormatError if a file is not a delta or shards
+    Raises NotFoundError (even if only a shard is missing), CorruptError, FormatError if a file is not a delta or shards
     belong to different deltas, ArgumentError for a folder with several deltas, OutOfMemoryError before it reads more
     than memory can hold, NotSupportedError.
     """
@@ -255,7 +255,7 @@ def save_delta(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
-    """Writes what changed from `base` to `new`. `apply_delta` turns one into the other with this file, which is
+    """Writes what changed from `base` to `new`. With this file, `apply_delta` turns `base` into `new`. The file is
     small if little has changed.
 
     new, base: each a dict of torch tensors or numpy arrays, a torch module, or the path or URI of a model. Both must
@@ -358,7 +358,7 @@ def apply_delta(
 
     Work already queued on the current streams runs first, and all work is finished on return. The digest of each
     tensor is compared before the first byte changes, and again afterwards. If a digest differs, changes are undone,
-    and the error states what state the tensors are in. Nothing else may use the tensors meanwhile.
+    and the error describes the tensors' state. Nothing else may use the tensors meanwhile.
 
     Raises DeltaBaseError if a tensor differs from the delta's base, ArgumentError,
     CorruptError, NotSupportedError, DeviceError, and the errors of `open_delta`.

@@ -59,11 +59,11 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
 class Comparison(TypedDict):
     """The result of `verify` for a file and tensors in memory.
 
-    differ: names of tensors with other bytes, dtype or shape than in the file.
+    differ: names of tensors with different bytes, dtype or shape than in the file.
     missing: names in the file that the model lacks.
     surplus: names in the model that the file lacks, unless they are tied to one it has.
-    tensors: the number of compared tensors. kept: how many of them by a digest in the file.
-    bytes: of the file's tensors that were decoded for the others. on_gpu: those that GPUs decoded.
+    tensors: the number of compared tensors. kept: how many were compared by a digest in the file.
+    bytes: bytes that were decoded to compare the others. on_gpu: how many of these GPUs decoded.
     """
 
     ok: bool

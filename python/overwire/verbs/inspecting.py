@@ -167,17 +167,17 @@ def verify(
     progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
 ) -> Verification | Comparison:
-    """Checks every byte: the checksums of stored bytes, every decode, and the hash
+    """Reads and decodes every byte, and compares the checksums of the stored bytes and the hash
     of every tensor. With tensors, compares a model in memory with the file.
 
     source: as for `inspect`, or a list of files.
     tensors: a running model: a torch module, or a dict of tensors, on the host or on GPUs. The digest of each (see
         `digest`) is computed where the tensor is; none is copied to the host. They are compared with the digests in
         the file (`save_file(digests=True)`). If it has none, its tensors are decoded and every chunk's checksum is
-        compared: on the GPU that has the model's tensor, in batches of 256 MiB (a larger tensor by itself), or on
-        the CPU block by block, which also happens if the GPU lacks memory.
+        compared. The GPU that has the model's tensor decodes in batches of 256 MiB (a larger tensor by itself). For
+        tensors on the host, or if the GPU lacks memory, the CPU decodes block by block.
     original: also restores the safetensors file that was given to `convert`, in bounded memory and without writing
-        it, and compares its SHA-256. That runs at about 1.5 GB/s, because one core hashes it. Not with tensors.
+        it, and compares its SHA-256. One core hashes it, at about 1.5 GB/s. Cannot be combined with tensors.
     storage_options: as for `load_file`.
 
     Returns a dict: ok (always True, because damage raises), tensors, bytes, stored, seconds, and "files", each with

@@ -71,16 +71,16 @@ def load_file(
     """Loads tensors from plain or compressed safetensors files.
 
     source: the path or URI of a file, a folder or an index.json; a list of them; a file open for reading in binary
-        mode; or a `Pinned` model. A tensor name that two files have is an error.
+        mode; or a `Pinned` model. Two files may not have a tensor with the same name.
     device: the device of the tensors: "cpu", "cuda", "cuda:1", a torch.device. On a GPU they are torch tensors from
         torch's allocator; compressed tensors are decoded there.
     framework: "pt", "np", or "bytes" for writable memoryviews; None: torch if it is installed, else numpy.
-    filename: source, by the name that safetensors gives it.
+    filename: an alias of source, for programs written for safetensors.
     options: those of `LoadOptions`: dtype, keys, filter, progress, mmap, read, storage_options, lenient, max_memory,
         group, shard, base.
 
     Returns a dict of name to tensor, in the order of the files, or of keys. The tensors belong to the caller: they are
-    writable, have a storage each, stay valid when the file is deleted, and free their memory one by one. F4 is
+    writable, have their own storage, stay valid when the file is deleted, and free their memory one by one. F4 is
     torch.float4_e2m1fn_x2 with the last dimension halved, or unpacked in numpy; F6 is returned as its bytes, U8.
 
     Raises NotFoundError, FormatError, CorruptError (with tensor, chunk and offset), TensorNotFoundError for keys,

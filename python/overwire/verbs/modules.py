@@ -46,7 +46,7 @@ def load_model(
     is no second copy of the model. Other tensors are loaded separately and copied (cast) one by one; tensors on the
     meta device are replaced. Tied tensors are loaded once. If other tensors overlap, the last one in the state dict
     wins. Each rank loads its own part of a DTensor (FSDP2, tensor parallelism). A module's extra state is passed to
-    its `set_extra_state` if it is a tensor; otherwise no file has it and it stays unchanged. Other entries of the
+    its `set_extra_state` if it is a tensor. Otherwise it stays unchanged, because no file has it. Other entries of the
     state dict that are not tensors raise NotSupportedError, even with strict=False.
 
     device: the device to load to; None: the device of each tensor, and the host for meta tensors. Tensors on another
@@ -60,7 +60,7 @@ def load_model(
 
     Returns (missing, unexpected) names, like safetensors.torch.load_model. Names tied to a loaded one are in neither.
 
-    Raises, before it changes or allocates anything: ModelMismatchError, also for other shapes; NotSupportedError for
+    Raises, before it changes or allocates anything: ModelMismatchError for other names or shapes; NotSupportedError for
     tensors without memory of their own (sparse, nested, FakeTensors, wrappers of other tensors), and if the state dict
     has copies instead of the module's own tensors; ArgumentError for memory that was freed (`sleep`); and
     OutOfMemoryError for max_memory. Also raises the errors of `load_file`. If the load itself fails, the module has a

@@ -39,7 +39,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
     source: as for `load_file`: a path, a folder, an index.json, a list of paths, an open file.
     framework: "pt", "np" or "bytes"; None: torch if it is installed, else numpy.
     device: as for `load_file`.
-    filename: source, by the name that safetensors gives it.
+    filename: an alias of source, for programs written for safetensors.
     options: dtype, mmap, lenient, storage_options, as in `LoadOptions`.
 
     A context manager; you may also call `close`. `file[name]`, `name in file`, `len(file)` and iteration over the
@@ -48,10 +48,10 @@ class safe_open(_engine.HandleOwner, Generic[T]):
 
     If a program requests tensors in the order of their bytes or of their names, the next ones are loaded in advance: on
     the host up to 256 MiB, on a GPU up to 2 GiB or an eighth of its free memory. This also works for slices, if tensors
-    whose names differ only in numbers are cut in the same way.
+    with names that differ only in numbers are sliced in the same way.
 
-    The engine cannot run in a forked child. There, local files are read without it, also those opened before the fork;
-    see `load_file`.
+    The engine cannot run in a forked child. There, local files are read without it, even if they were opened before the
+    fork; see `load_file`.
 
     Raises the errors of `load_file`, and ArgumentError when it is closed.
     """
@@ -229,9 +229,9 @@ class safe_open(_engine.HandleOwner, Generic[T]):
         """Loads tensors, or blocks of them, into existing torch tensors.
 
         targets: triples of name, block and destination. block: ranges (lo, hi) of the first one or two dimensions;
-            None: the whole tensor. Of a plain file only the block's bytes are read, of a compressed one only its
-            chunks. destination: has the block's shape. If it is contiguous and has the file's dtype, it is written to
-            in place, on the host or on a GPU. Otherwise the block is loaded separately and copied, with a cast.
+            None: the whole tensor. A plain file is only read at the block's bytes, a compressed file only at its
+            chunks. destination: has the block's shape. If it is contiguous and has the file's dtype, it is filled in
+            place, on the host or on a GPU. Otherwise the block is loaded separately and copied, with a cast.
             Destinations may be on several devices. If they overlap, the last one wins. For a DTensor, this rank's part
             is loaded.
         max_memory: the most bytes of blocks that are loaded separately. Tensors that were read in advance are freed.

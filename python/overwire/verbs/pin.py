@@ -47,12 +47,12 @@ def empty_cache() -> None:
 
 def quiesce(*, timeout: float | None = None) -> None:
     """Frees everything that the engine holds outside the process's own memory, for example before CRIU writes a
-    snapshot of the process: GPU memory and slots, registered host memory, connections and open files. Also frees all
+    snapshot of the process: GPU memory, registered host memory, connections and open files. Also frees all
     that `empty_cache` frees, and drops preloads. It first waits for running calls and background saves.
 
     timeout: seconds after which DeadlineError is raised; None: never.
 
-    Later calls work as before, also in a restored process. The next load to a GPU allocates its memory again, which
+    Later calls work as before, even in a restored process. The next load to a GPU allocates its memory again, which
     takes about 50 ms. GPU contexts, and the epoll descriptor and control group files of Go's runtime, stay open.
 
     Raises DeadlineError if calls still run after the timeout; then only preloads and cached host memory are freed.
@@ -73,7 +73,7 @@ def quiesce(*, timeout: float | None = None) -> None:
 
 
 class Pinned(HandleOwner):
-    """A model whose stored bytes are in host memory; see `pin`. A context manager that ends with `release`.
+    """A model with its stored bytes in host memory; see `pin`. A context manager that ends with `release`.
 
     You can pass it to `load_file`, `stream`, `load_model` and `safe_open` instead of a path. Threads may share it.
     """

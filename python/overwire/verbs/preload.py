@@ -81,7 +81,7 @@ class Preload(HandleOwner):
             raise DeadlineError(f"overwire: preload {self.path}: not done in {timeout} s", source=self.path)
 
     def cancel(self) -> None:
-        """Stops the preload and frees its tensors, except those of files that a load has joined. Later loads read the
+        """Stops the preload and frees its tensors, except those of files that a load uses. Later loads read the
         files again."""
         _verbs.cancel(self._job)
 
@@ -91,14 +91,14 @@ def preload(source: SourceLike, *, device: Any = "cpu", storage_options: Storage
     imported.
 
     source: as for `load_file`, but not an open file; or a bundle's pickle or meta.csv. `load_file`, `stream`,
-        `safe_open`, `load_model`, `load_compressed*` and the compat modules join the preload, for all of its files or
-        some of them, whatever path names them. `load_file` with group does not.
-    device: "cpu" (or "host"): to host memory, without CUDA, for programs that fork. A load to a GPU then copies the
-        tensors, except those of plain files, which are mapped: it reads these from the page cache.
-        "cuda:1": to that GPU; only loads to the same GPU join. "cuda": to torch's current GPU. Before torch is imported
+        `safe_open`, `load_model`, `load_compressed*` and the compat modules use the preload, even if they need only
+        some of its files or name them by another path. `load_file` with group does not.
+    device: "cpu" (or "host") loads to host memory, without CUDA, for programs that fork. A load to a GPU then copies
+        the tensors. It reads tensors of plain files from the page cache, because these are mapped.
+        "cuda:1" loads to that GPU, for loads to the same GPU. "cuda" is torch's current GPU. Before torch is imported,
         it is the GPU that LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID names, or the first
         one if none is set or if CUDA_VISIBLE_DEVICES names a single GPU. Bundles are only preloaded to the host.
-    storage_options: as for `load_file`. Only loads with the same options join.
+    storage_options: as for `load_file`. Only loads with the same options use the preload.
 
     Each tensor can be taken once; a `safe_open` that needs it again reads it. If a file was saved just before, the
     preload waits 40 ms (2 s if file times have whole seconds), so that it can notice later changes of the file.

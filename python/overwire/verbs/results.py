@@ -144,7 +144,7 @@ class Device(TypedDict):
 
     memory: size in bytes.
     node: NUMA-local node, or -1 if the system does not report it. unplaced: on a host with
-        several nodes, why slots and readers cannot be placed on that node.
+        several nodes, why buffers and workers cannot be placed on that node.
     coherent: whether kernels, and loads to the device, read host memory in place, as on Grace.
     kernels, unusable: kernels that the device runs, or why it cannot run any.
     wire: GB/s of pinned copies to the device, if measured.

@@ -75,9 +75,9 @@ def save_file(
         of the model that it replaces, or the default of the umask. If the folder has an index of shards with the same
         name (model.safetensors.index.json), a single file is refused, because the folder would still load the old
         model; with max_shard_size the shards are replaced.
-    filename: path, by the name that safetensors gives it.
+    filename: an alias of path, for programs written for safetensors.
     metadata: texts for `__metadata__`; some loaders require {"format": "pt"}.
-    options: those of a save.
+    options: see `SaveOptions`.
     wait: False returns a `Saving` as soon as the tensors may change again. All contents of the files are then in host
         memory, and are written from there while the program continues (see docs/saving.md). Another save to the same
         path first waits for this one. progress is also called from another thread.

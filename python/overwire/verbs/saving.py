@@ -23,8 +23,8 @@ from ..progress import Progress, spell_count
 class Report:
     """The result of a save.
 
-    bytes_in, bytes_out: bytes of the tensors, and of the files that hold them. bytes_copied: of the files in copied.
-    ratio: out / in, 1.0 without tensors.
+    bytes_in, bytes_out: bytes of the tensors, and of the files with them. bytes_copied: bytes of the files in `copied`.
+    ratio: bytes_out / bytes_in, or 1.0 if there are no tensors.
     seconds: wall time.
     stages: seconds of each stage, summed over concurrent threads: "plan" (samples of the tensors, ties, memory for the
         save), "read" (bytes of files and GPU memory), "encode" (by the host, or waiting for a GPU), "hash" (checksums
@@ -38,9 +38,9 @@ class Report:
         they are not safetensors), hidden files, and links that lead out of the folder, except to the blobs of its
         Hugging Face cache. Also objects in a torch.save file that are not tensors, and `save_model`'s extra states
         that are not tensors.
-    originals: for `convert`, the SHA-256 in hex by file name: of the plain file that a compressed file records, or of
-        the plain file that was restored byte for byte. "" if it was not hashed, because it came over a network,
-        because of `sha256=False`, or because the compressed file records none.
+    originals: for `convert`, the SHA-256 (hex) of each plain file, by file name. For a compressed file this is the
+        SHA-256 that it records of its source; for a restored plain file, that of the file itself. "" if the source came
+        over a network or was not hashed (`sha256=False`), or if the compressed file records none.
     on_gpu: the part of bytes_in that was encoded on the tensors' GPU. The host encodes the rest.
     staged: with wait=False, the seconds until the caller may change the tensors; otherwise 0.
     anew: plain files made from compressed ones without a stored original. Their tensors are the same, but the header
@@ -116,7 +116,7 @@ class After(NamedTuple):
 
 
 class Saving(HandleOwner, Saver):
-    """A save that writes its files in the background; see `save_file(wait=False)`. The tensors may already change.
+    """A save that writes its files in the background; see `save_file(wait=False)`. You may already change the tensors.
     Threads may share it.
 
     All files appear atomically when they are complete. An error is logged, and raised by `wait` or by the next save to
@@ -149,7 +149,7 @@ class Saving(HandleOwner, Saver):
         return shown(self.path)
 
     def done(self) -> bool:
-        """Returns whether it has ended, with or without an error. Raises ForkedError in a forked child, if it was
+        """Returns whether the save has ended, with or without an error. Raises ForkedError in a forked child, if it was
         running when the process forked."""
         self._refuse_child("done")
         return self._ended.is_set()

@@ -224,15 +224,15 @@ def sleep(
         ...
         asleep.wake()  # the same parameters, the same bytes
 
-    A GPU encodes its tensors in its own memory, and copies only the result to pinned memory: for bf16 weights about two
-    thirds. The host encodes its own tensors. The pinned memory is kept for the next sleep, until `empty_cache`.
+    A GPU encodes its tensors in its own memory, and copies only the result to pinned memory (for bf16 about two thirds
+    of the size). The host encodes its own tensors. The pinned memory is kept for the next sleep, until `empty_cache`.
 
     tensors: a module, for all its parameters and buffers; or tensors by name, such as parts of a module or optimizer
         state. Tied tensors and views of other tensors are stored once. If they are on several devices, each device has
         its own host memory.
-    max_memory: the most host memory that the stored bytes may take ("12GB", int). It is first estimated from samples.
-    to_file: a path, or a URI that `save_file` writes. The tensors are also saved there. A local file of tensors on one
-        device is made of the stored bytes. Any other file is written as `save_file` does, and takes as long.
+    max_memory: the most host memory that the stored bytes may take ("12GB", int). Their size is estimated beforehand.
+    to_file: a path or URI where the tensors are also saved. If all tensors are on one device, a local file is made from
+        the stored bytes. In other cases the file is written by `save_file`, and takes as long.
     release: free the tensors' memory. On a GPU it returns to torch's allocator (`torch.cuda.empty_cache()` makes it
         available to other processes). Memory stays, with its values, if the tensors do not cover it completely or if
         it does not belong to torch (small loaded tensors, mapped files, shared memory). `Asleep.released` counts the
@@ -243,10 +243,10 @@ def sleep(
     storage_options: as for `save_file`, if to_file is a URI.
 
     Do not use the tensors, or views of them, before `wake`. Their addresses may change, and captured CUDA graphs
-    contain the old ones: use release=False there. Tensors that are not contiguous are first copied on their device.
+    contain the old ones: use release=False then. Tensors that are not contiguous are first copied on their device.
 
     Returns an `Asleep`. Raises OutOfMemoryError for max_memory, for host memory, and for the GPU memory to encode in;
-    ArgumentError; NotSupportedError for dtypes that files lack and for tensor subclasses that consist of other tensors;
+    ArgumentError; NotSupportedError for dtypes that files lack, and for tensor subclasses made of other tensors;
     IOFailure for to_file. After an error or Ctrl-C the tensors are unchanged.
     """
     frame_for("torch")
@@ -303,8 +303,8 @@ class SleepMemory(HandleOwner):
         self._lock = new_lock()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken what was ready of it. Returns
-        False after the timeout. Raises OutOfMemoryError and DeviceError; memory that is ready stays."""
+        """Waits at most `timeout` seconds until the memory is ready, or a sleep has taken the part that was ready.
+        Returns False after the timeout. Raises OutOfMemoryError and DeviceError; memory that is ready stays."""
         check_wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -350,9 +350,9 @@ def prepare_sleep(
         ...
         asleep = ow.sleep(model)
 
-    tensors: as for `sleep`. Their size is estimated from samples, which are read before this returns. Or the bytes of
-        host memory ("10GB", int), for `device`.
-    device: the GPU for a number of bytes; None: torch's current one.
+    tensors: as for `sleep`. Their size is estimated from samples, which are read before this returns. Or a number of
+        bytes of host memory ("10GB", int), for `device`.
+    device: the GPU, if `tensors` is a number of bytes; None: torch's current GPU.
     max_memory: as for `sleep`.
 
     One thread works in the background, only while a core of the process is idle, and uses no GPU memory. A sleep that

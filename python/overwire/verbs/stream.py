@@ -79,11 +79,11 @@ def stream(
         yielded. The model is loaded in windows of half of that size. A single larger tensor is an error.
 
     This call opens the file and starts the load. Each tensor is complete when it is yielded. Threads may share the
-    iterator; each gets the next tensor. Closing it early (`break`, `close`, an exception in the loop) cancels the load
+    iterator; each gets the next tensor. Ending it early (`break`, `close`, an exception in the loop) cancels the load
     and frees the other tensors. An error of the load is raised after the tensors that arrived before it. In a forked
     child, a stream of the parent raises ForkedError.
 
-    group, shard: as for `load_file`. All ranks must iterate to the end; if one closes its stream early, it ends on all.
+    group, shard: as for `load_file`. All ranks must iterate to the end; if one stops early, the stream ends on all.
         max_memory is the smallest that any rank has passed. If the ranks map each other's memory
         (`OVERWIRE_EXCHANGE=mapped`), tensors are yielded as they arrive, otherwise after each GiB.
     """
