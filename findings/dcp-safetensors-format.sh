@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# One would guess: a checkpoint that FileSystemWriter(serialization_format=SerializationFormat.SAFETENSORS) writes is read
-# by FileSystemReader, as with the other format.
-# What happens: the save succeeds, and every load fails. The .distcp file is a safetensors file, but .metadata gives each
-# tensor the same offset and the length of its bytes, and the reader hands these to torch.load.
-# Versions: torch 2.15.0, safetensors 0.8.0. Cause: torch/distributed/checkpoint/filesystem.py, _write_item writes nothing
-# for this format, and read_data knows torch.load only.
+# Expected: FileSystemReader reads a checkpoint that was written by
+# FileSystemWriter(serialization_format=SerializationFormat.SAFETENSORS), as it does with the other format.
+# Actual: the save succeeds, and every load fails. The .distcp file is a safetensors file. For every tensor, .metadata
+# gives offset 0 and the tensor's length, and the reader passes these bytes to torch.load.
+# Versions: torch 2.15.0, safetensors 0.8.0.
+# Cause: in torch/distributed/checkpoint/filesystem.py, _write_item writes nothing for this format, and read_data only
+# supports torch.load.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 tensorizer==2.12.1 transformers==4.57.1
 python -W ignore - <<'P'

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# One would guess: a model that was saved in shards and is saved again as one file loads from its folder.
-# What happens: the second save_pretrained removes the shards but not their index. from_pretrained reads the index first
-# and fails, although the new file is complete. transformers leaves the same index and reads the new file.
-# Versions: diffusers 0.42.1, torch 2.15.0. Cause: models/modeling_utils.py removes only files with the name of a shard
-# from the folder of an earlier save, and from_pretrained takes any index for a model in shards.
+# Expected: after a model is saved in shards and then saved again as one file, it loads from its folder.
+# Actual: the second save_pretrained removes the shards but not their index. from_pretrained reads the index first
+# and fails, although the new file is complete. transformers leaves the same index, but reads the new file.
+# Versions: diffusers 0.42.1, torch 2.15.0.
+# Cause: models/modeling_utils.py removes only files that are named like shards from the folder of an earlier save, and
+# from_pretrained treats a folder with an index as a model in shards.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 diffusers==0.42.1
 python -W ignore - 2>/dev/null <<'P'

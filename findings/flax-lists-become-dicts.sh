@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# One would guess: flax.serialization.msgpack_restore(to_bytes(tree)) gives the tree back, as msgpack has lists.
-# What happens: lists and tuples come back as dicts with the keys "0", "1" ...: the names of a layer's tensors are
-# "layers.0" either way, but the structure is gone. msgpack_serialize of the same tree refuses the tuple and keeps the list.
-# Versions: flax 0.12.8, jax 0.10.2. Cause: to_bytes converts by to_state_dict first, which knows dicts only.
+# Expected: flax.serialization.msgpack_restore(to_bytes(tree)) returns an equal tree, because msgpack has lists.
+# Actual: lists and tuples become dicts with the keys "0", "1" and so on. The names of a layer's tensors, "layers.0",
+# stay the same, but the structure is lost. msgpack_serialize of the same tree keeps the list and refuses the tuple.
+# Versions: flax 0.12.8, jax 0.10.2.
+# Cause: to_bytes first converts the tree with to_state_dict, which only has dicts.
 source "$(dirname "$0")/with.sh"
 need flax==0.12.8 jax==0.10.2 numpy==2.4.6
 python -W ignore - <<'P'

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# One would guess: GGUFWriter.add_array(key, []) writes an array of no elements, which the format has.
-# What happens: the key is left out, without a word, so that a reader cannot tell an empty list (a tokenizer without
+# Expected: GGUFWriter.add_array(key, []) writes an array without elements, which the format allows.
+# Actual: the key is omitted without a warning. A reader therefore cannot distinguish an empty list (a tokenizer without
 # merges) from a missing one.
-# Versions: gguf 0.19.0, numpy 2.4.6. Cause: add_array returns early, since the type of an element cannot be guessed.
+# Versions: gguf 0.19.0, numpy 2.4.6.
+# Cause: add_array returns early, because it cannot guess the element type.
 source "$(dirname "$0")/with.sh"
 need gguf==0.19.0 numpy==2.4.6
 python -W ignore - <<'P'

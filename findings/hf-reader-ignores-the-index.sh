@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# One would guess: HuggingFaceStorageReader reads each tensor from the shard that model.safetensors.index.json names, so a
-# checkpoint that is saved again with fewer shards loads what was saved last.
-# What happens: the reader never opens the index. It reads all safetensors files in the folder, including those of the
-# first save, and takes a tensor that is in two files from the file that the file system lists last.
-# Versions: torch 2.15.0, safetensors 0.8.0. Cause: torch/distributed/checkpoint/hf_storage.py, read_metadata goes through
-# Path.iterdir and overwrites what an earlier file said; HuggingFaceStorageWriter removes no old shards.
+# Expected: HuggingFaceStorageReader reads each tensor from the shard that model.safetensors.index.json names. After a
+# checkpoint is saved again with fewer shards, a load returns the values of the last save.
+# Actual: the reader never opens the index. It reads all safetensors files in the folder, including those of the first
+# save. If two files have a tensor, it reads the tensor from the file that the file system lists last.
+# Versions: torch 2.15.0, safetensors 0.8.0.
+# Cause: in torch/distributed/checkpoint/hf_storage.py, read_metadata iterates over Path.iterdir, and each file
+# overwrites the entries of earlier files. HuggingFaceStorageWriter does not remove old shards.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 tensorizer==2.12.1 transformers==4.57.1
 python -W ignore - <<'P'

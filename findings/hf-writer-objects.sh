@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# One would guess: HuggingFaceStorageWriter refuses a state with a number in it, or leaves it out, since safetensors files
-# hold tensors only.
-# What happens: it writes the pickled number before the safetensors header, in the same file, and reports success. No
-# reader takes the file, its own included.
-# Versions: torch 2.15.0, safetensors 0.8.0. Cause: torch/distributed/checkpoint/filesystem.py, _write_files_from_queue
-# writes objects to the stream before it writes the image that safetensors makes of the tensors.
+# Expected: HuggingFaceStorageWriter refuses a state that contains a number, or omits the number, because safetensors
+# files can only contain tensors.
+# Actual: it writes the pickled number before the safetensors header, in the same file, and reports success. No reader
+# accepts the file, not even HuggingFaceStorageReader.
+# Versions: torch 2.15.0, safetensors 0.8.0.
+# Cause: in torch/distributed/checkpoint/filesystem.py, _write_files_from_queue writes objects to the stream before it
+# writes the tensors' safetensors bytes.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 tensorizer==2.12.1 transformers==4.57.1
 python -W ignore - <<'P'

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# One would guess: the data of a safetensors file begin at a multiple of 8, since safetensors' own writers pad the header
-# with spaces, and float32 can be mapped.
-# What happens: mlx pads nothing: the data begin at any byte, an odd one for every other length of the names.
-# Versions: mlx 0.32.4 (CPU). Cause: the format does not ask for alignment, and mlx writes the JSON as it is.
+# Expected: the data of a safetensors file begins at a multiple of 8, so that float32 can be mapped. The writers of the
+# safetensors library pad the header with spaces for this.
+# Actual: mlx does not pad the header, so the data can begin at any byte. It begins at an odd byte for every second
+# length of the names.
+# Versions: mlx 0.32.4 (CPU).
+# Cause: the format does not require alignment, and mlx writes the JSON without padding.
 source "$(dirname "$0")/with.sh"
 need "mlx[cpu]==0.32.4" numpy==2.4.6
 python -W ignore - <<'P'

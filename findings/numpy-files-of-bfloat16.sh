@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# One would guess: numpy.load of what numpy.save wrote has the array's dtype, or one of them refuses it.
-# What happens: ml_dtypes' bfloat16 comes back as |V2, bytes without a meaning, float8_e4m3fn and int4 both as |V1.
-# float8_e5m2 is saved as <f1, which numpy.load itself refuses. mlx writes |V2 on purpose, and reads it as bfloat16.
-# Versions: numpy 2.4.6, ml_dtypes 0.6.0, mlx 0.32.4 (CPU). Cause: the .npy header has array-interface type strings only,
-# which numpy makes of the kind and size that a foreign dtype claims.
+# Expected: numpy.load returns the dtype of the array that numpy.save wrote, or one of the two refuses the dtype.
+# Actual: ml_dtypes' bfloat16 is loaded as |V2 (bytes without a meaning), and float8_e4m3fn and int4 are both loaded as
+# |V1. float8_e5m2 is saved as <f1, which numpy.load refuses. mlx writes |V2 deliberately, and reads it as bfloat16.
+# Versions: numpy 2.4.6, ml_dtypes 0.6.0, mlx 0.32.4 (CPU).
+# Cause: the .npy header can only have array-interface type strings, which numpy builds from the kind and size that a
+# foreign dtype states.
 source "$(dirname "$0")/with.sh"
 need "mlx[cpu]==0.32.4" numpy==2.4.6 ml_dtypes==0.6.0
 python -W ignore - <<'P'

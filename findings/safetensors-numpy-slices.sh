@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One would guess: a slice of safe_open(...).get_slice(name) gives the same elements for framework "np" and "pt".
-# What happens: a negative start, which "pt" counts from the end, is an OverflowError for "np"; a start beyond the end is
-# empty for "pt" and a SafetensorError for "np". A negative index alone works in both.
-# Versions: safetensors 0.8.0, numpy 2.4.6, torch 2.15.0. Cause: "np" slices by safetensors' own unsigned ranges, "pt" by
-# torch's indexing.
+# Expected: a slice of safe_open(...).get_slice(name) has the same elements for the frameworks "np" and "pt".
+# Actual: "pt" counts a negative start from the end, but "np" raises OverflowError. If the start is beyond the end, "pt"
+# returns an empty tensor, but "np" raises SafetensorError. A single negative index works with both.
+# Versions: safetensors 0.8.0, numpy 2.4.6, torch 2.15.0.
+# Cause: "np" slices with safetensors' own unsigned ranges, and "pt" with torch's indexing.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 tensorizer==2.12.1 transformers==4.57.1
 python -W ignore - <<'P'

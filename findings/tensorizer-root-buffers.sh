@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One would guess: write_module(include_non_persistent_buffers=False) leaves out exactly the buffers that state_dict()
-# does not have.
-# What happens: persistent buffers of the module itself are left out, too; those of the modules in it are kept.
-# Versions: tensorizer 2.12.1, torch 2.15.0. Cause: the names of the module's own buffers get a leading dot (".seen"), and
-# the set of persistent names that they are looked up in has none.
+# Expected: write_module(include_non_persistent_buffers=False) omits exactly the buffers that state_dict() omits.
+# Actual: it also omits persistent buffers of the module itself. It keeps those of submodules.
+# Versions: tensorizer 2.12.1, torch 2.15.0.
+# Cause: the names of the module's own buffers get a leading dot (".seen"). tensorizer looks them up in the set of
+# persistent names, where they have no dot.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 tensorizer==2.12.1 transformers==4.57.1
 python -W ignore - <<'P'

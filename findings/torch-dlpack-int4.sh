@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One would guess: DLPack, which has the bits of an element in its type, carries torch.int4 and torch.uint4 as 4 bits, or
-# the export is refused.
-# What happens: tensors of torch.int1 to int7 and uint1 to uint7 come out as 8-bit integers, without a word.
-# Versions: torch 2.15.0, numpy 2.4.6. Cause: torch stores an element of these dtypes in a byte, and its DLPack export
-# gives the bits of the storage.
+# Expected: DLPack exports torch.int4 and torch.uint4 with 4 bits per element, which its type can state, or torch
+# refuses the export.
+# Actual: torch.int1 to int7 and uint1 to uint7 are exported as 8-bit integers, without a warning.
+# Versions: torch 2.15.0, numpy 2.4.6.
+# Cause: torch stores each element of these dtypes in a byte, and its DLPack export states the number of stored bits.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 tensorizer==2.12.1 transformers==4.57.1
 python -W ignore - <<'P'

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# One would guess: if a model is saved again into its folder, this time in shards, the folder loads what was saved last.
-# What happens: save_pretrained writes the shards and their index and leaves the old model.safetensors there.
-# from_pretrained then loads the old file, without a warning.
-# Versions: transformers 5.24.0, torch 2.15.0. Cause: save_pretrained removes only old files with the name of a shard, and
-# from_pretrained looks for model.safetensors before it looks for the index.
+# Expected: after a model is saved as one file and then saved again in shards, its folder loads the last save.
+# Actual: save_pretrained writes the shards and their index, and keeps the old model.safetensors. from_pretrained then
+# loads the old file, without a warning.
+# Versions: transformers 5.24.0, torch 2.15.0.
+# Cause: save_pretrained removes only old files that are named like shards, and from_pretrained looks for
+# model.safetensors before it looks for the index.
 source "$(dirname "$0")/with.sh"
 need torch==2.15.0 numpy==2.4.6 safetensors==0.8.0 transformers==5.24.0
 python -W ignore - 2>/dev/null <<'P'

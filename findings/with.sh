@@ -1,5 +1,5 @@
-# Sourced by the findings: `need PACKAGE==VERSION ...` installs exactly these packages, and what they ask for, and makes
-# `python` the interpreter that has them. They stay in FINDINGS_CACHE for the next finding, or else go at the end.
+# Sourced by the findings. `need PACKAGE==VERSION ...` installs exactly these packages and their dependencies, and makes
+# `python` run with them. FINDINGS_CACHE keeps the packages for later findings. Without it, they are removed at the end.
 set -euo pipefail
 cache=${FINDINGS_CACHE:-$(mktemp -d)}
 work=$(mktemp -d)
