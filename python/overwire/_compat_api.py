@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from .bundles.unpickling import load_plain
     from .distributed.blocks import meet_to_load, should_share_reading
     from .distributed.group import group_verb
-    from .dtypes import nbytes, torch_shape
+    from .dtypes import torch_shape
     from .errors import error_of_system
-    from .files import number_of, read_file, regular, state_of_file
+    from .files import number_of, regular, state_of_file
     from .frameworks.memory import check_memory
     from .frameworks.torch import torch_dtype
-    from .jobs import shown
     from .model.forked import is_compressed
     from .model.joining import written
     from .model.kept import KeptFile
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from .offloading.hosted import Hosted
     from .offloading.offload import stream_blocks
     from .paths import is_remote, path_of
-    from .records import OpenRecords
-    from .stores import ObjectReader, open_writer, presign, publish, refuse_planted
     from .verbs.deltas import apply_part
     from .verbs.into import landing, states_of, table_of
     from .verbs.preload import honour_nyacomp
@@ -55,12 +52,11 @@ _HOMES = {
     "bundles.unpickling": ("load_plain",),
     "distributed.blocks": ("meet_to_load", "should_share_reading"),
     "distributed.group": ("group_verb",),
-    "dtypes": ("nbytes", "torch_shape"),
+    "dtypes": ("torch_shape",),
     "errors": ("error_of_system",),
-    "files": ("number_of", "read_file", "regular", "state_of_file"),
+    "files": ("number_of", "regular", "state_of_file"),
     "frameworks.memory": ("check_memory",),
     "frameworks.torch": ("torch_dtype",),
-    "jobs": ("shown",),
     "model.forked": ("is_compressed",),
     "model.joining": ("written",),
     "model.kept": ("KeptFile",),
@@ -70,8 +66,6 @@ _HOMES = {
     "offloading.hosted": ("Hosted",),
     "offloading.offload": ("stream_blocks",),
     "paths": ("is_remote", "path_of"),
-    "records": ("OpenRecords",),
-    "stores": ("ObjectReader", "open_writer", "presign", "publish", "refuse_planted"),
     "verbs.deltas": ("apply_part",),
     "verbs.into": ("landing", "states_of", "table_of"),
     "verbs.preload": ("honour_nyacomp",),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "KeyDerivation",
     "NewRecord",
+    "OpenRecords",
     "Record",
     "RecordFile",
     "derive_key",

@@ -1,4 +1,7 @@
-"""Writes and streams local files and store objects, and makes temporary URLs for objects."""
+"""Reads and writes local files and store objects as Python files, and makes temporary URLs for objects.
+
+A local file is replaced atomically, and an object appears when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,17 @@ _OWN_FILES = "/proc/self/fd"
 # Maximum time in milliseconds that a read delays Ctrl-C.
 _SLICE_MS = 50
 
+__all__ = [
+    "FileWriter",
+    "ObjectReader",
+    "ObjectWriter",
+    "open_writer",
+    "presign",
+    "publish",
+    "refuse_planted",
+    "shown",
+]
+
 
 def write_bytes(
     uri: str,
@@ -75,10 +89,11 @@ def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) ->
 
 
 def publish(made: str, path: str) -> None:
-    """Replaces `path` with the finished file `made` of the same folder, with the guarantees of
-    `write_bytes`. Raises the errors of `write_bytes`; `made` still exists then.
+    """Replaces `path` atomically with the finished file `made` of the same folder. `path` keeps its mode, owner and
+    ACL; a symbolic link is followed. If `path` exists, create `made` with mode 0600.
 
-    If `path` exists, create `made` with mode 0600."""
+    Raises NotFoundError if the folder does not exist, AccessError, ArgumentError if `path` is not a regular file,
+    IOFailure. `made` still exists then."""
     with Job(_verbs.rename({"path": path, "made": made}), "save") as job:
         job.wait()
 

@@ -448,14 +448,14 @@ def test_what_a_killed_writer_left_goes_before_the_next_is_written(
     program = f"""
 import os, signal
 import overwire as ow, torch
-from overwire import _compat_api
+from overwire import stores
 from overwire.integrations.kept_model import keep_files
 def die(*args, **named): os.kill(os.getpid(), signal.SIGKILL)
 STEP = die
 tensors = {{"a": torch.arange(1000)}}
 keep_files.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tensors))
 """
-    for step in ("ow.verify", "keep_files._activate_pages", "_compat_api.publish"):
+    for step in ("ow.verify", "keep_files._activate_pages", "stores.publish"):
         assert torch_script(program.replace("STEP", step), check=False).returncode == -signal.SIGKILL
     left = sorted(os.listdir(tmp_path))
     assert len(left) == 3 and all(name.startswith(".begun-") for name in left)

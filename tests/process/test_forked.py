@@ -140,7 +140,7 @@ def test_workers_of_a_data_loader(tmp_path: Path, torch_script) -> None:
 DROPPING = """
 import gc, os, sys
 import torch, overwire as ow
-from overwire import _compat_api
+from overwire import stores
 ow.save_file({f"t{i}": torch.full((100, 100), float(i)) for i in range(50)}, "m.safetensors")
 ow.save_file({"a": torch.ones(9)}, "preloaded.safetensors")
 ow.save_delta({"a": torch.zeros(5)}, {"a": torch.ones(5)}, "delta.safetensors")
@@ -153,7 +153,7 @@ held = {
     "delta": ow.open_delta("delta.safetensors"),
     "asleep": ow.sleep({"a": torch.ones(1000)}, release=False),
     "memory": ow.prepare_sleep({"a": torch.ones(1000)}),
-    "reader": _compat_api.ObjectReader("m.safetensors"),
+    "reader": stores.ObjectReader("m.safetensors"),
 }
 names = [next(held["stream"])[0], next(held["windows"])[0]]
 for name in list(held):
@@ -415,7 +415,7 @@ def test_no_module_waits_for_a_lock_of_the_parent(torch_script) -> None:
 
 
 OBJECTS = """
-from overwire import _compat_api
+from overwire import stores
 from overwire.compat import fastsafetensors as fst, safetensors as sft, tensorizer
 from overwire.compat.fastsafetensors import cpp
 from overwire.compat.nyacomp import _nyacomp
@@ -491,7 +491,7 @@ objects = {
     "preload": (lambda: ow.preload("preloaded.safetensors"), lambda it: it.wait(), repr, lambda it: it.wait()),
     "asleep": (lambda: ow.sleep({"a": torch.ones(1000)}, release=False), lambda it: it.wake(), lambda it: it.close(), lambda it: it.wake() is None),
     "offloaded": (offloaded, lambda it: it.run(), lambda it: it.close(), lambda it: it.run() is not None and it.close() is None and it.weights()),
-    "object reader": (lambda: _compat_api.ObjectReader("m.safetensors"), lambda it: it.read(8), lambda it: it.close(), lambda it: len(it.read(8)) == 8),
+    "object reader": (lambda: stores.ObjectReader("m.safetensors"), lambda it: it.read(8), lambda it: it.close(), lambda it: len(it.read(8)) == 8),
     "writer": (writer, lambda it: it.write(b"b"), lambda it: it.close(), lambda it: it.close() is None and open("written", "rb").read() == b"a" * 100),
     "arriving": (lambda: move_tensors.Arriving("m.safetensors", rows, torch.device("cpu")), lambda it: it.finish_loading(), lambda it: it.close(), lambda it: it.finish_loading() is None),
     "prefetch": (lambda: sft.safe_open("m.safetensors", "pt").prefetch(), lambda it: it.take("t03"), lambda it: it.close(), lambda it: len(dict(it)) == 20),

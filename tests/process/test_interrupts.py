@@ -9,7 +9,7 @@ INTERRUPTING = """
 import gc, os, sys, threading, time
 from pathlib import Path
 import torch, overwire as ow
-from overwire import _compat_api, stores
+from overwire import stores
 from overwire.compat import fastsafetensors as fst, tensorizer
 from overwire.compat.fastsafetensors import cpp
 
@@ -33,7 +33,7 @@ def is_whole():
     Path("written").write_bytes(b"old")
 
 def read_file():
-    with _compat_api.ObjectReader("p.safetensors") as file:
+    with stores.ObjectReader("p.safetensors") as file:
         assert len(file.readall()) == os.path.getsize("p.safetensors")
 
 def deserialize():

@@ -262,9 +262,9 @@ class ReadAhead:
         """Frees what was read ahead, and stops reading ahead."""
         if not _engine.forked():  # in a child everything belongs to the parent
             self._off = True
-            self.drop()
+            self.drop_blocks()
 
-    def drop(self) -> None:
+    def drop_blocks(self) -> None:
         """Frees what was read ahead. A thread that waits for part of it loads that separately."""
         if not self._lock.acquire(blocking=False):  # another thread waits for a tensor
             for window in self._windows[::-1]:

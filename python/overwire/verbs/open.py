@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, cast, overload
 from .. import _engine
 from .._imports import skip_at_exit
 from .._tables import BITS
-from ..dtypes import PACKED
+from ..dtypes import PACKED, nbytes
 from ..errors import ArgumentError, NotSupportedError
 from ..model.indexing import plan
 from ..model.opened import Model
@@ -251,7 +251,7 @@ class safe_open(_engine.HandleOwner, Generic[T]):
             raise ArgumentError(f"overwire: load_into: needs framework='pt', got {self._frame.name!r}")
         into = [destination_of(model, *target) for target in parse_targets(targets)]
         if max_memory is not None:
-            self._ahead.drop()
+            self._ahead.drop_blocks()
         with self._open_loader() as loader:
             loader.load_into(lambda *_: [one for one in into if one is not None], False, max_memory, progress)
 
@@ -298,6 +298,11 @@ class TensorSlice(Generic[T]):
     def dtype(self) -> str:
         """The dtype's name; see `get_dtype`."""
         return self._row.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the whole tensor, uncompressed."""
+        return nbytes(self._row.dtype, self._row.shape)
 
     def __repr__(self) -> str:
         return f"TensorSlice({self._name!r}, {self._row.dtype}, {self.get_shape()})"

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import overwire
-from overwire._compat_api import open_writer, start_thread
+from overwire._compat_api import start_thread
+from overwire.stores import open_writer
 
 from .common import MAX_HEADER, SafeTensorsMetadata
 from .frameworks import TensorBase, get_framework_op

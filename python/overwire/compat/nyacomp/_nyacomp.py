@@ -19,14 +19,13 @@ from urllib.parse import urlsplit
 import overwire
 import overwire.gpu as gpu
 from overwire._compat_api import (
-    ObjectReader,
     error_of_system,
     imported,
     new_lock,
     path_of,
     regular,
-    shown,
 )
+from overwire.stores import ObjectReader, shown
 
 from . import hlif, manifests, settings
 

@@ -17,7 +17,8 @@ from typing import Any, Union
 from urllib.parse import quote
 
 import overwire
-from overwire._compat_api import open_writer, regular
+from overwire._compat_api import regular
+from overwire.stores import open_writer
 
 from . import _nyacomp, partition, settings
 from .merging import tensor_size

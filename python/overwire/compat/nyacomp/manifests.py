@@ -16,7 +16,8 @@ from typing import Any
 
 import overwire
 from overwire import _compat_api
-from overwire._compat_api import load_plain, open_writer
+from overwire._compat_api import load_plain
+from overwire.stores import open_writer
 
 from . import settings
 

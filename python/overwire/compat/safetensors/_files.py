@@ -8,7 +8,7 @@ from typing import Any
 
 import overwire
 from overwire import safe_open as open_tensors  # import it now, not at the first call
-from overwire._compat_api import nbytes, state_of_file
+from overwire._compat_api import state_of_file
 
 from ._errors import SafetensorError, check, reading
 from ._frameworks import Framework, framework_of
@@ -126,7 +126,7 @@ class safe_open:
             for each in file.offset_keys():  # tensors follow each other without gaps
                 inner = overwire.TensorSlice(file, each)
                 dtype, shape, begin = inner.get_dtype(), inner.get_shape(), end
-                end += nbytes(dtype, inner.shape)
+                end += inner.nbytes
                 entries[each] = dtype, shape, (begin, end)
             self._entries = entries  # assign the finished dict: other threads may read it
         if name not in self._entries:

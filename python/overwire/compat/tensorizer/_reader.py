@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ... import load_file, safe_open
-from ..._compat_api import ObjectReader, OpenRecords, prepare, resolve, shown, skip_at_exit
+from ..._compat_api import prepare, resolve, skip_at_exit
 from ...errors import CorruptError, CryptographyError, FormatError, NotSupportedError
-from ...records import Record, derive_key
+from ...records import OpenRecords, Record, derive_key
+from ...stores import ObjectReader, shown
 from . import _dtypes, _paths, _s3
 from ._encryption import DecryptionParams
 from ._sums import hashes_of, have_sums

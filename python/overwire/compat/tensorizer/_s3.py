@@ -6,8 +6,9 @@ import os
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ..._compat_api import presign, read_file
+from ... import read_bytes
 from ...errors import AccessError, NotFoundError, OverwireError
+from ...stores import presign
 
 default_s3_read_endpoint = "accel-object.ord1.coreweave.com"
 default_s3_write_endpoint = "object.ord1.coreweave.com"
@@ -42,7 +43,7 @@ def s3cfg_values(config_paths: Any = None) -> ParsedCredentials:
     config = configparser.ConfigParser(interpolation=None)
     for path in paths:
         try:
-            config.read_string(read_file(os.fsdecode(path), _SETTINGS).decode())
+            config.read_string(read_bytes(os.path.abspath(os.fsdecode(path)), _SETTINGS).decode())
         except (NotFoundError, AccessError):
             continue
         except (configparser.Error, UnicodeDecodeError) as error:
@@ -119,9 +120,8 @@ def configured_endpoint() -> str | None:
             return os.environ[name]
     config = configparser.ConfigParser(interpolation=None)
     try:
-        config.read_string(
-            read_file(os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), _SETTINGS).decode()
-        )
+        path = os.path.expanduser(os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config")
+        config.read_string(read_bytes(os.path.abspath(path), _SETTINGS).decode())
     except (configparser.Error, UnicodeDecodeError, OverwireError):
         return None  # signing reads the file again, and reports the error
     profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE") or "default"

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from io import SEEK_CUR, SEEK_END, SEEK_SET
 from typing import Any
 
-from ..._compat_api import ObjectReader, await_path, read_file, regular, shown
-from ..._compat_api import open_writer as open_target
+from ... import read_bytes
+from ..._compat_api import await_path, regular
 from ...errors import OverwireError
+from ...stores import ObjectReader, shown
+from ...stores import open_writer as open_target
 from . import _s3
 from ._s3 import default_s3_read_endpoint, default_s3_write_endpoint
 
@@ -93,7 +95,7 @@ def _certificates(path: str | os.PathLike[str]) -> bool:
     try:
         if os.path.isdir(path):
             return any(_certificates(entry) for entry in os.scandir(path) if entry.is_file())
-        return b"-----BEGIN CERTIFICATE-----" in read_file(os.fspath(path), 64 << 20)
+        return b"-----BEGIN CERTIFICATE-----" in read_bytes(os.path.abspath(path), 64 << 20)
     except OSError:  # deleted in the meantime
         return False
 

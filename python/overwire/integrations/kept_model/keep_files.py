@@ -64,8 +64,9 @@ class Kept(NamedTuple):
 def ensure_folder(chosen: bool | str) -> str:
     """Returns the folder that an engine's configuration asks for, and creates it. True means OVERWIRE_PREPARED, or
     overwire/prepared in the user's cache folder. Raises Refused if the folder cannot be used."""
-    from ..._compat_api import refuse_planted, setting
+    from ..._compat_api import setting
     from ...errors import AccessError
+    from ...stores import refuse_planted
 
     path = chosen if isinstance(chosen, str) else str(setting("OVERWIRE_PREPARED"))
     if not path:
@@ -157,7 +158,8 @@ def keep_file(
     """
     import overwire
 
-    from ..._compat_api import publish, setting
+    from ..._compat_api import setting
+    from ...stores import publish
 
     most = int(setting("OVERWIRE_PREPARED_GB")) * _GB
     size = sum(tensor.nbytes for tensor in tensors.values())
