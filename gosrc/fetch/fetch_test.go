@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
@@ -80,7 +80,7 @@ func TestFetch(t *testing.T) {
 	if _, err := Fetch(context.Background(), nil, Spec{}, io.Discard); !errors.Is(err, errs.ErrArgument) {
 		t.Errorf("%v", err)
 	}
-	if n := spawn.Left("serve", "serve watch"); len(n) != 0 {
+	if n := spawntest.Left("serve", "serve watch"); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
 }
@@ -243,7 +243,7 @@ func TestDownloader(t *testing.T) {
 	if _, err := Fetch(ctx, nil, Spec{URIs: uris, Sizes: whole}, io.Discard); !errors.Is(err, errs.ErrCancelled) {
 		t.Errorf("%v", err)
 	}
-	if n := spawn.Left("serve", "serve watch"); len(n) != 0 {
+	if n := spawntest.Left("serve", "serve watch"); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
 }

@@ -18,7 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/save/savetest"
 	"github.com/overwire/overwire/gosrc/source"
@@ -240,7 +240,7 @@ func newStore(t *testing.T, budget int64) *Store {
 	}
 	t.Cleanup(func() {
 		s.Close()
-		if left := spawn.Left(); len(left) > 0 {
+		if left := spawntest.Left(); len(left) > 0 {
 			t.Errorf("running: %v", left)
 		}
 		sameDescriptors(t, before)

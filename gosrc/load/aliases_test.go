@@ -17,7 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/overwire"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -233,7 +233,7 @@ func TestAliasesOfParts(t *testing.T) {
 		}
 		loadsBlocks(t, r, m, Options{}, bytesOf)
 	}
-	if left := spawn.Left(); len(left) != 0 {
+	if left := spawntest.Left(); len(left) != 0 {
 		t.Errorf("still running: %v", left)
 	}
 }

@@ -16,7 +16,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
@@ -80,7 +80,7 @@ func ended(t testing.TB, m *Model, opt Options) (*Loading, Report) {
 // settled waits until none of the engine's goroutines is left.
 func settled(t *testing.T) {
 	t.Helper()
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Errorf("still running: %v", n)
 	}
 }

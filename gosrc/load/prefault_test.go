@@ -3,7 +3,7 @@ package load
 import (
 	"testing"
 
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 // Prefaulting ends after the owner has released the mapping.
@@ -22,7 +22,7 @@ func TestPrefaultEnds(t *testing.T) {
 	}
 	l.Close()
 	m.Close()
-	if left := spawn.Left(); len(left) > 0 {
+	if left := spawntest.Left(); len(left) > 0 {
 		t.Errorf("%v still run", left)
 	}
 	if n := mappings(t, path); n != 0 {

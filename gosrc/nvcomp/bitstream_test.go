@@ -13,7 +13,7 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 var kinds = []Kind{Native, Raw, WithSize}
@@ -469,7 +469,7 @@ func TestCancel(t *testing.T) {
 		[]Buffer{{Src: src}}); !errors.Is(err, context.Canceled) {
 		t.Errorf("Run with a cancelled context: %v, %v", out, err)
 	}
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Fatalf("workers are left running: %v", n)
 	}
 }

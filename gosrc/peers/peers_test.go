@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 // joined returns joined Peers of several ranks, all in this process.
@@ -217,7 +217,7 @@ func TestStoppedEndsSoon(t *testing.T) {
 		t.Error(err)
 	}
 	all[1].Close()
-	if left := spawn.Left(); len(left) > 0 {
+	if left := spawntest.Left(); len(left) > 0 {
 		t.Error(left)
 	}
 	if isShared(t, memory) {

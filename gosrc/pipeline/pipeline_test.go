@@ -14,7 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device"
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/plan"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
@@ -283,7 +283,7 @@ func TestRunEndsWithTheFirstError(t *testing.T) {
 			t.Fatalf("read %d fails: %v", n, err)
 		}
 	}
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Errorf("left running: %v", n)
 	}
 }

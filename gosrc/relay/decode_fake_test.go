@@ -10,7 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda"
 	"github.com/overwire/overwire/gosrc/device/cuda/queue"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
@@ -50,7 +50,7 @@ func startOnFake(t *testing.T, size int64) (r *Relay, end func(class error)) {
 		if left := endFake(); left != "" {
 			t.Errorf("leaked: %s", left)
 		}
-		if left := spawn.Left(); len(left) != 0 {
+		if left := spawntest.Left(); len(left) != 0 {
 			t.Errorf("still running: %v", left)
 		}
 	}
@@ -159,7 +159,7 @@ func TestPanicsWhileMoving(t *testing.T) {
 			t.Fatal(err)
 		}
 		end(errs.ErrEngine)
-		spawn.Heal()
+		spawntest.Heal()
 	}
 }
 

@@ -7,7 +7,7 @@ import (
 	"unsafe"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -24,7 +24,7 @@ func callAll(r *Relay) []error {
 func TestLayoutFails(t *testing.T) {
 	ring := make([]byte, 4<<20)
 	m := plain(t, []int64{1 << 20})
-	defer spawn.Heal()
+	defer spawntest.Heal()
 	for _, want := range []error{errs.ErrArgument, errs.ErrEngine} {
 		s := &Spec{Tensors: []int64{9}, Ring: []uint64{uint64(uintptr(unsafe.Pointer(&ring[0])))}, Size: 4 << 20,
 			Ranks: 1}
@@ -55,7 +55,7 @@ func TestLayoutFails(t *testing.T) {
 			t.Error(done, err)
 		}
 	}
-	if left := spawn.Left(); len(left) != 0 {
+	if left := spawntest.Left(); len(left) != 0 {
 		t.Errorf("still running: %v", left)
 	}
 }

@@ -10,7 +10,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/cpu"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
@@ -140,7 +140,7 @@ func TestCuts(t *testing.T) {
 			t.Errorf("%+v: %v", s, err)
 		}
 	}
-	if left := spawn.Left(); len(left) != 0 {
+	if left := spawntest.Left(); len(left) != 0 {
 		t.Errorf("still running: %v", left)
 	}
 }

@@ -10,7 +10,7 @@ import (
 	"time"
 	"unsafe"
 
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/peers"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -49,7 +49,7 @@ func TestNothingToBring(t *testing.T) {
 			t.Errorf("rank %d: %v", rank, err)
 		}
 	}
-	if left := spawn.Left(); len(left) != 0 {
+	if left := spawntest.Left(); len(left) != 0 {
 		t.Errorf("still running: %v", left)
 	}
 }
@@ -143,7 +143,7 @@ func TestLateReader(t *testing.T) {
 			t.Errorf("rank %d: %v", rank, err)
 		}
 	}
-	if left := spawn.Left(); len(left) != 0 {
+	if left := spawntest.Left(); len(left) != 0 {
 		t.Errorf("still running: %v", left)
 	}
 }

@@ -20,7 +20,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/save"
 	"github.com/overwire/overwire/gosrc/verify"
@@ -309,7 +309,7 @@ func TestCancel(t *testing.T) {
 		cancelled++
 		same(t, old, read(t, p))
 	}
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Fatalf("still running: %v", n)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 // served starts a server with a file x of the given size.
@@ -36,7 +36,7 @@ func served(t *testing.T, size int64, opt Options) *Server {
 // refuseLeft fails a test if its closed servers have left goroutines.
 func refuseLeft(t *testing.T) {
 	t.Cleanup(func() {
-		if n := spawn.Left(); len(n) != 0 {
+		if n := spawntest.Left(); len(n) != 0 {
 			t.Errorf("left: %v", n)
 		}
 	})

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 func get(t *testing.T, url, span string) (int, string) {
@@ -78,7 +78,7 @@ func TestServe(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
 }
@@ -210,7 +210,7 @@ func TestEachFault(t *testing.T) {
 			}
 		})
 	}
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
 }

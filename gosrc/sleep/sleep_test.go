@@ -15,7 +15,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/device/pinned"
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/save"
@@ -111,9 +111,9 @@ func same(t testing.TB, m *load.Model, device string, in []Tensor) {
 
 func nothingRuns(t testing.TB) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); len(spawn.Left()) > 0; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(20 * time.Second); len(spawntest.Left()) > 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("still running: %v", spawn.Left())
+			t.Fatalf("still running: %v", spawntest.Left())
 		}
 	}
 }

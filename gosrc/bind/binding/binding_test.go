@@ -17,6 +17,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/avx/avxtest"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -31,7 +32,7 @@ func TestGuardClears(t *testing.T) {
 
 // Guard converts every panic to an error.
 func TestGuard(t *testing.T) {
-	defer spawn.Heal()
+	defer spawntest.Heal()
 	stderr := os.Stderr
 	os.Stderr, _ = os.Open(os.DevNull)
 	defer func() { os.Stderr = stderr }()
@@ -52,7 +53,7 @@ func TestGuard(t *testing.T) {
 
 // A panic anywhere cancels all jobs. Jobs can still be waited for and freed, but no new job starts.
 func TestPanicEndsJobs(t *testing.T) {
-	defer spawn.Heal()
+	defer spawntest.Heal()
 	stderr := os.Stderr
 	os.Stderr, _ = os.Open(os.DevNull)
 	defer func() { os.Stderr = stderr }()
@@ -219,7 +220,7 @@ func spec(t *testing.T, paths ...string) string {
 // idle fails the test if a goroutine of the engine does not end.
 func idle(t *testing.T) {
 	t.Helper()
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Fatal("still running:", n)
 	}
 }

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 // Ordinary memory grows to the size that Await asks for, up to its limit, and keeps its contents.
@@ -35,9 +35,9 @@ func TestGrows(t *testing.T) {
 	if Ready(nil) != 0 {
 		t.Error("ordinary memory was cached")
 	}
-	for end := time.Now().Add(20 * time.Second); len(spawn.Left()) > 0; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(20 * time.Second); len(spawntest.Left()) > 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("still running: %v", spawn.Left())
+			t.Fatalf("still running: %v", spawntest.Left())
 		}
 	}
 }

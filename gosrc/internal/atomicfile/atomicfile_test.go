@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 // A watch inspects the temporary file after every call, as another process could.
@@ -536,7 +536,7 @@ func TestWriteEnds(t *testing.T) {
 	}
 	target.Drop()
 	close(slow.sync)
-	if left := spawn.Left(); len(left) != 0 {
+	if left := spawntest.Left(); len(left) != 0 {
 		t.Error(left)
 	}
 	entries, _ := os.ReadDir(dir)

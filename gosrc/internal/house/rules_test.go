@@ -22,7 +22,7 @@ var Rules = map[string]func(*Tree) []Finding{
 	"file writing":     checkFileWriting,
 	"init functions":   checkInits,
 	"printing":         checkPrinting,
-	"healing":          checkHealing,
+	"test packages":    checkTestPackages,
 	"file lengths":     checkFileLengths,
 	"function lengths": checkFunctionLengths,
 	"struct sizes":     checkStructSizes,
@@ -245,15 +245,18 @@ func checkPrinting(t *Tree) (out []Finding) {
 	return out
 }
 
-func checkHealing(t *Tree) (out []Finding) {
+func checkTestPackages(t *Tree) (out []Finding) {
 	t.eachFile(func(r *Package, f *File) {
-		if f.Test {
+		if f.Test || strings.HasSuffix(r.Path, "test") {
 			return
 		}
-		eachMention(t, f, module+"internal/spawn", []string{"Heal"}, func(n ast.Node, call string) {
-			out = append(out, Finding{t.placeOf(n), call,
-				"state that a panic left inconsistent must not be used again: only tests may call Heal"})
-		})
+		for _, spec := range f.AST.Imports {
+			p, _ := strconv.Unquote(spec.Path.Value)
+			if strings.HasPrefix(p, module) && strings.HasSuffix(p, "test") {
+				out = append(out, Finding{t.placeOf(spec), p,
+					"the engine must not contain what only tests may do, such as continuing after a panic"})
+			}
+		}
 	})
 	return out
 }

@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 var bg = context.Background()
@@ -101,7 +101,7 @@ func TestOrderedErrors(t *testing.T) {
 	if err := o.Run(ctx, "test"); !errors.Is(err, errs.ErrCancelled) {
 		t.Fatal(err)
 	}
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Fatal(n)
 	}
 }

@@ -1,4 +1,4 @@
-package spawn
+package spawn_test
 
 import (
 	"context"
@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 // Each makes one call per number, at most as many in parallel as there are workers, and returns the error of
@@ -14,7 +16,7 @@ import (
 func TestEach(t *testing.T) {
 	ctx := context.Background()
 	var now, most, calls atomic.Int64
-	if err := Each(ctx, "test", 3, 100, func(int) error {
+	if err := spawn.Each(ctx, "test", 3, 100, func(int) error {
 		n := now.Add(1)
 		defer now.Add(-1)
 		for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
@@ -26,7 +28,7 @@ func TestEach(t *testing.T) {
 	}
 	bad := errors.New("bad")
 	for range 50 {
-		if err := Each(ctx, "test", 4, 40, func(i int) error {
+		if err := spawn.Each(ctx, "test", 4, 40, func(i int) error {
 			if i >= 2 {
 				return errors.New("later")
 			}
@@ -38,7 +40,7 @@ func TestEach(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := Each(ctx, "test", 4, 0, func(int) error { return bad }); err != nil {
+	if err := spawn.Each(ctx, "test", 4, 0, func(int) error { return bad }); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -49,7 +51,7 @@ func TestEachEnds(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	why := errs.New(errs.ErrCancelled, "enough")
 	var calls, before atomic.Int64
-	err := Each(ctx, "test", 3, 1<<30, func(i int) error {
+	err := spawn.Each(ctx, "test", 3, 1<<30, func(i int) error {
 		if calls.Add(1) == 100 {
 			cancel(why)
 			before.Store(calls.Load())
@@ -60,7 +62,7 @@ func TestEachEnds(t *testing.T) {
 	if late := calls.Load() - before.Load(); !errors.Is(err, why) || late > 2 {
 		t.Errorf("%v after %d calls, %d of them late", err, calls.Load(), late)
 	}
-	if err := Each(context.Background(), "test", 3, 1<<30, func(i int) error {
+	if err := spawn.Each(context.Background(), "test", 3, 1<<30, func(i int) error {
 		if i == 100 {
 			panic("planted")
 		}
@@ -68,7 +70,7 @@ func TestEachEnds(t *testing.T) {
 	}); !errors.Is(err, errs.ErrEngine) {
 		t.Errorf("%v", err)
 	}
-	if n := Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Error(n)
 	}
 }
@@ -79,7 +81,7 @@ func TestWorkers(t *testing.T) {
 		var all, at atomic.Int64
 		failed := make(chan error, 1)
 		bad := errors.New("bad")
-		Workers("test", n, func(err error) { failed <- err }, func(w int) error {
+		spawn.Workers("test", n, func(err error) { failed <- err }, func(w int) error {
 			all.Add(1)
 			at.Add(1 << (4 * w))
 			if w == max(0, n-1) {

@@ -16,28 +16,17 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn/internal/health"
 )
 
 var (
-	poison atomic.Pointer[poisoned]
-	engine atomic.Pointer[life]
-
 	mu    sync.Mutex
 	names = map[string]int{} // running goroutines, by name
 
 	out io.Writer = os.Stderr // replaced in tests
 )
-
-type poisoned struct{ err error }
-
-// life has the context that Context returns, and its cancel function.
-type life struct {
-	ctx context.Context
-	end context.CancelCauseFunc
-}
 
 // Go runs fn in a new goroutine. A panic in fn poisons the engine and ends only that goroutine: fn must use
 // defer to release callers that wait for its result.
@@ -69,8 +58,8 @@ func Guard(name string, fn func() error) (err error) {
 // Poisoned returns the errs.ErrEngine of the first panic, or nil. Every later call into the engine should
 // return this error.
 func Poisoned() error {
-	if p := poison.Load(); p != nil {
-		return p.err
+	if err := health.Panic.Load(); err != nil {
+		return *err
 	}
 	return nil
 }
@@ -78,18 +67,18 @@ func Poisoned() error {
 // Context returns a context that ends with the first panic, which is its cause. Background work derives its
 // context from it, so that no work continues to write after a panic.
 func Context() context.Context {
-	if l := engine.Load(); l != nil {
-		return l.ctx
+	if l := health.Engine.Load(); l != nil {
+		return l.Ctx
 	}
-	l := new(life)
-	l.ctx, l.end = context.WithCancelCause(context.Background())
-	if !engine.CompareAndSwap(nil, l) {
-		return engine.Load().ctx
+	l := new(health.Life)
+	l.Ctx, l.End = context.WithCancelCause(context.Background())
+	if !health.Engine.CompareAndSwap(nil, l) {
+		return health.Engine.Load().Ctx
 	}
 	if err := Poisoned(); err != nil { // the panic may have occurred before the context was created
-		l.end(err)
+		l.End(err)
 	}
-	return l.ctx
+	return l.Ctx
 }
 
 // Running returns how many goroutines started by Go have not ended. Leak tests compare it before and after.
@@ -116,32 +105,13 @@ func Names() []string {
 	return all
 }
 
-// Left waits up to a minute until only the named goroutines run, and returns the names of the others. It is the
-// leak test of every package. It waits because a goroutine is counted for a moment after it has released
-// callers that wait for its result.
-func Left(but ...string) []string {
-	for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		running := slices.DeleteFunc(Names(), func(n string) bool { return slices.Contains(but, n) })
-		if len(running) == 0 || time.Now().After(end) {
-			return running
-		}
-	}
-}
-
-// Heal resets the engine after a panic. Only tests that provoke a panic may call it; the house tests enforce
-// this.
-func Heal() {
-	poison.Store(nil)
-	engine.Store(nil)
-}
-
 func panicError(name string, v any) error {
 	err := errs.New(errs.ErrEngine,
 		"panic in %s: %v (a bug in overwire: please report the stack on stderr; this process must be restarted)", name,
 		v)
-	if poison.CompareAndSwap(nil, &poisoned{err}) {
-		if l := engine.Load(); l != nil {
-			l.end(err)
+	if health.Panic.CompareAndSwap(nil, &err) {
+		if l := health.Engine.Load(); l != nil {
+			l.End(err)
 		}
 		fmt.Fprintf(out, "overwire: panic in %s: %v\n\n%s\n", name, v, debug.Stack())
 	}

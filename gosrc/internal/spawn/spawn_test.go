@@ -1,4 +1,4 @@
-package spawn
+package spawn_test
 
 import (
 	"bytes"
@@ -11,14 +11,16 @@ import (
 	"testing"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 // quiet captures stderr output and heals the engine afterwards.
 func quiet(t *testing.T) *bytes.Buffer {
 	t.Helper()
 	b := new(bytes.Buffer)
-	out = b
-	t.Cleanup(func() { out = os.Stderr; Heal() })
+	*spawn.Out = b
+	t.Cleanup(func() { *spawn.Out = os.Stderr; spawntest.Heal() })
 	return b
 }
 
@@ -26,18 +28,18 @@ func quiet(t *testing.T) *bytes.Buffer {
 // remains the cause.
 func TestPanicPoisonsOnce(t *testing.T) {
 	b := quiet(t)
-	if err := Poisoned(); err != nil {
+	if err := spawn.Poisoned(); err != nil {
 		t.Fatalf("poisoned before the first panic: %v", err)
 	}
-	first := Guard("load", func() error { panic("first") })
-	second := Guard("save", func() error { var p *int; _ = *p; return nil })
+	first := spawn.Guard("load", func() error { panic("first") })
+	second := spawn.Guard("save", func() error { var p *int; _ = *p; return nil })
 	for _, err := range []error{first, second} {
 		if !errors.Is(err, errs.ErrEngine) {
 			t.Errorf("%v is not ErrEngine", err)
 		}
 	}
-	if Poisoned() != first {
-		t.Errorf("Poisoned returned %v, want the first panic", Poisoned())
+	if spawn.Poisoned() != first {
+		t.Errorf("Poisoned returned %v, want the first panic", spawn.Poisoned())
 	}
 	if n := strings.Count(b.String(), "[running]:"); n != 1 {
 		t.Errorf("%d stacks printed:\n%s", n, b)
@@ -50,30 +52,30 @@ func TestPanicPoisonsOnce(t *testing.T) {
 // The first panic ends Context, with that panic as the cause. A context created later has also ended.
 func TestPanicEndsContext(t *testing.T) {
 	quiet(t)
-	before := Context()
+	before := spawn.Context()
 	if before.Err() != nil {
 		t.Fatal(before.Err())
 	}
-	first := Guard("load", func() error { panic("first") })
-	_ = Guard("load", func() error { panic("second") })
-	for _, ctx := range []context.Context{before, Context()} {
+	first := spawn.Guard("load", func() error { panic("first") })
+	_ = spawn.Guard("load", func() error { panic("second") })
+	for _, ctx := range []context.Context{before, spawn.Context()} {
 		if context.Cause(ctx) != first {
 			t.Error(context.Cause(ctx))
 		}
 	}
-	Heal()
-	_ = Guard("load", func() error { panic("third") })
-	if ctx := Context(); ctx.Err() == nil {
+	spawntest.Heal()
+	_ = spawn.Guard("load", func() error { panic("third") })
+	if ctx := spawn.Context(); ctx.Err() == nil {
 		t.Error("a context created after the panic has not ended")
 	}
 }
 
 // Errors and success pass through Guard unchanged.
 func TestGuardPassesErrors(t *testing.T) {
-	if err := Guard("x", func() error { return nil }); err != nil {
+	if err := spawn.Guard("x", func() error { return nil }); err != nil {
 		t.Error(err)
 	}
-	if err := Guard("x", func() error { return errs.ErrKey }); err != errs.ErrKey {
+	if err := spawn.Guard("x", func() error { return errs.ErrKey }); err != errs.ErrKey {
 		t.Errorf("got %v", err)
 	}
 }
@@ -81,21 +83,21 @@ func TestGuardPassesErrors(t *testing.T) {
 // Running and Names count goroutines from start to end, whether they return, panic or call Goexit.
 func TestCounter(t *testing.T) {
 	quiet(t)
-	if n := Left(); len(n) != 0 { // from earlier tests
+	if n := spawntest.Left(); len(n) != 0 { // from earlier tests
 		t.Fatalf("still running: %v", n)
 	}
 	hold := make(chan struct{})
 	var wg sync.WaitGroup
 	for _, end := range []func(){func() {}, func() { panic("x") }, runtime.Goexit} {
 		wg.Add(1)
-		Go("worker", func() { defer wg.Done(); <-hold; end() })
+		spawn.Go("worker", func() { defer wg.Done(); <-hold; end() })
 	}
-	if Running() != 3 || strings.Join(Names(), " ") != "worker worker worker" {
-		t.Errorf("running %d: %v", Running(), Names())
+	if spawn.Running() != 3 || strings.Join(spawn.Names(), " ") != "worker worker worker" {
+		t.Errorf("running %d: %v", spawn.Running(), spawn.Names())
 	}
 	close(hold)
 	wg.Wait()
-	if n := Left(); len(n) != 0 || Running() != 0 {
-		t.Errorf("%d goroutines left: %v", Running(), n)
+	if n := spawntest.Left(); len(n) != 0 || spawn.Running() != 0 {
+		t.Errorf("%d goroutines left: %v", spawn.Running(), n)
 	}
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/memory"
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 	"github.com/overwire/overwire/gosrc/dlpack"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/load"
 	"github.com/overwire/overwire/gosrc/plan"
@@ -212,7 +212,7 @@ func CompareParts(t *testing.T, what string, got, want [][]byte, sums []digest.S
 // CheckQuiet waits until no goroutine of a load is left, except for the reapers of devices with live memory.
 func CheckQuiet(t *testing.T) {
 	t.Helper()
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Errorf("still running: %v", n)
 	}
 }

@@ -13,7 +13,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/source/file"
 	"github.com/overwire/overwire/gosrc/tensor"
 )
@@ -116,7 +116,7 @@ func TestHash(t *testing.T) {
 			t.Errorf("%d of %d bytes that were passed in order were used", passed, all)
 		}
 	}
-	if left := spawn.Left(); len(left) > 0 {
+	if left := spawntest.Left(); len(left) > 0 {
 		t.Errorf("%v still run", left)
 	}
 }
@@ -198,7 +198,7 @@ func TestHashEnds(t *testing.T) {
 		h.Await(h.Pass("0", nil)) != nil {
 		t.Errorf("nothing to hash: %v", err)
 	}
-	if left := spawn.Left(); len(left) > 0 {
+	if left := spawntest.Left(); len(left) > 0 {
 		t.Errorf("%v still run", left)
 	}
 }

@@ -17,6 +17,7 @@ import (
 
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/knob"
 	"github.com/overwire/overwire/gosrc/serve"
 	"github.com/overwire/overwire/gosrc/source"
@@ -146,7 +147,7 @@ func TestFailures(t *testing.T) {
 	if _, err := Open(ctx, "/no/such/program", "http://h/x", source.Options{}); !errors.Is(err, errs.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
 }

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/overwire/overwire/gosrc/errs"
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/sourcetest"
 )
@@ -110,7 +110,7 @@ func TestSuite(t *testing.T) {
 	sourcetest.Suite(t, sourcetest.Is{Remote: true, Stepped: true}, func(t *testing.T, data []byte) source.Source {
 		return New(&store{data: data}, Options{Retries: 8, Timeout: timeout, Range: 1})
 	})
-	if n := spawn.Left(); len(n) != 0 {
+	if n := spawntest.Left(); len(n) != 0 {
 		t.Errorf("left: %v", n)
 	}
 }

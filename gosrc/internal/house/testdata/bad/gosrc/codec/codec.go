@@ -7,7 +7,7 @@ import (
 	"fmt"
 	env "os"
 
-	"github.com/overwire/overwire/gosrc/internal/spawn"
+	"github.com/overwire/overwire/gosrc/internal/spawn/spawntest"
 )
 
 func init() { _ = load.Spec{}; _ = aws.String("") }
@@ -15,7 +15,7 @@ func bad() {
 	go bad()
 	env.Getenv("X")
 	fmt.Println()
-	spawn.Heal()
+	spawntest.Heal()
 	_ = env.WriteFile("x", nil, 0)
 }
 

@@ -1,4 +1,4 @@
 // Package spawn is where go statements belong.
 package spawn
 
-func Heal() { go Heal() }
+func Go() { go Go() }

@@ -1,0 +1,4 @@
+package spawn
+
+// Out is where panics are printed.
+var Out = &out
