@@ -120,17 +120,38 @@ def test_a_model_comes_back_whole(tmp_path: Path) -> None:
     model = processed()
     path, record = kept(model, tmp_path)
     again = made(path, json.loads(json.dumps(record)))
+
+    # The record of the restored model is the same, and so are the bytes.
     assert json.loads(json.dumps(take_tensors(again)[1:])) == json.loads(json.dumps(take_tensors(model)[1:]))
     for (name, want), (also, found) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
-        assert name == also and bits(want).equal(bits(found)), name
-    assert again.head.weight is again.one.weight and type(again.one.weight) is Weight
-    assert again.one.guarded.loader.__self__ is again.one and not hasattr(again.one.guarded, "_loader")
-    assert again.one.weight.loader.__self__ is again.one and torch.equal(again.two.table, model.two.table)
-    assert again.one.turned.stride() == (1, 12) and again.one.gaps.stride() == (8, 1) and not hasattr(again.one, "gone")
-    assert again.one.manager.table is again.one.map and again.one.map.tolist() == [0, 1, 2, 3, 4]
+        assert name == also
+        assert bits(want).equal(bits(found)), name
+
+    # Classes, and attributes that are methods of the own layer.
+    assert type(again.one.weight) is Weight
+    assert again.one.weight.loader.__self__ is again.one
+    assert again.one.guarded.loader.__self__ is again.one
+    assert not hasattr(again.one.guarded, "_loader")
+
+    # Strides.
+    assert again.one.turned.stride() == (1, 12)
+    assert again.one.gaps.stride() == (8, 1)
+
+    # Ties and views: a write to the one is seen in the other.
+    assert again.head.weight is again.one.weight
+    assert again.one.manager.table is again.one.map
     again.one.weight.data[2] = 7
     assert torch.equal(again.one.part[0], torch.full((12,), 7.0))
-    assert "passing" in again.one._non_persistent_buffers_set and again.absent is None
+
+    # Values of buffers and of tensors that are neither parameters nor buffers.
+    assert again.one.map.tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(again.two.table, model.two.table)
+    assert "passing" in again.one._non_persistent_buffers_set
+
+    # Removed and absent parameters.
+    assert not hasattr(again.one, "gone")
+    assert again.absent is None
+
     with ow.safe_open(path, framework="pt") as file:
         assert len(file.keys()) == 2 * 10, "tied tensors and views are stored once"
 
@@ -175,7 +196,9 @@ def test_describes_what_a_model_holds() -> None:
         return Describer(model, take_tensors(model)[0], "engine", ("engine.config.",)).describe_modules()
 
     plain = text(lambda _: None)
-    assert plain == text(lambda _: None) and plain["one"]["ratio"] == "0.25" and "of one.scale" in plain["one"]["kernel"]
+    assert plain == text(lambda _: None)
+    assert plain["one"]["ratio"] == "0.25"
+    assert "of one.scale" in plain["one"]["kernel"]
     for change in (
         lambda m: setattr(m.one, "ratio", 0.5),
         lambda m: m.one.names.append("c"),
@@ -209,36 +232,67 @@ def test_a_record_of_another_form_is_damage(tmp_path: Path, text: str) -> None:
     assert not path.exists()
 
 
-def test_files_come_complete_and_go_by_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file has its owner's mode. If weights have changed, no file appears. The limit removes the least recently used
-    files. Damage, other owners and refusals are reported."""
-    folder = keep_files.ensure_folder(str(tmp_path / "new"))
+NAME, OTHER = "a" * 40, "b" * 40  # fingerprints
+
+
+def keep_numbers(folder: str, name: str, record: Any) -> str:
+    """Stores a thousand numbers, and returns the path of the file."""
     tensors = {"a": torch.arange(1000)}
-    digests = ow.digest(tensors)
+    return keep_files.keep_file(folder, name, tensors, record, ow.digest(tensors))
+
+
+def test_a_kept_file_is_private_and_found_by_its_name(tmp_path: Path) -> None:
+    """The folder and the file are only for their owner. The file is found by its fingerprint, with its record."""
+    folder = keep_files.ensure_folder(str(tmp_path / "new"))
     record = {"tensors": {}, "names": {}, "modules": {}, "origins": "x"}
-    path = keep_files.keep_file(folder, "a" * 40, tensors, record, digests)
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-    found = keep_files.find_file(folder, "a" * 40)
-    assert found is not None and found.record == record and keep_files.find_file(folder, "b" * 40) is None
+    path = keep_numbers(folder, NAME, record)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+    found = keep_files.find_file(folder, NAME)
+    assert found is not None
+    assert found.record == record
+    assert keep_files.find_file(folder, OTHER) is None
+
+
+def test_changed_weights_are_not_kept(tmp_path: Path) -> None:
+    """If weights have changed since their digests were computed, no file appears, and earlier files stay."""
+    folder, tensors = str(tmp_path), {"a": torch.arange(1000)}
+    digests = ow.digest(tensors)
+    keep_files.keep_file(folder, NAME, tensors, {}, digests)
     tensors["a"][0] = 1
     with pytest.raises(Refused, match="weights have changed"):
-        keep_files.keep_file(folder, "b" * 40, tensors, {}, digests)
-    assert os.listdir(folder) == ["a" * 40 + ".safetensors"]
-    monkeypatch.setattr(keep_files, "_GB", os.path.getsize(path) * 2 // 200 + 1)
+        keep_files.keep_file(folder, OTHER, tensors, {}, digests)
+    assert os.listdir(folder) == [f"{NAME}.safetensors"]
+
+
+def test_the_limit_removes_the_file_that_was_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used file is removed. A model above the limit is refused."""
+    folder = str(tmp_path)
+    path = keep_numbers(folder, NAME, {"x": 1})
+    two_files = os.path.getsize(path) * 2
+    monkeypatch.setattr(keep_files, "_GB", two_files // 200 + 1)
     os.utime(path, (1, 1))
     for name in "bc":
-        keep_files.keep_file(folder, name * 40, tensors, {"x": 1}, ow.digest(tensors))
+        keep_numbers(folder, name * 40, {"x": 1})
         keep_files.note_use(path)
     assert sorted(file[0] for file in os.listdir(folder)) == ["a", "c"], "b was the least recently used"
     with pytest.raises(Refused, match="OVERWIRE_PREPARED_GB"):
         keep_files.keep_file(folder, "d" * 40, {"a": torch.zeros(1 << 20)}, {}, {})
-    keep_files.note_refusal(folder, "e" * 40, "a reason")
+
+
+def test_refusals_damage_and_open_folders_are_reported(tmp_path: Path) -> None:
+    """A noted refusal is raised again. A damaged file is removed. A folder that others may write to is refused."""
+    folder = keep_files.ensure_folder(str(tmp_path / "new"))
+    keep_files.note_refusal(folder, OTHER, "a reason")
     with pytest.raises(Refused, match="a reason"):
-        keep_files.find_file(folder, "e" * 40)
+        keep_files.find_file(folder, OTHER)
+
+    path = keep_numbers(folder, NAME, {})
     Path(path).write_bytes(b"\0" * 100)
     with pytest.raises(Refused, match="is damaged"):
-        keep_files.find_file(folder, "a" * 40)
+        keep_files.find_file(folder, NAME)
     assert not os.path.exists(path)
+
     os.chmod(folder, 0o777)
     with pytest.raises(Refused, match="other users may write"):
         keep_files.ensure_folder(folder)
@@ -284,7 +338,8 @@ def test_a_model_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
         tensors = [weakref.ref(tensor) for tensor in arriving.tensors.values()]
         assert len(tensors) == sum(row[5] is None for row in record["tensors"].values())
         raise ZeroDivisionError
-    assert path not in _open_files() and all(tensor() is None for tensor in tensors)
+    assert path not in _open_files()
+    assert all(tensor() is None for tensor in tensors)
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
@@ -316,7 +371,8 @@ def test_ctrl_c_while_the_file_is_opened_ends_the_thread(tmp_path: Path, monkeyp
     monkeypatch.setattr(threading.Thread, "join", interrupted_join)
     with pytest.raises(KeyboardInterrupt):
         Arriving(path, record["tensors"], torch.device("cpu"))
-    assert may_open.is_set() and path not in _open_files()
+    assert may_open.is_set()
+    assert path not in _open_files()
     assert not [thread for thread in threading.enumerate() if thread.name == "overwire arriving"]
 
 
@@ -331,7 +387,8 @@ def test_tensors_without_dimensions_come_with_the_others(
         copies, "load_copies", lambda rest, most: (beside.extend(copy.of.name for copy in rest), load_copies(rest, most))
     )
     again = made(path, record)
-    assert again.one.scale.item() == 0.5 and sorted(beside) == ["one.gaps", "two.gaps"]
+    assert again.one.scale.item() == 0.5
+    assert sorted(beside) == ["one.gaps", "two.gaps"]
 
 
 def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
@@ -343,7 +400,8 @@ def test_a_value_for_many_elements_reaches_them_all(tmp_path: Path) -> None:
         whole = [copies.Copy(stored, 0, tuple(t.shape), (0,) * t.dim(), t.dtype, t) for t in (one, many)]
         assert [copies.request_of(copy, torch.device("cpu")) is None for copy in whole] == [False, True]
         copies.load_copies(whole, 1 << 20)
-    assert one.tolist() == [0.5] and many.tolist() == [[0.5, 0.5]] * 3
+    assert one.tolist() == [0.5]
+    assert many.tolist() == [[0.5, 0.5]] * 3
 
 
 def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
@@ -353,9 +411,11 @@ def test_tensors_are_put_before_they_have_come(tmp_path: Path) -> None:
         model = Model()
     with contextlib.closing(Arriving(path, record["tensors"], torch.device("cpu"))) as arriving:
         put_tensors(model, arriving, record["names"], "engine")
-        assert arriving._job is not None and model.two.scale.device.type == "cpu"
+        assert arriving._job is not None
+        assert model.two.scale.device.type == "cpu"
         arriving.finish_loading()
-        assert arriving._job is None and path not in _open_files()
+        assert arriving._job is None
+        assert path not in _open_files()
     assert torch.equal(model.one.weight, Model().one.weight)
 
 
@@ -412,6 +472,7 @@ def test_a_file_that_does_not_load_leaves_nothing(tmp_path: Path) -> None:
             Arriving(str(file), rows, torch.device("cpu")).finish_loading()
         assert str(file) not in _open_files()
 
+
 def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
     """If an interrupt drops the tensors before the load that writes into them, their memory stays until the load has
     ended."""
@@ -421,7 +482,8 @@ def test_a_load_that_is_dropped_keeps_its_memory(tmp_path: Path) -> None:
     number = arriving._job.number
     dense = [tensor for tensor in tensors if tensor().is_contiguous()]  # type: ignore[union-attr]
     del arriving
-    assert len(dense) > 4 and all(tensor() is not None for tensor in dense)
+    assert len(dense) > 4
+    assert all(tensor() is not None for tensor in dense)
     del number
     assert all(tensor() is None for tensor in tensors)
 
@@ -458,7 +520,8 @@ keep_files.keep_file({str(tmp_path)!r}, "a" * 40, tensors, {{}}, ow.digest(tenso
     for step in ("ow.verify", "keep_files._activate_pages", "stores.publish"):
         assert torch_script(program.replace("STEP", step), check=False).returncode == -signal.SIGKILL
     left = sorted(os.listdir(tmp_path))
-    assert len(left) == 3 and all(name.startswith(".begun-") for name in left)
+    assert len(left) == 3
+    assert all(name.startswith(".begun-") for name in left)
     for name in left[:2]:
         os.utime(tmp_path / name, (1, 1))
     save = ow.save_file
@@ -488,7 +551,8 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(ow, "verify", verify_late)
     path = keep_files.keep_file(str(tmp_path), "a" * 40, tensors, {}, ow.digest(tensors))
-    assert torch.equal(ow.load_file(path)["a"], tensors["a"]) and len(os.listdir(tmp_path)) == 1
+    assert torch.equal(ow.load_file(path)["a"], tensors["a"])
+    assert len(os.listdir(tmp_path)) == 1
 
 
 def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +563,8 @@ def test_what_fails_here_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, error))
         with pytest.raises(Refused, match="cannot be read") as caught:
             keep_files.find_file(str(tmp_path), "a" * 40)
-        assert not isinstance(caught.value, keep_files.Damaged) and os.path.exists(path)
+        assert not isinstance(caught.value, keep_files.Damaged)
+        assert os.path.exists(path)
     monkeypatch.setattr(ow, "safe_open", functools.partial(_raise, ow.NotFoundError("gone")))
     assert keep_files.find_file(str(tmp_path), "a" * 40) is None
 
