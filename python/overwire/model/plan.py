@@ -10,6 +10,7 @@ from .budget import estimate
 from .opened import Model, check_target, opening
 from .options import DeviceLike, FrameworkName, PlanOptions, check_options, parse_size, spell_out
 from .sourcelike import SourceLike
+from .sources import check_source
 from .starting import start_engine
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ def plan(
     """
     check_options("plan", options, PlanOptions)
     size = None if keep is None else parse_size(None if keep == 0 else keep, "keep")
-    start_engine(source, framework)
+    check_source(source)
+    start_engine(framework)
     target = check_target(framework, device, options)
     with Model(source, device=target.device, **opening(options)) as model:
         rows = [model.row(at) for at in (range(len(model.table)) if model.chosen is None else model.chosen)]

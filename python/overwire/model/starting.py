@@ -6,12 +6,10 @@ from typing import Any
 
 from .._engine import open_library
 from ..frameworks.choose import check_framework
-from .sources import check_source
 
 
-def start_engine(source: Any, framework: Any = None) -> None:
-    """Starts the Go runtime, so that it starts while the caller imports modules. Raises errors of invalid sources and
-    frameworks first, so that a program that catches them can still fork."""
-    check_source(source)
+def start_engine(framework: Any = None) -> None:
+    """Starts the Go runtime, so that it starts while the caller imports modules. Raises the error of an invalid
+    framework first, so that a program that catches it can still fork. Call `check_source` first for the same reason."""
     check_framework(framework)
     open_library()

@@ -16,6 +16,7 @@ from ..model.opened import Model
 from ..model.options import DeviceLike, ModuleOptions, check_options, check_values, spell_out
 from ..model.saveoptions import SaveOptions
 from ..model.sourcelike import SourceLike
+from ..model.sources import check_source
 from ..model.starting import start_engine
 from .into import ALL, Destination, common_device, local_destination
 from .starting import open_loader
@@ -75,7 +76,8 @@ def load_model(
         check_values(strict=strict)
         framework = imported("torch")
         if framework is not None and isinstance(module, framework.nn.Module):
-            start_engine(source)
+            check_source(source)
+            start_engine()
         frame_for("torch")
         import torch
 

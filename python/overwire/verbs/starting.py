@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .._imports import Undisturbed
 from ..errors import NotSupportedError
 from ..model.options import check_options
-from ..model.sources import named
+from ..model.sources import check_source, named
 from ..model.starting import start_engine
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def open_loader(
             load_base = partial(open_loader, verb, kind, rest, base, device, framework)
             based: Loader = _import_loaders().BasedLoader(load_base, base, source, device, framework, rest)
             return based
-        start_engine(source, framework)  # the Go runtime starts during the imports
+        check_source(source)
+        start_engine(framework)  # the Go runtime starts during the imports
         device = default_device if device is None else device
         chosen: Loader = _import_loaders().choose_loader(stack, source, device, framework, options, parts)
         return chosen
