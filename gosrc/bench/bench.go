@@ -23,8 +23,7 @@ import (
 	"github.com/overwire/overwire/gosrc/save"
 )
 
-// Options select what is measured. The zero value measures loads to the host with 2
-// GB of generated weights.
+// Options select what is measured. The zero value measures loads to the host with 2 GB of generated weights.
 type Options struct {
 	Device  string        // device of the loads: "cuda", "cuda:1" or "cpu"; "" means "cpu"
 	File    string        // file with the user's weights, to also measure their ratio; "" means none

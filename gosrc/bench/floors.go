@@ -14,8 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// Floors are the machine's rates without overwire, in GB/s. They limit overwire's
-// rates.
+// Floors are the machine's rates without overwire, in GB/s. They limit overwire's rates.
 type Floors struct {
 	CopyOne  float64 `json:"memcpy_one_core"`          // memory to memory, both already mapped
 	CopyAll  float64 `json:"memcpy_all_cores"`         //
@@ -26,8 +25,7 @@ type Floors struct {
 	RawCopy  float64 `json:"pread_to_fresh_all_cores"` // page cache to fresh memory, like a load without decoding
 }
 
-// floorBytes returns how much memory the measurements use. It exceeds every cache, unless the
-// whole run is tiny.
+// floorBytes returns how much memory the measurements use. It exceeds every cache, unless the whole run is tiny.
 func (r *run) floorBytes() int64 { return max(32<<20, min(512<<20, r.Size>>20<<20)) }
 
 // mapFresh maps memory as the CPU device does, calls fn with it, and unmaps it.
@@ -106,8 +104,7 @@ func (r *run) measureFloors() error {
 	return nil
 }
 
-// freshSpeed is like medianRate, with memory that fn is the first to touch. Mapping and
-// unmapping are not timed.
+// freshSpeed is like medianRate, with memory that fn is the first to touch. Mapping and unmapping are not timed.
 func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	s, err := r.medianOf(func() (s float64, err error) {
 		err = mapFresh(r.floorBytes(), func(m []byte) error {
@@ -122,8 +119,7 @@ func (r *run) freshSpeed(fn func([]byte) error) (float64, error) {
 	return rateOf(r.floorBytes(), s), nil
 }
 
-// writeCachedFile writes a file of floorBytes bytes and leaves its pages in the page
-// cache.
+// writeCachedFile writes a file of floorBytes bytes and leaves its pages in the page cache.
 func (r *run) writeCachedFile() (*os.File, error) {
 	file, err := os.Create(r.pathOf("floor"))
 	if err != nil {
@@ -201,8 +197,7 @@ func touchPages(m []byte) {
 	}
 }
 
-// runParallel divides [0, n) into steps for several workers. It returns the first
-// error.
+// runParallel divides [0, n) into steps for several workers. It returns the first error.
 func runParallel(workers int, n, step int64, fn func(worker int, lo, hi int64) error) error {
 	var next atomic.Int64
 	var first atomic.Pointer[error]

@@ -125,14 +125,12 @@ type Device struct {
 	Info []driver.DeviceInfo `json:"info,omitempty"`
 	// Wire is the rate in GB/s of copies from pinned memory, with one slot per copy.
 	Wire float64 `json:"wire,omitempty"`
-	// Baseline is the best rate in GB/s of copying bytes from the page cache to the GPU without
-	// decoding.
+	// Baseline is the best rate in GB/s of copying bytes from the page cache to the GPU without decoding.
 	Baseline float64 `json:"baseline,omitempty"`
 	Files    string  `json:"files"` // file system of the model files, such as "tmpfs" or "ext4"
 }
 
-// openGPU opens the device "cpu", "cuda" or "cuda:N" and records it in the report. It
-// returns nil for the host.
+// openGPU opens the device "cpu", "cuda" or "cuda:N" and records it in the report. It returns nil for the host.
 func (r *run) openGPU(name string) (*cuda.Device, error) {
 	d := &Device{Name: name, Files: fileSystemOf(r.folder)}
 	r.report.Device = d

@@ -1,7 +1,6 @@
 package bench
 
-// This file reads a file to a GPU without decoding, which is the baseline for loads by one process or
-// several.
+// This file reads a file to a GPU without decoding, which is the baseline for loads by one process or several.
 
 import (
 	"cmp"

@@ -1,7 +1,6 @@
 package cli
 
-// This file parses argument lists into commands, options and arguments, and builds the
-// help texts.
+// This file parses argument lists into commands, options and arguments, and builds the help texts.
 
 import (
 	"fmt"
@@ -23,8 +22,7 @@ type option struct {
 	value string // name of the value in help, e.g. "N"; "" for a switch
 	doc   string
 	words []string // values that completion offers; nil: file names
-	// If hi is above 0, the value is an integer from lo to hi. If size is set, it is a
-	// size in bytes.
+	// If hi is above 0, the value is an integer from lo to hi. If size is set, it is a size in bytes.
 	lo, hi int
 	size   bool
 	none   bool // a size of 0 is allowed
@@ -266,9 +264,8 @@ func (c *call) parse(argv []string) error {
 		}
 		c.opts[o.name] = value
 	}
-	// Check values last: --json decides how errors are printed and may be the last word.
-	// Check options before arguments: if a value is missing, the option may have taken an
-	// argument instead.
+	// Check values last: --json decides how errors are printed and may be the last word. Check options before
+	// arguments: if a value is missing, the option may have taken an argument instead.
 	for i := range options {
 		if value, isGiven := c.opts[options[i].name]; isGiven {
 			if err := options[i].check(value); err != nil {
@@ -279,8 +276,7 @@ func (c *call) parse(argv []string) error {
 	return c.checkArgs()
 }
 
-// checkArgs refuses a wrong number of arguments, and arguments that cannot be file
-// names.
+// checkArgs refuses a wrong number of arguments, and arguments that cannot be file names.
 func (c *call) checkArgs() error {
 	if n := len(c.args); n < c.verb.least || c.verb.most >= 0 && n > c.verb.most {
 		return usage("wrong number of arguments; write: overwire %s %s", c.verb.name, c.verb.args)

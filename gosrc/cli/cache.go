@@ -1,7 +1,6 @@
 package cli
 
-// This file defines the cache command, which lists and removes the prepared model state
-// that the vLLM plug-in stores.
+// This file defines the cache command, which lists and removes the prepared model state that the vLLM plug-in stores.
 
 import (
 	"errors"
@@ -116,8 +115,7 @@ func preparedFiles(folder string) ([]prepared, error) {
 	return files, nil
 }
 
-// isFingerprint reports whether a file name's stem is a fingerprint. clear must not remove
-// files with other names.
+// isFingerprint reports whether a file name's stem is a fingerprint. clear must not remove files with other names.
 func isFingerprint(stem string) bool {
 	return len(stem) == 40 && strings.Trim(stem, "0123456789abcdef") == ""
 }

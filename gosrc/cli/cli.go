@@ -51,8 +51,7 @@ const exitText = `exit status:
   130  interrupted
 `
 
-// Env holds what only the caller knows about Python and the environment. Every field may
-// be empty.
+// Env holds what only the caller knows about Python and the environment. Every field may be empty.
 type Env struct {
 	Python        string // sys.executable, for doctor
 	PythonVersion string
@@ -197,8 +196,7 @@ func (e *usageError) Error() string { return e.text }
 
 func (e *usageError) Unwrap() error { return errs.ErrArgument }
 
-// A shownError is an error that the printed result already reports. With --json that
-// result stays the only document.
+// A shownError is an error that the printed result already reports. With --json that result stays the only document.
 type shownError struct{ error }
 
 func (e *shownError) Unwrap() error { return e.error }
@@ -295,8 +293,7 @@ func status(err error) int {
 	return ExitEngine
 }
 
-// show removes the progress line and prints a result, as JSON with --json, otherwise as
-// text.
+// show removes the progress line and prints a result, as JSON with --json, otherwise as text.
 func (c *call) show(v any, text func(w io.Writer)) error {
 	c.clear()
 	if c.is("json") {

@@ -77,8 +77,7 @@ func valuedOptions(verbs []*verb) []string {
 	return slices.Sorted(maps.Keys(names))
 }
 
-// bash writes a script that completes with a function, or with file names if the function
-// returns nothing.
+// bash writes a script that completes with a function, or with file names if the function returns nothing.
 func bash(w io.Writer, verbs []*verb) {
 	fmt.Fprintf(w, `# bash completion of overwire
 _overwire() {
@@ -205,8 +204,7 @@ func fish(w io.Writer, verbs []*verb) {
 // quoteForShell quotes text as one word of a POSIX shell.
 func quoteForShell(text string) string { return "'" + strings.ReplaceAll(text, "'", `'\''`) + "'" }
 
-// quoteForFish quotes text as one word of fish, which interprets backslashes within
-// quotes.
+// quoteForFish quotes text as one word of fish, which interprets backslashes within quotes.
 func quoteForFish(text string) string {
 	return "'" + strings.NewReplacer(`\`, `\\`, "'", `\'`).Replace(text) + "'"
 }

@@ -21,8 +21,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
-// diffBytes limits how much of each model diff loads at a time. A larger tensor is still
-// loaded whole.
+// diffBytes limits how much of each model diff loads at a time. A larger tensor is still loaded whole.
 const diffBytes = 1 << 30
 
 var diffVerb = &verb{

@@ -1,7 +1,6 @@
 package cli
 
-// This file defines the commands that write and check files: compress, decompress,
-// convert, verify.
+// This file defines the commands that write and check files: compress, decompress, convert, verify.
 
 import (
 	"fmt"

@@ -44,8 +44,7 @@ var tables = nodes.System
 // wireTime is roughly how long copies to one device are measured.
 const wireTime = 200 * time.Millisecond
 
-// diagnoseGPU queries the driver. With measure it also times copies to each GPU, which
-// creates a context there.
+// diagnoseGPU queries the driver. With measure it also times copies to each GPU, which creates a context there.
 func diagnoseGPU(measure bool) GPU {
 	version, _ := os.ReadFile("/sys/module/nvidia/version") // may be unreadable
 	g := GPU{Driver: strings.TrimSpace(string(version)), Devices: []GPUDevice{}}

@@ -1,7 +1,6 @@
 package cli
 
-// This file defines the host command, which keeps models in memory for all processes of a
-// user.
+// This file defines the host command, which keeps models in memory for all processes of a user.
 
 import (
 	"context"

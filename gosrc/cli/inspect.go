@@ -152,8 +152,7 @@ func (c *call) printDigests(glob string) error {
 	})
 }
 
-// isTrace reports whether a file name is that of a trace: any .json file except a shard
-// index.
+// isTrace reports whether a file name is that of a trace: any .json file except a shard index.
 func isTrace(file string) bool {
 	name, ok := modelfiles.ParseName(filepath.Base(file))
 	return strings.HasSuffix(file, ".json") && !strings.HasSuffix(file, modelfiles.IndexSuffix) && !(ok && name.Index)

@@ -25,8 +25,7 @@ var (
 	}
 )
 
-// keys reads the key or password that the options with this prefix name, and returns it
-// as engine settings.
+// keys reads the key or password that the options with this prefix name, and returns it as engine settings.
 func (c *call) keys(prefix string) (map[string]string, error) {
 	name, wrong, read := prefix+"-key", "must contain 32 bytes or 64 hex digits", tensorizer.KeySettings
 	from, isGiven := c.opts[name]

@@ -84,8 +84,7 @@ func (c *call) fetchURLs() error {
 	})
 }
 
-// remoteFolder returns the only argument if it names a folder in a store that lists its
-// files, otherwise "".
+// remoteFolder returns the only argument if it names a folder in a store that lists its files, otherwise "".
 func (c *call) remoteFolder() string {
 	uri := c.args[0]
 	isWebFolder := slices.Contains([]string{"http", "https"}, source.Scheme(uri)) && source.Folder(uri)

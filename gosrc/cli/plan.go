@@ -86,9 +86,8 @@ type ModelFit struct {
 	Index int `json:"index"`
 	// Fits means that the weights leave a fifth of the GPU for activations.
 	Fits bool `json:"fits"`
-	// Keep is the largest keep argument of overwire.offload that leaves a fifth of the GPU
-	// free. Offload describes that offload. Both are zero if the weights fit, or if not
-	// even the ring fits.
+	// Keep is the largest keep argument of overwire.offload that leaves a fifth of the GPU free. Offload describes that
+	// offload. Both are zero if the weights fit, or if not even the ring fits.
 	Keep    int64         `json:"keep"`
 	Offload *plan.Offload `json:"offload,omitempty"`
 }

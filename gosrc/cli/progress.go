@@ -14,9 +14,8 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// progress shows the job's counters on stderr while a command runs, if stderr is a
-// terminal. The returned function stops this and removes the line. It may be called more
-// than once.
+// progress shows the job's counters on stderr while a command runs, if stderr is a terminal. The returned function
+// stops this and removes the line. It may be called more than once.
 func (c *call) progress() (clear func()) {
 	if !isTerminal(c.stderr) {
 		return func() {}

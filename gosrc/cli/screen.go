@@ -1,7 +1,6 @@
 package cli
 
-// This file writes to standard output and standard error, and stops the command if a reader
-// closes the pipe.
+// This file writes to standard output and standard error, and stops the command if a reader closes the pipe.
 
 import (
 	"context"
@@ -33,8 +32,7 @@ func watchReaders(ctx context.Context) (context.Context, *readers) {
 	return ctx, &readers{stop: stop}
 }
 
-// An outlet is standard output or standard error. It prints nothing after a reader has closed
-// its pipe.
+// An outlet is standard output or standard error. It prints nothing after a reader has closed its pipe.
 type outlet struct {
 	io.Writer
 	readers *readers
@@ -52,9 +50,8 @@ func (o *outlet) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// A screen escapes control characters in the text that it prints, so file names and contents
-// cannot control the terminal. Each Write must contain whole UTF-8 characters. Binary data
-// must be written to the underlying Writer.
+// A screen escapes control characters in the text that it prints, so file names and contents cannot control the
+// terminal. Each Write must contain whole UTF-8 characters. Binary data must be written to the underlying Writer.
 type screen struct{ io.Writer }
 
 func (s screen) Write(p []byte) (int, error) {

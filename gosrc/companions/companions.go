@@ -1,10 +1,9 @@
 // Package companions finds and copies the auxiliary files of a weights folder: config.json, a
 // tokenizer, subfolders of a pipeline without weights.
 //
-// A symbolic link is copied as a plain file if it leads to a file in the same folder, or from a
-// snapshot in a Hugging Face cache to the cache's blobs. Other links are not copied, because an
-// untrusted folder could use them to copy other files of this machine. Hidden files are not
-// copied. The caller gets the names of files that were not copied.
+// A symbolic link is copied as a plain file if it leads to a file in the same folder, or from a snapshot in a Hugging
+// Face cache to the cache's blobs. Other links are not copied, because an untrusted folder could use them to copy other
+// files of this machine. Hidden files are not copied. The caller gets the names of files that were not copied.
 package companions
 
 import (
@@ -40,13 +39,11 @@ type Folder struct {
 	Path string
 	// Root is the folder that links may lead into; "" means Path.
 	Root string
-	// Avoid is the folder that is being written. If it is Path, there are no files to
-	// copy.
+	// Avoid is the folder that is being written. If it is Path, there are no files to copy.
 	Avoid string
 	// Below says that the caller handles the subfolders of Path.
 	Below bool
-	// Open opens the files of a remote folder. Files lists the files in the folder and
-	// its subfolders.
+	// Open opens the files of a remote folder. Files lists the files in the folder and its subfolders.
 	Open  func(ctx context.Context, uri string) (source.Source, error)
 	Files []source.Entry
 }
@@ -138,8 +135,7 @@ func isWeights(name string) bool {
 	return ok
 }
 
-// OtherFormat returns the extension of a name if it belongs to another weight format,
-// otherwise "".
+// OtherFormat returns the extension of a name if it belongs to another weight format, otherwise "".
 func OtherFormat(name string) string {
 	if ext := strings.ToLower(filepath.Ext(name)); slices.Contains(OtherWeights, ext) {
 		return ext
@@ -150,8 +146,7 @@ func OtherFormat(name string) string {
 // fits reports whether a file is small enough to be copied.
 func fits(name string, size int64) bool { return size <= MaxOther || OtherFormat(name) == "" }
 
-// findCompanion finds the file that a name in the folder leads to. ok is false if it
-// must not be copied.
+// findCompanion finds the file that a name in the folder leads to. ok is false if it must not be copied.
 func findCompanion(root, path string) (f File, ok bool, err error) {
 	f = File{Name: filepath.Base(path), Path: path}
 	if strings.HasPrefix(f.Name, ".") || isWeights(f.Name) {

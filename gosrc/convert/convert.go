@@ -22,17 +22,15 @@ import (
 // Convert reads tensors from files, folders or an index.json, plain or compressed, and
 // writes them according to spec. It keeps only a window of chunks in memory.
 //
-// If a plain file becomes one container with the same metadata, the container stores what
-// is needed to restore that file byte for byte. If such a container is converted to one
-// plain file, the original file is restored.
+// If a plain file becomes one container with the same metadata, the container stores what is needed to restore that
+// file byte for byte. If such a container is converted to one plain file, the original file is restored.
 //
-// If dst is a folder, every file keeps its tensors, its metadata and its name, which is
-// marked (see modelfiles.Mark) if dst already has a set with these names. The index.json and
-// the auxiliary files of a source folder are copied (see package companions). dst must not
-// contain other weights. All models of a folder are converted, including variants. If dst is
-// a file, all tensors are written to it, or to its shards, with the metadata of all sources.
-// If these differ, the first source wins. dst is a folder if it already is one, if it ends in
-// a slash, or if the source is a folder or has several files and dst does not end in
+// If dst is a folder, every file keeps its tensors, its metadata and its name, which is marked (see modelfiles.Mark) if
+// dst already has a set with these names. The index.json and the auxiliary files of a source folder are copied (see
+// package companions). dst must not contain other weights. All models of a folder are converted, including variants. If
+// dst is a file, all tensors are written to it, or to its shards, with the metadata of all sources. If these differ,
+// the first source wins. dst is a folder if it already is one, if it ends in a slash, or if the source is a folder or
+// has several files and dst does not end in
 // .safetensors or .tensors. spec.Path is ignored. spec.Metadata overrides that of the sources.
 //
 // If src is one folder, local or in a store that can list files, its subfolders are converted and copied in the same

@@ -90,9 +90,8 @@ func (m *modelSet) filesIn(ctx context.Context, dir save.Target, indexed bool) (
 	return m.addIndex(dir, files)
 }
 
-// addIndex adds the index.json of the source to its files. Shards without an index get one
-// if files with their names already exist, because only an index can replace them in one
-// step.
+// addIndex adds the index.json of the source to its files. Shards without an index get one if files with their names
+// already exist, because only an index can replace them in one step.
 func (m *modelSet) addIndex(dir save.Target, files []save.File) ([]save.File, error) {
 	set := m.Sets[0]
 	mode, err := m.mode()
@@ -142,8 +141,7 @@ func (m *modelSet) original(ctx context.Context, k int) (*original.File, error) 
 	return original.Of(ctx, m.Sources[k], s, !m.spec.NoSHA256)
 }
 
-// plainFiles lists the plain files that were made from containers without restoring an
-// original.
+// plainFiles lists the plain files that were made from containers without restoring an original.
 func (m *modelSet) plainFiles(files []save.File, originals []original.Summary) (out []string) {
 	if m.spec.Compress || !m.target.Coded() {
 		return nil

@@ -19,8 +19,7 @@ import (
 	"github.com/overwire/overwire/gosrc/source/open"
 )
 
-// resolve is save.Resolve, but treats an existing folder as a folder even if its name has a file
-// extension.
+// resolve is save.Resolve, but treats an existing folder as a folder even if its name has a file extension.
 func resolve(dst string, spec *save.Spec) (save.Target, error) {
 	if st, err := os.Stat(source.LocationOf(dst).Path); err == nil && st.IsDir() {
 		dst = publish.JoinName(dst, "")
@@ -71,9 +70,8 @@ func makeFolder(to save.Target) (made string, err error) {
 	return made, err
 }
 
-// refuseOthers refuses a folder that contains weights with other names than ours, because it
-// would then be opened as two models. A folder that is converted onto itself is allowed; if
-// it is local, only if its files are not renamed.
+// refuseOthers refuses a folder that contains weights with other names than ours, because it would then be opened as
+// two models. A folder that is converted onto itself is allowed; if it is local, only if its files are not renamed.
 func refuseOthers(ctx context.Context, to save.Target, src []string, renamed bool, ours map[string]bool,
 	opt source.Options) error {
 	others := func(name string) error {

@@ -113,8 +113,7 @@ func Write(ctx context.Context, j *job.Job, f *File, model string, spec save.Spe
 	return r, err
 }
 
-// writeAll writes the pieces contiguously. Each of several workers gathers many pieces and writes them with
-// one call.
+// writeAll writes the pieces contiguously. Each of several workers gathers many pieces and writes them with one call.
 func writeAll(ctx context.Context, write func(p []byte, off int64) error, pieces [][]byte) error {
 	const most, workers = 4 << 20, 8
 	type part struct {

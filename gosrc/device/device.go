@@ -12,8 +12,7 @@ import (
 )
 
 // A Block is the shared ownership of one allocation, which the last holder frees. It is outside Go's heap because the
-// last holder is often a Python tensor. The C deleter in gosrc/dlpack releases that tensor and depends on this
-// layout.
+// last holder is often a Python tensor. The C deleter in gosrc/dlpack releases that tensor and depends on this layout.
 type Block struct {
 	refs   int64
 	base   unsafe.Pointer
@@ -155,8 +154,7 @@ func (m Memory) Release() {
 // minReturn is the minimum size of a run of pages that is worth a system call.
 const minReturn = 64 << 10
 
-// ReturnPages returns the whole pages inside [p, p+n) to the system. Their contents
-// are lost.
+// ReturnPages returns the whole pages inside [p, p+n) to the system. Their contents are lost.
 func ReturnPages(p unsafe.Pointer, n int64) {
 	const page = 4096
 	up := (page - int64(uintptr(p)&(page-1))) & (page - 1)
@@ -216,8 +214,7 @@ func (v *View) Runs(logical int64, fn func(dst, src, n int64)) {
 	}
 }
 
-// A DecodeTask is one stored chunk in a staged piece, and the destination of its
-// bytes.
+// A DecodeTask is one stored chunk in a staged piece, and the destination of its bytes.
 type DecodeTask struct {
 	Chunk tensor.Chunk
 	Src   uint32 // offset in the piece

@@ -8,8 +8,7 @@ import (
 	"unsafe"
 )
 
-// A Slot is the staging memory of one piece. The caller that got it from a Queue
-// owns it until it calls Submit or Put.
+// A Slot is the staging memory of one piece. The caller that got it from a Queue owns it until it calls Submit or Put.
 type Slot interface {
 	// Memory returns the slot's bytes, which are in pinned memory if the device needs that.
 	Memory() []byte
@@ -30,8 +29,7 @@ type Reader interface {
 	ReadInto(ctx context.Context, dst unsafe.Pointer, n, off int64) error
 }
 
-// A TraceFunc is called with what a device did ("copy" or "decode"), the stream, the times, and the number of
-// bytes.
+// A TraceFunc is called with what a device did ("copy" or "decode"), the stream, the times, and the number of bytes.
 type TraceFunc = func(verb string, stream int, begin, end time.Time, bytes int64)
 
 // A Queue orders the work of one device for one load. It has a fixed set of slots, each with one owner at a time. It
@@ -56,8 +54,7 @@ type Queue interface {
 	// with errs.RuleChecksum, and the tensor may then contain wrong bytes. If CanCheck is false, the caller must
 	// compare checksums before Submit.
 	CanCheck() bool
-	// Asynchronous reports whether Submit returns before its tasks are done. The device then measures times
-	// separately.
+	// Asynchronous reports whether Submit returns before its tasks are done. The device then measures times separately.
 	Asynchronous() bool
 	// TraceTimes makes an asynchronous queue report what it did with each piece after the piece has been decoded. nil
 	// stops that. No piece may be in flight.

@@ -82,8 +82,7 @@ func Class(err error) string {
 	return "EngineError"
 }
 
-// An At describes where an error occurred. Its text omits unknown fields: empty strings, and -1 for Chunk and
-// Offset.
+// An At describes where an error occurred. Its text omits unknown fields: empty strings, and -1 for Chunk and Offset.
 type At struct {
 	Verb   string // an operation named in ARCHITECTURE.md or by the caller: "decode", "save"
 	Source string

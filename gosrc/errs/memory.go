@@ -13,8 +13,7 @@ type Memory struct {
 	Err                string // text from the system or the driver
 }
 
-// Error returns text like: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 of 9000 are free
-// (cuMemAlloc_v2: ...)
+// Error returns text like: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 of 9000 are free (cuMemAlloc_v2: ...)
 func (m *Memory) Error() string {
 	s := ErrMemory.Error() + ": " + m.Where
 	if m.Asked >= 0 {

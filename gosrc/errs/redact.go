@@ -44,8 +44,7 @@ var patterns = sync.OnceValues(func() (uri *regexp.Regexp, others []secret) {
 			// After "key: ", a word in lower case is an ordinary word and not a secret.
 			mk(`\b(`+named+`)("\s*:\s*"?|\s*=\s*"?|\s*:\s*")[^\s"'&,;]+`, "${1}${2}"+hidden, true, words...),
 			mk(`\b(`+named+`)(\s*:\s*)[a-z-]*[^a-z\s"'&,;-][^\s"'&,;]*`, "${1}${2}"+hidden, true, words...),
-			// Keys with a known form: AWS ids, Hugging Face, GitHub, GitLab, Slack, Google, OpenAI, JSON web
-			// tokens.
+			// Keys with a known form: AWS ids, Hugging Face, GitHub, GitLab, Slack, Google, OpenAI, JSON web tokens.
 			mk(`\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA)[A-Z0-9]{12,}\b`, hidden,
 				false, "akia", "asia", "agpa", "aida", "aroa", "anpa", "anva"),
 			mk(`\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|sk-|AIza)[A-Za-z0-9_-]{12,}`, hidden,

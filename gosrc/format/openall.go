@@ -12,11 +12,10 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// OpenAll resolves names, opens every file with open, and indexes them. If an index.json applies, the model has
-// exactly the tensors that it lists, each from the file that it names. If an index.json is replaced during the call,
-// its files are opened again, so that they match it. If the files of one checkpoint are from several saves, all files
-// are opened again. sets[i] are the files that uris[i] names. The caller must close the sources; if OpenAll
-// fails, it closes them.
+// OpenAll resolves names, opens every file with open, and indexes them. If an index.json applies, the model has exactly
+// the tensors that it lists, each from the file that it names. If an index.json is replaced during the call, its files
+// are opened again, so that they match it. If the files of one checkpoint are from several saves, all files are opened
+// again. sets[i] are the files that uris[i] names. The caller must close the sources; if OpenAll fails, it closes them.
 func OpenAll(ctx context.Context, uris []string, open Opener, opt Options) (ix *tensor.Index, srcs []source.Source,
 	sets []Files, err error) {
 	if len(uris) == 0 {

@@ -21,8 +21,7 @@ import (
 type Job struct {
 	Name string
 
-	// Bytes and tensors that have been processed, and their totals. Bytes are tensor bytes,
-	// not stored bytes.
+	// Bytes and tensors that have been processed, and their totals. Bytes are tensor bytes, not stored bytes.
 	Bytes, TotalBytes     atomic.Int64
 	Tensors, TotalTensors atomic.Int64
 
@@ -40,17 +39,15 @@ type Job struct {
 // errCancelled is the cause with which Cancel ends the job's context.
 var errCancelled = errs.New(errs.ErrCancelled, "by the caller")
 
-// New returns a job that has not begun. Go begins it. A panic anywhere in the engine
-// cancels it.
+// New returns a job that has not begun. Go begins it. A panic anywhere in the engine cancels it.
 func New(name string) *Job {
 	j := &Job{Name: name, done: make(chan struct{}), gone: make(chan struct{})}
 	j.ctx, j.cancel = context.WithCancelCause(spawn.Context())
 	return j
 }
 
-// Go runs the operation in the background. Call it once. If the job is cancelled, run's
-// context ends, and run must release its resources and return soon. A panic in run
-// becomes the job's error (errs.ErrEngine).
+// Go runs the operation in the background. Call it once. If the job is cancelled, run's context ends, and run must
+// release its resources and return soon. A panic in run becomes the job's error (errs.ErrEngine).
 func (j *Job) Go(run func(ctx context.Context, j *Job) error) {
 	live.Store(j, nil)
 	spawn.Go(j.Name, func() {
@@ -100,10 +97,9 @@ func (j *Job) finish(err error) {
 	})
 }
 
-// Failed reports a cancelled job as ended while the operation still cleans up, because
-// cleaning up may need slow requests to a server. It first calls letGo, after which the
-// operation may no longer use the caller's memory. CancelAll still waits for the
-// operation to return. Failed does nothing if the job is not cancelled.
+// Failed reports a cancelled job as ended while the operation still cleans up, because cleaning up may need slow
+// requests to a server. It first calls letGo, after which the operation may no longer use the caller's memory.
+// CancelAll still waits for the operation to return. Failed does nothing if the job is not cancelled.
 func (j *Job) Failed(err error, letGo func()) {
 	if err != nil && j.ctx.Err() != nil {
 		letGo()
@@ -118,8 +114,7 @@ func Start(name string, run func(ctx context.Context, j *Job) error) *Job {
 	return j
 }
 
-// Cancel asks the job to stop. It does not wait, and has no effect on a job that has
-// ended.
+// Cancel asks the job to stop. It does not wait, and has no effect on a job that has ended.
 func (j *Job) Cancel() { j.cancel(errCancelled) }
 
 // RunContext returns a context that ends when the job is cancelled or has ended.

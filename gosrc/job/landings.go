@@ -7,8 +7,7 @@ import (
 	"time"
 )
 
-// Landings collects the requests of a job that have landed (are ready). It is safe for
-// concurrent use.
+// Landings collects the requests of a job that have landed (are ready). It is safe for concurrent use.
 type Landings struct {
 	mu     sync.Mutex
 	ready  []int         // landed, not yet returned

@@ -219,8 +219,7 @@ func truth(s string) (bool, error) {
 	return false, fmt.Errorf("expected yes or no")
 }
 
-// whenTrue translates yes to value and no to "". It returns any other text unchanged, and the knob then refuses
-// it.
+// whenTrue translates yes to value and no to "". It returns any other text unchanged, and the knob then refuses it.
 func whenTrue(value string) func(string) string {
 	return func(s string) string {
 		yes, err := truth(s)

@@ -9,10 +9,9 @@ import (
 
 const prefix = "OVERWIRE_"
 
-// The settings. Each has a description for doctor --env and docs/settings.md, and a page with details. The
-// aliases are names of nyacomp, so that its scripts and images still work; our name takes precedence if both
-// are set. Python passes aliases only if the nyacomp drop-in is imported, because other programs also use such
-// names.
+// The settings. Each has a description for doctor --env and docs/settings.md, and a page with details. The aliases are
+// names of nyacomp, so that its scripts and images still work; our name takes precedence if both are set. Python passes
+// aliases only if the nyacomp drop-in is imported, because other programs also use such names.
 var (
 	Preload = text("OVERWIRE_PRELOAD", "", "preload.md",
 		"Start loading this file, folder, index.json, pickle or meta.csv when overwire is imported.",

@@ -12,8 +12,7 @@ import (
 	"github.com/overwire/overwire/gosrc/device/cuda/stream"
 )
 
-// digestBytes limits how much of a model Digests loads onto the GPU at a time. A larger
-// tensor is still loaded whole.
+// digestBytes limits how much of a model Digests loads onto the GPU at a time. A larger tensor is still loaded whole.
 const digestBytes = 256 << 20
 
 // Digests loads tensors onto a GPU in batches and computes their digests there. It frees the memory after each

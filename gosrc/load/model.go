@@ -46,8 +46,7 @@ type Spec struct {
 	Host *bool `json:"host"`
 }
 
-// A Model is an opened model. Its index is in memory and its sources are open.
-// It is safe for concurrent use.
+// A Model is an opened model. Its index is in memory and its sources are open. It is safe for concurrent use.
 type Model struct {
 	ix   *tensor.Index // as loads see it; see package unpack
 	held *tensor.Index // as it is stored

@@ -35,8 +35,7 @@ const (
 	WithSize
 )
 
-// Algorithm is the number of an algorithm in a Native header: its value in nvCOMP's documented enum
-// nvcompFormatType_t.
+// Algorithm is the number of an algorithm in a Native header: its value in nvCOMP's documented enum nvcompFormatType_t.
 type Algorithm uint8
 
 // These are the algorithms. nvCOMP refuses X16, which only overwire implements.

@@ -19,13 +19,11 @@ import (
 	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
-// lineBytes is the space for a process's flags. It keeps the flags of different processes in different cache
-// lines.
+// lineBytes is the space for a process's flags. It keeps the flags of different processes in different cache lines.
 const lineBytes = 128
 
-// processFlags are the flags of one process. Only that process writes them, and the numbers only rise. Others
-// sleep while they wait for joined, trouble or ended, so the process rings the bell after changing one of
-// these.
+// processFlags are the flags of one process. Only that process writes them, and the numbers only rise. Others sleep
+// while they wait for joined, trouble or ended, so the process rings the bell after changing one of these.
 type processFlags struct {
 	bell      atomic.Uint32
 	joined    atomic.Uint64 // 1: has joined; 2: has mapped the memory of the others
@@ -137,8 +135,7 @@ func takenBytes(ranks int) int { return (8*ranks + lineBytes - 1) / lineBytes * 
 // flagBytes is the space for all flags: first the lines, then each process's counts of taken pieces.
 func flagBytes(ranks int) int64 { return int64(ranks) * int64(lineBytes+takenBytes(ranks)) }
 
-// takenOf returns how many pieces of an owner's memory a process no longer needs. Only that process writes the
-// number.
+// takenOf returns how many pieces of an owner's memory a process no longer needs. Only that process writes the number.
 func (b *Board) takenOf(owner, by int) *atomic.Uint64 {
 	return (*atomic.Uint64)(unsafe.Add(b.flags.base, b.ranks*lineBytes+by*takenBytes(b.ranks)+8*owner))
 }

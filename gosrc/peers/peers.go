@@ -8,9 +8,8 @@
 // cancelled, End returns soon and finishes in the background. The shared memory has no name in a file system,
 // so a process that dies leaves no files.
 //
-// The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run in
-// parallel with another method. MapMemoryOf for the same process, and CheckOthers, may only have one caller at
-// a time.
+// The methods are safe for concurrent use, with these exceptions: New, Join, End and Close must not run in parallel
+// with another method. MapMemoryOf for the same process, and CheckOthers, may only have one caller at a time.
 package peers
 
 import (
@@ -112,8 +111,7 @@ func (p *Peers) makeOffer(n int64) (err error) {
 // Offer returns this process's offer to the others.
 func (p *Peers) Offer() Offer { return p.mine }
 
-// Memory returns the address of a process's memory in this process. The memory of other processes must not be
-// written.
+// Memory returns the address of a process's memory in this process. The memory of other processes must not be written.
 func (p *Peers) Memory(rank int) unsafe.Pointer { return atomic.LoadPointer(&p.at[rank]) }
 
 // Join connects this process with the processes that made these offers. From then on, each sees what the others
@@ -139,9 +137,8 @@ func (p *Peers) Join(offers []Offer) error {
 	return nil
 }
 
-// MapMemoryOf maps the memory of another process, after Join. Memory then returns its address.
-// errs.ErrNotSupported means that this process or its device cannot reach the memory. If the other process is
-// gone, the error says so.
+// MapMemoryOf maps the memory of another process, after Join. Memory then returns its address. errs.ErrNotSupported
+// means that this process or its device cannot reach the memory. If the other process is gone, the error says so.
 func (p *Peers) MapMemoryOf(rank int) (err error) {
 	o, at := &p.offers[rank], unsafe.Pointer(nil)
 	if p.gpu != nil {

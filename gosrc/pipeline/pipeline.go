@@ -140,8 +140,7 @@ func Run(ctx context.Context, t *Task) (Stages, error) {
 			queue.Put(s.slot)
 		}
 	}
-	// Wait for the submitted tasks even after an error: nothing may write to the
-	// tensors once Run has returned.
+	// Wait for the submitted tasks even after an error: nothing may write to the tensors once Run has returned.
 	if t.Submitted == nil {
 		if err := queue.Drain(context.WithoutCancel(ctx)); err != nil {
 			r.cancel(err)

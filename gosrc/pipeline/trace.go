@@ -20,9 +20,8 @@ import (
 // A Trace records when each worker and stream was busy: one span for each stage of
 // each piece. A nil *Trace records nothing.
 //
-// On the host, "decode" is a worker's own time. On an asynchronous device, "copy"
-// and "decode" are times of the device, and "submit" is a worker's time in
-// Queue.Submit.
+// On the host, "decode" is a worker's own time. On an asynchronous device, "copy" and "decode" are times of the device,
+// and "submit" is a worker's time in Queue.Submit.
 type Trace struct {
 	start time.Time
 	mu    sync.Mutex

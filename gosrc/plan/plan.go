@@ -44,8 +44,7 @@ type Limits struct {
 	// Align, if over 1, is a power of two. Pieces begin and end at multiples of it unless the file ends first.
 	// Sources that read whole blocks then need no extra copy.
 	Align int64
-	// InPlace allows runs of raw bytes to be read directly to their destination, which must
-	// be host memory.
+	// InPlace allows runs of raw bytes to be read directly to their destination, which must be host memory.
 	InPlace bool
 	// Cut allows pieces of PlanStored to end inside a stored chunk. The caller compares the checksum of a chunk
 	// when all of its bytes have been read.
@@ -254,8 +253,7 @@ func (m *maker) add(want, n, source int32, off int64, inPlace bool, j device.Dec
 	m.p.Left[want]++
 }
 
-// addChunkTasks adds the tasks of a tensor that is stored in chunks: one task per chunk that contains wanted
-// bytes.
+// addChunkTasks adds the tasks of a tensor that is stored in chunks: one task per chunk that contains wanted bytes.
 func (m *maker) addChunkTasks(want int32, w *Want, t *tensor.Tensor, dest unsafe.Pointer) {
 	w.each(m.ix, func(n int32, to int64, v *device.View) {
 		if v != nil {

@@ -121,8 +121,7 @@ func (p *Preload) openFiles(ctx context.Context, spec load.Spec, opt load.Option
 	return err
 }
 
-// unknownState returns the error for an object that a later load could not identify, so it cannot be
-// preloaded.
+// unknownState returns the error for an object that a later load could not identify, so it cannot be preloaded.
 func unknownState(uri, who string) error {
 	return &errs.At{Verb: "preload", Source: uri, Chunk: -1, Offset: -1,
 		Err: errs.New(errs.ErrNotSupported,
@@ -253,8 +252,7 @@ func (p *Preload) replacedFile() string {
 	return ""
 }
 
-// Sweep drops preloads of files that a save has just replaced: local files, or objects at or below the URI of a
-// store.
+// Sweep drops preloads of files that a save has just replaced: local files, or objects at or below the URI of a store.
 func Sweep(uri string) {
 	mu.Lock()
 	defer mu.Unlock()

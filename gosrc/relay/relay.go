@@ -416,10 +416,9 @@ func (r *Relay) Join(offers []peers.Offer) error {
 	return nil
 }
 
-// DecodePiece decodes a piece and then releases its buffer, which must hold the shares of all ranks. It is for
-// callers that exchange the shares. On a GPU it queues the decoding after the work that is now on a stream (0 for
-// none). Errors end the job. Each piece is decoded once, in order, and only after AwaitOwnShare has reported this
-// rank's share.
+// DecodePiece decodes a piece and then releases its buffer, which must hold the shares of all ranks. It is for callers
+// that exchange the shares. On a GPU it queues the decoding after the work that is now on a stream (0 for none). Errors
+// end the job. Each piece is decoded once, in order, and only after AwaitOwnShare has reported this rank's share.
 func (r *Relay) DecodePiece(piece int, stream uintptr) error {
 	if err := r.awaitPiece(piece); err != nil {
 		return err

@@ -10,8 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/plan"
 )
 
-// A Spec describes what the ranks of a group load together. Tensors and Size must be equal on all ranks of the
-// group.
+// A Spec describes what the ranks of a group load together. Tensors and Size must be equal on all ranks of the group.
 type Spec struct {
 	Tensors []int64 `json:"tensors"` // shared as whole tensors
 	// Ring has the addresses of buffers of Size bytes on the device. They must stay valid until the job has ended.

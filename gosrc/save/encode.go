@@ -332,10 +332,9 @@ func (f *encoder) placeTask(c *task, x *encodedChunk) error {
 	if c.begins {
 		f.hasher.Reset()
 	}
-	// Compare the source's hash even if the new file stores no hash. The chunks of a
-	// tensor in several parts are not in the order of its bytes. Such a tensor is hashed
-	// by a separate task or uses its source's hash, which digestAll compares if the file
-	// stores digests.
+	// Compare the source's hash even if the new file stores no hash. The chunks of a tensor in several parts are not in
+	// the order of its bytes. Such a tensor is hashed by a separate task or uses its source's hash, which digestAll
+	// compares if the file stores digests.
 	if !t.sums.hashed && (f.plan.lay != nil || t.known() != nil) && t.parts == 1 {
 		start := time.Now()
 		_, _ = f.hasher.Write(x.data)

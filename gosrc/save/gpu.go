@@ -46,8 +46,7 @@ type gpu struct {
 	room int64          // bytes per slot in ring
 }
 
-// isEncodable reports whether a GPU may encode a tensor. Column parts and level "smaller" need
-// the bytes on the host.
+// isEncodable reports whether a GPU may encode a tensor. Column parts and level "smaller" need the bytes on the host.
 func isEncodable(spec *Spec, t *Item) bool {
 	a, ok := t.body.(*deviceBody)
 	return ok && a.GPU != nil && t.bytes > 0 && spec.Parts == 1 && spec.Level != levelSmaller &&

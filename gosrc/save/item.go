@@ -228,12 +228,10 @@ func checkMetadata(path string, m map[string]string) error {
 	return nil
 }
 
-// minPart is the minimum size of a column part. Smaller parts cost more in tables and
-// records than slicing saves.
+// minPart is the minimum size of a column part. Smaller parts cost more in tables and records than slicing saves.
 const minPart = 4096
 
-// chooseParts returns the largest of asked, asked/2, ..., 1 that divides every row into parts
-// of whole elements.
+// chooseParts returns the largest of asked, asked/2, ..., 1 that divides every row into parts of whole elements.
 func (t *Item) chooseParts(asked int) int64 {
 	as := tensor.Tensor{DType: t.dtype, Shape: t.shape, Bytes: t.bytes}
 	for p := asked; p > 1; p /= 2 {
@@ -244,8 +242,7 @@ func (t *Item) chooseParts(asked int) int64 {
 	return 1
 }
 
-// joinParts stores the tensor in one part. Its bytes are then compared with the source's
-// hash as they are written.
+// joinParts stores the tensor in one part. Its bytes are then compared with the source's hash as they are written.
 func (t *Item) joinParts() {
 	if t.parts > 1 && t.known() != nil {
 		t.sums.hashed = false

@@ -1,12 +1,10 @@
 // Package save writes tensors to files. A save classifies the tensors, lays out the files, encodes on all cores,
 // writes, and publishes (package publish). Package convert uses it to write the tensors of other files.
 //
-// Every file is written under a temporary name in its final folder, synced to the
-// disk, and then renamed. If a save is stopped by an error, a full disk, a cancel or
-// a kill, readers find either the old file or the new one. The bytes of a file depend
-// only on its tensors, its metadata, the Spec and the plain file that a conversion
-// compresses. They do not depend on the number of threads. Only encrypted files also
-// depend on random numbers.
+// Every file is written under a temporary name in its final folder, synced to the disk, and then renamed. If a save is
+// stopped by an error, a full disk, a cancel or a kill, readers find either the old file or the new one. The bytes of a
+// file depend only on its tensors, its metadata, the Spec and the plain file that a conversion compresses. They do not
+// depend on the number of threads. Only encrypted files also depend on random numbers.
 //
 // The caller's tensors are read in place; those on a GPU are read chunk by chunk. A save allocates only a window of
 // chunks (two or three per thread), 16 MiB for trial encodings of small tensors, and, for tensors that a GPU encodes, a

@@ -35,25 +35,21 @@ type DeviceMemory struct {
 	Read func(dst []byte, off int64) error
 }
 
-// A Spec says what to write. Its zero value, with a Path, writes one plain
-// safetensors file with all cores.
+// A Spec says what to write. Its zero value, with a Path, writes one plain safetensors file with all cores.
 type Spec struct {
-	// Path is the file to write, e.g. "model.safetensors". A symbolic link is followed.
-	// s3:// and redis:// are written without a local file: the object is sent in parts
-	// and becomes visible in one step. If there are several files, the index is
-	// published last, and then the files of the old model are removed.
-	// A path that ends in .tensors gives a tensorizer file, without compression or
-	// metadata. Storage.Encrypt is only for such files.
+	// Path is the file to write, e.g. "model.safetensors". A symbolic link is followed. s3:// and redis:// are written
+	// without a local file: the object is sent in parts and becomes visible in one step. If there are several files,
+	// the index is published last, and then the files of the old model are removed. A path that ends in .tensors gives
+	// a tensorizer file, without compression or metadata. Storage.Encrypt is only for such files.
 	Path string `json:"path"`
 	// Metadata becomes `__metadata__`. The key "overwire" is reserved.
 	Metadata map[string]string `json:"metadata,omitempty"`
 	// Compress writes the container of docs/format.md instead of a plain safetensors
 	// file. The container is lossless, and is still a safetensors file.
 	Compress bool `json:"compress,omitempty"`
-	// Level chooses between speed and size. "" or "default" uses the codec that decodes
-	// at full speed on CPUs and GPUs. "smaller" also tries a codec that only the CPU can
-	// decode, slowly, and stores the smaller result of each chunk. It has no effect on
-	// tensors in several column parts.
+	// Level chooses between speed and size. "" or "default" uses the codec that decodes at full speed on CPUs and GPUs.
+	// "smaller" also tries a codec that only the CPU can decode, slowly, and stores the smaller result of each chunk.
+	// It has no effect on tensors in several column parts.
 	Level string `json:"level,omitempty"`
 	// Digests stores the digest of each tensor in a container (docs/format.md 6). With
 	// it, a model in memory can be compared without reading the file's tensors.
@@ -67,16 +63,14 @@ type Spec struct {
 	Parts int `json:"parts,omitempty"`
 	// Threads is the number of cores to use; 0 means all.
 	Threads int `json:"threads,omitempty"`
-	// Shard is the maximum number of tensor bytes in one file; 0 means no limit. If the
-	// tensors do not fit in one file, the files get an index and are named as Hugging
-	// Face does: model-00001-of-00002.safetensors and model.safetensors.index.json. A
-	// larger tensor gets a separate file. If there is an earlier set, the new shards get
-	// unused names (modelfiles.Mark), and the index replaces the old one in one step.
-	// Then files of an earlier save of the path (shards, single file, index) are removed.
+	// Shard is the maximum number of tensor bytes in one file; 0 means no limit. If the tensors do not fit in one file,
+	// the files get an index and are named as Hugging Face does: model-00001-of-00002.safetensors and
+	// model.safetensors.index.json. A larger tensor gets a separate file. If there is an earlier set, the new shards
+	// get unused names (modelfiles.Mark), and the index replaces the old one in one step. Then files of an earlier save
+	// of the path (shards, single file, index) are removed.
 	Shard int64 `json:"shard,omitempty"`
-	// ChunkBytes is the size of a chunk: a multiple of 4096, at most 16 MiB.
-	// 0 means 1 MiB: a chunk of that size and its compressed form fit in a core's
-	// second-level cache.
+	// ChunkBytes is the size of a chunk: a multiple of 4096, at most 16 MiB. 0 means 1 MiB: a chunk of that size and
+	// its compressed form fit in a core's second-level cache.
 	ChunkBytes int64 `json:"-"`
 
 	// Like is a local file. New files get its mode, owner and ACL if no file of the

@@ -25,9 +25,8 @@ import (
 type fault struct {
 	says   string // the effect that the client observes
 	ranged bool   // only applies to range responses
-	// send responds through net/http. If it is nil, the response is written to the connection directly: head
-	// changes its first lines, cut ends the body at a random byte, and rest continues from there. head and rest
-	// may be nil.
+	// send responds through net/http. If it is nil, the response is written to the connection directly: head changes
+	// its first lines, cut ends the body at a random byte, and rest continues from there. head and rest may be nil.
 	send func(*reply)
 	head func(*reply)
 	cut  bool

@@ -58,8 +58,7 @@ func (s *Server) entriesOf(name string, dir *os.File) (all []entry, err error) {
 	return all, nil
 }
 
-// answerFolder responds with the listing of an open folder, as a page if the client accepts HTML, as browsers
-// do.
+// answerFolder responds with the listing of an open folder, as a page if the client accepts HTML, as browsers do.
 func (s *Server) answerFolder(w http.ResponseWriter, r *http.Request, name string, dir *os.File) {
 	isPage := strings.Contains(r.Header.Get("Accept"), "text/html")
 	if !strings.HasSuffix(r.URL.Path, "/") {

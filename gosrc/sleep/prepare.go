@@ -16,8 +16,7 @@ import (
 
 // A Preparation allocates host memory in the background.
 type Preparation struct {
-	// Bytes is the expected size of a sleep. It is 0 for tensors on the host, which need no
-	// preparation.
+	// Bytes is the expected size of a sleep. It is 0 for tensors on the host, which need no preparation.
 	Bytes int64
 	job   *job.Job // nil if there is nothing to do
 	ready int64    // set before the job ends

@@ -50,17 +50,15 @@ type Tensor struct {
 type Spec struct {
 	// Device is the device that holds all tensors, e.g. "cpu" or "cuda:1".
 	Device string `json:"device"`
-	// Budget is the maximum host memory for the stored bytes; 0 means all available
-	// memory.
+	// Budget is the maximum host memory for the stored bytes; 0 means all available memory.
 	Budget int64 `json:"max_memory"`
 	// Path is a local file to write in addition; "" means none.
 	Path    string `json:"path"`
 	Threads int    `json:"threads"` // 0 means one per core
 }
 
-// A Report describes the cost of a sleep. Bytes is the size of the tensors, with shared
-// memory counted once. Stored is their size in host memory. Staging is the GPU memory that
-// the sleep needed while it ran.
+// A Report describes the cost of a sleep. Bytes is the size of the tensors, with shared memory counted once. Stored is
+// their size in host memory. Staging is the GPU memory that the sleep needed while it ran.
 type Report struct {
 	Bytes      int64    `json:"bytes"`
 	Stored     int64    `json:"stored"`
@@ -91,9 +89,8 @@ type batch struct {
 	rows       []stream.PackedRange // nil after the batch is finished
 }
 
-// Sleep compresses tensors. The caller owns the returned model. Each load of the model
-// compares all checksums, and closing it releases the memory. The job counts the bytes of
-// the tensors.
+// Sleep compresses tensors. The caller owns the returned model. Each load of the model compares all checksums, and
+// closing it releases the memory. The job counts the bytes of the tensors.
 func Sleep(ctx context.Context, j *job.Job, spec Spec, in []Tensor) (*load.Model, Report, error) {
 	start := time.Now()
 	s := &sleeper{Spec: spec, job: j}
@@ -351,8 +348,7 @@ func (s *sleeper) hashesOnGPU(t *item) bool {
 	return s.mode.gpu && s.Path != "" && t.transform != 0
 }
 
-// addSums adds the sums that a GPU has computed for a batch to the hashes of its
-// tensors.
+// addSums adds the sums that a GPU has computed for a batch to the hashes of its tensors.
 func (s *sleeper) addSums(b *batch) error {
 	at := s.tensorOf(b.first)
 	for i := range b.rows {

@@ -13,18 +13,15 @@ import (
 //
 // It is safe for concurrent use: ReadAt calls run in parallel.
 type Source interface {
-	// URI is the source's name as the user wrote it. It may contain secrets: apply errs.RedactURI before
-	// showing it.
+	// URI is the source's name as the user wrote it. It may contain secrets: apply errs.RedactURI before showing it.
 	URI() string
 	// Size is the number of bytes, fixed when the source was opened.
 	Size() int64
-	// ReadAt fills all of p from offset off or returns an error; it never returns a partial result. Reading
-	// beyond Size, or from a medium with fewer bytes than Size, returns errs.ErrCorrupt ("truncated"). A
-	// failing medium returns errs.ErrIO with the system's text. ReadAt returns errs.ErrCancelled soon after ctx
-	// is cancelled.
+	// ReadAt fills all of p from offset off or returns an error; it never returns a partial result. Reading beyond
+	// Size, or from a medium with fewer bytes than Size, returns errs.ErrCorrupt ("truncated"). A failing medium
+	// returns errs.ErrIO with the system's text. ReadAt returns errs.ErrCancelled soon after ctx is cancelled.
 	ReadAt(ctx context.Context, p []byte, off int64) error
-	// Facts returns further properties of the source. It is cheap. Most facts never change while the source is
-	// open.
+	// Facts returns further properties of the source. It is cheap. Most facts never change while the source is open.
 	Facts() Facts
 	// Close releases the source's resources. ReadAt calls in flight finish or fail; later calls fail. Close may
 	// be called more than once.
@@ -35,8 +32,7 @@ type Source interface {
 // ReadAt, with no round trip per read, and that has no identity. A source that wraps another one passes on only
 // the facts that are true of the wrapper: see ReadAtOnly.
 type Facts struct {
-	// Remote says that the bytes come from another program or over a network, which includes network file
-	// systems.
+	// Remote says that the bytes come from another program or over a network, which includes network file systems.
 	Remote bool
 	// Quick says that the kernel serves the file from a local disk or memory, so reads never wait for a server.
 	// A file on an unknown file system is neither Remote nor Quick.
@@ -49,9 +45,8 @@ type Facts struct {
 	// that the source is read with ReadAt.
 	RangeBytes int64
 	Ranges     Ranges
-	// Identity distinguishes the state in which the source was opened from every other state. The zero value
-	// means that the state is unknown. While Settled is false, the bytes could change without a change of
-	// Identity.
+	// Identity distinguishes the state in which the source was opened from every other state. The zero value means that
+	// the state is unknown. While Settled is false, the bytes could change without a change of Identity.
 	Identity Identity
 	Settled  bool
 	// Now returns the current Identity, because a file may have been written to. It is nil if the source cannot
@@ -67,8 +62,7 @@ type Facts struct {
 	// Coding names how the store keeps the bytes at an offset, for example "encrypted". nil means that they are
 	// stored unchanged.
 	Coding func(off int64) string
-	// Headers are the headers of the response that opened the source, unverified. nil means that there was no
-	// response.
+	// Headers are the headers of the response that opened the source, unverified. nil means that there was no response.
 	Headers map[string][]string
 	// SHA256 is the hash of the bytes in 64 lowercase hex digits, according to the store. "" means that it is unknown.
 	SHA256 string

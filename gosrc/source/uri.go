@@ -89,8 +89,7 @@ func pathOfFile(uri string) (path string, ok bool) {
 	return u.Path, true
 }
 
-// Path returns a URI up to the end of the object's name: without query and fragment, and for hf:// without
-// revision.
+// Path returns a URI up to the end of the object's name: without query and fragment, and for hf:// without revision.
 func Path(uri string) string {
 	head, _ := splitURI(uri)
 	return head

@@ -48,8 +48,7 @@ func (m *Model) Close() {
 	}
 }
 
-// RefuseWritten returns an error if one of the model's files was changed after it was
-// opened.
+// RefuseWritten returns an error if one of the model's files was changed after it was opened.
 func (m *Model) RefuseWritten() error {
 	for _, s := range m.Sources {
 		if err := source.Unwritten(s); err != nil {
@@ -67,8 +66,7 @@ func (m *Model) Metadata(k int) map[string]string {
 	return out
 }
 
-// Holder returns the number of the tensor that stores the bytes of tensor i. It is i, unless that
-// is an alias.
+// Holder returns the number of the tensor that stores the bytes of tensor i. It is i, unless that is an alias.
 func (m *Model) Holder(i int) int {
 	if a := m.Index.Tensors[i].Alias; a >= 0 {
 		return int(a)
@@ -90,8 +88,7 @@ func (m *Model) Readers(c *Cache) []*Tensor {
 	return readers
 }
 
-// A Total sums up tensors. Aliases count in Tensors and Bytes. The zero value is an
-// empty sum.
+// A Total sums up tensors. Aliases count in Tensors and Bytes. The zero value is an empty sum.
 type Total struct {
 	Tensors int     `json:"tensors"`
 	Bytes   int64   `json:"bytes"`

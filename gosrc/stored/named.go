@@ -55,8 +55,7 @@ func (f Folder) Branches(avoid string) ([]format.Branch, error) {
 	return format.RemoteTree(f.Path, "", f.Files)
 }
 
-// PathBelow returns the path or URI of the folder name below dir. If name is "", it
-// returns dir.
+// PathBelow returns the path or URI of the folder name below dir. If name is "", it returns dir.
 func PathBelow(dir, name string) string {
 	switch {
 	case name == "":
@@ -95,8 +94,7 @@ func expandAll(ctx context.Context, uris []string, opt source.Options, remote bo
 	return out
 }
 
-// weightsBelow lists the subfolders with weights of a folder that directly contains none.
-// Otherwise it returns usual.
+// weightsBelow lists the subfolders with weights of a folder that directly contains none. Otherwise it returns usual.
 func weightsBelow(ctx context.Context, at source.Location, opt source.Options, usual []string) (below []string) {
 	f, ok, err := FolderAt(ctx, at, opt)
 	if err != nil || !ok {

@@ -17,8 +17,7 @@ type Span struct {
 	Last   bool
 }
 
-// AppendSpans appends the spans of a tensor with the given number of bytes. Reading them
-// decodes no chunk twice.
+// AppendSpans appends the spans of a tensor with the given number of bytes. Reading them decodes no chunk twice.
 func AppendSpans(spans []Span, r *Tensor, number int, bytes int64) []Span {
 	step := r.Step()
 	for off := int64(0); off < bytes; off += step {

@@ -19,10 +19,9 @@ import (
 // rounded up to whole encryption boxes.
 const plainBlock = 1 << 20
 
-// A Tensor reads one tensor of a source. Its chunks are read, checked and decoded when
-// their bytes are needed. In the common case, a request for exactly one whole chunk, the
-// chunk is decoded directly to its destination. Other requests, such as column parts or
-// another chunk size, use a cache, so each chunk is decoded about once.
+// A Tensor reads one tensor of a source. Its chunks are read, checked and decoded when their bytes are needed. In the
+// common case, a request for exactly one whole chunk, the chunk is decoded directly to its destination. Other requests,
+// such as column parts or another chunk size, use a cache, so each chunk is decoded about once.
 type Tensor struct {
 	src   source.Source
 	idx   *tensor.Index
@@ -58,8 +57,7 @@ func (s *Tensor) Block() int64 {
 	return int64(s.t.ChunkBytes)
 }
 
-// Step returns the size of aligned pieces with which reading the whole tensor decodes no
-// chunk twice.
+// Step returns the size of aligned pieces with which reading the whole tensor decodes no chunk twice.
 func (s *Tensor) Step() int64 {
 	if s.partCount() > 1 {
 		return plainBlock
@@ -84,8 +82,7 @@ func (s *Tensor) Fill(ctx context.Context, buf []byte, off int64) error {
 // at off.
 func (s *Tensor) spreadPart(ctx context.Context, buf []byte, p, off int64) error {
 	end := off + int64(len(buf))
-	// Include the part's bytes in every row that the request touches. Bytes outside the
-	// request are clipped below.
+	// Include the part's bytes in every row that the request touches. Bytes outside the request are clipped below.
 	lo, hi := off/s.row*s.width, sizes.CeilDiv(end, s.row)*s.width
 	for b := lo / s.Block(); b*s.Block() < hi; b++ {
 		from, to := max(lo, b*s.Block()), min(hi, (b+1)*s.Block())

@@ -13,10 +13,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// checked is a source that compares the CRC32 of its plain tensors when they are read, by any reader and in any
-// order. It computes a sum for each piece and combines the sums when the last piece of a tensor has been read. If the
-// result is wrong, that read fails. A tensor that is read in overlapping pieces, or never completely, is not
-// compared.
+// checked is a source that compares the CRC32 of its plain tensors when they are read, by any reader and in any order.
+// It computes a sum for each piece and combines the sums when the last piece of a tensor has been read. If the result
+// is wrong, that read fails. A tensor that is read in overlapping pieces, or never completely, is not compared.
 type checked struct {
 	source.Source
 	tensors []partial // sorted by offset

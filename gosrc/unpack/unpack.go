@@ -28,9 +28,8 @@ const (
 	cutChunks = 64 << 20
 )
 
-// Model returns the index and the sources of a model as loads see them. Tensors that only
-// the host can decode are plain, and their bytes are beyond the end of their source. If
-// there are no such tensors, it returns ix and srcs.
+// Model returns the index and the sources of a model as loads see them. Tensors that only the host can decode are
+// plain, and their bytes are beyond the end of their source. If there are no such tensors, it returns ix and srcs.
 func Model(ix *tensor.Index, srcs []source.Source) (*tensor.Index, []source.Source) {
 	out := ix
 	var cache *blocks.Cache[cut]
@@ -124,8 +123,7 @@ func (s *unpacker) openParts() {
 // cut is a chunk that was requested in part, by its number in the index.
 type cut int32
 
-// Facts returns the facts of the source, without a view, because a view has no bytes beyond
-// the source's end.
+// Facts returns the facts of the source, without a view, because a view has no bytes beyond the source's end.
 func (s *unpacker) Facts() source.Facts {
 	f := s.Source.Facts()
 	file, prefetch := f.File, f.Prefetch
@@ -176,8 +174,7 @@ func (s *unpacker) ReadAt(ctx context.Context, p []byte, off int64) error {
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// tensor fills p with the bytes of a tensor, starting at off. The tensor has one column
-// part.
+// tensor fills p with the bytes of a tensor, starting at off. The tensor has one column part.
 func (s *unpacker) tensor(ctx context.Context, p []byte, t *tensor.Tensor, off int64) error {
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)

@@ -14,8 +14,7 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Report says what was verified. After an error, its counts say what was verified before
-// the error.
+// A Report says what was verified. After an error, its counts say what was verified before the error.
 type Report struct {
 	OK      bool           `json:"ok"`
 	Tensors int            `json:"tensors"` // verified tensors, including aliases
@@ -36,8 +35,7 @@ type VerifiedFile struct {
 	Stored  int64  `json:"stored"`
 	// SHA256 is the Hub's SHA-256 of the file, if the download recorded it and the file matches.
 	SHA256 string `json:"sha256,omitempty"`
-	// Original describes the plain file that the container was made from, if its
-	// verification was requested.
+	// Original describes the plain file that the container was made from, if its verification was requested.
 	Original *original.Summary `json:"original,omitempty"`
 }
 

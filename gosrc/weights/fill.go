@@ -23,8 +23,7 @@ func (r *rng) next() uint64 {
 	return hi ^ lo
 }
 
-// seedWith makes a generator from several numbers. Generators of neighbouring blocks are
-// independent.
+// seedWith makes a generator from several numbers. Generators of neighbouring blocks are independent.
 func seedWith(words ...uint64) rng {
 	r := rng(0x9e3779b97f4a7c15)
 	for _, w := range words {

@@ -14,8 +14,7 @@ Place = Sequence[Any]  # address, number of bytes, other values
 def apart(sources: Iterable[Place], outs: Iterable[Place]) -> None:
     """Raises ArgumentError if an output overlaps another output or a source. Sources may overlap each other.
 
-    Each item is an address and a number of bytes; an empty item overlaps nothing.
-    Takes O(n log n) steps.
+    Each item is an address and a number of bytes; an empty item overlaps nothing. Takes O(n log n) steps.
     """
     ranges = [(out[0], out[0] + out[1]) for out in outs if out[1] > 0]
     if not ranges:

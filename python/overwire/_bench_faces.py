@@ -1,11 +1,10 @@
 """Implements `overwire bench --device cuda`: the engine's rows, then loads through each entry point, then
 saves (`_bench_saves`).
 
-A row is measured in new processes, each forked from a process that has only imported torch. Each
-loads the file twice. The modules that a program imports itself are imported before the timing
-starts; modules that the first call imports are part of its time. Each round runs the rows in
-random order. The tensors are compared with the plain file, which is read without overwire. The
-first round compares those of the first load, the second round those of the second load.
+A row is measured in new processes, each forked from a process that has only imported torch. Each loads the file twice.
+The modules that a program imports itself are imported before the timing starts; modules that the first call imports are
+part of its time. Each round runs the rows in random order. The tensors are compared with the plain file, which is read
+without overwire. The first round compares those of the first load, the second round those of the second load.
 """
 
 from __future__ import annotations

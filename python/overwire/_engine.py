@@ -5,9 +5,8 @@ Loading the module starts Go's runtime and its threads; importing this file does
 safe from any thread, releases the GIL while it works or waits, and raises the errors of
 `overwire.errors`.
 
-If a process forks after it has loaded the engine, every call in the child raises `ForkedError`
-immediately; existing tensors stay readable. When the interpreter exits, running jobs are cancelled
-and get up to two seconds to end.
+If a process forks after it has loaded the engine, every call in the child raises `ForkedError` immediately; existing
+tensors stay readable. When the interpreter exits, running jobs are cancelled and get up to two seconds to end.
 """
 
 from __future__ import annotations
@@ -344,8 +343,7 @@ def release(number: int) -> None:
 def buffer_of(source: Any, writable: bool = False) -> tuple[int, int, Any]:
     """Returns the memory of a C-contiguous buffer: (address, bytes, holder).
 
-    The memory is valid as long as the holder is alive. Raises the object's error: TypeError,
-    BufferError.
+    The memory is valid as long as the holder is alive. Raises the object's error: TypeError, BufferError.
     """
     buffer: tuple[int, int, Any] = open_library().buffer_of(source, writable)
     return buffer

@@ -20,9 +20,8 @@ _whole: "dict[str, Any]" = {}
 
 
 def imported(name: str) -> "Any":
-    """Returns a module if the program has imported it, else None. Waits while another thread
-    imports it. In the thread that is importing it, for instance in a signal handler, it returns
-    None: no object of the module can exist yet."""
+    """Returns a module if the program has imported it, else None. Waits while another thread imports it. In the thread
+    that is importing it, for instance in a signal handler, it returns None: no object of the module can exist yet."""
     module = sys.modules.get(name)
     if module is None or _whole.get(name) is module:
         return module

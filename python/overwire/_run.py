@@ -1,8 +1,7 @@
 """Implements `overwire run PROGRAM ...`, which makes an unmodified program read safetensors files through overwire.
 
-The program replaces this process. The first folder of PYTHONPATH has a patched safetensors
-package (see `compat.path`). Processes that the program starts inherit PYTHONPATH. Nothing is
-written to disk, and other programs are not affected.
+The program replaces this process. The first folder of PYTHONPATH has a patched safetensors package (see `compat.path`).
+Processes that the program starts inherit PYTHONPATH. Nothing is written to disk, and other programs are not affected.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@
     many = codecs.encode([a, b, c], "Zstd", bitstream="raw")
 
 `bitstream` is the framing of a block. "native" is a container of independent chunks
-that names its algorithm and length. "raw" is a single block without a header, which
-lz4, zstandard, zlib, python-snappy and nvCOMP can read. "with_size" is the content
-length (little-endian in 8 bytes; for LZ4 in 4, as in numcodecs) and a raw block. Native
-streams are overwire's own format; nvCOMP 2.2's are also read (docs/nvcomp.md).
+that names its algorithm and length. "raw" is a single block without a header, which lz4, zstandard, zlib, python-snappy
+and nvCOMP can read. "with_size" is the content length (little-endian in 8 bytes; for LZ4 in 4, as in numcodecs) and a
+raw block. Native streams are overwire's own format; nvCOMP 2.2's are also read (docs/nvcomp.md).
 
 Streams may be untrusted. Before memory is allocated, a stated length is compared
 with the largest length that the stored bytes can decode to. A decoder fills exactly that
@@ -67,8 +66,7 @@ _VERIFY = {False: "", True: "present", "always": "always"}
 
 
 class Span(NamedTuple):
-    """Host memory: `nbytes` bytes at `address`. `keep` owns the memory: hold it as long as you
-    use the memory."""
+    """Host memory: `nbytes` bytes at `address`. `keep` owns the memory: hold it as long as you use the memory."""
 
     address: int
     nbytes: int
@@ -92,9 +90,8 @@ class Coded(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """The memory of a DLPack tensor; see `tensor_view`. `strides` count elements and are None
-    for a dense tensor. `kind` is (code, bits, lanes). `device` is (type, number);
-    type 1 is the host and 2 is CUDA."""
+    """The memory of a DLPack tensor; see `tensor_view`. `strides` count elements and are None for a dense tensor.
+    `kind` is (code, bits, lanes). `device` is (type, number); type 1 is the host and 2 is CUDA."""
 
     address: int
     shape: tuple[int, ...]
@@ -342,16 +339,14 @@ def encode(
     `algorithm` is one of `algorithms()`. `chunk_size` is the content of a native chunk in
     bytes (default 64 KiB; X16: 1 MiB; at most 16 MiB). `level` applies to Deflate, Gzip
     and GDeflate: 0 (only entropy coding) to 5 (smallest). `dtype` is a safetensors dtype
-    name. X16 chooses its transform by it ("BF16"; by default X16 examines the bytes).
-    Cascaded needs it for the size and sign of its elements ("I32"; by default they are
-    single bytes). `cascaded` has the numbers of run-length and difference layers, up to 7,
-    and whether bits are packed; None means (2, 1, True). `checksums` puts CRC-32 sums of
+    name. X16 chooses its transform by it ("BF16"; by default X16 examines the bytes). Cascaded needs it for the size
+    and sign of its elements ("I32"; by default they are single bytes). `cascaded` has the numbers of run-length and
+    difference layers, up to 7, and whether bits are packed; None means (2, 1, True). `checksums` puts CRC-32 sums of
     the header, the stored bytes and the plain bytes into native streams.
 
-    Returns a memoryview that owns its memory. With `out` (a writable buffer, or a list
-    with a buffer or None for each source) it returns the written part of `out`. Raises
-    ArgumentError, for example if `out` is too small (`max_size` returns a sufficient
-    size) or overlaps another output or a source. In these cases nothing is written.
+    Returns a memoryview that owns its memory. With `out` (a writable buffer, or a list with a buffer or None for each
+    source) it returns the written part of `out`. Raises ArgumentError, for example if `out` is too small (`max_size`
+    returns a sufficient size) or overlaps another output or a source. In these cases nothing is written.
     """
     how = {"algorithm": algorithm, "bitstream": bitstream, "chunk_size": chunk_size, "level": level, "dtype": dtype}
     return _results_of(source, out, "encode", cascaded=cascaded, checksums=checksums, **how)
@@ -380,10 +375,9 @@ def decode(
 ) -> Any:
     """Decompresses a stream, or each stream of a list. `out` and the result are as in `encode`.
 
-    A native stream names its algorithm; others need `algorithm`. Checksums in a stream
-    are verified. `verify=False` skips that, and "always" refuses streams without
-    checksums. A raw Deflate, Gzip or GDeflate stream does not state its length and is
-    decoded twice.
+    A native stream names its algorithm; others need `algorithm`. Checksums in a stream are verified. `verify=False`
+    skips that, and "always" refuses streams without checksums. A raw Deflate, Gzip or GDeflate stream does not state
+    its length and is decoded twice.
 
     Raises CorruptError for bad bytes; FormatError for other formats, including streams that
     only nvCOMP reads; NotSupportedError for algorithms that only nvCOMP decodes and for

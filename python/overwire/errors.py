@@ -1,11 +1,10 @@
 """Defines overwire's exceptions, one class for each error class of the engine.
 
-Every class derives from `OverwireError` and from the built-in that a user would catch
-without knowing overwire (`FileNotFoundError`, `TimeoutError`, `KeyError` ...). Every
-exception has `source`, `tensor`, `chunk`, `offset` and `rule`, which are None if unknown,
-and can be pickled. Subclasses of OSError also have `errno` (None for an IOFailure without an
-operating system error) and `filename`, which is `source` unless the system named
-another file. The engine writes the messages and redacts secrets in them.
+Every class derives from `OverwireError` and from the built-in that a user would catch without knowing overwire
+(`FileNotFoundError`, `TimeoutError`, `KeyError` ...). Every exception has `source`, `tensor`, `chunk`, `offset` and
+`rule`, which are None if unknown, and can be pickled. Subclasses of OSError also have `errno` (None for an IOFailure
+without an operating system error) and `filename`, which is `source` unless the system named another file. The engine
+writes the messages and redacts secrets in them.
 """
 
 from __future__ import annotations
@@ -184,8 +183,7 @@ class SliceError(ArgumentError, IndexError):
 
 
 class ModelMismatchError(OverwireError, RuntimeError):
-    """A module and a file have different tensors. The message names all missing, unexpected and
-    misshapen tensors."""
+    """A module and a file have different tensors. The message names all missing, unexpected and misshapen tensors."""
 
 
 class MissingPackageError(OverwireError, ImportError):

@@ -1,8 +1,7 @@
 """Opens and reads regular files, and refuses pipes, sockets and devices.
 
-Opening a pipe or a device can block forever. Files are therefore opened with O_NONBLOCK and
-checked by descriptor, so nothing can replace the file between check and use. All code that
-opens a file by name uses this module or the engine.
+Opening a pipe or a device can block forever. Files are therefore opened with O_NONBLOCK and checked by descriptor, so
+nothing can replace the file between check and use. All code that opens a file by name uses this module or the engine.
 """
 
 from __future__ import annotations
@@ -129,13 +128,11 @@ def number_of(file: Any) -> int | None:
 def read_file(path: str, limit: int | None = None, name: str | None = None) -> bytes:
     """Reads a whole regular file.
 
-    limit: the maximum size in bytes. A larger file raises FormatError, without reading it if
-        its size is known. None: the limit is the machine's memory, and a larger file raises
-        OutOfMemoryError.
+    limit: the maximum size in bytes. A larger file raises FormatError, without reading it if its size is known. None:
+        the limit is the machine's memory, and a larger file raises OutOfMemoryError.
     name: the file's name in errors; by default its path.
 
-    Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError if it is not a
-    regular file, IOFailure.
+    Raises NotFoundError, AccessError, FormatError for a folder, ArgumentError if it is not a regular file, IOFailure.
     """
     name = path if name is None else name
     try:

@@ -7,10 +7,9 @@
     ...                                     # queue more work on that stream
     for error in batch.wait(): ...          # the error of each bitstream, or None
 
-CUDA streams are numbers, as in DLPack and the CUDA array interface: 0 and 1 are the legacy
-default stream, 2 is the per-thread default stream, others are handles. The first call loads
-NVIDIA's driver. torch is not required; if the program has imported it, memory comes from
-torch's allocator.
+CUDA streams are numbers, as in DLPack and the CUDA array interface: 0 and 1 are the legacy default stream, 2 is the
+per-thread default stream, others are handles. The first call loads NVIDIA's driver. torch is not required; if the
+program has imported it, memory comes from torch's allocator.
 """
 
 from __future__ import annotations
@@ -257,11 +256,10 @@ def decode(
     """Queues the decoding of bitstreams on a GPU stream. It starts after the work that is now
     queued on the streams of `after`. The call does not wait.
 
-    streams: five numbers per bitstream: its address and size, the address and exact size of its
-        content, and the content bytes of a chunk (native) or of the whole content (raw,
-        with_size). Bitstreams must be aligned to 8 bytes; X16 bitstreams to 16 (raw X16: 8 bytes
-        before a multiple of 16). X16 content must be aligned to 16. To decode the same
-        bitstreams often, pack the numbers once with `pack_streams`.
+    streams: five numbers per bitstream: its address and size, the address and exact size of its content, and the
+        content bytes of a chunk (native) or of the whole content (raw, with_size). Bitstreams must be aligned to 8
+        bytes; X16 bitstreams to 16 (raw X16: 8 bytes before a multiple of 16). X16 content must be aligned to 16. To
+        decode the same bitstreams often, pack the numbers once with `pack_streams`.
     algorithm: one of `algorithms()`. bitstream: as in `codecs.encode`.
 
     Bitstreams may be untrusted: if one does not match its numbers, the Batch returns an error for
@@ -292,8 +290,7 @@ def glance(
     bitstream: str = "native",
     after: Sequence[int] = (),
 ) -> list[Glance]:
-    """Reads the headers of bitstreams on a GPU, given by address and size. Waits for earlier work
-    on the stream.
+    """Reads the headers of bitstreams on a GPU, given by address and size. Waits for earlier work on the stream.
 
     Raises NotSupportedError for raw blocks of algorithms other than X16 and Snappy, which
     have no header at a fixed offset.
@@ -334,13 +331,11 @@ def encode(
     """Queues the encoding of GPU contents to X16 bitstreams, on a GPU stream. The call does not
     wait; the Batch returns the lengths.
 
-    contents: six numbers each: address and size of the content, address and size of the output
-        space (`codecs.max_size` is enough), content bytes of a chunk, and `transform`. Addresses
-        must be multiples of 16, and so must the chunk size if there are several chunks.
-        Bitstreams other than native have one block of at most 16 MiB.
+    contents: six numbers each: address and size of the content, address and size of the output space (`codecs.max_size`
+        is enough), content bytes of a chunk, and `transform`. Addresses must be multiples of 16, and so must the chunk
+        size if there are several chunks. Bitstreams other than native have one block of at most 16 MiB.
 
-    Until the work is done it needs extra device memory of the size of the contents.
-    Raises the errors of `decode`.
+    Until the work is done it needs extra device memory of the size of the contents. Raises the errors of `decode`.
     """
     apart(contents, [one[2:4] for one in contents])
     slot = (max((min(c[1], c[4]) for c in contents), default=0) + 15) & ~15

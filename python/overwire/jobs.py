@@ -1,8 +1,7 @@
 """Runs engine jobs: waits for them, shows progress, cancels them, and keeps the last report.
 
-A `Job` owns one engine job. As a context manager it leaves nothing running: an exception
-inside the block cancels the job, waits until the engine no longer uses the caller's buffers,
-and frees the job.
+A `Job` owns one engine job. As a context manager it leaves nothing running: an exception inside the block cancels the
+job, waits until the engine no longer uses the caller's buffers, and frees the job.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def _say_once(reason: str) -> None:
 def last_report() -> LastReport | None:
     """Returns the report of the call that finished last in this process, in any thread.
 
-    The report is a dict of the engine's counters (see `LastReport`), or None before the first
-    call. Raises nothing.
+    The report is a dict of the engine's counters (see `LastReport`), or None before the first call. Raises nothing.
     """
     from ._notebook import Facts
 

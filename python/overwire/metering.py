@@ -27,9 +27,8 @@ class VerbMetrics:
     """The counters of one function, such as "load", in this process.
 
     runs: calls that succeeded. errors: failed calls, by error class.
-    tensors, bytes: tensors that the calls returned or wrote, and their bytes. mapped, direct:
-        bytes that were mapped, and bytes that were read by direct I/O. written: bytes of
-        written files.
+    tensors, bytes: tensors that the calls returned or wrote, and their bytes. mapped, direct: bytes that were mapped,
+        and bytes that were read by direct I/O. written: bytes of written files.
     seconds: total duration of the calls.
     stages: seconds summed over workers, by activity: "read" (reading), "answer" (waiting for
         the first byte of a response), "permit" (waiting for a connection), "check" (verifying),
@@ -51,8 +50,7 @@ class VerbMetrics:
 
 @dataclass
 class CacheMetrics:
-    """The counters of the caches of remote objects (OVERWIRE_CACHE, or the option "cache") in
-    this process.
+    """The counters of the caches of remote objects (OVERWIRE_CACHE, or the option "cache") in this process.
 
     hits, hit_bytes: objects that were in the cache, and their bytes. fetches, fetch_bytes:
         objects that were read from their store, and their bytes. away: hits while the store
@@ -151,8 +149,7 @@ class LastReport(TypedDict, total=False):
     """Counters of the last load, save or other call. Each function sets some of them.
 
     bytes: bytes of tensors.
-    mapped, direct, gds: the parts of `bytes` that were mapped, read by direct I/O, and read by
-        GPUDirect Storage.
+    mapped, direct, gds: the parts of `bytes` that were mapped, read by direct I/O, and read by GPUDirect Storage.
     bytes_in, bytes_out: bytes of tensors, and of the files written with them.
     bytes_copied: bytes of a folder's other files, which were copied.
     stored: bytes of the files that were verified.

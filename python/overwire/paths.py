@@ -138,9 +138,8 @@ def is_file(uri: str) -> bool:
 
 
 def path_of(uri: str) -> str:
-    """Returns the path of a file:// URI, with its escapes decoded to bytes. Raises ArgumentError for another
-    host, and for a bare ? or #, which some readers treat as the end of the path and others
-    as part of the name."""
+    """Returns the path of a file:// URI, with its escapes decoded to bytes. Raises ArgumentError for another host, and
+    for a bare ? or #, which some readers treat as the end of the path and others as part of the name."""
     from urllib.parse import unquote_to_bytes
 
     host, slash, rest = uri.partition("://")[2].partition("/")

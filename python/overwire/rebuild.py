@@ -1,10 +1,9 @@
 """Rebuilds numpy objects that cannot be stored as tensors: dtypes, scalars, and arrays of
 Python objects. The pickles of bundles call these functions.
 
-numpy's own pickle functions are not used because they trust their input: a forged dtype
-state can make numpy read bytes as pointers. These functions check their input, so they are
-on the allow-list of `load_compressed_pickle`. `budget` limits the work for an untrusted
-pickle; it is None for a trusted one.
+numpy's own pickle functions are not used because they trust their input: a forged dtype state can make numpy read bytes
+as pointers. These functions check their input, so they are on the allow-list of `load_compressed_pickle`. `budget`
+limits the work for an untrusted pickle; it is None for a trusted one.
 
 Files contain the names and arguments of these functions, so neither may ever change.
 """
@@ -22,8 +21,7 @@ from .errors import ArgumentError, FormatError
 #: fields (name, spec, shape).
 Spec = str | list[Any]
 
-# Specs of numpy's own dtypes, with elements that are plain bytes or Python objects (O), and names
-# of ml_dtypes.
+# Specs of numpy's own dtypes, with elements that are plain bytes or Python objects (O), and names of ml_dtypes.
 _OWN = re.compile(r"[<>=|](?:[?bBiufcmMSUV]\d{0,10}(?:\[[\w/]{1,40}\])?|O)|O", re.ASCII)
 _ADDED = re.compile(r"(?:b?float|u?int)\d+(?:_\w+)?", re.ASCII)
 

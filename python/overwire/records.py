@@ -1,8 +1,7 @@
 """Reads the records of tensorizer's .tensors files, and writes such files tensor by tensor.
 
 `load_file`, `safe_open`, `stream`, `verify`, `convert` and `save_file` accept .tensors files
-directly. This module is for programs that need the tensors' modules, checksums or encryption.
-It does not import torch.
+directly. This module is for programs that need the tensors' modules, checksums or encryption. It does not import torch.
 """
 
 from __future__ import annotations
@@ -178,9 +177,8 @@ def _make_record(entry: Mapping[str, Any]) -> Record:
 
 
 def derive_key(password: bytes, derivation: KeyDerivation) -> bytes:
-    """Derives a 32-byte key. Uses `derivation.memory` bytes of memory; 256 MiB take about a second.
-    Raises CryptographyError for parameters that libsodium refuses, and NotSupportedError above
-    4 GiB or 1,024 passes."""
+    """Derives a 32-byte key. Uses `derivation.memory` bytes of memory; 256 MiB take about a second. Raises
+    CryptographyError for parameters that libsodium refuses, and NotSupportedError above 4 GiB or 1,024 passes."""
     return bytes.fromhex(_verbs.key({"password": password.hex(), **derivation.spec()}))
 
 
@@ -198,8 +196,7 @@ def sums(items: Iterable[tuple[bytes, int, int]]) -> list[tuple[bytes, bytes]]:
 
 @dataclass(frozen=True)
 class NewRecord:
-    """A tensor to be written. The fields are as in `Record`; `pointer` is the host address of its
-    data."""
+    """A tensor to be written. The fields are as in `Record`; `pointer` is the host address of its data."""
 
     name: str
     type: int

@@ -82,8 +82,7 @@ def write_bytes(
 
 
 def remove_objects(uris: Sequence[str], options: Mapping[str, object] | None) -> None:
-    """Removes store objects. Missing objects are not an error. Tries all objects, then raises the
-    first error."""
+    """Removes store objects. Missing objects are not an error. Tries all objects, then raises the first error."""
     with Job(_verbs.remove({"uris": list(uris), "storage": storage(options, uris)}), "remove") as job:
         job.wait()
 
@@ -114,8 +113,7 @@ def presign(uri: str, seconds: int, *, storage_options: Mapping[str, object] | N
     """Returns a URL that reads an s3:// object without credentials for the given seconds, at most
     seven days. Anyone who has it can read the object: keep it secret.
 
-    Raises ArgumentError for unsigned access, AccessError without credentials,
-    NotSupportedError for other stores.
+    Raises ArgumentError for unsigned access, AccessError without credentials, NotSupportedError for other stores.
     """
     return _verbs.presign({"uri": uri, "seconds": seconds, "storage": storage(storage_options, [uri])})
 
@@ -124,13 +122,11 @@ class ObjectReader(io.RawIOBase):
     """Reads the bytes of a path or URI in order, from `begin` to `end` (exclusive; None: to the
     end). Several connections read ahead; a broken connection is resumed.
 
-    Several paths or URIs are read in order, as one file. With `sizes`, the size of each
-    source in bytes, an external downloader (OVERWIRE_DOWNLOADER) is started only once, and an
-    object of another size raises CorruptError.
+    Several paths or URIs are read in order, as one file. With `sizes`, the size of each source in bytes, an external
+    downloader (OVERWIRE_DOWNLOADER) is started only once, and an object of another size raises CorruptError.
 
-    A reader of a single source can seek. Seeking backwards, or more than 16 MiB forwards, opens the
-    object again, and raises CorruptError if its size, ETag or date has changed. Reads raise the
-    store's errors.
+    A reader of a single source can seek. Seeking backwards, or more than 16 MiB forwards, opens the object again, and
+    raises CorruptError if its size, ETag or date has changed. Reads raise the store's errors.
     """
 
     _NEAR = 16 << 20
@@ -348,9 +344,8 @@ class ObjectWriter(io.BufferedRandom):
 
 
 class FileWriter(ObjectWriter):
-    """A local file that replaces an older one when it is closed; see `ObjectWriter`. Until then
-    its bytes are in the target's folder, in an unnamed file if the file system supports that, so
-    a killed process leaves nothing."""
+    """A local file that replaces an older one when it is closed; see `ObjectWriter`. Until then its bytes are in the
+    target's folder, in an unnamed file if the file system supports that, so a killed process leaves nothing."""
 
     def __init__(self, path: str) -> None:
         self._real = resolve_links(path)  # replace the target of a symbolic link, not the link

@@ -32,8 +32,7 @@ func Wait(job uint64, ns int) (bool, error) {
 	return binding.Guard("wait", func() (bool, error) { return binding.Wait(job, time.Duration(ns)) })
 }
 
-// Take returns the result of a job, or 0 if there is none after ns nanoseconds. See
-// binding.Take for how.
+// Take returns the result of a job, or 0 if there is none after ns nanoseconds. See binding.Take for how.
 func Take(job uint64, ns, how int) (uint64, error) {
 	return binding.Guard("take", func() (uint64, error) { return given(binding.Take(job, time.Duration(ns), how)) })
 }

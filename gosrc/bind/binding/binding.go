@@ -40,8 +40,7 @@ func Guard[T any](name string, fn func() (T, error)) (T, error) {
 	return out, nil
 }
 
-// A Result is the result of a verb. The receiver owns the memory of Tensors and the handle
-// Model.
+// A Result is the result of a verb. The receiver owns the memory of Tensors and the handle Model.
 type Result struct {
 	Text    string  // JSON, or ""
 	Numbers []int64 // the verb's row in the table says what they mean

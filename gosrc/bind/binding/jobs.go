@@ -26,8 +26,7 @@ type entry struct {
 	load  *load.Loading    // nil if it is not a load
 	relay *relay.Relay     // nil if it is not a group load
 	pre   *preload.Preload // nil if it is not a preload
-	// staged is closed when a background save no longer needs the caller's memory. It is nil for other
-	// jobs.
+	// staged is closed when a background save no longer needs the caller's memory. It is nil for other jobs.
 	staged <-chan struct{}
 	// usesMemory means that the job uses the caller's memory, which must stay valid until the job has ended.
 	usesMemory bool
@@ -47,8 +46,7 @@ func (v *Verb) WritesPath() bool {
 	return ok
 }
 
-// A brief is a request that may be run on the caller's thread, because it takes less time than waking
-// another thread.
+// A brief is a request that may be run on the caller's thread, because it takes less time than waking another thread.
 type brief interface{ isBrief() bool }
 
 // background runs a verb as a job. If the job replaced a file, it drops the file's preloads when it ends. run returns
@@ -93,8 +91,7 @@ func (e *entry) give(r *Result) {
 	e.result = r
 }
 
-// running returns the job. For a preload it waits up to d until the files are open, and returns nil if they are
-// not.
+// running returns the job. For a preload it waits up to d until the files are open, and returns nil if they are not.
 func (e *entry) running(d time.Duration) (*job.Job, error) {
 	if e.pre == nil {
 		return e.job, nil
@@ -255,8 +252,7 @@ func (e *entry) rest(how int) {
 	_, _ = e.job.Wait(wait)
 }
 
-// close cancels a running job. Tensors that were not taken are freed when nothing writes to them. A preload
-// continues.
+// close cancels a running job. Tensors that were not taken are freed when nothing writes to them. A preload continues.
 func (e *entry) close() {
 	switch {
 	case e.pre != nil:

@@ -227,8 +227,7 @@ func startLoad(_ *Verb, q loadRequest, n []int64) (*entry, error) {
 	return &entry{job: l.Job(), load: l}, nil
 }
 
-// joinSlice is how long a cancelled call may keep waiting for a preload that is opening its
-// files.
+// joinSlice is how long a cancelled call may keep waiting for a preload that is opening its files.
 const joinSlice = 50 * time.Millisecond
 
 func joinPreload(ctx context.Context, _ *job.Job, q joinRequest, n []int64) (preload.Answer, error) {

@@ -51,8 +51,7 @@ type (
 	none struct{} // no request, or no result
 	// A Text is a request of one word.
 	Text string
-	// A Dumped is a request that is parsed once and cached by its text, because programs send the
-	// same text repeatedly.
+	// A Dumped is a request that is parsed once and cached by its text, because programs send the same text repeatedly.
 	Dumped[T any] struct{ Value T }
 )
 

@@ -29,8 +29,7 @@ void ow_forget(uint64_t handle, int how)
 
 PyObject *ow_handle_of(int kind, uint64_t handle)
 {
-	// The class runs no Python code, so that no signal handler can run before the number
-	// has an owner.
+	// The class runs no Python code, so that no signal handler can run before the number has an owner.
 	PyObject *number = PyLong_FromUnsignedLongLong(handle), *o = NULL;
 	if (number != NULL)
 		o = PyObject_CallFunctionObjArgs(kinds[kind], number, NULL);

@@ -1,5 +1,4 @@
-// Converts error texts from Go to the exceptions of overwire.errors, and raises an exception in
-// forked children.
+// Converts error texts from Go to the exceptions of overwire.errors, and raises an exception in forked children.
 #include "ow.h"
 
 // ow_raise_by raises the exception that a function of overwire.errors returns.

@@ -119,9 +119,8 @@ static void release_managed(PyObject *capsule)
 		m->deleter(m);
 }
 
-// dlpack_take(capsule) returns (address, shape, strides in elements or None, (code, bits,
-// lanes), (device type, device), holder). It consumes the capsule. The tensor is
-// valid while the holder lives.
+// dlpack_take(capsule) returns (address, shape, strides in elements or None, (code, bits, lanes), (device type,
+// device), holder). It consumes the capsule. The tensor is valid while the holder lives.
 PyObject *ow_dlpack_take(PyObject *self, PyObject *capsule)
 {
 	(void)self;
@@ -158,8 +157,7 @@ struct view {
 
 static void give_back(struct ow_managed *m)
 {
-	// The last consumer may release the tensor on any thread, or after the interpreter has
-	// ended.
+	// The last consumer may release the tensor on any thread, or after the interpreter has ended.
 	if (Py_IsInitialized()) {
 		PyGILState_STATE s = PyGILState_Ensure();
 		Py_DECREF((PyObject *)m->context);

@@ -1,11 +1,9 @@
-// Defines the module _core. Its rows give the Python types, from which `make gen` writes
-// python/overwire/_core.pyi.
+// Defines the module _core. Its rows give the Python types, from which `make gen` writes python/overwire/_core.pyi.
 #include "ow.h"
 
 // TYPE names a type that the rows use.
 #define TYPE(name, python)
-// ROW is a function: its name, calling convention, parameters, result, and
-// docstring.
+// ROW is a function: its name, calling convention, parameters, result, and docstring.
 #define ROW(name, flags, parameters, result, doc) {#name, ow_##name, flags, #name "(" parameters ") -> " result "\n\n" doc}
 
 TYPE(Capsule, "Any") // opaque to this module

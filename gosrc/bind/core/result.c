@@ -1,5 +1,4 @@
-// Converts a result from Go to a tuple (text, numbers, capsules, rows, model), and frees
-// the original.
+// Converts a result from Go to a tuple (text, numbers, capsules, rows, model), and frees the original.
 #include "ow.h"
 #include "../api/result.h"
 

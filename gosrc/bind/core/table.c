@@ -1,5 +1,4 @@
-// Converts the buffer of binding.PackTable, a model's table of tensors, to a list of
-// tuples.
+// Converts the buffer of binding.PackTable, a model's table of tensors, to a list of tuples.
 #include "ow.h"
 
 #include <string.h>
@@ -12,8 +11,7 @@ static int64_t next(const char **p)
 	return v;
 }
 
-// common caches objects that rows share. Most of a model's thousands of tensors have the same shapes and
-// dtypes.
+// common caches objects that rows share. Most of a model's thousands of tensors have the same shapes and dtypes.
 struct common {
 	const char *dims; // points into the buffer
 	int64_t rank, bytes;

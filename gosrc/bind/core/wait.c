@@ -61,8 +61,7 @@ PyObject *ow_wait(PyObject *self, PyObject *args)
 	}
 }
 
-// take(job, timeout, how) returns the Result of a job, or None on timeout. See
-// binding.Take.
+// take(job, timeout, how) returns the Result of a job, or None on timeout. See binding.Take.
 PyObject *ow_take(PyObject *self, PyObject *args)
 {
 	PyObject *job, *timeout, *how;

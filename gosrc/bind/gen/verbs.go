@@ -68,8 +68,7 @@ func (c *classes) class(t reflect.Type, asked bool) string {
 	return name
 }
 
-// fieldsOf returns the base classes and the fields of a struct, and whether the name of a field is
-// a Python keyword.
+// fieldsOf returns the base classes and the fields of a struct, and whether the name of a field is a Python keyword.
 func (c *classes) fieldsOf(name string, t reflect.Type, asked bool) (bases, fields []string, keyword bool) {
 	for i := range t.NumField() {
 		f := t.Field(i)

@@ -206,9 +206,8 @@ func logOf(x uint32) uint64 {
 // A histogram counts the values of one or more blocks.
 type histogram [256]uint32
 
-// fitTable distributes the slots among the values of a histogram of n values. At least two different values must
-// occur. It rounds each share, then moves single slots to or from the value with the best gain until the sum is
-// correct.
+// fitTable distributes the slots among the values of a histogram of n values. At least two different values must occur.
+// It rounds each share, then moves single slots to or from the value with the best gain until the sum is correct.
 func fitTable(h *histogram, n uint32) (t table) {
 	sum := 0
 	for v, c := range h {

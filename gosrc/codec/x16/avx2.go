@@ -82,8 +82,7 @@ func refill256(x v8, p *[8]uint16) (v8, int) {
 	return x.ShiftAllLeft(16).Or(w).Merge(x, need), int(wordBytes[m])
 }
 
-// kernel256 decodes tiles of all segments of run in parallel until one segment has enough tiles or too few input
-// bytes.
+// kernel256 decodes tiles of all segments of run in parallel until one segment has enough tiles or too few input bytes.
 func (d *decoder) kernel256(run []*segment) {
 	st, acc := &d.lanes.states, &d.lanes.symbols
 	var cursor [4]int

@@ -83,8 +83,7 @@ func tile512(a, b v16, values, order0, order1, low4, limit archsimd.Uint8x64, ou
 		bits.OnesCount64(bHi.GreaterEqual(limit).ToBits())
 }
 
-// kernel512 decodes tiles of all segments of run in parallel until one segment has enough tiles or too few input
-// bytes.
+// kernel512 decodes tiles of all segments of run in parallel until one segment has enough tiles or too few input bytes.
 func (d *decoder) kernel512(run []*segment) {
 	st, acc := &d.lanes.states, &d.lanes.labels
 	var cursor [4]int

@@ -95,8 +95,7 @@ func divide512(x, f, small v16, inverse f16) (q, r v16) {
 	return q.Add(more), r.Sub(more.Mul(f))
 }
 
-// pack512 packs half a tile of symbols into 8 nibbles in each of 16 lanes, with the first symbol in the lowest
-// nibble.
+// pack512 packs half a tile of symbols into 8 nibbles in each of 16 lanes, with the first symbol in the lowest nibble.
 func pack512(p *[128]byte, weights archsimd.Int8x64, order v16) v16 {
 	a := archsimd.LoadUint8x64((*[64]uint8)(p[:64])).DotProductPairsSaturated(weights)
 	b := archsimd.LoadUint8x64((*[64]uint8)(p[64:])).DotProductPairsSaturated(weights)

@@ -71,9 +71,8 @@ func (t *table) expandSlots() (out [256]slot) {
 	return
 }
 
-// newTable arranges frequencies as 16 buckets of two symbols with the method of A. J. Walker and M. Vose. A bucket
-// that its own symbol does not fill gets the rest from the lowest-numbered symbol with more slots than its bucket
-// holds.
+// newTable arranges frequencies as 16 buckets of two symbols with the method of A. J. Walker and M. Vose. A bucket that
+// its own symbol does not fill gets the rest from the lowest-numbered symbol with more slots than its bucket holds.
 func newTable(freq [16]uint8) (t table) {
 	t.freq = freq
 	remaining := [16]int{}

@@ -1,8 +1,7 @@
 package cpu
 
-// Reuses small arenas after their tensors have been freed. Mapping and unmapping an arena takes longer than
-// reading its contents, and it slows the thread down afterwards, because the processor loses its address
-// translations.
+// Reuses small arenas after their tensors have been freed. Mapping and unmapping an arena takes longer than reading its
+// contents, and it slows the thread down afterwards, because the processor loses its address translations.
 
 import (
 	"math/bits"

@@ -20,8 +20,7 @@ import (
 // The mapping of a file of at least a huge page begins at a huge page boundary, so that the kernel can map large
 // folios of the page cache as a whole. That reduces page faults to a tenth.
 //
-// If alone is set, every byte has at most one holder, and releasing a holder drops its pages, including modified
-// ones.
+// If alone is set, every byte has at most one holder, and releasing a holder drops its pages, including modified ones.
 func MapFile(fd int, size int64, n int64, alone bool) (unsafe.Pointer, *device.Block, error) {
 	if err := StillHas(fd, size); err != nil {
 		return nil, nil, err
@@ -67,9 +66,8 @@ func StillHas(fd int, size int64) error {
 	return nil
 }
 
-// Populate reads the pages of [p, p+n) of a mapped file, and reports a failing disk as an
-// error. On kernels before 5.14, and in sandboxes that forbid the call, it does nothing, and
-// pages are read on first access.
+// Populate reads the pages of [p, p+n) of a mapped file, and reports a failing disk as an error. On kernels before
+// 5.14, and in sandboxes that forbid the call, it does nothing, and pages are read on first access.
 func Populate(p unsafe.Pointer, n int64) error {
 	const populateRead = 22 // MADV_POPULATE_READ
 	head := int64(uintptr(p) & (page - 1))

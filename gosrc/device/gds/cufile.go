@@ -27,9 +27,8 @@ static struct {
 
 static void *lib; // the library that ow_cufile opened last
 
-// ow_cufile opens a library and gets its version. It returns 0 and *version (0 if the library
-// is too old to report it), or -1 and the reason. The library stays loaded, because such
-// libraries cannot be unloaded safely.
+// ow_cufile opens a library and gets its version. It returns 0 and *version (0 if the library is too old to report it),
+// or -1 and the reason. The library stays loaded, because such libraries cannot be unloaded safely.
 static int ow_cufile(const char *name, int *version, char *why, size_t n)
 {
 	*version = 0;
@@ -108,8 +107,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 )
 
-// library loads a libcufile and returns its version (1130 for 1.13), or 0 if it
-// does not report one.
+// library loads a libcufile and returns its version (1130 for 1.13), or 0 if it does not report one.
 func library(name string) (int, error) {
 	why := make([]C.char, 512)
 	c := C.CString(name)

@@ -28,14 +28,12 @@ type Item struct {
 	Alias int
 	// Parts is the number of column parts; 0 means 1. It is 1 for plain tensors.
 	Parts int
-	// ChunkBytes is the logical size of a chunk. It is unused for aliases and
-	// tensors without bytes.
+	// ChunkBytes is the logical size of a chunk. It is unused for aliases and tensors without bytes.
 	ChunkBytes int64
 }
 
 // A Layout is a container that is being written. All counts, the size of the index, and the space for the header are
-// fixed from the start. The chunks are written first, in order from Start on, then the index and the
-// header.
+// fixed from the start. The chunks are written first, in order from Start on, then the index and the header.
 //
 //	l, err := NewLayout(metadata, items, origin, digests)
 //	for c := range l.Chunks {        // place in this order; encode in any order
@@ -299,8 +297,7 @@ func (l *Layout) skipPlain() {
 	}
 }
 
-// headerEntries returns the tensors as entries of the safetensors header, with the stored sizes that are known so
-// far.
+// headerEntries returns the tensors as entries of the safetensors header, with the stored sizes that are known so far.
 func (l *Layout) headerEntries() []safetensors.Entry {
 	out := make([]safetensors.Entry, 0, len(l.Tensors)+2)
 	out = append(out, safetensors.NoticeEntry(Notice),

@@ -58,8 +58,7 @@ type Target struct {
 // one can follow immediately; more would only spin.
 const writers = 2
 
-// kickEvery is the number of bytes after which the disk is asked to start writing, which shortens the final
-// sync.
+// kickEvery is the number of bytes after which the disk is asked to start writing, which shortens the final sync.
 const kickEvery = 32 << 20
 
 // New calls Follow and CreateTarget.
@@ -71,10 +70,9 @@ func New(sys FS, path, like string, most fs.FileMode) (*Target, error) {
 	return place.CreateTarget(sys, most, new(Listing), like)
 }
 
-// CreateTarget creates the temporary file for a place, and removes those of killed saves in the same folder. If
-// no file exists at the place, the new one takes over mode, owner, group and ACL of the first file among likes.
-// If none of them has a file, the mode is most (0666 if most is 0) less the umask. All files of a save share a
-// Listing.
+// CreateTarget creates the temporary file for a place, and removes those of killed saves in the same folder. If no file
+// exists at the place, the new one takes over mode, owner, group and ACL of the first file among likes. If none of them
+// has a file, the mode is most (0666 if most is 0) less the umask. All files of a save share a Listing.
 func (p *Place) CreateTarget(sys FS, most fs.FileMode, listing *Listing, likes ...string) (*Target, error) {
 	if err := p.refuseUnwritable(); err != nil {
 		return nil, err
@@ -243,8 +241,7 @@ func (t *Target) adoptOwner() error {
 	return t.fileError(-1, err)
 }
 
-// limitGroup removes rights from the group that other users do not have. For an ACL, this also limits its
-// entries.
+// limitGroup removes rights from the group that other users do not have. For an ACL, this also limits its entries.
 func limitGroup(mode fs.FileMode) fs.FileMode { return mode &^ ((^mode & 0o007) << 3) }
 
 // copyACL copies the POSIX ACL of a path to an open file, or removes the ACL that the file inherited from its

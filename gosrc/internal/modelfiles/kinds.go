@@ -8,8 +8,7 @@ import (
 	"strings"
 )
 
-// A Kind is a format of files or folders that users have instead of safetensors weights, or that another
-// library reads.
+// A Kind is a format of files or folders that users have instead of safetensors weights, or that another library reads.
 type Kind struct {
 	// Magics are the possible bytes of such a file at Offset. nil means that only its name is compared.
 	Magics []string

@@ -1,13 +1,10 @@
 // Package modelfiles parses the names of weights: single files, shards, variants, and the index.json of shards.
 //
-// model.safetensors a single file
-// model-00001-of-00004.safetensors a shard
-// model.safetensors.index.json the index of shards
-// model.fp16.safetensors a variant, for the base names in withVariants
-// model.fp16-00001-of-00004.safetensors a shard of a variant
-// model-00001-of-00004.fp16.safetensors the same in another spelling
-// model.safetensors.index.fp16.json the index of a variant
-// model-ow0123abcd-00001-of-00004.safetensors a shard of a save over an earlier set
+// model.safetensors a single file model-00001-of-00004.safetensors a shard model.safetensors.index.json the index of
+// shards model.fp16.safetensors a variant, for the base names in withVariants model.fp16-00001-of-00004.safetensors a
+// shard of a variant model-00001-of-00004.fp16.safetensors the same in another spelling
+// model.safetensors.index.fp16.json the index of a variant model-ow0123abcd-00001-of-00004.safetensors a shard of a
+// save over an earlier set
 package modelfiles
 
 import (

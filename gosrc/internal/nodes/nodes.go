@@ -187,9 +187,8 @@ func (p *Place) Run(fn func() error) error {
 	return fn()
 }
 
-// Bind requests that b, which begins on an untouched page, is placed in memory of the device's node if there is
-// space. It does nothing if this thread may not run on that node, because its writes would then have to cross
-// nodes.
+// Bind requests that b, which begins on an untouched page, is placed in memory of the device's node if there is space.
+// It does nothing if this thread may not run on that node, because its writes would then have to cross nodes.
 func (p *Place) Bind(b []byte) error {
 	if _, _, ok := p.coreSets(); !ok || len(b) == 0 {
 		return nil
@@ -205,8 +204,7 @@ func (p *Place) Bind(b []byte) error {
 	return nil
 }
 
-// Refused returns why memory or threads cannot be placed on the node, or "" if they can or if there is no
-// Place.
+// Refused returns why memory or threads cannot be placed on the node, or "" if they can or if there is no Place.
 func (p *Place) Refused() string {
 	if p == nil {
 		return ""

@@ -11,8 +11,7 @@ import (
 
 // Tasks are N tasks for several workers. Each has three steps:
 //
-// Work(w, k) in parallel: read and encode task k
-// Turn(k) one at a time, k = 0, 1, 2 …: hash it, assign its offset
+// Work(w, k) in parallel: read and encode task k Turn(k) one at a time, k = 0, 1, 2 …: hash it, assign its offset
 // Flush(k) in parallel: write it
 //
 // At most Window tasks are between Work and the end of Flush, which limits memory: task k may use slot k mod

@@ -225,8 +225,7 @@ func mapTexts(v reflect.Value, fn func(string) string) reflect.Value {
 	return out
 }
 
-// mayHoldTexts reports whether values of a type may contain strings, so that long lists of numbers are not
-// searched.
+// mayHoldTexts reports whether values of a type may contain strings, so that long lists of numbers are not searched.
 func mayHoldTexts(t reflect.Type) bool {
 	return t.Kind() == reflect.String || t.Kind() >= reflect.Array && t.Kind() != reflect.UnsafePointer &&
 		t.Kind() != reflect.Func

@@ -8,8 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Kind of file system says where its files are. It determines how best to read them, and whether a sync
-// waits.
+// A Kind of file system says where its files are. It determines how best to read them, and whether a sync waits.
 type Kind int
 
 // The kinds of file systems.
@@ -26,8 +25,7 @@ type FileSystem struct {
 	Kind Kind
 }
 
-// fileSystems are keyed by the number that statfs returns. Numbers without a name here are missing in package
-// unix.
+// fileSystems are keyed by the number that statfs returns. Numbers without a name here are missing in package unix.
 var fileSystems = map[uint32]FileSystem{
 	unix.TMPFS_MAGIC:     {"tmpfs", InMemory}, // includes memfd_create and devtmpfs
 	unix.RAMFS_MAGIC:     {"ramfs", InMemory},

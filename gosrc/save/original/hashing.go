@@ -15,9 +15,8 @@ import (
 	"github.com/overwire/overwire/gosrc/tensor"
 )
 
-// A Hashing computes the SHA-256 of a file in a separate goroutine. It reads only the
-// tensors that are not passed in the order of the file. Methods of a nil Hashing do
-// nothing.
+// A Hashing computes the SHA-256 of a file in a separate goroutine. It reads only the tensors that are not passed in
+// the order of the file. Methods of a nil Hashing do nothing.
 type Hashing struct {
 	file    *File
 	ctx     context.Context
@@ -53,8 +52,7 @@ func beginHashing(ctx context.Context, f *File, order []string, window int) (*Ha
 	return h, nil
 }
 
-// Pass passes the next bytes of a tensor. They must not change until Await has returned for
-// the returned channel.
+// Pass passes the next bytes of a tensor. They must not change until Await has returned for the returned channel.
 func (h *Hashing) Pass(name string, data []byte) <-chan struct{} {
 	if h == nil || !h.passed[name] {
 		return nil

@@ -1,6 +1,5 @@
-// Package original restores exactly the file that a container was made from. It describes
-// the file when it is compressed, plans its restored copy, and compares the two.
-// Package format/overwire encodes the description.
+// Package original restores exactly the file that a container was made from. It describes the file when it is
+// compressed, plans its restored copy, and compares the two. Package format/overwire encodes the description.
 package original
 
 import (
@@ -36,9 +35,8 @@ type File struct {
 	hashing *Hashing
 }
 
-// Of returns the original of an opened source, or nil if there is none. A plain safetensors
-// file is its own original; a container may store one. If hash is set, Hash will hash a
-// local original.
+// Of returns the original of an opened source, or nil if there is none. A plain safetensors file is its own original; a
+// container may store one. If hash is set, Hash will hash a local original.
 func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*File, error) {
 	if s.Overwire() {
 		o, err := overwire.ReadOrigin(s.Mark)
@@ -54,8 +52,7 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 	if err := src.ReadAt(ctx, head, 0); err != nil {
 		return nil, err
 	}
-	// A remote file cannot be hashed: its bytes are read only once, in the order in which
-	// they are compressed.
+	// A remote file cannot be hashed: its bytes are read only once, in the order in which they are compressed.
 	f := &File{Origin: overwire.NewOrigin(head, s.Size), src: src, hash: hash && src.Facts().File != nil}
 	if f.hash {
 		f.SHA256 = overwire.Pending
@@ -63,10 +60,9 @@ func Of(ctx context.Context, src source.Source, s *tensor.Source, hash bool) (*F
 	return f, nil
 }
 
-// Hash starts to compute SHA256 if it is Pending. order lists the tensors that the caller
-// can pass to Hashing, in the order in which it will pass them. window is the maximum number
-// of pieces that are passed and not yet hashed. The caller must call Done once, and cancel
-// ctx first if it does not pass all bytes. f may be nil.
+// Hash starts to compute SHA256 if it is Pending. order lists the tensors that the caller can pass to Hashing, in the
+// order in which it will pass them. window is the maximum number of pieces that are passed and not yet hashed. The
+// caller must call Done once, and cancel ctx first if it does not pass all bytes. f may be nil.
 func (f *File) Hash(ctx context.Context, order []string, window int) (err error) {
 	if f != nil && f.hash {
 		f.hashing, err = beginHashing(ctx, f, order, window)
@@ -82,8 +78,7 @@ func (f *File) Hashing() *Hashing {
 	return f.hashing
 }
 
-// refuseChanged refuses a file that was written to after it was opened, because its
-// container could not restore it.
+// refuseChanged refuses a file that was written to after it was opened, because its container could not restore it.
 func (f *File) refuseChanged() error {
 	err := source.Unwritten(f.src)
 	if errors.Is(err, errs.ErrCorrupt) {

@@ -47,8 +47,7 @@ const (
 	part  = 4 << 20 // bytes per read
 	reads = 24      // maximum number of parallel reads from a remote source
 
-	// The umask may clear more bits. Neither mode is world-writable, because world-writable files are never
-	// trusted.
+	// The umask may clear more bits. Neither mode is world-writable, because world-writable files are never trusted.
 	folderMode, fileMode = 0o775, 0o664
 )
 
@@ -207,8 +206,7 @@ func (c Folder) lastUse(object fs.FileInfo) time.Time {
 // isObject matches the names of objects. The folder may also contain the user's own files.
 var isObject = regexp.MustCompile(`^[0-9a-f]{32}-[0-9a-f]{32}$`)
 
-// findKept opens the file of a key if its hash matches. It removes files that do not match or that are not
-// trusted.
+// findKept opens the file of a key if its hash matches. It removes files that do not match or that are not trusted.
 func findKept(ctx context.Context, key string, size int64) *os.File {
 	names, _ := filepath.Glob(source.EscapeGlob(key) + "-*")
 	for _, name := range names {

@@ -1,7 +1,6 @@
 package file
 
-// This file asks the kernel for the kind of a file's file system and for the share of the file in the page
-// cache.
+// This file asks the kernel for the kind of a file's file system and for the share of the file in the page cache.
 
 import (
 	"errors"
@@ -24,9 +23,8 @@ func kindOf(fd int) regular.Kind {
 // noCachestat is set once the kernel has answered that it lacks cachestat, which is new in Linux 6.5.
 var noCachestat atomic.Bool
 
-// residentShare returns the share of the pages of [off, off+n) that are in the page cache. known is false if
-// the kernel does not report it. For a file that the user may not write, the kernel reports that every page is
-// resident.
+// residentShare returns the share of the pages of [off, off+n) that are in the page cache. known is false if the kernel
+// does not report it. For a file that the user may not write, the kernel reports that every page is resident.
 func residentShare(fd int, off, n int64) (share float64, known bool) {
 	if n <= 0 {
 		return 1, true

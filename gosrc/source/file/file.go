@@ -34,12 +34,10 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// step is the size of the largest pread, so that a cancelled read returns within milliseconds on any working
-// disk.
+// step is the size of the largest pread, so that a cancelled read returns within milliseconds on any working disk.
 const step = 4 << 20
 
-// maxRefusals is how often a read is retried, at intervals of a millisecond, while the file system returns
-// EAGAIN.
+// maxRefusals is how often a read is retried, at intervals of a millisecond, while the file system returns EAGAIN.
 const maxRefusals = 5000
 
 // A File is an open local file. It implements source.Source.
@@ -68,8 +66,7 @@ func attributesOf(st *unix.Stat_t) attributes {
 	return attributes{st.Mode, st.Uid, st.Gid, uint64(st.Nlink)}
 }
 
-// Open opens a regular file for reading. It refuses directories and special files because their size is not
-// meaningful.
+// Open opens a regular file for reading. It refuses directories and special files because their size is not meaningful.
 func Open(path string) (*File, error) {
 	fd, st, err := regular.Open(path)
 	if err != nil {
@@ -221,9 +218,8 @@ func (f *File) ReadAt(ctx context.Context, p []byte, off int64) error {
 	return nil
 }
 
-// prefetchRange announces a range to the kernel for read-ahead over a network. It does nothing on disks:
-// parallel reads are as fast or faster there (measured in alternating runs), and direct I/O would read the
-// range twice.
+// prefetchRange announces a range to the kernel for read-ahead over a network. It does nothing on disks: parallel reads
+// are as fast or faster there (measured in alternating runs), and direct I/O would read the range twice.
 func (f *File) prefetchRange(off, n int64) {
 	f.mu.RLock()
 	defer f.mu.RUnlock()

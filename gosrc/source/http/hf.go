@@ -19,10 +19,9 @@ import (
 	"github.com/overwire/overwire/gosrc/source"
 )
 
-// A Hub opens the files of one load. All files of one repository and revision come from one commit, even if a
-// branch moves during the load. The commit is the one in the hub's first response. If the hub does not send one
-// (X-Repo-Commit), files are not tied to a commit. The zero value is ready to use. A Hub is safe for concurrent
-// use.
+// A Hub opens the files of one load. All files of one repository and revision come from one commit, even if a branch
+// moves during the load. The commit is the one in the hub's first response. If the hub does not send one
+// (X-Repo-Commit), files are not tied to a commit. The zero value is ready to use. A Hub is safe for concurrent use.
 type Hub struct {
 	mu        sync.Mutex
 	revisions map[string]*revision
@@ -71,8 +70,7 @@ func (h *Hub) revision(ref source.HF) *revision {
 	return r
 }
 
-// A revision is a branch, tag or commit of a repository, and the commit that it referred to when the load
-// began.
+// A revision is a branch, tag or commit of a repository, and the commit that it referred to when the load began.
 type revision struct {
 	name   string
 	asking chan struct{}
@@ -102,8 +100,7 @@ func (r *revision) commitNow() string {
 	return cmp.Or(r.commit, r.name)
 }
 
-// takeCommit records the commit from a response of the hub. It refuses a commit that differs from the recorded
-// one.
+// takeCommit records the commit from a response of the hub. It refuses a commit that differs from the recorded one.
 func (r *revision) takeCommit(resp *http.Response) error {
 	c := strings.ToLower(resp.Header.Get("X-Repo-Commit"))
 	if !IsCommit(c) {

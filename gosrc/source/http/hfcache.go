@@ -36,9 +36,8 @@ func offlineSetting(env map[string]string) string {
 
 // A shelf is the location of an hf:// file in the huggingface_hub cache.
 //
-// Source: huggingface_hub guide "Understand caching". The folder models--org--name contains refs/REVISION, a
-// file that contains a commit; snapshots/COMMIT/FILE; and .no_exist/COMMIT/FILE for files that are not in a
-// commit.
+// Source: huggingface_hub guide "Understand caching". The folder models--org--name contains refs/REVISION, a file that
+// contains a commit; snapshots/COMMIT/FILE; and .no_exist/COMMIT/FILE for files that are not in a commit.
 type shelf struct {
 	*revision
 	ref    source.HF

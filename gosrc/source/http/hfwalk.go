@@ -20,9 +20,8 @@ import (
 // maxListing is the largest file list that is read from a server, in bytes.
 const maxListing = 64 << 20
 
-// Walk lists the files of a repository or of a folder in it, sorted, and returns its URI at the commit of the
-// list. If the hub must not or cannot be asked, Walk lists the files of that commit in the huggingface_hub
-// cache.
+// Walk lists the files of a repository or of a folder in it, sorted, and returns its URI at the commit of the list. If
+// the hub must not or cannot be asked, Walk lists the files of that commit in the huggingface_hub cache.
 func (h *Hub) Walk(ctx context.Context, uri string, opt source.Options) (at string, files []source.Entry, err error) {
 	ref, ok := source.ParseHF(uri)
 	if !ok || !source.Folder(uri) {

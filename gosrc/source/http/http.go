@@ -136,8 +136,7 @@ func isOldDate(date, modified string, age time.Duration) bool {
 // isWeak reports whether an ETag is weak: the bytes may then change without a change of the ETag.
 func isWeak(etag string) bool { return strings.HasPrefix(etag, "W/") }
 
-// tagOfDate reports whether an ETag only encodes date and size, as nginx's do. Such an ETag is as reliable as
-// the date.
+// tagOfDate reports whether an ETag only encodes date and size, as nginx's do. Such an ETag is as reliable as the date.
 func tagOfDate(etag, modified string, size int64) bool {
 	date, err := http.ParseTime(modified)
 	return err == nil && etag == fmt.Sprintf(`"%x-%x"`, date.Unix(), size)

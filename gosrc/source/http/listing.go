@@ -50,8 +50,7 @@ type walk struct {
 	seen  int // number of entries
 }
 
-// listFolder adds the files of a folder. below is the folder's path relative to the first one, with a trailing
-// slash.
+// listFolder adds the files of a folder. below is the folder's path relative to the first one, with a trailing slash.
 func (w *walk) listFolder(uri, below string) error {
 	text, err := w.readListing(uri)
 	if err != nil {

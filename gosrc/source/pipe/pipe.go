@@ -1,13 +1,11 @@
-// Package pipe provides sources for bodies that another program downloads. The program receives URLs as
-// arguments and writes their bodies, in that order, to its standard output, as curl and `overwire fetch`
-// do.
+// Package pipe provides sources for bodies that another program downloads. The program receives URLs as arguments and
+// writes their bodies, in that order, to its standard output, as curl and `overwire fetch` do.
 //
-// The program is started by its path, without a shell. Every argument begins with http:// or https://, so no
-// URL can be mistaken for an option. If the program exits with an error, writes too few or too many bytes, or
-// stalls, every source that is not yet complete fails. The last source completes only after the program has
-// succeeded. A caller that has read all sources therefore knows that the stream was divided at the right
-// offsets. If the size is unknown, no byte is used before the program has succeeded. Closing the last source
-// kills the program and its process group.
+// The program is started by its path, without a shell. Every argument begins with http:// or https://, so no URL can be
+// mistaken for an option. If the program exits with an error, writes too few or too many bytes, or stalls, every source
+// that is not yet complete fails. The last source completes only after the program has succeeded. A caller that has
+// read all sources therefore knows that the stream was divided at the right offsets. If the size is unknown, no byte is
+// used before the program has succeeded. Closing the last source kills the program and its process group.
 package pipe
 
 import (
@@ -245,9 +243,8 @@ func runProgram(ctx context.Context, program string, urls []string, files []*spo
 	return nil
 }
 
-// openLog opens a log for appending. Other users may be able to write to its folder, so it does not follow
-// symbolic links. It refuses files of other users, who could read the log, and pipes, whose readers might block
-// the program.
+// openLog opens a log for appending. Other users may be able to write to its folder, so it does not follow symbolic
+// links. It refuses files of other users, who could read the log, and pipes, whose readers might block the program.
 func openLog(path string) (*os.File, error) {
 	log, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 	if err != nil {

@@ -1,10 +1,9 @@
 // Package redis reads and writes files in Redis: redis://host[:port]/key, and rediss:// with TLS.
 //
-// A small file is one string value under the key. Because the size of values is limited, a larger file consists
-// of several values, key:ANYTHING:OFFSET, where OFFSET is the value's offset in the file. This is the layout of
-// tensorizer. This package writes key:ow-RANDOM:OFFSET with a new random part for each file, so that a reader
-// never mixes an old and a new file. If a value disappears while the file is read, the error is
-// errs.ErrCorrupt.
+// A small file is one string value under the key. Because the size of values is limited, a larger file consists of
+// several values, key:ANYTHING:OFFSET, where OFFSET is the value's offset in the file. This is the layout of
+// tensorizer. This package writes key:ow-RANDOM:OFFSET with a new random part for each file, so that a reader never
+// mixes an old and a new file. If a value disappears while the file is read, the error is errs.ErrCorrupt.
 //
 // Drafts are written under a different key. They expire if their writer dies, and are renamed in one
 // transaction. A value has up to 16 MiB.

@@ -49,8 +49,7 @@ type upload struct {
 	sent []int64 // offsets of the sent values
 }
 
-// Create begins a file. The existing content of the key remains until Publish. The caller ends the draft with
-// Drop.
+// Create begins a file. The existing content of the key remains until Publish. The caller ends the draft with Drop.
 func Create(ctx context.Context, uri string, opt source.Options, _ int64) (source.Draft, error) {
 	n, err := parseURI(uri)
 	if err != nil {
@@ -238,8 +237,7 @@ func (u *upload) Publish(ctx context.Context, n int, whole []byte) error {
 	return u.placeError("save", -1, err)
 }
 
-// writtenValues lists the values under a key that were written by this package, even if they do not form a
-// file.
+// writtenValues lists the values under a key that were written by this package, even if they do not form a file.
 func writtenValues(ctx context.Context, c *redis.Client, key string) (values []value, err error) {
 	keys, err := scanKeys(ctx, c, key)
 	for _, k := range keys {

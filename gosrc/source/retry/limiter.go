@@ -45,9 +45,8 @@ const (
 	// the first window, 16 connections were 6 to 10 % faster than 8.
 	first  = 8
 	window = 150 * time.Millisecond
-	// A step adds half of the current number. It is retained if the throughput grows by the factor probeGain.
-	// If it grows by fullGain, the connections do not share a bottleneck yet, and the next step is twice as
-	// large.
+	// A step adds half of the current number. It is retained if the throughput grows by the factor probeGain. If it
+	// grows by fullGain, the connections do not share a bottleneck yet, and the next step is twice as large.
 	probeGain      = 1.1
 	fullGain       = 1.4
 	rateDecay      = 0.998 // each slower window lowers the best rate by this factor, because links change

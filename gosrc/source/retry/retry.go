@@ -32,9 +32,8 @@ const (
 	Changed                // the object was replaced
 )
 
-// OpenTries is the maximum number of attempts for a store that has not responded yet, even if Retries is
-// larger. A wrong name or a server that is down is then reported soon. A store that reports that it is busy has
-// responded.
+// OpenTries is the maximum number of attempts for a store that has not responded yet, even if Retries is larger. A
+// wrong name or a server that is down is then reported soon. A store that reports that it is busy has responded.
 const OpenTries = 3
 
 // A Fetcher opens ranges of one object. It is safe for concurrent use.
@@ -47,9 +46,8 @@ type Fetcher interface {
 	// bytes. A shorter or longer body, or a response for another range or object, is a failure. The caller
 	// closes the body; cancelling ctx aborts it.
 	Fetch(ctx context.Context, off, n int64) (io.ReadCloser, error)
-	// Judge classifies an error of Fetch or of reading a body, and returns how long the store asked to wait (0
-	// if it did not ask). It is not called for the caller's own cancellation, or for a body that ends early or
-	// stalls.
+	// Judge classifies an error of Fetch or of reading a body, and returns how long the store asked to wait (0 if it
+	// did not ask). It is not called for the caller's own cancellation, or for a body that ends early or stalls.
 	Judge(err error) (Verdict, time.Duration)
 	// Close releases the fetcher's resources.
 	Close() error
@@ -234,10 +232,9 @@ func pauseBefore(ctx context.Context, unit time.Duration, failed int, after time
 	}
 }
 
-// Repeat runs a request until it succeeds or another attempt cannot help, with the same pauses as a range. It
-// makes up to Options.Retries + 1 attempts. While heard reports that the store has never responded, at most
-// OpenTries attempts may end without a response. Repeat returns the number of failed attempts and the last
-// error.
+// Repeat runs a request until it succeeds or another attempt cannot help, with the same pauses as a range. It makes up
+// to Options.Retries + 1 attempts. While heard reports that the store has never responded, at most OpenTries attempts
+// may end without a response. Repeat returns the number of failed attempts and the last error.
 func Repeat(ctx context.Context, opt Options, judge func(error) (Verdict, time.Duration), heard func() bool,
 	fn func() error) (failed int, err error) {
 	for silent := 0; ; {

@@ -57,9 +57,8 @@ func Named(file, folders string, env map[string]string) Trust {
 	return t
 }
 
-// A Client connects through the proxies of the environment. It uses HTTP/1.1 with one request at a time per
-// connection. The transport's limits must be set before the first request. If the authorities cannot be read,
-// https requests fail.
+// A Client connects through the proxies of the environment. It uses HTTP/1.1 with one request at a time per connection.
+// The transport's limits must be set before the first request. If the authorities cannot be read, https requests fail.
 type Client struct {
 	*http.Transport
 	untrusted error
@@ -102,9 +101,8 @@ func (c *Client) Do(r *http.Request) (*http.Response, error) { return c.RoundTri
 // noProxy stands for a proxy with an invalid URL.
 const noProxy = "http://proxy.invalid"
 
-// proxiesOf reads the variables as curl does: lower case takes precedence, and ALL_PROXY applies to both
-// schemes. If a proxy's URL is invalid, requests through it fail, because a direct connection might violate the
-// rules of the network.
+// proxiesOf reads the variables as curl does: lower case takes precedence, and ALL_PROXY applies to both schemes. If a
+// proxy's URL is invalid, requests through it fail, because a direct connection might violate the rules of the network.
 func proxiesOf(env map[string]string) func(*http.Request) (*url.URL, error) {
 	get := func(name string) string {
 		if v, ok := env[strings.ToLower(name)]; ok {

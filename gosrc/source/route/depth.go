@@ -18,9 +18,8 @@ const (
 // pretence replaces depthOf in tests; see Pretend.
 var pretence atomic.Pointer[func(netip.Addr) (int, bool)]
 
-// Pretend replaces the classification of addresses in tests, which only have loopback addresses. fn returns a
-// class (0 for the internet, 1 for a private network, 2 for link-local); ok is false if the real class applies.
-// end removes fn.
+// Pretend replaces the classification of addresses in tests, which only have loopback addresses. fn returns a class (0
+// for the internet, 1 for a private network, 2 for link-local); ok is false if the real class applies. end removes fn.
 func Pretend(fn func(netip.Addr) (near int, ok bool)) (end func()) {
 	pretence.Store(&fn)
 	return func() { pretence.Store(nil) }
@@ -126,8 +125,7 @@ func literalAddress(host string) netip.Addr {
 	return a
 }
 
-// Inside reports whether a URL's host is an address of a private network or of this machine. It does not
-// resolve names.
+// Inside reports whether a URL's host is an address of a private network or of this machine. It does not resolve names.
 func Inside(host string) bool {
 	least, _ := depthOf(literalAddress(host))
 	return least > internet

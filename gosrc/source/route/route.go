@@ -91,9 +91,8 @@ func Redirect(status int) bool {
 // mostWait is the longest pause that a server may ask for.
 const mostWait = time.Hour
 
-// WaitAsked returns how long a server that refuses a request asks to wait. It reads Retry-After, in seconds or
-// as a date, or else the time until the exhausted windows of RateLimit begin again. 0 means that the server
-// does not ask.
+// WaitAsked returns how long a server that refuses a request asks to wait. It reads Retry-After, in seconds or as a
+// date, or else the time until the exhausted windows of RateLimit begin again. 0 means that the server does not ask.
 //
 // Source: RFC 9110, 10.2.3; draft-ietf-httpapi-ratelimit-headers: `"name";r=0;t=25`.
 func WaitAsked(h http.Header) time.Duration {
@@ -126,8 +125,7 @@ func secondsOf(text string) time.Duration {
 	return min(time.Duration(n)*time.Second, mostWait)
 }
 
-// ContentRange parses a Content-Range header such as "bytes 0-9/100". total is -1 if the header does not state
-// it.
+// ContentRange parses a Content-Range header such as "bytes 0-9/100". total is -1 if the header does not state it.
 func ContentRange(text string) (from, to, total int64, ok bool) {
 	unit, rest, _ := strings.Cut(text, " ")
 	span, all, hasTotal := strings.Cut(rest, "/")
@@ -156,9 +154,8 @@ func ContentRange(text string) (from, to, total int64, ok bool) {
 	return from, to, total, ok && from <= to && (total < 0 || to < total)
 }
 
-// Encoding returns the first content encoding of a response that changes its bytes, or "". identity does not
-// change them. Neither does aws-chunked, which describes how the bytes were uploaded and which some stores
-// return as a label.
+// Encoding returns the first content encoding of a response that changes its bytes, or "". identity does not change
+// them. Neither does aws-chunked, which describes how the bytes were uploaded and which some stores return as a label.
 func Encoding(h http.Header) string {
 	for _, name := range strings.Split(strings.Join(h.Values("Content-Encoding"), ","), ",") {
 		name = strings.TrimSpace(name)
@@ -169,8 +166,7 @@ func Encoding(h http.Header) string {
 	return ""
 }
 
-// PrintableText returns at most the first most bytes of a server's text, without control and non-ASCII
-// characters.
+// PrintableText returns at most the first most bytes of a server's text, without control and non-ASCII characters.
 func PrintableText(s string, most int) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {

@@ -25,9 +25,8 @@ import (
 // isNamed reports whether a field of a response, such as an ETag or an id, is not empty.
 func isNamed(s *string) bool { return s != nil && *s != "" }
 
-// isUnclear reports whether an upload may be complete although the response to its completion does not say so.
-// Either the response had no result or could not be parsed, or the response to an earlier, successful attempt
-// was lost.
+// isUnclear reports whether an upload may be complete although the response to its completion does not say so. Either
+// the response had no result or could not be parsed, or the response to an earlier, successful attempt was lost.
 func isUnclear(err error, tries int) bool {
 	var resp *awshttp.ResponseError
 	var api smithy.APIError

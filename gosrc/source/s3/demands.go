@@ -87,10 +87,9 @@ func (u *upload) beginAnew(ctx context.Context, id *string, err error) bool {
 // ruleNoKey is the rule of the error of confirmKey.
 const ruleNoKey = "CustomerKeyNotUsed"
 
-// confirmKey checks that the store has encrypted with the customer's key, according to its response to an
-// upload. A store that does not support such keys stores the bytes without encryption. Its response then does
-// not mention the key, or it repeats the request's headers including the key, which a supporting store never
-// does.
+// confirmKey checks that the store has encrypted with the customer's key, according to its response to an upload. A
+// store that does not support such keys stores the bytes without encryption. Its response then does not mention the
+// key, or it repeats the request's headers including the key, which a supporting store never does.
 func (c *client) confirmKey(algorithm, sum *string, answer middleware.Metadata) error {
 	raw, ok := awsmiddleware.GetRawResponse(answer).(*smithyhttp.Response)
 	isEcho := ok && raw.Header.Get("X-Amz-Server-Side-Encryption-Customer-Key") != ""

@@ -75,9 +75,8 @@ var says = map[string]string{
 	"InvalidObjectState":    "the object is archived and must be restored first",
 }
 
-// classifyError returns an error of the SDK with a class and a text without secrets. The SDK's texts contain
-// URLs. A store's messages may contain the access key, the signed string or the token, so only the texts of
-// says are used.
+// classifyError returns an error of the SDK with a class and a text without secrets. The SDK's texts contain URLs. A
+// store's messages may contain the access key, the signed string or the token, so only the texts of says are used.
 func classifyError(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
@@ -168,8 +167,7 @@ func statusClass(status int, code string) error {
 	return errs.ErrIO
 }
 
-// innermostService returns the innermost service that returned an error, because a request may fetch
-// credentials first.
+// innermostService returns the innermost service that returned an error, because a request may fetch credentials first.
 func innermostService(err error) (id string) {
 	for {
 		var op *smithy.OperationError

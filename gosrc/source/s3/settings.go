@@ -107,8 +107,7 @@ func resolveSettings(ctx context.Context, opt source.Options) (*settings, error)
 	return s, s.customerKey()
 }
 
-// loadProfile reads the configuration files of the AWS tools. A profile that was not named explicitly need not
-// exist.
+// loadProfile reads the configuration files of the AWS tools. A profile that was not named explicitly need not exist.
 func (s *settings) loadProfile(ctx context.Context) error {
 	name := cmp.Or(s.opt.Storage["profile"], s.env("AWS_PROFILE"), s.env("AWS_DEFAULT_PROFILE"))
 	s.profiled = name != ""
@@ -175,8 +174,7 @@ func (s *settings) endpointFor(ctx context.Context, id, word string) (string, er
 	return at, nil
 }
 
-// virtualOnly reports whether a store requires the bucket in the host name. All other endpoints accept it in
-// the path.
+// virtualOnly reports whether a store requires the bucket in the host name. All other endpoints accept it in the path.
 func virtualOnly(endpoint string) bool {
 	u, err := url.Parse(endpoint)
 	if err != nil || net.ParseIP(u.Hostname()) != nil {

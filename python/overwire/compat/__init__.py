@@ -28,8 +28,7 @@ from ..errors import ArgumentError
 
 __all__ = ["install", "names", "path"]
 
-# Maps each original module to ours. Parents come first. `_Alias` finds submodules when they
-# are imported.
+# Maps each original module to ours. Parents come first. `_Alias` finds submodules when they are imported.
 _MODULES: dict[str, dict[str, str]] = {
     "fastsafetensors": {"fastsafetensors": "fastsafetensors"},
     "nvcomp": {
@@ -50,15 +49,13 @@ def names() -> list[str]:
 
 
 def install(name: str) -> None:
-    """Puts a library's modules into sys.modules under their original names:
-    "fastsafetensors", "nvcomp" (as nvidia.nvcomp), "tensorizer", "nyacomp", or
-    "nyacomp_core", which is only nyacomp's extension `_nyacomp`.
+    """Puts a library's modules into sys.modules under their original names: "fastsafetensors", "nvcomp" (as
+    nvidia.nvcomp), "tensorizer", "nyacomp", or "nyacomp_core", which is only nyacomp's extension `_nyacomp`.
 
     "safetensors" remains the installed package, but reads through overwire for the
     rest of the process, as after `overwire.patch_safetensors()`.
 
-    Modules that have already imported the original keep it. Raises ArgumentError for
-    other names.
+    Modules that have already imported the original keep it. Raises ArgumentError for other names.
     """
     if name == "safetensors":
         _patch()
@@ -90,8 +87,7 @@ def _patch() -> None:
 
 
 class _Alias(MetaPathFinder):
-    # Finds submodules of a library that `install` has replaced. They map to our modules, so no
-    # file is loaded twice.
+    # Finds submodules of a library that `install` has replaced. They map to our modules, so no file is loaded twice.
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         top, _, rest = fullname.partition(".")

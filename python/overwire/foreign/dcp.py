@@ -127,10 +127,9 @@ def files_of(names: list[str]) -> list[str]:
 def open_checkpoint(folder: str, names: list[str]) -> Iterator[Content]:
     """Opens a checkpoint with these file names.
 
-    Raises FormatError for chunks that overlap or do not cover the shape and for invalid
-    locations, NotFoundError for a missing file, CorruptError for a checksum mismatch,
-    NotSupportedError for dtypes that safetensors lacks, and UntrustedPickleError for a
-    suspicious pickle.
+    Raises FormatError for chunks that overlap or do not cover the shape and for invalid locations, NotFoundError for a
+    missing file, CorruptError for a checksum mismatch, NotSupportedError for dtypes that safetensors lacks, and
+    UntrustedPickleError for a suspicious pickle.
     """
     files = Files()
     try:

@@ -36,9 +36,8 @@ INDEX = ".bin.index.json"
 def kind_of(path: str) -> str:
     """Returns the kind of a local file or folder, or "" if it is not a kind of this package.
 
-    A file is "torch", "nemo" or "numpy". A folder is "dcp" (torch.distributed.checkpoint) or
-    "shards" (torch's HuggingFaceStorageWriter). Raises an error if the disk fails, or for a
-    damaged torch.save archive.
+    A file is "torch", "nemo" or "numpy". A folder is "dcp" (torch.distributed.checkpoint) or "shards" (torch's
+    HuggingFaceStorageWriter). Raises an error if the disk fails, or for a damaged torch.save archive.
     """
     with classed_errors(path, "open"):
         if os.path.isdir(path):

@@ -13,9 +13,8 @@ from .frame import Frame
 class BytesFrame(Frame):
     """The frame of plain bytes; see `frame.Frame`. It does not cast tensors.
 
-    A tensor is a writable one-dimensional memoryview of format "B", with the bytes in the file's
-    dtype; `get_slice` returns dtype and shape. Only addresses are used: capsules are never
-    unpacked.
+    A tensor is a writable one-dimensional memoryview of format "B", with the bytes in the file's dtype; `get_slice`
+    returns dtype and shape. Only addresses are used: capsules are never unpacked.
     """
 
     name = "bytes"

@@ -32,8 +32,7 @@ def check_framework(framework: object) -> None:
 
 
 def frame_for(framework: str | None) -> Frame:
-    """Returns the frame for a `framework=` argument. None selects torch if it is installed, else
-    numpy."""
+    """Returns the frame for a `framework=` argument. None selects torch if it is installed, else numpy."""
     check_framework(framework)
     if framework is None:
         name = "torch" if imported("torch") is not None or find_spec("torch") else "numpy"
@@ -88,8 +87,7 @@ def frame_of(tensor: Any) -> Frame:
 
 
 def columns_of(tensors: Sequence[Any]) -> Columns:
-    """Describes tensors in columns, in one pass over the torch tensors. Tensors that it cannot describe
-    become ODD."""
+    """Describes tensors in columns, in one pass over the torch tensors. Tensors that it cannot describe become ODD."""
     columns = Columns()
     if imported("torch") is not None:
         from .memory import refuse_fakes

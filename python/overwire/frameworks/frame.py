@@ -22,9 +22,8 @@ ODD = -1
 
 
 class Columns:
-    """Describes many tensors by position, without an object per tensor. It covers torch tensors
-    that are dense, contiguous and of a dtype that safetensors has. Other tensors are ODD, and
-    their other columns are 0.
+    """Describes many tensors by position, without an object per tensor. It covers torch tensors that are dense,
+    contiguous and of a dtype that safetensors has. Other tensors are ODD, and their other columns are 0.
 
     kinds: indices into `types`, or ODD. types: dtype and shape as in `Bytes`, in the order of
     their first use. pointers, sizes: address (0 without bytes) and number of bytes. cuda: 1 + the

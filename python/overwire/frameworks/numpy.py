@@ -1,7 +1,6 @@
 """Implements the frame of numpy arrays. Importing this module imports numpy.
 
-bfloat16, fp8 and fp4 are types of the package ml_dtypes, which is imported on the first use of
-such a type.
+bfloat16, fp8 and fp4 are types of the package ml_dtypes, which is imported on the first use of such a type.
 """
 
 from __future__ import annotations

@@ -19,14 +19,12 @@ _NAMES = {called: name for name, called in CALLED.items()}
 class TensorSpec:
     """A dense tensor in host memory. `save_file` accepts it in place of a tensor.
 
-    dtype: a safetensors name ("BF16"), or a name in torch and numpy ("bfloat16",
-        "float4_e2m1fn_x2").
+    dtype: a safetensors name ("BF16"), or a name in torch and numpy ("bfloat16", "float4_e2m1fn_x2").
     shape: in elements. "float4_e2m1fn_x2" has two elements per byte, as in torch: the last
         dimension counts bytes, and the property `shape` shows it doubled.
     data_ptr: address of the first byte. data_len: the tensor's exact number of bytes.
 
-    The caller owns the memory. It must stay valid and unchanged until the call that receives
-    the spec has returned.
+    The caller owns the memory. It must stay valid and unchanged until the call that receives the spec has returned.
 
     Raises NotSupportedError for a dtype that safetensors lacks, OverflowError for a negative
     number. The save checks whether length and shape agree.

@@ -212,9 +212,8 @@ def _collect_garbage() -> None:
 def stream_of(device: str) -> int:
     """Returns torch's current stream in DLPack's numbering, in which 1 is the default stream.
 
-    The engine waits for the stream's queued work before it writes to memory of torch's allocator,
-    because the work may still use that memory. Raises NotSupportedError if the stream is being
-    captured into a CUDA graph.
+    The engine waits for the stream's queued work before it writes to memory of torch's allocator, because the work may
+    still use that memory. Raises NotSupportedError if the stream is being captured into a CUDA graph.
     """
     with _errors_of(device):
         _refuse_capture(device)
@@ -232,8 +231,7 @@ def used_on(device: str) -> None:
     """Registers torch's current stream with the engine before tensors in the engine's memory are used on
     it. The memory then outlives the queued work.
 
-    An external stream (`torch.cuda.ExternalStream`) is not registered, because its owner may destroy
-    it at any time.
+    An external stream (`torch.cuda.ExternalStream`) is not registered, because its owner may destroy it at any time.
     """
     with _errors_of(device):
         _refuse_capture(device)
@@ -262,9 +260,8 @@ def _device_number(device: torch.device) -> int:
 
 
 def await_writes(data: Any) -> int:
-    """Waits for the work that is queued on a GPU tensor's current stream, and returns 1 + the GPU's number.
-    Returns 0 for host memory. The engine's reads, unlike torch's copies to the host, do not wait for
-    streams."""
+    """Waits for the work that is queued on a GPU tensor's current stream, and returns 1 + the GPU's number. Returns 0
+    for host memory. The engine's reads, unlike torch's copies to the host, do not wait for streams."""
     if not data.is_cuda:
         return 0
     await_stream(data.device)

@@ -14,8 +14,7 @@ from .opened import Model
 
 
 class KeptFile:
-    """An open file that can be passed as a source. It is closed when no model uses it and another file
-    was opened."""
+    """An open file that can be passed as a source. It is closed when no model uses it and another file was opened."""
 
     has_bytes = False
 

@@ -39,9 +39,8 @@ class SaveOptions(BundleOptions, total=False):
         shards, or weights that no index lists, the new names get a mark (model-ow1f2e3d4c-00001-of-00002.safetensors).
         Old and new shards are then both complete until the index is replaced. After that the old ones are removed.
     storage_options: as for `load_file`, if path is a URI. If several processes write to one key at the same time, the
-        file of one of them remains. `encryption_key` (32 bytes or 64 hex digits) or `encryption_password`
-        encrypts a .tensors file with tensorizer's XSalsa20-Poly1305. Tensor bytes are encrypted, but names and shapes
-        are not.
+        file of one of them remains. `encryption_key` (32 bytes or 64 hex digits) or `encryption_password` encrypts a
+        .tensors file with tensorizer's XSalsa20-Poly1305. Tensor bytes are encrypted, but names and shapes are not.
     max_memory: with wait=False, the most host memory for the copy of the tensors ("20GB", int); None: no limit other
         than the available memory. A save that would need more if nothing compressed is refused before it begins. For
         GPU tensors the memory is pinned, and cached for the next save or sleep until `empty_cache` is called.

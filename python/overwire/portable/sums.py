@@ -1,8 +1,7 @@
 """Computes CRC32C (Castagnoli) with numpy: RFC 3720, appendix B.4.
 
-The register is linear over GF(2): bytes have the same effect at any position, shifted by the
-bytes that follow. So each row of words is shifted past the next row and added to it, for all
-words in parallel, until one row is left.
+The register is linear over GF(2): bytes have the same effect at any position, shifted by the bytes that follow. So each
+row of words is shifted past the next row and added to it, for all words in parallel, until one row is left.
 """
 
 from __future__ import annotations

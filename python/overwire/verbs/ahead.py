@@ -163,8 +163,7 @@ class ReadAhead:
         return tensor
 
     def _follows_order(self, model: Model, at: int) -> bool:
-        """Counts consecutive requests in order. The first tensor of all is in order if a program begins with
-        it."""
+        """Counts consecutive requests in order. The first tensor of all is in order if a program begins with it."""
         last = self._last
         for order in (0, 1) if self.by_name else (0,):
             _, turn = self._order_of_reads(model, order)

@@ -57,9 +57,8 @@ class DeltaReport:
 
 @dataclass(frozen=True)
 class DeltaRow:
-    """How a tensor differs: `changed` of its `elements` have different bits, and a delta for it
-    takes `stored` bytes. Elements smaller than a byte are counted as bytes, complex
-    numbers as two."""
+    """How a tensor differs: `changed` of its `elements` have different bits, and a delta for it takes `stored` bytes.
+    Elements smaller than a byte are counted as bytes, complex numbers as two."""
 
     __module__ = "overwire"
 
@@ -343,8 +342,7 @@ def apply_delta(
     storage_options: StorageOptions | None = None,
     timeout: float | None = None,
 ) -> DeltaReport:
-    """Applies a delta, or several one after the other, to tensors in place, on the host
-    and on GPUs.
+    """Applies a delta, or several one after the other, to tensors in place, on the host and on GPUs.
 
     tensors: a dict of torch tensors or numpy arrays, or a torch module, equal to the delta's base. Tied tensors
         are changed once. Tensors that the delta does not name stay unchanged. A tensor that is not dense is changed
@@ -425,10 +423,9 @@ def merge_deltas(
     max_shard_size: int | str | None = None,
     storage_options: StorageOptions | None = None,
 ) -> DeltaReport:
-    """Writes a chain of deltas as a single one: the same file that `save_delta` would write for
-    the first delta's base and the last delta's result. It needs neither of these models. path and max_shard_size are
-    those of `save_delta`. If it writes a folder of shards, other files of the last delta's folder are copied next to
-    them.
+    """Writes a chain of deltas as a single one: the same file that `save_delta` would write for the first delta's base
+    and the last delta's result. It needs neither of these models. path and max_shard_size are those of `save_delta`. If
+    it writes a folder of shards, other files of the last delta's folder are copied next to them.
 
     Raises DeltaBaseError if a delta does not begin where the one before it ends, and the errors of
     `open_delta` and `save_delta`.
@@ -456,8 +453,7 @@ def diff(a: Any, b: Any, *, progress: ProgressLike = None, storage_options: Stor
     """Compares two models bit by bit: which tensors differ, in how many elements, and
     how many bytes a delta for each would take.
 
-    a, b: as for `save_delta`, but names, dtypes and shapes may differ. Tensors on a GPU
-        are copied to the host.
+    a, b: as for `save_delta`, but names, dtypes and shapes may differ. Tensors on a GPU are copied to the host.
 
     Raises the errors of `save_delta`.
     """

@@ -45,9 +45,8 @@ def digest(tensors: Any, *, timeout: float | None = None) -> str | dict[str, str
     Each GPU reads its tensors at the speed of its memory, after the work queued on torch's current stream there.
     The call waits for it. Do not change the tensors before it returns.
 
-    Returns the digest, or {name: digest}.
-    Raises ArgumentError; NotSupportedError for tensors that are more than their bytes (sparse, quantised), on other
-    devices, and while that stream is being captured into a CUDA graph; DeviceError.
+    Returns the digest, or {name: digest}. Raises ArgumentError; NotSupportedError for tensors that are more than their
+    bytes (sparse, quantised), on other devices, and while that stream is being captured into a CUDA graph; DeviceError.
     """
     end = time_limit(timeout)
     tensors_by_name = _tensors_of_names(tensors)

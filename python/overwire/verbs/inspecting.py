@@ -118,15 +118,13 @@ def _sizes_of(html: Any, row: Mapping[str, Any]) -> tuple[str, str, str]:
 def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions | None = None) -> Inspection:
     """Lists the tensors of a model from its headers, without reading a tensor.
 
-    source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain
-        or compressed; also a GGUF file.
+    source: a file, folder, index.json, or a bundle's pickle or meta.csv; plain or compressed; also a GGUF file.
     storage_options: as for `load_file`.
 
-    Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors",
-    "overwire", "tensors" or "gguf"; for files of other libraries "torch", "numpy", "nemo", "dcp" or
-    "shards"), size, metadata and "tensors" (name, dtype, shape, bytes, stored, ratio, coding,
-    chunks), and "totals" over all of them. Sizes are those of the plain file with these tensors.
-    Raises NotFoundError, FormatError, CorruptError.
+    Returns a dict, which prints as one line: "sources", each with uri, format ("safetensors", "overwire", "tensors" or
+    "gguf"; for files of other libraries "torch", "numpy", "nemo", "dcp" or "shards"), size, metadata and "tensors"
+    (name, dtype, shape, bytes, stored, ratio, coding, chunks), and "totals" over all of them. Sizes are those of the
+    plain file with these tensors. Raises NotFoundError, FormatError, CorruptError.
     """
     opened = _plain_uris_of(local(source), storage_options, True)
     uris = opened.uris
@@ -183,13 +181,11 @@ def verify(
     Returns a dict: ok (always True, because damage raises), tensors, bytes, stored, seconds, and "files", each with
     what was "checked": "contents", or only "structure" for plain safetensors and GGUF files, which have no checksums.
     If such a file was downloaded from the Hugging Face Hub (its cache, or a local folder with `.cache/huggingface`), or
-    is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that records what it was
-    made from has "original": its "sha256", and whether it was "compared" (False: the file has none, for example
-    because the original came over a network).
-    With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ", are "missing" in the model,
-    or are "surplus" there.
-    Raises CorruptError with tensor, chunk and offset; FormatError; NotFoundError; with
-    tensors also the errors of `digest`. A tensor that differs does not raise.
+    is an hf:// URI of a large file, the Hub's "sha256" is compared. With original, a file that records what it was made
+    from has "original": its "sha256", and whether it was "compared" (False: the file has none, for example because the
+    original came over a network). With tensors the dict is a `Comparison`: ok, and the names of tensors that "differ",
+    are "missing" in the model, or are "surplus" there. Raises CorruptError with tensor, chunk and offset; FormatError;
+    NotFoundError; with tensors also the errors of `digest`. A tensor that differs does not raise.
     """
     check_values(original=original, storage_options=storage_options)
     if original and tensors is not None:
@@ -247,8 +243,7 @@ def rewrite(source: SourceLike, path: str | os.PathLike[str], options: Mapping[s
 
 
 def doctor(*, measure: bool = False) -> Diagnosis:
-    """Reports on this machine: CPU, decoder, memory, versions, and
-    the settings with their environment variables.
+    """Reports on this machine: CPU, decoder, memory, versions, and the settings with their environment variables.
 
     "gpu" has the versions of NVIDIA's driver and "devices", each with name, memory (bytes), compute capability, PCI
     link (0: unknown) and the kernels that it would run; or the "reason" why no GPU can be used.

@@ -57,8 +57,7 @@ def quiesce(*, timeout: float | None = None) -> None:
 
     Raises DeadlineError if calls still run after the timeout; then only preloads and cached host memory are freed.
     Raises ArgumentError if the program itself still holds open models (`safe_open`, `pin`, `sleep`) or similar objects;
-    everything else is freed.
-    Also raises DeviceError for a lost device. Does nothing if the engine has not been used.
+    everything else is freed. Also raises DeviceError for a lost device. Does nothing if the engine has not been used.
     """
     end = time_limit(timeout)
     if not is_loaded():

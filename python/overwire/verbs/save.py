@@ -70,11 +70,10 @@ def save_file(
     path: the file to write. A path that ends in .tensors makes a tensorizer file. The file is replaced atomically: if
         the save is interrupted, readers find the old file or the new one. A set of shards is replaced in one step, by
         its index. Objects (s3://bucket/key, redis://host:port/key, rediss:// with TLS) are streamed in bounded memory,
-        without a local file, and appear when they are complete.
-        A replaced file keeps its mode, owner and POSIX ACL, and symbolic links are followed. A new file gets the mode
-        of the model that it replaces, or the default of the umask. If the folder has an index of shards with the same
-        name (model.safetensors.index.json), a single file is refused, because the folder would still load the old
-        model; with max_shard_size the shards are replaced.
+        without a local file, and appear when they are complete. A replaced file keeps its mode, owner and POSIX ACL,
+        and symbolic links are followed. A new file gets the mode of the model that it replaces, or the default of the
+        umask. If the folder has an index of shards with the same name (model.safetensors.index.json), a single file is
+        refused, because the folder would still load the old model; with max_shard_size the shards are replaced.
     filename: an alias of path, for programs written for safetensors.
     metadata: texts for `__metadata__`; some loaders require {"format": "pt"}.
     options: see `SaveOptions`.

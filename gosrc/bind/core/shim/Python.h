@@ -1,5 +1,4 @@
-// Selects the stable ABI of CPython 3.10, so that one library works with 3.10 and
-// later.
+// Selects the stable ABI of CPython 3.10, so that one library works with 3.10 and later.
 //
 // This folder must come first on the include path.
 #ifndef OW_SHIM_PYTHON_H

@@ -142,8 +142,7 @@ func (c *Context) WithContext(fn func() error) error {
 	return fn()
 }
 
-// TryRelease frees an unused object and reports whether it was freed. On a lost device, the object counts as
-// freed.
+// TryRelease frees an unused object and reports whether it was freed. On a lost device, the object counts as freed.
 func (c *Context) TryRelease(what Thing, thing unsafe.Pointer) bool {
 	var e C.struct_owcu_error
 	return C.owcu_try_release(c.handle, C.int(what), thing, &e) <= 0

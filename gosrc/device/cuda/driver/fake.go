@@ -20,8 +20,7 @@ func UseFake(memory int64, version, devices int) {
 	C.owcu_use_table(C.owcu_fake_api())
 }
 
-// UseSystemRoot replaces the directory of the host's sysfs until restore is called. cuda:N is at
-// ffff:0N:00.0.
+// UseSystemRoot replaces the directory of the host's sysfs until restore is called. cuda:N is at ffff:0N:00.0.
 func UseSystemRoot(root string) (restore func()) {
 	tables := System
 	System = root

@@ -47,8 +47,7 @@ func (k *keptBlocks) take(n uint64) (best keptBlock, ok bool) {
 	return best, true
 }
 
-// removeSurplus removes blocks beyond the permanent cache, the oldest first. later means that it is too early to do
-// so.
+// removeSurplus removes blocks beyond the permanent cache, the oldest first. later means that it is too early to do so.
 func (k *keptBlocks) removeSurplus() (old []uint64, later bool) {
 	n, count := uint64(0), len(k.blocks)
 	for _, b := range k.blocks {

@@ -201,8 +201,7 @@ func (m *Memory) allocateBlocks(want []C.uint64_t, got []C.owcu_ptr, sizes []int
 }
 
 // NoteStream registers a stream that uses memory of Alloc. Memory that is released from now on is only freed after the
-// work queued on the stream. The stream must live as long as the process. The default stream need not be
-// registered.
+// work queued on the stream. The stream must live as long as the process. The default stream need not be registered.
 func (m *Memory) NoteStream(stream uintptr) {
 	if stream <= 2 {
 		return

@@ -7,8 +7,7 @@
 #include "../../../../cuda/abi.h"
 #include "../driver/call.h"
 
-// free_queue_parts frees the parts of a queue that exist. It returns 1 if the driver failed to free some of
-// them.
+// free_queue_parts frees the parts of a queue that exist. It returns 1 if the driver failed to free some of them.
 static int free_queue_parts(struct owcu_queue *q, struct owcu_error *e)
 {
 	int left = owcu_arena_free_entered(&q->arena, e);

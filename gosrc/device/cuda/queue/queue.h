@@ -70,8 +70,7 @@ int owcu_submit_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
 // owcu_wait_slot waits until the slot's last submission has ended. This holds even if the function returns an error,
 // unless the driver denied access to the context for five seconds.
 int owcu_wait_slot(struct owcu_queue *q, int slot, struct owcu_error *e);
-// owcu_has_slot_ended reports, without waiting, whether owcu_wait_slot would return immediately, even with an
-// error.
+// owcu_has_slot_ended reports, without waiting, whether owcu_wait_slot would return immediately, even with an error.
 int owcu_has_slot_ended(struct owcu_queue *q, int slot);
 // owcu_load_kernels launches the kernels that most loads need, without work.
 int owcu_load_kernels(struct owcu_queue *q, struct owcu_error *e);
@@ -84,8 +83,7 @@ int owcu_queue_follow(struct owcu_queue *q, uint64_t stream, struct owcu_error *
 // they cost only a comparison.
 int owcu_time_slots(struct owcu_queue *q, int on, struct owcu_error *e);
 
-// owcu_block_list_new makes the head of a list of blocks without a holder. owcu_block_list_take_all
-// empties the list.
+// owcu_block_list_new makes the head of a list of blocks without a holder. owcu_block_list_take_all empties the list.
 void **owcu_block_list_new(void);
 void *owcu_block_list_take_all(void **list);
 

@@ -149,8 +149,7 @@ func (s *Slot) DelayKernels(streams ...uintptr) {
 // submitted again. The slot's queue owns it.
 func (s *Slot) EndEvent() *Event { return &Event{ctx: s.q.pool.ctx, c: s.c.done} }
 
-// beginPiece takes over the slot and the tasks in its first n bytes. After a panic the caller still owns the
-// slot.
+// beginPiece takes over the slot and the tasks in its first n bytes. After a panic the caller still owns the slot.
 func (s *Slot) beginPiece(n int64, tasks []device.DecodeTask, done func(task int, err error)) {
 	if !s.owned || n < 0 || n > s.capacityBytes() {
 		panic("cuda: Submit of a slot that the caller does not own, or of too many bytes")

@@ -50,8 +50,7 @@ type tables struct {
 // A launch is a kernel and its items, which are in segs, in parts for moves and casts, or in crcs for checksums.
 type launch struct{ kernel, first, n int }
 
-// A summedChunk is a chunk of a round whose checksum is compared. Its parts end where the next one's parts
-// begin.
+// A summedChunk is a chunk of a round whose checksum is compared. Its parts end where the next one's parts begin.
 type summedChunk struct {
 	slot         *Slot
 	task, first  int
@@ -128,8 +127,7 @@ func (t *tables) addMoves(moves []C.ow_move) {
 	}
 }
 
-// reserveForSum reserves space for the parts of a task's chunk and a status word for each. It reports whether they
-// fit.
+// reserveForSum reserves space for the parts of a task's chunk and a status word for each. It reports whether they fit.
 func (t *tables) reserveForSum(task *device.DecodeTask) bool {
 	n := sizes.CeilDiv(int(task.Chunk.Stored), C.OW_CRC_PART)
 	if !t.haveSpace(n*crcSize) || !t.haveWords(n+1) {

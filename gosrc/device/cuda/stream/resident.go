@@ -36,8 +36,7 @@ func NewResident(on *Streams, resident *driver.Module) *Resident {
 	return &Resident{on: on, kernels: resident.Kernels(residentNames)}
 }
 
-// residentTables is the maximum number of kernels in flight. While one runs, the host fills the table of the
-// next.
+// residentTables is the maximum number of kernels in flight. While one runs, the host fills the table of the next.
 const residentTables = 2
 
 // A residentTable is the memory of a kernel's table.

@@ -187,10 +187,9 @@ class SafeTensorsMetadata:
         dtype: DType = DType.AUTO,
         owner: Any = None,
     ) -> dict[str, TensorBase]:
-        """Returns the tensors of a file that a plug-in has read into `gbuf`, starting at the file's
-        offset `copy_start_offset`. Aligned tensors share the buffer's memory. They keep it alive
-        if the framework allocated it, or through `owner`, a SharedDeviceAllocation. Raises
-        ValueError for a compressed file."""
+        """Returns the tensors of a file that a plug-in has read into `gbuf`, starting at the file's offset
+        `copy_start_offset`. Aligned tensors share the buffer's memory. They keep it alive if the framework allocated
+        it, or through `owner`, a SharedDeviceAllocation. Raises ValueError for a compressed file."""
         return self._get_tensors(gbuf, device, copy_start_offset, dtype, None, owner)
 
     def _get_tensors(

@@ -1,7 +1,6 @@
 """Implements fastsafetensors' extension module for plug-ins that call it.
 
-Memory is identified by its address. Reads run on threads of this module. overwire's own loads do
-not use the module.
+Memory is identified by its address. Reads run on threads of this module. overwire's own loads do not use the module.
 """
 
 from __future__ import annotations

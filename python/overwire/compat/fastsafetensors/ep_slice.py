@@ -10,9 +10,8 @@ from re import Pattern
 #: Matches the expert's number in a tensor's name.
 DEFAULT_EXPERT_PATTERN: Pattern[str] = re.compile(r"\.experts\.(\d+)\.")
 
-# Name endings of the tensors that are dropped for other ranks' experts. An expert's other tensors
-# (scales, zero points, g_idx) are small, and code that computes a common scale needs them for all
-# experts.
+# Name endings of the tensors that are dropped for other ranks' experts. An expert's other tensors (scales, zero points,
+# g_idx) are small, and code that computes a common scale needs them for all experts.
 _WEIGHTS = frozenset({"weight", "weight_packed", "qweight", "bias"})
 
 

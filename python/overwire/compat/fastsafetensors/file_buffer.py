@@ -15,8 +15,7 @@ class FilesBufferOnDevice:
     """The tensors of all ranks' files. In a group of several ranks, all ranks must make the
     same calls in the same order, except that `push_tensor` only needs its two ranks.
 
-    The caller owns the returned tensors, which outlive `close`. device, dtype: of the
-    results; AUTO: as loaded.
+    The caller owns the returned tensors, which outlive `close`. device, dtype: of the results; AUTO: as loaded.
 
     keep_tensor: only includes tensors with names that it accepts. borrowed_tensors: has no
     effect, because the caller owns the tensors.
@@ -66,8 +65,7 @@ class FilesBufferOnDevice:
             self.close()
 
     def iter_local_tensors(self, tensor_names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor) for each name without a collective. Raises RuntimeError in a group
-        of several ranks."""
+        """Yields (name, tensor) for each name without a collective. Raises RuntimeError in a group of several ranks."""
         if self.pg.size() != 1:
             raise RuntimeError("iter_local_tensors is for a group of one rank")
         for name in tensor_names:

@@ -75,8 +75,7 @@ class BaseSafeTensorsFileLoader:
         return list(self.frames[tensor_name].shape)
 
     def set_tensor_filter(self, keep_tensor: Callable[[str], bool] | None) -> None:
-        """Sets a filter for the names of tensors to read; None: all tensors. All ranks must set the same
-        filter."""
+        """Sets a filter for the names of tensors to read; None: all tensors. All ranks must set the same filter."""
         self.tensor_filter = keep_tensor
 
     def add_filenames(self, filenames: Mapping[int, list[str]]) -> None:
@@ -120,9 +119,8 @@ class BaseSafeTensorsFileLoader:
         dtype: converts all tensors to it. allow_inflight: waits for each tensor when it is
         requested, if the copier supports that and the group has one rank; a read error is then
         raised at that point. borrowed_tensors: raises ValueError unless the group has one rank; it
-        has no other effect, because the caller owns the tensors.
-        In a group of several ranks, all ranks make this call, and a failure on one rank raises
-        an error on all ranks.
+        has no other effect, because the caller owns the tensors. In a group of several ranks, all ranks make this call,
+        and a failure on one rank raises an error on all ranks.
         """
         if borrowed_tensors and self.pg.size() != 1:
             raise ValueError("borrowed_tensors is for a group of one rank")
@@ -230,8 +228,7 @@ class fastsafe_open:
     """Opens and loads files in a with-block.
 
     filenames: a path, paths, or {rank: paths}. framework: "pt", "pytorch",
-    "torch" or "paddle". use_fgds: accepted, but libfgds is not used. Other arguments are
-    as for SafeTensorsFileLoader.
+    "torch" or "paddle". use_fgds: accepted, but libfgds is not used. Other arguments are as for SafeTensorsFileLoader.
     """
 
     def __init__(

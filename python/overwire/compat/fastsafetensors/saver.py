@@ -98,8 +98,7 @@ def _wrap(tensor: Any, framework: str) -> TensorBase:
 
 
 def plain_entry(name: str, tensor: Any, *, framework: str = "pytorch") -> WriteEntry:
-    """Makes an entry from a tensor, wrapped or not. Raises TypeError for a dtype that
-    safetensors lacks."""
+    """Makes an entry from a tensor, wrapped or not. Raises TypeError for a dtype that safetensors lacks."""
     tensor_base = _wrap(tensor, framework)
     return WriteEntry(name, tensor_base.dtype, tensor_base.get_shape(), tensor_base.get_nbytes(), tensor)
 
@@ -161,10 +160,9 @@ def plan_shards(
 
     metadata: strings for all files. shard0_metadata: strings for the first file.
     shard_metadata: computes strings for each file from its entries. header_align: a
-    multiple of 8; data begin at a multiple of it and of 64.
-    Raises ValueError for missing or repeated paths, a repeated name, bytes that do not match
-    dtype and shape, metadata that are not strings or that the saver reserves, and a header
-    of more than 100 MB.
+    multiple of 8; data begin at a multiple of it and of 64. Raises ValueError for missing or repeated paths, a repeated
+    name, bytes that do not match dtype and shape, metadata that are not strings or that the saver reserves, and a
+    header of more than 100 MB.
     """
     paths = [os.fspath(path) for path in paths]
     if not paths or len({os.path.abspath(path) for path in paths}) != len(paths):
@@ -239,10 +237,9 @@ def write_shards(
 
     Each file gets its name when all files are complete and on the disk. min_free_bytes: the
     space that must stay free on each disk. fsync has no effect: files are always synced.
-    Missing folders are made.
-    Before it calls `fill` it raises ValueError for inconsistent plans or equal paths,
-    FormatError for headers that break the format's rules, and OSError if there is not enough
-    space. An exception of `fill` is passed on, and no file is left.
+    Missing folders are made. Before it calls `fill` it raises ValueError for inconsistent plans or equal paths,
+    FormatError for headers that break the format's rules, and OSError if there is not enough space. An exception of
+    `fill` is passed on, and no file is left.
     """
     paths = [os.path.abspath(plan.path) for plan in plans]
     if len(set(paths)) != len(paths):
@@ -318,8 +315,7 @@ class ParallelSaver:
     to buffers; None: the sources are tensors. Other arguments are as for `plan_shards` and
     `write_shards`.
     compress: whether to compress shards into overwire's container. The filled buffers then
-    stay in host memory until they are written, and data begin at multiples of 64, which
-    header_align must divide.
+    stay in host memory until they are written, and data begin at multiples of 64, which header_align must divide.
     """
 
     def __init__(

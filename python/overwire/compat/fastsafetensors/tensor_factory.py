@@ -74,8 +74,7 @@ class LazyTensorFactory:
             self.copier, self.wait_tensor = None, None
 
     def drain(self) -> None:
-        """Waits for all tensors that the engine is loading. A failure is raised when its tensor is
-        requested."""
+        """Waits for all tensors that the engine is loading. A failure is raised when its tensor is requested."""
         if isinstance(self.copier, EngineCopier) and self.wait_tensor is not None:
             with suppress(Exception):
                 self.copier.finish_io()

@@ -2,11 +2,10 @@
 
     import overwire.compat.nvcomp as nvcomp
 
-The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate and
-Cascaded do not need a GPU. X16 is overwire's own codec. RAW streams have the algorithms'
-standard formats. Native and sized streams have overwire's formats; those that nvCOMP wrote
-are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` tells where each algorithm
-runs.
+The names are those of nvCOMP 4.2 to 6.0. LZ4, Snappy, Zstd, Deflate, Gzip, GDeflate and Cascaded do not need a GPU. X16
+is overwire's own codec. RAW streams have the algorithms' standard formats. Native and sized streams have overwire's
+formats; those that nvCOMP wrote are passed to an installed nvCOMP (docs/nvcomp.md). `backends()` tells where each
+algorithm runs.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ __all__ = [
     "set_pinned_allocator",
 ]
 
-# nvCOMP also exports enum members as names of the module, in this order. Several are called
-# NONE; the last one wins.
+# nvCOMP also exports enum members as names of the module, in this order. Several are called NONE; the last one wins.
 for _kind in (
     ArrayBufferKind,
     BitcompMode,

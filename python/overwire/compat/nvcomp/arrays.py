@@ -1,5 +1,4 @@
-"""Defines Array and BatchArray, which share the memory of other objects without a copy and keep
-it alive."""
+"""Defines Array and BatchArray, which share the memory of other objects without a copy and keep it alive."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
 
     It is made from a DLPack capsule, or from an object with `__dlpack__`,
     `__array_interface__`, `__cuda_array_interface__` or the buffer protocol. It shares the
-    memory and keeps it alive. Arrays on the host support the buffer protocol. Raises
-    TypeError for other objects.
+    memory and keeps it alive. Arrays on the host support the buffer protocol. Raises TypeError for other objects.
     """
 
     def __init__(self, src_object: Any, cuda_stream: int = 0) -> None:
@@ -204,8 +202,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         """Returns a DLPack capsule of the same memory. The capsule keeps the memory alive.
 
         cuda_stream: for GPU memory, the consumer's stream, which will wait for the Array. None is
-        the default stream, and -1 means no wait. Raises BufferError if the strides are not whole
-        elements.
+        the default stream, and -1 means no wait. Raises BufferError if the strides are not whole elements.
         """
         self._wait_until_ready(self._device == HOST)
         if self._device != HOST and cuda_stream != -1:
@@ -302,8 +299,7 @@ class Array(codecs.exporter()):  # type: ignore[misc]
         gpu.copy(address, self._span.address, self.buffer_size, device=device, stream=stream, after=after, wait=wait)
 
     def _copy_to_device(self, synchronize: bool = True, stream: int = 0, index: int | None = None) -> Array | None:
-        """Copies the Array to a GPU, in memory of the device allocator if one is set. Returns None without
-        a GPU."""
+        """Copies the Array to a GPU, in memory of the device allocator if one is set. Returns None without a GPU."""
         if self._strides is not None or gpu.count() == 0:
             return None
         index = streams.current() if index is None else index
@@ -446,8 +442,7 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _interface_device(interface: dict[str, Any], stream: int) -> tuple[int, int]:
-    """Returns the device of a CUDA array interface's memory. Makes the stream wait for the producer's
-    stream."""
+    """Returns the device of a CUDA array interface's memory. Makes the stream wait for the producer's stream."""
     address = int(interface["data"][0] or 0) if interface.get("data") is not None else 0
     number = gpu.device_of(address) if address else streams.current()
     if number < 0:

@@ -103,26 +103,22 @@ class Codec:
     Keywords are nvCOMP's, and all are optional: `algorithm` (decoding detects it by default),
     `device_id`, `cuda_stream`, `uncomp_chunk_size`, `bitstream_kind`, `checksum_policy`,
     `data_type`, `algorithm_type` and others. Two are new. `strict`: a wrong checksum raises an
-    error in `decode`, instead of on the first access to the bytes. `ask_nvcomp`: if False,
-    streams that overwire refuses are never passed to an installed nvCOMP, whose decoders
-    trust their input.
+    error in `decode`, instead of on the first access to the bytes. `ask_nvcomp`: if False, streams that overwire
+    refuses are never passed to an installed nvCOMP, whose decoders trust their input.
 
-    LZ4, Snappy, Cascaded and X16 streams on a GPU are decoded there, on `cuda_stream` (by
-    default torch's current stream). With a DecompressConfig the call does not wait: errors
-    in the data are raised on the first access to a finished Array (`cpu()` waits for it), or
-    by `decode` of a `strict` Codec. X16 is also encoded on the GPU; that call waits for the
-    lengths. All other work, including checksums, runs on the CPU, and Arrays are copied there
-    and back; see `backends()`. If there is a GPU, results are on it. Cascaded's elements have
+    LZ4, Snappy, Cascaded and X16 streams on a GPU are decoded there, on `cuda_stream` (by default torch's current
+    stream). With a DecompressConfig the call does not wait: errors in the data are raised on the first access to a
+    finished Array (`cpu()` waits for it), or by `decode` of a `strict` Codec. X16 is also encoded on the GPU; that call
+    waits for the lengths. All other work, including checksums, runs on the CPU, and Arrays are copied there and back;
+    see `backends()`. If there is a GPU, results are on it. Cascaded's elements have
     `data_type`. Without it they have the Arrays' type, or are bytes if the Arrays differ in type.
 
-    Native streams, sized streams and Cascaded are overwire's own formats (docs/nvcomp.md). RAW
-    streams of the other algorithms are standard. ANS and Bitcomp, and native, sized and
-    Cascaded streams that nvCOMP wrote, are passed to an installed nvCOMP, and the call waits
-    for it. Without nvCOMP, the error names the wheel to install.
-    Threads may share a Codec.
+    Native streams, sized streams and Cascaded are overwire's own formats (docs/nvcomp.md). RAW streams of the other
+    algorithms are standard. ANS and Bitcomp, and native, sized and Cascaded streams that nvCOMP wrote, are passed to an
+    installed nvCOMP, and the call waits for it. Without nvCOMP, the error names the wheel to install. Threads may share
+    a Codec.
 
-    Raises ValueError for unknown keywords and algorithms, RuntimeError for values
-    of the wrong type.
+    Raises ValueError for unknown keywords and algorithms, RuntimeError for values of the wrong type.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -182,10 +178,9 @@ class Codec:
     def encode(self, array: Any, out: Any = None, compression_config: CompressConfig | None = None) -> Any:
         """Compresses an Array (or any object that `as_array` accepts), or each item of a list.
 
-        Returns an Array of `|i1`, or a BatchArray. `out` is an Array from a Codec, which is
-        resized, or writable memory, which the result shares; for a list, a list of these.
-        Raises ValueError if `out` is too small or overlaps a source or another `out`, or if
-        the lengths differ from the config's.
+        Returns an Array of `|i1`, or a BatchArray. `out` is an Array from a Codec, which is resized, or writable
+        memory, which the result shares; for a list, a list of these. Raises ValueError if `out` is too small or
+        overlaps a source or another `out`, or if the lengths differ from the config's.
         """
         self._check_open()
         many, sources = placing.as_list(array)

@@ -1,5 +1,4 @@
-"""Implements nvidia.nvcomp.external_memory. Allocators return it for memory that must be freed
-before its stream."""
+"""Implements nvidia.nvcomp.external_memory. Allocators return it for memory that must be freed before its stream."""
 
 from __future__ import annotations
 

@@ -107,11 +107,9 @@ def _load_codec(algorithm: str) -> Any:
 class Original:
     """nvCOMP's own Codec. Threads may share it; a lock lets one use it at a time.
 
-    algorithm: the name in errors. kwargs: arguments of nvCOMP's Codec. verifies: whether
-        nvCOMP compares checksums.
+    algorithm: the name in errors. kwargs: arguments of nvCOMP's Codec. verifies: whether nvCOMP compares checksums.
 
-    Raises NotSupportedError without nvCOMP, and nvCOMP's own errors, for instance without a
-    GPU.
+    Raises NotSupportedError without nvCOMP, and nvCOMP's own errors, for instance without a GPU.
     """
 
     def __init__(self, algorithm: str, kwargs: dict[str, Any], verifies: bool = False) -> None:

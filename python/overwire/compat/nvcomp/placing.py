@@ -40,8 +40,7 @@ def on_host(array: Array) -> Array:
 
 
 def prepare_outputs(out: Any, many: bool, sources: list[Array], stream: int) -> list[Array | None] | None:
-    """Returns the Arrays of `out`, ready for a stream. Raises ArgumentError if they overlap each other
-    or a source."""
+    """Returns the Arrays of `out`, ready for a stream. Raises ArgumentError if they overlap each other or a source."""
     if out is None:
         return None
     if many and (not isinstance(out, (list, tuple)) or len(out) != len(sources)):

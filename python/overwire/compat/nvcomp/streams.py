@@ -32,9 +32,8 @@ class CudaStream:
 
     @staticmethod
     def borrow(cuda_stream: int, device_idx: int = -1) -> CudaStream:
-        """Returns a view of a stream. -1 is the current device. Raises RuntimeError without a GPU,
-        and ValueError for a device that does not exist or a stream of another device. The
-        special streams belong to every device."""
+        """Returns a view of a stream. -1 is the current device. Raises RuntimeError without a GPU, and ValueError for a
+        device that does not exist or a stream of another device. The special streams belong to every device."""
         device = _device("CudaStream.borrow", device_idx)
         check_device(int(cuda_stream), device)
         return CudaStream._from_number(int(cuda_stream), device)
@@ -98,9 +97,8 @@ def _set_allocator(kind: str, allocator: Allocator | None) -> None:
 
 
 def set_device_allocator(allocator: Allocator | None = None) -> None:
-    """Sets the allocator of device memory: a callable (nbytes, CudaStream) that returns an
-    object with an int `ptr`. Freeing that object frees the memory. None restores the
-    default. Buffers of previous allocators stay valid."""
+    """Sets the allocator of device memory: a callable (nbytes, CudaStream) that returns an object with an int `ptr`.
+    Freeing that object frees the memory. None restores the default. Buffers of previous allocators stay valid."""
     _set_allocator("device", allocator)
 
 

@@ -14,8 +14,7 @@ Intended differences:
 Bundles in nyacomp's layout load if their files are plain (".raw"), or were compressed by this
 `_nyacomp` or by nvCOMP. Files in the nvCOMP formats ANS and Bitcomp are refused.
 
-Modules: `_nyacomp` (its extension), `hf`, `partition`. `settings` documents the environment
-variables.
+Modules: `_nyacomp` (its extension), `hf`, `partition`. `settings` documents the environment variables.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     python -m overwire.compat.nyacomp recompress MODEL NEW
 
-MODEL is a file that nyacomp's compress or compress_pickle wrote, with its nya/ folder in the
-same folder.
+MODEL is a file that nyacomp's compress or compress_pickle wrote, with its nya/ folder in the same folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Implements nyacomp's extension module `_nyacomp`, which stores each tensor in a file.
 
-A file with a name that ends in "raw" is plain bytes. Other files are overwire containers with one
-tensor; nvCOMP's files are also read (see `hlif`). Results are writable torch tensors, each in its
-own memory. As in nyacomp they are on the first GPU if torch finds one, otherwise on the host.
-Importing this module does not import torch and starts no work.
+A file with a name that ends in "raw" is plain bytes. Other files are overwire containers with one tensor; nvCOMP's
+files are also read (see `hlif`). Results are writable torch tensors, each in its own memory. As in nyacomp they are on
+the first GPU if torch finds one, otherwise on the host. Importing this module does not import torch and starts no work.
 """
 
 from __future__ import annotations
@@ -111,9 +110,8 @@ def batch_decompress(files: Sequence[CompressedFile], assignments: Sequence[Sequ
     assignments: positions in files for each thread, in any number of bins. They are checked
         and otherwise ignored: each worker takes the next file.
 
-    Raises ArgumentError for invalid assignments, FormatError for wrong sizes (before anything is
-    allocated), NotFoundError, CorruptError, and NotSupportedError for nvCOMP formats that only
-    nvCOMP can read.
+    Raises ArgumentError for invalid assignments, FormatError for wrong sizes (before anything is allocated),
+    NotFoundError, CorruptError, and NotSupportedError for nvCOMP formats that only nvCOMP can read.
     """
     if not manifests.bins_fit(assignments, len(files)):
         raise overwire.ArgumentError(
@@ -155,8 +153,7 @@ class AsyncDecompressor:
             return list(self._tensors)
 
     def take(self) -> list[Any]:
-        """Like `get`, but the caller becomes the only owner: the tensors are not kept, and a later
-        call loads again."""
+        """Like `get`, but the caller becomes the only owner: the tensors are not kept, and a later call loads again."""
         with self._lock:
             tensors, self._tensors = self._tensors, None
             return _read_entries(_parse_entries(self.path), self._preload) if tensors is None else tensors
@@ -292,8 +289,7 @@ def _is_bundle(entry: _Entry) -> bool:
 
 
 def _check(entry: _Entry) -> list[str] | Callable[[_Entry], Any]:
-    """Returns the names in a container, or for another file the function that reads its bytes.
-    Only reads headers."""
+    """Returns the names in a container, or for another file the function that reads its bytes. Only reads headers."""
     file, place = entry.file, entry.place
     if _is_bundle(entry):
         (source,) = overwire.inspect(place)["sources"]

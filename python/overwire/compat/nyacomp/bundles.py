@@ -218,9 +218,8 @@ def _filled(path: PathLike, tensors: list[Any]) -> Any:
 
 
 def get_args(path: PathLike) -> tuple[list[_nyacomp.CompressedFile], list[list[int]]]:
-    """Returns the arguments of `batch_decompress` for the bundle at `path`, from its metadata.pkl. The
-    files are partitioned again if the stored bins are for another number of threads, or if
-    REDO_PARTITION is set."""
+    """Returns the arguments of `batch_decompress` for the bundle at `path`, from its metadata.pkl. The files are
+    partitioned again if the stored bins are for another number of threads, or if REDO_PARTITION is set."""
     rows, bins = manifests.read_metadata(path)
     meta = [row for row in rows if row]
     folder = Path(path).absolute().parent

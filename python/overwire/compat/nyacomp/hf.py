@@ -1,9 +1,8 @@
 """Compresses and loads checkpoints of Hugging Face's libraries, each tensor in its own file.
 
-For D/x.bin it writes D/nya/boneless_x.bin, a torch file with the state dict. In it a large tensor
-is {"shape", "dtype", "len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta"
-has the bins. The checkpoint itself stays. Checkpoints in the same folder share the file of an
-equal key; the digest tells which checkpoint its tensor belongs to.
+For D/x.bin it writes D/nya/boneless_x.bin, a torch file with the state dict. In it a large tensor is {"shape", "dtype",
+"len", "len_compressed", "digest"}, with its data in D/nya/KEY.gz, and "meta" has the bins. The checkpoint itself stays.
+Checkpoints in the same folder share the file of an equal key; the digest tells which checkpoint its tensor belongs to.
 """
 
 from __future__ import annotations
@@ -63,10 +62,9 @@ def compress_components(components: Iterable[_PathLike]) -> float:
 
 
 def compress_state_dict(path: _PathLike, treshold: int = 16000) -> tuple[int, int]:
-    """Compresses the tensors of a torch or safetensors checkpoint that have more than `treshold`
-    bytes, into nya/ in its folder. Replaces the files of an earlier run, and the
-    files of other checkpoints in the folder for equal keys. `good_load` of such a checkpoint then raises
-    CorruptError, unless the tensors are equal.
+    """Compresses the tensors of a torch or safetensors checkpoint that have more than `treshold` bytes, into nya/ in
+    its folder. Replaces the files of an earlier run, and the files of other checkpoints in the folder for equal keys.
+    `good_load` of such a checkpoint then raises CorruptError, unless the tensors are equal.
 
     Returns the original and the stored bytes of all tensors. Raises NotSupportedError for a
     checkpoint with a key "meta".
@@ -161,8 +159,7 @@ def _is_row(row: dict[str, Any]) -> bool:
 
 
 def _read_layout(path: _PathLike) -> tuple[dict[str, Any], list[str], list[_nyacomp.CompressedFile]]:
-    """Returns the state dict without its bins, and the keys and files of its large tensors, largest
-    first."""
+    """Returns the state dict without its bins, and the keys and files of its large tensors, largest first."""
     boneless = _boneless(path)
     state = _read_boneless(boneless)
     state.pop("meta", None)
@@ -201,8 +198,7 @@ def good_load(path: _PathLike) -> dict[str, Any]:
     """Returns the state dict of a checkpoint that `compress_state_dict` has compressed, with the
     same keys in the same order. `path` itself need not exist any more.
 
-    Raises CorruptError if another checkpoint in the folder has replaced the file of a
-    tensor."""
+    Raises CorruptError if another checkpoint in the folder has replaced the file of a tensor."""
     state, keys, files = _read_layout(path)
     assignments = partition.massage([file.compressed_size for file in files], settings.num_threads())
     state.update(zip(keys, _nyacomp.batch_decompress(files, assignments), strict=True))
@@ -214,10 +210,9 @@ _toggled: dict[int, tuple[Any, list[_Toggle]]] = {}
 
 
 def toggle_patch(module: Any) -> None:
-    """Patches a module (diffusers' or transformers' modeling_utils). Its `load_state_dict`, and
-    its `safe_open` if it has one, then load checkpoints that `compress_state_dict` has compressed,
-    and read others as before. A second call removes the patch, but leaves wrappers that another
-    tool has put around it."""
+    """Patches a module (diffusers' or transformers' modeling_utils). Its `load_state_dict`, and its `safe_open` if it
+    has one, then load checkpoints that `compress_state_dict` has compressed, and read others as before. A second call
+    removes the patch, but leaves wrappers that another tool has put around it."""
     if id(module) in _toggled:
         for toggle in _toggled.pop(id(module))[1]:
             toggle.on = False

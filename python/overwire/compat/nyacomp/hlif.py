@@ -6,10 +6,9 @@
     48 u64 plain bytes of a chunk              56 u32 offset of the payload
     64 the format's own header; u64 offset, u64 bytes of each chunk; u32 checksums
 
-It is the container of nvCOMP 2.2, the last release with open source, with 0 as its magic
-number. Its GDeflate chunks are standard. nvCOMP does not publish its checksum algorithm, so
-checksums are not compared (nyacomp does not compare them either). A changed byte goes unnoticed
-if its chunk still decodes, so such files should be compressed again.
+It is the container of nvCOMP 2.2, the last release with open source, with 0 as its magic number. Its GDeflate chunks
+are standard. nvCOMP does not publish its checksum algorithm, so checksums are not compared (nyacomp does not compare
+them either). A changed byte goes unnoticed if its chunk still decodes, so such files should be compressed again.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def sniff(place: str) -> Header | None:
 
 
 def decode(place: str, data: bytes, size: int) -> memoryview:
-    """Decodes the `size` bytes of a complete nvCOMP file. Raises CorruptError, FormatError,
-    NotSupportedError."""
+    """Decodes the `size` bytes of a complete nvCOMP file. Raises CorruptError, FormatError, NotSupportedError."""
     header = parse(place, data[: _HEADER.size], len(data))
     if header.plain != size:
         text = f"overwire: open {place}: expected {size} plain bytes, got {header.plain}"

@@ -1,9 +1,8 @@
 """Reads and writes the manifests next to tensor files: meta.csv, metadata.pkl, merged_tensors.csv.
 
-docs/nyacomp.md describes meta.csv. metadata.pkl is a pickled list with a dict for each row
-(filename, shape, dtype, decompressed_size, compressed_size; {} for a tensor that was not
-stored), and the bins as last item. All three may be in nya/, as in nyacomp's code, or next to
-the pickle, as in its README.
+docs/nyacomp.md describes meta.csv. metadata.pkl is a pickled list with a dict for each row (filename, shape, dtype,
+decompressed_size, compressed_size; {} for a tensor that was not stored), and the bins as last item. All three may be in
+nya/, as in nyacomp's code, or next to the pickle, as in its README.
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ def read_csv(path: str | os.PathLike[str]) -> Manifest:
 
 
 def to_csv(meta: Sequence[Mapping[str, Any]], bins: Sequence[Sequence[int]], f: str | os.PathLike[str]) -> None:
-    """Writes a meta.csv from the dicts that `compress_parameter` returns (empty dicts are skipped)
-    and from bins of positions among the other dicts. Raises ArgumentError for a name with a line
-    break, before anything is written."""
+    """Writes a meta.csv from the dicts that `compress_parameter` returns (empty dicts are skipped) and from bins of
+    positions among the other dicts. Raises ArgumentError for a name with a line break, before anything is written."""
     for row in meta:
         if row and "\n" in str(row["filename"]):
             raise overwire.ArgumentError(

@@ -1,9 +1,8 @@
 """Reads nyacomp's environment variables, and documents them.
 
-An invalid value is logged as a warning on the logger "overwire" and counts as not set.
-DEBUG, SILENT, NUM_THREADS, PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become settings of
-overwire itself once this package is imported. overwire warns about them, and its own
-variables take precedence (`overwire doctor --env`).
+An invalid value is logged as a warning on the logger "overwire" and counts as not set. DEBUG, SILENT, NUM_THREADS,
+PRELOAD_PATH, NO_PRELOAD and LOAD_UNCOMPRESSED become settings of overwire itself once this package is imported.
+overwire warns about them, and its own variables take precedence (`overwire doctor --env`).
 """
 
 from __future__ import annotations

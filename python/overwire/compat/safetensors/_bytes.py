@@ -54,8 +54,7 @@ def write(tensor_dict: dict[str, Any], filename: Any, metadata: dict[str, str] |
     path = os.fspath(filename)
     with writing():
         descriptions = [(name, spec.describe()) for name, spec in tensor_dict.items()]
-        # Do not touch other files in the folder: transformers writes the index of its shards
-        # after them.
+        # Do not touch other files in the folder: transformers writes the index of its shards after them.
         save_bytes(descriptions, path, metadata, compress=compress, beside=True)
 
 

@@ -177,10 +177,9 @@ class _safe_open_handle(safe_open):
 class PySafeSlice(Internal):
     """A tensor of an open file that is read when it is indexed.
 
-    For "pt" it is indexed like a torch tensor, including lists, masks and errors. For ints,
-    slices, `...` and None only the needed block is read. For other frameworks an index has
-    ints, slices with a positive step, and at most one `...`; anything else raises
-    SafetensorError.
+    For "pt" it is indexed like a torch tensor, including lists, masks and errors. For ints, slices, `...` and None only
+    the needed block is read. For other frameworks an index has ints, slices with a positive step, and at most one
+    `...`; anything else raises SafetensorError.
     """
 
     __slots__ = ("_device", "_file", "_framework", "_inner", "_name")

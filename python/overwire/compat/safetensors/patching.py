@@ -21,8 +21,7 @@ from overwire.integrations import AfterImport, Lazy
 
 from . import _bytes, _files, _lazy
 
-# Functions that read, by safetensors' modules. A framework's module exists if the framework is
-# installed.
+# Functions that read, by safetensors' modules. A framework's module exists if the framework is installed.
 _READERS = {
     "safetensors": ("safe_open", "_safe_open_handle", "deserialize"),
     "safetensors.torch": ("load_file", "load", "load_model"),
@@ -486,18 +485,15 @@ def patch_safetensors(*, device: Any = None, compress: bool = False, offload: bo
         `offload`, as long as the model exists. The ring takes device memory for two of the
         largest blocks, and twice the stored bytes of one.
 
-    Forked children, such as DataLoader workers, cannot use the engine. There, safetensors' own
-    functions read and write plain files, including files opened before the fork. Compressed
-    files are read without the engine, which is slow.
+    Forked children, such as DataLoader workers, cannot use the engine. There, safetensors' own functions read and write
+    plain files, including files opened before the fork. Compressed files are read without the engine, which is slow.
 
     Returns a context manager with `undo`. Patches may be nested and may overlap. The latest
     `device` applies; `compress` and `offload` apply if any patch sets them. When the last patch
-    ends, the originals are restored, except where another tool has wrapped them since.
-    If a library's classes are not as expected, a warning is logged and the library is not hooked:
-    its files are read tensor by tensor, as before.
+    ends, the originals are restored, except where another tool has wrapped them since. If a library's classes are not
+    as expected, a warning is logged and the library is not hooked: its files are read tensor by tensor, as before.
 
-    Raises MissingPackageError if safetensors is not installed, and SafetensorError for an
-    invalid device.
+    Raises MissingPackageError if safetensors is not installed, and SafetensorError for an invalid device.
     """
     from overwire._compat_api import check_switches
 

@@ -2,10 +2,9 @@
 
     import overwire.compat.tensorizer as tensorizer
 
-Importing it does not import torch. The main differences: the engine opens files and uses all
-cores. An index may exceed tensorizer's 256 KiB, and tensorizer can read it. Encryption never
-changes the caller's memory. A TensorSerializer is also a context manager. docs/tensorizer.md
-lists all differences.
+Importing it does not import torch. The main differences: the engine opens files and uses all cores. An index may exceed
+tensorizer's 256 KiB, and tensorizer can read it. Encryption never changes the caller's memory. A TensorSerializer is
+also a context manager. docs/tensorizer.md lists all differences.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ def _check_length(key: bytes, what: str) -> None:
 class EncryptionParams:
     """The key with which a TensorSerializer encrypts: 32 bytes.
 
-    Make one with `random` or `from_string`, or from your own key. Raises ValueError for a key
-    of another length.
+    Make one with `random` or `from_string`, or from your own key. Raises ValueError for a key of another length.
     """
 
     OpsLimit = _OpsLimit
@@ -67,9 +66,8 @@ class EncryptionParams:
         """Derives a key from a password with Argon2id.
 
         opslimit: number of passes. memlimit: bytes of memory. None means MODERATE, which takes
-        256 MiB and half a second. salt: 16 bytes; None: random. The file stores all three.
-        Raises ValueError for an empty password or a salt of another length, TypeError for an
-        OpsLimit as memlimit or the reverse.
+        256 MiB and half a second. salt: 16 bytes; None: random. The file stores all three. Raises ValueError for an
+        empty password or a salt of another length, TypeError for an OpsLimit as memlimit or the reverse.
         """
         if not source:
             raise ValueError("Source cannot be empty")

@@ -44,9 +44,8 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     dtype: casts tensors to it. A floating-point dtype only casts 16, 32 and 64 bit floats;
         integers, bools, complex and 8-bit types stay. Any other dtype casts all but bools.
     lazy_load: whether tensors are read when they are first requested, and then cached.
-    verify_hash: whether to compare all checksums of a record, on the host. "crc32" only
-        compares CRC32, during the transfer and for any device. (Encrypted tensors have no
-        CRC32, but a MAC that is always compared.)
+    verify_hash: whether to compare all checksums of a record, on the host. "crc32" only compares CRC32, during the
+        transfer and for any device. (Encrypted tensors have no CRC32, but a MAC that is always compared.)
     encryption: how to decrypt; None: the file is not encrypted.
     num_readers: checked but otherwise ignored: the engine uses all cores.
     plaid_mode, plaid_mode_buffers: have no effect.
@@ -443,16 +442,14 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             yield record.module, TensorType(record.type), name, tensor.numpy(), true is not None, true
 
     def to_redis(self, redis_client: Any, key_prefix: str, force: bool = False) -> None:
-        """Copies the file to Redis, where it can be read as `redis://host/key_prefix`. The head and
-        the index are stored at "prefix:header:0". Each tensor's record and data are stored at
-        "prefix:name:offset", the data in values of at most 256 MiB. Filters have no effect,
-        because a part would not be a valid file.
+        """Copies the file to Redis, where it can be read as `redis://host/key_prefix`. The head and the index are
+        stored at "prefix:header:0". Each tensor's record and data are stored at "prefix:name:offset", the data in
+        values of at most 256 MiB. Filters have no effect, because a part would not be a valid file.
 
         redis_client: a client of the package redis, or an object with its methods set, exists,
             get, scan_iter and delete. force: whether to replace existing values of the prefix.
             Without it they stay, so an interrupted copy can be continued.
-        Raises ValueError if Redis has another file there, and after `close` (which an eager load
-        to a GPU calls).
+        Raises ValueError if Redis has another file there, and after `close` (which an eager load to a GPU calls).
         """
         if self._source is None:
             raise ValueError("I/O operation on closed file")
@@ -495,10 +492,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
     def load_into_module(
         self, m: torch.nn.Module, filter_func: Callable[[Any], Any] | None = None, verify_hash: bool | None = None
     ) -> int:
-        """Loads the parameters and buffers that `TensorSerializer.write_module` has saved into a
-        module, closes the file, and returns their number. Tensors that are tied in the module
-        stay tied if the file has the same bytes for them. Raises NotImplementedError for files
-        of state dicts."""
+        """Loads the parameters and buffers that `TensorSerializer.write_module` has saved into a module, closes the
+        file, and returns their number. Tensors that are tied in the module stay tied if the file has the same bytes for
+        them. Raises NotImplementedError for files of state dicts."""
         modules = dict(m.named_modules())
         paths = [path for path in self._records if filter_func is None or filter_func(_paths.plain(path))]
         for path in paths:

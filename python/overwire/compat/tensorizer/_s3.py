@@ -90,8 +90,7 @@ def infer_credentials(key: str | None, secret: str | None, config_path: Any = No
 
 
 def enforce_scheme(endpoint: str, allow_http: bool = False, force_http: bool = False) -> str:
-    """Returns an endpoint with the scheme https, or http if that is allowed or forced. Raises
-    ValueError otherwise."""
+    """Returns an endpoint with the scheme https, or http if that is allowed or forced. Raises ValueError otherwise."""
     scheme, separator, rest = endpoint.partition("://")
     scheme = scheme.lower() if separator else ""
     if not separator:
@@ -144,10 +143,9 @@ def options_for(
 ) -> dict[str, Any]:
     """Returns the storage_options that access an object like tensorizer's open_stream.
 
-    Credentials come from the arguments, else from .s3cfg, else from the AWS tools'
-    configuration. The endpoint comes from the argument, else from .s3cfg, the environment or
-    the AWS tools' configuration; the default is CoreWeave's. Raises ValueError for an
-    endpoint without TLS, unless the environment or force_http allows it.
+    Credentials come from the arguments, else from .s3cfg, else from the AWS tools' configuration. The endpoint comes
+    from the argument, else from .s3cfg, the environment or the AWS tools' configuration; the default is CoreWeave's.
+    Raises ValueError for an endpoint without TLS, unless the environment or force_http allows it.
     """
     from . import stream_io
 

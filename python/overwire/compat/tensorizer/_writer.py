@@ -57,16 +57,14 @@ class _Ready(NamedTuple):
 class TensorSerializer:
     """Writes tensors to a .tensors file, one after another.
 
-    file_obj: a path (missing folders are made), a descriptor, or a seekable binary file
-        open for reading and writing. `close` closes it. A file at a path is replaced
-        atomically by `close`. If an exception ends a `with` block, or a write fails, the
-        older file stays.
+    file_obj: a path (missing folders are made), a descriptor, or a seekable binary file open for reading and writing.
+        `close` closes it. A file at a path is replaced atomically by `close`. If an exception ends a `with` block, or a
+        write fails, the older file stays.
     compress_tensors: has no effect, as in tensorizer.
     encryption: how to encrypt; the caller's tensors do not change.
     limit_cpu_concurrency: maximum cores for hashing and encrypting; None: all.
 
-    Raises ValueError for unsuitable files, TypeError and ValueError for invalid
-    arguments.
+    Raises ValueError for unsuitable files, TypeError and ValueError for invalid arguments.
     """
 
     def __init__(

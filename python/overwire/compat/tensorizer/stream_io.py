@@ -32,8 +32,7 @@ curl_path: str | None = None
 # The settings file of s3cmd.
 _s3_default_config_paths = (os.path.expanduser("~/.s3cfg"),)
 
-# storage_options of all streams. If a server sends nothing for this many seconds, the request is
-# repeated a few times.
+# storage_options of all streams. If a server sends nothing for this many seconds, the request is repeated a few times.
 _PATIENCE: dict[str, float] = {"timeout": 30.0}
 
 _parse_s3_uri = _s3.parse_uri
@@ -214,9 +213,8 @@ class CURLStreamFile(_Stream):
     request to the URI's server, but not to other servers that it redirects to.
     buffer_size: bytes to buffer.
 
-    Broken connections are resumed. Raises OSError for an object that changes during a read, for a
-    failure that persists, and for an object that cannot be opened; ValueError for an invalid
-    range.
+    Broken connections are resumed. Raises OSError for an object that changes during a read, for a failure that
+    persists, and for an object that cannot be opened; ValueError for an invalid range.
     """
 
     _name = ""  # the name in errors if the URL is secret
@@ -293,8 +291,7 @@ class CURLStreamFile(_Stream):
         return clone
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fills a buffer up to the range's `end`; returns 0 after it. Raises OSError if the object ends
-        earlier."""
+        """Fills a buffer up to the range's `end`; returns 0 after it. Raises OSError if the object ends earlier."""
         view = memoryview(buffer).cast("B")
         limit = len(view) if self._end is None else max(0, min(len(view), self._end - self.tell()))
         count = super().readinto(view[:limit])
@@ -368,8 +365,7 @@ def s3_download(
     """Opens an s3:// object as a stream, through a URL that is signed for a day. The URL is not signed
     if both credentials are "" or if none are found. Signatures are version 4.
 
-    Raises ValueError for another URI and for an invalid range, OSError if the object cannot be
-    opened.
+    Raises ValueError for another URI and for an invalid range, OSError if the object cannot be opened.
     """
     options = _s3.direct_options(s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_region_name)
     return _S3StreamFile(path_uri, options, begin, end, buffer_size, certificate_handling)

@@ -1,9 +1,8 @@
 """Implements tensorizer.torch_compat: torch.save and torch.load with the tensors in another file.
 
-Inside `tensorizer_saving`, torch.save writes each storage once to a .tensors file next to the .pt
-file, however many tensors share it. Inside `tensorizer_loading`, torch.load reads the storages from
-that file. A context only applies to the thread or task that entered it; others use torch's own
-functions.
+Inside `tensorizer_saving`, torch.save writes each storage once to a .tensors file next to the .pt file, however many
+tensors share it. Inside `tensorizer_loading`, torch.load reads the storages from that file. A context only applies to
+the thread or task that entered it; others use torch's own functions.
 """
 
 from __future__ import annotations

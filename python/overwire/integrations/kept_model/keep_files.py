@@ -1,9 +1,8 @@
 """Stores models in a folder after an engine has processed them, one file per rank.
 
 A file is an overwire container. Its name is a fingerprint of everything that the engine's processing depends on and
-that is known before the model is built. Its metadata lists the name and kind of each tensor in the model, and
-describes every attribute of every module. A model that is restored from the file is used only if its description is
-the same.
+that is known before the model is built. Its metadata lists the name and kind of each tensor in the model, and describes
+every attribute of every module. A model that is restored from the file is used only if its description is the same.
 
 A file appears only when it is complete, and only its owner can write it. When the folder exceeds its limit,
 the least recently used files are removed.

@@ -80,9 +80,8 @@ class Places:
     def load_whole(self, where: Any, storage_options: Mapping[str, Any] | None, log: Any) -> bool:
         """Loads all tensors of a file that the model uses.
 
-        If the load cannot be planned, logs the reason and returns False. At most small parameters have changed.
-        Raises `Incomplete` and the errors of loading. After an error, the parameters may have a mix of old and new
-        values.
+        If the load cannot be planned, logs the reason and returns False. At most small parameters have changed. Raises
+        `Incomplete` and the errors of loading. After an error, the parameters may have a mix of old and new values.
         """
         with contextlib.ExitStack() as files:
             source = open_source(files, where, self._device, {"storage_options": storage_options})

@@ -126,9 +126,8 @@ class CopierInterface(ABC):
     def wait_io(
         self, gbuf: cpp.gds_device_buffer, dtype: DType = DType.AUTO, noalign: bool = False, owner: Any = None
     ) -> Mapping[str, TensorBase]:
-        """Waits for the file's tensors, and returns them by name. Raises the error of the read. owner:
-        the SharedDeviceAllocation of gbuf, for `metadata.get_tensors`; only passed to copiers that
-        have this parameter."""
+        """Waits for the file's tensors, and returns them by name. Raises the error of the read. owner: the
+        SharedDeviceAllocation of gbuf, for `metadata.get_tensors`; only passed to copiers that have this parameter."""
 
 
 CopierConstructFunc = Callable[[SafeTensorsMetadata, Device, FrameworkOpBase], CopierInterface]

@@ -12,9 +12,8 @@ from .registry import register_copier_constructor
 
 
 class GdsFileCopier(EngineCopier):
-    """Loads through overwire. Plain files are loaded to a GPU through GPUDirect Storage. If it is not
-    available, or not for a file, overwire logs a warning once and chooses another method.
-    fallback_cache has no effect."""
+    """Loads through overwire. Plain files are loaded to a GPU through GPUDirect Storage. If it is not available, or not
+    for a file, overwire logs a warning once and chooses another method. fallback_cache has no effect."""
 
     def __init__(
         self,
@@ -36,6 +35,5 @@ def new_gds_file_copier(
     device_memory_budget: int | None = None,
     **kwargs: Any,
 ) -> CopierConstructFunc:
-    """Makes GdsFileCopiers. The engine chooses sizes and threads, and only takes device memory for
-    the tensors."""
+    """Makes GdsFileCopiers. The engine chooses sizes and threads, and only takes device memory for the tensors."""
     return lambda metadata, device, framework: GdsFileCopier(metadata, device, None, framework)

@@ -21,9 +21,8 @@ class ThreeFSFileCopier(CopierInterface):
     """Reads a plain file's data by
     `reader.read_chunked(path=, dev_ptr=, file_offset=, total_length=, chunk_size=) -> bytes read`.
 
-    dev_ptr is host memory. For a GPU it is a pinned buffer, which is copied to the GPU 256 MiB at a
-    time. The reader may write to it from the host or with CUDA copies. With paddle, dev_ptr is the
-    address on the GPU."""
+    dev_ptr is host memory. For a GPU it is a pinned buffer, which is copied to the GPU 256 MiB at a time. The reader
+    may write to it from the host or with CUDA copies. With paddle, dev_ptr is the address on the GPU."""
 
     def __init__(self, metadata: SafeTensorsMetadata, device: Device, reader: Any, framework: FrameworkOpBase) -> None:
         self.metadata, self.device, self.reader, self.framework = metadata, device, reader, framework

@@ -1,5 +1,4 @@
-"""Implements the copier "unified": one copy from pinned memory, for GPUs that share the host's
-memory."""
+"""Implements the copier "unified": one copy from pinned memory, for GPUs that share the host's memory."""
 
 from __future__ import annotations
 

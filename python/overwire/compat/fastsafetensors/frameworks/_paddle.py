@@ -1,7 +1,6 @@
 """Implements the framework adapter for paddle. Importing this module imports paddle.
 
-overwire loads numpy arrays, which become paddle tensors without a copy. For a GPU, paddle then
-copies them.
+overwire loads numpy arrays, which become paddle tensors without a copy. For a GPU, paddle then copies them.
 """
 
 from __future__ import annotations
