@@ -1,17 +1,25 @@
 package cli
 
-// This file writes to standard output and standard error, and stops the command if a reader closes the pipe.
+// This file writes to standard output and standard error, shows the progress of a command, and stops it if a reader
+// closes the pipe.
 
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"os/signal"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/errs"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 )
 
 // ExitPipe is the exit status if the reader of standard output or standard error closes the
@@ -77,4 +85,58 @@ func fileOf(w io.Writer) *os.File {
 	}
 	f, _ := w.(*os.File)
 	return f
+}
+
+// progress shows the job's counters on stderr while a command runs, if stderr is a terminal. The returned function
+// stops this and removes the line. It may be called more than once.
+func (c *call) progress() (clear func()) {
+	if !isTerminal(c.stderr) {
+		return func() {}
+	}
+	stderr := unwrapWriter(c.stderr) // a screen would escape the line's control characters
+	end, exit := make(chan struct{}), make(chan struct{})
+	spawn.Go("progress", func() {
+		defer close(exit)
+		start := time.Now()
+		tick := time.NewTicker(200 * time.Millisecond)
+		defer tick.Stop()
+		width := 0
+		defer func() { fmt.Fprintf(stderr, "\r%s\r", strings.Repeat(" ", width)) }()
+		for {
+			select {
+			case <-end:
+				return
+			case <-tick.C:
+				line := progressLine(c.verb.name, c.job.Bytes.Load(), c.job.TotalBytes.Load(), time.Since(start))
+				if line == "" {
+					continue
+				}
+				fmt.Fprintf(stderr, "\r%-*s", width, line)
+				width = max(width, len(line))
+			}
+		}
+	})
+	return sync.OnceFunc(func() { close(end); <-exit })
+}
+
+// progressLine returns the line to show, or "" if the total is unknown.
+func progressLine(verb string, done, total int64, d time.Duration) string {
+	if total <= 0 || done < 0 {
+		return ""
+	}
+	line := fmt.Sprintf("%s  %s of %s  %s", verb, bytesText(done), bytesText(total), rateText(done, d.Seconds()))
+	if done > 0 && done < total && d > time.Second {
+		remaining := time.Duration(float64(d) * float64(total-done) / float64(done))
+		line += fmt.Sprintf("  %s left", remaining.Round(time.Second))
+	}
+	return line
+}
+
+func isTerminal(w io.Writer) bool {
+	f := fileOf(w)
+	if f == nil {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
 }

@@ -256,3 +256,54 @@ func FromFile(err error) error {
 	}
 	return FromOS(err)
 }
+
+// Ended adds a class to the plain error of an ended context.
+func Ended(ctx context.Context, err error) error {
+	if err != nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)) &&
+		!errors.Is(err, ErrCancelled) && !errors.Is(err, ErrTimeout) {
+		return Cause(ctx)
+	}
+	return err
+}
+
+// Cause is context.Cause with a class added.
+func Cause(ctx context.Context) error {
+	err := context.Cause(ctx)
+	switch {
+	case err == nil || errors.Is(err, ErrCancelled) || errors.Is(err, ErrEngine):
+		return err
+	case errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	return fmt.Errorf("%w: %w", ErrCancelled, err)
+}
+
+// A Memory is an ErrMemory with the sizes of the allocation, of the free memory and of the total memory, in
+// bytes; -1 means unknown.
+type Memory struct {
+	Where              string // "cuda:0", "host"
+	Asked, Free, Total int64
+	For                string // purpose, such as "3 tensors"
+	Err                string // text from the system or the driver
+}
+
+// Error returns text like: out of memory: cuda:0: 4096 bytes for 3 tensors: 100 of 9000 are free (cuMemAlloc_v2: ...)
+func (m *Memory) Error() string {
+	s := ErrMemory.Error() + ": " + m.Where
+	if m.Asked >= 0 {
+		s += fmt.Sprintf(": %d bytes", m.Asked)
+	}
+	if m.For != "" {
+		s += " for " + m.For
+	}
+	if m.Total >= 0 {
+		s += fmt.Sprintf(": %d of %d are free", m.Free, m.Total)
+	}
+	if m.Err != "" {
+		s += " (" + m.Err + ")"
+	}
+	return s
+}
+
+// Unwrap returns the class.
+func (m *Memory) Unwrap() error { return ErrMemory }

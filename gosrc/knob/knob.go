@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -252,3 +253,15 @@ func shown(v any) string {
 // RuntimeFolder returns the folder for sockets of the user, as it was when this process started; "" if the system
 // has none.
 func RuntimeFolder() string { return os.Getenv("XDG_RUNTIME_DIR") }
+
+// Workers returns the number of workers: asked if that is positive, otherwise the setting, otherwise one per
+// CPU. It is at most 256.
+func Workers(asked int) int {
+	if asked <= 0 {
+		asked = Threads.Get()
+	}
+	if asked <= 0 {
+		asked = runtime.GOMAXPROCS(0)
+	}
+	return min(asked, 256)
+}

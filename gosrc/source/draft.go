@@ -1,6 +1,6 @@
 package source
 
-// This file defines Draft, an object that is being written to a store.
+// This file defines Draft, an object that is being written to a store, and the entries of a folder listing.
 
 // A Draft is an object that is being written to a store. Readers do not see it until it is published.
 // Cancelling the context with which it was created ends every call except Drop.
@@ -28,4 +28,10 @@ type Draft interface {
 	StopSends()
 	// Drop ends the draft and removes all unpublished data from the store. It may be called more than once.
 	Drop()
+}
+
+// An Entry is a file below a folder of a store, at any depth.
+type Entry struct {
+	Name string // relative to the folder, separated by slashes
+	Size int64  // -1 if the store does not report it
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/internal/blocks"
+	"github.com/overwire/overwire/gosrc/internal/ordered"
 	"github.com/overwire/overwire/gosrc/internal/sizes"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -197,3 +198,90 @@ func NewCache(workers int) *Cache { return CacheOf(int64(workers+2) * (16 << 20)
 
 // CacheOf makes a cache of n bytes.
 func CacheOf(n int64) *Cache { return blocks.New[key](n) }
+
+// CheckPadding checks that the bytes between and after the chunks of source k of ix are
+// zero, as the writer leaves them. If not, the error is errs.ErrCorrupt, with the offset.
+func CheckPadding(ctx context.Context, src source.Source, ix *tensor.Index, k int) error {
+	var pad [64]byte
+	gap := func(i int, from, to int64) error {
+		for from < to {
+			if ctx.Err() != nil {
+				return errs.Cause(ctx)
+			}
+			p := pad[:min(int64(len(pad)), to-from)]
+			if err := src.ReadAt(ctx, p, from); err != nil {
+				return err
+			}
+			for n, b := range p {
+				if b != 0 {
+					return errs.Place("verify", ix.Sources[k].URI, ix.Tensors[i].Name, from+int64(n),
+						errs.New(errs.ErrCorrupt, "bytes between chunks are not zero: the file is damaged"))
+				}
+			}
+			from += int64(len(p))
+		}
+		return nil
+	}
+	for i := range ix.Tensors {
+		t := &ix.Tensors[i]
+		if int(t.Source) != k || t.Count == 0 {
+			continue
+		}
+		at := t.Off
+		for _, c := range ix.Chunks[t.First : t.First+t.Count] {
+			if err := gap(i, at, c.Off); err != nil {
+				return err
+			}
+			at = c.Off + int64(c.Stored)
+		}
+		if err := gap(i, at, t.Off+t.Stored); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// A Span is a range of a tensor's bytes in row-major order.
+type Span struct {
+	Reader *Tensor
+	Number int // tensor number, for the caller
+	Off, N int64
+	Last   bool
+}
+
+// AppendSpans appends the spans of a tensor with the given number of bytes. Reading them decodes no chunk twice.
+func AppendSpans(spans []Span, r *Tensor, number int, bytes int64) []Span {
+	step := r.Step()
+	for off := int64(0); off < bytes; off += step {
+		n := min(step, bytes-off)
+		spans = append(spans, Span{r, number, off, n, off+n == bytes})
+	}
+	return spans
+}
+
+// Read reads the span into *buf, which grows as needed.
+func (s *Span) Read(ctx context.Context, buf *[]byte) ([]byte, error) {
+	*buf = slices.Grow((*buf)[:0], int(s.N))[:s.N]
+	return *buf, s.Reader.Fill(ctx, *buf, s.Off)
+}
+
+// Window returns how many spans ReadInOrder keeps in memory for some workers.
+func Window(workers int) int { return 3*workers + 2 }
+
+// ReadInOrder reads spans with several workers. It calls work in parallel with a span's number and bytes. Then it calls
+// turn for the spans in order, one at a time. The bytes are valid until turn returns. work may be nil.
+func ReadInOrder(ctx context.Context, name string, workers int, spans []Span, work func(k int, b []byte),
+	turn func(k int, b []byte) error) error {
+	bufs := make([][]byte, Window(workers))
+	o := ordered.Tasks{N: len(spans), Window: len(bufs), Workers: workers,
+		Work: func(_, k int) error {
+			b, err := spans[k].Read(ctx, &bufs[k%len(bufs)])
+			if err == nil && work != nil {
+				work(k, b)
+			}
+			return err
+		},
+		Turn: func(k int) error { return turn(k, bufs[k%len(bufs)]) },
+	}
+	return o.Run(ctx, name)
+}

@@ -4,7 +4,10 @@ package verify
 
 import (
 	"context"
+	"sync"
 	"time"
+
+	"github.com/zeebo/xxh3"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/codec/digest"
@@ -15,7 +18,8 @@ import (
 	"github.com/overwire/overwire/gosrc/save/original"
 	"github.com/overwire/overwire/gosrc/source/open"
 	"github.com/overwire/overwire/gosrc/stored"
-	"github.com/zeebo/xxh3"
+	"github.com/overwire/overwire/gosrc/tensor"
+	"github.com/overwire/overwire/gosrc/tensorizer"
 )
 
 // Verify verifies files. In an overwire file it checks every byte: header and index must be exactly as the writer would
@@ -216,4 +220,54 @@ func verifyAliases(j *job.Job, m *stored.Model, digests []*digest.Sum, rep *Repo
 func corruptTensor(m *stored.Model, i int, what string) error {
 	t := &m.Index.Tensors[i]
 	return errs.Place("verify", m.Index.Sources[t.Source].URI, t.Name, t.Off, errs.New(errs.ErrCorrupt, "%s", what))
+}
+
+// A check verifies the files of one format.
+type check struct {
+	// sums compares the checksums of source k that were not compared when it was opened. It is nil for formats without
+	// checksums.
+	sums   func(ctx context.Context, j *job.Job, m *stored.Model, k int, rep *Report) error
+	counts bool // sums also checks and counts the tensors
+}
+
+// checks maps the name of a format to its check.
+var checks = map[string]check{
+	tensorizer.Format:     {sums: verifyTensors, counts: true},
+	tensor.FormatOverwire: {sums: checkZeros},
+}
+
+// checkZeros checks that the padding of source k is zero.
+func checkZeros(ctx context.Context, _ *job.Job, m *stored.Model, k int, _ *Report) error {
+	return stored.CheckPadding(ctx, m.Sources[k], m.Index, k)
+}
+
+func verifyTensors(ctx context.Context, j *job.Job, m *stored.Model, k int, rep *Report) error {
+	var mu sync.Mutex
+	return tensorizer.Verify(ctx, m.Sources[k], tensorizer.Proof{
+		Workers: knob.Workers(0), InOrder: m.Sources[k].Facts().Concurrency > 0,
+		Passed: func(n int64) { j.Bytes.Add(n) },
+		Proven: func(n int64) {
+			mu.Lock()
+			defer mu.Unlock()
+			rep.Tensors++
+			rep.Bytes += n
+			j.Tensors.Add(1)
+		},
+	})
+}
+
+// Inspect describes files by their headers and indexes. It reads no tensor bytes.
+func Inspect(ctx context.Context, uris []string, access format.Access) (*Inspection, error) {
+	m, others, err := openOrList(ctx, uris, access, false)
+	if err != nil {
+		return nil, errs.Ended(ctx, err)
+	}
+	out := &Inspection{}
+	if m != nil {
+		defer m.Close()
+		out.addModel(m)
+	}
+	out.Sources = append(out.Sources, others...)
+	out.sumUp()
+	return out, nil
 }

@@ -75,7 +75,7 @@ def test_inspect_and_verify_agree_with_the_reference(tmp_path: Path, seed: int) 
 
 def test_types_are_those_of_the_reference() -> None:
     """The engine's table has exactly the types of the package gguf."""
-    text = (Path(__file__).resolve().parents[2] / "gosrc/format/gguf/types.go").read_text()
+    text = (Path(__file__).resolve().parents[2] / "gosrc/format/gguf/gguf.go").read_text()
     rows = re.findall(r'(\d+): \{"(\w+)", (\d+), (\d+)\}', text)
     table = {int(number): (name, int(values), int(size)) for number, name, values, size in rows}
     assert table == {kind.value: (kind.name, *SIZES[kind]) for kind in SIZES}

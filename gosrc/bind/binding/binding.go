@@ -11,8 +11,14 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"runtime"
+	"runtime/debug"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/overwire/overwire/gosrc/codec"
 	"github.com/overwire/overwire/gosrc/device"
@@ -244,4 +250,61 @@ func encode(v any) (*Result, error) {
 		return nil, errs.New(errs.ErrEngine, "result: %v", err)
 	}
 	return &Result{Text: string(b)}, nil
+}
+
+// The garbage collector does not run while the engine starts, and rarely while the heap is small. By default, Go
+// collects when the heap has doubled or grown by 4 MiB. This happened two or three times while a group
+// load was planned, and took half of that time.
+const (
+	usualPercent = 100
+	firstPercent = 4 * usualPercent // the first collection is at 16 MiB
+	ballastBytes = 8 << 20
+)
+
+// ballast counts as heap for the collector. It is never touched, so it takes no host memory.
+var ballast atomic.Pointer[[ballastBytes]byte]
+
+// putOffCollections is called once, at the start. Allocating the ballast so early would trigger a collection, so it
+// sets a high percentage instead. The first collection allocates the ballast and restores the usual percentage, which a
+// large heap needs. If the process sets GOGC, nothing is changed.
+var putOffCollections = sync.OnceFunc(func() {
+	if usual := debug.SetGCPercent(firstPercent); usual != usualPercent {
+		debug.SetGCPercent(usual)
+		return
+	}
+	garbage := new([64]byte) // the first collection frees it
+	runtime.AddCleanup(garbage, func(percent int) {
+		ballast.Store(new([ballastBytes]byte))
+		debug.SetGCPercent(percent)
+	}, usualPercent)
+})
+
+// startPoller makes Go's runtime start its poller, which waits for files, sockets and timers. If the process has no
+// descriptors left, the runtime would end the process, so startPoller first tries the same calls. Another thread may
+// still take the last descriptors in between.
+func startPoller() error {
+	err := tryPoller()
+	if errors.Is(err, unix.EMFILE) {
+		err = errs.New(errs.ErrIO, "%v: the engine needs two file descriptors: close files, or raise `ulimit -n`", err)
+	}
+	if err != nil {
+		return errs.Place("start", "the engine", "", -1, errs.FromOS(err))
+	}
+	time.AfterFunc(time.Hour, func() {}).Stop() // the first timer starts the poller
+	return nil
+}
+
+// tryPoller makes the calls that would end the process if they failed in the runtime.
+func tryPoller() error {
+	poller, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(poller)
+	event, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(event)
+	return unix.EpollCtl(poller, unix.EPOLL_CTL_ADD, event, &unix.EpollEvent{Events: unix.EPOLLIN, Fd: int32(event)})
 }

@@ -1,6 +1,7 @@
 package x16
 
-// Decodes segments without vectors, as the reference for the other decoders.
+// Implements the codec without vectors, as the reference for the other implementations: decodes segments, divides
+// elements into symbol values and planes, and joins them.
 
 import (
 	"bytes"
@@ -73,4 +74,157 @@ func decodePair(states *[lanes]uint32, t *scalarSlots, w *[2 * lanes]byte, tile 
 		used += int(2 * need)
 	}
 	return used
+}
+
+// splitScalar divides elements into symbol values and planes. vals must have whole tiles, and the lengths must match.
+func splitScalar(transform uint8, src, vals []byte, p *[maxPlanes][]byte) {
+	le := binary.LittleEndian
+	switch transform {
+	case BF16:
+		pl := p[0][:len(vals)]
+		for i := range vals {
+			w := le.Uint16(src[2*i:])
+			vals[i] = byte(w >> 7)
+			pl[i] = byte(w<<1 | w>>15)
+		}
+	case FP16:
+		pl := p[0][:len(vals)]
+		for i := 0; i < len(vals); i += 8 {
+			var a, b, c byte
+			for j := range 8 {
+				w := le.Uint16(src[2*(i+j):])
+				vals[i+j] = byte(w>>10) & 31
+				pl[i+j] = byte(w)
+				a |= byte(w>>8) & 1 << j
+				b |= byte(w>>9) & 1 << j
+				c |= byte(w>>15) << j
+			}
+			p[1][i/8], p[2][i/8], p[3][i/8] = a, b, c
+		}
+	case FP32:
+		a, b, c := p[0][:len(vals)], p[1][:len(vals)], p[2][:len(vals)]
+		for i := range vals {
+			w := le.Uint32(src[4*i:])
+			vals[i] = byte(w >> 23)
+			a[i] = byte(w>>16<<1) | byte(w>>31)
+			b[i] = byte(w >> 8)
+			c[i] = byte(w)
+		}
+	case E4M3:
+		for i := 0; i < len(vals); i += 2 {
+			w, y := src[i], src[i+1]
+			vals[i], vals[i+1] = w>>3&15, y>>3&15
+			p[0][i/2] = w>>4&8 | w&7 | y&0x80 | y&7<<4
+		}
+	case E5M2:
+		for i := 0; i < len(vals); i += 8 {
+			var a, b, c byte
+			for j := range 8 {
+				w := src[i+j]
+				vals[i+j] = w >> 2 & 31
+				a |= w & 1 << j
+				b |= w >> 1 & 1 << j
+				c |= w >> 7 << j
+			}
+			p[0][i/8], p[1][i/8], p[2][i/8] = a, b, c
+		}
+	case Int8:
+		for i := 0; i < len(vals); i += 2 {
+			w, y := src[i], src[i+1]
+			vals[i], vals[i+1] = w>>4, y>>4
+			p[0][i/2] = w&15 | y<<4
+		}
+	case Nibbles:
+		for i, w := range src {
+			vals[2*i], vals[2*i+1] = w&15, w>>4
+		}
+	case Bytes:
+		copy(vals, src)
+	}
+}
+
+// mergeScalar joins symbol values and planes. It is the inverse of splitScalar. vals must have whole tiles, and the
+// lengths must match.
+func mergeScalar(transform uint8, dst, vals []byte, p *[maxPlanes][]byte) {
+	le := binary.LittleEndian
+	switch transform {
+	case BF16:
+		pl := p[0][:len(vals)]
+		dst = dst[:2*len(vals)]
+		for i := 0; i+4 <= len(vals); i += 4 {
+			// Process four elements at a time: spread the bytes to words, then rotate each word by 1.
+			w := spreadBytes(le.Uint32(vals[i:]))<<8 | spreadBytes(le.Uint32(pl[i:]))
+			le.PutUint64(dst[2*i:], w>>1&0x7fff7fff7fff7fff|w<<15&0x8000800080008000)
+		}
+	case FP16:
+		pl := p[0][:len(vals)]
+		for i, v := range vals {
+			w := uint16(v)<<10 | uint16(pl[i]) | bitAt(p[1], i)<<8 | bitAt(p[2], i)<<9 | bitAt(p[3], i)<<15
+			le.PutUint16(dst[2*i:], w)
+		}
+	case FP32:
+		a, b, c := p[0][:len(vals)], p[1][:len(vals)], p[2][:len(vals)]
+		for i, v := range vals {
+			hi := uint32(v)<<23 | uint32(a[i]>>1)<<16 | uint32(a[i])<<31
+			le.PutUint32(dst[4*i:], hi|uint32(b[i])<<8|uint32(c[i]))
+		}
+	case E4M3:
+		for i, v := range vals {
+			n := nibbleAt(p[0], i)
+			dst[i] = v<<3 | n&7 | n>>3<<7
+		}
+	case E5M2:
+		for i, v := range vals {
+			dst[i] = v<<2 | byte(bitAt(p[0], i)|bitAt(p[1], i)<<1|bitAt(p[2], i)<<7)
+		}
+	case Int8:
+		for i, v := range vals {
+			dst[i] = v<<4 | nibbleAt(p[0], i)
+		}
+	case Nibbles:
+		for i := range dst {
+			dst[i] = vals[2*i] | vals[2*i+1]<<4
+		}
+	case Bytes:
+		copy(dst, vals)
+	}
+}
+
+// spreadBytes spreads four bytes to the low halves of four 16-bit words.
+func spreadBytes(x uint32) uint64 {
+	w := (uint64(x) | uint64(x)<<16) & 0x0000ffff0000ffff
+	return (w | w<<8) & 0x00ff00ff00ff00ff
+}
+
+func bitAt(p []byte, i int) uint16 { return uint16(p[i>>3]>>(i&7)) & 1 }
+
+func nibbleAt(p []byte, i int) byte { return p[i>>1] >> (i & 1 << 2) & 15 }
+
+// patchEscape replaces the sentinel in element i by v. It returns false if the element does not have the sentinel.
+func (d *decoder) patchEscape(i int, v byte) bool {
+	le := binary.LittleEndian
+	x := v ^ d.sentinel // XOR with x replaces the sentinel by v
+	switch d.transform {
+	case BF16:
+		w := le.Uint16(d.dst[2*i:])
+		le.PutUint16(d.dst[2*i:], w^uint16(x)<<7)
+		return byte(w>>7) == d.sentinel
+	case FP16:
+		w := le.Uint16(d.dst[2*i:])
+		le.PutUint16(d.dst[2*i:], w^uint16(x)<<10)
+		return byte(w>>10)&31 == d.sentinel
+	case FP32:
+		w := le.Uint32(d.dst[4*i:])
+		le.PutUint32(d.dst[4*i:], w^uint32(x)<<23)
+		return byte(w>>23) == d.sentinel
+	case E5M2:
+		w := d.dst[i]
+		d.dst[i] = w ^ x<<2
+		return w>>2&31 == d.sentinel
+	case Bytes:
+		w := d.dst[i]
+		d.dst[i] = v
+		return w == d.sentinel
+	}
+	return false // other transforms have no escapes
 }

@@ -1,6 +1,7 @@
 package overwire
 
-// This file stores a container's origin (docs/format.md section 1).
+// This file stores what a container has besides tensors: its origin (docs/format.md section 1), digests (section 1.2),
+// and the mark of delta files (section 7.1).
 
 import (
 	"bytes"
@@ -12,6 +13,7 @@ import (
 	"io"
 	"sync"
 
+	"github.com/overwire/overwire/gosrc/codec/digest"
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/tensor"
@@ -99,4 +101,73 @@ func (o *Origin) Front(uri string) ([]byte, safetensors.Header, error) {
 		return bad(err)
 	}
 	return head, h, nil
+}
+
+const digestSize = 16
+
+// Digests returns the value of Layout.Digests for the digests of all tensors in file order.
+func Digests(sums []digest.Sum) string {
+	b := make([]byte, 0, digestSize*len(sums))
+	for _, s := range sums {
+		b = le.AppendUint64(le.AppendUint64(b, s.High), s.Low)
+	}
+	return base64.StdEncoding.EncodeToString(b)
+}
+
+// ReadDigests returns the digests of a file's n tensors, in order, from a metadata entry for which Is returned true.
+// It returns nil if the entry has no digests.
+func ReadDigests(mark string, n int) ([]digest.Sum, error) {
+	var m struct {
+		Digests string `json:"digests"`
+	}
+	if err := json.Unmarshal([]byte(mark), &m); err != nil {
+		return nil, errs.New(errs.ErrFormat, "the digests cannot be read: %v", err)
+	}
+	if m.Digests == "" {
+		return nil, nil
+	}
+	b, err := base64.StdEncoding.DecodeString(m.Digests)
+	if err != nil || len(b) != digestSize*n {
+		return nil, errs.New(errs.ErrFormat, "the digests have %d characters, which does not fit %d tensors",
+			len(m.Digests), n)
+	}
+	sums := make([]digest.Sum, n)
+	for i := range sums {
+		sums[i] = digest.Sum{High: le.Uint64(b[digestSize*i:]), Low: le.Uint64(b[digestSize*i+8:])}
+	}
+	return sums, nil
+}
+
+const (
+	// FeatureDelta is the critical feature bit of delta files (docs/format.md 7.1). Their index is that of a container
+	// without tensors.
+	FeatureDelta = 1 << 2
+
+	// DeltaNotice is the Notice of delta files.
+	DeltaNotice = "changes between two models, by overwire (to apply them: pip install -U overwire; apply_delta)"
+)
+
+// DeltaMark returns the metadata entry of delta files.
+func DeltaMark() string { return markOf(nil, "", false) }
+
+// DeltaIndexSize returns the size in bytes of the index of a delta file.
+func DeltaIndexSize() int { return int(blobSize(0, 0, 0)) }
+
+// AppendDelta appends the index of a delta file. head contains everything before the data section.
+func AppendDelta(dst, head []byte) []byte {
+	start := len(dst)
+	dst = appendFrame(dst, FeatureDelta, 0, 0, 0, head)
+	return appendTrailer(dst, start)
+}
+
+// IsDelta returns an error if a file for which Is returned true is not a delta. blob is the bytes of its index.
+func IsDelta(blob []byte, h *safetensors.Header) error {
+	d := decoder{blob: blob, h: h, delta: true}
+	return d.decodeFrame()
+}
+
+// errDelta returns the error for a delta file that is opened as a model.
+func errDelta() error {
+	return errs.New(errs.ErrNotSupported,
+		"this is a delta, not a model: load_file(path, base=...) loads the model, apply_delta applies it to tensors")
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/overwire/overwire/gosrc/errs"
 	"github.com/overwire/overwire/gosrc/format/safetensors"
 	"github.com/overwire/overwire/gosrc/internal/atomicfile"
+	"github.com/overwire/overwire/gosrc/internal/spawn"
 	"github.com/overwire/overwire/gosrc/job"
 	"github.com/overwire/overwire/gosrc/source"
 	"github.com/overwire/overwire/gosrc/source/open"
@@ -142,4 +143,42 @@ func SplitStem(path string) (dir, stem string) {
 func IndexPath(path string) string {
 	dir, stem := SplitStem(path)
 	return JoinName(dir, stem+Extension+".index.json")
+}
+
+// Begin checks that files can be published, chooses the names of shards, and returns the destination for the files. The
+// last file is the one that readers look for. The caller must call Drop.
+func Begin(ctx context.Context, p *Publication, files []*File) (Destination, error) {
+	if err := checkListable(files); err != nil {
+		return nil, err
+	}
+	if err := refuseNextToIndex(ctx, p, files); err != nil {
+		return nil, err
+	}
+	if err := chooseNames(ctx, p, files); err != nil {
+		return nil, err
+	}
+	if p.Remote {
+		return &objects{pub: p, files: files, drafts: make([]source.Draft, len(files))}, nil
+	}
+	return beginLocal(p, files)
+}
+
+// A Prewritten is a file with known content. Names and Tensors are the names and the total bytes of its tensors, for an
+// index.json. Fill writes each byte of the file once, from one or several goroutines.
+type Prewritten struct {
+	Bytes   int64
+	Names   []string
+	Tensors int64
+	Fill    func(ctx context.Context, write func(p []byte, off int64) error) error
+}
+
+// WholeFile returns a Prewritten with the content b.
+func WholeFile(b []byte) *Prewritten {
+	const step, writers = 8 << 20, 2 // file systems serialize the writes of a file
+	fill := func(ctx context.Context, write func(p []byte, off int64) error) error {
+		return spawn.Each(ctx, "save.write", writers, (len(b)+step-1)/step, func(i int) error {
+			return write(b[i*step:min(len(b), (i+1)*step)], int64(i*step))
+		})
+	}
+	return &Prewritten{Bytes: int64(len(b)), Fill: fill}
 }
