@@ -354,13 +354,9 @@ def encode(
 
 @overload
 def decode(
-    source: list[Any] | tuple[Any, ...],
-    algorithm: str | None = ...,
-    *,
-    bitstream: Bitstream = ...,
-    verify: Verify = ...,
-    out: Any = ...,
-) -> list[memoryview]: ...
+    source: list[Any] | tuple[Any, ...], algorithm: str | None = ..., *, bitstream: Bitstream = ...,
+    verify: Verify = ..., out: Any = ...,
+) -> list[memoryview]: ...  # fmt: skip
 @overload
 def decode(
     source: Any, algorithm: str | None = ..., *, bitstream: Bitstream = ..., verify: Verify = ..., out: Any = ...

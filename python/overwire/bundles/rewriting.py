@@ -56,17 +56,11 @@ def decompress(
 
 @overload
 def compress(
-    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    level: Level = "default",
-    metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
-    sha256: bool = True,
-    progress: ProgressLike = None,
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], path: str | os.PathLike[str], *,
+    overwrite: bool = False, level: Level = "default", metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None, sha256: bool = True, progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> Report: ...
+) -> Report: ...  # fmt: skip
 
 
 @overload

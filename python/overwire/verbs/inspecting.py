@@ -143,20 +143,14 @@ def inspect(source: str | os.PathLike[str], *, storage_options: StorageOptions |
 
 @overload
 def verify(
-    source: SourceLike,
-    *,
-    original: bool = False,
-    progress: ProgressLike = None,
+    source: SourceLike, *, original: bool = False, progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> Verification: ...
+) -> Verification: ...  # fmt: skip
 @overload
 def verify(
-    source: SourceLike,
-    *,
-    tensors: Mapping[str, Any] | torch.nn.Module,
-    progress: ProgressLike = None,
+    source: SourceLike, *, tensors: Mapping[str, Any] | torch.nn.Module, progress: ProgressLike = None,
     storage_options: StorageOptions | None = None,
-) -> Comparison: ...
+) -> Comparison: ...  # fmt: skip
 def verify(
     source: SourceLike,
     *,

@@ -18,46 +18,30 @@ if TYPE_CHECKING:
 
 @overload
 def load_file(
-    source: SourceLike | None = None,
-    device: DeviceLike = "cpu",
-    *,
-    filename: SourceLike | None = None,
-    framework: TorchName | None = None,
-    **options: Unpack[LoadOptions],
-) -> dict[str, torch.Tensor]: ...
+    source: SourceLike | None = None, device: DeviceLike = "cpu", *, filename: SourceLike | None = None,
+    framework: TorchName | None = None, **options: Unpack[LoadOptions],
+) -> dict[str, torch.Tensor]: ...  # fmt: skip
 
 
 @overload
 def load_file(
-    source: SourceLike | None = None,
-    device: DeviceLike = "cpu",
-    *,
-    filename: SourceLike | None = None,
-    framework: ArrayName,
-    **options: Unpack[LoadOptions],
-) -> dict[str, numpy.ndarray[Any, Any]]: ...
+    source: SourceLike | None = None, device: DeviceLike = "cpu", *, filename: SourceLike | None = None,
+    framework: ArrayName, **options: Unpack[LoadOptions],
+) -> dict[str, numpy.ndarray[Any, Any]]: ...  # fmt: skip
 
 
 @overload
 def load_file(
-    source: SourceLike | None = None,
-    device: DeviceLike = "cpu",
-    *,
-    filename: SourceLike | None = None,
-    framework: BytesName,
-    **options: Unpack[LoadOptions],
-) -> dict[str, memoryview]: ...
+    source: SourceLike | None = None, device: DeviceLike = "cpu", *, filename: SourceLike | None = None,
+    framework: BytesName, **options: Unpack[LoadOptions],
+) -> dict[str, memoryview]: ...  # fmt: skip
 
 
 @overload
 def load_file(
-    source: SourceLike | None = None,
-    device: DeviceLike = "cpu",
-    *,
-    filename: SourceLike | None = None,
-    framework: FrameworkName | None,
-    **options: Unpack[LoadOptions],
-) -> dict[str, Any]: ...
+    source: SourceLike | None = None, device: DeviceLike = "cpu", *, filename: SourceLike | None = None,
+    framework: FrameworkName | None, **options: Unpack[LoadOptions],
+) -> dict[str, Any]: ...  # fmt: skip
 
 
 def load_file(

@@ -237,24 +237,16 @@ def _replace_meta(module: Any, target: Any, loaded: Any) -> None:
 
 @overload
 def save_model(
-    module: Any,
-    path: str | os.PathLike[str],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    wait: Literal[True] = True,
+    module: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None, *, wait: Literal[True] = True,
     **options: Unpack[SaveOptions],
-) -> Report: ...
+) -> Report: ...  # fmt: skip
 
 
 @overload
 def save_model(
-    module: Any,
-    path: str | os.PathLike[str],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    wait: Literal[False],
+    module: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None, *, wait: Literal[False],
     **options: Unpack[SaveOptions],
-) -> Saving: ...
+) -> Saving: ...  # fmt: skip
 
 
 def save_model(

@@ -60,47 +60,27 @@ class safe_open(_engine.HandleOwner, Generic[T]):
 
     @overload
     def __init__(
-        self: safe_open[torch.Tensor],
-        source: SourceLike | None = None,
-        framework: TorchName | None = None,
-        device: DeviceLike = "cpu",
-        *,
-        filename: SourceLike | None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
+        self: safe_open[torch.Tensor], source: SourceLike | None = None, framework: TorchName | None = None,
+        device: DeviceLike = "cpu", *, filename: SourceLike | None = None, **options: Unpack[OpenOptions],
+    ) -> None: ...  # fmt: skip
 
     @overload
     def __init__(
-        self: safe_open[numpy.ndarray[Any, Any]],
-        source: SourceLike | None = None,
-        framework: ArrayName = ...,
-        device: DeviceLike = "cpu",
-        *,
-        filename: SourceLike | None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
+        self: safe_open[numpy.ndarray[Any, Any]], source: SourceLike | None = None, framework: ArrayName = ...,
+        device: DeviceLike = "cpu", *, filename: SourceLike | None = None, **options: Unpack[OpenOptions],
+    ) -> None: ...  # fmt: skip
 
     @overload
     def __init__(
-        self: safe_open[memoryview],
-        source: SourceLike | None = None,
-        framework: BytesName = ...,
-        device: DeviceLike = "cpu",
-        *,
-        filename: SourceLike | None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
+        self: safe_open[memoryview], source: SourceLike | None = None, framework: BytesName = ...,
+        device: DeviceLike = "cpu", *, filename: SourceLike | None = None, **options: Unpack[OpenOptions],
+    ) -> None: ...  # fmt: skip
 
     @overload
     def __init__(
-        self: safe_open[Any],
-        source: SourceLike | None = None,
-        framework: FrameworkName | None = ...,
-        device: DeviceLike = "cpu",
-        *,
-        filename: SourceLike | None = None,
-        **options: Unpack[OpenOptions],
-    ) -> None: ...
+        self: safe_open[Any], source: SourceLike | None = None, framework: FrameworkName | None = ...,
+        device: DeviceLike = "cpu", *, filename: SourceLike | None = None, **options: Unpack[OpenOptions],
+    ) -> None: ...  # fmt: skip
 
     def __init__(
         self, source: Any = None, framework: Any = None, device: Any = "cpu", *, filename: Any = None, **options: Any

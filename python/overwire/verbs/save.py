@@ -34,26 +34,18 @@ _OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".npz", ".onnx", ".pkl", ".pt", ".pt
 
 @overload
 def save_file(
-    tensors: Mapping[str, TensorLike],
-    path: str | os.PathLike[str] | None = None,
-    metadata: Mapping[str, str] | None = None,
-    *,
-    filename: str | os.PathLike[str] | None = None,
-    wait: Literal[True] = True,
-    **options: Unpack[SaveOptions],
-) -> Report: ...
+    tensors: Mapping[str, TensorLike], path: str | os.PathLike[str] | None = None,
+    metadata: Mapping[str, str] | None = None, *, filename: str | os.PathLike[str] | None = None,
+    wait: Literal[True] = True, **options: Unpack[SaveOptions],
+) -> Report: ...  # fmt: skip
 
 
 @overload
 def save_file(
-    tensors: Mapping[str, TensorLike],
-    path: str | os.PathLike[str] | None = None,
-    metadata: Mapping[str, str] | None = None,
-    *,
-    filename: str | os.PathLike[str] | None = None,
-    wait: Literal[False],
+    tensors: Mapping[str, TensorLike], path: str | os.PathLike[str] | None = None,
+    metadata: Mapping[str, str] | None = None, *, filename: str | os.PathLike[str] | None = None, wait: Literal[False],
     **options: Unpack[SaveOptions],
-) -> Saving: ...
+) -> Saving: ...  # fmt: skip
 
 
 def save_file(

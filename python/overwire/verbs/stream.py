@@ -26,46 +26,30 @@ if TYPE_CHECKING:
 
 @overload
 def stream(
-    source: SourceLike,
-    device: DeviceLike = "cpu",
-    *,
-    framework: TorchName | None = None,
-    in_order: bool = False,
+    source: SourceLike, device: DeviceLike = "cpu", *, framework: TorchName | None = None, in_order: bool = False,
     **options: Unpack[StreamOptions],
-) -> Iterator[tuple[str, torch.Tensor]]: ...
+) -> Iterator[tuple[str, torch.Tensor]]: ...  # fmt: skip
 
 
 @overload
 def stream(
-    source: SourceLike,
-    device: DeviceLike = "cpu",
-    *,
-    framework: ArrayName,
-    in_order: bool = False,
+    source: SourceLike, device: DeviceLike = "cpu", *, framework: ArrayName, in_order: bool = False,
     **options: Unpack[StreamOptions],
-) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]: ...
+) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]: ...  # fmt: skip
 
 
 @overload
 def stream(
-    source: SourceLike,
-    device: DeviceLike = "cpu",
-    *,
-    framework: BytesName,
-    in_order: bool = False,
+    source: SourceLike, device: DeviceLike = "cpu", *, framework: BytesName, in_order: bool = False,
     **options: Unpack[StreamOptions],
-) -> Iterator[tuple[str, memoryview]]: ...
+) -> Iterator[tuple[str, memoryview]]: ...  # fmt: skip
 
 
 @overload
 def stream(
-    source: SourceLike,
-    device: DeviceLike = "cpu",
-    *,
-    framework: FrameworkName | None,
-    in_order: bool = False,
+    source: SourceLike, device: DeviceLike = "cpu", *, framework: FrameworkName | None, in_order: bool = False,
     **options: Unpack[StreamOptions],
-) -> Iterator[tuple[str, Any]]: ...
+) -> Iterator[tuple[str, Any]]: ...  # fmt: skip
 
 
 def stream(
