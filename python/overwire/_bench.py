@@ -90,13 +90,9 @@ def _run_ranks(
             errors = stack.enter_context(tempfile.TemporaryFile())
             command = module_command("overwire._bench_rank", json.dumps({**task, "rank": rank}))
             one = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE if rank == 0 else errors,
-                stderr=errors,
-                stdin=subprocess.DEVNULL,
-                env=environ,
-                text=True,
-            )
+                command, stdout=subprocess.PIPE if rank == 0 else errors, stderr=errors, stdin=subprocess.DEVNULL,
+                env=environ, text=True,
+            )  # fmt: skip
             stack.callback(one.wait)
             stack.callback(one.kill)
             processes.append((one, errors))

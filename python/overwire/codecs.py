@@ -38,23 +38,9 @@ if TYPE_CHECKING:
     from ._core import Result
 
 __all__ = [
-    "BITSTREAMS",
-    "Coded",
-    "TensorView",
-    "Span",
-    "algorithms",
-    "content_size",
-    "decode",
-    "default_chunk",
-    "dlpack",
-    "encode",
-    "exporter",
-    "is_native",
-    "tensor_view",
-    "max_size",
-    "run",
-    "span",
-]
+    "BITSTREAMS", "Coded", "TensorView", "Span", "algorithms", "content_size", "decode", "default_chunk", "dlpack",
+    "encode", "exporter", "is_native", "tensor_view", "max_size", "run", "span",
+]  # fmt: skip
 
 Bitstream = Literal["native", "raw", "with_size"]
 Verify = Literal[True, False, "always"]
@@ -231,17 +217,10 @@ def run(
     if not isinstance(verify, (bool, str)) or verify not in _VERIFY:
         raise ArgumentError(f"overwire: verify {verify!r}: expected True, False or 'always'")
     text = _spec_text(
-        None if cascaded is None else tuple(cascaded),
-        op=op,
-        algorithm=algorithm or "",
-        kind=BITSTREAMS.index(bitstream),
-        chunk=chunk_size or 0,
-        level=level,
-        dtype=dtype or "",
-        sums=checksums,
-        verify=_VERIFY[verify],
-        sizes=tuple(sizes),
-    )
+        None if cascaded is None else tuple(cascaded), op=op, algorithm=algorithm or "",
+        kind=BITSTREAMS.index(bitstream), chunk=chunk_size or 0, level=level, dtype=dtype or "", sums=checksums,
+        verify=_VERIFY[verify], sizes=tuple(sizes),
+    )  # fmt: skip
     outs = out if out is not None else [None] * len(sources)
     apart(sources, [o for o in outs if o is not None])
     numbers: list[int] = []

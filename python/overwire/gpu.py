@@ -32,29 +32,10 @@ if TYPE_CHECKING:
     from ._core import Result
 
 __all__ = [
-    "Batch",
-    "Glance",
-    "Memory",
-    "algorithms",
-    "alloc",
-    "beside_captures",
-    "copy",
-    "count",
-    "current_stream",
-    "decode",
-    "device_of",
-    "encode",
-    "follow",
-    "glance",
-    "pack_streams",
-    "refuse_capture",
-    "stream_check",
-    "stream_free",
-    "stream_new",
-    "stream_sync",
-    "torch_of",
-    "transform",
-]
+    "Batch", "Glance", "Memory", "algorithms", "alloc", "beside_captures", "copy", "count", "current_stream", "decode",
+    "device_of", "encode", "follow", "glance", "pack_streams", "refuse_capture", "stream_check", "stream_free",
+    "stream_new", "stream_sync", "torch_of", "transform",
+]  # fmt: skip
 
 _KINDS = {"native": 0, "raw": 1, "with_size": 2}
 _five = struct.Struct("=5q").pack

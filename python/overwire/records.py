@@ -26,17 +26,9 @@ if TYPE_CHECKING:
     from ._requests import TensorizerDerivation, WriteRequest
 
 __all__ = [
-    "KeyDerivation",
-    "NewRecord",
-    "OpenRecords",
-    "Record",
-    "RecordFile",
-    "derive_key",
-    "make_front",
-    "read_records",
-    "sums",
-    "write_records",
-]
+    "KeyDerivation", "NewRecord", "OpenRecords", "Record", "RecordFile", "derive_key", "make_front", "read_records",
+    "sums", "write_records",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

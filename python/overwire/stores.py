@@ -43,15 +43,8 @@ _OWN_FILES = "/proc/self/fd"
 _SLICE_MS = 50
 
 __all__ = [
-    "FileWriter",
-    "ObjectReader",
-    "ObjectWriter",
-    "open_writer",
-    "presign",
-    "publish",
-    "refuse_planted",
-    "shown",
-]
+    "FileWriter", "ObjectReader", "ObjectWriter", "open_writer", "presign", "publish", "refuse_planted", "shown",
+]  # fmt: skip
 
 
 def write_bytes(

@@ -139,16 +139,10 @@ def iter_weights(
     if unused is not None:
         names = {name: size for name, size in names.items() if not unused(name)} or names
     return overwire.stream(
-        where,
-        device,
-        framework="pt",
-        in_order=True,
-        filter=names.__contains__,
-        max_memory=max(chosen["max_memory"], max(names.values(), default=1), 1),
-        progress=progress,
-        storage_options=reach,
-        host=chosen.get("host"),
-    )
+        where, device, framework="pt", in_order=True, filter=names.__contains__,
+        max_memory=max(chosen["max_memory"], max(names.values(), default=1), 1), progress=progress,
+        storage_options=reach, host=chosen.get("host"),
+    )  # fmt: skip
 
 
 def missing_names(index: str | None, files: Any, held: Container[str]) -> list[tuple[str, str]]:

@@ -28,21 +28,9 @@ from overwire.portable.files import Report, decompress, inspect
 from overwire.portable.read import load_file, safe_open
 
 __all__ = [
-    "ArgumentError",
-    "CorruptError",
-    "FormatError",
-    "MissingPackageError",
-    "NotFoundError",
-    "NotSupportedError",
-    "OverwireError",
-    "Report",
-    "TensorNotFoundError",
-    "__version__",
-    "decompress",
-    "inspect",
-    "load_file",
-    "safe_open",
-]
+    "ArgumentError", "CorruptError", "FormatError", "MissingPackageError", "NotFoundError", "NotSupportedError",
+    "OverwireError", "Report", "TensorNotFoundError", "__version__", "decompress", "inspect", "load_file", "safe_open",
+]  # fmt: skip
 
 
 def _needs_engine(name: str) -> str:

@@ -77,14 +77,10 @@ class Report:
         from .. import _notebook as html
 
         facts = [
-            ("tensors", f"{self.tensors:,}"),
-            ("compressed", f"{self.compressed:,}"),
-            ("in", html.size(self.bytes_in)),
-            ("out", html.size(self.bytes_out)),
-            ("ratio", f"{self.ratio:.3f}"),
-            ("seconds", f"{self.seconds:.2f}"),
+            ("tensors", f"{self.tensors:,}"), ("compressed", f"{self.compressed:,}"), ("in", html.size(self.bytes_in)),
+            ("out", html.size(self.bytes_out)), ("ratio", f"{self.ratio:.3f}"), ("seconds", f"{self.seconds:.2f}"),
             *((f"  {name}", f"{seconds:.2f}") for name, seconds in self.stages.items()),
-        ]
+        ]  # fmt: skip
         columns = ("file", "SHA-256 of the original") if self.originals else ("file",)
         rows = ((file, self.originals.get(file, ""))[: len(columns)] for file in self.files)
         tables = [html.table("Files written", columns, rows, len(self.files))]

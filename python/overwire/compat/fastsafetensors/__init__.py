@@ -29,24 +29,8 @@ from .saver import ParallelSaver
 __version__ = "0.5.0+overwire"
 
 __all__ = [
-    "AutoLoader",
-    "BudgetInfeasibleError",
-    "FilesBufferOnDevice",
-    "LoaderConfig",
-    "ParallelLoader",
-    "ParallelSaver",
-    "SafeTensorsFileLoader",
-    "SafeTensorsMetadata",
-    "SingleGroup",
-    "TensorFrame",
-    "__version__",
-    "cpp",
-    "expert_parallel_filter",
-    "expert_parallel_filter_from_env",
-    "fastsafe_open",
-    "get_device_numa_node",
-    "live_allocation_bytes",
-    "live_allocation_count",
-    "load_config",
-    "owned_expert_range",
-]
+    "AutoLoader", "BudgetInfeasibleError", "FilesBufferOnDevice", "LoaderConfig", "ParallelLoader", "ParallelSaver",
+    "SafeTensorsFileLoader", "SafeTensorsMetadata", "SingleGroup", "TensorFrame", "__version__", "cpp",
+    "expert_parallel_filter", "expert_parallel_filter_from_env", "fastsafe_open", "get_device_numa_node",
+    "live_allocation_bytes", "live_allocation_count", "load_config", "owned_expert_range",
+]  # fmt: skip

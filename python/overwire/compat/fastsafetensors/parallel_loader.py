@@ -309,31 +309,11 @@ class ParallelLoader(PipelineParallel):
     ) -> None:
         group = None if all_local else pg
         loader = SafeTensorsFileLoader(
-            group,
-            device,
-            bbuf_size_kb,
-            max_threads,
-            nogds,
-            set_numa,
-            debug_log=debug_log,
-            framework=framework,
+            group, device, bbuf_size_kb, max_threads, nogds, set_numa, debug_log=debug_log, framework=framework,
             use_fgds=use_fgds,
-        )
+        )  # fmt: skip
         super().__init__(
-            group,
-            loader,
-            hf_weights_files,
-            max_concurrent_producers,
-            queue_size,
-            use_tqdm_on_load,
-            tensor_filter,
-            max_batch_bytes,
-            use_chunk_budget_as_allocation_size,
-            device_memory_budget,
-            accumulate_resident,
-            resident_tensor,
-            broadcast_run_bytes,
-            broadcast_run_tensors,
-            overlap_io,
-            borrowed_tensors,
-        )
+            group, loader, hf_weights_files, max_concurrent_producers, queue_size, use_tqdm_on_load, tensor_filter,
+            max_batch_bytes, use_chunk_budget_as_allocation_size, device_memory_budget, accumulate_resident,
+            resident_tensor, broadcast_run_bytes, broadcast_run_tensors, overlap_io, borrowed_tensors,
+        )  # fmt: skip

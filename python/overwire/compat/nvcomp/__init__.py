@@ -33,31 +33,12 @@ __version__ = "6.0.0"
 __cuda_version__ = 13000
 
 __all__ = [
-    "Array",
-    "ArrayBufferKind",
-    "BatchArray",
-    "BitcompMode",
-    "BitshuffleMode",
-    "BitstreamKind",
-    "CascadedCoarseGrainedEncoding",
-    "CascadedFineGrainedEncoding",
-    "CascadedMode",
-    "CascadedTerminalCodec",
-    "ChecksumPolicy",
-    "Codec",
-    "CompressConfig",
-    "CudaStream",
-    "DecompressBackend",
-    "DecompressConfig",
-    "ExecutionPolicy",
-    "as_array",
-    "as_arrays",
-    "backends",
-    "from_dlpack",
-    "set_device_allocator",
-    "set_host_allocator",
+    "Array", "ArrayBufferKind", "BatchArray", "BitcompMode", "BitshuffleMode", "BitstreamKind",
+    "CascadedCoarseGrainedEncoding", "CascadedFineGrainedEncoding", "CascadedMode", "CascadedTerminalCodec",
+    "ChecksumPolicy", "Codec", "CompressConfig", "CudaStream", "DecompressBackend", "DecompressConfig",
+    "ExecutionPolicy", "as_array", "as_arrays", "backends", "from_dlpack", "set_device_allocator", "set_host_allocator",
     "set_pinned_allocator",
-]
+]  # fmt: skip
 
 # nvCOMP also exports enum members as names of the module, in this order. Several are called NONE; the last one wins.
 for _kind in (

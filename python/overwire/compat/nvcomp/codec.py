@@ -335,18 +335,12 @@ class Codec:
             need = need or self._bytes_needed(op, hosts, spans)
             into = [s if s is not None else streams.allocate("host", n) for s, n in zip(into, need, strict=True)]
         coded_buffers = codecs.run(
-            op,
-            spans,
-            algorithm=self._algorithm or None,
-            bitstream=self._bitstream,
-            chunk_size=self._chunk if op == "encode" else None,
-            level=self._level,
-            dtype=self._dtype(hosts) if op == "encode" else None,
-            cascaded=self._cascaded,
-            checksums=op == "encode" and self._policy in _COMPUTE,
-            verify=self._verifies if op == "decode" else False,
+            op, spans, algorithm=self._algorithm or None, bitstream=self._bitstream,
+            chunk_size=self._chunk if op == "encode" else None, level=self._level,
+            dtype=self._dtype(hosts) if op == "encode" else None, cascaded=self._cascaded,
+            checksums=op == "encode" and self._policy in _COMPUTE, verify=self._verifies if op == "decode" else False,
             out=into,
-        )
+        )  # fmt: skip
         self._find_foreign(coded_buffers, spans)
         results = []
         for i, result in enumerate(coded_buffers):

@@ -74,39 +74,12 @@ except ImportError:
     natsize = str
 
 __all__ = [
-    "HOST",
-    "MERGE_INFO_FNAME",
-    "NUM_THREADS",
-    "_nyacomp",
-    "annotate",
-    "calculate_makespan",
-    "cleanup",
-    "compress",
-    "compress_parameter",
-    "compress_pickle",
-    "decompressor",
-    "default_path",
-    "empty_cache",
-    "get_args",
-    "get_pipeline_params",
-    "get_tensors",
-    "hf",
-    "ints",
-    "iterative_merge_tensors",
-    "load_compressed",
-    "load_compressed_pickle",
-    "merge_tensors",
-    "natsize",
-    "partition",
-    "split_into_bins",
-    "split_tensors",
-    "stats",
-    "tensor_bytes",
-    "tensor_size",
-    "timer",
-    "to_csv",
-    "with_cleanup",
-]
+    "HOST", "MERGE_INFO_FNAME", "NUM_THREADS", "_nyacomp", "annotate", "calculate_makespan", "cleanup", "compress",
+    "compress_parameter", "compress_pickle", "decompressor", "default_path", "empty_cache", "get_args",
+    "get_pipeline_params", "get_tensors", "hf", "ints", "iterative_merge_tensors", "load_compressed",
+    "load_compressed_pickle", "merge_tensors", "natsize", "partition", "split_into_bins", "split_tensors", "stats",
+    "tensor_bytes", "tensor_size", "timer", "to_csv", "with_cleanup",
+]  # fmt: skip
 
 log = logging.getLogger("overwire")
 

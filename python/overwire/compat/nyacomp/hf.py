@@ -23,16 +23,9 @@ from . import _nyacomp, partition, settings
 from .merging import tensor_size
 
 __all__ = [
-    "compress_components",
-    "compress_model",
-    "compress_state_dict",
-    "dry_load",
-    "good_load",
-    "stats",
-    "toggle_diffusers",
-    "toggle_patch",
-    "toggle_transformers",
-]
+    "compress_components", "compress_model", "compress_state_dict", "dry_load", "good_load", "stats",
+    "toggle_diffusers", "toggle_patch", "toggle_transformers",
+]  # fmt: skip
 
 _PathLike = Union[str, "os.PathLike[str]"]
 

@@ -35,15 +35,6 @@ from ._prefetch import PrefetchLoader, TensorMeta
 __version__ = "0.9.0-rc.1"  # the latest release with the same names
 
 __all__ = [
-    "PrefetchLoader",
-    "PySafeSlice",
-    "SafetensorError",
-    "TensorMeta",
-    "TensorSpec",
-    "__version__",
-    "_safe_open_handle",
-    "deserialize",
-    "safe_open",
-    "serialize",
-    "serialize_file",
-]
+    "PrefetchLoader", "PySafeSlice", "SafetensorError", "TensorMeta", "TensorSpec", "__version__", "_safe_open_handle",
+    "deserialize", "safe_open", "serialize", "serialize_file",
+]  # fmt: skip

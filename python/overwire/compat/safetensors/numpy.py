@@ -13,16 +13,8 @@ from overwire.compat.safetensors._bytes import bytes_file
 from overwire.compat.safetensors._errors import reading
 
 __all__ = [
-    "TensorSpec",
-    "deserialize",
-    "load",
-    "load_file",
-    "safe_open",
-    "save",
-    "save_file",
-    "serialize",
-    "serialize_file",
-]
+    "TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file",
+]  # fmt: skip
 
 
 def save(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:

@@ -11,16 +11,8 @@ from overwire.compat.safetensors._errors import not_contiguous
 from overwire.compat.safetensors._frameworks import to_paddle
 
 __all__ = [
-    "TensorSpec",
-    "deserialize",
-    "load",
-    "load_file",
-    "safe_open",
-    "save",
-    "save_file",
-    "serialize",
-    "serialize_file",
-]
+    "TensorSpec", "deserialize", "load", "load_file", "safe_open", "save", "save_file", "serialize", "serialize_file",
+]  # fmt: skip
 
 
 def save(tensors: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:

@@ -385,15 +385,9 @@ def _found(module: str, name: str) -> Any:
 
 
 _LAZY = Lazy(
-    _lazy.Slice,
-    _lazy.ahead,
-    _lazy.passed,
-    _lazy.slice_plan,
-    is_compressed,
-    _files.safe_open,
-    _lazy.ready,
+    _lazy.Slice, _lazy.ahead, _lazy.passed, _lazy.slice_plan, is_compressed, _files.safe_open, _lazy.ready,
     lambda: any(patch.offload for patch in _patches),
-)
+)  # fmt: skip
 
 
 def _module(name: str) -> Any:

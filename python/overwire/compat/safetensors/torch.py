@@ -16,20 +16,9 @@ from overwire.compat.safetensors._bytes import bytes_file
 from overwire.compat.safetensors._errors import not_contiguous, reading
 
 __all__ = [
-    "TensorSpec",
-    "deserialize",
-    "load",
-    "load_file",
-    "load_model",
-    "safe_open",
-    "save",
-    "save_file",
-    "save_model",
-    "serialize",
-    "serialize_file",
-    "storage_ptr",
-    "storage_size",
-]
+    "TensorSpec", "deserialize", "load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model",
+    "serialize", "serialize_file", "storage_ptr", "storage_size",
+]  # fmt: skip
 
 _HELP = "https://huggingface.co/docs/safetensors/torch_shared_tensors"
 

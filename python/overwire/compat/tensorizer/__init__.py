@@ -25,18 +25,7 @@ from .serialization import (
 __version__ = "2.12.1"
 
 __all__ = [
-    "CryptographyError",
-    "DecryptionParams",
-    "EncryptionParams",
-    "FilterFuncType",
-    "TensorDeserializer",
-    "TensorSerializer",
-    "TensorType",
-    "__version__",
-    "protobuf",
-    "serialization",
-    "stream_io",
-    "tensors_pb2",
-    "torch_compat",
-    "utils",
-]
+    "CryptographyError", "DecryptionParams", "EncryptionParams", "FilterFuncType", "TensorDeserializer",
+    "TensorSerializer", "TensorType", "__version__", "protobuf", "serialization", "stream_io", "tensors_pb2",
+    "torch_compat", "utils",
+]  # fmt: skip

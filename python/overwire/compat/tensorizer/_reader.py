@@ -265,16 +265,9 @@ class TensorDeserializer(Mapping[Any, Any], contextlib.AbstractContextManager["T
             hashes = hashes_of(r)
             name, version = _paths.plain(path), 5 if any(d >= 1 << 32 for d in r.shape) else 1
             entries[name] = TensorEntry(
-                version,
-                name,
-                TensorType(r.type),
-                r.dtype.partition("\0")[0],
-                r.shape,
-                r.record,
-                r.data,
-                r.nbytes,
+                version, name, TensorType(r.type), r.dtype.partition("\0")[0], r.shape, r.record, r.data, r.nbytes,
                 hashes,
-            )
+            )  # fmt: skip
         return entries
 
     def _target(self) -> Any:

@@ -17,14 +17,9 @@ from ._types import HashMismatchError, HashType, TensorEntry, TensorHash, Tensor
 from ._writer import TensorSerializer
 
 __all__ = [
-    "TensorSerializer",
-    "TensorDeserializer",
-    "TensorType",
-    "CryptographyError",
-    "EncryptionParams",
-    "DecryptionParams",
+    "TensorSerializer", "TensorDeserializer", "TensorType", "CryptographyError", "EncryptionParams", "DecryptionParams",
     "FilterFuncType",
-]
+]  # fmt: skip
 
 #: The type of filters, which are called with a name or with the tuple of a path.
 FilterFuncType = Callable[[Any], Any]

@@ -459,14 +459,9 @@ def open_stream(
         if normal not in ("br", "bw", "ab", "+bw", "+ab"):
             raise ValueError('Only the modes "rb", "wb[+]", and "ab[+]" are valid when opening s3:// streams.')
         options = _s3.options_for(
-            normal != "br",
-            s3_access_key_id,
-            s3_secret_access_key,
-            s3_endpoint,
-            s3_config_path,
-            force_http,
+            normal != "br", s3_access_key_id, s3_secret_access_key, s3_endpoint, s3_config_path, force_http,
             s3_region_name,
-        )
+        )  # fmt: skip
         if normal != "br":
             return open_target(path, storage_options=options)
         return _S3StreamFile(path, options, begin, end, buffer_size, certificate_handling)

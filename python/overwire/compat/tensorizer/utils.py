@@ -15,16 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CPUMemoryUsage",
-    "GlobalGPUMemoryUsage",
-    "MemoryUsage",
-    "TorchGPUMemoryUsage",
-    "convert_bytes",
-    "get_device",
-    "get_gpu_name",
-    "get_mem_usage",
-    "no_init_or_tensor",
-]
+    "CPUMemoryUsage", "GlobalGPUMemoryUsage", "MemoryUsage", "TorchGPUMemoryUsage", "convert_bytes", "get_device",
+    "get_gpu_name", "get_mem_usage", "no_init_or_tensor",
+]  # fmt: skip
 
 
 def convert_bytes(num: float, decimal: bool = True) -> str:

@@ -70,14 +70,9 @@ def take_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Rows,
                 memory.add(name, tensor)
                 own[name] = _dense_order(tensor.detach())
             rows[name] = [
-                f"{type(tensor).__module__}.{type(tensor).__qualname__}",
-                str(tensor.dtype),
-                list(tensor.shape),
-                list(tensor.stride()),
-                tensor.device.type,
-                at and list(at),
-                sorted(vars(tensor)),
-            ]
+                f"{type(tensor).__module__}.{type(tensor).__qualname__}", str(tensor.dtype), list(tensor.shape),
+                list(tensor.stride()), tensor.device.type, at and list(at), sorted(vars(tensor)),
+            ]  # fmt: skip
     return {name: own[name] for name in every if name in own}, rows, names
 
 

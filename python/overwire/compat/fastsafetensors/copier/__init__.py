@@ -18,19 +18,7 @@ from .threefs import ThreeFSFileCopier
 from .unified import UnifiedMemCopier
 
 __all__ = [
-    "CopierConstructFunc",
-    "CopierInterface",
-    "CopierType",
-    "GdsFileCopier",
-    "NoGdsFileCopier",
-    "ThreeFSFileCopier",
-    "UnifiedMemCopier",
-    "copier_class_of",
-    "create_copier_constructor",
-    "gds",
-    "get_copier_class",
-    "nogds",
-    "register_copier_constructor",
-    "threefs",
-    "unified",
-]
+    "CopierConstructFunc", "CopierInterface", "CopierType", "GdsFileCopier", "NoGdsFileCopier", "ThreeFSFileCopier",
+    "UnifiedMemCopier", "copier_class_of", "create_copier_constructor", "gds", "get_copier_class", "nogds",
+    "register_copier_constructor", "threefs", "unified",
+]  # fmt: skip
