@@ -73,7 +73,7 @@ func folderOf(c *conversion, src, avoid string, in branch) companions.Folder {
 		path = at.Path
 	}
 	return companions.Folder{Path: path, Root: in.root, Avoid: avoid, Below: in.folders, Files: in.files,
-		Open: open.With(c.spec.Storage.Options).Open}
+		Open: c.stores.Open}
 }
 
 // copyOf plans the copy of an auxiliary file.
@@ -104,5 +104,5 @@ func WritePrewritten(ctx context.Context, j *job.Job, src, stem string, contents
 	if !isDir {
 		return w.Write(ctx, files)
 	}
-	return writeFolder(ctx, &conversion{spec: &spec, job: j}, w, nil, []string{src}, to, files, branch{})
+	return writeFolder(ctx, &conversion{spec: &spec, job: j, stores: open.With(spec.Storage.Options)}, w, nil, []string{src}, to, files, branch{})
 }

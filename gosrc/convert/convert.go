@@ -48,7 +48,8 @@ func Convert(ctx context.Context, j *job.Job, src []string, dst string, spec sav
 	if err != nil {
 		return save.Report{}, err
 	}
-	c := &conversion{spec: &spec, job: j}
+	stores := open.With(spec.Storage.Options)
+	c := &conversion{spec: &spec, job: j, stores: stores}
 	rep, err := convertAll(ctx, c, src, to)
 	if err != nil {
 		return save.Report{}, errs.Ended(ctx, err)
@@ -65,9 +66,8 @@ func convertAll(ctx context.Context, c *conversion, src []string, to save.Target
 			"cannot write %s files: the output must be a %s or .tensors file, or a folder", ext, publish.Extension))
 	}
 	if to.Remote && !to.Named {
-		stores := open.With(c.spec.Storage.Options)
-		if dir := format.RemoteFolder(ctx, source.LocationOf(to.Path), stores.OpenLike,
-			format.Options{List: stores.List}); dir != "" {
+		if dir := format.RemoteFolder(ctx, source.LocationOf(to.Path), c.stores.OpenLike,
+			format.Options{List: c.stores.List}); dir != "" {
 			to = to.At(dir)
 		}
 	}
@@ -99,8 +99,9 @@ func convertAll(ctx context.Context, c *conversion, src []string, to save.Target
 
 // A conversion is one call of Convert.
 type conversion struct {
-	spec *save.Spec
-	job  *job.Job
+	spec   *save.Spec
+	job    *job.Job
+	stores *open.Stores // with the options of spec
 }
 
 // A branch describes the part of a source that is converted next. The zero value is for sources that are not a single

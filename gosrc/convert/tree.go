@@ -100,7 +100,7 @@ func beginFolder(ctx context.Context, c *conversion, to save.Target, rep *save.R
 // last, together with the auxiliary files.
 func convertFolder(ctx context.Context, c *conversion, dir string, to save.Target, in branch) (rep save.Report,
 	err error) {
-	models, err := format.Models(ctx, dir, urisIn(dir, in.files), open.With(c.spec.Storage.Options).OpenLike)
+	models, err := format.Models(ctx, dir, urisIn(dir, in.files), c.stores.OpenLike)
 	if err != nil {
 		return rep, err
 	}
@@ -123,7 +123,7 @@ func convertFolder(ctx context.Context, c *conversion, dir string, to save.Targe
 	defer func() { err = undo(err) }()
 	spec := *c.spec
 	spec.Beside = true // a single file may be next to an index, as in dir
-	each := &conversion{spec: &spec, job: c.job}
+	each := &conversion{spec: &spec, job: c.job, stores: c.stores}
 	in.dir, in.ours = dir, map[string]bool{}
 	for _, m := range models {
 		for _, path := range m.Paths {
