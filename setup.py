@@ -14,6 +14,9 @@ With a filled module cache, or after `go mod vendor`, no network is needed.
 One wheel supports CPython 3.10 and later. Its tag is derived from the
 library's symbol versions; a library that needs a newer glibc than FLOOR is
 refused. The same tree and tools produce the same bytes in any folder.
+
+setuptools would be a package that the build has to download. Its wheels depend
+on the umask, and it does not write dist-info/sboms.
 """
 
 from __future__ import annotations

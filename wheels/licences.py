@@ -2,6 +2,11 @@
 
 The modules are those that `go list` reports for the build. Their texts come from Go's copies of the sources, in the
 module cache or vendor/. A missing or unknown licence fails the build.
+
+Standard tools do not replace this. go-licenses 1.6 finds the same licences, but without Go's own, needs the network,
+and takes 36 s (10 s of processor time) instead of 0.4 s. cyclonedx-gomod 1.9 takes 9 s, misses Go's own licence and
+those of packages in subfolders (klauspost/compress, smithy-go), and takes the BSD-3-Clause text of golang.org/x for
+another one.
 """
 
 from __future__ import annotations

@@ -104,5 +104,6 @@ func WritePrewritten(ctx context.Context, j *job.Job, src, stem string, contents
 	if !isDir {
 		return w.Write(ctx, files)
 	}
-	return writeFolder(ctx, &conversion{spec: &spec, job: j, stores: open.With(spec.Storage.Options)}, w, nil, []string{src}, to, files, branch{})
+	c := &conversion{spec: &spec, job: j, stores: open.With(spec.Storage.Options)}
+	return writeFolder(ctx, c, w, nil, []string{src}, to, files, branch{})
 }
