@@ -245,10 +245,10 @@ func (m *mover) pullShare(piece, from int) error {
 	return t.gpu.Copy(stream.Order{Stream: t.streams[from]}, uint64(uintptr(to)), uint64(uintptr(at)), part.used, false)
 }
 
-// A pacer rests between two polls for events of readers, the device and other ranks, which occur every few microseconds.
-// In a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking it costs the waker as
-// much. If movePieces woke the readers, it could not feed the GPU during that time. The longer there is no work, the
-// longer a pacer rests. The zero value is ready to use.
+// A pacer rests between two polls for events of readers, the device and other ranks, which occur every few
+// microseconds. In a virtual machine, a sleeping goroutine wakes up a few hundred microseconds late, and waking it
+// costs the waker as much. If movePieces woke the readers, it could not feed the GPU during that time. The longer there
+// is no work, the longer a pacer rests. The zero value is ready to use.
 type pacer struct{ idle time.Time } // when the work ran out, or zero while there is work
 
 const (
